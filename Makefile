@@ -12,8 +12,11 @@ PEER   := build/peer
 DEPLOY := build/deploy-tools
 DIST   := build/dist-tools
 SITE   := build/site-tools
+EXAMPLES := build/examples-tools
 GENERATORS := build/generators
 TYPESCRIPT := client/typescript
+PAGE   := service/ui
+BROWSER := build/browser
 LOAD   := build/load-tools
 ATTACK := build/attack-tools
 RAY    := build/ray-tools
@@ -89,6 +92,15 @@ test-torch: kernels $(PEER) ## convgrad.torch, PyTorch's answers next to ours, t
 	@PYTHONPATH=$(PEER) $(PY) -m pytest -m "not gpu" tests/kernels/test_second_opinion_torch.py \
 	    tests/contract/test_documentation.py tests/torch
 
+test-examples: kernels $(EXAMPLES)/.ready $(PEER) ## every program in examples/, PyTorch's, JAX's and the notebook too
+	@PYTHONPATH=$(PEER) $(PY) -m pytest tests/contract/test_examples.py \
+	    --examples-python $(EXAMPLES)/bin/python
+
+test-ui: kernels ui $(BROWSER)/.ready ## the page at /ui in Chromium, if it is installed; its built files are its sources'
+	@git diff --exit-code --stat -- service/convgrad_service/http_api/page \
+	    || { echo "the page was not built from these sources: commit what make ui made"; exit 1; }
+	@PYTHONPATH=$(BROWSER) $(PY) -m pytest -m slow tests/ui
+
 test-gpu: kernels ## every kernel test on this machine's GPU, stores the outcome; the server's too
 	@$(PY) tests/kernels/gpu_check.py --git-sha $$(git rev-parse --short=12 HEAD)
 	@$(PY) -m pytest -m gpu tests/contract/test_on_gpu.py
@@ -123,6 +135,18 @@ typescript-types: $(READY) $(TYPESCRIPT)/node_modules/.ready ## write the TypeSc
 
 $(TYPESCRIPT)/node_modules/.ready: $(TYPESCRIPT)/package-lock.json
 	@cd $(TYPESCRIPT) && npm ci --silent
+	@touch $@
+
+# PROJECT_URL=https://… is the repository's address, for the metadata of what is published.
+ui: $(PAGE)/node_modules/.ready ## build the page that a server shows at /ui
+	@cd $(PAGE) && npm run --silent build -- --logLevel warn
+
+$(PAGE)/node_modules/.ready: $(PAGE)/package-lock.json
+	@cd $(PAGE) && npm ci --silent
+	@touch $@
+
+$(BROWSER)/.ready: deploy/locks/ui.txt
+	@$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes --target $(BROWSER) -r $<
 	@touch $@
 
 dist: $(READY) $(DIST)/.ready ## build both distributions (source, wheels, aarch64 too), check them, install them where nothing else is
@@ -165,12 +189,13 @@ ray: kernels $(RAY)/.ready $(LOAD)/.ready ## the Ray Serve application on a loca
 
 $(DEPLOY)/.ready: deploy/locks/deploy.txt
 $(DIST)/.ready: deploy/locks/dist.txt
+$(EXAMPLES)/.ready: deploy/locks/examples.txt
 $(GENERATORS)/.ready: deploy/locks/generators.txt
 $(SITE)/.ready: deploy/locks/docs.txt
 $(LOAD)/.ready: deploy/locks/load.txt
 $(ATTACK)/.ready: deploy/locks/attack.txt
 $(RAY)/.ready: deploy/locks/ray.txt
-$(DEPLOY)/.ready $(DIST)/.ready $(GENERATORS)/.ready $(SITE)/.ready $(LOAD)/.ready $(ATTACK)/.ready $(RAY)/.ready:
+$(DEPLOY)/.ready $(DIST)/.ready $(EXAMPLES)/.ready $(GENERATORS)/.ready $(SITE)/.ready $(LOAD)/.ready $(ATTACK)/.ready $(RAY)/.ready:
 	@$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r $<
 	@touch $@
@@ -252,6 +277,7 @@ bench-front-ends: kernels ## a large problem over HTTP through 1, 2 and 4 front-
 readme: $(READY) ## write the README's tables and plots again from the stored results
 	@$(PY) -m tests.perf.plot_load
 	@$(PY) -m tests.perf.plot_networks
+	@$(PY) -m tests.perf.page_networks
 	@# Fails where figures are older than their kernels, of which no plot is drawn then.
 	@$(PY) -m tests.perf.readme_tables
 	@$(PY) tests/perf/plot_gpu.py
@@ -268,7 +294,9 @@ lock: $(READY) ## resolve the dependencies again, with hashes, for every support
 	@$(PY) $(COMPILE) pyproject.toml --extra ray --output-file deploy/locks/ray.txt
 	@$(PY) $(COMPILE) --group build --output-file deploy/locks/build.txt
 	@$(PY) $(COMPILE) --group sbom --output-file deploy/locks/sbom.txt
+	@$(PY) $(COMPILE) --group ui --output-file deploy/locks/ui.txt
 	@$(PY) $(COMPILE) --group dist --output-file deploy/locks/dist.txt
+	@$(PY) $(COMPILE) pyproject.toml --group examples --output-file deploy/locks/examples.txt
 	@$(PY) $(COMPILE) --group generators --output-file deploy/locks/generators.txt
 	@$(PY) $(COMPILE) --group docs --output-file deploy/locks/docs.txt
 	@$(PY) $(COMPILE) --group attack --output-file deploy/locks/attack.txt

@@ -6,6 +6,7 @@ PKG-INFO, for every field that is dynamic.
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ class SharedMetadata(MetadataHookInterface):
         whole = tomllib.loads(above.read_text(encoding="utf-8"))["project"]
         for field in ("keywords", "classifiers"):
             metadata[field] = whole[field]
+        metadata["urls"] = _project_urls(os.environ.get("PROJECT_URL", "").rstrip("/"))
         extras, version = whole["optional-dependencies"], metadata["version"]
         if metadata["name"] == SERVICE:
             metadata["dependencies"] = [f"convgrad=={version}", *extras["service"]]
@@ -46,6 +48,19 @@ class SharedMetadata(MetadataHookInterface):
                 if name not in ("service", *_OF_THE_SERVICE)
             },
         }
+
+
+def _project_urls(repository: str) -> dict[str, str]:
+    """What a forge has below a repository's address, which whoever publishes knows."""
+    if not repository:
+        return {}
+    files = f"{repository}/blob/main"
+    return {
+        "Homepage": repository,
+        "Documentation": f"{files}/docs/index.md",
+        "Changelog": f"{files}/CHANGELOG.md",
+        "Issues": f"{repository}/issues",
+    }
 
 
 def _needs_the_server(packages: list[str]) -> bool:

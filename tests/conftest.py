@@ -17,6 +17,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--generators", default=None, help="the environment of deploy/locks/generators.txt"
     )
+    parser.addoption(
+        "--examples-python", default=None, help="of the environment of deploy/locks/examples.txt"
+    )
     parser.addoption("--built-dist", default=None, help="what tests/deploy/build_dist.py has made")
 
 

@@ -15,7 +15,6 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from convgrad import _calls
 from convgrad._call import Answer, Call, Stored, as_tensor, check_call
-from convgrad._client import check_open, shared_memory
 from convgrad._direct import AsyncDirectTransport, is_direct
 from convgrad._events import EventHooks
 from convgrad._examinations import AsyncExaminations
@@ -25,7 +24,7 @@ from convgrad._options import OptionChanges, Options
 from convgrad._parts import PARTS_WIRE, Part, PartReader
 from convgrad._stored import drop_target, fetch_target, list_target, put_target
 from convgrad._targets import LIVE, OPERATIONS_LIST, READY, OperationsInfo, call_target
-from convgrad._transport import AsyncHttpxTransport, AsyncTransport
+from convgrad._transport import AsyncHttpxTransport, AsyncTransport, check_open, shared_memory
 from convgrad.dtypes import DType
 from convgrad.errors import ConvgradError
 
@@ -110,14 +109,25 @@ class AsyncClient(AsyncExaminations):
     conv_transpose_double_backward = async_method(_calls.conv_transpose_double_backward)
 
     async def call(self, call: Call[T]) -> Answer[T]:
-        """Send a Call, and return its outputs with the server's report; see `Client.call`."""
+        """Send a Call, and return its outputs with the server's report; see `Client.call`.
+
+        Examples
+        --------
+        >>> answer = await client.call(convgrad.calls.conv_fwd(x, weight))
+        """
         call = check_call(call).storing(self._options.store)
         if self._shared is not None:
             return await self._send_all(self._shared.call(call))
         return await self._complete(call_target(call, self._options.wire))
 
     async def iterate(self, call: Call[Any]) -> AsyncIterator[Part]:
-        """Send a Call, and yield the rows of its outputs as they come; see `Client.iterate`."""
+        """Send a Call, and yield the rows of its outputs as they come; see `Client.iterate`.
+
+        Examples
+        --------
+        >>> async for part in client.iterate(convgrad.calls.conv_fwd(x, weight)):
+        ...     use(part.output, part.start, part.array)
+        """
         call = check_call(call).storing(self._options.store)
         exchange = self._exchange(call_target(call, PARTS_WIRE))
         while True:
@@ -137,7 +147,12 @@ class AsyncClient(AsyncExaminations):
             await self._sleep(delay_s)
 
     async def empty(self, shape: Sequence[int], dtype: DTypeLike = "float32") -> NDArray[Any]:
-        """An array of any content to be filled and sent; see `Client.empty`."""
+        """An array of any content to be filled and sent; see `Client.empty`.
+
+        Examples
+        --------
+        >>> x = await client.empty((8, 64, 56, 56))
+        """
         array = as_tensor("empty", np.empty((0,), dtype))
         if self._shared is None:
             return np.empty(tuple(shape), array.dtype)
@@ -146,42 +161,87 @@ class AsyncClient(AsyncExaminations):
     async def put(
         self, name: str, tensor: ArrayLike, *, time_to_live_s: float | None = None
     ) -> Stored:
-        """Keep a tensor on the server under a name; see `Client.put`."""
+        """Keep a tensor on the server under a name; see `Client.put`.
+
+        Examples
+        --------
+        >>> weight = await client.put("layer1.weight", weight)
+        """
         return await self._complete(put_target(name, tensor, time_to_live_s))
 
     async def fetch(self, name: str) -> NDArray[Any]:
-        """A stored tensor's elements; raises NotFound where there is none of that name."""
+        """A stored tensor's elements; see `Client.fetch`.
+
+        Examples
+        --------
+        >>> weight = await client.fetch("layer1.weight")
+        """
         return await self._complete(fetch_target(name))
 
     async def drop(self, name: str) -> None:
-        """Have the server forget a tensor; raises NotFound where there is none of that name."""
+        """Have the server forget a tensor; see `Client.drop`.
+
+        Examples
+        --------
+        >>> await client.drop("layer1.weight")
+        """
         await self._complete(drop_target(name))
 
     async def stored(self) -> Mapping[str, Stored]:
-        """The tensors that the server keeps, by name."""
+        """The tensors that the server keeps, by name.
+
+        Examples
+        --------
+        >>> kept = await client.stored()
+        """
         return await self._complete(list_target())
 
     async def operations(self) -> OperationsInfo:
-        """What the server says of its operations; see `Client.operations`."""
+        """What the server says of its operations; see `Client.operations`.
+
+        Examples
+        --------
+        >>> (await client.operations())["conv_fwd"]["layouts"]
+        """
         return await self._complete(OPERATIONS_LIST)
 
     async def is_live(self) -> bool:
-        """Whether a server runs there."""
+        """Whether a server runs there.
+
+        Examples
+        --------
+        >>> await client.is_live()
+        """
         return await self._succeeds(LIVE)
 
     async def is_ready(self) -> bool:
-        """Whether the server takes work."""
+        """Whether the server takes work.
+
+        Examples
+        --------
+        >>> await client.is_ready()
+        """
         return await self._succeeds(READY)
 
     def with_options(self, **changes: Unpack[OptionChanges]) -> AsyncClient:
-        """This client with other options; see `Client.with_options`."""
+        """This client with other options; see `Client.with_options`.
+
+        Examples
+        --------
+        >>> y = await client.with_options(timeout=5).conv_fwd(x, weight)
+        """
         other = copy.copy(self)
         other._options = self._options.changed(changes)
         other._owns_transport = False
         return other
 
     async def close(self) -> None:
-        """Close the connections, unless they are an injected client's."""
+        """Close the connections, unless they are an injected client's.
+
+        Examples
+        --------
+        >>> await client.close()  # or use the client in `async with`
+        """
         if self._owns_transport and not self._transport.closed:
             if self._shared is not None:
                 await self._send_all(self._shared.close())

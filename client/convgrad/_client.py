@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
 
 import httpx
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from convgrad import _calls
-from convgrad._call import Answer, Call, Stored, as_tensor, check_call
+from convgrad._call import Answer, Call, as_tensor, check_call
 from convgrad._direct import DirectTransport, is_direct
 from convgrad._events import EventHooks
 from convgrad._examinations import Examinations
@@ -21,22 +21,22 @@ from convgrad._exchange import Exchange, Requests, Target
 from convgrad._methods import method
 from convgrad._options import OptionChanges, Options
 from convgrad._parts import PARTS_WIRE, Part, PartReader
-from convgrad._stored import drop_target, fetch_target, list_target, put_target
+from convgrad._stored_methods import StoredTensors
 from convgrad._targets import LIVE, OPERATIONS_LIST, READY, OperationsInfo, call_target
-from convgrad._transport import HttpxTransport, Transport
+from convgrad._transport import HttpxTransport, Transport, check_open, shared_memory
 from convgrad.dtypes import DType
-from convgrad.errors import ClientError, ConvgradError
+from convgrad.errors import ConvgradError
 
 if TYPE_CHECKING:
-    from convgrad._shared_calls import SharedMemory
+    pass
 
-__all__ = ["Client", "check_open", "shared_memory"]
+__all__ = ["Client"]
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Client(Examinations):
+class Client(Examinations, StoredTensors):
     """A connection pool to one convgrad server. Use it as a context manager, or `close` it.
 
     Threads may share a client.
@@ -67,8 +67,9 @@ class Client(Examinations):
     headers
         Sent with every request.
     event_hooks
-        Functions to call at each request, response and retry: ``{"retry": [print]}``, see
-        `convgrad.EventHooks`. The same is logged to the logger ``convgrad``.
+        Functions to call at each request, response, retry and failure, and as an attempt makes
+        progress: ``{"retry": [print]}``, see `convgrad.EventHooks` and `convgrad.progress_bars`.
+        All but progress is also logged to the logger ``convgrad``.
     transport
         "http", or "shm" for a server on this machine that has CONVGRAD_SYSTEM_SHARED_MEMORY set:
         tensors then lie in shared memory, and requests only say where. Results stay there while
@@ -175,6 +176,11 @@ class Client(Examinations):
         What is tried again is tried before the first part has come. Tensors go over HTTP, also
         with ``transport="shm"``. Whoever stops early ends the computation.
 
+        Parameters
+        ----------
+        call
+            What a function of `convgrad.calls` makes.
+
         Raises
         ------
         ConnectionFailed
@@ -207,6 +213,13 @@ class Client(Examinations):
         """An array of any content to be filled and sent; with ``transport="shm"`` it lies in
         shared memory, from where it is sent without a copy. Results lie there too.
 
+        Parameters
+        ----------
+        shape
+            Its extents.
+        dtype
+            float16, bfloat16, float32, float64, int32 or int64.
+
         Raises
         ------
         MalformedRequest
@@ -224,40 +237,6 @@ class Client(Examinations):
             return np.empty(tuple(shape), array.dtype)
         return self._send_all(self._shared.empty(tuple(shape), DType(array.dtype.name)))
 
-    def put(self, name: str, tensor: ArrayLike, *, time_to_live_s: float | None = None) -> Stored:
-        """Keep a tensor on the server under a name, which then stands for it in requests.
-
-        It stays for ``time_to_live_s`` since it was last used, at most as long as the server lets
-        it, and what had the name before goes. Outputs are kept by ``with_options(store=...)``.
-
-        Raises
-        ------
-        MalformedRequest
-            The name is not 1 to 128 letters, digits, dots, dashes and underscores.
-        Overloaded
-            The server keeps as much as it may.
-        ConvgradError
-            As `conv_bwd_data`.
-
-        Examples
-        --------
-        >>> weight = client.put("layer1.weight", weight)
-        >>> output = client.conv_fwd(x, weight)
-        """
-        return self._complete(put_target(name, tensor, time_to_live_s))
-
-    def fetch(self, name: str) -> NDArray[Any]:
-        """A stored tensor's elements; raises NotFound where there is none of that name."""
-        return self._complete(fetch_target(name))
-
-    def drop(self, name: str) -> None:
-        """Have the server forget a tensor; raises NotFound where there is none of that name."""
-        self._complete(drop_target(name))
-
-    def stored(self) -> Mapping[str, Stored]:
-        """The tensors that the server keeps, by name."""
-        return self._complete(list_target())
-
     def operations(self) -> OperationsInfo:
         """What the server says of its operations, by name: tensors, dtypes, layouts.
 
@@ -265,15 +244,30 @@ class Client(Examinations):
         ------
         ConnectionFailed, ClientTimeout, InvalidAnswer
             From the way there and back.
+
+        Examples
+        --------
+        >>> client.operations()["conv_fwd"]["layouts"]
         """
         return self._complete(OPERATIONS_LIST)
 
     def is_live(self) -> bool:
-        """Whether a server runs there."""
+        """Whether a server runs there.
+
+        Examples
+        --------
+        >>> client.is_live()
+        """
         return self._succeeds(LIVE)
 
     def is_ready(self) -> bool:
-        """Whether the server takes work."""
+        """Whether the server takes work.
+
+        Examples
+        --------
+        >>> while not client.is_ready():
+        ...     time.sleep(1)
+        """
         return self._succeeds(READY)
 
     def with_options(self, **changes: Unpack[OptionChanges]) -> Client:
@@ -305,7 +299,12 @@ class Client(Examinations):
         return other
 
     def close(self) -> None:
-        """Close the connections, unless they are an injected client's."""
+        """Close the connections, unless they are an injected client's.
+
+        Examples
+        --------
+        >>> client.close()  # or use the client as a context manager
+        """
         if self._owns_transport and not self._transport.closed:
             if self._shared is not None:
                 self._send_all(self._shared.close())
@@ -358,30 +357,3 @@ class Client(Examinations):
         except StopIteration as done:
             returned: R = done.value
             return returned
-
-
-def check_open(closed: bool) -> None:
-    """Raise ClientError for a client that is closed."""
-    if closed:
-        raise ClientError("this client is closed; make another, or call it before its `with` ends")
-
-
-def shared_memory(transport: str) -> SharedMemory | None:
-    """What ``transport`` names.
-
-    Raises
-    ------
-    ValueError
-        It is neither "http" nor "shm".
-    ClientError
-        This system has no shared memory of that kind.
-    """
-    if transport == "http":
-        return None
-    if transport != "shm":
-        raise ValueError(f'transport: expected "http" or "shm", got {transport!r}')
-    try:  # not every system has what it needs, and few programs need it
-        from convgrad._shared_calls import SharedMemory
-    except ImportError as missing:
-        raise ClientError(f'transport="shm" works on Linux alone: {missing}') from missing
-    return SharedMemory()

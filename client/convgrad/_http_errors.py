@@ -46,6 +46,8 @@ def no_answer(url: str, error: Exception) -> str:
     hint = ""
     if isinstance(error, ConnectionRefusedError | httpx.ConnectError) and "refused" in reason:
         hint = "; is a server running there? `convgrad serve` starts one"
+    elif "WRONG_VERSION_NUMBER" in reason or "RECORD_LAYER_FAILURE" in reason:  # OpenSSL's two
+        hint = "; does the server speak TLS? it may be http://, not https://"
     elif isinstance(error, httpx.RemoteProtocolError) and "illegal" in reason:
         hint = f"; {GRPC_PORT}"
     return f"no answer from {url}: {reason}{hint}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
@@ -16,6 +18,9 @@ from convgrad._retry import Backoff
 __all__ = ["DEFAULT_URL", "OptionChanges", "Options"]
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+_VARIABLES = ("CONVGRAD_URL", "CONVGRAD_API_KEY")
+# The server's own settings that are spelt much like those.
+_OF_THE_SERVER = ("CONVGRAD_API_KEYS",)
 
 
 class OptionChanges(TypedDict, total=False):
@@ -58,6 +63,7 @@ class Options:
         **others: Any,
     ) -> Options:
         """A client's arguments, completed from CONVGRAD_URL and CONVGRAD_API_KEY."""
+        _warn_of_misspelt_variables()
         lowered = _lowered(headers or {})
         if api_key is None and "authorization" not in lowered:
             api_key = os.environ.get("CONVGRAD_API_KEY") or None
@@ -105,6 +111,19 @@ class Options:
         headers = {**self.headers, **_lowered(fields.pop("headers", {}))}
         fields["headers"] = _with_key(headers, fields.pop("api_key", None))
         return replace(self, **fields)
+
+
+def _warn_of_misspelt_variables() -> None:
+    """Warn of a variable much like one that is read and is not set: it would be ignored."""
+    for variable in os.environ:
+        if variable.startswith("CONVGRAD_") and variable not in (*_VARIABLES, *_OF_THE_SERVER):
+            for meant in difflib.get_close_matches(variable, _VARIABLES, n=1, cutoff=0.85):
+                if meant not in os.environ:
+                    warnings.warn(
+                        f"the variable {variable} is not read; did you mean {meant}?",
+                        RuntimeWarning,
+                        stacklevel=4,  # where the client is made
+                    )
 
 
 def _lowered(headers: Mapping[str, str]) -> dict[str, str]:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
 
 from convgrad._exchange import Exchange
 from convgrad._http_errors import ROOTS
 from convgrad._reply import Receiver, Reply, async_raw_chunks, raw_chunks
+from convgrad.errors import ClientError
 
-__all__ = ["AsyncHttpxTransport", "AsyncTransport", "HttpxTransport", "Transport"]
+if TYPE_CHECKING:
+    from convgrad._shared_calls import SharedMemory
+
+__all__ = [
+    "AsyncHttpxTransport",
+    "AsyncTransport",
+    "HttpxTransport",
+    "Transport",
+    "check_open",
+    "shared_memory",
+]
 
 
 class Transport(Protocol):
@@ -126,3 +137,30 @@ class AsyncHttpxTransport:
     async def close(self) -> None:
         if self._owned:
             await self._http.aclose()
+
+
+def check_open(closed: bool) -> None:
+    """Raise ClientError for a client that is closed."""
+    if closed:
+        raise ClientError("this client is closed; make another, or call it before its `with` ends")
+
+
+def shared_memory(transport: str) -> SharedMemory | None:
+    """What ``transport`` names.
+
+    Raises
+    ------
+    ValueError
+        It is neither "http" nor "shm".
+    ClientError
+        This system has no shared memory of that kind.
+    """
+    if transport == "http":
+        return None
+    if transport != "shm":
+        raise ValueError(f'transport: expected "http" or "shm", got {transport!r}')
+    try:  # not every system has what it needs, and few programs need it
+        from convgrad._shared_calls import SharedMemory
+    except ImportError as missing:
+        raise ClientError(f'transport="shm" works on Linux alone: {missing}') from missing
+    return SharedMemory()

@@ -43,6 +43,33 @@ def test_the_environment_names_the_server_and_the_key(monkeypatch: pytest.Monkey
     assert repr(convgrad.Client()) == "Client('http://127.0.0.1:8000')"
 
 
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [("CONVGRAD_API_KY", "CONVGRAD_API_KEY"), ("CONVGRAD_URI", "CONVGRAD_URL")],
+)
+def test_a_misspelt_variable_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, variable: str, meant: str
+) -> None:
+    for name in ("CONVGRAD_URL", "CONVGRAD_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "http://elsewhere")
+    with pytest.warns(
+        RuntimeWarning, match=f"{variable} is not read; did you mean {meant}"
+    ) as all_:
+        convgrad.Client().close()
+    assert [warning.filename for warning in all_] == [__file__]
+    monkeypatch.setenv(meant, "http://meant")
+    convgrad.Client().close()  # no warning, which would be an error
+
+
+def test_the_servers_settings_are_nobody_elses_business(monkeypatch: pytest.MonkeyPatch) -> None:
+    from convgrad_service.server.setting_table import setting_fields
+
+    for name, _, _ in setting_fields():
+        monkeypatch.setenv(f"CONVGRAD_{name.upper()}", "1")
+    convgrad.Client().close()
+
+
 def test_options_that_do_not_exist_are_refused() -> None:
     with convgrad.Client() as client:
         for wrong in ({"retry": 3}, {"retries": 3}, {"base_url": "http://elsewhere"}):
@@ -239,6 +266,15 @@ def test_messages_lead_somewhere() -> None:
             client.call("conv_bwd_data")  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="got <function"):
             next(client.iterate(convgrad.calls.conv_fwd))  # type: ignore[arg-type]
+
+
+def test_https_to_a_server_without_tls_is_recognised() -> None:
+    with (
+        listening(FakeServer([GOOD])) as url,
+        convgrad.Client(url.replace("http:", "https:"), max_retries=0) as client,
+        pytest.raises(ConnectionFailed, match="it may be http://, not https://"),
+    ):
+        ask(client)
 
 
 @pytest.mark.parametrize("http", ["own", "httpx"])

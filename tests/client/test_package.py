@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,3 +113,15 @@ def test_every_public_error_is_exported() -> None:
 def test_public_names_have_docstrings() -> None:
     for name in set(convgrad.__all__) - {"__version__"}:
         assert getattr(convgrad, name).__doc__, name
+
+
+@pytest.mark.parametrize("home", [convgrad.Client, convgrad.AsyncClient, convgrad.calls])
+def test_all_that_is_public_has_an_example_and_its_parameters_explained(home: Any) -> None:
+    for name, each in inspect.getmembers(home, inspect.isfunction):
+        if name.startswith("_"):
+            continue
+        text = inspect.getdoc(each) or ""
+        assert "Examples\n--------\n>>> " in text, name
+        # An asynchronous method refers to its sibling, which a reader of its page sees first.
+        if home is not convgrad.AsyncClient and len(inspect.signature(each).parameters) > 1:
+            assert "Parameters\n----------\n" in text, name

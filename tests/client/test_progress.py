@@ -22,7 +22,7 @@ from tests.client.fake import FakeServer, answer, ones, problem
 from tests.client.local_http import listening
 
 # More than the buffers of a loopback connection hold.
-LARGE = np.ones((1, 1, 16 << 20), np.float32)
+LARGE = np.ones((1, 1, 5 << 20), np.float32)
 PAUSE_S = 0.2
 
 
@@ -111,7 +111,7 @@ def test_a_bar_says_what_a_call_does() -> None:
     text = drawn(use, delay_s=0)
     at = [text.index(f"conv_fwd: {word}") for word in ("sending", "computing", "receiving")]
     assert at == sorted(at)
-    assert "/67.1 MB" in text
+    assert "/21.0 MB" in text
 
 
 def test_what_takes_no_time_has_no_bar() -> None:

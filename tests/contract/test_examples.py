@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +17,8 @@ import pytest
 from convgrad_service.backends.cpu import CpuBackend
 from tests.support.oip_server import OipServer, serving_oip
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES, CLIENT = ROOT / "examples", str(ROOT / "client")
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +27,10 @@ def server() -> Iterator[OipServer]:
         yield server
 
 
-def run(server: OipServer, *command: str | Path) -> str:
+def run(server: OipServer, *command: str | Path, **environment: str) -> str:
     addresses = {"CONVGRAD_URL": f"http://{server.http}", "CONVGRAD_GRPC": server.grpc}
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **addresses}, check=False
-    )
+    env = {**os.environ, **addresses, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -59,6 +61,42 @@ def test_cpp(server: OipServer, tmp_path: Path) -> None:
     refused = subprocess.run([program, host, "9"], capture_output=True, text=True, check=False)
     assert refused.returncode == 1
     assert "convgrad serve" in refused.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+def test_torch(server: OipServer) -> None:
+    said = run(server, sys.executable, EXAMPLES / "torch_training.py")
+    (before, after), *_ = re.findall(r"the loss fell from (.*) to (.*)", said)
+    assert float(after) < float(before) / 2
+    assert "remote" in said
+
+
+@pytest.fixture
+def python(request: pytest.FixtureRequest) -> Path:
+    """That of an environment with JAX and Jupyter's kernel."""
+    found = request.config.getoption("--examples-python")
+    if found is None:
+        pytest.skip("needs --examples-python, see `make test-examples`")
+    return Path(found).absolute()
+
+
+def test_jax(server: OipServer, python: Path) -> None:
+    said = run(server, python, EXAMPLES / "jax_gradient.py", PYTHONPATH=CLIENT)
+    assert said == "shapes (2, 3, 17, 17) (4, 3, 3, 3)\nas JAX's own: True"
+
+
+def test_notebook(server: OipServer, python: Path, tmp_path: Path) -> None:
+    run_it = (
+        "import nbclient, nbformat, sys; book = nbformat.read(sys.argv[1], 4);"
+        "nbclient.NotebookClient(book, timeout=120).execute(); print(nbformat.writes(book))"
+    )
+    book = EXAMPLES / "notebook.ipynb"
+    cells = json.loads(run(server, python, "-c", run_it, book, PYTHONPATH=CLIENT))["cells"]
+    shown = json.dumps([cell.get("outputs") for cell in cells])
+    assert "<table><caption>Answer</caption>" in shown
+    for text in ("weight has shape (5, 8, 3, 3)", "((8, 8, 28, 28),", "(True,"):
+        assert text in shown, text
+    assert not any(cell.get("outputs") for cell in json.loads(book.read_text())["cells"])
 
 
 def test_every_example_is_run() -> None:

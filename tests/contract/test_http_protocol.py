@@ -120,6 +120,16 @@ def test_a_handshake_that_is_not_finished_counts_and_ends(tmp_path: Path) -> Non
         until(works, 20)
 
 
+@pytest.mark.parametrize(
+    "path", ["/v2/systemsharedmemory/region/a/register", "/v2/repository/index"]
+)
+def test_a_body_that_stops_is_given_up_wherever_it_is_for(path: str) -> None:
+    with serving(Zeros(), body_idle_timeout_s=0.3) as server, server.connect(20) as connection:
+        connection.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\n" % path.encode())
+        connection.sendall(b"Content-Length: 100\r\n\r\n{")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 408 ")
+
+
 def test_a_tensor_stored_again_and_again_takes_no_more_than_one() -> None:
     ones = np.ones((1, 1, 1, 1), np.float32)
     with serving(Zeros(), log_level="error") as server, Client(server.url) as client:

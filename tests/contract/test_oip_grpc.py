@@ -156,8 +156,9 @@ def test_messages_over_the_limit(stub: Any) -> None:
 
 
 def test_answers_over_what_a_message_holds() -> None:
+    sizes = {"max_problem_bytes": "8GiB", "max_inflight_bytes": "8GiB"}
     with (
-        serving_oip(Zeros(), max_problem_bytes="8GiB", max_inflight_bytes="8GiB") as server,
+        serving_oip(Zeros(), **{**sizes, "max_output_ratio": 1e9}) as server,
         grpc.insecure_channel(server.grpc) as channel,
     ):
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)

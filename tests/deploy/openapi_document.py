@@ -8,6 +8,7 @@ Requests and answers in JSON alone: the other forms are bytes, of which types sa
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,18 +23,27 @@ JSON = "application/json"
 def document() -> dict[str, Any]:
     """See the module."""
     whole = create_app(backend=Zeros()).openapi()
-    paths = {f"/{name}": _operation(whole["paths"][f"/{name}"]["post"]) for name in OPERATIONS}
-    schemas = {
-        name: schema
-        for name, schema in whole["components"]["schemas"].items()
-        if not name.endswith("ValidationError")
-    }
+    posts = {f"/{name}": _operation(whole["paths"][f"/{name}"]["post"]) for name in OPERATIONS}
+    paths = {path: {"post": post} for path, post in posts.items()}
+    schemas = whole["components"]["schemas"]
+    used = _referred_to(paths, schemas) | {"Problem"}
     return {
         "openapi": whole["openapi"],
         "info": whole["info"] | {"description": ""},
-        "paths": {path: {"post": operation} for path, operation in paths.items()},
-        "components": {"schemas": schemas},
+        "paths": paths,
+        "components": {"schemas": {name: each for name, each in schemas.items() if name in used}},
     }
+
+
+def _referred_to(part: Any, schemas: dict[str, Any]) -> set[str]:
+    """The names of the schemas that a part of the document refers to, and of those they do."""
+    found: set[str] = set()
+    parts = [part]
+    while parts:
+        names = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(parts.pop()))) - found
+        found |= names
+        parts += [schemas[name] for name in names]
+    return found
 
 
 def _operation(post: dict[str, Any]) -> dict[str, Any]:

@@ -52,6 +52,8 @@ def test_the_clients_wheel_is_pure_python_and_holds_the_client_alone(dist: Path)
         ".typed",
     }
     assert any(name.endswith("licenses/LICENSE") for name in names)
+    found = dict(re.findall(r"^Project-URL: (\w+), (.*)$", metadata(wheel), re.MULTILINE))
+    assert found.get("Homepage") == os.environ.get("PROJECT_URL")
     required = re.findall(r"^Requires-Dist: ([\w-]+)(?!.*extra)", metadata(wheel), re.MULTILINE)
     assert set(required) == {"httpx", "ml-dtypes", "numpy", "pydantic"}
 

@@ -33,7 +33,7 @@ import numpy as np
 import convgrad
 from convgrad.errors import ClientError, ServiceError
 from tests.load.mixes import MIXES, requests_of
-from tests.load.results import RESULTS, device, store
+from tests.load.results import RESULTS, device, stamped, store
 from tests.load.served import on_cores, server, shared_out
 
 __all__ = ["Plan", "arrivals", "compared", "figures", "run"]
@@ -44,6 +44,7 @@ MOST_TIMES, LEAST_S = 2.0, 0.002
 # A generator that sends later than this, at its p99, has too little of the machine to be believed.
 MOST_LATE_S = 0.005
 _STARTS_IN_S = 2.0
+PACKAGES = ("numpy", "uvicorn", "uvloop")
 
 
 @dataclass(frozen=True)
@@ -189,11 +190,15 @@ async def _client(plan: Plan) -> AsyncIterator[convgrad.AsyncClient]:
         yield await stack.enter_async_context(client)
 
 
-def kept_row(mix: str, rate: float) -> Mapping[str, Any] | None:
-    """The figures that are kept of this mix and rate on this machine."""
+def _run_name(mix: str, rate: float) -> str:
+    return f"open loop {mix} {rate:g}/s"
+
+
+def kept_row(mix: str, rate: float, on: str) -> Mapping[str, Any] | None:
+    """The figures that are kept of this mix and rate on a device."""
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     for row in rows:
-        if (row["run"], row["device"]) == (f"open loop {mix} {rate:g}/s", device()):
+        if (row["run"], row["device"]) == (_run_name(mix, rate), on):
             return dict(row)
     return None
 
@@ -209,11 +214,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ca", help="file of the authority that signed the server's certificate")
     parser.add_argument("--out", type=Path, help="append the figures to this file, too")
+    parser.add_argument("--git-sha", help="of the tree, where there is no git to ask")
+    parser.add_argument("--gpu", help="what computes, where that is not the machine's CPU")
     parser.add_argument("--store", action="store_true", help="keep the figures as results")
     options = parser.parse_args()
     with ExitStack() as stack:
         if options.url is None:
-            for_server, for_clients = shared_out()
+            for_server, for_clients = shared_out(options.workers)
             with on_cores(for_server):
                 options.url = stack.enter_context(server()).url
             stack.enter_context(on_cores(for_clients))
@@ -229,7 +236,7 @@ def main() -> int:
             os.environ.get("CONVGRAD_API_KEY"),
         )
         row = run(plan)
-    kept = None if options.store else kept_row(plan.mix, plan.rate)
+    kept = None if options.store else kept_row(plan.mix, plan.rate, options.gpu or device())
     wrong = compared(row, kept)
     quantiles = ", ".join(
         f"{name.removesuffix('_s')} {math.nan if row[name] is None else row[name] * 1e3:.2f} ms"
@@ -242,10 +249,14 @@ def main() -> int:
     for one in wrong:
         print(f"missed: {one}")
     if options.out is not None:
+        stamp = stamped(PACKAGES)
+        stamp["git_sha"] = options.git_sha or stamp["git_sha"]
+        stamp["device"] = options.gpu or stamp["device"]
+        named = {"bench": "load", "run": _run_name(plan.mix, plan.rate)}
         with options.out.open("a") as out:
-            out.write(json.dumps(row) + "\n")
+            out.write(json.dumps({**named, **row, **stamp}) + "\n")
     if options.store and not wrong:
-        store(f"open loop {plan.mix} {plan.rate:g}/s", [row], ["numpy", "uvicorn", "uvloop"])
+        store(_run_name(plan.mix, plan.rate), [row], PACKAGES)
     return 1 if wrong else 0
 
 

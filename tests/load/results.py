@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.perf.provenance import cpu_model, origin
 
-__all__ = ["RESULTS", "device", "store"]
+__all__ = ["RESULTS", "device", "stamped", "store"]
 
 RESULTS = Path(__file__).resolve().parents[1] / "perf" / "results" / "load.jsonl"
 
@@ -23,17 +23,22 @@ def store(run: str, rows: Iterable[Mapping[str, Any]], packages: Sequence[str]) 
 
     ``packages`` are what they depend on beside the service; those found here are noted.
     """
-    versions = {name: metadata.version(name) for name in packages if _installed(name)}
-    stamp = {
-        **origin(device(), versions),
-        "system": f"{platform.system()} {platform.release()}",
-    }
+    stamp = stamped(packages)
     if not _changed_beside_results():
         stamp["git_sha"] = str(stamp["git_sha"]).removesuffix("-dirty")
     kept = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
     kept = [line for line in kept if json.loads(line)["run"] != run]
     made = [json.dumps({"bench": "load", "run": run, **row, **stamp}) for row in rows]
     RESULTS.write_text("".join(line + "\n" for line in [*kept, *made]), encoding="utf-8")
+
+
+def stamped(packages: Sequence[str]) -> dict[str, Any]:
+    """What every row says of where it comes from; ``packages`` as in `store`."""
+    versions = {name: metadata.version(name) for name in packages if _installed(name)}
+    return {
+        **origin(device(), versions),
+        "system": f"{platform.system()} {platform.release()}",
+    }
 
 
 def device() -> str:

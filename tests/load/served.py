@@ -66,11 +66,12 @@ def on_cores(cores: Set[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def shared_out() -> tuple[Set[int], Set[int]]:
-    """The machine's cores for a server, and another for its clients; where there is but one, it
-    for both."""
-    *first, last = sorted(os.sched_getaffinity(0))
-    return set(first) or {last}, {last}
+def shared_out(clients: int = 1) -> tuple[Set[int], Set[int]]:
+    """The machine's cores for a server, and as many others for its clients, half of all at most;
+    where there is but one, it for both."""
+    cores = sorted(os.sched_getaffinity(0))
+    split = len(cores) - max(1, min(clients, len(cores) // 2))
+    return set(cores[:split]) or {cores[-1]}, set(cores[split:])
 
 
 def held_bytes(process: int) -> int:

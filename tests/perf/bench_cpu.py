@@ -74,9 +74,15 @@ class Layer:
         return len(self.size)
 
     @property
+    def transposed(self) -> bool:
+        return self.kind == "transposed"
+
+    @property
     def output_size(self) -> tuple[int, ...]:
         return tuple(
-            (i + 2 * p - d * (k - 1) - 1) // s + 1
+            (i - 1) * s - 2 * p + d * (k - 1) + 1
+            if self.transposed
+            else (i + 2 * p - d * (k - 1) - 1) // s + 1
             for i, k, s, p, d in zip(
                 self.size, self.kernel, self.stride, self.padding, self.dilation, strict=True
             )
@@ -85,7 +91,8 @@ class Layer:
     @property
     def flops(self) -> int:
         work = 2 * self.batch * self.out_channels * self.in_channels // self.groups
-        return work * math.prod(self.output_size) * math.prod(self.kernel)
+        met = self.size if self.transposed else self.output_size
+        return work * math.prod(met) * math.prod(self.kernel)
 
 
 def _layer(
@@ -125,6 +132,10 @@ LAYERS = (
     _layer("64 3x3x3 @8x28x28", "dense", (8, 28, 28), (64, 64), 3, batch=1),
     _layer("256 k3 @2048", "dense", (2048,), (256, 256), 3),
     _layer("64 pool 3x3 s2 @112", "pool", (112, 112), (64, 64), 3, stride=2),
+    # Upsampling of a U-Net, a DCGAN and a 3D V-Net: sizes of their inputs.
+    _layer("128-64 up 2x2 s2 @28", "transposed", (28, 28), (128, 64), 2, stride=2, padding=0),
+    _layer("256-128 up 4x4 s2 @14", "transposed", (14, 14), (256, 128), 4, stride=2),
+    _layer("64-32 up 2x2x2 @4x14x14", "transposed", (4, 14, 14), (64, 32), 2, stride=2, padding=0),
 )
 
 
@@ -141,7 +152,7 @@ class Pair:
 
 def pairs(backend: CpuBackend, layer: Layer) -> Iterator[Pair]:
     """Every operation of a layer in both layouts."""
-    make = pool_pairs if layer.kind == "pool" else convolution_pairs
+    make = {"pool": pool_pairs, "transposed": transposed_pairs}.get(layer.kind, convolution_pairs)
     for last in (False, True):
         yield from make(backend, layer, last)
 
@@ -191,6 +202,42 @@ def convolution_pairs(backend: CpuBackend, layer: Layer, last: bool) -> Iterator
             {**own, "weight_size": layer.kernel},
         ),
         lambda: backward(*theirs, *steps, [False, True, False]),
+    )
+
+
+def transposed_pairs(backend: CpuBackend, layer: Layer, last: bool) -> Iterator[Pair]:
+    """With a bias, as PyTorch's layers have by default; 2D and 3D."""
+    rng = np.random.default_rng(0)
+    shapes = {
+        "grad_output": (layer.batch, layer.out_channels, *layer.output_size),
+        "input": (layer.batch, layer.in_channels, *layer.size),
+        "weight": (layer.in_channels, layer.out_channels // layer.groups, *layer.kernel),
+        "bias": (layer.out_channels,),
+    }
+    drawn = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    given = {name: _laid(array, last and array.ndim > 1) for name, array in drawn.items()}
+    y, x, w, b = (_tensor(array, last and array.ndim > 1) for array in drawn.values())
+    layout = (LAST if last else FIRST)[layer.ndim]
+    own = {"stride": layer.stride, "padding": layer.padding, "layout": layout}
+    zeros = [0] * layer.ndim
+    steps = ([*layer.stride], [*layer.padding], [*layer.dilation], True, zeros, layer.groups)
+    channels, every = [layer.out_channels], [True, True, True]
+    forward = {name: given[name] for name in ("input", "weight", "bias")}
+    backward = {name: given[name] for name in ("grad_output", "input", "weight")}
+    aten = torch.ops.aten
+    yield Pair(
+        layer,
+        "conv_transpose_fwd",
+        layout,
+        _ours(backend, "conv_transpose_fwd", forward, own),
+        lambda: aten.convolution(x, w, b, *steps),
+    )
+    yield Pair(
+        layer,
+        "conv_transpose_backward",
+        layout,
+        _ours(backend, "conv_transpose_backward", backward, own),
+        lambda: aten.convolution_backward(y, x, w, channels, *steps, every),
     )
 
 

@@ -22,11 +22,13 @@ from matplotlib.ticker import NullFormatter, StrMethodFormatter
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "gpu.jsonl"
 OUT = HERE.parents[1] / "docs" / "gpu.svg"
-# A short name for each operation, in the order of the panels.
+# A short name for each operation drawn. PyTorch's double backward passes would need a longer axis.
 OPERATIONS = {
     "conv_bwd_data": "backward data",
     "grouped_conv_bwd_weight": "backward weight",
     "conv_backward": "both gradients",
+    "conv_transpose_fwd": "forward",
+    "conv_transpose_backward": "gradients",
     "maxpool2d_bwd": "max-pool backward",
     "maxpool3d_bwd": "max-pool backward",
     "grouped_conv_conv_fwd": "fused forward",
@@ -38,7 +40,7 @@ def panels() -> dict[str, list[dict[str, Any]]]:
     rows = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        if (row["dtype"], row["layout"]) == ("bfloat16", "NHWC"):
+        if (row["dtype"], row["layout"]) == ("bfloat16", "NHWC") and row["op"] in OPERATIONS:
             title = f"{row['class']}, {OPERATIONS[row['op']]}"
             found.setdefault(title, []).append(row)
     return found

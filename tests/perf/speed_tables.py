@@ -19,7 +19,7 @@ __all__ = [
     "wire_table",
 ]
 
-LAYERS = Path(__file__).parent / "suite" / "layers.json"
+SUITES = [Path(__file__).parent / "suite" / f"{name}.json" for name in ("layers", "transposed")]
 
 
 def wire_table() -> str:
@@ -56,7 +56,8 @@ def cpu_table() -> str:
         "| gradient of the weight, NCHW | NHWC |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
-    plain = [row for row in rows if row["malloc"] == "default"]
+    shown = {op for ops, _ in _COLUMNS for op in ops}
+    plain = [row for row in rows if row["malloc"] == "default" and row["op"] in shown]
     for layer in dict.fromkeys(row["layer"] for row in plain):
         cells = []
         for ops, last in _COLUMNS:
@@ -128,7 +129,8 @@ def gpu_table() -> str:
 
 def _gpu_groups(rows: list[Record]) -> dict[tuple[str, str, str, str], list[Record]]:
     """The rows of each class, operation, dtype and layout."""
-    ndim = {layer["name"]: layer["ndim"] for layer in json.loads(LAYERS.read_text())}
+    layers = (layer for suite in SUITES for layer in json.loads(suite.read_text()))
+    ndim = {layer["name"]: layer["ndim"] for layer in layers}
     groups: dict[tuple[str, str, str, str], list[Record]] = {}
     for row in rows:
         # PyTorch's 1D convolutions are slow enough to lift a mean that they are part of.

@@ -22,9 +22,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import ray
 import yaml
+from numpy.typing import NDArray
 from ray import serve
 from ray.cluster_utils import Cluster
 from ray.serve.schema import ServeDeploySchema
@@ -33,6 +35,7 @@ import convgrad
 from convgrad.contract import OPERATIONS
 from convgrad.contract.base import validate
 from convgrad_service.backends.cpu import CpuBackend
+from convgrad_service.grpc_api.messages import SERVICE, message
 from convgrad_service.problems import problem_from, run_in_pieces
 from convgrad_service.server import ray_serve
 from convgrad_service.server.ray_serve import Compute, application
@@ -43,6 +46,7 @@ from tests.ray_cluster.costs import costs
 from tests.ray_cluster.devices import DEVICE_S, Waiting
 from tests.ray_cluster.load import Load, throughput
 
+Array = NDArray[np.float32]
 CONFIGURATION = ROOT / "deploy" / "ray" / "serve.yaml"
 # Of tensors: small enough that the examples below are cut.
 PIECE_BYTES = 2**20
@@ -61,7 +65,12 @@ SCALING_S = 60.0
 def served(port: int, replica: type[Compute] = Compute, **options: Any) -> Iterator[str]:
     """The application, with replicas of this kind, on the cluster that this process has joined."""
     ray_serve.Compute = replica  # type: ignore[misc]
-    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+    functions = ["convgrad_service.server.ray_grpc.add_open_inference"]
+    serve.start(
+        proxy_location="HeadOnly",
+        http_options={"host": "127.0.0.1", "port": port},
+        grpc_options={"port": port + 1, "grpc_servicer_functions": functions},
+    )
     arguments = {
         "settings": SETTINGS,
         "front_resources": {"front": 0.1},
@@ -121,7 +130,42 @@ def answers(port: int, nodes: int) -> list[dict[str, Any]]:
             )
         refused = _refused(lambda: client.conv_fwd(x, w[:, :5]))
         assert "weight" in refused, refused
+        wanted = client.conv_fwd(x, w, padding=1)
+        _same_over_grpc(f"127.0.0.1:{port + 1}", x, w, wanted)
     return []
+
+
+def _same_over_grpc(address: str, x: Array, w: Array, wanted: Array) -> None:
+    """Through Ray's gRPC proxy: the same bits, and the errors of the table."""
+    asked = message("ModelInferRequest")(model_name="conv_fwd")
+    asked.parameters["padding"].int64_param = 1
+    for name, array in (("input", x), ("weight", w)):
+        asked.inputs.add(name=name, datatype="FP32", shape=array.shape)
+        asked.raw_input_contents.append(array.tobytes())
+    options = [(f"grpc.max_{way}_message_length", -1) for way in ("send", "receive")]
+    with grpc.insecure_channel(address, options) as channel:
+
+        def call(method: str, request: Any) -> bytes:
+            path = f"/{SERVICE.full_name}/{method}"
+            answer: bytes = channel.unary_unary(path)(request.SerializeToString(), timeout=120)
+            return answer
+
+        ready = message("ServerReadyResponse").FromString(
+            call("ServerReady", message("ServerReadyRequest")())
+        )
+        assert ready.ready
+        found = message("ModelInferResponse").FromString(call("ModelInfer", asked))
+        assert found.raw_output_contents[0] == wanted.tobytes()
+        del asked.inputs[1], asked.raw_input_contents[1]
+        refusal: Any = None
+        try:
+            call("ModelInfer", asked)
+        except grpc.RpcError as error:
+            refusal = error
+    assert refusal is not None, "a request without its weight was answered"
+    assert refusal.code() is grpc.StatusCode.INVALID_ARGUMENT, refusal
+    assert "weight" in refusal.details(), refusal
+    print("  gRPC through Ray's proxy: equal to the bit", flush=True)
 
 
 def _refused(call: Callable[[], object]) -> str:

@@ -21,6 +21,7 @@ from convgrad.wire.json_tensors import decode_tensor
 __all__ = ["BINARY", "JSON", "Shot", "shots"]
 
 JSON, BINARY = "application/json", "application/vnd.safetensors"
+FORM = "multipart/form-data; boundary=x"
 
 
 @dataclass(frozen=True)
@@ -147,13 +148,32 @@ def _as_binary(fields: dict[str, Any], operation: str) -> bytes:
     return b"".join(safetensors.encode(tensors, {"parameters": json.dumps(parameters)}))
 
 
+def _as_form(fields: dict[str, Any], operation: str) -> bytes:
+    parts = []
+    for name, value in fields.items():
+        try:
+            data = b"".join(bytes(part) for part in npy.encode(decode_tensor(value, name=name)))
+        except Exception:  # noqa: BLE001 - likewise
+            data = json.dumps(value).encode()
+        head = f'--x\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n'
+        parts.append(head.encode() + data + b"\r\n")
+    return b"".join(parts) + b"--x--\r\n"
+
+
+_WRITERS = {
+    JSON: lambda fields, operation: json.dumps(fields).encode(),
+    BINARY: _as_binary,
+    FORM: _as_form,
+}
+
+
 @st.composite
 def shots(draw: st.DrawFn) -> Shot:
     """Any request at all, most of them wrong."""
     operation = draw(st.sampled_from(sorted(OPERATIONS)))
-    content_type = draw(st.sampled_from([JSON, JSON, BINARY]))
+    content_type = draw(st.sampled_from([JSON, JSON, BINARY, FORM]))
     if draw(st.integers(0, 9)) == 0:
         return Shot(operation, content_type, draw(st.binary(max_size=200)))
     fields = _example(operation) if draw(st.booleans()) else draw(_fields(operation))
-    body = json.dumps(fields).encode() if content_type == JSON else _as_binary(fields, operation)
+    body = _WRITERS[content_type](fields, operation)
     return Shot(operation, content_type, draw(_damaged(body)) if draw(st.booleans()) else body)

@@ -22,6 +22,7 @@ ENVIRONMENT_READERS = {
     "settings.py": "its job",
     "_options.py": "the same for the client",
     "compile.py": "hands it on, unread, to the compiler that it starts",
+    "hatch_metadata.py": "when a distribution is built: the address that its publisher gives it",
 }
 # Files that are longer, each with its reason. Better empty.
 LONGER: dict[str, str] = {}

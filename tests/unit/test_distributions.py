@@ -7,6 +7,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = "1.2.3"
 
@@ -34,6 +36,18 @@ def test_the_client_needs_nothing_of_the_server() -> None:
     assert extras["demo"][0] == f"convgrad-service=={VERSION}"
     for packages in extras.values():
         assert not [package for package in packages if package.startswith("convgrad[")]
+
+
+def test_addresses_are_those_of_whoever_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PROJECT_URL", raising=False)
+    assert completed("client")["urls"] == {}
+    monkeypatch.setenv("PROJECT_URL", "https://forge.example/convgrad/")
+    for folder in ("client", "service"):
+        urls = completed(folder)["urls"]
+        assert urls["Homepage"] == "https://forge.example/convgrad"
+        assert urls["Changelog"] == "https://forge.example/convgrad/blob/main/CHANGELOG.md"
+        paths = [url.partition("/blob/main/")[2] for url in urls.values() if "/blob/" in url]
+        assert all((ROOT / path).exists() for path in paths)
 
 
 def test_the_server_brings_the_client_of_its_version() -> None:

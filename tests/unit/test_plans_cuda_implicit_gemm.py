@@ -134,7 +134,7 @@ OVERHEADS = {"first": Overhead(1e-6), "second": Overhead(2e-6), "none": Overhead
     ],
 )
 def test_least_expected(first: Timed, second: Timed, winner: str) -> None:
-    both = LeastExpected([first], [second], OVERHEADS)  # type: ignore[list-item]
+    both = LeastExpected([first], [second], overheads=OVERHEADS)  # type: ignore[list-item]
     found = choose([both], work_of(1, (64, 64), 7), H200)  # type: ignore[list-item]
     assert found.family == winner
     loser = {first.name, second.name} - {winner}
@@ -143,7 +143,7 @@ def test_least_expected(first: Timed, second: Timed, winner: str) -> None:
 
 
 def test_second_is_not_considered_where_the_first_refuses() -> None:
-    both = LeastExpected([Timed("first", 1e-6, "no")], [Timed("second", 1e-6)], OVERHEADS)  # type: ignore[list-item]
+    both = LeastExpected([Timed("first", 1e-6, "no")], [Timed("second", 1e-6)], overheads=OVERHEADS)  # type: ignore[list-item]
     last = Timed("last", None)
     found = choose([both, last], work_of(1, (64, 64), 7), H200)  # type: ignore[list-item]
     assert found.family == "last"
@@ -151,7 +151,8 @@ def test_second_is_not_considered_where_the_first_refuses() -> None:
 
 
 def test_small_layers_take_it_and_large_ones_do_not() -> None:
-    small, large = work_of(1, (160, 960), 7, "bwd_weight"), work_of(64, (1024, 1024), 28)
+    # Plain products of whole chunks of channels are pointwise_gemm's.
+    small, large = work_of(1, (162, 962), 7, "bwd_weight"), work_of(64, (1024, 1024), 28)
     assert choose(FAMILIES.bwd_weight, small, H200).family == "implicit_gemm"
     assert choose(FAMILIES.fwd, large, H200).family != "implicit_gemm"
     wide = replace(small, dtype=DType.FLOAT32, result_dtype=DType.FLOAT32, precision="high")

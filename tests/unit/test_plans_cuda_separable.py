@@ -57,13 +57,17 @@ def test_many_outputs_are_two_launches() -> None:
     assert [one.size_bytes for one in made.workspace] == [64 * 19 * 19 * 768 * 2, 728 * 768 * 2]
 
 
-@pytest.mark.parametrize(("channels", "copies"), [(512, 0), (728, 1)])
-def test_the_second_of_two_launches_begins_while_the_first_ends(channels: int, copies: int) -> None:
+@pytest.mark.parametrize(
+    ("channels", "copies", "second"), [(512, 0, "pointwise_gemm"), (728, 1, "hopper_gather")]
+)
+def test_the_second_of_two_launches_begins_while_the_first_ends(
+    channels: int, copies: int, second: str
+) -> None:
     steps = [step for step in plan(plain(channels)).steps if isinstance(step, Launch)]
     assert [step.instance.entry for step in steps] == [
         "depthwise",
         *["row_copy"] * copies,
-        "hopper_gather",
+        second,
     ]
     assert [step.overlaps for step in steps] == [False, *[True] * (copies + 1)]
 

@@ -21,6 +21,8 @@ _SAMPLES = 24
 _MOST, _LEAST = 0.66, 3
 # Guesses that match by chance, of one element, are expected to be fewer than this.
 _CHANCE = 0.05
+# A factor is only one if it moves an element by so many bounds.
+_FAR = 32
 # A coarse arithmetic is wrong nearly everywhere, or at least here and there.
 _SPREAD = 1e-4
 
@@ -263,6 +265,8 @@ def _scaled(wrong: Sequence[Wrong]) -> tuple[str, str] | None:
     if surest.reference == 0:
         return None
     factor = surest.found / surest.reference
+    if abs(surest.found - surest.reference) < _FAR * surest.bound:
+        return None  # as near as coarser arithmetic comes, too
     right = sum(
         abs(one.found - factor * one.reference) <= (1 + abs(factor)) * 2 * one.bound
         for one in wrong

@@ -109,6 +109,18 @@ export class Client {
   conv_backward(request: Request<"conv_backward">, options?: CallOptions) {
     return this.compute("conv_backward", request, options);
   }
+  conv_transpose_fwd(request: Request<"conv_transpose_fwd">, options?: CallOptions) {
+    return this.compute("conv_transpose_fwd", request, options);
+  }
+  conv_transpose_backward(request: Request<"conv_transpose_backward">, options?: CallOptions) {
+    return this.compute("conv_transpose_backward", request, options);
+  }
+  conv_double_backward(request: Request<"conv_double_backward">, options?: CallOptions) {
+    return this.compute("conv_double_backward", request, options);
+  }
+  conv_transpose_double_backward(request: Request<"conv_transpose_double_backward">, options?: CallOptions) {
+    return this.compute("conv_transpose_double_backward", request, options);
+  }
 
   /** Any operation by its name. */
   async compute<O extends OperationName>(

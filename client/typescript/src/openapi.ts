@@ -191,6 +191,74 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/conv_transpose_fwd": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Transposed convolution (torch.nn.functional.conv_transpose1d to conv_transpose3d). */
+        post: operations["conv_transpose_fwd"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/conv_transpose_backward": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Any of the three gradients of a transposed convolution from one upload. */
+        post: operations["conv_transpose_backward"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/conv_double_backward": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Double backward pass of a convolution: the gradients of conv_backward, from one upload. */
+        post: operations["conv_double_backward"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/conv_transpose_double_backward": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Double backward pass of a transposed convolution: the gradients of conv_transpose_backward. */
+        post: operations["conv_transpose_double_backward"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
 }
 export type webhooks = Record<string, never>;
 export interface components {
@@ -327,12 +395,10 @@ export interface components {
          * Conv3dTransposeRequest
          * @description Transposed 3D convolution (torch.nn.functional.conv_transpose3d).
          *
-         *     output[n, k, i] = bias[k] + sum over c, and over taps r and inputs p with p*stride +
-         *     r*dilation - pad_before = i, of input[n, c, p] * weight[c, k, r]
+         *     conv_transpose_fwd in 3D alone, under the name that it has here for Ascend C's.
          *
-         *     Shapes: input [N, C_in, *in], weight [C_in, C_out/groups, *kernel], bias [C_out] -> output
-         *     [N, C_out, *out], with out = (in-1)*stride - pad_before - pad_after + dilation*(kernel-1) +
-         *     output_padding + 1.
+         *     Shapes: input [N, C_in, D, H, W], weight [C_in, C_out/groups, D, H, W], bias [C_out] -> output
+         *     [N, C_out, D, H, W].
          *     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
          *     Layout: channels first (NCDHW) where none is named.
          *     Source: Ascend C's Conv3DTranspose; PyTorch's conv_transpose3d.
@@ -403,13 +469,19 @@ export interface components {
              */
             layout?: string | null;
             /**
+             * Output Padding
+             * @description Rows added at the end of the output: one int or one a dimension, below the larger of stride and dilation.
+             * @default 0
+             */
+            output_padding?: number | number[];
+            /**
              * Input
-             * @description The layer's input, [N, C_in, D, H, W].
+             * @description The layer's input, [N, C_in, *in].
              */
             input: components["schemas"]["FloatTensor"];
             /**
              * Weight
-             * @description The filters, [C_in, C_out/groups, D, H, W].
+             * @description The filters, [C_in, C_out/groups, *kernel].
              */
             weight: components["schemas"]["FloatTensor"];
             /**
@@ -418,12 +490,6 @@ export interface components {
              * @default null
              */
             bias?: components["schemas"]["FloatTensor"] | null;
-            /**
-             * Output Padding
-             * @description Rows added to one side of the output: one int or one a dimension.
-             * @default 0
-             */
-            output_padding?: number | number[];
         };
         /**
          * ConvBackwardRequest
@@ -643,6 +709,130 @@ export interface components {
             accumulate?: components["schemas"]["FloatTensor"] | null;
         };
         /**
+         * ConvDoubleBackwardRequest
+         * @description Double backward pass of a convolution: the gradients of conv_backward, from one upload.
+         *
+         *     grad_grad_output = conv(grad_grad_input, weight) + conv(input, grad_grad_weight) +
+         *     grad_grad_bias; grad_input is what conv_bwd_data makes of grad_output and grad_grad_weight,
+         *     grad_weight what grouped_conv_bwd_weight makes of grad_grad_input and grad_output.
+         *
+         *     Shapes: grad_output [N, K, *out], input and grad_grad_input [N, C, *in], weight and
+         *     grad_grad_weight [K, C/groups, *kernel], grad_grad_bias [K] -> grad_grad_output [N, K, *out],
+         *     grad_input [N, C, *in], grad_weight [K, C/groups, *kernel].
+         *     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
+         *     Layout: channels first where none is named.
+         *     Source: PyTorch's aten::_convolution_double_backward.
+         */
+        ConvDoubleBackwardRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Stride
+             * @description Step between windows: one int or one a dimension.
+             * @default 1
+             */
+            stride?: number | number[];
+            /**
+             * Padding
+             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the taps of a window: one int or one a dimension.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Groups
+             * @description Number of blocks the channels are divided into.
+             * @default 1
+             */
+            groups?: number;
+            /**
+             * Precision
+             * @description highest computes float32 in true float32; high lets it use TF32.
+             * @default highest
+             * @enum {string}
+             */
+            precision?: "highest" | "high";
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Grad Output
+             * @description Gradient with respect to the layer's output, as the backward pass had it.
+             */
+            grad_output: components["schemas"]["FloatTensor"];
+            /**
+             * Input
+             * @description The layer's input.
+             */
+            input: components["schemas"]["FloatTensor"];
+            /**
+             * Weight
+             * @description The filters.
+             */
+            weight: components["schemas"]["FloatTensor"];
+            /**
+             * Grad Grad Input
+             * @description Gradient with respect to the backward pass's grad_input, of input's shape; left out, it counts as zero.
+             * @default null
+             */
+            grad_grad_input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Grad Grad Weight
+             * @description With respect to its grad_weight, of weight's shape; likewise.
+             * @default null
+             */
+            grad_grad_weight?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Grad Grad Bias
+             * @description With respect to its grad_bias, one value for each output channel; likewise.
+             * @default null
+             */
+            grad_grad_bias?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Outputs
+             * @description The gradients wanted.
+             * @default [
+             *       "grad_grad_output",
+             *       "grad_input",
+             *       "grad_weight"
+             *     ]
+             */
+            outputs?: ("grad_grad_output" | "grad_input" | "grad_weight")[];
+        };
+        /**
          * ConvFwdRequest
          * @description Convolution: output = conv(input, weight) + bias.
          *
@@ -767,6 +957,350 @@ export interface components {
              * @default 1
              */
             groups?: number;
+        };
+        /**
+         * ConvTransposeBackwardRequest
+         * @description Any of the three gradients of a transposed convolution from one upload.
+         *
+         *     grad_input[n, c, p] = sum over k, r of grad_output[n, k, i] * weight[c, k, r]; grad_weight[c, k,
+         *     r] = sum over n, p of input[n, c, p] * grad_output[n, k, i]; grad_bias[k] = sum over n, i of
+         *     grad_output[n, k, i]; with i = p*stride + r*dilation - pad_before.
+         *
+         *     Shapes: grad_output [N, C_out, *out], input [N, C_in, *in], weight [C_in, C_out/groups, *kernel]
+         *     -> grad_input [N, C_in, *in], grad_weight [C_in, C_out/groups, *kernel], grad_bias [C_out].
+         *     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
+         *     Layout: channels first where none is named.
+         *     Source: PyTorch's aten::convolution_backward with transposed=True.
+         */
+        ConvTransposeBackwardRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Stride
+             * @description Step between windows: one int or one a dimension.
+             * @default 1
+             */
+            stride?: number | number[];
+            /**
+             * Padding
+             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the taps of a window: one int or one a dimension.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Groups
+             * @description Number of blocks the channels are divided into.
+             * @default 1
+             */
+            groups?: number;
+            /**
+             * Precision
+             * @description highest computes float32 in true float32; high lets it use TF32.
+             * @default highest
+             * @enum {string}
+             */
+            precision?: "highest" | "high";
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Output Padding
+             * @description Rows added at the end of the output: one int or one a dimension, below the larger of stride and dilation.
+             * @default 0
+             */
+            output_padding?: number | number[];
+            /**
+             * Grad Output
+             * @description Gradient with respect to the layer's output, [N, C_out, *out].
+             */
+            grad_output: components["schemas"]["FloatTensor"];
+            /**
+             * Input
+             * @description The layer's input, [N, C_in, *in].
+             */
+            input: components["schemas"]["FloatTensor"];
+            /**
+             * Weight
+             * @description The filters, [C_in, C_out/groups, *kernel].
+             */
+            weight: components["schemas"]["FloatTensor"];
+            /**
+             * Outputs
+             * @description The gradients wanted.
+             * @default [
+             *       "grad_input",
+             *       "grad_weight",
+             *       "grad_bias"
+             *     ]
+             */
+            outputs?: ("grad_input" | "grad_weight" | "grad_bias")[];
+        };
+        /**
+         * ConvTransposeDoubleBackwardRequest
+         * @description Double backward pass of a transposed convolution: the gradients of conv_transpose_backward.
+         *
+         *     As conv_double_backward, with conv_transpose_fwd for the convolution: grad_grad_output =
+         *     conv_transpose(grad_grad_input, weight) + conv_transpose(input, grad_grad_weight) +
+         *     grad_grad_bias.
+         *
+         *     Shapes: grad_output [N, C_out, *out], input and grad_grad_input [N, C_in, *in], weight and
+         *     grad_grad_weight [C_in, C_out/groups, *kernel], grad_grad_bias [C_out] -> grad_grad_output
+         *     [N, C_out, *out], grad_input [N, C_in, *in], grad_weight [C_in, C_out/groups, *kernel].
+         *     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
+         *     Layout: channels first where none is named.
+         *     Source: PyTorch's aten::_convolution_double_backward with transposed=True.
+         */
+        ConvTransposeDoubleBackwardRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Stride
+             * @description Step between windows: one int or one a dimension.
+             * @default 1
+             */
+            stride?: number | number[];
+            /**
+             * Padding
+             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the taps of a window: one int or one a dimension.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Groups
+             * @description Number of blocks the channels are divided into.
+             * @default 1
+             */
+            groups?: number;
+            /**
+             * Precision
+             * @description highest computes float32 in true float32; high lets it use TF32.
+             * @default highest
+             * @enum {string}
+             */
+            precision?: "highest" | "high";
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Output Padding
+             * @description Rows added at the end of the output: one int or one a dimension, below the larger of stride and dilation.
+             * @default 0
+             */
+            output_padding?: number | number[];
+            /**
+             * Grad Output
+             * @description Gradient with respect to the layer's output, as the backward pass had it.
+             */
+            grad_output: components["schemas"]["FloatTensor"];
+            /**
+             * Input
+             * @description The layer's input.
+             */
+            input: components["schemas"]["FloatTensor"];
+            /**
+             * Weight
+             * @description The filters.
+             */
+            weight: components["schemas"]["FloatTensor"];
+            /**
+             * Grad Grad Input
+             * @description Gradient with respect to the backward pass's grad_input, of input's shape; left out, it counts as zero.
+             * @default null
+             */
+            grad_grad_input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Grad Grad Weight
+             * @description With respect to its grad_weight, of weight's shape; likewise.
+             * @default null
+             */
+            grad_grad_weight?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Grad Grad Bias
+             * @description With respect to its grad_bias, one value for each output channel; likewise.
+             * @default null
+             */
+            grad_grad_bias?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Outputs
+             * @description The gradients wanted.
+             * @default [
+             *       "grad_grad_output",
+             *       "grad_input",
+             *       "grad_weight"
+             *     ]
+             */
+            outputs?: ("grad_grad_output" | "grad_input" | "grad_weight")[];
+        };
+        /**
+         * ConvTransposeFwdRequest
+         * @description Transposed convolution (torch.nn.functional.conv_transpose1d to conv_transpose3d).
+         *
+         *     output[n, k, i] = bias[k] + sum over c, and over taps r and inputs p with p*stride +
+         *     r*dilation - pad_before = i, of input[n, c, p] * weight[c, k, r]
+         *
+         *     Shapes: input [N, C_in, *in], weight [C_in, C_out/groups, *kernel], bias [C_out] -> output
+         *     [N, C_out, *out], in 1, 2 or 3 dimensions, with out = (in-1)*stride - pad_before - pad_after +
+         *     dilation*(kernel-1) + output_padding + 1.
+         *     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
+         *     Layout: channels first where none is named; channels last, weight is [C_in, *kernel,
+         *     C_out/groups].
+         *     Source: PyTorch's conv_transpose1d, conv_transpose2d and conv_transpose3d.
+         */
+        ConvTransposeFwdRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Stride
+             * @description Step between windows: one int or one a dimension.
+             * @default 1
+             */
+            stride?: number | number[];
+            /**
+             * Padding
+             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the taps of a window: one int or one a dimension.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Groups
+             * @description Number of blocks the channels are divided into.
+             * @default 1
+             */
+            groups?: number;
+            /**
+             * Precision
+             * @description highest computes float32 in true float32; high lets it use TF32.
+             * @default highest
+             * @enum {string}
+             */
+            precision?: "highest" | "high";
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Output Padding
+             * @description Rows added at the end of the output: one int or one a dimension, below the larger of stride and dilation.
+             * @default 0
+             */
+            output_padding?: number | number[];
+            /**
+             * Input
+             * @description The layer's input, [N, C_in, *in].
+             */
+            input: components["schemas"]["FloatTensor"];
+            /**
+             * Weight
+             * @description The filters, [C_in, C_out/groups, *kernel].
+             */
+            weight: components["schemas"]["FloatTensor"];
+            /**
+             * Bias
+             * @description One value for each output channel, [C_out].
+             * @default null
+             */
+            bias?: components["schemas"]["FloatTensor"] | null;
         };
         /**
          * GroupedConvBwdWeightRequest
@@ -1513,8 +2047,6 @@ export interface components {
         StoredTensor: {
             stored: string;
         };
-        /** Tensor */
-        Tensor: components["schemas"]["NpyTensor"] | components["schemas"]["DataTensor"] | components["schemas"]["ValuesTensor"] | components["schemas"]["StoredTensor"];
         /**
          * NpyFloatTensor
          * @description The whole of a .npy file (numpy.save) in base64. NumPy has no bfloat16: such a file holds 2-byte items, and "dtype": "bfloat16" stands beside it.
@@ -1595,15 +2127,18 @@ export interface components {
         };
         /** IndexTensor */
         IndexTensor: components["schemas"]["NpyIndexTensor"] | components["schemas"]["DataIndexTensor"] | components["schemas"]["ValuesIndexTensor"] | components["schemas"]["StoredTensor"];
-        /** StoredTensorDescription */
-        StoredTensorDescription: {
-            name: string;
+        /**
+         * StoredOutput
+         * @description What is told of an output that was stored and is not sent.
+         */
+        StoredOutput: {
+            stored: string;
             /** @enum {string} */
             dtype: "float16" | "bfloat16" | "float32" | "float64" | "int32" | "int64";
             shape: number[];
-            bytes?: number;
-            expires_in_s?: number;
         };
+        /** OutputTensor */
+        OutputTensor: components["schemas"]["NpyTensor"] | components["schemas"]["DataTensor"] | components["schemas"]["ValuesTensor"] | components["schemas"]["StoredOutput"];
         /**
          * Problem
          * @description An error (RFC 9457).
@@ -1615,7 +2150,7 @@ export interface components {
             /** @description What was found and what was expected. */
             detail: string;
             /** @enum {string} */
-            code: "malformed-request" | "invalid-problem" | "unauthenticated" | "not-found" | "method-not-allowed" | "not-acceptable" | "request-timeout" | "payload-too-large" | "problem-too-large" | "unsupported-media-type" | "unsupported-problem" | "overloaded" | "internal" | "device-out-of-memory" | "device-unavailable" | "deadline-exceeded";
+            code: "malformed-request" | "invalid-problem" | "unauthenticated" | "permission-denied" | "not-found" | "method-not-allowed" | "not-acceptable" | "request-timeout" | "payload-too-large" | "problem-too-large" | "unsupported-media-type" | "unsupported-problem" | "overloaded" | "internal" | "device-out-of-memory" | "device-unavailable" | "deadline-exceeded";
             request_id: string;
             /** @description The same as detail. */
             error: string;
@@ -1649,7 +2184,7 @@ export interface operations {
                 };
                 content: {
                     "application/json": {
-                        grad_input: components["schemas"]["Tensor"];
+                        grad_input: components["schemas"]["OutputTensor"];
                         report: components["schemas"]["Report"];
                     };
                 };
@@ -1676,8 +2211,8 @@ export interface operations {
                 };
                 content: {
                     "application/json": {
-                        grad_weight?: components["schemas"]["Tensor"];
-                        grad_bias?: components["schemas"]["Tensor"];
+                        grad_weight?: components["schemas"]["OutputTensor"];
+                        grad_bias?: components["schemas"]["OutputTensor"];
                         report: components["schemas"]["Report"];
                     };
                 };
@@ -1704,7 +2239,7 @@ export interface operations {
                 };
                 content: {
                     "application/json": {
-                        grad_input: components["schemas"]["Tensor"];
+                        grad_input: components["schemas"]["OutputTensor"];
                         report: components["schemas"]["Report"];
                     };
                 };
@@ -1731,7 +2266,7 @@ export interface operations {
                 };
                 content: {
                     "application/json": {
-                        grad_input: components["schemas"]["Tensor"];
+                        grad_input: components["schemas"]["OutputTensor"];
                         report: components["schemas"]["Report"];
                     };
                 };
@@ -1758,7 +2293,7 @@ export interface operations {
                 };
                 content: {
                     "application/json": {
-                        grad_input: components["schemas"]["Tensor"];
+                        grad_input: components["schemas"]["OutputTensor"];
                         report: components["schemas"]["Report"];
                     };
                 };
@@ -1785,7 +2320,7 @@ export interface operations {
                 };
                 content: {
                     "application/json": {
-                        output: components["schemas"]["Tensor"];
+                        output: components["schemas"]["OutputTensor"];
                         report: components["schemas"]["Report"];
                     };
                 };
@@ -1812,7 +2347,7 @@ export interface operations {
                 };
                 content: {
                     "application/json": {
-                        output: components["schemas"]["Tensor"];
+                        output: components["schemas"]["OutputTensor"];
                         report: components["schemas"]["Report"];
                     };
                 };
@@ -1839,7 +2374,7 @@ export interface operations {
                 };
                 content: {
                     "application/json": {
-                        output: components["schemas"]["Tensor"];
+                        output: components["schemas"]["OutputTensor"];
                         report: components["schemas"]["Report"];
                     };
                 };
@@ -1866,8 +2401,8 @@ export interface operations {
                 };
                 content: {
                     "application/json": {
-                        output: components["schemas"]["Tensor"];
-                        indices?: components["schemas"]["Tensor"];
+                        output: components["schemas"]["OutputTensor"];
+                        indices?: components["schemas"]["OutputTensor"];
                         report: components["schemas"]["Report"];
                     };
                 };
@@ -1894,8 +2429,8 @@ export interface operations {
                 };
                 content: {
                     "application/json": {
-                        output: components["schemas"]["Tensor"];
-                        indices?: components["schemas"]["Tensor"];
+                        output: components["schemas"]["OutputTensor"];
+                        indices?: components["schemas"]["OutputTensor"];
                         report: components["schemas"]["Report"];
                     };
                 };
@@ -1922,9 +2457,123 @@ export interface operations {
                 };
                 content: {
                     "application/json": {
-                        grad_input?: components["schemas"]["Tensor"];
-                        grad_weight?: components["schemas"]["Tensor"];
-                        grad_bias?: components["schemas"]["Tensor"];
+                        grad_input?: components["schemas"]["OutputTensor"];
+                        grad_weight?: components["schemas"]["OutputTensor"];
+                        grad_bias?: components["schemas"]["OutputTensor"];
+                        report: components["schemas"]["Report"];
+                    };
+                };
+            };
+        };
+    };
+    conv_transpose_fwd: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["ConvTransposeFwdRequest"];
+            };
+        };
+        responses: {
+            /** @description The computed tensors, and how they were computed. */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": {
+                        output: components["schemas"]["OutputTensor"];
+                        report: components["schemas"]["Report"];
+                    };
+                };
+            };
+        };
+    };
+    conv_transpose_backward: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["ConvTransposeBackwardRequest"];
+            };
+        };
+        responses: {
+            /** @description The computed tensors, and how they were computed. */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": {
+                        grad_input?: components["schemas"]["OutputTensor"];
+                        grad_weight?: components["schemas"]["OutputTensor"];
+                        grad_bias?: components["schemas"]["OutputTensor"];
+                        report: components["schemas"]["Report"];
+                    };
+                };
+            };
+        };
+    };
+    conv_double_backward: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["ConvDoubleBackwardRequest"];
+            };
+        };
+        responses: {
+            /** @description The computed tensors, and how they were computed. */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": {
+                        grad_grad_output?: components["schemas"]["OutputTensor"];
+                        grad_input?: components["schemas"]["OutputTensor"];
+                        grad_weight?: components["schemas"]["OutputTensor"];
+                        report: components["schemas"]["Report"];
+                    };
+                };
+            };
+        };
+    };
+    conv_transpose_double_backward: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["ConvTransposeDoubleBackwardRequest"];
+            };
+        };
+        responses: {
+            /** @description The computed tensors, and how they were computed. */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": {
+                        grad_grad_output?: components["schemas"]["OutputTensor"];
+                        grad_input?: components["schemas"]["OutputTensor"];
+                        grad_weight?: components["schemas"]["OutputTensor"];
                         report: components["schemas"]["Report"];
                     };
                 };

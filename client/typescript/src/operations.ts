@@ -4,7 +4,7 @@ import type { components, operations, paths } from "./openapi.js";
 import type { Stored, Tensor } from "./tensor.js";
 
 type Schemas = components["schemas"];
-type Forms = Schemas["FloatTensor"] | Schemas["IndexTensor"] | Schemas["Tensor"];
+type Forms = Schemas["FloatTensor"] | Schemas["IndexTensor"];
 
 /** The operations by name: those whose paths are their names. */
 export type OperationName = {

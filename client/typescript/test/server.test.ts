@@ -32,6 +32,10 @@ test("a gradient, in every floating-point type", async () => {
   }
 });
 
+// Every operation is a method: otherwise this is a type that `true` has not.
+const complete: Exclude<OperationName, keyof Client> extends never ? true : never = true;
+assert.ok(complete);
+
 test("every operation answers its example", async () => {
   const document = JSON.parse(await readFile("openapi.json", "utf8")) as Document;
   const whole = (await (await fetch(`${url}/openapi.json`)).json()) as Document;

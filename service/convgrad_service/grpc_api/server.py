@@ -49,7 +49,7 @@ class GrpcServer:
         infer = InferMethods(pipeline, settings, self._exchanges, memory)
         describing = DescribingMethods(pipeline, memory, settings.service_name)
         self._health = HealthMethods(pipeline, self._exchanges)
-        self._handlers: Mapping[str, grpc.RpcMethodHandler] = {
+        self.handlers: Mapping[str, grpc.RpcMethodHandler] = {
             **{
                 f"/{SERVICE.full_name}/{name}": self._describing(name, method)
                 for name, method in describing.methods.items()
@@ -73,7 +73,7 @@ class GrpcServer:
         """
         settings = self._settings
         self._server = grpc.aio.server(
-            handlers=[_Methods(self._handlers, self._exchanges.unary("unknown", _no_such_method))],
+            handlers=[_Methods(self.handlers, self._exchanges.unary("unknown", _no_such_method))],
             options=_options(settings),
         )
         host = settings.http_host

@@ -31,6 +31,7 @@ from convgrad_service.http_api.middleware import ExchangeMiddleware
 from convgrad_service.http_api.oip_routes import add_oip
 from convgrad_service.http_api.openapi import install_openapi
 from convgrad_service.http_api.operations import OperationEndpoint
+from convgrad_service.http_api.page import add_page
 from convgrad_service.http_api.problem_details import from_http_exception, problem_details
 from convgrad_service.http_api.stored_tensors import stored_routes
 from convgrad_service.security.keys import KeyRing
@@ -104,6 +105,7 @@ def app_on(
     endpoints.update(add_oip(app, pipeline, settings))
     app.router.routes.extend(stored_routes(pipeline, settings))
     add_docs(app)
+    add_page(app)
     install_openapi(app, settings)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     keys = KeyRing(settings.api_keys, settings.key_limits) if settings.api_keys else None

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from starlette.requests import Request
 from starlette.types import Receive, Scope
 
 from convgrad.errors import MalformedRequest, PayloadTooLarge, RequestTimeout
@@ -19,8 +20,9 @@ from convgrad_service.engine.memory.lease import Lease, leased
 from convgrad_service.engine.request import SMALL_BYTES, ClientGone
 from convgrad_service.http_api.connection import Connection, connection_of
 from convgrad_service.http_api.context import context_of
+from convgrad_service.server.settings import Settings
 
-__all__ = ["Body", "BodyLimits", "Text"]
+__all__ = ["Body", "BodyLimits", "Text", "small_body"]
 
 # Less of a body arrives in one part anyway.
 _LANDING_BYTES = 128 * 1024
@@ -238,6 +240,14 @@ class Body:
                 f"{self.received_bytes:,} bytes of the body came in {took_s:.1f} s; this server "
                 f"waits for no less than {limits.min_bytes_per_s:,.0f} bytes a second"
             )
+
+
+async def small_body(request: Request, settings: Settings, max_bytes: int) -> bytes:
+    """A whole body of at most so many bytes, with a server's usual patience. Raises as `Body`."""
+    limits = BodyLimits(max_bytes, settings.body_idle_timeout_s, settings.min_body_bytes_per_s)
+    length = request.headers.get("content-length")
+    body = Body.of(request.scope, request.receive, limits, None if length is None else int(length))
+    return await body.at_least(max_bytes + 1)
 
 
 async def _place(engine: Engine, size: int) -> Text:

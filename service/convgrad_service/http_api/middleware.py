@@ -43,9 +43,9 @@ _MODEST_BODY_BYTES, _MODEST_BODY_WAIT_S = 4 * 2**20, 0.05
 _LINGER_S = 2.0
 
 # What a platform asks has no key, and what a browser opens cannot have one: the description of the
-# API, which is the same on every server.
-_OPEN_PATHS = ("/v2/health/live", "/v2/health/ready", "/", "/docs", "/openapi.json")
-_OPEN_FOLDER = "/docs/assets/"
+# API and the page's files, which are the same on every server.
+_OPEN_PATHS = ("/v2/health/live", "/v2/health/ready", "/", "/docs", "/openapi.json", "/ui")
+_OPEN_FOLDERS = ("/docs/assets/", "/ui/")
 _QUIET_PATHS = ("/v2/health/", "/metrics")  # asked every few seconds, by machines
 
 
@@ -159,7 +159,7 @@ def _trace(scope: Scope) -> dict[str, str]:
 
 
 def _is_open(path: str) -> bool:
-    return path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER)
+    return path in _OPEN_PATHS or path.startswith(_OPEN_FOLDERS)
 
 
 def _authorization(scope: Scope) -> str | None:

@@ -7,6 +7,7 @@ says where in it each field is; the tensors are then copied from there to their 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,8 @@ _BLOCK_BYTES = 2**20
 # A request has some twenty fields, and none that is no tensor needs a page.
 _MAX_FIELDS = 64
 _MAX_PARAMETER_BYTES = 16 * 1024
+# The parser logs what it refuses, and so does the server, in its own form.
+_SILENT = logging.Logger("python_multipart", logging.CRITICAL)
 # RFC 2046 allows 70 characters.
 _MAX_BOUNDARY_BYTES = 70
 
@@ -135,6 +138,7 @@ def split_form(view: memoryview, boundary: str) -> dict[str, FormField]:
         )
     splitter = _Splitter()
     parser = MultipartParser(boundary, splitter.callbacks())  # type: ignore[arg-type]
+    parser.logger = _SILENT
     try:
         for start in range(0, len(view), _BLOCK_BYTES):
             splitter.block_begin = start

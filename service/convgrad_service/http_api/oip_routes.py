@@ -16,12 +16,12 @@ from convgrad.errors import (
     DeviceUnavailable,
     MalformedRequest,
     NotFound,
-    PayloadTooLarge,
     UnsupportedProblem,
 )
 from convgrad.wire import strict_json
 from convgrad.wire.sentences import shown
 from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.http_api.body import small_body
 from convgrad_service.http_api.middleware import Endpoints
 from convgrad_service.http_api.oip_infer import InferEndpoint
 from convgrad_service.http_api.shared_memory import shared_memory_router
@@ -54,17 +54,15 @@ def add_oip(app: FastAPI, pipeline: Pipeline, settings: Settings) -> Endpoints:
         system=settings.system_shared_memory,
         cuda=settings.cuda_shared_memory,
     )
-    app.include_router(_describing(pipeline, memory, settings.service_name))
-    app.include_router(shared_memory_router(memory))
+    app.include_router(_describing(pipeline, memory, settings))
+    app.include_router(shared_memory_router(memory, settings))
     endpoint = InferEndpoint(pipeline, settings, memory)
     for path in (_MODEL, _VERSION):
         app.router.routes.append(Route(f"{path}/infer", endpoint, methods=["POST"], name="infer"))
     return {f"/v2/models/{name}/infer": (endpoint, {"model": name}) for name in OPERATIONS}
 
 
-def _describing(
-    pipeline: Pipeline, shared_memory: SharedMemory, service_name: str | None
-) -> APIRouter:
+def _describing(pipeline: Pipeline, shared_memory: SharedMemory, settings: Settings) -> APIRouter:
     router = APIRouter(tags=["open inference protocol"])
 
     @router.get("/v2", summary="The server's name, version and extensions.")
@@ -84,7 +82,7 @@ def _describing(
     @router.get(f"{_VERSION}/ready", include_in_schema=False)
     @router.get(f"{_MODEL}/ready", summary="The model takes requests.")
     async def ready(model: str, version: str = "") -> JSONResponse:
-        if model != service_name:
+        if model != settings.service_name:
             operation_named(model, version)
         pipeline.require_ready()
         return JSONResponse({"name": model, "ready": True})
@@ -103,7 +101,7 @@ def _describing(
 
     @router.post("/v2/repository/index", summary="All models and whether they take requests.")
     async def index(request: Request) -> JSONResponse:
-        wanted = await _index_request(request)
+        wanted = _index_request(await small_body(request, settings, _MAX_INDEX_BYTES))
         try:
             pipeline.require_ready()
         except DeviceUnavailable as error:
@@ -120,13 +118,8 @@ def _describing(
     return router
 
 
-async def _index_request(request: Request) -> bool:
+def _index_request(body: bytes) -> bool:
     """Whether only models that are ready are wanted."""
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > _MAX_INDEX_BYTES:
-            raise PayloadTooLarge(f"the request is longer than {_MAX_INDEX_BYTES:,} bytes")
     fields: dict[str, Any] = strict_json.loads_object(body, "the request") if body else {}
     if repository := fields.get("repository_name"):
         raise NotFound(f"there is no repository {shown(repository)}; the only one has no name")

@@ -18,7 +18,7 @@ from convgrad.errors import CODES
 from convgrad_service.http_api import problem_details
 from convgrad_service.http_api.codecs import BODY_FORMS, JSON, SAFETENSORS
 from convgrad_service.http_api.multipart_body import MEDIA_TYPE as MULTIPART
-from convgrad_service.http_api.npy_answer import NPY, NPZ
+from convgrad_service.http_api.npy_answer import NPY, NPZ, REPORT_HEADER
 from convgrad_service.http_api.openapi_examinations import EXAMINATION_MODELS, examination_paths
 from convgrad_service.http_api.openapi_tensors import REF as _REF
 from convgrad_service.http_api.openapi_tensors import (
@@ -60,7 +60,7 @@ _INFER_EXAMPLE: dict[str, Any] = {
 }
 
 # What any operation can be refused with; the codes come from the one table of errors.
-_ERROR_STATUSES = (400, 406, 408, 413, 415, 422, 429, 500, 503, 504)
+_ERROR_STATUSES = (400, 401, 404, 406, 408, 413, 415, 422, 429, 500, 503, 504)
 
 
 def install_openapi(app: FastAPI, settings: Settings) -> None:
@@ -96,6 +96,14 @@ def _document(app: FastAPI, settings: Settings) -> dict[str, Any]:
     paths["/v2/models/{model}/infer"] = _infer_path(settings)
     paths.update(examination_paths(_PARAMETERS, _ANSWER_HEADERS, _error_response))
     paths.update(stored_tensor_paths(_error_response))
+    for methods in document["paths"].values():
+        for described in methods.values():
+            if "422" in described["responses"]:
+                # Of a route with parameters FastAPI believes that it refuses them as it would.
+                own = {str(status): _error_response(status) for status in _ERROR_STATUSES}
+                described["responses"] = {**own, "200": described["responses"]["200"]}
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
     document["paths"] = {**paths, **document["paths"]}
     return document
 
@@ -129,7 +137,7 @@ def _path(operation: Operation, settings: Settings) -> dict[str, Any]:
             "responses": {
                 "200": {
                     "description": "The computed tensors, and how they were computed.",
-                    "headers": _ANSWER_HEADERS,
+                    "headers": _ANSWER_HEADERS | _REPORT_HEADER,
                     "content": {
                         JSON: {"schema": _answer_schema(operation)},
                         SAFETENSORS: {"schema": _BINARY},
@@ -180,7 +188,7 @@ def _infer_path(settings: Settings) -> dict[str, Any]:
             },
             "responses": {
                 "200": answer,
-                **{str(status): _error_response(status) for status in (404, *_ERROR_STATUSES)},
+                **{str(status): _error_response(status) for status in _ERROR_STATUSES},
             },
         }
     }
@@ -203,7 +211,7 @@ def _form_schema(operation: Operation) -> dict[str, Any]:
 
 
 def _answer_schema(operation: Operation) -> dict[str, Any]:
-    properties = {name: {"$ref": _REF.format("Tensor")} for name in operation.outputs}
+    properties = {name: {"$ref": _REF.format("OutputTensor")} for name in operation.outputs}
     # Where outputs can be chosen, none is always there; elsewhere the first is.
     always = [] if "outputs" in operation.request.model_fields else [operation.outputs[0]]
     return {
@@ -256,6 +264,12 @@ _ANSWER_HEADERS: dict[str, Any] = {
     },
     "Server-Timing": {
         "description": "Milliseconds spent in each stage.",
+        "schema": {"type": "string"},
+    },
+}
+_REPORT_HEADER: dict[str, Any] = {
+    REPORT_HEADER: {
+        "description": "How an answer in .npy or .npz was computed, as JSON.",
         "schema": {"type": "string"},
     },
 }

@@ -26,6 +26,25 @@ def named_tensors() -> dict[str, Any]:
         for name, form in forms.items():
             schemas[name] = {**form, "title": name}
         schemas[kind] = {"title": kind, "oneOf": [{"$ref": REF.format(name)} for name in forms]}
+    schemas["StoredOutput"] = {
+        "title": "StoredOutput",
+        "description": "What is told of an output that was stored and is not sent.",
+        "type": "object",
+        "properties": {
+            "stored": {"type": "string"},
+            "dtype": {"type": "string", "enum": [dtype.value for dtype in _KINDS["Tensor"]]},
+            "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+        },
+        "required": ["stored", "dtype", "shape"],
+        "additionalProperties": False,
+    }
+    sent = [
+        form for form in schemas["Tensor"]["oneOf"] if not form["$ref"].endswith("/StoredTensor")
+    ]
+    schemas["OutputTensor"] = {
+        "title": "OutputTensor",
+        "oneOf": [*sent, {"$ref": REF.format("StoredOutput")}],
+    }
     schemas["StoredTensorDescription"] = {
         "title": "StoredTensorDescription",
         "type": "object",

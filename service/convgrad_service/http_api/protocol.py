@@ -45,9 +45,13 @@ class GuardedProtocol(LimitedProtocol):
     parts_bytes = 0
     gone: Callable[[], None] | None = None
     """Called when the client has gone; set by whoever computes for it."""
+    watching: RequestResponseCycle | None = None
+    """Whose client that is: behind it others may have been received."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self.gone is not None:
+            if self.watching is not None:
+                self.watching.disconnected = True
             self.gone()
         super().connection_lost(exc)
 
@@ -277,7 +281,7 @@ class _Exchange:
         cycle.on_response()
 
     def watch(self, gone: Callable[[], None] | None) -> None:
-        self._protocol.gone = gone
+        self._protocol.gone, self._protocol.watching = gone, self.cycle
         if gone is not None and self._protocol.transport.is_closing():
             gone()
 

@@ -9,12 +9,14 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from convgrad.errors import MalformedRequest, PayloadTooLarge
+from convgrad.errors import MalformedRequest
 from convgrad.wire import strict_json
 from convgrad.wire.sentences import shown
+from convgrad_service.http_api.body import small_body
 from convgrad_service.http_api.context import context_of
 from convgrad_service.oip.regions import known_keys, size_of
 from convgrad_service.oip.shared_memory import Kind, Registration, SharedMemory
+from convgrad_service.server.settings import Settings
 
 __all__ = ["shared_memory_router"]
 
@@ -25,15 +27,17 @@ _PATHS: tuple[tuple[str, Kind], ...] = (
 )
 
 
-def shared_memory_router(memory: SharedMemory) -> APIRouter:
+def shared_memory_router(memory: SharedMemory, settings: Settings) -> APIRouter:
     """The routes of both extensions; what is not switched on says so."""
     router = APIRouter(tags=["open inference protocol"])
     for path, kind in _PATHS:
-        _add(router, path, kind, memory)
+        _add(router, path, kind, memory, settings)
     return router
 
 
-def _add(router: APIRouter, path: str, kind: Kind, memory: SharedMemory) -> None:
+def _add(
+    router: APIRouter, path: str, kind: Kind, memory: SharedMemory, settings: Settings
+) -> None:
     region = f"{path}/region/{{name}}"
 
     @router.get(f"{path}/status", summary=f"The regions of {kind} shared memory.")
@@ -44,7 +48,8 @@ def _add(router: APIRouter, path: str, kind: Kind, memory: SharedMemory) -> None
 
     @router.post(f"{region}/register", summary=f"Register a region of {kind} shared memory.")
     async def register(name: str, request: Request) -> JSONResponse:
-        registration = _registration(kind, name, await _fields(request))
+        body = await small_body(request, settings, _MAX_BODY_BYTES)
+        registration = _registration(kind, name, strict_json.loads_object(body, "the request"))
         await memory.register(context_of(request.scope).owner, registration)
         return JSONResponse({})
 
@@ -53,15 +58,6 @@ def _add(router: APIRouter, path: str, kind: Kind, memory: SharedMemory) -> None
     async def unregister(request: Request, name: str = "") -> JSONResponse:
         await memory.unregister(context_of(request.scope).owner, kind, name)
         return JSONResponse({})
-
-
-async def _fields(request: Request) -> dict[str, Any]:
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > _MAX_BODY_BYTES:
-            raise PayloadTooLarge(f"the request is longer than {_MAX_BODY_BYTES:,} bytes")
-    return strict_json.loads_object(body, "the request")
 
 
 def _registration(kind: Kind, name: str, fields: dict[str, Any]) -> Registration:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -30,6 +30,7 @@ from convgrad_service.backends.spread import Spread
 from convgrad_service.http_api.app import create_app
 from convgrad_service.problems import Problem
 from convgrad_service.server.composition import backend_of
+from convgrad_service.server.ray_grpc import METHODS, Answer, GrpcIngress
 from convgrad_service.server.ray_options import Options
 from convgrad_service.server.settings import Settings
 
@@ -74,6 +75,7 @@ class Front:
         name = chosen if settings.backend == "auto" else settings.backend
         backend = Spread(self._submit, name=name, piece_bytes=int(options.piece_bytes), slots=slots)
         self._app = create_app(settings, backend)
+        self._grpc = GrpcIngress(self._app.state.pipeline, settings)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app
@@ -99,6 +101,18 @@ class Front:
         raise DeviceUnavailable(
             f"{self._options.attempts} replicas were lost while they computed this problem"
         )
+
+
+def _grpc_method(name: str) -> Callable[[Front, bytes, Any], Awaitable[Answer]]:
+    async def method(self: Front, body: bytes, grpc_context: Any) -> Answer:
+        return await self._grpc.call(name, body, grpc_context)
+
+    return method
+
+
+# Ray calls the front end's methods by the names of gRPC's.
+for _name in METHODS:
+    setattr(Front, _name, _grpc_method(_name))
 
 
 def application(arguments: Mapping[str, Any]) -> serve.Application:

@@ -212,8 +212,7 @@ class Settings(BaseSettings):
     )
     max_stored_bytes: _Bytes = Field(
         default=ByteSize(_GiB),
-        description="Most memory that stored tensors may take; less by "
-        "default where memory is short.",
+        description="Most memory that stored tensors may take; less where memory is short.",
     )
     stored_longest_s: _Seconds = Field(
         default=3600.0,
@@ -223,17 +222,15 @@ class Settings(BaseSettings):
     heartbeat_timeout_s: _Seconds = Field(
         default=10.0,
         description="How long a process of the server may be silent until it is ended and started "
-        "again; what a worker computed runs again once, on another worker or the next.",
+        "again; what a worker computed runs again once.",
     )
     progress_timeout_s: _Seconds = Field(
         default=60.0,
-        description="How long a worker may make no progress with a problem until it is ended in "
-        "the same way; or 20 times as long as its problems are estimated to take, if that is more.",
+        description="The same of a worker without progress; at least 20 times its estimate.",
     )
     device_timeout_s: _Seconds = Field(
         default=300.0,
-        description="How long no device may work, because none can be started or because each "
-        "hangs, until /v2/health/live says no, so that a platform starts the server anew.",
+        description="How long no device may work until /v2/health/live says no.",
     )
     max_queue: _Count = Field(
         default=64,
@@ -296,8 +293,7 @@ class Settings(BaseSettings):
     key_max_timings: _Count = Field(default=2, description="The same of one API key.")
     max_output_ratio: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         default=1024.0,
-        description="Most bytes of outputs for each byte of a problem's inputs, so that few bytes "
-        "cannot ask for gigabytes; 64 MiB are always allowed.",
+        description="Most bytes of outputs for each byte of inputs; 64 MiB are always allowed.",
     )
     max_inflight_bytes: _Bytes | None = Field(
         default=None,

@@ -24,6 +24,8 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeig
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGemm
 from convgrad_service.backends.cuda.kernels.conv.patch_products import PatchProducts
 from convgrad_service.backends.cuda.kernels.conv.patches import Patches
+from convgrad_service.backends.cuda.kernels.conv.phase_channels import PhaseChannels
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise import Depthwise
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_mma import DepthwiseMma
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
@@ -118,6 +120,7 @@ LARGE_WEIGHT = (
 # and these err by 12 to 20 %.
 OVERHEADS = {
     "implicit_gemm": Overhead(0.0, 1.0, 4e-6),
+    "pointwise_gemm": Overhead(0.0),
     "hopper_gather": Overhead(5.9e-6, 1.09),
     "hopper_halo": Overhead(6.6e-6, 1.12),
     "hopper_weight": Overhead(1.8e-6, 1.05),
@@ -128,8 +131,16 @@ OVERHEADS = {
 IMPLICIT_GEMM = ImplicitGemm(dtypes=(DType.FLOAT16, DType.BFLOAT16))
 # What others leave: 40 groups of 5 channels took a third of gather_direct's time.
 ODD = ImplicitGemm(dtypes=(DType.FLOAT16, DType.BFLOAT16), least_channels=4)
-DENSE = (LeastExpected(LARGE, (IMPLICIT_GEMM,), OVERHEADS),)
-DENSE_WEIGHT = (LeastExpected(LARGE_WEIGHT, (IMPLICIT_GEMM,), OVERHEADS),)
+# Plain products, short ones without a look at the others, which were never faster at those.
+SHORT_PRODUCTS, PRODUCTS = PointwiseGemm(most_s=25e-6), (PointwiseGemm(),)
+DENSE = (
+    SHORT_PRODUCTS,
+    LeastExpected(LARGE, (IMPLICIT_GEMM,), PRODUCTS, overheads=OVERHEADS),
+)
+DENSE_WEIGHT = (
+    SHORT_PRODUCTS,
+    LeastExpected(LARGE_WEIGHT, (IMPLICIT_GEMM,), PRODUCTS, overheads=OVERHEADS),
+)
 # First layers: few channels of the input.
 FIRST_FORWARD = (Patches(DENSE), PatchProducts(DENSE), FirstForward())
 FIRST_DATA = (
@@ -137,6 +148,7 @@ FIRST_DATA = (
     PatchProducts(DENSE),
     HopperFirstData(),
     FirstGroups(),
+    PhaseChannels(DENSE, COPIES),
     FirstData(),
 )
 FIRST_WEIGHT = (

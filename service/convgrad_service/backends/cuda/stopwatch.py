@@ -51,9 +51,7 @@ class CudaStopwatch:
 
     def cold(self) -> float:
         """See `Stopwatch.cold`."""
-        with self.stream:
-            self._flush()
-        return self.run_of(1)
+        return self._timed(self._flush, 1)
 
     def warm(self) -> float:
         """See `Stopwatch.warm`."""
@@ -61,7 +59,12 @@ class CudaStopwatch:
 
     def run_of(self, count: int) -> float:
         """See `Stopwatch.run_of`."""
+        return self._timed(self._run, count)
+
+    def _timed(self, before: Callable[[], Any], count: int) -> float:
+        """``before`` keeps the GPU busy while the host launches what is timed."""
         with self.stream:
+            before()
             begin, end = self._cuda.Event(), self._cuda.Event()
             begin.record(self.stream)
             for _ in range(count):

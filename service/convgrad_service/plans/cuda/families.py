@@ -145,32 +145,26 @@ COPY_BYTES_S = 3e12
 
 
 class LeastExpected(Generic[V]):
-    """Of two sequences of families, each in order of preference, the one whose first family that
-    applies is expected to take less time.
+    """Of several sequences of families, each in order of preference, the one whose first family
+    that applies is expected to take the least time.
 
-    The second is only considered for what the first computes.
+    Only work that the first sequence computes is considered.
     """
 
     name = "least_expected"
 
-    def __init__(
-        self,
-        first: Sequence[Family[V]],
-        second: Sequence[Family[V]],
-        overheads: Mapping[str, Overhead],
-    ) -> None:
+    def __init__(self, *sides: Sequence[Family[V]], overheads: Mapping[str, Overhead]) -> None:
         """``overheads`` are the families', by name; one without is not compared."""
-        self._sides = first, second
+        self._sides = sides
         self._overheads = overheads
 
     def without(self, names: Collection[str]) -> tuple[Family[V], ...]:
         """What is left of it but for the families of these names."""
-        first, second = (
-            tuple(one for one in side if one.name not in names) for side in self._sides
-        )
-        if not first or not second:
-            return (*first, *second)
-        return (LeastExpected(first, second, self._overheads),)
+        sides = [tuple(one for one in side if one.name not in names) for side in self._sides]
+        left = [side for side in sides if side]
+        if len(left) < 2 or not sides[0]:
+            return tuple(family for side in left for family in side)
+        return (LeastExpected(*left, overheads=self._overheads),)
 
     def choice(self, work: V, device: CudaDevice) -> tuple[Chosen | None, list[tuple[str, str]]]:
         """What is chosen, unless nothing applies, and why not each of the others."""
@@ -181,18 +175,23 @@ class LeastExpected(Generic[V]):
                 found.append(choose(side, work, device))
             except UnsupportedProblem:
                 reasons += [(one.name, one.why_not(work, device) or "") for one in side]
-                break
+                if not found:
+                    return None, reasons
+                continue
             reasons += found[-1].passed_over
-        if len(found) < len(self._sides):
-            return next(iter(found), None), reasons
-        first, second = found
-        first_s, second_s = (self._total_s(one) for one in found)
-        if first_s is None or second_s is None:
-            return first, [*reasons, (second.family, f"no time is expected of {first.family}")]
-        winner, loser = (second, first) if second_s < first_s else (first, second)
-        least, most = sorted((first_s, second_s))
-        expected = f"expected to take {most * 1e6:.1f} us, {winner.family} {least * 1e6:.1f}"
-        return winner, [*reasons, (loser.family, expected)]
+        times = [self._total_s(one) for one in found]
+        if times[0] is None:
+            unknown = f"no time is expected of {found[0].family}"
+            return found[0], [*reasons, *((one.family, unknown) for one in found[1:])]
+        timed = [
+            (time_s, one) for time_s, one in zip(times, found, strict=True) if time_s is not None
+        ]
+        least_s, winner = min(timed, key=lambda each: each[0])
+        for time_s, one in timed:
+            if one is not winner:
+                expected = f"expected to take {time_s * 1e6:.1f} us"
+                reasons.append((one.family, f"{expected}, {winner.family} {least_s * 1e6:.1f}"))
+        return winner, reasons
 
     def _total_s(self, chosen: Chosen) -> float | None:
         overhead = self._overheads.get(chosen.family)

@@ -291,4 +291,5 @@ class Copy:
     bounds: tuple[tuple[int, int, int], ...] = ()
     pads: bool = False
     follows: bool = True
+    source_start: int = 0
     target_start: int = 0

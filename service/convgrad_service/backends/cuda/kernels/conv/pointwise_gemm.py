@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterable
 from math import prod
 
@@ -81,9 +82,16 @@ class PointwiseGemm:
 
     name = "pointwise_gemm"
 
-    def __init__(self, config: Config | None = None, *, swapped: bool = False) -> None:
-        """``config`` where another than the chosen one is tried, with wgrad's rows ``swapped``."""
-        self._config, self._swapped = config, swapped
+    def __init__(
+        self,
+        config: Config | None = None,
+        *,
+        swapped: bool = False,
+        most_s: float = math.inf,
+    ) -> None:
+        """``config`` where another than the chosen one is tried, with wgrad's rows ``swapped``. What is
+        expected to take longer than ``most_s`` is left to others."""
+        self._config, self._swapped, self._most_s = config, swapped, most_s
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
@@ -104,8 +112,13 @@ class PointwiseGemm:
         products = products_of(work)
         if not products:
             return "rows that do not lie evenly, in whole chunks of 16 bytes"
-        if self._config is None and chosen(products, device, COUNTERS) is None:
+        if self._config is not None:
+            return None
+        found = chosen(products, device, COUNTERS)
+        if found is None:
             return "no tile fits"
+        if found[0] > self._most_s:
+            return f"expected to take {found[0] * 1e6:.1f} us"
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
@@ -172,9 +185,7 @@ class PointwiseGemm:
         return list(found)
 
 
-def _arguments(
-    work: ConvWork, product: Product, config: Config, stages: int
-) -> PointwiseGemmArgs:
+def _arguments(work: ConvWork, product: Product, config: Config, stages: int) -> PointwiseGemmArgs:
     """All but the addresses and maps."""
     args = PointwiseGemmArgs()
     args.rows, args.columns, args.depth = product.rows, product.columns, product.depth
@@ -183,7 +194,9 @@ def _arguments(
     args.activation = ACTIVATIONS[work.activation]
     args.plain, args.wide_result = work.epilogue_free, work.result_dtype is DType.FLOAT32
     args.result_in_vectors = (
-        product.column_stride == 1 and not product.row_stride % CHUNK and not product.columns % CHUNK
+        product.column_stride == 1
+        and not product.row_stride % CHUNK
+        and not product.columns % CHUNK
     )
     args.cluster, args.parts, args.owned = max(config.cluster, 1), config.parts, config.owned
     args.steps, args.steps_each = config.steps(product), config.steps_each(product)
@@ -262,9 +275,7 @@ def _pitch(operand: Operand, batch: int, size: Size3) -> int | None:
     return found or prod((spatial[2] or n,))
 
 
-def _map(
-    dtype: DType, product: Product, config: Config, matrix: Matrix, extent: int
-) -> TileMap:
+def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent: int) -> TileMap:
     """Of an operand: `GemmSide` copies by it."""
     row_bytes = config.row_bytes(matrix, extent)
     wide, pitch = row_bytes // ITEM_BYTES, matrix.pitch * ITEM_BYTES

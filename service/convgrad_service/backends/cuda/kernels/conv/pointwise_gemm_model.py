@@ -50,6 +50,8 @@ class Rates:
     its bytes (``bandwidth``) and rows (``line``) on their way to a multiprocessor, its products
     (``products`` times what the tensor cores need, and ``issue``), all multiprocessors' bytes from
     the L2 cache (``l2``, megabytes), and ``step``; ``few_stages`` more where little is under way.
+    Neighbouring blocks read the same b at the same time, which the L2 cache answers once for several:
+    ``near`` of its bytes count, and with splits ``near_split_a`` of a's and ``near_split_b`` of b's.
     ``tile`` and ``tile_size`` are a tile's results. ``memory`` is a bandwidth, in megabytes, and
     ``beside`` how much of the shorter of memory's and multiprocessors' time is not hidden.
     ``resident`` and ``resident_size``: b, copied once. ``join``, ``sent`` and ``finish``: a cluster's
@@ -64,6 +66,9 @@ class Rates:
     products: float
     issue: float
     l2: float
+    near: float
+    near_split_a: float
+    near_split_b: float
     step: float
     few_stages: float
     tile: float
@@ -80,48 +85,54 @@ class Rates:
 
 
 GATHER = Rates(
-    start=4.6184,
-    start_split=5.0588,
-    bandwidth=0.1403,
-    line=0.8792,
-    products=0.6236,
-    issue=0.0007,
-    l2=9.5647,
-    step=0.1429,
-    few_stages=0.0022,
-    tile=0.2223,
-    tile_size=0.0052,
-    memory=6.7515,
-    beside=1.0908,
-    resident=0.3752,
-    resident_size=0.015,
-    join=0.0,
-    sent=0.0651,
-    finish=0.1268,
-    meet=3.2599,
-    left=0.0393,
+    start=4.6,
+    start_split=4.8821,
+    bandwidth=0.1201,
+    line=0.9808,
+    products=0.5664,
+    issue=0.0298,
+    l2=7.1262,
+    near=0.569,
+    near_split_a=0.7109,
+    near_split_b=0.796,
+    step=0.0986,
+    few_stages=0.044,
+    tile=0.2544,
+    tile_size=0.0084,
+    memory=8.0172,
+    beside=1.0048,
+    resident=0.2121,
+    resident_size=0.0047,
+    join=0.2324,
+    sent=0.051,
+    finish=0.1607,
+    meet=1.895,
+    left=0.0159,
 )
 WGRAD = Rates(
-    start=4.6,
-    start_split=5.3011,
-    bandwidth=0.186,
-    line=0.5219,
-    products=0.8757,
-    issue=0.0281,
-    l2=11.8958,
-    step=0.1104,
-    few_stages=0.0437,
-    tile=0.2577,
-    tile_size=0.0046,
-    memory=6.3509,
-    beside=1.2904,
-    resident=0.4655,
-    resident_size=0.0131,
-    join=0.1137,
-    sent=0.049,
-    finish=0.3244,
-    meet=2.1173,
-    left=0.0153,
+    start=4.613,
+    start_split=5.2941,
+    bandwidth=0.1312,
+    line=0.7885,
+    products=0.728,
+    issue=0.0031,
+    l2=8.9294,
+    near=0.4009,
+    near_split_a=0.8863,
+    near_split_b=0.9286,
+    step=0.1316,
+    few_stages=0.0129,
+    tile=0.2789,
+    tile_size=0.0074,
+    memory=5.4742,
+    beside=0.9178,
+    resident=0.4175,
+    resident_size=0.0027,
+    join=0.1169,
+    sent=0.0384,
+    finish=0.2964,
+    meet=2.0129,
+    left=0.0117,
 )
 
 
@@ -144,7 +155,7 @@ def _ways(m: int, n: int, depth: int, *, wgrad: bool) -> _Ways:
         return _Ways(stored=low and (small or not deep), resident=False, split=split)
     tall = m == ROWS[-1]
     return _Ways(
-        stored=not tall or (not deep and n >= LEAST_TALL_COLUMNS),
+        stored=not tall or (depth == USUAL and n >= LEAST_TALL_COLUMNS),
         resident=not tall and not deep and n <= MOST_RESIDENT_COLUMNS,
         split=not tall and not deep and size <= (MOST_SPLIT if depth == USUAL else SMALL),
     )
@@ -193,11 +204,16 @@ class _Table:
         self.resident = column(lambda one: one.resident) > 0
         self.parts = column(lambda one: one.parts)
         self.deep = self.depth == DEEP
-        self.could_stay = ~np.bool_(wgrad) & (self.m < ROWS[-1]) & (self.n <= MOST_RESIDENT_COLUMNS)
+        self.could_stay = (self.n <= MOST_RESIDENT_COLUMNS) & (not wgrad)
         self.together = column(lambda one: CLUSTERS[max(one.cluster, 1)])
         self.together = np.maximum(1, self.together * device.multiprocessors // MULTIPROCESSORS)
         self.b_bytes = column(lambda one: one.side_bytes(like.b, one.n))
         self.stage = column(lambda one: one.stage_bytes(like))
+        a_bytes = column(lambda one: one.side_bytes(like.a, one.m))
+        split = self.cluster > 0
+        self.read = np.where(split, rates.near_split_a, 1.0) * a_bytes
+        near = np.where(split, rates.near_split_b, rates.near)
+        self.read += np.where(self.resident, 0, near * self.b_bytes)
         self.room = column(lambda one: device.shared_bytes_per_block - one.shared_bytes(like, 0))
         # That of a product of one step was counted.
         self.room += np.where(self.resident, self.b_bytes, 0)
@@ -205,8 +221,7 @@ class _Table:
         results = self.m * self.n
         clocks = self.m / 64 * self.depth / 16 * np.maximum(self.n / 2, LEAST_CLOCKS)
         lines = column(
-            lambda one: one.lines(like.a, one.m)
-            + (0 if one.resident else one.lines(like.b, one.n))
+            lambda one: one.lines(like.a, one.m) + (0 if one.resident else one.lines(like.b, one.n))
         )
         self.products = rates.products * clocks * CLOCK + rates.issue
         self.alone = np.maximum.reduce(
@@ -219,7 +234,7 @@ class _Table:
         self.join = rates.finish * results / blocks / (threads * 16)
         self.join += rates.sent * results * 4 * (blocks - 1) / blocks / 1e3
         self.join += rates.join * (blocks > 1)
-        self.join *= self.cluster > 0
+        self.join *= split
         self.left = rates.left * results * 4 / blocks / 1e3
 
     def times(
@@ -250,12 +265,13 @@ class _Table:
             resident, stays & (tiles > many), ~(self.could_stay[:end] & stays & (tiles > 2 * many))
         )
         stored &= product.stores & (across <= many)
-        # The second and third kind of parts fill all clusters, and half of them.
+        # The second and third kind of parts fill all clusters, and half of them; clusters of 3 and 6
+        # were not measured so.
         kind = self.parts[:end]
         parts = np.where(kind == 1, 1, together // (tiles * np.maximum(kind - 1, 1)))
         joined = (cluster * parts <= steps) & ((kind == 1) | (parts > 1))
         joined &= (tiles <= together) | ((cluster == 1) & (not product.stores))
-        joined &= (parts == 1) | (tiles * cluster <= counters)
+        joined &= (parts == 1) | ((tiles * cluster <= counters) & (cluster % 3 != 0))
         if not self._wgrad:
             joined &= (cluster > 1) | (not product.stores)
         allowed &= np.where(split, joined, stored)
@@ -264,15 +280,13 @@ class _Table:
         each_steps = np.ceil(steps / splits)
         room = self.room[:end] - np.where(resident, steps * self.b_bytes[:end], 0)
         stages = room // (self.stage[:end] + 2 * BARRIER_BYTES)
-        allowed &= stages >= np.minimum(
-            np.where(deep, LEAST_DEEP_STAGES, LEAST_STAGES), each_steps
-        )
+        allowed &= stages >= np.minimum(np.where(deep, LEAST_DEEP_STAGES, LEAST_STAGES), each_steps)
 
         clusters = tiles * np.maximum(parts, 1)
         grid = np.minimum(rows, np.maximum(1, many // across))
         each = np.ceil(np.where(split, clusters / together, rows / grid))
         active = np.where(split, np.minimum(clusters, together) * cluster, grid * across)
-        shared = self.stage[:end] / 1e6 * active / rates.l2 * MULTIPROCESSORS / many
+        shared = self.read[:end] / 1e6 * active / rates.l2 * MULTIPROCESSORS / many
         step = np.maximum(self.alone[:end], shared) + rates.few_stages * (stages < MANY_STAGES)
         tile = self.tile[:end]
         busy = each * each_steps * step

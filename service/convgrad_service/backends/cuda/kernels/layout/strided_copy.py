@@ -57,7 +57,10 @@ class StridedCopy:
         bounds = [(outer + missing, inner + missing, limit) for outer, inner, limit in work.bounds]
         bounds += [(-1, -1, 0)] * (BOUNDS - len(bounds))
         args.outer[:], args.inner[:], args.limit[:] = zip(*bounds, strict=True)
-        args.pads, args.target = work.pads, work.target_start * work.dtype.itemsize
+        args.pads = work.pads
+        args.source, args.target = (
+            start * work.dtype.itemsize for start in (work.source_start, work.target_start)
+        )
         launch = Launch(
             _instance(work.dtype.itemsize),
             linear_grid(args.runs, BLOCK),

@@ -27,6 +27,7 @@ PLANES_BYTES, WIDE_EXTENT = 16384, 64
 OUTER, ROW_AXES = 4, 6
 # Shorter axes would leave most of a tile.
 LEAST_EXTENT = 8
+INSIDE = "the source starts inside its buffer"
 # A copy needs to know an element's size alone.
 _TYPES = {2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 
@@ -89,6 +90,8 @@ class Transpose:
     def why_not(self, work: Copy, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
         box = _box(work)
+        if work.source_start:
+            return INSIDE
         if box is None:
             return "its bounds are more than the end of one axis"
         x, y = box.inner(source=True), box.inner(source=False)
@@ -167,6 +170,8 @@ class RowCopy:
     def why_not(self, work: Copy, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
         box = _box(work)
+        if work.source_start:
+            return INSIDE
         if box is None:
             return "its bounds are more than the end of one axis"
         inner = box.inner(source=False)

@@ -1,0 +1,87 @@
+/** Whole networks, as they were measured: convgrad, the peer, and what the device allows. */
+
+import { useEffect, useState } from "preact/hooks";
+
+import { GroupedBars } from "./charts";
+import { Problem } from "./parts";
+
+interface Networks {
+  device: string;
+  peer: string;
+  dtype: string;
+  layout: string;
+  git_sha: string;
+  sums: { network: string; batch: number; ours_ms: number; peer_ms: number; reference_ms: number }[];
+}
+
+const milliseconds = (value: number): string => `${Number(value.toPrecision(3))} ms`;
+
+export function NetworksView() {
+  const [networks, setNetworks] = useState<Networks | null>(null);
+  const [problem, setProblem] = useState<unknown>(null);
+  const [batch, setBatch] = useState<number | null>(null);
+  useEffect(() => {
+    fetch(new URL("networks.json", document.baseURI))
+      .then((answer) => answer.json())
+      .then(setNetworks)
+      .catch(setProblem);
+  }, []);
+  if (problem) return <Problem error={problem} />;
+  if (!networks) return <p role="status">Loading</p>;
+  const batches = [...new Set(networks.sums.map((sum) => sum.batch))];
+  const shown = batch ?? batches.at(-1) ?? 1;
+  const rows = networks.sums.filter((sum) => sum.batch === shown);
+  return (
+    <section class="panel" aria-labelledby="networks-title">
+      <h2 id="networks-title">Networks</h2>
+      <p>
+        Time of both gradients of every convolution of a network, measured on an {networks.device} ({networks.dtype},{" "}
+        {networks.layout}), beside {networks.peer}. The last bar is what the device's memory and arithmetic allow.
+      </p>
+      <fieldset class="choice">
+        <legend>Batch</legend>
+        {batches.map((one) => (
+          <label>
+            <input type="radio" name="batch" checked={one === shown} onChange={() => setBatch(one)} /> {one}
+          </label>
+        ))}
+      </fieldset>
+      <GroupedBars
+        label={`Times of ${rows.length} networks at batch ${shown} as shares of cuDNN's; the table below has the numbers.`}
+        names={rows.map((row) => row.network)}
+        unit={(share) => `${Math.round(100 * share)} %`}
+        series={[
+          { label: "convgrad, of cuDNN's time", values: rows.map((row) => row.ours_ms / row.peer_ms) },
+          { label: "cuDNN", values: rows.map(() => 1) },
+          { label: "at best", values: rows.map((row) => row.reference_ms / row.peer_ms) },
+        ]}
+      />
+      <div class="scroll">
+        <table>
+          <caption>Batch {shown}</caption>
+          <thead>
+            <tr>
+              <th scope="col">network</th>
+              <th scope="col">convgrad</th>
+              <th scope="col">cuDNN</th>
+              <th scope="col">at best</th>
+              <th scope="col">times as fast</th>
+            </tr>
+          </thead>
+          <tbody>
+            {rows.map((row) => (
+              <tr>
+                <th scope="row">{row.network}</th>
+                <td>{milliseconds(row.ours_ms)}</td>
+                <td>{milliseconds(row.peer_ms)}</td>
+                <td>{milliseconds(row.reference_ms)}</td>
+                <td>{(row.peer_ms / row.ours_ms).toFixed(2)}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+      <p class="quiet">Measured at commit {networks.git_sha}.</p>
+    </section>
+  );
+}

@@ -1,0 +1,171 @@
+"""``convgrad verify``, ``time`` and ``plan``, and pytest's plugin, against a real server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from convgrad import check, layers
+from convgrad.cli import main
+from convgrad_service.backends.cpu import CpuBackend
+from tests.support.http_server import serving
+
+LAYER = "mb2ic8ih9oc8oh9kh3ph1"
+ROOT = Path(__file__).parents[2]
+KERNELS = """
+import convgrad
+from convgrad.check.convolve import NumpyConvolver
+from convgrad.check.operations import targets
+
+def right(grad_output, weight, **parameters):
+    (target,) = targets("conv_bwd_data", {"grad_output": grad_output, "weight": weight},
+                        parameters, NumpyConvolver()).values()
+    n, g, c, *size = target.shape
+    return target.part((0, n)).value.reshape(n, g * c, *size).astype(grad_output.dtype)
+
+def wrong(grad_output, weight, **parameters):
+    weight = weight.copy()
+    weight[:, :, 1, 0] = 0
+    return right(grad_output, weight, **parameters)
+"""
+TESTS = """
+from kernels import right, wrong
+
+def test_right(convgrad_verify):
+    found = convgrad_verify(right, "mb2ic8ih9oc8oh9kh3ph1")
+    assert found.passed
+
+def test_layers(convgrad_verify, convgrad_layer):
+    convgrad_verify(right, convgrad_layer, operation="conv_bwd_data")
+
+def test_wrong(convgrad_verify):
+    convgrad_verify(wrong, "mb2ic8ih9oc8oh9kh3ph1", operation="conv_bwd_data")
+"""
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving(CpuBackend(threads=1), log_level="error") as server:
+        yield server.url
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With a kernel that is right, one that is not, and their results for seed 7."""
+    (tmp_path / "kernels.py").write_text(KERNELS)
+    (tmp_path / "test_kernels.py").write_text(TESTS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "kernels", raising=False)
+    import kernels  # type: ignore[import-not-found]
+
+    shapes, parameters = layers.arguments("conv_bwd_data", layers.parse(LAYER))
+    tensors = {name: check.draw(name, shape, "float32", 7) for name, shape in shapes.items()}
+    for name in ("right", "wrong"):
+        np.save(tmp_path / f"{name}.npy", getattr(kernels, name)(**tensors, **parameters))
+    for name, array in tensors.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    return tmp_path
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_files_are_verified(
+    local: bool, folder: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--local"] if local else ["--url", url]
+    asked = ["verify", "conv_bwd_data", "--layer", LAYER, "--seed", "7", *where]
+    assert main([*asked, "--mine", "right.npy", "--second", "right.npy"]) == 0
+    assert "PASSED" in capsys.readouterr().out
+    assert main([*asked, "--mine", "grad_input=wrong.npy"]) == 1
+    told = capsys.readouterr().out
+    assert "dropped-terms" in told
+    assert "tap (1, 0) is missing" in told
+    given = [f"--input={name}={name}.npy" for name in ("grad_output", "weight")]
+    alone = ["verify", "conv_bwd_data", *given, "--param", "padding=1", *where]
+    assert main([*alone, "--mine", "right.npy", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["passed"] is True
+
+
+def test_a_kernel_is_verified_on_a_suite(
+    folder: Path, url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = [each for each in layers.suite("networks") if each.layer.ndim == 1][:2]
+    small = [each._replace(layer=layers.parse("mb1ic4iw9oc4kw3pw1")) for each in few]
+    small = [each._replace(layer=_named(each.layer)) for each in small]
+    monkeypatch.setattr(layers, "suite", lambda name: small)
+    asked = ["verify", "conv_bwd_data", "--suite", "networks", "--kernel", "kernels:right"]
+    assert main([*asked, "--local"]) == 0
+    assert capsys.readouterr().out.count("PASSED") == 4
+    one = ["verify", "conv_bwd_data", "--layer", LAYER, "--url", url, "--kernel", "kernels:wrong"]
+    assert main(one) == 1
+    assert capsys.readouterr().out.count("FAILED") == 2
+
+
+def _named(layer: layers.Layer) -> layers.Layer:
+    import dataclasses
+
+    return dataclasses.replace(layer, name=layers.text(layer))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--layer", LAYER], "either --mine FILE or --kernel"),
+        (["--layer", LAYER, "--mine", "x.npy", "--kernel", "a:b"], "either --mine FILE or"),
+        (["--suite", "networks", "--mine", "right.npy"], "--suite is for --kernel"),
+        (["--layer", LAYER, "--kernel", "kernels"], "expected MODULE:FUNCTION"),
+        (["--layer", LAYER, "--kernel", "kernels:none"], "--kernel:"),
+        (["--layer", LAYER, "--mine", "grad=right.npy"], "it has no 'grad'"),
+        (["--layer", LAYER, "--mine", "none.npy"], "cannot read"),
+    ],
+)
+def test_a_wrong_command_line_is_said(
+    arguments: list[str], sentence: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", "conv_bwd_data", *arguments, "--local"]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_time_and_plan(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    problem = ["conv_bwd_data", "--layer", LAYER, "--dtype", "bfloat16", "--layout", "NHWC"]
+    assert main(["plan", *problem, "--url", url]) == 0
+    told = capsys.readouterr().out
+    assert "not below" in told
+    (again,) = (line for line in told.splitlines() if "again: " in line)
+    # What it says asks the same once more.
+    assert main([*shlex.split(again.partition("again: convgrad ")[2]), "--url", url]) == 0
+    assert capsys.readouterr().out == told
+    short = ["--budget-s", "0.1", "--peers", "none", "--candidates", "--standard-error", "0.4"]
+    assert main(["time", *problem, *short, "--url", url]) == 0
+    told = capsys.readouterr().out
+    assert "cold: " in told
+    assert "of the reference" in told
+    assert "--budget-s 0.1" in told
+    assert "--candidates" in told
+    assert main(["time", *problem, "--budget-s", "1000", "--url", url]) == 1
+    assert "times for at most" in capsys.readouterr().err
+
+
+def test_pytests_plugin(folder: Path, url: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "convgrad.pytest_plugin", "--no-header"]
+    environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT / 'client'}"}
+    told = subprocess.run(
+        [*command, "-p", "no:cacheprovider", "--convgrad-url", url, str(folder)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+        cwd=folder,
+    ).stdout
+    assert "1 failed, 4 passed" in told, told
+    assert "integers inputs: grad_input" in told
+    assert "tap (1, 0) is missing from the sum" in told
+    assert "Traceback" not in told

@@ -1,0 +1,140 @@
+"""Results of other libraries are right: PyTorch with and without oneDNN, and XLA where JAX is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from convgrad import check
+
+Array = NDArray[Any]
+LAYERS = (
+    "mb2ic16ih14oc24oh14kh3ph1",
+    "mb2ic8ih15oc12oh8kh3sh2ph1",
+    "g4mb1ic8ih11oc12oh9kh5dh0ph1",
+    "g12mb2ic12ih13oc12oh13kh7ph3",
+    "mb1ic6id7oc8od4kd3sd2pd1",
+)
+
+
+def to_torch(array: Array) -> Any:
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def to_numpy(tensor: Any) -> Array:
+    if tensor.dtype is torch.bfloat16:
+        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.contiguous().numpy()
+
+
+def padding_of(padding: Any) -> list[int]:
+    assert all(before == after for before, after in padding)
+    return [before for before, _ in padding]
+
+
+def backward(dy: Any, x: Any, w: Any, p: dict[str, Any], wanted: tuple[bool, bool]) -> Any:
+    none = [0] * len(p["stride"])
+    return torch.ops.aten.convolution_backward(
+        dy, x, w, None, p["stride"], padding_of(p["padding"]), p["dilation"], False, none,
+        p["groups"], (*wanted, False),
+    )  # fmt: skip
+
+
+def conv_fwd(input: Array, weight: Array, **p: Any) -> Array:
+    function = getattr(torch.nn.functional, f"conv{input.ndim - 2}d")
+    found = function(
+        to_torch(input), to_torch(weight), None, p["stride"], padding_of(p["padding"]),
+        p["dilation"], p["groups"],
+    )  # fmt: skip
+    return to_numpy(found)
+
+
+def conv_bwd_data(grad_output: Array, weight: Array, **p: Any) -> Array:
+    shape = (len(grad_output), weight.shape[1] * p["groups"], *p["input_size"])
+    dy, w = to_torch(grad_output), to_torch(weight)
+    return to_numpy(backward(dy, torch.empty(shape, dtype=dy.dtype), w, p, (True, False))[0])
+
+
+def grouped_conv_bwd_weight(input: Array, grad_output: Array, **p: Any) -> Array:
+    x, dy = to_torch(input), to_torch(grad_output)
+    shape = (dy.shape[1], x.shape[1] // p["groups"], *p["weight_size"])
+    return to_numpy(backward(dy, x, torch.empty(shape, dtype=x.dtype), p, (False, True))[1])
+
+
+KERNELS: dict[str, Callable[..., Array]] = {
+    "conv_fwd": conv_fwd,
+    "conv_bwd_data": conv_bwd_data,
+    "grouped_conv_bwd_weight": grouped_conv_bwd_weight,
+}
+
+
+@contextmanager
+def onednn(enabled: bool) -> Iterator[None]:
+    before = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = enabled
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = before
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("operation", KERNELS)
+@pytest.mark.parametrize("enabled", [True, False], ids=["oneDNN", "ATen"])
+def test_pytorch_is_right(operation: str, layer: str, enabled: bool) -> None:
+    with onednn(enabled):
+        found = check.kernel(KERNELS[operation], operation, layer)
+    assert found.passed, found.sentences
+
+
+@pytest.mark.parametrize("operation", KERNELS)
+def test_onednn_is_right_in_bfloat16(operation: str) -> None:
+    found = check.kernel(KERNELS[operation], operation, LAYERS[0], dtype="bfloat16")
+    assert found.passed, found.sentences
+
+
+def test_pytorch_pools_right() -> None:
+    def pool(input: Array, **p: Any) -> Array:
+        found = torch.nn.functional.max_pool2d(
+            to_torch(input), p["kernel_size"], p["stride"], padding_of(p["padding"]), p["dilation"]
+        )
+        return to_numpy(found)
+
+    found = check.kernel(pool, "maxpool2d_fwd", "--pool mb2ic5ih13kh3sh2ph1")
+    assert found.passed, found.sentences
+
+
+if find_spec("jax") is not None:
+
+    def xla(input: Array, weight: Array, **p: Any) -> Any:
+        import jax
+
+        return jax.lax.conv_general_dilated(
+            input, weight, p["stride"], p["padding"], rhs_dilation=p["dilation"],
+            feature_group_count=p["groups"], precision="highest",
+        )  # fmt: skip
+
+    def xla_bwd_data(grad_output: Array, weight: Array, **p: Any) -> Array:
+        import jax
+
+        shape = (len(grad_output), weight.shape[1] * p["groups"], *p["input_size"])
+        back = jax.linear_transpose(lambda x: xla(x, weight, **p), np.zeros(shape, weight.dtype))
+        return np.asarray(back(grad_output)[0])
+
+    @pytest.mark.parametrize("layer", LAYERS)
+    @pytest.mark.parametrize(
+        ("operation", "run"), [("conv_fwd", xla), ("conv_bwd_data", xla_bwd_data)]
+    )
+    def test_xla_is_right(operation: str, run: Callable[..., Array], layer: str) -> None:
+        found = check.kernel(run, operation, layer)
+        assert found.passed, found.sentences
