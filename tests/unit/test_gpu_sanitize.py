@@ -185,6 +185,7 @@ def test_a_row_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(sys, "argv", ["gpu_sanitize", "--tools", "memcheck", "--shards", "2"])
     monkeypatch.setattr(gpu_sanitize, "RESULTS", tmp_path / "results.jsonl")
+    monkeypatch.setattr(gpu_sanitize, "CLEARED", tmp_path / "sanitized.jsonl")
     monkeypatch.setattr(gpu_sanitize, "ROOT", tmp_path)
     monkeypatch.setattr(gpu_sanitize, "describe", lambda index: H200)
     monkeypatch.setattr(gpu_sanitize, "driver", lambda: "none")

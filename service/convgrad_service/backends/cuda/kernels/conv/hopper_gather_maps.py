@@ -1,4 +1,4 @@
-"""What the copy engine is told of a convolution's tensors: for hopper_gather."""
+"""Tensor maps of a convolution: for hopper_gather."""
 
 from __future__ import annotations
 

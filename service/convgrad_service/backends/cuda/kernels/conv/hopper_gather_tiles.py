@@ -17,8 +17,8 @@ BOX_ROWS = 64
 """Of weights: what a stage has room for is a multiple of it."""
 STAGING_BYTES = 64 * ROW_BYTES
 ALIGNMENT, BARRIER_BYTES = 1024, 8
-# Of four tiles: two barriers each, and what is told of them.
-TOLD_BYTES = 4 * (2 * BARRIER_BYTES + 52)
+# Of four tiles: two barriers each, and what the queue says of them.
+QUEUE_BYTES = 4 * (2 * BARRIER_BYTES + 52)
 # Threads.
 WARPGROUP = 128
 # What an H200 does a second, fitted to tests/perf's dense layers: products of 16 bits (of TF32, the
@@ -129,7 +129,7 @@ class HopperTile:
     def shared_bytes(self, stages: int) -> int:
         ring = stages * (self.stage_bytes + 2 * BARRIER_BYTES)
         turns = BARRIER_BYTES * (self.warpgroups if self.pingpong else int(self.split > 1))
-        return ALIGNMENT + ring + self.warpgroups * STAGING_BYTES + TOLD_BYTES + turns
+        return ALIGNMENT + ring + self.warpgroups * STAGING_BYTES + QUEUE_BYTES + turns
 
     def defines(
         self, dtype: DType, across: bool, maps: int, stages: int, planes: bool = False

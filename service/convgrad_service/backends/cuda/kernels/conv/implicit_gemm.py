@@ -70,9 +70,15 @@ class ImplicitGemm:
 
     name = "implicit_gemm"
 
-    def __init__(self, config: Config | None = None, dtypes: Sequence[DType] = DTYPES) -> None:
-        """``config`` where another than the chosen one is tried; ``dtypes`` are those it takes."""
-        self._config, self._dtypes = config, dtypes
+    def __init__(
+        self,
+        config: Config | None = None,
+        dtypes: Sequence[DType] = DTYPES,
+        least_channels: int = 1,
+    ) -> None:
+        """``config`` where another than the chosen one is tried; ``dtypes`` are those it takes, and
+        ``least_channels`` of a group on either side."""
+        self._config, self._dtypes, self._least = config, dtypes, least_channels
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
@@ -82,6 +88,8 @@ class ImplicitGemm:
             return f"{work.dtype.value} is left to others"
         if work.dtype is DType.FLOAT32 and work.precision != "high":
             return "float32's own precision is not TF32's"
+        if min(work.in_channels, work.out_channels) < self._least:
+            return f"{work.in_channels} to {work.out_channels} channels would leave most of a chunk"
         result = result_of(work)
         if work.accumulate is not None and work.accumulate.strides != result.strides:
             return "accumulate does not lie as the result does"

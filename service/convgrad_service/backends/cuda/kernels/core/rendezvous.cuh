@@ -22,7 +22,7 @@ __device__ __forceinline__ u32 begun_by_now(const u32* word) {
   return *static_cast<const volatile u32*>(word);
 }
 
-// Of the blocks that add up the how manieth this one is, and how many; none if this one left.
+// The rank of this block among those that add up, and how many these are; none if this one left.
 struct Met {
   int rank, blocks;
 };

@@ -1,4 +1,4 @@
-"""Tensor maps: what Hopper's copy engine (TMA) is told of a tensor and of the boxes it copies.
+"""Tensor maps: how Hopper's copy engine (TMA) sees a tensor and the boxes it copies.
 
 A map is a pure description, so plans need no driver. It becomes the 128 bytes that the hardware
 reads when its tensor has an address, and those are kept: the next run with it costs nothing.
