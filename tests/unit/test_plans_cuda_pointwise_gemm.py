@@ -1,4 +1,4 @@
-"""pointwise_gemm's host side: what it takes, how it splits, and that plans name listed instances."""
+"""pointwise_gemm's host side: what it takes, how it splits, which instances plans name."""
 
 from __future__ import annotations
 
