@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +89,13 @@ def reference_speed(backend: Any) -> dict[str, float]:
     x = np.random.default_rng(1).standard_normal((batch, 1, 64, 56, 56))
     w = np.random.default_rng(2).standard_normal((1, 64, 64, 3, 3))
     geometry = Geometry.of(layer.geometry(), layer.kernel_size, input_size=layer.input_size)
+    runs: dict[str, Callable[[], Any]] = {
+        "forward": lambda: on_gpu.forward(x, w, geometry),
+        "backward_data": lambda: on_gpu.backward_data(x, w, geometry),
+        "backward_weight": lambda: on_gpu.backward_weight(x, x, geometry),
+    }
     speeds = {}
-    for name, run in (
-        ("forward", lambda: on_gpu.forward(x, w, geometry)),
-        ("backward_data", lambda: on_gpu.backward_data(x, w, geometry)),
-        ("backward_weight", lambda: on_gpu.backward_weight(x, x, geometry)),
-    ):
+    for name, run in runs.items():
         run()
         began_s = time.perf_counter()
         run()
@@ -101,7 +103,7 @@ def reference_speed(backend: Any) -> dict[str, float]:
     return {name: round(speed, 1) for name, speed in speeds.items()}  # GFLOP/s, copies included
 
 
-def torch_result(layer: layers.Layer, tensors: dict[str, Any], parameters: Any) -> np.ndarray:
+def torch_result(layer: layers.Layer, tensors: dict[str, Any], parameters: Any) -> Any:
     dy, w = (torch.from_numpy(tensors[name]).to(DEVICE) for name in ("grad_output", "weight"))
     x = torch.empty((layer.batch, layer.in_channels, *layer.input_size), device=DEVICE)
     padding = [before for before, _ in layer.padding]
@@ -207,9 +209,9 @@ def main(target: Path) -> int:
         step("PyTorch in float32 is right", lambda: verified(client, words, tf32=False))
         step("PyTorch in TF32 is named", lambda: verified(client, words, tf32=True))
         for case in TIMED:
-            step(f"own {case}", lambda case=case: own(client, *case))
+            step(f"own {case}", partial(own, client, *case))
         for case in TIMED:
-            step(f"timed {case}", lambda case=case: timed(client, *case))
+            step(f"timed {case}", partial(timed, client, *case))
         step("events", lambda: events(server))
         step("plan", lambda: client.plan("conv_bwd_data", layer="ck_headline", dtype="bfloat16",
                                          layout="NHWC").model_dump_json()[:700])  # fmt: skip

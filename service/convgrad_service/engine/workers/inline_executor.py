@@ -53,6 +53,9 @@ class _Engine(Protocol):
     @property
     def backend(self) -> str: ...
 
+    @property
+    def timing(self) -> bool: ...
+
 
 class _Copies(NamedTuple):
     """Where copies of an arrangement's tensors lie that are computed with in its stead."""
