@@ -22,7 +22,7 @@ from convgrad_service.engine.scheduling.partition import OnPartDone
 from convgrad_service.engine.scheduling.progress import Progress
 from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.engine.shm.stored import TensorStoreClient
-from convgrad_service.engine.telemetry.timing import Timings
+from convgrad_service.engine.telemetry.record import Timings
 from convgrad_service.engine.workers.execute import Finished, Job
 
 __all__ = ["Execution", "Filler", "Prepared", "ResponseTemplate", "Source", "split_at"]

@@ -40,8 +40,7 @@ from convgrad_service.engine.request import (
 from convgrad_service.engine.scheduling.quotas import NO_LIMITS, Ticket
 from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.engine.shm.stored import TensorStoreClient, stored_fields
-from convgrad_service.engine.telemetry.record import Record
-from convgrad_service.engine.telemetry.timing import Timings
+from convgrad_service.engine.telemetry.record import Record, Timings
 from convgrad_service.engine.transport import Transport
 from convgrad_service.problems import Problem, problem_from
 

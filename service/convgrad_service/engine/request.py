@@ -18,7 +18,7 @@ from convgrad_service.engine.scheduling.finished import Finished
 from convgrad_service.engine.scheduling.progress import Progress
 from convgrad_service.engine.scheduling.quotas import ANYBODY, Caller
 from convgrad_service.engine.shm.registry import RegionPart
-from convgrad_service.engine.telemetry.timing import Timings
+from convgrad_service.engine.telemetry.record import Timings
 from convgrad_service.problems import Problem
 
 __all__ = [

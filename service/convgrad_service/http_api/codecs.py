@@ -22,7 +22,7 @@ from convgrad_service.engine.execution import (
 from convgrad_service.engine.memory.lease import Lease
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import SMALL_BYTES, Fields, Result, blank
-from convgrad_service.engine.telemetry.timing import Timings
+from convgrad_service.engine.telemetry.record import Timings
 from convgrad_service.http_api.body import Body, Text
 from convgrad_service.http_api.json_answer import (
     json_answer,

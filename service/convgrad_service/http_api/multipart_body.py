@@ -27,7 +27,7 @@ from convgrad_service.engine.execution import Execution, Filler, Source
 from convgrad_service.engine.memory.lease import Lease
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import Fields, blank
-from convgrad_service.engine.telemetry.timing import Timings
+from convgrad_service.engine.telemetry.record import Timings
 from convgrad_service.http_api.body import Body, Text
 from convgrad_service.http_api.negotiation import content_type_parameters
 

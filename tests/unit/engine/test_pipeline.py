@@ -31,7 +31,7 @@ from convgrad_service.engine.limits import Limits
 from convgrad_service.engine.options import EngineOptions
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import ComputeRequest, Decoded, Result, blank
-from convgrad_service.engine.telemetry.timing import Timings
+from convgrad_service.engine.telemetry.record import Timings
 from tests.support.fake_backends import Blocking, Zeros
 from tests.support.in_memory import Kept, answer, kept
 

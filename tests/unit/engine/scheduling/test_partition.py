@@ -26,7 +26,7 @@ from convgrad_service.engine.scheduling import partition as parts
 from convgrad_service.engine.scheduling.finished import Finished
 from convgrad_service.engine.scheduling.progress import Progress
 from convgrad_service.engine.shm.registry import InRegion
-from convgrad_service.engine.telemetry.timing import Timings
+from convgrad_service.engine.telemetry.record import Timings
 from convgrad_service.engine.workers.execute import Job
 from convgrad_service.engine.workers.thread_worker import ThreadWorker
 from convgrad_service.problems import Problem, problem_from

@@ -21,7 +21,7 @@ from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import ComputeRequest, Decoded
 from convgrad_service.engine.scheduling import partition as parts
 from convgrad_service.engine.scheduling.finished import Finished
-from convgrad_service.engine.telemetry.timing import Timings
+from convgrad_service.engine.telemetry.record import Timings
 from convgrad_service.engine.workers.thread_worker import ThreadWorker
 from convgrad_service.problems import run_in_pieces
 from tests.arrays import Arrays
