@@ -170,7 +170,7 @@ class Running:
             until(lambda: self._in_flight() == 0)
 
     def _in_flight(self) -> int:
-        return self.hub.schedule.running + self.hub.schedule.waiting
+        return self.hub.scheduler.running + self.hub.scheduler.waiting
 
     def _counts(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
         counts = {}

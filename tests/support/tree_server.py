@@ -91,7 +91,7 @@ def serving_tree(
     grpc_ports: list[int] = []
     with listening_socket(chosen.http_host, 0) as bound:
         tree = Tree(
-            chosen, bound, WorkerRecipe(make_backend, slots, beside=beside, warm_up=warm_up)
+            chosen, bound, WorkerRecipe(make_backend, slots, inline_backend=beside, warm_up=warm_up)
         )
 
         async def serve() -> None:

@@ -83,10 +83,12 @@ class Message:
 class InferTransport:
     """See `Transport`. ``in_stream``: several responses may answer it, in messages of a stream."""
 
-    holds: Lease | None = None
-    quick = True  # shapes and parameters; elements are filled in afterwards
+    body_lease: Lease | None = None
+    decodes_inline = True  # shapes and parameters; elements are filled in afterwards
 
-    keeps_deadline = True  # see `limits.Arrivals`: grpcio would leak a message that comes just then
+    enforces_deadline = (
+        True  # see `limits.Arrivals`: grpcio would leak a message that comes just then
+    )
 
     def __init__(
         self,
@@ -189,10 +191,10 @@ class InferTransport:
             return
         with self.request.timings.stage("encode"):
             template = execution.template(
-                result.finished, lambda report: _template(execution, report)
+                result.job_result, lambda report: _template(execution, report)
             )
             if template is not None:
-                parts = self._from_template(execution, template, result.finished.compute_s)
+                parts = self._from_template(execution, template, result.job_result.compute_s)
             else:
                 encode = encode_stream_response if self._in_stream else encode_response
                 parts = encode(request, result.outputs, result.report)
@@ -245,7 +247,7 @@ def _template(execution: Execution, report: Report) -> ResponseTemplate:
     placed = []
     for name in answer_names(request, outputs):
         # One field for each output: of one that stays here it is empty.
-        offset, size_bytes = execution.place_of(name) if request.sends(name) else (0, 0)
+        offset, size_bytes = execution.extent_of(name) if request.sends(name) else (0, 0)
         placed.append((raw_output_prefix(size_bytes), offset, size_bytes))
     return ResponseTemplate(*split_at(text, _DOUBLE.pack), tuple(placed))
 

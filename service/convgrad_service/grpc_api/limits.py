@@ -169,7 +169,7 @@ class _Arrival:
             return
         remaining_s = max(self._deadline.remaining_s, 0.0)
         self._timer = asyncio.get_running_loop().call_later(
-            remaining_s, lambda: self._call.cut(self._deadline.missed())
+            remaining_s, lambda: self._call.cut(self._deadline.exceeded())
         )
 
 

@@ -10,7 +10,9 @@ from google.protobuf.json_format import ParseDict
 from convgrad.contract import OPERATIONS
 from convgrad.errors import DeviceUnavailable, NotFound, UnsupportedProblem
 from convgrad.wire.sentences import shown
+from convgrad_service.engine.hub import call_hub
 from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.telemetry.statistics import Statistics
 from convgrad_service.grpc_api.messages import message
 from convgrad_service.oip.fields import operation_named
 from convgrad_service.oip.models import (
@@ -94,7 +96,7 @@ class DescribingMethods:
             [operation_named(request.name, request.version).name] if request.name else OPERATIONS
         )
         answer = message("ModelStatisticsResponse")()
-        counted = model_statistics(await self._pipeline.engine.statistics(), names)
+        counted = model_statistics(await call_hub(self._pipeline.engine, Statistics.all), names)
         return ParseDict(counted, answer, ignore_unknown_fields=True)
 
     async def _repository_index(self, request: Any, __: str) -> Any:

@@ -67,10 +67,10 @@ class Reader(Protocol):
     async def head(self, body: Body, pipeline: Pipeline) -> Hashable | None: ...
 
     @property
-    def holds(self) -> Lease | None: ...
+    def body_lease(self) -> Lease | None: ...
 
     @property
-    def quick(self) -> bool: ...
+    def decodes_inline(self) -> bool: ...
 
     def fields(self, operation: Operation) -> tuple[Fields, Any]:
         """The request's fields, and what `fill` needs to know of each request like it."""
@@ -116,7 +116,7 @@ class AnswerForm:
 class _SafetensorsReader:
     """Each tensor is received straight into its place: what comes first is the header alone."""
 
-    holds: Lease | None = None
+    body_lease: Lease | None = None
 
     def __init__(self, content_type: str) -> None:
         self._head = memoryview(b"")
@@ -136,7 +136,7 @@ class _SafetensorsReader:
         return None if head_bytes > MAX_KEY_BYTES else (bytes(self._head), self._data_bytes)
 
     @property
-    def quick(self) -> bool:
+    def decodes_inline(self) -> bool:
         return len(self._head) <= SMALL_BYTES
 
     def fields(self, operation: Operation) -> tuple[Fields, Any]:
@@ -176,11 +176,11 @@ class _JsonReader:
         return None
 
     @property
-    def holds(self) -> Lease | None:
+    def body_lease(self) -> Lease | None:
         return self._text.lease
 
     @property
-    def quick(self) -> bool:
+    def decodes_inline(self) -> bool:
         return self._text.lease is None
 
     def fields(self, operation: Operation) -> tuple[Fields, Any]:
@@ -190,7 +190,7 @@ class _JsonReader:
     async def fill(self, body: Body, execution: Execution, timings: Timings) -> None:
         sources: dict[str, Source] = {**execution.request.tensors(), **self._fillers}
         with timings.stage("decode"):
-            await execution.fill(sources, holds=self._text.lease)
+            await execution.fill(sources, body_lease=self._text.lease)
         self.close()
 
     def close(self) -> None:
@@ -213,8 +213,8 @@ def _encode_safetensors(execution: Execution, result: Result) -> Sequence[Chunk]
     progress = result.progress
     if progress is None:
         make = partial(_safetensors_template, execution)
-        if (template := execution.template(result.finished, make)) is not None:
-            text = template.before + repr(result.finished.compute_s).encode() + template.after
+        if (template := execution.template(result.job_result, make)) is not None:
+            text = template.before + repr(result.job_result.compute_s).encode() + template.after
             text += b" " * (-len(text) % 8)
             return [len(text).to_bytes(8, "little") + text, *execution.output_bytes(template)]
     store = result.request.store
@@ -236,7 +236,7 @@ def _encode_safetensors(execution: Execution, result: Result) -> Sequence[Chunk]
 def _safetensors_template(execution: Execution, report: Report) -> ResponseTemplate:
     specs = {name: (spec.dtype, spec.shape) for name, spec, *_ in execution.layout.outputs}
     head, order = safetensors.encode_header(specs, {"report": report.model_dump_json()})
-    outputs = tuple((b"", *execution.place_of(name)) for name in order)
+    outputs = tuple((b"", *execution.extent_of(name)) for name in order)
     text = head[8:].rstrip(b" ")
     return ResponseTemplate(*split_at(text, lambda seconds: repr(seconds).encode()), outputs)
 

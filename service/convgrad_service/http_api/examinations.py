@@ -16,10 +16,11 @@ from convgrad.contract.base import refuse_unknown
 from convgrad.contract.verification import Earlier
 from convgrad.errors import MalformedRequest, Overloaded, ProblemTooLarge, ServiceError
 from convgrad_service.engine.execution import Execution
-from convgrad_service.engine.hub import JobHandle
+from convgrad_service.engine.hub import JobHandle, call_hub
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import Decoded, Result
 from convgrad_service.engine.scheduling.quotas import Caller, KeyLimits, Ticket
+from convgrad_service.engine.submissions import Submissions
 from convgrad_service.http_api.codecs import BODY_FORMS, JSON
 from convgrad_service.http_api.context import context_of
 from convgrad_service.http_api.negotiation import choose_accepted, match_content_type
@@ -75,11 +76,11 @@ class _BodyTransport(HttpTransport):
         return None  # the answer depends on more than the head
 
     @property
-    def holds(self) -> Any:  # type: ignore[override]
-        return self._reader.holds
+    def body_lease(self) -> Any:  # type: ignore[override]
+        return self._reader.body_lease
 
     @property
-    def quick(self) -> bool:  # type: ignore[override]
+    def decodes_inline(self) -> bool:  # type: ignore[override]
         return False  # a layer's words are read in a thread
 
     def decode(self) -> Decoded:
@@ -93,7 +94,7 @@ class _BodyTransport(HttpTransport):
         await self._reader.fill(self._body, execution, self.request.timings)
 
     async def send(self, execution: Execution, result: Result) -> None:
-        said = json.loads(result.finished.words)
+        said = json.loads(result.job_result.words)
         await self.respond(_JSON_HEADERS, [_text(said["answer"])])
 
     def close(self) -> None:
@@ -121,11 +122,13 @@ class _VerifyTransport(_BodyTransport):
             )
 
     async def send(self, execution: Execution, result: Result) -> None:
-        said = json.loads(result.finished.words)
+        said = json.loads(result.job_result.words)
         answer = said["answer"]
         results = {name: (each[0], tuple(each[1])) for name, each in said["results"].items()}
         request_id = self._context.request_id
-        earlier = await self.pipeline.engine.submitted(self.owner, said["key"], request_id, results)
+        earlier = await call_hub(
+            self.pipeline.engine, Submissions.add, self.owner, said["key"], request_id, results
+        )
         for name, found in earlier.items():
             told = Earlier(
                 equal=found[0],
@@ -193,7 +196,9 @@ class _TimeTransport(_BodyTransport):
             quotas.append((f"{self.owner}/timings", settings.key_max_timings, " of this key's"))
         for name, most, whose in quotas:
             try:
-                ticket = await self.pipeline.engine.enter(Caller(name, KeyLimits(inflight=most)))
+                ticket = await self.pipeline.engine.acquire_ticket(
+                    Caller(name, KeyLimits(inflight=most))
+                )
             except Overloaded:
                 raise Overloaded(
                     f"{most}{whose} timings wait or run already, and no more may", retry_after_s=5.0
@@ -239,7 +244,7 @@ class _TimeTransport(_BodyTransport):
         loop = asyncio.get_running_loop()
         silent_since_s = loop.time()
         while True:
-            position = await self.pipeline.engine.position(job)
+            position = await self.pipeline.engine.queue_position(job)
             if position != self._place:
                 if position is None:
                     await self._event("running", {})
@@ -272,7 +277,7 @@ class _TimeTransport(_BodyTransport):
         await self._stop_telling()
         if self._place is not None:  # it began and ended since that was last looked at
             await self._event("running", {})
-        await self._event("result", json.loads(result.finished.words)["answer"])
+        await self._event("result", json.loads(result.job_result.words)["answer"])
         await self._more(b"", more=False)
 
     async def fail(self, error: ServiceError) -> None:
@@ -289,7 +294,7 @@ class _TimeTransport(_BodyTransport):
         if self._telling is not None:
             self._telling.cancel()
         for ticket in self._tickets:
-            ticket.leave()
+            ticket.release()
         super().close()
 
 
@@ -308,7 +313,7 @@ class PlanEndpoint:
 class _PlanTransport(HttpTransport):
     """See `Transport`: the fields stand in the query."""
 
-    quick = False
+    decodes_inline = False
 
     async def head(self) -> Hashable | None:
         accept = self.headers.get(b"accept", "")
@@ -323,7 +328,7 @@ class _PlanTransport(HttpTransport):
         await execution.fill({})
 
     async def send(self, execution: Execution, result: Result) -> None:
-        await self.respond(_JSON_HEADERS, [_text(json.loads(result.finished.words)["answer"])])
+        await self.respond(_JSON_HEADERS, [_text(json.loads(result.job_result.words)["answer"])])
 
 
 def query_fields(query: bytes, operation: Operation) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
+from convgrad_service.engine.hub import Hub, call_hub
 from convgrad_service.engine.pipeline import Pipeline
 
 __all__ = ["health_router"]
@@ -36,6 +37,6 @@ def health_router(pipeline: Pipeline) -> APIRouter:
 
     @router.get("/metrics", summary="Metrics for Prometheus.", response_class=Response)
     async def prometheus() -> Response:
-        return Response(await pipeline.engine.exposition(), media_type=_PROMETHEUS)
+        return Response(await call_hub(pipeline.engine, Hub.exposition), media_type=_PROMETHEUS)
 
     return router

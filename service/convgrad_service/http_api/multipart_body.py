@@ -84,11 +84,11 @@ class MultipartReader:
         return None
 
     @property
-    def holds(self) -> Lease | None:
+    def body_lease(self) -> Lease | None:
         return self._text.lease
 
     @property
-    def quick(self) -> bool:
+    def decodes_inline(self) -> bool:
         return self._text.lease is None
 
     def fields(self, operation: Operation) -> tuple[Fields, Any]:
@@ -112,7 +112,7 @@ class MultipartReader:
     async def fill(self, body: Body, execution: Execution, timings: Timings) -> None:
         sources: dict[str, Source] = {**execution.request.tensors(), **self._fillers}
         with timings.stage("decode"):
-            await execution.fill(sources, holds=self._text.lease)
+            await execution.fill(sources, body_lease=self._text.lease)
         self.close()
 
     def close(self) -> None:

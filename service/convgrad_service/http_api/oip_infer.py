@@ -106,11 +106,11 @@ class _InferTransport(HttpTransport):
         return text, found is None, self._data_bytes, self.owner
 
     @property
-    def holds(self) -> Lease | None:  # type: ignore[override]
+    def body_lease(self) -> Lease | None:  # type: ignore[override]
         return self.text.lease
 
     @property
-    def quick(self) -> bool:  # type: ignore[override]
+    def decodes_inline(self) -> bool:  # type: ignore[override]
         return len(self.text.data) <= SMALL_BYTES
 
     def decode(self) -> Decoded:
@@ -133,7 +133,7 @@ class _InferTransport(HttpTransport):
         timings = self.request.timings
         if numbers := _numbers(request):
             with timings.stage("decode"):
-                await execution.fill(numbers, holds=self.text.lease)
+                await execution.fill(numbers, body_lease=self.text.lease)
         spans = [tensor for tensor in request.inputs if isinstance(tensor.source, Span)]
         if not self._body.ended or spans:
             views = execution.input_views()
@@ -146,10 +146,10 @@ class _InferTransport(HttpTransport):
         request: InferRequest = execution.notes
         with self.request.timings.stage("encode"):
             template = execution.template(
-                result.finished, lambda report: _template(execution, request, report)
+                result.job_result, lambda report: _template(execution, request, report)
             )
             if template is not None:
-                answer = self._from_template(execution, template, result.finished.compute_s)
+                answer = self._from_template(execution, template, result.job_result.compute_s)
             else:
                 if self._id:
                     request = replace(request, id=self._id.decode())
@@ -178,7 +178,7 @@ def _template(execution: Execution, request: InferRequest, report: Report) -> Re
     }
     head = bytes(encode_answer(request, outputs, report).chunks[0])
     sent = (name for name in answer_names(request, outputs) if request.sends(name))
-    places = tuple((b"", *execution.place_of(name)) for name in sent)
+    places = tuple((b"", *execution.extent_of(name)) for name in sent)
     return ResponseTemplate(*split_at(head, lambda seconds: repr(seconds).encode()), places)
 
 

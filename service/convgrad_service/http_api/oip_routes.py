@@ -20,7 +20,9 @@ from convgrad.errors import (
 )
 from convgrad.wire import strict_json
 from convgrad.wire.sentences import shown
+from convgrad_service.engine.hub import call_hub
 from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.telemetry.statistics import Statistics
 from convgrad_service.http_api.body import small_body
 from convgrad_service.http_api.middleware import Endpoints
 from convgrad_service.http_api.oip_infer import InferEndpoint
@@ -72,7 +74,9 @@ def _describing(pipeline: Pipeline, shared_memory: SharedMemory, settings: Setti
     # Before the models: it is no model's name.
     @router.get("/v2/models/stats", summary="Counts of every model.")
     async def all_statistics() -> JSONResponse:
-        return JSONResponse(model_statistics(await pipeline.engine.statistics(), OPERATIONS))
+        return JSONResponse(
+            model_statistics(await call_hub(pipeline.engine, Statistics.all), OPERATIONS)
+        )
 
     @router.get(_VERSION, include_in_schema=False)
     @router.get(_MODEL, summary="A model's inputs and outputs.")
@@ -96,7 +100,7 @@ def _describing(pipeline: Pipeline, shared_memory: SharedMemory, settings: Setti
     @router.get(f"{_MODEL}/stats", summary="Counts of one model.")
     async def statistics(model: str, version: str = "") -> JSONResponse:
         operation = operation_named(model, version)
-        counts = await pipeline.engine.statistics()
+        counts = await call_hub(pipeline.engine, Statistics.all)
         return JSONResponse(model_statistics(counts, [operation.name]))
 
     @router.post("/v2/repository/index", summary="All models and whether they take requests.")

@@ -54,12 +54,12 @@ class _OperationTransport(HttpTransport):
         return None if key is None else (key, self._form_out.media_type)
 
     @property
-    def holds(self) -> Lease | None:  # type: ignore[override]
-        return self._reader.holds
+    def body_lease(self) -> Lease | None:  # type: ignore[override]
+        return self._reader.body_lease
 
     @property
-    def quick(self) -> bool:  # type: ignore[override]
-        return self._reader.quick
+    def decodes_inline(self) -> bool:  # type: ignore[override]
+        return self._reader.decodes_inline
 
     def decode(self) -> Decoded:
         fields, notes = self._reader.fields(self.operation)

@@ -21,9 +21,11 @@ from convgrad.errors import MalformedRequest
 from convgrad.wire import npy, safetensors
 from convgrad.wire.json_tensors import encode_tensor
 from convgrad.wire.shapes import data_view, dtype_of
+from convgrad_service.engine.hub import call_hub
 from convgrad_service.engine.memory.lease import Lease, leased
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.scheduling.quotas import Ticket, entered
+from convgrad_service.engine.scheduling.quotas import Ticket, acquired
+from convgrad_service.engine.shm.stored import TensorStore
 from convgrad_service.http_api.body import Body, BodyLimits
 from convgrad_service.http_api.codecs import JSON, SAFETENSORS
 from convgrad_service.http_api.connection import connection_of
@@ -55,13 +57,13 @@ def stored_routes(pipeline: Pipeline, settings: Settings) -> list[BaseRoute]:
                 "bytes": info.spec.size_bytes,
                 "expires_in_s": round(info.expires_in_s, 3),
             }
-            for info in await pipeline.stored.listed(owner)
+            for info in await call_hub(pipeline.engine, TensorStore.list_tensors, owner)
         ]
         return JSONResponse({"tensors": tensors})
 
     async def drop(request: Request) -> Response:
         owner = context_of(request.scope).owner
-        await pipeline.stored.drop(owner, request.path_params["name"])
+        await call_hub(pipeline.engine, TensorStore.drop, owner, request.path_params["name"])
         return JSONResponse({})
 
     one = "/tensors/{name}"
@@ -94,7 +96,7 @@ class _Put:
         )
         length = headers.get("content-length")
         body = Body.of(scope, receive, limits, None if length is None else int(length))
-        stored = self._pipeline.stored
+        engine = self._pipeline.engine
         readers: Mapping[str, _Reader] = {
             JSON: self._from_json,
             SAFETENSORS: self._from_safetensors,
@@ -103,15 +105,15 @@ class _Put:
         taken = readers[media_type]
         caller = context_of(scope).caller
         async with (
-            entered(self._pipeline.engine, caller) as ticket,
+            acquired(engine, caller) as ticket,
             taken(body, ticket) as (spec, lease),
         ):
-            made = await stored.make({name: spec}, lives_s)
+            made = await call_hub(engine, TensorStore.allocate, {name: spec}, lives_s)
             try:
-                await stored.write(made[name], lease.offset)
-                await stored.commit(context_of(scope).owner, made)
+                await call_hub(engine, TensorStore.write, made[name], lease.offset)
+                await call_hub(engine, TensorStore.commit, context_of(scope).owner, made)
             except BaseException:
-                await asyncio.shield(stored.abandon(made.values()))
+                await asyncio.shield(call_hub(engine, TensorStore.abandon, list(made.values())))
                 raise
         told = {"name": name, "dtype": spec.dtype.value, "shape": list(spec.shape)}
         await JSONResponse(told)(scope, receive, send)
@@ -175,7 +177,7 @@ class _Put:
         if spec.size_bytes == 0:
             raise MalformedRequest(f"a tensor of shape {list(spec.shape)} holds nothing to keep")
         if ticket is not None:
-            await ticket.hold(spec.size_bytes)
+            await ticket.charge(spec.size_bytes)
         engine = self._pipeline.engine
         lease = await leased(engine.reserve(spec.size_bytes))
         try:
@@ -194,10 +196,11 @@ class _Get:
         name, plane = scope["path_params"]["name"], self._pipeline
         accept = ",".join(Headers(scope=scope).getlist("accept"))
         media_type = choose_accepted(accept, _MEDIA_TYPES, SAFETENSORS)
-        spec, part = (await plane.stored.find(context_of(scope).owner, [name]))[name]
+        owner = context_of(scope).owner
+        spec, part = (await call_hub(plane.engine, TensorStore.find, owner, [name]))[name]
         lease = await leased(plane.engine.reserve(spec.size_bytes))
         try:
-            await plane.stored.read(part, lease.offset)
+            await call_hub(plane.engine, TensorStore.read, part, lease.offset)
             array = plane.engine.arena.array(lease.offset, spec)
             chunks: list[Chunk]
             if media_type == SAFETENSORS:

@@ -36,10 +36,10 @@ T = TypeVar("T")
 class HttpTransport:
     """One exchange; see `Transport`. What reads a body and encodes an answer is in subclasses."""
 
-    streams = keeps_deadline = False
+    streams = enforces_deadline = False
     key: Hashable | None = None
-    holds: Lease | None = None
-    quick = True
+    body_lease: Lease | None = None
+    decodes_inline = True
 
     def __init__(
         self,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from convgrad.errors import UnsupportedProblem
-from convgrad_service.engine.hub import Engine
-from convgrad_service.engine.shm.registry import RegionInfo, RegionPart
+from convgrad_service.engine.hub import Engine, Hub, call_hub
+from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionRegistry
 from convgrad_service.oip.request import InferRequest, Region
 from convgrad_service.oip.shared_memory import Kind, NoSharedMemory, Registration, SharedMemory
 
@@ -23,7 +23,9 @@ class RegisteredMemory:
     async def register(self, owner: str, registration: Registration) -> None:
         """See `SharedMemory.register`."""
         self._refuse_other(registration.kind)
-        await self._engine.register_region(
+        await call_hub(
+            self._engine,
+            Hub.register_region,
             owner,
             RegionInfo(
                 registration.name,
@@ -41,7 +43,13 @@ class RegisteredMemory:
         if name:
             self._refuse_other(kind)
         if kind in self._kinds:
-            await self._engine.unregister_region(owner, name, kind == "cuda")
+            await call_hub(
+                self._engine,
+                RegionRegistry.unregister,
+                owner,
+                name,
+                on_device=kind == "cuda",
+            )
 
     async def status(self, owner: str, kind: Kind, name: str) -> list[Registration]:
         """See `SharedMemory.status`."""
@@ -55,7 +63,13 @@ class RegisteredMemory:
                 info.key,
                 device=info.device or 0,
             )
-            for info in await self._engine.list_regions(owner, name, kind == "cuda")
+            for info in await call_hub(
+                self._engine,
+                RegionRegistry.list_regions,
+                owner,
+                name,
+                on_device=kind == "cuda",
+            )
         ]
 
     def parts(self, owner: str, request: InferRequest) -> Mapping[str, RegionPart]:

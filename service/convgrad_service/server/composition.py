@@ -11,8 +11,7 @@ from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.backends.selection import BackendOptions, backend_named
 from convgrad_service.engine.embedded import embedded_hub
 from convgrad_service.engine.hub import Engine, Hub
-from convgrad_service.engine.limits import Limits
-from convgrad_service.engine.options import EngineOptions
+from convgrad_service.engine.options import EngineOptions, Limits
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.scheduling.quotas import Usage
 from convgrad_service.engine.telemetry.metrics import Labelled, Metrics
@@ -117,7 +116,7 @@ def embedded_pipeline(settings: Settings, backend: ServingBackend | None = None)
 def count_in(hub: Hub) -> Metrics:
     """Have the hub count what it is told of, for Prometheus."""
     metrics = Metrics(hub.backend)
-    schedule, memory = hub.schedule, hub.memory
+    schedule, memory = hub.scheduler, hub.memory
     metrics.gauge("convgrad_queue_depth", "Problems that wait.", lambda: schedule.waiting)
     metrics.gauge("convgrad_running", "Problems that compute.", lambda: schedule.running)
     metrics.gauge("convgrad_workers", "Workers that take problems.", lambda: schedule.workers)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import uvloop
 
 from convgrad_service.engine.hub import Engine
-from convgrad_service.engine.ipc.messages import Listens
+from convgrad_service.engine.ipc.messages import Listening
 from convgrad_service.engine.ipc.remote_hub import RemoteHub
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.workers.inline_executor import InlineBackend
@@ -114,7 +114,7 @@ async def _serve_http(start: FrontStart) -> None:
     engine = await _engine(start, ended)
     dealt = socket.socket(fileno=start.connections)
     await serve_http(
-        engine, start.settings, lambda port: engine.tell(Listens(port)), ended, dealt=dealt
+        engine, start.settings, lambda port: engine.send(Listening(port)), ended, dealt=dealt
     )
 
 
@@ -145,9 +145,9 @@ async def _serve_grpc(start: FrontStart) -> None:
     ended = asyncio.Event()
     engine = await _engine(start, ended)
     try:
-        await serve_grpc(engine, start.settings, lambda port: engine.tell(Listens(port)), ended)
+        await serve_grpc(engine, start.settings, lambda port: engine.send(Listening(port)), ended)
     except OSError as error:
-        engine.tell(Listens(0, str(error)))
+        engine.send(Listening(0, str(error)))
         await ended.wait()
 
 
@@ -157,7 +157,7 @@ async def _engine(start: FrontStart, ended: asyncio.Event) -> RemoteHub:
         Arena(start.arena),
         drained=ended.set,
         lost=lambda: os._exit(1),
-        beside=start.beside,
+        inline_backend=start.beside,
         heartbeat_timeout_s=start.settings.heartbeat_timeout_s,
     )
     await engine.open(socket.socket(fileno=start.channel))

@@ -23,9 +23,9 @@ from functools import partial
 from typing import Any
 
 from convgrad_service.engine.hub import Hub
+from convgrad_service.engine.ipc.channel import MAX_MISSED
 from convgrad_service.engine.ipc.frontend import FrontEnd
-from convgrad_service.engine.ipc.heartbeat import MOST_MISSED
-from convgrad_service.engine.ipc.messages import Listens
+from convgrad_service.engine.ipc.messages import Listening
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.scheduling.scheduler import Scheduler
 from convgrad_service.engine.telemetry.metrics import Metrics
@@ -76,9 +76,9 @@ class Tree:
             backend="",
         )
         recipe = recipe or worker_recipe(settings)
-        self._beside = recipe.beside
-        if recipe.beside is not None:
-            self.hub.compute_inline(recipe.beside)
+        self._beside = recipe.inline_backend
+        if recipe.inline_backend is not None:
+            self.hub.compute_inline(recipe.inline_backend)
         self.supervisor = Supervisor(self.hub, recipe, options)
         self._fronts: dict[FrontEnd, tuple[str, subprocess.Popen[bytes]]] = {}
         self._keeping: list[asyncio.Task[None]] = []
@@ -230,7 +230,7 @@ class Tree:
         """Keep one front end alive until the server ends; ``dealer`` has its connections."""
         backoff, children = Backoff(), self.hub.children
 
-        def heard(message: Listens) -> None:
+        def heard(message: Listening) -> None:
             if message.failure is None:
                 backoff.succeeded()
                 children.serves(name)
@@ -259,7 +259,7 @@ class Tree:
 
     async def _watch(self) -> None:
         """End front ends that are silent; `_keep` starts them again."""
-        beat_s = self._settings.heartbeat_timeout_s / MOST_MISSED
+        beat_s = self._settings.heartbeat_timeout_s / MAX_MISSED
         while True:
             await asyncio.sleep(beat_s)
             for front, (name, process) in self._fronts.items():
@@ -274,7 +274,7 @@ class Tree:
         name: str,
         target: Callable[[FrontStart], None],
         dealer: ConnectionDispatcher | None,
-        heard: Callable[[Listens], None],
+        heard: Callable[[Listening], None],
     ) -> int:
         """Start one front end and serve it until its process has ended; its exit code.
 
@@ -295,12 +295,12 @@ class Tree:
                 process = spawn(name, target, start, descriptors=[arena, *numbers])
             failing.pop_all()
 
-        def listening(message: Listens) -> None:
+        def listening(message: Listening) -> None:
             if dealer is not None:
                 dealer.add(dealt)
             heard(message)
 
-        front = FrontEnd(self.hub, listens=listening)
+        front = FrontEnd(self.hub, on_listening=listening)
         self._fronts[front] = name, process
         try:
             await front.serve(ours)

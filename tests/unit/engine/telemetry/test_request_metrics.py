@@ -1,4 +1,4 @@
-"""Requests counted as plain numbers give the series that Prometheus' own client would."""
+"""Request metrics give the same series as Prometheus' own client."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def samples(registry: CollectorRegistry, *names: str) -> dict[str, float]:
     }
 
 
-def test_they_are_what_the_library_counts(seed: int) -> None:
+def test_series_match_prometheus_client(seed: int) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     tallies = RequestMetrics()
     ours.register(tallies)

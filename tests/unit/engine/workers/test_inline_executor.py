@@ -1,4 +1,4 @@
-"""Which problems are computed by the process that was asked, and that nothing else differs."""
+"""Which problems run inline, with the same results as in a worker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, tensor_layout_of
 from convgrad_service.engine.options import EngineOptions
 from convgrad_service.engine.scheduling.scheduler import Task
-from convgrad_service.engine.shm.registry import InRegion
+from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.engine.workers.execute import Job
 from convgrad_service.engine.workers.inline_executor import InlineBackend, InlineExecutor
 from convgrad_service.problems import problem_from
@@ -68,19 +68,19 @@ def run(test: Callable[[], None]) -> None:
     asyncio.run(inside())
 
 
-def test_what_a_worker_has_computed_in_no_time_is_computed_here() -> None:
+def test_layouts_that_a_worker_computed_fast_run_inline() -> None:
     def test() -> None:
         with inline_executor() as (hub, here):
             layout = arranged("maxpool2d_fwd", POOL)
-            lease = hub.take(layout.size_bytes)
+            lease = hub.try_reserve(layout.size_bytes)
             assert lease is not None
             given, made = layout.inputs[0], layout.outputs[0]
             assert given.offset is not None
             assert made.offset is not None
             hub.arena.array(lease.offset + given.offset, given.spec)[...] = ARRAY
-            assert here.computed(layout, lease.offset) is None  # no worker has
+            assert here.try_run(layout, lease.offset) is None  # no worker has
             here.learn(layout, 1e-6)
-            finished = here.computed(layout, lease.offset)
+            finished = here.try_run(layout, lease.offset)
             assert finished is not None
             assert finished.kernel == "zeros"
             found = hub.arena.array(lease.offset + made.offset, made.spec)
@@ -97,15 +97,15 @@ class Slow(Sums):
         return replace(super().run(*arguments), compute_s=1e-3)
 
 
-def test_what_takes_long_goes_back_to_workers() -> None:
+def test_slow_layouts_return_to_workers() -> None:
     def test() -> None:
         with inline_executor(Slow) as (_, here):
             layout = arranged("maxpool2d_fwd", POOL)
             here.learn(layout, 1e-3)
-            assert here.computed(layout, 0) is None  # it takes a worker long
+            assert here.try_run(layout, 0) is None  # it takes a worker long
             here.learn(layout, 1e-6)
             tries = 0
-            while here.computed(layout, 0) is not None:
+            while here.try_run(layout, 0) is not None:
                 tries += 1
                 here.learn(layout, 1e-6)
             assert tries > 1  # once proves nothing on a busy machine
@@ -121,22 +121,22 @@ def test_what_takes_long_goes_back_to_workers() -> None:
     ],
     ids=["its data names elements", "it is large"],
 )
-def test_what_is_always_a_workers(name: str, fields: Mapping[str, Any]) -> None:
+def test_large_or_indexed_problems_never_run_inline(name: str, fields: Mapping[str, Any]) -> None:
     def test() -> None:
         with inline_executor() as (_, here):
             layout = arranged(name, fields)
             here.learn(layout, 1e-6)
-            assert here.computed(layout, 0) is None
+            assert here.try_run(layout, 0) is None
 
     run(test)
 
 
-def test_where_workers_compute_with_something_else_all_is_theirs() -> None:
+def test_nothing_runs_inline_if_workers_use_another_backend() -> None:
     def test() -> None:
         with inline_executor(name="cpu") as (_, here):
             layout = arranged("maxpool2d_fwd", POOL)
             here.learn(layout, 1e-6)
-            assert here.computed(layout, 0) is None
+            assert here.try_run(layout, 0) is None
 
     run(test)
 
@@ -156,10 +156,10 @@ def file() -> Iterator[Callable[[bytes], int]]:
         os.close(descriptor)
 
 
-SHARED = InRegion(1, 0), InRegion(2, 8)
+SHARED = RegionSlice(1, 0), RegionSlice(2, 8)
 
 
-def test_shared_memory_is_read_and_written_where_it_was_asked_for(
+def test_shared_memory_is_read_and_written_at_its_offsets(
     file: Callable[[bytes], int],
 ) -> None:
     files = {1: file(ARRAY.tobytes()), 2: file(bytes(32))}
@@ -168,7 +168,7 @@ def test_shared_memory_is_read_and_written_where_it_was_asked_for(
         with inline_executor(files=files) as (_, here):
             layout = arranged("maxpool2d_fwd", POOL, ("input", "output"))
             here.learn(layout, 1e-6)
-            assert here.computed(layout, 0, SHARED) is not None
+            assert here.try_run(layout, 0, SHARED) is not None
 
     run(test)
     found = np.frombuffer(os.pread(files[2], 32, 0), np.float32)
@@ -183,7 +183,7 @@ def test_shared_memory_is_read_and_written_where_it_was_asked_for(
     ],
     ids=["its file was cut off", "the backend refuses it"],
 )
-def test_what_goes_wrong_is_an_error_of_its_request(
+def test_errors_are_raised_to_the_request(
     file: Callable[[bytes], int], kept_bytes: int, beside: Callable[[], Zeros], sentence: str
 ) -> None:
     files = {1: file(ARRAY.tobytes()[:kept_bytes]), 2: file(bytes(32))}
@@ -193,13 +193,13 @@ def test_what_goes_wrong_is_an_error_of_its_request(
             layout = arranged("maxpool2d_fwd", POOL, ("input", "output"))
             here.learn(layout, 1e-6)
             with pytest.raises(InvalidProblem, match=sentence):
-                here.computed(layout, 0, SHARED)
+                here.try_run(layout, 0, SHARED)
 
     run(test)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="of Linux")
-def test_a_result_for_which_there_is_no_room_is_an_error_of_its_request(
+def test_full_file_system_is_an_error_of_the_request(
     file: Callable[[bytes], int],
 ) -> None:
     full = os.open("/dev/full", os.O_RDWR)  # as /dev/shm may be, where a client's file has holes
@@ -210,7 +210,7 @@ def test_a_result_for_which_there_is_no_room_is_an_error_of_its_request(
             layout = arranged("maxpool2d_fwd", POOL, ("input", "output"))
             here.learn(layout, 1e-6)
             with pytest.raises(InvalidProblem, match="has been shortened"):
-                here.computed(layout, 0, SHARED)
+                here.try_run(layout, 0, SHARED)
 
     try:
         run(test)
@@ -218,30 +218,30 @@ def test_a_result_for_which_there_is_no_room_is_an_error_of_its_request(
         os.close(full)
 
 
-def test_what_examines_another_problem_is_for_workers() -> None:
+def test_examinations_never_run_inline() -> None:
     def test() -> None:
         with inline_executor() as (_, here):
             plan = PLANS["conv_fwd"]
             request = validate(plan.request, plan.example)
             layout = tensor_layout_of(problem_from(plan.name, request))
             here.learn(layout, 1e-6)
-            assert here.computed(layout, 0) is None
+            assert here.try_run(layout, 0) is None
 
     run(test)
 
 
-def test_nothing_is_computed_here_beside_a_timing() -> None:
+def test_nothing_runs_inline_during_a_timing() -> None:
     def test() -> None:
         with inline_executor() as (hub, here):
             layout = arranged("maxpool2d_fwd", POOL)
             here.learn(layout, 1e-6)
-            assert here.computed(layout, 0) is not None
-            (worker,) = hub.schedule._running
+            assert here.try_run(layout, 0) is not None
+            (worker,) = hub.scheduler._running
             timing = Task(Job.of(layout, 0, ())._replace(lane=Lane.ALONE), 0.0, large=True)
-            hub.schedule._running[worker].append(timing)
+            hub.scheduler._running[worker].append(timing)
             assert hub.status.timing
-            assert here.computed(layout, 0) is None
-            hub.schedule._running[worker].remove(timing)
-            assert here.computed(layout, 0) is not None
+            assert here.try_run(layout, 0) is None
+            hub.scheduler._running[worker].remove(timing)
+            assert here.try_run(layout, 0) is not None
 
     run(test)
