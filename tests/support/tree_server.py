@@ -17,7 +17,7 @@ import uvloop
 
 from convgrad_service.backends.base import ServingBackend
 from convgrad_service.engine.workers.inline_executor import InlineBackend
-from convgrad_service.engine.workers.process_worker import WorkerRecipe
+from convgrad_service.engine.workers.worker_main import WorkerRecipe
 from convgrad_service.server.http_server import listening_socket
 from convgrad_service.server.process_tree import Tree
 from convgrad_service.server.settings import Settings

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from convgrad.errors import DeadlineExceeded
@@ -35,12 +33,6 @@ class Deadline:
         return DeadlineExceeded(
             f"no answer was ready within the {self.allowed_s:g} s that the request allowed"
         )
-
-    @asynccontextmanager
-    async def enforced(self) -> AsyncIterator[None]:
-        """Cancel the block at the deadline and raise DeadlineExceeded."""
-        with CancelScope(self):
-            yield
 
 
 class CancelScope:

@@ -218,7 +218,7 @@ class Hub:
         self._services = {type(service).__name__: service for service in services}
         self.on_close: list[Callable[[], None]] = [self.regions.close]
         self.watchers: list[Callable[[Status], None]] = []
-        self._published: tuple[object, ...] = ()
+        self._published: Status | None = None
         self.children = Children()
         scheduler.changed = self.children.changed = self.publish
         self._wait_s = options.wait_s
@@ -271,20 +271,11 @@ class Hub:
 
     def publish(self) -> None:
         """Send the status to the front ends in other processes if it has changed."""
-        # Of an overload only whether it exists: its Retry-After changes all the time.
-        relevant = (
-            self.scheduler.workers > 0,
-            self.scheduler.full,
-            self.leaving,
-            self.draining,
-            self.fault(),
-            tuple(self.children.missing),
-            self.dead,
-            self.timing,
-        )
+        status = self.status
+        # Whether there is an overload, without its Retry-After, which changes all the time.
+        relevant = status._replace(overload=status.overload and ("", None))
         if relevant != self._published:
             self._published = relevant
-            status = self.status
             for watch in self.watchers:
                 watch(status)
 
@@ -352,8 +343,12 @@ class Hub:
     async def invoke(
         self, service: str, method: str, arguments: tuple[Any, ...], options: Mapping[str, Any]
     ) -> Any:
-        result = getattr(self._services[service], method)(*arguments, **options)
+        result = getattr(self.service(service), method)(*arguments, **options)
         return await result if inspect.isawaitable(result) else result
+
+    def service(self, name: str) -> object:
+        """Return the service of this class name."""
+        return self._services[name]
 
     def exposition(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

@@ -17,7 +17,7 @@ from convgrad_service.engine.scheduling.quotas import Usage
 from convgrad_service.engine.telemetry.metrics import Labelled, Metrics
 from convgrad_service.engine.telemetry.triton_metrics import TritonMetrics
 from convgrad_service.engine.workers.inline_executor import InlineBackend
-from convgrad_service.engine.workers.process_worker import WorkerRecipe
+from convgrad_service.engine.workers.worker_main import WorkerRecipe
 from convgrad_service.server.logs import configure_logs
 from convgrad_service.server.malloc import keep_large_blocks
 from convgrad_service.server.memory_budget import memory_budget

@@ -24,7 +24,7 @@ from convgrad.errors import (
     ProblemTooLarge,
 )
 from convgrad_service.backends.base import Outcome
-from convgrad_service.engine.deadline import Deadline
+from convgrad_service.engine.deadline import CancelScope, Deadline
 from convgrad_service.engine.embedded import embedded_hub
 from convgrad_service.engine.hub import Hub, JobHandle
 from convgrad_service.engine.options import EngineOptions, Limits
@@ -187,9 +187,8 @@ def test_leases_are_held_while_a_thread_uses_them(filling: bool) -> None:
             async with execution as work:
                 await work.fill({"grad_output": slowly}, body_lease=text)
 
-        with pytest.raises(DeadlineExceeded):
-            async with called(0.05).deadline.enforced():
-                await begun_and_filled()
+        with pytest.raises(DeadlineExceeded), CancelScope(called(0.05).deadline):
+            await begun_and_filled()
         text.release()
         assert pipeline.hub.texts.used_bytes > 0
         assert (pipeline.hub.memory.used_bytes > 0) == filling
@@ -321,14 +320,14 @@ def test_upload_and_download_are_separate_stages() -> None:
 
 def test_deadline_is_distinct_from_an_inner_timeout() -> None:
     async def scenario() -> None:
-        with pytest.raises(TimeoutError):
-            async with Deadline.after(5).enforced():
-                raise TimeoutError
-        with pytest.raises(DeadlineExceeded, match=r"0\.01 s"):
-            async with Deadline.after(0.01).enforced():
-                await asyncio.sleep(5)
-        with pytest.raises(DeadlineExceeded):
-            async with Deadline.after(-1).enforced():
-                await asyncio.sleep(5)
+        with pytest.raises(TimeoutError), CancelScope(Deadline.after(5)):
+            raise TimeoutError
+        with (
+            pytest.raises(DeadlineExceeded, match=r"0\.01 s"),
+            CancelScope(Deadline.after(0.01)),
+        ):
+            await asyncio.sleep(5)
+        with pytest.raises(DeadlineExceeded), CancelScope(Deadline.after(-1)):
+            await asyncio.sleep(5)
 
     asyncio.run(scenario())

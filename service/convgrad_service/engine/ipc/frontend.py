@@ -7,37 +7,21 @@ a small request takes one message to the hub and one back.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from convgrad.errors import Overloaded
 from convgrad_service.engine.hub import Hub
+from convgrad_service.engine.ipc import messages as m
 from convgrad_service.engine.ipc.channel import Channel, Heartbeat, Ping, Pong
-from convgrad_service.engine.ipc.messages import (
-    TYPES,
-    AcquireTicket,
-    Cancel,
-    ChargeTicket,
-    Drain,
-    GetPosition,
-    Invoke,
-    JobDone,
-    Listening,
-    PartDone,
-    Release,
-    ReleaseTicket,
-    Reply,
-    Reserve,
-    SubmitJob,
-    Welcome,
-)
 from convgrad_service.engine.memory.lease import Lease
 from convgrad_service.engine.memory.tensor_layout import PackedTensorLayout, TensorLayout
-from convgrad_service.engine.scheduling.partition import JobResult, TaskGroup
-from convgrad_service.engine.scheduling.quotas import CountedTicket
-from convgrad_service.engine.scheduling.scheduler import Task
+from convgrad_service.engine.scheduling.partition import JobResult
+from convgrad_service.engine.scheduling.quotas import Caller, CountedTicket
+from convgrad_service.engine.scheduling.task import Task, TaskGroup
 from convgrad_service.engine.shm.registry import RegionPart, RegionSlice
 from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.workers.execute import Job
@@ -51,13 +35,13 @@ POCKET_BYTES = 4 * 2**20
 class FrontEnd:
     """One front end. What it holds is released when its process ends."""
 
-    def __init__(self, hub: Hub, *, on_listening: Callable[[Listening], None]) -> None:
+    def __init__(self, hub: Hub, *, on_listening: Callable[[m.Listening], None]) -> None:
         self._hub, self._on_listening = hub, on_listening
         self._channel: Channel | None = None
         self._is_listening = False
         self._heartbeat = Heartbeat()
         self._leases: dict[int, asyncio.Future[Lease]] = {}
-        self._tasks: dict[int, Task | TaskGroup[Task]] = {}
+        self._tasks: dict[int, Task | TaskGroup] = {}
         self._layouts: dict[int, TensorLayout | PackedTensorLayout] = {}
         self._tickets: dict[int, CountedTicket] = {}
 
@@ -66,10 +50,10 @@ class FrontEnd:
         gone = asyncio.Event()
         pocket = await self._reserve_pocket()
         try:
-            self._channel = await Channel.open(channel_end, self._received, gone.set, TYPES)
+            self._channel = await Channel.open(channel_end, self._received, gone.set, m.TYPES)
             self._hub.watchers.append(self._send)
             extent = (0, 0) if pocket is None else (pocket.offset, pocket.size_bytes)
-            self._send(Welcome(self._hub.status, self._hub.limit_bytes, extent))
+            self._send(m.Welcome(self._hub.status, self._hub.limit_bytes, extent))
             await gone.wait()
             self._hub.watchers.remove(self._send)
             for task in list(self._tasks.values()):
@@ -95,7 +79,7 @@ class FrontEnd:
     def drain(self) -> None:
         """Ask it to finish its requests and exit."""
         if self._channel is not None:
-            self._channel.send(Drain())
+            self._channel.send(m.Drain())
 
     def is_silent(self) -> bool:
         """Ping it; return whether too many pings are unanswered."""
@@ -105,29 +89,69 @@ class FrontEnd:
         return self._heartbeat.count_ping()
 
     def _received(self, message: Any) -> None:
-        handler = self._HANDLERS[type(message)]
         try:
-            handler(self, message)
+            self._HANDLERS[type(message)](self, message)
         except Exception as error:  # the front end raises it
-            if not isinstance(message, _REQUESTS):
+            if not isinstance(message, m.SubmitJob | m.Invoke):
                 raise
-            self._send(Reply(message.number, error=error))
+            self._send(m.Reply(message.number, error=error))
 
-    def _listening(self, message: Listening) -> None:
+    def _listening(self, message: m.Listening) -> None:
         self._is_listening = True
         self._on_listening(message)
 
-    def _reserve(self, message: Reserve) -> None:
-        regions = [RegionPart(*part) for part in message.regions]
-        lease = self._hub.reserve(message.size_bytes, text=message.text, regions=regions)
-        self._leases[message.number] = lease
-        self._reply_when_done(message.number, lease, _granted)
+    def _invoke(self, message: m.Invoke) -> None:
+        service = self._hub.service(message.service) if message.service else self
+        result = getattr(service, message.method)(*message.arguments, **message.options)
+        if not inspect.isawaitable(result):
+            self._send(m.Reply(message.number, result))
+            return
+        future = asyncio.ensure_future(result)
+        if future.done():
+            self._reply(message.number, future)
+        else:
+            future.add_done_callback(partial(self._reply, message.number))
 
-    def _release_lease(self, message: Release) -> None:
-        if (lease := self._leases.pop(message.number, None)) is not None:
+    def _notify(self, message: m.Notify) -> None:
+        getattr(self, message.method)(message.number)
+
+    def reserve(
+        self, number: int, size_bytes: int, text: bool, parts: Sequence[tuple[Any, ...]]
+    ) -> asyncio.Future[Lease]:
+        """See `Engine.reserve`; the lease is known by ``number``."""
+        regions = [RegionPart(*part) for part in parts]
+        lease = self._leases[number] = self._hub.reserve(size_bytes, text=text, regions=regions)
+        return lease
+
+    def release_lease(self, number: int) -> None:
+        """Release a lease, or leave the queue for it."""
+        if (lease := self._leases.pop(number, None)) is not None:
             _release(lease)
 
-    def _submit(self, message: SubmitJob) -> None:
+    def acquire_ticket(self, number: int, caller: Caller) -> None:
+        """Acquire a quota ticket, known by ``number``."""
+        self._tickets[number] = self._hub.quotas.acquire(caller)
+
+    def charge_ticket(self, number: int, size_bytes: int, flops: int) -> None:
+        """See `Ticket.charge`."""
+        self._tickets[number].charge_now(size_bytes, flops)
+
+    def release_ticket(self, number: int) -> None:
+        """Release a ticket; it is absent if it was refused while its caller was cancelled."""
+        if (ticket := self._tickets.pop(number, None)) is not None:
+            ticket.release()
+
+    def cancel_job(self, number: int) -> None:
+        """Cancel a job unless it is done."""
+        if (task := self._tasks.get(number)) is not None:
+            self._hub.cancel(task)
+
+    def queue_position(self, number: int) -> int | None:
+        """See `Engine.queue_position`."""
+        task = self._tasks.get(number)
+        return None if task is None else self._hub.scheduler.position(task)
+
+    def _submit(self, message: m.SubmitJob) -> None:
         slot, packed = message.interned
         if packed is not None:
             self._layouts[slot] = PackedTensorLayout(packed, message.cost)
@@ -158,7 +182,9 @@ class FrontEnd:
             task.done.add_done_callback(lambda _: self._hub.regions.release(acquired))
             task.done.add_done_callback(partial(self._learn, slot))
 
-    def _run_inline(self, message: SubmitJob, regions: tuple[RegionSlice, ...]) -> JobResult | None:
+    def _run_inline(
+        self, message: m.SubmitJob, regions: tuple[RegionSlice, ...]
+    ) -> JobResult | None:
         """Compute a small job with shared memory, which front ends have not mapped."""
         executor, slot = self._hub.inline_executor, message.interned[0]
         if executor is None or time.monotonic() >= message.deadline_s:
@@ -174,64 +200,28 @@ class FrontEnd:
             executor.learn(layout, done.result().compute_s)
 
     def _part_done(self, number: int, part: int, result: JobResult) -> None:
-        self._send(PartDone(number, part, tuple(result)))
+        self._send(m.PartDone(number, part, tuple(result)))
 
     def _job_done(
-        self, number: int, task: Task | TaskGroup[Task], done: asyncio.Future[JobResult]
+        self, number: int, task: Task | TaskGroup, done: asyncio.Future[JobResult]
     ) -> None:
         del self._tasks[number]
         if done.cancelled() or done.exception() is not None:
-            self._reply(number, done, lambda _: None)
+            self._reply(number, done)
         else:
             self._send_done(number, done.result(), task.waited_s or 0.0)
 
     def _send_done(self, number: int, result: JobResult, waited_s: float) -> None:
         assert self._channel is not None  # noqa: S101
-        self._channel.send_now(JobDone(number, tuple(result), waited_s))
+        self._channel.send_now(m.JobDone(number, tuple(result), waited_s))
 
-    def _cancel(self, message: Cancel) -> None:
-        if (task := self._tasks.get(message.number)) is not None:
-            self._hub.cancel(task)
-
-    def _acquire_ticket(self, message: AcquireTicket) -> None:
-        self._tickets[message.number] = self._hub.quotas.acquire(message.caller)
-        self._send(Reply(message.number))
-
-    def _charge_ticket(self, message: ChargeTicket) -> None:
-        self._tickets[message.ticket].charge_now(message.size_bytes, message.flops)
-        self._send(Reply(message.number))
-
-    def _release_ticket(self, message: ReleaseTicket) -> None:
-        # Absent if it was refused while its caller was being cancelled.
-        if (ticket := self._tickets.pop(message.ticket, None)) is not None:
-            ticket.release()
-
-    def _get_position(self, message: GetPosition) -> None:
-        task = self._tasks.get(message.job)
-        position = None if task is None else self._hub.scheduler.position(task)
-        self._send(Reply(message.number, position))
-
-    def _invoke(self, message: Invoke) -> None:
-        calling = asyncio.ensure_future(self._hub.invoke(*message[1:]))
-        self._reply_when_done(message.number, calling, lambda value: value)
-
-    def _reply_when_done(
-        self, number: int, future: asyncio.Future[Any], value_of: Callable[[Any], Any]
-    ) -> None:
-        if future.done():
-            self._reply(number, future, value_of)
-        else:
-            future.add_done_callback(lambda done: self._reply(number, done, value_of))
-
-    def _reply(
-        self, number: int, done: asyncio.Future[Any], value_of: Callable[[Any], Any]
-    ) -> None:
+    def _reply(self, number: int, done: asyncio.Future[Any]) -> None:
         if done.cancelled():
-            reply = Reply(number, cancelled=True)
+            reply = m.Reply(number, cancelled=True)
         elif (error := done.exception()) is not None:
-            reply = Reply(number, error=error)
+            reply = m.Reply(number, error=error)
         else:
-            reply = Reply(number, value_of(done.result()))
+            reply = m.Reply(number, _plain(done.result()))
         self._send(reply)
 
     def _send(self, message: Any) -> None:
@@ -239,26 +229,20 @@ class FrontEnd:
         self._channel.send(message)
 
     _HANDLERS: Mapping[type, Callable[..., None]] = {
-        Reserve: _reserve,
-        Release: _release_lease,
-        SubmitJob: _submit,
-        Cancel: _cancel,
-        AcquireTicket: _acquire_ticket,
-        ChargeTicket: _charge_ticket,
-        ReleaseTicket: _release_ticket,
-        Invoke: _invoke,
-        GetPosition: _get_position,
+        m.SubmitJob: _submit,
+        m.Invoke: _invoke,
+        m.Notify: _notify,
+        m.Listening: _listening,
         Record: lambda self, record: self._hub.observe(record),
-        Listening: _listening,
         Pong: lambda self, _: self._heartbeat.answered(),
     }
 
 
-_REQUESTS = (Reserve, SubmitJob, AcquireTicket, ChargeTicket, Invoke, GetPosition)
-
-
-def _granted(lease: Lease) -> tuple[int, list[Any]]:
-    return lease.offset, [tuple(each) for each in lease.regions]
+def _plain(value: Any) -> Any:
+    """Return what is sent for a result: leases as offset and regions."""
+    if isinstance(value, Lease):
+        return value.offset, [tuple(each) for each in value.regions]
+    return value
 
 
 def _release(lease: asyncio.Future[Lease]) -> None:

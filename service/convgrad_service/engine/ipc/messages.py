@@ -10,28 +10,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from convgrad_service.engine.ipc.channel import Interned, MessageTypes, Ping, Pong
-from convgrad_service.engine.scheduling.quotas import Caller
 from convgrad_service.engine.status import Status
 from convgrad_service.engine.telemetry.record import Record
-
-__all__ = [
-    "TYPES",
-    "AcquireTicket",
-    "Cancel",
-    "ChargeTicket",
-    "Drain",
-    "GetPosition",
-    "Invoke",
-    "JobDone",
-    "Listening",
-    "PartDone",
-    "Release",
-    "ReleaseTicket",
-    "Reply",
-    "Reserve",
-    "SubmitJob",
-    "Welcome",
-]
 
 
 class Welcome(NamedTuple):
@@ -53,21 +33,6 @@ class Drain(NamedTuple):
     """The front end is to finish its requests and exit."""
 
 
-class Reserve(NamedTuple):
-    """Reserve memory. ``regions`` are `RegionPart`; the reply holds `RegionSlice`."""
-
-    number: int
-    size_bytes: int
-    text: bool
-    regions: tuple[tuple[Any, ...], ...]
-
-
-class Release(NamedTuple):
-    """Release the lease that `Reserve` with this number has returned, or stop waiting for it."""
-
-    number: int
-
-
 class SubmitJob(NamedTuple):
     """Submit a `Job`, with its layout interned; ``parts`` are regions to be acquired for it."""
 
@@ -83,49 +48,21 @@ class SubmitJob(NamedTuple):
     lane: int = 0
 
 
-class Cancel(NamedTuple):
-    """Cancel the job with this number."""
-
-    number: int
-
-
-class GetPosition(NamedTuple):
-    """Get a job's position in the queue."""
-
-    number: int
-    job: int
-
-
-class AcquireTicket(NamedTuple):
-    """Acquire a quota ticket, which gets the number of this message."""
-
-    number: int
-    caller: Caller
-
-
-class ChargeTicket(NamedTuple):
-    """Charge bytes and FLOPs to a ticket."""
-
-    number: int
-    ticket: int
-    size_bytes: int
-    flops: int
-
-
-class ReleaseTicket(NamedTuple):
-    """Release a ticket."""
-
-    ticket: int
-
-
 class Invoke(NamedTuple):
-    """Call a method of one of the hub's services; see `Engine.invoke`."""
+    """Call a method of the `FrontEnd` (service "") or of a hub's service, see `Engine.invoke`."""
 
     number: int
     service: str
     method: str
     arguments: tuple[Any, ...]
     options: Mapping[str, Any]
+
+
+class Notify(NamedTuple):
+    """Call a method of the `FrontEnd` without a reply."""
+
+    method: str
+    number: int
 
 
 class JobDone(NamedTuple):
@@ -155,22 +92,16 @@ class Reply(NamedTuple):
 
 TYPES = MessageTypes(
     SubmitJob,
+    JobDone,
+    PartDone,
+    Invoke,
+    Notify,
     Reply,
     Record,
-    Reserve,
-    Release,
-    Cancel,
-    Invoke,
     Status,
     Welcome,
     Listening,
     Drain,
-    JobDone,
-    AcquireTicket,
-    ChargeTicket,
-    ReleaseTicket,
-    PartDone,
-    GetPosition,
     Ping,
     Pong,
 )

@@ -10,24 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from convgrad_service.engine.hub import JobHandle
+from convgrad_service.engine.ipc import messages as m
 from convgrad_service.engine.ipc.channel import Channel, InternTable, Ping, Pong
-from convgrad_service.engine.ipc.messages import (
-    TYPES,
-    AcquireTicket,
-    Cancel,
-    ChargeTicket,
-    Drain,
-    GetPosition,
-    Invoke,
-    JobDone,
-    PartDone,
-    Release,
-    ReleaseTicket,
-    Reply,
-    Reserve,
-    SubmitJob,
-    Welcome,
-)
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.memory.free_list import FreeList
 from convgrad_service.engine.memory.lease import Lease
@@ -70,12 +54,10 @@ class _RemoteTicket:
         self._hub, self._number = hub, number
 
     async def charge(self, size_bytes: int, flops: int = 0) -> None:
-        await self._hub.request(
-            lambda number: ChargeTicket(number, self._number, size_bytes, flops)
-        )
+        await self._hub.invoke("", "charge_ticket", (self._number, size_bytes, flops), {})
 
     def release(self) -> None:
-        self._hub.send(ReleaseTicket(self._number))
+        self._hub.send(m.Notify("release_ticket", self._number))
 
 
 class RemoteHub:
@@ -113,7 +95,7 @@ class RemoteHub:
     async def open(self, channel_end: Any) -> None:
         """Connect, and return once the hub has a backend."""
         self._welcomed = asyncio.get_running_loop().create_future()
-        self._channel = await Channel.open(channel_end, self._received, self._lost, TYPES)
+        self._channel = await Channel.open(channel_end, self._received, self._lost, m.TYPES)
         await self._welcomed
 
     @property
@@ -142,24 +124,29 @@ class RemoteHub:
         """Send a message that has no reply."""
         self._channel.send(message)
 
-    async def request(self, message: Callable[[int], Any]) -> Any:
-        """Send ``message(number)`` with a new number, and return the value of the hub's reply."""
-        number, replied = self._expect_reply()
-        self.send(message(number))
-        return await replied
+    async def invoke(
+        self, service: str, method: str, arguments: tuple[Any, ...], options: Mapping[str, Any]
+    ) -> Any:
+        return await self._invoke(next(self._numbers), service, method, arguments, options)
 
-    def _expect_reply(self) -> tuple[int, asyncio.Future[Any]]:
-        number = next(self._numbers)
+    def _invoke(
+        self,
+        number: int,
+        service: str,
+        method: str,
+        arguments: tuple[Any, ...],
+        options: Mapping[str, Any] | None = None,
+    ) -> asyncio.Future[Any]:
         replied = self._pending[number] = asyncio.get_running_loop().create_future()
         replied.add_done_callback(lambda _: self._pending.pop(number, None))
-        return number, replied
+        self.send(m.Invoke(number, service, method, arguments, options or {}))
+        return replied
 
     async def acquire_ticket(self, caller: Caller) -> Ticket:
-        number, replied = self._expect_reply()
+        number = next(self._numbers)
         ticket = _RemoteTicket(self, number)
-        self.send(AcquireTicket(number, caller))
         try:
-            await replied
+            await self._invoke(number, "", "acquire_ticket", (number, caller))
         except asyncio.CancelledError:
             ticket.release()
             raise
@@ -172,11 +159,12 @@ class RemoteHub:
         if not (text or regions) and (lease := self.try_reserve(size_bytes)) is not None:
             leased.set_result(lease)
             return leased
-        number, replied = self._expect_reply()
-        self.send(Reserve(number, size_bytes, text, tuple(map(tuple, regions))))
+        number = next(self._numbers)
+        parts = tuple(map(tuple, regions))
+        replied = self._invoke(number, "", "reserve", (number, size_bytes, text, parts))
 
         def release(_: object) -> None:
-            self.send(Release(number))
+            self.send(m.Notify("release_lease", number))
 
         def granted(reply: asyncio.Future[tuple[int, Sequence[tuple[Any, ...]]]]) -> None:
             if leased.cancelled():
@@ -217,23 +205,29 @@ class RemoteHub:
         number = next(self._numbers)
         handle = self._jobs[number] = _RemoteJob(number, lease, on_part_done)
         lease.retain()
-        interned = self._layouts.intern(job.layout.packed)
-        regions = tuple(map(tuple, job.regions))
-        parts = tuple(map(tuple, lease.unresolved))
-        size = job.cost, job.tasks, job.sums
         self._channel.send_now(
-            SubmitJob(number, interned, *size, job.base, regions, parts, deadline_s, int(job.lane))
+            m.SubmitJob(
+                number,
+                self._layouts.intern(job.layout.packed),
+                job.cost,
+                job.tasks,
+                job.sums,
+                job.base,
+                tuple(map(tuple, job.regions)),
+                tuple(map(tuple, lease.unresolved)),
+                deadline_s,
+                int(job.lane),
+            )
         )
         return handle
 
     def cancel(self, handle: JobHandle) -> None:
         assert isinstance(handle, _RemoteJob)  # noqa: S101
-        self.send(Cancel(handle.number))
+        self.send(m.Notify("cancel_job", handle.number))
 
     async def queue_position(self, handle: JobHandle) -> int | None:
         assert isinstance(handle, _RemoteJob)  # noqa: S101
-        job = handle.number
-        position: int | None = await self.request(lambda number: GetPosition(number, job))
+        position: int | None = await self.invoke("", "queue_position", (handle.number,), {})
         return position
 
     def observe(self, record: Record) -> None:
@@ -246,21 +240,14 @@ class RemoteHub:
         self._recording = None
         self._channel.flush()
 
-    async def invoke(
-        self, service: str, method: str, arguments: tuple[Any, ...], options: Mapping[str, Any]
-    ) -> Any:
-        return await self.request(
-            lambda number: Invoke(number, service, method, arguments, dict(options))
-        )
-
     def _received(self, message: Any) -> None:
-        if isinstance(message, JobDone):
+        if isinstance(message, m.JobDone):
             handle = self._end_job(message.number)
             handle.waited_s = message.waited_s
             handle.done.set_result(JobResult(*message.result))
-        elif isinstance(message, Reply):
+        elif isinstance(message, m.Reply):
             self._replied(message)
-        elif isinstance(message, PartDone):
+        elif isinstance(message, m.PartDone):
             job = self._jobs.get(message.number)
             if job is not None and job.on_part_done is not None:
                 job.on_part_done(message.part, JobResult(*message.result))
@@ -269,10 +256,10 @@ class RemoteHub:
             self._channel.send(Pong())
         elif isinstance(message, Status):
             self._update_status(message)
-        elif isinstance(message, Drain):
+        elif isinstance(message, m.Drain):
             self._drained()
         else:
-            assert isinstance(message, Welcome)  # noqa: S101
+            assert isinstance(message, m.Welcome)  # noqa: S101
             self.limit_bytes = message.limit_bytes
             self._pocket = FreeList(*message.pocket)
             self._update_status(message.status)
@@ -287,7 +274,7 @@ class RemoteHub:
         handle.lease.release()
         return handle
 
-    def _replied(self, reply: Reply) -> None:
+    def _replied(self, reply: m.Reply) -> None:
         if reply.number in self._jobs:
             waiting: asyncio.Future[Any] | None = self._end_job(reply.number).done
         else:

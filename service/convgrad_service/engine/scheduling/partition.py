@@ -8,13 +8,11 @@ all can change their last bits, and every request of the same sizes is split ali
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from functools import lru_cache
+from typing import NamedTuple
 
 from convgrad_service.problems import Piece, Problem
 from convgrad_service.problems.base import TensorSpec
@@ -25,7 +23,6 @@ __all__ = [
     "OnPartDone",
     "PartialSums",
     "Partition",
-    "TaskGroup",
     "count_parts",
     "merge_results",
     "partial_sums_of",
@@ -152,87 +149,6 @@ def partial_sums_of(problem: Problem, parts: int) -> Mapping[str, PartialSums]:
                 {number: position for position, number in enumerate(numbers)},
             )
     return found
-
-
-class _Task(Protocol):
-    """The part of `scheduler.Task` that `TaskGroup` uses."""
-
-    done: asyncio.Future[JobResult]
-    started_s: float | None
-
-    @property
-    def waited_s(self) -> float | None: ...
-
-
-T = TypeVar("T", bound=_Task)
-
-
-class TaskGroup(Generic[T]):
-    """A job whose parts are separate tasks; to its submitter it looks like a single `Task`.
-
-    ``cancel`` is called with every unfinished task once one has failed. ``last`` starts a final
-    task, which adds up partial sums, once all others are done.
-    """
-
-    def __init__(
-        self,
-        tasks: Sequence[T],
-        on_part_done: OnPartDone | None,
-        cancel: Callable[[T], None],
-        last: Callable[[], T] | None = None,
-    ) -> None:
-        self.tasks = list(tasks)
-        self.wanted = True
-        self.done: asyncio.Future[JobResult] = asyncio.get_running_loop().create_future()
-        self._on_part_done, self._cancel, self._last = on_part_done, cancel, last
-        self._results: dict[int, JobResult] = {}
-        self._remaining = len(tasks)
-        self._error: BaseException | None = None
-        for number, task in enumerate(tasks):
-            task.done.add_done_callback(partial(self._task_done, number))
-
-    @property
-    def waited_s(self) -> float | None:
-        """How long the first task waited to start; None if none has started."""
-        waits = [task.waited_s for task in self.tasks if task.waited_s is not None]
-        return min(waits, default=None)
-
-    def _task_done(self, number: int, done: asyncio.Future[JobResult]) -> None:
-        self._remaining -= 1
-        error = asyncio.CancelledError() if done.cancelled() else done.exception()
-        if error is None:
-            self._results[number] = done.result()
-            if self._on_part_done is not None and self._error is None:
-                self._on_part_done(number, done.result())
-        elif self._error is None:
-            self._error = error
-            for task in self.tasks:
-                if not task.done.done():
-                    self._cancel(task)
-        if self._remaining > 0 or self.done.done():
-            return
-        if self._last is None or self._error is not None or not self.wanted:
-            self._finish()
-        else:
-            self._start_last(self._last)
-
-    def _start_last(self, last: Callable[[], T]) -> None:
-        self._last = None
-        self._remaining = 1
-        task = last()
-        task.done.add_done_callback(partial(self._task_done, len(self.tasks)))
-        self.tasks.append(task)
-
-    def _finish(self) -> None:
-        if self._error is None and self._last is None:
-            started_s = min(task.started_s or math.inf for task in self.tasks)
-            results = [self._results[number] for number in sorted(self._results)]
-            self.done.set_result(merge_results(results, time.monotonic() - started_s))
-        elif self._error is None or isinstance(self._error, asyncio.CancelledError):
-            self.done.cancel()
-        else:
-            self.done.set_exception(self._error)
-            self.done.exception()  # mark it as retrieved: the submitter may be gone
 
 
 def merge_results(results: Sequence[JobResult], elapsed_s: float = math.inf) -> JobResult:

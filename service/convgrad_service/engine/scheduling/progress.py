@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from convgrad_service.engine.deadline import Deadline
+from convgrad_service.engine.deadline import CancelScope, Deadline
 from convgrad_service.engine.scheduling.partition import (
     JobResult,
     merge_results,
@@ -87,13 +87,13 @@ class Progress:
         while (final := self.final_bytes(name)) < size_bytes:
             if self._work.done():
                 self._work.result()
-            async with self._deadline.enforced():
+            with CancelScope(self._deadline):
                 await self._change()
         return final
 
     async def end(self) -> None:
         """Wait until the work is done. Raises as `until`."""
-        async with self._deadline.enforced():
+        with CancelScope(self._deadline):
             await asyncio.shield(self._work)
 
     async def _change(self) -> None:

@@ -17,95 +17,22 @@ that job is a suspect, and counts as alone.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Container
-from typing import Protocol
 
 from convgrad.errors import DeadlineExceeded, DeviceUnavailable, Overloaded
 from convgrad_service.engine.scheduling.cost_model import CostModel
-from convgrad_service.engine.scheduling.partition import JobResult, OnPartDone, TaskGroup
+from convgrad_service.engine.scheduling.partition import JobResult, OnPartDone
+from convgrad_service.engine.scheduling.task import Task, TaskGroup, Worker, WorkerLost
 from convgrad_service.engine.workers.execute import Job
 from convgrad_service.problems.base import Lane
 
-__all__ = ["Scheduler", "Task", "Worker", "WorkerLost"]
+__all__ = ["Scheduler"]
 
 _RETRY_AFTER_MIN_S, _RETRY_AFTER_MAX_S = 1.0, 60.0
 _DEATHS_ALONE = 2
-
-
-class WorkerLost(Exception):
-    """The job was alone in workers that died twice."""
-
-
-class Task:
-    """A job, or one ``part`` of it: waiting, compiling kernels, running or done.
-
-    ``done`` is set once no worker accesses the job's memory any more, even if the request is gone.
-    ``wanted`` is False once it was cancelled, ``hung`` once its worker is killed because of it.
-    """
-
-    def __init__(
-        self, job: Job, deadline_s: float, *, large: bool, part: int | None = None
-    ) -> None:
-        self.job, self.deadline_s, self.large, self.part = job, deadline_s, large, part
-        self.cost = _cost(job, part)
-        self.device = job.device
-        self.done: asyncio.Future[JobResult] = asyncio.get_running_loop().create_future()
-        self.wanted = True
-        self.suspect = self.hung = False
-        self.lane = job.lane
-        self.deaths_alone = 0
-        self.submitted_s = time.monotonic()
-        self.started_s: float | None = None
-        self.worker: Worker | None = None
-
-    @property
-    def waited_s(self) -> float | None:
-        """Seconds from submission to start; None until it starts."""
-        return None if self.started_s is None else self.started_s - self.submitted_s
-
-    @property
-    def alone(self) -> bool:
-        """Whether it must be the only task of its worker."""
-        return self.suspect or self.lane is Lane.ALONE
-
-    def fail(self, error: BaseException) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
-            self.done.exception()  # mark it as retrieved: the submitter may be gone
-
-
-def _cost(job: Job, part: int | None) -> float:
-    if part is None:
-        return job.cost
-    # The last part adds up partial sums: little work, and no measure of a problem's speed.
-    return job.cost / job.tasks if part < job.tasks else 0.0
-
-
-class Worker(Protocol):
-    """What the scheduler needs of a worker.
-
-    The worker calls `Scheduler.finished` for each task or, if kernels must be compiled first,
-    `Scheduler.compiling` and later `Scheduler.compiled`. With ``slots`` 0 it gets no more tasks.
-    """
-
-    slots: int
-    device: int
-
-    def start(self, task: Task) -> None:
-        """Start a task; the scheduler starts at most ``slots`` at a time."""
-        ...
-
-    def cancel(self, task: Task) -> None:
-        """Stop a task that it runs or compiles kernels for."""
-        ...
-
-    def has_used(self, job: Job) -> int:
-        """Return how many of a job's stored tensors it may still have on its device."""
-        ...
 
 
 class Scheduler:
@@ -174,7 +101,7 @@ class Scheduler:
 
     def submit(
         self, job: Job, deadline_s: float, on_part_done: OnPartDone | None = None
-    ) -> Task | TaskGroup[Task]:
+    ) -> Task | TaskGroup:
         """Queue a job, to be started before ``deadline_s`` (of time.monotonic()) or not at all.
 
         ``on_part_done`` is called for each part of a job that is several tasks.
@@ -207,7 +134,7 @@ class Scheduler:
         self._dispatch()
         return group
 
-    def position(self, task: Task | TaskGroup[Task]) -> int | None:
+    def position(self, task: Task | TaskGroup) -> int | None:
         """Return how many tasks are ahead in the queue; None once it runs or is done."""
         if isinstance(task, TaskGroup):
             task = task.tasks[0]
@@ -215,7 +142,7 @@ class Scheduler:
             return 0
         return self._waiting.index(task) if task in self._waiting else None
 
-    def cancel(self, task: Task | TaskGroup[Task]) -> None:
+    def cancel(self, task: Task | TaskGroup) -> None:
         """Drop a waiting job, or ask a running one to stop; does nothing once it is done."""
         if isinstance(task, TaskGroup):
             task.wanted = False

@@ -357,12 +357,4 @@ def _run_piece(
 
 
 def _result(outcome: Outcome) -> JobResult:
-    return JobResult(
-        outcome.kernel,
-        outcome.compute_s,
-        outcome.pieces,
-        outcome.workspace_bytes,
-        outcome.upload_s,
-        outcome.download_s,
-        outcome.words,
-    )
+    return JobResult(*(getattr(outcome, name) for name in JobResult._fields))

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import itertools
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from convgrad.errors import DeviceUnavailable, ServiceError
-from convgrad_service.backends.base import ServingBackend, Vitals
+from convgrad_service.backends.base import Vitals
 from convgrad_service.engine.ipc.channel import (
     MAX_MISSED,
     Channel,
@@ -24,11 +23,11 @@ from convgrad_service.engine.ipc.channel import (
 )
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.scheduling.partition import JobResult
-from convgrad_service.engine.scheduling.scheduler import Scheduler, Task
+from convgrad_service.engine.scheduling.scheduler import Scheduler
+from convgrad_service.engine.scheduling.task import Task
 from convgrad_service.engine.shm.registry import RegionRegistry, RegionSlice
 from convgrad_service.engine.workers.child_process import DescriptorReserve, spawn
 from convgrad_service.engine.workers.execute import Job
-from convgrad_service.engine.workers.inline_executor import InlineBackend
 from convgrad_service.engine.workers.worker_main import (
     Cancel,
     Compiled,
@@ -39,10 +38,11 @@ from convgrad_service.engine.workers.worker_main import (
     Probe,
     ProbeResult,
     Start,
+    WorkerRecipe,
     worker_main,
 )
 
-__all__ = ["ProcessWorker", "WorkerRecipe"]
+__all__ = ["ProcessWorker"]
 
 # Tasks that took less than this before are sent as `RunTask.brief`.
 _BRIEF_S = 1e-3
@@ -51,30 +51,6 @@ _START_S = 300
 # A task hangs if it makes no progress for this many times the expected time of all tasks of its
 # worker: single kernels can be ten times as slow as the cost model expects.
 _STALL_FACTOR = 20
-
-
-class WorkerRecipe(NamedTuple):
-    """How to start a worker.
-
-    Attributes
-    ----------
-    make_backend
-        Called in the worker with its device's number.
-    slots
-        Jobs at a time; None for the backend's default.
-    prepare
-        Called in the worker first.
-    inline_backend
-        What front ends may compute small problems with.
-    warm_up
-        Called with the backend of each device's first worker before it is ready; may take long.
-    """
-
-    make_backend: Callable[[int], ServingBackend]
-    slots: int | None = None
-    prepare: Callable[[], None] = gc.enable  # a picklable no-op: it is enabled anyway
-    inline_backend: InlineBackend | None = None
-    warm_up: Callable[[ServingBackend], None] | None = None
 
 
 class ProcessWorker:
@@ -141,15 +117,7 @@ class ProcessWorker:
                 end, other = socket.socketpair()
                 ours.append(failing.enter_context(end))
                 theirs.append(after.enter_context(other).fileno())
-            start = Start(
-                recipe.make_backend,
-                recipe.prepare,
-                recipe.warm_up,
-                device,
-                recipe.slots,
-                arena.descriptor,
-                *theirs,
-            )
+            start = Start(recipe, device, arena.descriptor, *theirs)
             worker._process = spawn(
                 "convgrad-worker", worker_main, start, descriptors=[arena.descriptor, *theirs]
             )

@@ -10,7 +10,8 @@ from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.ipc.channel import MAX_MISSED
 from convgrad_service.engine.options import EngineOptions
 from convgrad_service.engine.workers.child_process import Backoff, DescriptorReserve
-from convgrad_service.engine.workers.process_worker import ProcessWorker, WorkerRecipe
+from convgrad_service.engine.workers.process_worker import ProcessWorker
+from convgrad_service.engine.workers.worker_main import WorkerRecipe
 
 __all__ = ["Supervisor"]
 

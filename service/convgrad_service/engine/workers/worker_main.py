@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import logging
 import os
 import socket
@@ -23,6 +24,7 @@ from convgrad_service.engine.scheduling.partition import JobResult
 from convgrad_service.engine.shm.mappings import RegionMappings
 from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.engine.workers.execute import Job, compile_ahead, run_job
+from convgrad_service.engine.workers.inline_executor import InlineBackend
 from convgrad_service.thread_priority import give_way
 
 __all__ = [
@@ -37,20 +39,42 @@ __all__ = [
     "RunTask",
     "Start",
     "WorkerFailed",
+    "WorkerRecipe",
     "worker_main",
 ]
 
 _log = logging.getLogger("convgrad.worker")
 
 
-class Start(NamedTuple):
-    """A worker's configuration; the last four fields are inherited descriptors."""
+class WorkerRecipe(NamedTuple):
+    """How to start a worker.
+
+    Attributes
+    ----------
+    make_backend
+        Called in the worker with its device's number.
+    slots
+        Jobs at a time; None for the backend's default.
+    prepare
+        Called in the worker first.
+    inline_backend
+        What front ends may compute small problems with.
+    warm_up
+        Called with the backend of each device's first worker before it is ready; may take long.
+    """
 
     make_backend: Callable[[int], ServingBackend]
-    prepare: Callable[[], None]
-    warm_up: Callable[[ServingBackend], None] | None
+    slots: int | None = None
+    prepare: Callable[[], None] = gc.enable  # a picklable no-op: it is enabled anyway
+    inline_backend: InlineBackend | None = None
+    warm_up: Callable[[ServingBackend], None] | None = None
+
+
+class Start(NamedTuple):
+    """What a worker process starts with; the last four fields are inherited descriptors."""
+
+    recipe: WorkerRecipe
     device: int
-    slots: int | None
     arena: int
     jobs: int
     control: int
@@ -142,12 +166,12 @@ class WorkerFailed(Exception):
 
 def worker_main(start: Start) -> None:
     """Compute tasks until the hub closes the control channel."""
-    control = Pipe(start.control)
-    start.prepare()
+    control, recipe = Pipe(start.control), start.recipe
+    recipe.prepare()
     try:
-        backend = start.make_backend(start.device)
-        if start.warm_up is not None:
-            start.warm_up(backend)
+        backend = recipe.make_backend(start.device)
+        if recipe.warm_up is not None:
+            recipe.warm_up(backend)
     except ServiceError as error:
         control.send(error)
         return
@@ -155,7 +179,7 @@ def worker_main(start: Start) -> None:
     arena = Arena(start.arena)
     backend.adopt(arena.address, arena.size_bytes)
     worker = _Worker(backend, arena, Pipe(start.jobs), control, files)
-    slots = start.slots or backend.slots
+    slots = recipe.slots or backend.slots
     for index in range(slots):
         threading.Thread(target=worker.serve, name=f"compute-{index}", daemon=True).start()
     control.send(Hello(backend.name, slots, backend.devices, backend.pins))

@@ -14,7 +14,8 @@ from convgrad.errors import DeadlineExceeded, DeviceUnavailable, Overloaded
 from convgrad_service.engine.memory.tensor_layout import PackedTensorLayout
 from convgrad_service.engine.scheduling.cost_model import CostModel
 from convgrad_service.engine.scheduling.partition import JobResult
-from convgrad_service.engine.scheduling.scheduler import Scheduler, Task, WorkerLost
+from convgrad_service.engine.scheduling.scheduler import Scheduler
+from convgrad_service.engine.scheduling.task import Task, WorkerLost
 from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.engine.workers.execute import Job
 

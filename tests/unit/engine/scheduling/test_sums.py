@@ -192,7 +192,7 @@ def test_sums_are_split_only_if_it_saves_time(
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_other_processes_use_the_number_of_parts_of_the_layout(
+def test_other_processes_use_the_layouts_number_of_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told = tensor_layout_of(problem())
