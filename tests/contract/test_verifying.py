@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -37,8 +38,14 @@ def http(server: LiveServer) -> Iterator[httpx.Client]:
 
 
 def drawn(operation: str, words: str, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    shapes, parameters = layers.arguments(operation, layers.parse(words))
-    tensors = {name: check.draw(name, shape, "float32", **more) for name, shape in shapes.items()}
+    layer = layers.parse(words)
+    shapes, parameters = layers.arguments(operation, layer)
+    tensors: dict[str, Any] = {
+        name: check.spread_indices(shape, math.prod(layer.input_size))
+        if name == "indices"
+        else check.draw(name, shape, "float32", **more)
+        for name, shape in shapes.items()
+    }
     return tensors, parameters
 
 

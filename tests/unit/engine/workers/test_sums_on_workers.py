@@ -22,10 +22,10 @@ from convgrad_service.engine.scheduling import partition as parts
 from convgrad_service.engine.scheduling.partition import JobResult
 from convgrad_service.engine.telemetry.record import Timings
 from convgrad_service.problems import run_in_pieces
-from tests.arrays import Arrays
-from tests.bounds import assert_same_bits
 from tests.support.fake_backends import Gated
 from tests.support.in_memory import answer, begun, kept
+from tests.support.numerics.arrays import Arrays
+from tests.support.numerics.bounds import assert_same_bits
 from tests.unit.engine.scheduling.test_sums import BACKWARD, FIELDS, problem, small_parts
 
 __all__ = ["small_parts"]
