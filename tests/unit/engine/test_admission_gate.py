@@ -14,7 +14,7 @@ from convgrad_service.engine.admission_gate import AdmissionGate
 
 
 class Queue:
-    """As much room as a test says."""
+    """The engine's queue."""
 
     room = 0
 
@@ -23,7 +23,7 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(scenario, 20))
 
 
-async def all_that_may_be_refused_at_once(gate: AdmissionGate) -> None:
+async def use_up_refusal_burst(gate: AdmissionGate) -> None:
     await asyncio.gather(*(gate.admit() for _ in range(16)))
 
 
@@ -39,7 +39,7 @@ def test_requests_are_admitted_while_there_is_room() -> None:
         assert gate.try_admit() is None
         queue.room = 2
         arrivals = [gate.try_admit() for _ in range(3)]
-        assert arrivals[2] is None  # two are on their way to the two places
+        assert arrivals[2] is None  # both slots are reserved
         assert arrivals[0] is not None
         gate.arrived(arrivals[0])
         assert gate.try_admit() is not None
@@ -68,15 +68,15 @@ def test_waiting_requests_are_admitted_up_to_the_room() -> None:
     async def scenario() -> None:
         queue = Queue()
         gate = AdmissionGate(lambda: queue.room)
-        await all_that_may_be_refused_at_once(gate)
+        await use_up_refusal_burst(gate)
         turns = [asyncio.ensure_future(gate.admit()) for _ in range(3)]
         await settle()
         queue.room = 1
-        assert gate.try_admit() is None  # who comes now stands behind them
+        assert gate.try_admit() is None  # new requests queue behind the waiting ones
         arrival = await turns[0]
         assert arrival is not None
         await settle()
-        assert not turns[1].done()  # there is room for one, which is on its way
+        assert not turns[1].done()  # the only slot is reserved
         queue.room = 2
         gate.arrived(arrival)
         assert None not in [await turn for turn in turns[1:]]
@@ -90,7 +90,7 @@ def test_slow_bodies_do_not_block_others(monkeypatch: pytest.MonkeyPatch) -> Non
     async def scenario() -> None:
         queue = Queue()
         gate = AdmissionGate(lambda: queue.room)
-        await all_that_may_be_refused_at_once(gate)
+        await use_up_refusal_burst(gate)
         queue.room = 8
         assert None not in [gate.try_admit() for _ in range(8)]
         assert await gate.admit() is not None
@@ -102,7 +102,7 @@ def test_cancelled_requests_leave_the_line() -> None:
     async def scenario() -> None:
         queue = Queue()
         gate = AdmissionGate(lambda: queue.room)
-        await all_that_may_be_refused_at_once(gate)
+        await use_up_refusal_burst(gate)
         leaving, staying = (asyncio.ensure_future(gate.admit()) for _ in range(2))
         await settle()
         queue.room = 2
@@ -117,14 +117,14 @@ def test_admitted_requests_are_refused_before_waiting_ones() -> None:
     async def scenario() -> None:
         queue = Queue()
         gate = AdmissionGate(lambda: queue.room)
-        await all_that_may_be_refused_at_once(gate)
+        await use_up_refusal_burst(gate)
         turn = asyncio.ensure_future(gate.admit())
         await settle()
         await gate.wait_to_refuse()
         assert not turn.done()
         assert await turn is None
-        # Where there is room again, nobody waits to be refused.
-        await all_that_may_be_refused_at_once(gate)
+        # Once there is room again, refusals do not wait.
+        await use_up_refusal_burst(gate)
         refusals = [asyncio.ensure_future(gate.wait_to_refuse()) for _ in range(50)]
         await settle()
         queue.room = 1000

@@ -39,7 +39,7 @@ FIELDS = {"grad_output": ONES, "weight": ONES}
 
 
 class Plane(Pipeline):
-    """A dataplane whose engine is inside it."""
+    """A pipeline on an embedded engine."""
 
     def __init__(
         self, backend: Zeros | None = None, limits: Limits | None = None, **options: Any

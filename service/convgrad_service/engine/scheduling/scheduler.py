@@ -273,16 +273,13 @@ class Scheduler:
             if self._started(task, reserved):
                 self._waiting.remove(task)
             elif task.lane is Lane.ALONE:
-                reserved.update(self._least_busy(task, reserved))
-
-    def _least_busy(self, task: Task, reserved: Container[Worker]) -> list[Worker]:
-        """Return the least busy worker that could run a task once idle, or nothing."""
-        able = [
-            worker
-            for worker in self._running
-            if worker not in reserved and task.device in (None, worker.device)
-        ]
-        return sorted(able, key=lambda worker: len(self._running[worker]))[:1]
+                able = [
+                    worker
+                    for worker in self._running
+                    if worker not in reserved and task.device in (None, worker.device)
+                ]
+                if able:
+                    reserved.add(min(able, key=lambda worker: len(self._running[worker])))
 
     def _started(self, task: Task, reserved: Container[Worker] = ()) -> bool:
         """Start a task if a worker that is not ``reserved`` can take it now.
@@ -297,13 +294,7 @@ class Scheduler:
         ]
         if not able or now_s >= task.deadline_s:
             return False
-        worker = able[0]
-        if len(able) > 1:
-            least = min(len(self._running[each]) for each in able)
-            idlest = [each for each in able if len(self._running[each]) == least]
-            worker = idlest[0]
-            if len(idlest) > 1 and task.job.regions:
-                worker = max(idlest, key=lambda each: each.has_used(task.job))
+        worker = min(able, key=lambda each: (len(self._running[each]), -each.has_used(task.job)))
         self._running[worker].append(task)
         task.worker, task.started_s = worker, now_s
         worker.start(task)

@@ -1,16 +1,23 @@
-"""Messages between processes: complete, in order, in few writes, until the end."""
+"""Channels between processes: framing, batching, the end of a channel, and interning."""
 
 from __future__ import annotations
 
 import asyncio
 import pickle
+import random
 import socket
 from collections.abc import Coroutine
 from typing import Any, NamedTuple
 
 import pytest
 
-from convgrad_service.engine.ipc.channel import Channel, MessageTypes, Pipe
+from convgrad_service.engine.ipc.channel import (
+    MAX_INTERNED,
+    Channel,
+    InternTable,
+    MessageTypes,
+    Pipe,
+)
 
 
 class Point(NamedTuple):
@@ -104,3 +111,24 @@ def test_pipe_receives_messages_and_eof() -> None:
     with pytest.raises(EOFError):
         receiver.receive()
     receiver.close()
+
+
+def test_text_is_sent_once() -> None:
+    table = InternTable()
+    number, text = table.intern(b"layer")
+    assert text == b"layer"
+    assert table.intern(b"layer") == (number, None)
+
+
+def test_both_ends_agree(seed: int) -> None:
+    table, other_end, draw = InternTable(), dict[int, bytes](), random.Random(seed)
+    sent_texts = 0
+    for _ in range(5000):
+        text = b"%d" % int(draw.expovariate(1 / MAX_INTERNED))
+        number, sent = table.intern(text)
+        assert 0 <= number < MAX_INTERNED
+        if sent is not None:
+            other_end[number] = sent
+            sent_texts += 1
+        assert other_end[number] == text
+    assert MAX_INTERNED < sent_texts < 5000

@@ -21,7 +21,7 @@ START = 3 * PAGE_BYTES
 
 
 class Taking(RuleBasedStateMachine):
-    """Any order of taking and giving, beside a map of the pages that says whose each one is."""
+    """Random allocations and frees, checked against a map of the owners of all pages."""
 
     places = Bundle("places")
 

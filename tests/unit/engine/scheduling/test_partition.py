@@ -30,6 +30,7 @@ from convgrad_service.engine.workers.execute import Job
 from convgrad_service.problems import Problem, problem_from
 from tests.support.fake_backends import Gated
 from tests.support.in_memory import answer, begun, kept
+from tests.support.manual_worker import ManualWorker
 
 DONE = JobResult("k", 1.0, 1, 0, 0.0, 0.0)
 GRAD = np.random.default_rng(0).standard_normal((8, 4, 12, 12), np.float32)
@@ -52,7 +53,7 @@ def problem(operation: str = "conv_bwd_data", **fields: Any) -> Problem:
 
 
 class Plane(Pipeline):
-    """A dataplane with an engine of one worker inside."""
+    """A pipeline on an embedded engine with one worker."""
 
     def __init__(self, backend: Gated, slots: int = 1) -> None:
         self.hub = embedded_hub(backend, EngineOptions(10**7, 10**5, slots=slots, max_queue=2))
@@ -255,27 +256,13 @@ def test_inputs_copied_from_shared_memory_make_a_single_task() -> None:
     assert Job.of(several, 0, (RegionSlice(1, 0, (1, 2)),)).tasks == 5
 
 
-class Mortal:
-    """A worker of which the test decides when it is done, and with what."""
-
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
-        self.held: list[Any] = []
-
-    def start(self, task: Any) -> None:
-        self.held.append(task)
-
-    def cancel(self, task: Any) -> None:
-        pass
-
-
 def test_only_parts_of_a_dead_worker_run_again() -> None:
     async def scenario() -> None:
         plane = Plane(Gated())
         schedule = plane.hub.scheduler
         (only,) = schedule._running
         schedule.lost(only)
-        dying, next_one = Mortal(2), Mortal(5)
+        dying, next_one = ManualWorker(2), ManualWorker(5)
         schedule.add(dying)
         async with begun(plane, called(), lambda: Decoded(FIELDS)) as work:
             await work.fill(work.request.tensors())

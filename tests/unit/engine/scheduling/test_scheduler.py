@@ -28,7 +28,7 @@ class Recorder:
 
     slots: int = 1
     held: list[Task] = field(default_factory=list)
-    told: list[Task] = field(default_factory=list)
+    cancelled: list[Task] = field(default_factory=list)
     device: int = 0
     used: int = 0
 
@@ -36,10 +36,10 @@ class Recorder:
         self.held.append(task)
 
     def cancel(self, task: Task) -> None:
-        self.told.append(task)
+        self.cancelled.append(task)
 
     def has_used(self, job: Job) -> int:
-        return self.used
+        return self.used if job.regions else 0
 
 
 def job(cost: int = 1) -> Job:
@@ -138,7 +138,7 @@ def test_cancelling_waiting_and_running_jobs() -> None:
         schedule.cancel(waiting)
         assert waiting.done.cancelled()
         schedule.cancel(running)
-        assert worker.told == [running]
+        assert worker.cancelled == [running]
         assert not running.done.done()  # its memory is still in use
         finish(schedule, worker)
         assert running.done.done()
@@ -167,7 +167,7 @@ def test_close_cancels_waiting_and_running_jobs() -> None:
         schedule.add(worker)
         running, waiting = submit(schedule), submit(schedule)
         schedule.close()
-        assert worker.told == [running]
+        assert worker.cancelled == [running]
         assert waiting.done.cancelled()
         with pytest.raises(DeviceUnavailable, match="shutting down"):
             submit(schedule)
@@ -183,7 +183,7 @@ def test_tasks_of_a_dead_worker_run_again_first_and_alone() -> None:
         waiting = submit(schedule)
         schedule.cancel(held[1])
         schedule.lost(first)
-        assert held[1].done.cancelled()  # nobody wants it: it is not tried again
+        assert held[1].done.cancelled()  # it was cancelled, so it does not run again
         fresh = Recorder(slots=3)
         schedule.add(fresh)
         assert fresh.held == [held[0]]  # alone, although there are slots
@@ -230,7 +230,7 @@ def test_only_the_hung_job_is_a_suspect() -> None:
         assert (hung.suspect, other.suspect) == (True, False)
         assert fresh.held == [hung]
         schedule.lost(fresh)
-        assert isinstance(hung.done.exception(), WorkerLost)  # it hung once beside, and died alone
+        assert isinstance(hung.done.exception(), WorkerLost)  # it hung once and died alone once
         last = Recorder(slots=2)
         schedule.add(last)
         assert last.held == [other]
@@ -337,7 +337,7 @@ def test_job_cancelled_while_compiling_never_runs() -> None:
         schedule.compiling(worker.held.pop())
         schedule.cancel(cold)
         assert cold.done.cancelled()
-        assert worker.told == [cold]
+        assert worker.cancelled == [cold]
         schedule.compiled(cold, None)
         # One that was cancelled just before the worker said so.
         other = submit(schedule)

@@ -195,14 +195,14 @@ def test_sums_are_split_only_if_it_saves_time(
 def test_other_processes_use_the_layouts_number_of_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = tensor_layout_of(problem())
+    original = tensor_layout_of(problem())
     monkeypatch.setattr(parts, "PART_BYTES", 2**30)
     clear_layout_cache()
-    found = told.unpack().packed
+    found = original.unpack().packed
     assert tensor_layout_of(problem()).sizes.parts == 1
     from convgrad_service.engine.memory.tensor_layout import PackedTensorLayout
 
     unpacked = PackedTensorLayout(found).unpack()
-    assert unpacked.sizes.parts == told.sizes.parts == 4
-    assert unpacked.partial_sums == told.partial_sums
-    assert unpacked.size_bytes == told.size_bytes
+    assert unpacked.sizes.parts == original.sizes.parts == 4
+    assert unpacked.partial_sums == original.partial_sums
+    assert unpacked.size_bytes == original.size_bytes

@@ -100,9 +100,9 @@ def test_budget_is_enforced() -> None:
             kept(stored, "", name)
         with pytest.raises(
             Overloaded, match="hold 96 of 100 bytes, and these need 24 more"
-        ) as told:
+        ) as caught:
             kept(stored, "", "e")
-        assert 1 <= (told.value.retry_after_s or 0) <= 60
+        assert 1 <= (caught.value.retry_after_s or 0) <= 60
         with pytest.raises(ProblemTooLarge, match="keeps at most 100"):
             stored.allocate({"x": TensorSpec((26,), DType.FLOAT32)}, None)
         stored.drop("", "a")
@@ -169,7 +169,7 @@ def test_files_are_sealed_against_truncation() -> None:
 
 
 def place(stored: TensorStore, regions: RegionRegistry, name: str) -> RegionSlice:
-    """Where a tensor lies now."""
+    """Return the slice of a stored tensor."""
     (found,) = regions.acquire([stored.find("", [name])[name].part])
     regions.release([found])
     return found

@@ -47,14 +47,14 @@ def arranged(name: str, fields: Mapping[str, Any], shared: tuple[str, ...] = ())
 
 @contextmanager
 def inline_executor(
-    beside: Callable[[], Zeros] = Sums,
+    backend: Callable[[], Zeros] = Sums,
     name: str = "sums",
     files: Mapping[int, int] = MappingProxyType({}),
 ) -> Iterator[tuple[Hub, InlineExecutor]]:
     """Beside a hub whose workers run a backend of the name "sums"."""
     options = EngineOptions(tensor_bytes=10**6, text_bytes=10**5)
     hub = embedded_hub(Sums(), options)
-    yield hub, InlineExecutor(hub, InlineBackend(name, beside), files.__getitem__)
+    yield hub, InlineExecutor(hub, InlineBackend(name, backend), files.__getitem__)
     hub.close()
     assert hub.memory.used_bytes == 0
 
@@ -176,7 +176,7 @@ def test_shared_memory_is_read_and_written_at_its_offsets(
 
 
 @pytest.mark.parametrize(
-    ("kept_bytes", "beside", "sentence"),
+    ("kept_bytes", "backend", "sentence"),
     [
         (40, Sums, "has been shortened"),
         (64, lambda: Failing(InvalidProblem("this is wrong")), "this is wrong"),
@@ -184,12 +184,12 @@ def test_shared_memory_is_read_and_written_at_its_offsets(
     ids=["its file was cut off", "the backend refuses it"],
 )
 def test_errors_are_raised_to_the_request(
-    file: Callable[[bytes], int], kept_bytes: int, beside: Callable[[], Zeros], sentence: str
+    file: Callable[[bytes], int], kept_bytes: int, backend: Callable[[], Zeros], sentence: str
 ) -> None:
     files = {1: file(ARRAY.tobytes()[:kept_bytes]), 2: file(bytes(32))}
 
     def test() -> None:
-        with inline_executor(beside, files=files) as (_, here):  # where at the end nothing is held
+        with inline_executor(backend, files=files) as (_, here):  # where at the end nothing is held
             layout = arranged("maxpool2d_fwd", POOL, ("input", "output"))
             here.learn(layout, 1e-6)
             with pytest.raises(InvalidProblem, match=sentence):

@@ -24,6 +24,7 @@ from convgrad_service.engine.telemetry.record import Timings
 from convgrad_service.problems import run_in_pieces
 from tests.support.fake_backends import Gated
 from tests.support.in_memory import answer, begun, kept
+from tests.support.manual_worker import ManualWorker
 from tests.support.numerics.arrays import Arrays
 from tests.support.numerics.bounds import assert_same_bits
 from tests.unit.engine.scheduling.test_sums import BACKWARD, FIELDS, problem, small_parts
@@ -35,7 +36,7 @@ DONE = JobResult("k", 1.0, 1, 0, 0.0, 0.0)
 
 
 class Plane(Pipeline):
-    """A dataplane with an engine of workers inside, each with its own backend."""
+    """A pipeline on an embedded engine with several workers, each with its own backend."""
 
     def __init__(self, *backends: Gated) -> None:
         self.hub = embedded_hub(backends[0], EngineOptions(10**7, 10**5, slots=1, max_queue=2))
@@ -133,24 +134,7 @@ def test_sums_are_not_streamed() -> None:
     asyncio.run(scenario())
 
 
-class Mortal:
-    """A worker of which the test decides when it is done, and with what."""
-
-    device = 0
-
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
-        self.held: list[Any] = []
-        self.cancelled: list[Any] = []
-
-    def start(self, task: Any) -> None:
-        self.held.append(task)
-
-    def cancel(self, task: Any) -> None:
-        self.cancelled.append(task)
-
-
-def _with(plane: Plane, worker: Mortal) -> None:
+def _with(plane: Plane, worker: ManualWorker) -> None:
     (only,) = plane.hub.scheduler._running
     plane.hub.scheduler.lost(only)
     plane.hub.scheduler.add(worker)
@@ -160,7 +144,7 @@ def _with(plane: Plane, worker: Mortal) -> None:
 def test_last_task_waits_for_all_and_survives_a_worker_death() -> None:
     async def scenario() -> None:
         plane = Plane(Gated())
-        schedule, dying = plane.hub.scheduler, Mortal(9)
+        schedule, dying = plane.hub.scheduler, ManualWorker(9)
         _with(plane, dying)
         async with begun(plane, called(), lambda: Decoded(FIELDS)) as work:
             await work.fill(work.request.tensors())
@@ -175,7 +159,7 @@ def test_last_task_waits_for_all_and_survives_a_worker_death() -> None:
             await _until(lambda: len(dying.held) == 5)
             assert dying.held[4].part == 4
             schedule.lost(dying)
-            fresh = Mortal(9)
+            fresh = ManualWorker(9)
             schedule.add(fresh)
             (again,) = fresh.held
             assert again is dying.held[4]
@@ -191,7 +175,7 @@ def test_cancellation_before_the_last_task_frees_memory() -> None:
     async def scenario() -> None:
         for when in ("computing", "adding up"):
             plane = Plane(Gated())
-            schedule, worker = plane.hub.scheduler, Mortal(9)
+            schedule, worker = plane.hub.scheduler, ManualWorker(9)
             _with(plane, worker)
             async with begun(plane, called(), lambda: Decoded(FIELDS)) as work:
                 await work.fill(work.request.tensors())
@@ -206,7 +190,7 @@ def test_cancellation_before_the_last_task_frees_memory() -> None:
                 running = [task for task in worker.held if not task.done.done()]
                 assert worker.cancelled == running
                 for task in running:
-                    schedule.finished(task, DeadlineExceeded("nobody waits"))
+                    schedule.finished(task, DeadlineExceeded("the deadline passed"))
             await _until_idle(plane)
             assert len(worker.held) == (5 if when == "adding up" else 4)
 
