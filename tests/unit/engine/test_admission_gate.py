@@ -107,7 +107,7 @@ def test_cancelled_requests_leave_the_line() -> None:
         await settle()
         queue.room = 2
         leaving.cancel()
-        gate.arrived(0)  # before it knows that it is cancelled
+        gate.arrived(0)  # before the cancelled task runs
         assert await staying is not None
 
     run(scenario())

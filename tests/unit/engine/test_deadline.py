@@ -13,7 +13,7 @@ from convgrad_service.engine.deadline import CancelScope, Deadline
 
 
 class Gone(Exception):
-    """Why a scope was cancelled."""
+    """The error that a scope is cancelled with."""
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
@@ -31,7 +31,7 @@ def test_deadline_ends_the_scope() -> None:
     async def scenario() -> None:
         with pytest.raises(DeadlineExceeded, match=r"within the 0\.02 s"):
             await scoped(0.02)
-        await asyncio.sleep(0)  # the task itself goes on
+        await asyncio.sleep(0)  # the task itself is not cancelled
 
     run(scenario())
 

@@ -79,7 +79,7 @@ def test_result_has_outputs_and_report() -> None:
 
 
 class Adding(Zeros):
-    """Answers with the sum of its inputs in every element."""
+    """Fills its outputs with the sum of its inputs."""
 
     def run(self, problem: Any, tensors: Any, *others: Any) -> Outcome:
         outcome = super().run(problem, tensors, *others)
@@ -200,7 +200,7 @@ def test_leases_are_held_while_a_thread_uses_them(filling: bool) -> None:
 
 
 def test_compute_time_counts_after_a_missed_deadline() -> None:
-    """Past a deadline the work may still be ending; the queue is not to blame for it."""
+    """After the deadline the job may still be running; that time is not queueing."""
 
     async def scenario() -> None:
         pipeline = Plane(backend := Blocking())
@@ -216,7 +216,7 @@ def test_compute_time_counts_after_a_missed_deadline() -> None:
 def test_compute_time_before_the_submitter_resumes_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On few cores the worker may run, and be done, before the submitting process runs again."""
+    """On few cores the worker may finish before the submitting thread runs again."""
     pipeline = Plane()
     compute = pipeline.hub.submit
 
@@ -238,7 +238,7 @@ def test_compute_time_before_the_submitter_resumes_counts(
 
 
 class Lingering(Blocking):
-    """Is done when it is let go, and not before."""
+    """Ignores cancellation, and finishes when the test allows it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ def test_cancelling_the_caller_cancels_the_job() -> None:
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        assert pipeline.hub.memory.used_bytes > 0  # until the backend has let go of it
+        assert pipeline.hub.memory.used_bytes > 0  # until the backend is done with it
         backend.let_go.set()
         await until(lambda: pipeline.hub.memory.used_bytes == 0)
 

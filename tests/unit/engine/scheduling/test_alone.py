@@ -24,7 +24,7 @@ def test_exclusive_job_reserves_a_worker() -> None:
         first = submit(schedule)
         timing = schedule.submit(alone_job(), deadline_s)
         later = submit(schedule)
-        # A slot is free, but it is kept: else what comes later would go before it for ever.
+        # The free slot is reserved; otherwise later jobs would overtake it forever.
         assert worker.held == [first]
         assert schedule.position(timing) == 0
         assert schedule.position(later) == 1
@@ -51,7 +51,7 @@ def test_exclusive_job_reserves_only_one_worker() -> None:
         assert schedule.position(timing) == 0
         more = submit(schedule)
         schedule.finished(held[1], DONE)
-        # Whichever is idle first takes the timing, the other goes on with what comes.
+        # The first idle worker takes the timing; the other continues with other jobs.
         assert timing in one.held + other.held
         schedule.finished(held[0], DONE)
         assert more in one.held + other.held

@@ -40,7 +40,7 @@ FIELDS = {"grad_output": GRAD, "weight": WEIGHT, "padding": 1}
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Parts of 8 KiB, so that small problems have several."""
+    """Split problems into parts of 8 KiB, so that small ones have several."""
     monkeypatch.setattr(parts, "PART_BYTES", 8 * 1024)
     clear_layout_cache()
     yield
@@ -230,9 +230,9 @@ def test_overlapping_input_and_output_make_a_single_task() -> None:
 
     given = RegionSlice(1, 0, file)
     assert tasks(given, RegionSlice(2, 0, (1, 3))) == 5  # in another file
-    assert tasks(given, RegionSlice(1, -(-size // 64) * 64, file)) == 5  # behind the input
+    assert tasks(given, RegionSlice(1, -(-size // 64) * 64, file)) == 5  # after the input
     assert tasks(given, RegionSlice(2, 64, file)) == 1  # the same file under another number
-    assert tasks(given, RegionSlice(2, 4, (1, 3))) == 1  # where no kernel can write
+    assert tasks(given, RegionSlice(2, 4, (1, 3))) == 1  # misaligned
 
 
 def test_inputs_copied_from_shared_memory_make_a_single_task() -> None:
@@ -291,7 +291,7 @@ def test_non_contiguous_parts_wait_for_preceding_bytes() -> None:
     progress = Progress(cut, 4, Deadline.after(9))
     for part in range(count - 1):
         progress.part_done(part, DONE)
-    # Channels lie apart: of the first one only the last rows are missing.
+    # Channels are not adjacent: only the last rows of the first one are missing.
     row_bytes = 4 * 64
     rows = cut.outputs["output"].shape[2] * (count - 1) // count
     assert progress.final_bytes("output") == rows * row_bytes

@@ -58,19 +58,19 @@ def test_request_rate_allows_a_burst_of_one_second() -> None:
             now_s += every_s
         return count
 
-    assert answered(10, 1 / 64) == 4 + 39  # a burst, then four a second
+    assert answered(10, 1 / 64) == 4 + 39  # a burst, then four per second
     assert all(0 < (error.retry_after_s or 0) <= 0.25 for error in refused)
     assert "'ada' asks faster than 4 times a second" in refused[0].detail
     now_s += 60
-    assert answered(10, 1 / 4) == 40  # who keeps to it is never refused
+    assert answered(10, 1 / 4) == 40  # at the rate, nothing is refused
     now_s += 60
-    assert answered(0.01, 0.001) == 4  # what was not used is not saved up
+    assert answered(0.01, 0.001) == 4  # the burst does not grow while idle
 
 
 def test_flops_rate() -> None:
     now_s = 100.0
     quotas, ada = Quotas(lambda: now_s), Caller("ada", KeyLimits(flops_per_s=1e9))
-    # Larger than a second's worth by itself, which is no reason to refuse it for good.
+    # Larger than the bucket, which must not be refused for good.
     quotas.acquire(ada).charge_now(0, 5 * 10**9)
     now_s += 3.9
     with pytest.raises(Overloaded, match=r"'ada' may have 1e\+09 FLOPs.* for 1.1 s") as refused:
@@ -78,10 +78,10 @@ def test_flops_rate() -> None:
     assert refused.value.retry_after_s == pytest.approx(0.1)
     assert quotas.used["ada"].refused == {"flops_per_s": 1}
     now_s += 0.1
-    for _ in range(10):  # once it has been paid for but for a second's worth, on average the rate
+    for _ in range(10):  # from the refill on, the average is the rate
         quotas.acquire(ada).charge_now(0, 10**9)
         now_s += 1
-    quotas.acquire(ada).charge_now(2**40)  # what stores a tensor computes nothing
+    quotas.acquire(ada).charge_now(2**40)  # storing a tensor charges no FLOPs
 
 
 def test_slow_request_rate_allows_single_requests() -> None:

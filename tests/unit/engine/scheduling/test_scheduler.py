@@ -24,7 +24,7 @@ DONE = JobResult("kernel", 0.0, 1, 0, 0.0, 0.0)
 
 @dataclass(eq=False)
 class Recorder:
-    """A worker that computes nothing until the test says that it has."""
+    """A worker whose tasks the test finishes."""
 
     slots: int = 1
     held: list[Task] = field(default_factory=list)
@@ -186,7 +186,7 @@ def test_tasks_of_a_dead_worker_run_again_first_and_alone() -> None:
         assert held[1].done.cancelled()  # it was cancelled, so it does not run again
         fresh = Recorder(slots=3)
         schedule.add(fresh)
-        assert fresh.held == [held[0]]  # alone, although there are slots
+        assert fresh.held == [held[0]]  # alone, although there are free slots
         finish(schedule, fresh)
         assert fresh.held == [held[2]]
         finish(schedule, fresh)
@@ -209,7 +209,7 @@ def test_job_alone_in_two_deaths_fails() -> None:
             assert deaths < 9
             if not killer.done.done():
                 assert worker.held == [killer]
-        assert deaths == 3  # one in company, two alone
+        assert deaths == 3  # once with others, twice alone
         assert isinstance(killer.done.exception(), WorkerLost)
         assert worker.held == [other]
         finish(schedule, worker)
@@ -287,7 +287,7 @@ def test_idle_worker_with_the_stored_tensors_is_preferred() -> None:
             before = len(workers[expected].held)
             schedule.submit(with_tensors, until_s)
             assert len(workers[expected].held) == before + 1
-        submit(schedule)  # of no stored tensor: the first of those with the least to do
+        submit(schedule)  # without stored tensors: the first of the least busy
         assert [len(worker.held) for worker in workers] == [2, 1, 2]
 
     run(scenario())
@@ -301,7 +301,7 @@ def test_compiling_job_frees_its_slot() -> None:
         schedule.compiling(worker.held.pop(0))
         assert worker.held == [warm]
         assert cold.waited_s is None
-        # It is one of those that wait, of which there may be so many.
+        # It counts as waiting.
         later = submit(schedule)
         assert schedule.waiting == 2
         with pytest.raises(Overloaded):
@@ -339,7 +339,7 @@ def test_job_cancelled_while_compiling_never_runs() -> None:
         assert cold.done.cancelled()
         assert worker.cancelled == [cold]
         schedule.compiled(cold, None)
-        # One that was cancelled just before the worker said so.
+        # Cancelled just before the worker reported that it compiles.
         other = submit(schedule)
         schedule.cancel(other)
         schedule.compiling(worker.held.pop())

@@ -52,7 +52,7 @@ def problem(operation: str = "grouped_conv_bwd_weight", **fields: Any) -> Proble
 
 
 def computed(layout: TensorLayout, tensors: Arrays, order: list[int] | None) -> Arrays:
-    """A job's tasks one by one in this order, and what adds up; with None all by one task."""
+    """Run a job's parts in this order and add them up; with None, run it as a single task."""
     arena = Arena.create(max(4096, layout.size_bytes))
     segments = RegionMappings(BACKEND.open_handle)
     try:
@@ -123,7 +123,7 @@ def test_the_epilogue_applies_once_to_the_whole_sum(seed: int, case: Case, dtype
 
 
 def test_sums_of_16_bit_outputs_round_once() -> None:
-    """Shares of 256 and 3 in bfloat16, one by one, would stay 256."""
+    """Adding ones to 256 in bfloat16 one at a time would stay at 256."""
     bf16 = DTYPES["bfloat16"]
     fields = {
         "input": np.ones((4, 1, 1), bf16),
@@ -140,7 +140,7 @@ def test_sums_of_16_bit_outputs_round_once() -> None:
 def test_non_finite_values_propagate(dtype: str) -> None:
     images, grad = IMAGES.astype(dtype), np.abs(GRAD).astype(dtype) + DTYPES[dtype].type(0.1)
     images[:, 0] = 1
-    images[0, 0, 7, 7], images[23, 0, 7, 7] = np.inf, -np.inf  # of different parts
+    images[0, 0, 7, 7], images[23, 0, 7, 7] = np.inf, -np.inf  # in different parts
     images[:, 1] = 0
     images[5, 1, 7, 7] = np.inf
     cut = problem(
@@ -158,12 +158,12 @@ def test_float16_overflow_is_infinity() -> None:
     cut = problem("grouped_conv_bwd_weight", input=ones, grad_output=ones, weight_size=(1, 1))
     tensors = {"input": ones, "grad_output": ones}
     found = computed(tensor_layout_of(cut, (), 8), tensors, list(range(8)))["grad_weight"]
-    assert np.isposinf(found).all()  # 131,072, of which no part has more than 16,384
+    assert np.isposinf(found).all()  # 131,072, from parts of at most 16,384
 
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Parts of a sum of 32 kB, so that small problems have several."""
+    """Split sums into parts of 32 kB, so that small problems have several."""
     monkeypatch.setattr(parts, "PART_BYTES", 16_000)
     clear_layout_cache()
     yield

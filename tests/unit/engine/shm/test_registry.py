@@ -120,7 +120,7 @@ def test_regions_outside_their_file_are_refused(
 def _target(path: Path) -> Path:
     try:
         return path.readlink()
-    except FileNotFoundError:  # the descriptor that listed the folder
+    except FileNotFoundError:  # the descriptor of iterdir itself
         return path
 
 
@@ -173,30 +173,30 @@ def test_file_may_be_unlinked_after_registration(regions: RegionRegistry, key: s
     regions.register("", RegionInfo("a", key, 0, PAGE))
     (SHM / key[1:]).unlink()
     (place,) = regions.acquire([RegionPart("", "a", 8, 8)])
-    segments = RegionMappings(Zeros().open_handle)
-    segments.open(place.region, regions.descriptor(place.region))
-    array = segments.array(place, TensorSpec((2,), DType.FLOAT32))
+    mappings = RegionMappings(Zeros().open_handle)
+    mappings.open(place.region, regions.descriptor(place.region))
+    array = mappings.array(place, TensorSpec((2,), DType.FLOAT32))
     array[:] = (1, 2)
     assert os.pread(regions.descriptor(place.region), 8, 8) == array.tobytes()
-    segments.check([place.region])
+    mappings.check([place.region])
     regions.release([place])
 
 
 def test_truncated_file_reads_as_zeros_and_is_detected(regions: RegionRegistry, key: str) -> None:
     regions.register("", RegionInfo("a", key, 0, 4 * PAGE))
     (place,) = regions.acquire([RegionPart("", "a", 0, 4 * PAGE)])
-    segments = RegionMappings(Zeros().open_handle)
-    segments.open(place.region, regions.descriptor(place.region))
-    array = segments.array(place, TensorSpec((PAGE,), DType.FLOAT32))
+    mappings = RegionMappings(Zeros().open_handle)
+    mappings.open(place.region, regions.descriptor(place.region))
+    array = mappings.array(place, TensorSpec((PAGE,), DType.FLOAT32))
     array[:] = 1
-    segments.check([place.region])
+    mappings.check([place.region])
     os.truncate(SHM / key[1:], 2 * PAGE)
-    assert array.sum() == PAGE // 2  # and this process goes on
+    assert array.sum() == PAGE // 2  # and this process has survived
     array[-1] = 5
     with pytest.raises(InvalidProblem, match="register it again"):
-        segments.check([place.region])
+        mappings.check([place.region])
     other = RegionSlice(place.region, 3 * PAGE)
-    assert not segments.array(other, TensorSpec((4,), DType.FLOAT32)).any()
+    assert not mappings.array(other, TensorSpec((4,), DType.FLOAT32)).any()
     regions.release([place])
 
 
@@ -238,15 +238,15 @@ def test_adopter_is_called_before_first_use_and_before_unmapping(
             del self.held[address]
 
     adopter = Adopter()
-    segments = RegionMappings(Zeros().open_handle, adopter)
+    mappings = RegionMappings(Zeros().open_handle, adopter)
     regions.register("", RegionInfo("a", key, 0, PAGE))
     (place,) = regions.acquire([RegionPart("", "a", 0, 4)])
-    segments.open(place.region, regions.descriptor(place.region))
-    segments.open(place.region, regions.descriptor(place.region))  # again: it is there
-    array = segments.array(place, TensorSpec((1,), DType.FLOAT32))
+    mappings.open(place.region, regions.descriptor(place.region))
+    mappings.open(place.region, regions.descriptor(place.region))  # a second open does nothing
+    array = mappings.array(place, TensorSpec((1,), DType.FLOAT32))
     assert adopter.held == {array.ctypes.data: 4 * PAGE}
-    segments.close(place.region)
-    assert adopter.held  # a kernel may be at it still
+    mappings.close(place.region)
+    assert adopter.held  # a kernel may still use it
     del array
     assert not adopter.held
     regions.release([place])

@@ -51,7 +51,7 @@ def _open_files() -> set[str]:
 def _target(path: Path) -> Path | None:
     try:
         return path.readlink()
-    except FileNotFoundError:  # the descriptor that listed the folder
+    except FileNotFoundError:  # the descriptor of iterdir itself
         return None
 
 
@@ -75,7 +75,7 @@ def test_write_then_read() -> None:
             stored.find("you", ["w"])
         assert [info.name for info in stored.list_tensors("me")] == ["w"]
         assert stored.list_tensors("you") == []
-        assert len(regions) == 0  # of those that clients have registered
+        assert len(regions) == 0  # stored tensors do not count
 
     run(test)
 
@@ -87,7 +87,7 @@ def test_storing_a_name_again_replaces_the_tensor() -> None:
         places = regions.acquire([before.part])
         kept(stored, "", "w")
         assert stored.find("", ["w"])["w"].part != before.part
-        assert stored.used_bytes == 2 * SPEC.size_bytes  # the first is in use still
+        assert stored.used_bytes == 2 * SPEC.size_bytes  # the first is still in use
         regions.release(places)
         assert stored.used_bytes == SPEC.size_bytes
 
@@ -185,11 +185,11 @@ def test_file_of_a_dropped_tensor_is_reused_for_the_same_size() -> None:
         assert stored.used_bytes == 0
         kept(stored, "", "b")
         second = place(stored, regions, "b")
-        # Workers have it mapped still; what they keep on a device is of another version.
+        # Workers still have it mapped; copies on a device are recognized by their version.
         assert (second.region, second.version) == (first.region, first.version + 1)
         assert second.stored
         assert not forgotten
-        # One that is in use while it is dropped is kept for others when it is not any more.
+        # A tensor dropped while in use becomes a spare once it is unused.
         held = regions.acquire([stored.find("", ["b"])["b"].part])
         stored.drop("", "b")
         kept(stored, "", "c")

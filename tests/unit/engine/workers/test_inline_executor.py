@@ -51,7 +51,7 @@ def inline_executor(
     name: str = "sums",
     files: Mapping[int, int] = MappingProxyType({}),
 ) -> Iterator[tuple[Hub, InlineExecutor]]:
-    """Beside a hub whose workers run a backend of the name "sums"."""
+    """Make an executor next to a hub whose workers run a backend named "sums"."""
     options = EngineOptions(tensor_bytes=10**6, text_bytes=10**5)
     hub = embedded_hub(Sums(), options)
     yield hub, InlineExecutor(hub, InlineBackend(name, backend), files.__getitem__)
@@ -60,7 +60,7 @@ def inline_executor(
 
 
 def run(test: Callable[[], None]) -> None:
-    """In a loop, whose thread the hub is for."""
+    """Run a scenario on an event loop, which the hub needs."""
 
     async def inside() -> None:
         test()
@@ -70,7 +70,7 @@ def run(test: Callable[[], None]) -> None:
 
 def test_layouts_that_a_worker_computed_fast_run_inline() -> None:
     def test() -> None:
-        with inline_executor() as (hub, here):
+        with inline_executor() as (hub, executor):
             layout = arranged("maxpool2d_fwd", POOL)
             lease = hub.try_reserve(layout.size_bytes)
             assert lease is not None
@@ -78,9 +78,9 @@ def test_layouts_that_a_worker_computed_fast_run_inline() -> None:
             assert given.offset is not None
             assert made.offset is not None
             hub.arena.array(lease.offset + given.offset, given.spec)[...] = ARRAY
-            assert here.try_run(layout, lease.offset) is None  # no worker has
-            here.learn(layout, 1e-6)
-            finished = here.try_run(layout, lease.offset)
+            assert executor.try_run(layout, lease.offset) is None  # no worker has computed it
+            executor.learn(layout, 1e-6)
+            finished = executor.try_run(layout, lease.offset)
             assert finished is not None
             assert finished.kernel == "zeros"
             found = hub.arena.array(lease.offset + made.offset, made.spec)
@@ -91,7 +91,7 @@ def test_layouts_that_a_worker_computed_fast_run_inline() -> None:
 
 
 class Slow(Sums):
-    """Says that it takes longer than a worker does."""
+    """Reports times longer than a worker's."""
 
     def run(self, *arguments: Any) -> Outcome:
         return replace(super().run(*arguments), compute_s=1e-3)
@@ -99,16 +99,16 @@ class Slow(Sums):
 
 def test_slow_layouts_return_to_workers() -> None:
     def test() -> None:
-        with inline_executor(Slow) as (_, here):
+        with inline_executor(Slow) as (_, executor):
             layout = arranged("maxpool2d_fwd", POOL)
-            here.learn(layout, 1e-3)
-            assert here.try_run(layout, 0) is None  # it takes a worker long
-            here.learn(layout, 1e-6)
+            executor.learn(layout, 1e-3)
+            assert executor.try_run(layout, 0) is None  # a worker took long
+            executor.learn(layout, 1e-6)
             tries = 0
-            while here.try_run(layout, 0) is not None:
+            while executor.try_run(layout, 0) is not None:
                 tries += 1
-                here.learn(layout, 1e-6)
-            assert tries > 1  # once proves nothing on a busy machine
+                executor.learn(layout, 1e-6)
+            assert tries > 1  # a single run proves nothing on a busy machine
 
     run(test)
 
@@ -123,27 +123,27 @@ def test_slow_layouts_return_to_workers() -> None:
 )
 def test_large_or_indexed_problems_never_run_inline(name: str, fields: Mapping[str, Any]) -> None:
     def test() -> None:
-        with inline_executor() as (_, here):
+        with inline_executor() as (_, executor):
             layout = arranged(name, fields)
-            here.learn(layout, 1e-6)
-            assert here.try_run(layout, 0) is None
+            executor.learn(layout, 1e-6)
+            assert executor.try_run(layout, 0) is None
 
     run(test)
 
 
 def test_nothing_runs_inline_if_workers_use_another_backend() -> None:
     def test() -> None:
-        with inline_executor(name="cpu") as (_, here):
+        with inline_executor(name="cpu") as (_, executor):
             layout = arranged("maxpool2d_fwd", POOL)
-            here.learn(layout, 1e-6)
-            assert here.try_run(layout, 0) is None
+            executor.learn(layout, 1e-6)
+            assert executor.try_run(layout, 0) is None
 
     run(test)
 
 
 @pytest.fixture
 def file() -> Iterator[Callable[[bytes], int]]:
-    """Makes a file of these bytes."""
+    """Return a function that creates a file with given bytes."""
     made: list[int] = []
 
     def make(data: bytes) -> int:
@@ -165,10 +165,10 @@ def test_shared_memory_is_read_and_written_at_its_offsets(
     files = {1: file(ARRAY.tobytes()), 2: file(bytes(32))}
 
     def test() -> None:
-        with inline_executor(files=files) as (_, here):
+        with inline_executor(files=files) as (_, executor):
             layout = arranged("maxpool2d_fwd", POOL, ("input", "output"))
-            here.learn(layout, 1e-6)
-            assert here.try_run(layout, 0, SHARED) is not None
+            executor.learn(layout, 1e-6)
+            assert executor.try_run(layout, 0, SHARED) is not None
 
     run(test)
     found = np.frombuffer(os.pread(files[2], 32, 0), np.float32)
@@ -189,11 +189,14 @@ def test_errors_are_raised_to_the_request(
     files = {1: file(ARRAY.tobytes()[:kept_bytes]), 2: file(bytes(32))}
 
     def test() -> None:
-        with inline_executor(backend, files=files) as (_, here):  # where at the end nothing is held
+        with inline_executor(backend, files=files) as (
+            _,
+            executor,
+        ):  # regions are not released here
             layout = arranged("maxpool2d_fwd", POOL, ("input", "output"))
-            here.learn(layout, 1e-6)
+            executor.learn(layout, 1e-6)
             with pytest.raises(InvalidProblem, match=sentence):
-                here.try_run(layout, 0, SHARED)
+                executor.try_run(layout, 0, SHARED)
 
     run(test)
 
@@ -202,15 +205,15 @@ def test_errors_are_raised_to_the_request(
 def test_full_file_system_is_an_error_of_the_request(
     file: Callable[[bytes], int],
 ) -> None:
-    full = os.open("/dev/full", os.O_RDWR)  # as /dev/shm may be, where a client's file has holes
+    full = os.open("/dev/full", os.O_RDWR)  # like /dev/shm, if a client's file is sparse
     files = {1: file(ARRAY.tobytes()), 2: full}
 
     def test() -> None:
-        with inline_executor(files=files) as (_, here):
+        with inline_executor(files=files) as (_, executor):
             layout = arranged("maxpool2d_fwd", POOL, ("input", "output"))
-            here.learn(layout, 1e-6)
+            executor.learn(layout, 1e-6)
             with pytest.raises(InvalidProblem, match="has been shortened"):
-                here.try_run(layout, 0, SHARED)
+                executor.try_run(layout, 0, SHARED)
 
     try:
         run(test)
@@ -220,28 +223,28 @@ def test_full_file_system_is_an_error_of_the_request(
 
 def test_examinations_never_run_inline() -> None:
     def test() -> None:
-        with inline_executor() as (_, here):
+        with inline_executor() as (_, executor):
             plan = PLANS["conv_fwd"]
             request = validate(plan.request, plan.example)
             layout = tensor_layout_of(problem_from(plan.name, request))
-            here.learn(layout, 1e-6)
-            assert here.try_run(layout, 0) is None
+            executor.learn(layout, 1e-6)
+            assert executor.try_run(layout, 0) is None
 
     run(test)
 
 
 def test_nothing_runs_inline_during_a_timing() -> None:
     def test() -> None:
-        with inline_executor() as (hub, here):
+        with inline_executor() as (hub, executor):
             layout = arranged("maxpool2d_fwd", POOL)
-            here.learn(layout, 1e-6)
-            assert here.try_run(layout, 0) is not None
+            executor.learn(layout, 1e-6)
+            assert executor.try_run(layout, 0) is not None
             (worker,) = hub.scheduler._running
             timing = Task(Job.of(layout, 0, ())._replace(lane=Lane.ALONE), 0.0, large=True)
             hub.scheduler._running[worker].append(timing)
             assert hub.status.timing
-            assert here.try_run(layout, 0) is None
+            assert executor.try_run(layout, 0) is None
             hub.scheduler._running[worker].remove(timing)
-            assert here.try_run(layout, 0) is not None
+            assert executor.try_run(layout, 0) is not None
 
     run(test)

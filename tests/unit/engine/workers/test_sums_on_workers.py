@@ -154,7 +154,7 @@ def test_last_task_waits_for_all_and_survives_a_worker_death() -> None:
             for task in others:
                 schedule.finished(task, DONE)
             await asyncio.sleep(0.05)
-            assert len(dying.held) == 4  # one share is missing
+            assert len(dying.held) == 4  # one partial sum is missing
             schedule.finished(last, DONE)
             await _until(lambda: len(dying.held) == 5)
             assert dying.held[4].part == 4
