@@ -19,8 +19,8 @@ from convgrad.contract.base import validate
 from convgrad.errors import DeviceOutOfMemory
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.backends.cuda import CudaBackend
 from convgrad_service.backends.cuda import compile as compiling
+from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.problems import Problem, problem_from
 from tests.support.kernels.harness import answers, check
 from tests.support.numerics.arrays import DTYPES, Arrays, draw, normals, rng_for
@@ -140,7 +140,7 @@ import numpy as np
 from convgrad.contract import OPERATIONS
 from convgrad.contract.base import validate
 from convgrad.errors import DeviceUnavailable
-from convgrad_service.backends.cuda import CudaBackend
+from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.arguments import Packed
 from convgrad_service.problems import problem_from
 
