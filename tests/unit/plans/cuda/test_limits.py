@@ -31,8 +31,8 @@ from convgrad_service.plans.cuda.works import (
 )
 from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import LAYOUTS, activation_shape, weight_shape
+from tests.support.kernels.plans import check_plan
 from tests.support.numerics.large_tensors import LARGE, MORE_THAN
-from tests.unit.plans.cuda.test_planner import check_plan
 
 MOST = 2**31 - 1
 DIRECTIONS: dict[str, Direction] = {"fwd": "fwd", "data": "bwd_data", "weight": "bwd_weight"}

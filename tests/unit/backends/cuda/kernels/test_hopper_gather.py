@@ -35,7 +35,7 @@ from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, axis_o
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.program import Launch
 from convgrad_service.plans.cuda.works import ConvWork, Direction
-from tests.unit.backends.cuda.kernels.test_dense import ADA, work_of
+from tests.support.kernels.conv_work import ADA, work_of
 
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd_data")
 
