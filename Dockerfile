@@ -38,7 +38,9 @@ WORKDIR /source
 # Only the files that compiling reads, so that other changes to the server keep this layer cached.
 COPY client/convgrad/__init__.py client/convgrad/_version.py client/convgrad/errors.py \
      client/convgrad/dtypes.py client/convgrad/
+COPY client/convgrad/check client/convgrad/check
 COPY client/convgrad/contract client/convgrad/contract
+COPY client/convgrad/layers client/convgrad/layers
 COPY client/convgrad/wire client/convgrad/wire
 COPY service/convgrad_service/__init__.py service/convgrad_service/cgroups.py \
      service/convgrad_service/thread_priority.py service/convgrad_service/

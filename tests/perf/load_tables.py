@@ -123,8 +123,7 @@ def ray_table() -> str:
             what = f"each with its own device ({row['device_s'] * 1e3:.0f} ms a request)"
         rate = row["answered_per_s"]
         lines.append(
-            f"| {row['replicas']}, {what} | {rate:.1f} | "
-            f"{rate / one[row['throughput']]:.2f}x |"
+            f"| {row['replicas']}, {what} | {rate:.1f} | {rate / one[row['throughput']]:.2f}x |"
         )
     return _table("| replicas | requests/s | speedup |", lines, rows, "make ray")
 
@@ -160,7 +159,9 @@ def ray_costs_table() -> str:
 
 def scaling_limits_table() -> str:
     """From the measured overhead: how many replicas a front end can feed, how many pieces pay off."""
-    round_trips = {row["size"]: row for row in rows_of("ray measured") if row.get("through") == "ray"}
+    round_trips = {
+        row["size"]: row for row in rows_of("ray measured") if row.get("through") == "ray"
+    }
     if not round_trips:
         return ""
     small, large = round_trips["1 KiB"], round_trips["64 MiB"]
