@@ -7,7 +7,6 @@ import statistics
 from tests.perf.records import Record, records, source
 
 __all__ = [
-    "scaling_limits_table",
     "load_table",
     "open_loop_table",
     "ramp_table",
@@ -15,6 +14,7 @@ __all__ = [
     "ray_scaling_table",
     "ray_table",
     "rows_of",
+    "scaling_limits_table",
     "soak_table",
 ]
 
@@ -158,7 +158,7 @@ def ray_costs_table() -> str:
 
 
 def scaling_limits_table() -> str:
-    """From the measured overhead: how many replicas a front end can feed, how many pieces pay off."""
+    """Extrapolate from the measured overhead: replicas per front end, and useful pieces."""
     round_trips = {
         row["size"]: row for row in rows_of("ray measured") if row.get("through") == "ray"
     }
@@ -173,16 +173,17 @@ def scaling_limits_table() -> str:
         # Each piece adds the fixed overhead; beyond this number it costs more than it saves.
         pieces = max(1, round((device_s / fixed_s) ** 0.5))
         split_s = device_s / pieces + pieces * fixed_s + per_byte_s * bytes_
+        speedup = (device_s + overhead_s) / split_s
         lines.append(
-            f"| {bytes_ / 1e6:.0f} MB, {device_s:g} s | {overhead_s * 1e3:.0f} | {1 / overhead_s:.1f} | "
-            f"{device_s / overhead_s:.1f} | {pieces} | {(device_s + overhead_s) / split_s:.1f}x |"
+            f"| {bytes_ / 1e6:.0f} MB, {device_s:g} s | {overhead_s * 1e3:.0f} "
+            f"| {1 / overhead_s:.1f} | {device_s / overhead_s:.1f} | {pieces} | {speedup:.1f}x |"
         )
     heads = (
         "| tensors in and out, compute time | overhead, ms | requests/s per front end "
         "| replicas it keeps busy | best number of pieces | speedup of one problem |"
     )
     intro = (
-        f"The round trip to a replica costs {fixed_s * 1e3:.1f} ms plus {per_byte_s * 1e9:.2f} ns per "
-        "byte ([measured](../docs/load.md#ray-serve)). Extrapolated from these two figures:\n\n"
+        f"The round trip to a replica costs {fixed_s * 1e3:.1f} ms plus {per_byte_s * 1e9:.2f} ns "
+        "per byte ([measured](../docs/load.md#ray-serve)). Extrapolated from these two figures:\n\n"
     )
     return intro + _table(heads, lines, [small], "make ray")
