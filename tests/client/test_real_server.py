@@ -19,9 +19,9 @@ from convgrad._body import WIRES
 from convgrad._call import make_call
 from convgrad.contract import OPERATIONS
 from convgrad.wire import json_tensors
-from tests.client.awaited import CLIENTS
-from tests.client.fake import ones
+from tests.support.awaited import CLIENTS
 from tests.support.fake_backends import Blocking, Zeros
+from tests.support.fake_server import ones
 from tests.support.http_server import LiveServer, serving
 
 MIB = 1 << 20

@@ -20,11 +20,11 @@ import tritonclient.http.aio as http_aio
 from numpy.typing import NDArray
 
 from convgrad_service.backends.cpu import CpuBackend
-from tests.arrays import DTYPES, Arrays, canonical, request_arrays
-from tests.bounds import assert_same_bits
-from tests.cases import Case
 from tests.contract.test_operations_computed import CASES
-from tests.kernels.harness import check, drawn
+from tests.support.kernels.harness import check, drawn
+from tests.support.numerics.arrays import DTYPES, Arrays, canonical, request_arrays
+from tests.support.numerics.bounds import assert_same_bits
+from tests.support.numerics.cases import Case
 from tests.support.oip_server import OipServer, serving_oip
 
 _PROTOCOL = {

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 from convgrad.contract import OPERATIONS
 from convgrad_service.backends.cpu import CpuBackend
-from tests.arrays import DTYPES, Arrays, canonical, request_arrays
-from tests.bounds import assert_same_bits
-from tests.cases import FROM_CONV, FROM_PASSES, FUSED, Case, conv_cases, pool_cases
-from tests.kernels.harness import GATES, check, drawn
 from tests.support.http_server import JSON, SAFETENSORS, serving
-from tests.window_cases import OPERATIONS as WINDOW_OPERATIONS
-from tests.window_cases import window_cases
+from tests.support.kernels.harness import GATES, check, drawn
+from tests.support.numerics.arrays import DTYPES, Arrays, canonical, request_arrays
+from tests.support.numerics.bounds import assert_same_bits
+from tests.support.numerics.cases import FROM_CONV, FROM_PASSES, FUSED, Case, conv_cases, pool_cases
+from tests.support.numerics.window_cases import OPERATIONS as WINDOW_OPERATIONS
+from tests.support.numerics.window_cases import window_cases
 
 _NUMPY = {**DTYPES, "int64": np.dtype(np.int64), "int32": np.dtype(np.int32)}
 _SHORT = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64", "I64": "int64"}

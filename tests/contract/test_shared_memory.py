@@ -26,13 +26,13 @@ from tritonclient.utils import InferenceServerException, shared_memory
 from convgrad_service.backends.base import Outcome
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.problems import Problem
-from tests.arrays import DTYPES, canonical, request_arrays
-from tests.bounds import assert_same_bits
-from tests.cases import Case
 from tests.contract.test_oip_operations import _PROTOCOL, inputs, parameters
 from tests.contract.test_operations_computed import CASES
-from tests.kernels.harness import check, drawn
 from tests.support.fake_backends import Blocking
+from tests.support.kernels.harness import check, drawn
+from tests.support.numerics.arrays import DTYPES, canonical, request_arrays
+from tests.support.numerics.bounds import assert_same_bits
+from tests.support.numerics.cases import Case
 from tests.support.oip_server import OipServer, serving_oip
 from tests.support.tree_server import until
 

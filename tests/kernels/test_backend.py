@@ -15,12 +15,12 @@ from convgrad.contract.base import validate
 from convgrad.errors import DeadlineExceeded, InvalidProblem
 from convgrad_service.backends.base import Backend
 from convgrad_service.problems import Problem, problem_from, run_in_pieces
-from tests.arrays import DTYPES, Arrays, draw, normals, rng_for
-from tests.bounds import assert_same_bits
-from tests.cases import FROM_CONV, FUSED, Case, conv_cases, maxpool_bwd, pool_cases
-from tests.geometries import POOLS, Conv
-from tests.kernels.harness import run
-from tests.reference_pool import maxpool_fwd
+from tests.support.kernels.harness import run
+from tests.support.numerics.arrays import DTYPES, Arrays, draw, normals, rng_for
+from tests.support.numerics.bounds import assert_same_bits
+from tests.support.numerics.cases import FROM_CONV, FUSED, Case, conv_cases, maxpool_bwd, pool_cases
+from tests.support.numerics.geometries import POOLS, Conv
+from tests.support.numerics.reference_pool import maxpool_fwd
 
 # About 60 GFLOP in float64: seconds of work that hold little memory.
 LONG = Conv(16, 512, 512, (28, 28), (3, 3), padding=1)

@@ -22,13 +22,21 @@ from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.backends.cuda import CudaBackend
 from convgrad_service.backends.cuda import compile as compiling
 from convgrad_service.problems import Problem, problem_from
-from tests.arrays import DTYPES, Arrays, draw, normals, rng_for
-from tests.bounds import assert_same_bits
-from tests.cases import FROM_CONV, FUSED, Case, conv_cases, maxpool_bwd, maxpool_fwd, pool_cases
-from tests.geometries import Conv, Pool
-from tests.kernels.harness import answers, check
-from tests.large_tensors import LARGE
-from tests.oracle import expected
+from tests.support.kernels.harness import answers, check
+from tests.support.numerics.arrays import DTYPES, Arrays, draw, normals, rng_for
+from tests.support.numerics.bounds import assert_same_bits
+from tests.support.numerics.cases import (
+    FROM_CONV,
+    FUSED,
+    Case,
+    conv_cases,
+    maxpool_bwd,
+    maxpool_fwd,
+    pool_cases,
+)
+from tests.support.numerics.geometries import Conv, Pool
+from tests.support.numerics.large_tensors import LARGE
+from tests.support.numerics.oracle import expected
 
 pytestmark = pytest.mark.gpu
 

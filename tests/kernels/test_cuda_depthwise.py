@@ -13,12 +13,12 @@ from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_mma import DepthwiseMma
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_mma import DepthwiseWeightMma
 from convgrad_service.backends.cuda.kernels.fallback.gather_direct import GatherDirect
-from tests.cases import FROM_CONV, Case
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.geometries import Conv
-from tests.kernels.harness import answers, check, drawn
-from tests.kernels.nonfinite import check_rule
-from tests.reference import Padding, Sizes
+from tests.support.kernels.harness import answers, check, drawn
+from tests.support.numerics.cases import FROM_CONV, Case
+from tests.support.numerics.geometries import Conv
+from tests.support.numerics.nonfinite import check_rule
+from tests.support.numerics.reference import Padding, Sizes
 
 pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 

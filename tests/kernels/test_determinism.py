@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cpu import CpuBackend
-from tests.arrays import DTYPES, Arrays, draw, normals, rng_for
-from tests.bounds import assert_same_bits
-from tests.cases import (
+from tests.support.kernels.harness import answers, check, drawn, run
+from tests.support.numerics.arrays import DTYPES, Arrays, draw, normals, rng_for
+from tests.support.numerics.bounds import assert_same_bits
+from tests.support.numerics.cases import (
     FROM_CONV,
     FUSED,
     Case,
@@ -23,8 +24,7 @@ from tests.cases import (
     maxpool_bwd,
     maxpool_fwd,
 )
-from tests.geometries import POOLS, Conv, Pool
-from tests.kernels.harness import answers, check, drawn, run
+from tests.support.numerics.geometries import POOLS, Conv, Pool
 
 # Large enough for several threads to have work, and for sums to depend on their order.
 CONV_SHAPES = {

@@ -25,11 +25,11 @@ from convgrad_service.backends.cuda.kernels.layout.channels_first import ConvThr
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment
 from convgrad_service.plans.cuda.works import ConvWork
-from tests.cases import EPILOGUES, Case
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.kernels.grouped_cases import NOT_FINITE, grouped_cases
-from tests.kernels.harness import answers, check, drawn, with_layouts
-from tests.kernels.nonfinite import check_rule
+from tests.support.kernels.grouped_cases import NOT_FINITE, grouped_cases
+from tests.support.kernels.harness import answers, check, drawn, with_layouts
+from tests.support.numerics.cases import EPILOGUES, Case
+from tests.support.numerics.nonfinite import check_rule
 
 ONE_WAY = ("conv_fwd", "conv_bwd_data", "grouped_conv_bwd_weight")
 ALONE = [case for operation in ONE_WAY for case in grouped_cases(operation)]

@@ -10,13 +10,21 @@ from numpy.typing import NDArray
 
 from convgrad.errors import InvalidProblem
 from convgrad_service.backends.base import Backend
-from tests.arrays import DTYPES, Arrays, draw, integers, normals, request_arrays, rng_for
-from tests.bounds import assert_same_bits
-from tests.cases import Case, maxpool_bwd, pool_cases
-from tests.geometries import POOLS
-from tests.kernels.harness import answers, check, run, with_layouts
-from tests.oracle import expected
-from tests.reference_pool import maxpool_fwd
+from tests.support.kernels.harness import answers, check, run, with_layouts
+from tests.support.numerics.arrays import (
+    DTYPES,
+    Arrays,
+    draw,
+    integers,
+    normals,
+    request_arrays,
+    rng_for,
+)
+from tests.support.numerics.bounds import assert_same_bits
+from tests.support.numerics.cases import Case, maxpool_bwd, pool_cases
+from tests.support.numerics.geometries import POOLS
+from tests.support.numerics.oracle import expected
+from tests.support.numerics.reference_pool import maxpool_fwd
 
 FORWARD = [case for n in (1, 2, 3) for case in pool_cases(f"maxpool{n}d_fwd")]
 BACKWARD = [case for n in (1, 2, 3) for case in pool_cases(f"maxpool{n}d_bwd")]

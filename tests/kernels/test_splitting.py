@@ -19,9 +19,11 @@ from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.plans import cpu_dense_parts
 from convgrad_service.plans.cpu import choose
 from convgrad_service.problems import Problem, problem_from, run_in_pieces
-from tests.arrays import DTYPES, Arrays, draw, normals, request_arrays, rng_for
-from tests.bounds import assert_bounded, assert_same_bits
-from tests.cases import (
+from tests.kernels.test_determinism import CASES as LARGER
+from tests.support.kernels.harness import answers, check, drawn, run, with_layouts
+from tests.support.numerics.arrays import DTYPES, Arrays, draw, normals, request_arrays, rng_for
+from tests.support.numerics.bounds import assert_bounded, assert_same_bits
+from tests.support.numerics.cases import (
     EPILOGUES,
     FROM_CONV,
     FROM_CONV3D,
@@ -32,11 +34,9 @@ from tests.cases import (
     maxpool_fwd,
     pool_cases,
 )
-from tests.geometries import POOLS, Conv
-from tests.kernels.harness import answers, check, drawn, run, with_layouts
-from tests.kernels.test_determinism import CASES as LARGER
-from tests.oracle import expected
-from tests.reference import Reference
+from tests.support.numerics.geometries import POOLS, Conv
+from tests.support.numerics.oracle import expected
+from tests.support.numerics.reference import Reference
 
 NAMES = (
     "plain",

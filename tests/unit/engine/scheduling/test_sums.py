@@ -25,12 +25,12 @@ from convgrad_service.engine.scheduling import partition as parts
 from convgrad_service.engine.shm.mappings import RegionMappings
 from convgrad_service.engine.workers.execute import Job, run_job
 from convgrad_service.problems import Problem, problem_from, run_in_pieces
-from tests import strategies
-from tests.arrays import DTYPES, Arrays, draw, integers, normals, rng_for
-from tests.bounds import assert_bounded, assert_exact, assert_same_bits
-from tests.cases import EPILOGUES, FROM_CONV, Case
-from tests.oracle import expected
-from tests.reference import Reference
+from tests.support.numerics import strategies
+from tests.support.numerics.arrays import DTYPES, Arrays, draw, integers, normals, rng_for
+from tests.support.numerics.bounds import assert_bounded, assert_exact, assert_same_bits
+from tests.support.numerics.cases import EPILOGUES, FROM_CONV, Case
+from tests.support.numerics.oracle import expected
+from tests.support.numerics.reference import Reference
 
 BACKEND = CpuBackend(threads=1)
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
