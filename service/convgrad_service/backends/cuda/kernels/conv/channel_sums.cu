@@ -49,7 +49,7 @@ constexpr int kSums = CHANNELS ? VECTOR : 1;
 extern "C" __global__ void __launch_bounds__(kThreads)
     channel_sums(const __grid_constant__ ChannelSumsArgs args) {
   using T = ELEMENT;
-  using S = Sum<T>;
+  using S = ElementAccumulator<T>;
   __shared__ S sums[kThreads * kSums];
   __shared__ bool last;
   const int height = kThreads / args.width;

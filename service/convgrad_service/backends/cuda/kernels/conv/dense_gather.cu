@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   Index* const source_at = reinterpret_cast<Index*>(tap_at + all_taps);  // of a pixel at offset 0
   u32* const kept = reinterpret_cast<u32*>(source_at + BM);  // a bit for each tap that is left
   u32* const meets = kept + words;                           // likewise for each pixel: [words][BM]
-  auto* const flags = reinterpret_cast<FactorFlags*>(meets + words * BM);
+  auto* const flags = reinterpret_cast<ScalingFlags*>(meets + words * BM);
 
   const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
   const u32 channel_tiles = (args.out_channels + BN - 1) / BN;
@@ -102,8 +102,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
                  static_cast<int>(rest2 - rest1 * phase1.count),
                  static_cast<int>(pixel - rest2 * phase2.count)};
   };
-  for (int i = thread; i < words; i += kThreads) kept[i] = args.may_skip ? 0u : ~0u;
-  if (args.may_skip) __syncthreads();
+  for (int i = thread; i < words; i += kThreads) kept[i] = args.may_skip_taps ? 0u : ~0u;
+  if (args.may_skip_taps) __syncthreads();
   for (int i = thread; i < BM; i += kThreads) {
     const Pixel at = pixel_of(i);
     const bool real = first_pixel + i < pixels;
@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         }
       }
       if (words) meets[i] = bits;
-      if (bits && args.may_skip) atomicOr(kept, bits);
+      if (bits && args.may_skip_taps) atomicOr(kept, bits);
       continue;
     }
     for (int word = 0, tap = 0; word < words; ++word) {
@@ -144,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         }
       }
       meets[word * BM + i] = bits;
-      if (bits && args.may_skip) atomicOr(kept + word, bits);
+      if (bits && args.may_skip_taps) atomicOr(kept + word, bits);
     }
   }
   __syncthreads();
@@ -234,10 +234,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   };
   auto copy = [&](int i, u32 stage) {
     if (i < kACount) {
-      copy_chunk(stage + own(i), x_now + a_from[i], a_there >> i & 1);
+      cp_async_zfill(stage + own(i), x_now + a_from[i], a_there >> i & 1);
     } else {
       const int j = i - kACount;
-      copy_chunk(stage + own(i), w_now + j * b_step, b_there >> j & 1);
+      cp_async_zfill(stage + own(i), w_now + j * b_step, b_there >> j & 1);
     }
   };
 

@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   // Offsets of the pixels of two batches of steps: in y, then in x for each tap; kNowhere outside.
   Index* const y_at = reinterpret_cast<Index*>(shifts + tile_taps);
   Index* const x_at = y_at + 2 * kBatch * BK;
-  auto* const flags = reinterpret_cast<FactorFlags*>(x_at + tile_taps * (2 * kBatch * BK));
+  auto* const flags = reinterpret_cast<ScalingFlags*>(x_at + tile_taps * (2 * kBatch * BK));
 
   // The pixels to count: all, or where the tile has one tap, those that it meets.
   const bool one_tap = channels % BN == 0;
@@ -234,9 +234,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   };
   auto copy = [&](int i, u32 stage) {
     if (i < kACount) {
-      copy_chunk(stage + own(i), y_here + from[i], from[i] < a_limit);
+      cp_async_zfill(stage + own(i), y_here + from[i], from[i] < a_limit);
     } else {
-      copy_chunk(stage + own(i), x_here + from[i], from[i] < b_limit);
+      cp_async_zfill(stage + own(i), x_here + from[i], from[i] < b_limit);
     }
   };
 

@@ -83,10 +83,10 @@ __device__ __forceinline__ void load_weights(u32 (&to)[2], u32 from, u32 pitch) 
   const int lane = threadIdx.x & 31;
   if constexpr (kWide) {
     const u32 at = from + (lane & 3) * pitch + (lane >> 2) * 4;
-    to[0] = to_tf32(load_word(at));
-    to[1] = to_tf32(load_word(at + 4 * pitch));
+    to[0] = to_tf32(ld_shared_u32(at));
+    to[1] = to_tf32(ld_shared_u32(at + 4 * pitch));
   } else {
-    load_matrices_transposed(to, from + (lane & 15) * pitch);
+    ldmatrix_trans(to, from + (lane & 15) * pitch);
   }
 }
 
@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         const u32 to = ring + stage * stage_bytes + copy_chunk_at * 16;
 #pragma unroll 2
         for (int q = copy_row; q < width; q += copy_rows) {
-          copy_chunk(to + q * y_pitch, from + q * args.y_stride[5], true);
+          cp_async_zfill(to + q * y_pitch, from + q * args.y_stride[5], true);
         }
       }
       if (RESIDENT || ++put_j == planes) {
@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         ++put_p;
       }
     }
-    commit_copies();
+    cp_async_commit();
   };
   for (int i = 0; i < STAGES - 1; ++i) copy_row_of_y(i);
 
@@ -259,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   for (int p = p0; p <= finish1; ++p) {
     if (p >= real0 && p <= real1 && planes > 0) {
       for (int j = 0; j < (RESIDENT ? 1 : planes); ++j) {
-        wait_copies<STAGES - 2>();
+        cp_async_wait<STAGES - 2>();
         __syncthreads();
         copy_row_of_y(stage == 0 ? STAGES - 1 : stage - 1);
         const u32 from = lane_at + stage * stage_bytes;
@@ -271,8 +271,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         for (int step = 0; step < args.steps; ++step) {
 #endif
           u32 a[2][4];
-          load_matrices(a[0], from + step * 32);
-          load_matrices(a[1], from + further + step * 32);
+          ldmatrix(a[0], from + step * 32);
+          ldmatrix(a[1], from + further + step * 32);
           if constexpr (kWide) {
 #pragma unroll
             for (int e = 0; e < 8; ++e) a[e / 4][e % 4] = to_tf32(a[e / 4][e % 4]);

@@ -71,8 +71,8 @@ __device__ __forceinline__ void store_eight(float* to, const float (&values)[8],
 template <class U>
 __device__ __forceinline__ void store_eight(U* to, const float (&values)[8], bool) {
   *reinterpret_cast<uint4*>(to) =
-      make_uint4(narrow_two<U>(values[0], values[1]), narrow_two<U>(values[2], values[3]),
-                 narrow_two<U>(values[4], values[5]), narrow_two<U>(values[6], values[7]));
+      make_uint4(narrow_x2<U>(values[0], values[1]), narrow_x2<U>(values[2], values[3]),
+                 narrow_x2<U>(values[4], values[5]), narrow_x2<U>(values[6], values[7]));
 }
 
 }  // namespace
@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const u32 b_at = shared_address(weights) + (warp_channel * 32 + (lane & 7)) * w_pitch +
                    (lane >> 3 & 1) * 16;
   const auto load_b = [&](u32 (&to)[2], int pair, int n) {
-    load_matrices(to, b_at + n * 8 * w_pitch + pair * (kTilesOfPair * 8 * kBytes));
+    ldmatrix(to, b_at + n * 8 * w_pitch + pair * (kTilesOfPair * 8 * kBytes));
     if constexpr (kWide) {
       to[0] = to_tf32(to[0]);
       to[1] = to_tf32(to[1]);
@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         u32 a[4];
-        load_matrices(a, from + m * 16 * x.pitch());
+        ldmatrix(a, from + m * 16 * x.pitch());
         if constexpr (kWide) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) a[e] = to_tf32(a[e]);
@@ -255,14 +255,14 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       const Unit& unit = steps[(step - first_step) % kSteps];
       if (unit.inside) x.copy(unit, stage);
     }
-    commit_copies();
+    cp_async_commit();
   };
   for (int i = 0; i < STAGES - 1; ++i) copy_step(first_step + i, i);
   int stage = 0, ring = 0, tap = 0;
   bool ready = false;
   for (int step = first_step; step < end_step; ++step) {
     const int place = step - first_step;
-    wait_copies<STAGES - 3>();  // of this step and the next
+    cp_async_wait<STAGES - 3>();  // of this step and the next
     __syncthreads();
     if (thread == 0) steps[(place + STAGES) % kSteps] = step_of(step + STAGES);
     const Unit& unit = steps[place % kSteps];

@@ -68,14 +68,14 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
         const u32 end = ring + stage * stage_bytes + args.positions * kPitch;
 #pragma unroll 2
         for (int q = q0 + copy_row; to < end; q += copy_rows) {
-          copy_chunk(to, from, static_cast<u32>(q) < static_cast<u32>(args.y_size[2]));
+          cp_async_zfill(to, from, static_cast<u32>(q) < static_cast<u32>(args.y_size[2]));
           from += copy_rows * args.y_stride[5];
           to += copy_rows * kPitch;
         }
       }
       ++put_p;
     }
-    commit_copies();
+    cp_async_commit();
   };
   for (int i = 0; i < STAGES - 1; ++i) copy_row_of_y(i);
 
@@ -92,13 +92,13 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   if (args.flat_weights) {
     for (int i = thread * 8; i < all_weights; i += threads * 8) {
       if (i + 8 <= all_weights) {
-        copy_async<16>(shared_address(weights + i), w + i);
+        cp_async<16>(shared_address(weights + i), w + i);
       } else {  // the last ones: no whole chunk
         for (int j = i; j < all_weights; ++j) weights[j] = w[j];
       }
     }
-    commit_copies();
-    wait_copies<0>();
+    cp_async_commit();
+    cp_async_wait<0>();
   } else {
 #pragma unroll 4
     for (int i = thread; i < all_weights; i += threads) {
@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
       const float first = sum_of(i), second = sum_of(i + 1);
       const int further_on = i / 2 % 4 * 8, column = i / 8 * 8;
       put_two(args, x, own_at + further_on * in_group + column, own_group + further_on,
-              own_column + column, narrow_two<T>(first, second));
+              own_column + column, narrow_x2<T>(first, second));
     }
     if (args.plain) return;
 #pragma unroll 1
@@ -172,14 +172,14 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   const auto multiply = [&](auto count, u32 from) {
     constexpr int kSlots = decltype(count)::value;
     u32 a[2][2][4];
-    load_matrices(a[0][0], from);
-    load_matrices(a[0][1], from + further);
+    ldmatrix(a[0][0], from);
+    ldmatrix(a[0][1], from + further);
 #pragma unroll
     for (int e = 0; e < kDepth; ++e) {
       if (e + 1 < kDepth) {
         const u32 next = from + (e + 1) / STEPS * kPitch + (e + 1) % STEPS * 32;
-        load_matrices(a[(e + 1) & 1][0], next);
-        load_matrices(a[(e + 1) & 1][1], next + further);
+        ldmatrix(a[(e + 1) & 1][0], next);
+        ldmatrix(a[(e + 1) & 1][1], next + further);
       }
 #pragma unroll
       for (int slot = 0; slot < kSlots; ++slot) {
@@ -197,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   int stage = 0;
   for (int p = share.p0; p <= share.finish1; ++p) {
     if (p >= share.real0 && p <= share.real1) {
-      wait_copies<STAGES - 2>();
+      cp_async_wait<STAGES - 2>();
       __syncthreads();
       copy_row_of_y(stage == 0 ? STAGES - 1 : stage - 1);
       const u32 from = lane_at + stage * stage_bytes;

@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
           u32 to = row_to;
 #pragma unroll 2
           for (int line = first; line < lines; line += step) {
-            copy_chunk(to, from, line < real);
+            cp_async_zfill(to, from, line < real);
             from += next;
             to += step * kPitch;
           }
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         x.copy(unit, stage);
       }
     }
-    commit_copies();
+    cp_async_commit();
   };
 
   // This warp's tiles of columns, dealt out evenly: kernel row and tile in it.
@@ -182,16 +182,16 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #pragma unroll
       for (int i = 0; i < ROWS; ++i) {
         if constexpr (ALONG_W) {
-          load_matrices(a[i], a_at + i * 16 * kPitch);
+          ldmatrix(a[i], a_at + i * 16 * kPitch);
 #pragma unroll
           for (int e = 0; kWide && e < 4; ++e) a[i][e] = to_tf32(a[i][e]);
         } else if constexpr (kWide) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            a[i][e] = to_tf32(load_word(a_at + i * 64 + (e & 1) * 32 + (e >> 1) * 4 * kPitch));
+            a[i][e] = to_tf32(ld_shared_u32(a_at + i * 64 + (e & 1) * 32 + (e >> 1) * 4 * kPitch));
           }
         } else {
-          load_matrices_transposed(a[i], a_at + i * 32);
+          ldmatrix_trans(a[i], a_at + i * 32);
         }
       }
       a_at += ALONG_W ? 32 : kDepth * kPitch;
@@ -201,12 +201,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         if constexpr (kWide) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            b[e] = to_tf32(load_word(b_at[j * 2 + (e >> 1)] + (e & 1) * 4 * window_pitch));
+            b[e] = to_tf32(ld_shared_u32(b_at[j * 2 + (e >> 1)] + (e & 1) * 4 * window_pitch));
           }
           b_at[j * 2] += kDepth * window_pitch;
           b_at[j * 2 + 1] += kDepth * window_pitch;
         } else {
-          load_matrices_transposed(b, b_at[j]);
+          ldmatrix_trans(b, b_at[j]);
           b_at[j] += kDepth * window_pitch;
         }
 #pragma unroll
@@ -223,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   bool ready = false;
   for (int index = unit0; index < unit1; ++index) {
     const int place = index - unit0;
-    wait_copies<STAGES - 3>();  // of this unit and the next
+    cp_async_wait<STAGES - 3>();  // of this unit and the next
     __syncthreads();
     if (thread == 0) units[(place + STAGES) % kUnits] = unit_of(index + STAGES);
     const Unit& unit = units[place % kUnits];
@@ -254,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     }
     stage = next;
   }
-  wait_copies<0>();
+  cp_async_wait<0>();
   __syncthreads();
   launch_dependent_grids();
 

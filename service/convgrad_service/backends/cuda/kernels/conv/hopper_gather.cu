@@ -35,19 +35,20 @@ using namespace convgrad;
 
 namespace {
 
-constexpr Major kWeights = ACROSS ? kAlongMn : kAlongK;
+constexpr Major kWeights = ACROSS ? kMajorMn : kMajorK;
 constexpr int kArgumentWords = (sizeof(HopperGatherArgs) - sizeof(TensorMap) * (MAPS + 1)) / 4 - 1;
 
 // Starts the products of one step.
 __device__ __forceinline__ void multiply_step(float (&sum)[kParts][kFragments][4], u32 rows,
                                               u32 weights, int add) {
   auto one = [&](int i, int adds) {
-    const u64 b = ACROSS ? advance(operand_along_mn<128>(weights, kBoxBytes), i * kDeep * kRowBytes)
-                         : advance(operand_along_k<128>(weights), i * 32);
+    const u64 b =
+        ACROSS ? advance_descriptor(mn_major_descriptor<128>(weights, kBoxBytes), i * kDeep * kRowBytes)
+               : advance_descriptor(k_major_descriptor<128>(weights), i * 32);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      const u64 a = advance(operand_along_k<128>(rows + part * 64 * kRowBytes), i * 32);
-      multiply<T, kAlongK, kWeights>(sum[part], a, b, adds);
+      const u64 a = advance_descriptor(k_major_descriptor<128>(rows + part * 64 * kRowBytes), i * 32);
+      wgmma<T, kMajorK, kWeights>(sum[part], a, b, adds);
     }
   };
 #pragma unroll
@@ -58,9 +59,9 @@ __device__ __forceinline__ void multiply_step(float (&sum)[kParts][kFragments][4
 __device__ __forceinline__ void release(const Place& place, int stage) {
   const int lane = threadIdx.x & 31;
   if constexpr (SHARING > 1) {
-    if (lane < SHARING) arrive_at(place.read(stage), lane);
+    if (lane < SHARING) mbarrier_arrive_cluster(place.read(stage), lane);
   } else {
-    if (lane == 0) arrive(place.read(stage));
+    if (lane == 0) mbarrier_arrive(place.read(stage));
   }
 }
 
@@ -84,12 +85,12 @@ __device__ __forceinline__ int multiply_steps(const Place& place, Turning<STAGES
   int before = 0;  // the stage whose products are under way
 #pragma unroll 1
   for (int i = 0; i < steps; ++i) {
-    wait_barrier(place.filled(ring.at), ring.parity);
-    begin_products();
+    mbarrier_wait(place.filled(ring.at), ring.parity);
+    wgmma_fence();
     const u32 rows = place.stage(ring.at) + first_row * kRowBytes;
     multiply_step(sum, rows, place.stage(ring.at) + kABytes, i > 0);
-    commit_products();
-    wait_products<1>();
+    wgmma_commit();
+    wgmma_wait<1>();
     if (i > 0) release(place, before);
     before = ring.at;
     ring.step();
@@ -104,13 +105,13 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
   Turning<STAGES> ring(0);
 #pragma unroll 1
   for (;;) {
-    wait_barrier(place.queued(turning.at), turning.parity);
+    mbarrier_wait(place.queued(turning.at), turning.parity);
     const QueuedTile& ahead = place.queue[turning.at];
     const int steps = ahead.steps;
     const GatherTile tile = {ahead.phase, ahead.first_pixel + place.row * BM + warpgroup * kRowsOf,
                              ahead.first_channel};
     __syncwarp();
-    if (lane == 0) arrive(place.taken(turning.at));
+    if (lane == 0) mbarrier_arrive(place.taken(turning.at));
     turning.step();
     if (steps < 0) break;
     float sum[kParts][kFragments][4];
@@ -118,13 +119,13 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
     // Where its rows go is found while the last products run.
     const Results<T, kParts, kFragments> results(args, tile,
                                                  place.staging + warpgroup * kStagingBytes);
-    wait_products<0>();
+    wgmma_wait<0>();
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) hold_sums(sum[part]);
+    for (int part = 0; part < kParts; ++part) fence_accumulators(sum[part]);
     if (steps > 0) release(place, last);
     if constexpr (SPLIT > 1) {
       // The ring's place is theirs once no product reads it, in this block and the others.
-      wait_at(1, CONSUMERS * 128);
+      named_barrier_sync(1, CONSUMERS * 128);
       cluster_arrive();
       keep_sums<BN>(place.ring, warpgroup * kRowsOf, sum);
     } else if constexpr (PLANES) {
@@ -142,16 +143,16 @@ __device__ __forceinline__ int multiply_in_turn(const Place& place, Turning<STAG
                                                 u32 others_turn,
                                                 float (&sum)[kParts][kFragments][4]) {
   const int lane = threadIdx.x & 31;
-  if (steps == 0 && lane == 0) arrive(others_turn);
+  if (steps == 0 && lane == 0) mbarrier_arrive(others_turn);
   int before = 0;  // the stage whose products are under way
 #pragma unroll 1
   for (int i = 0; i < steps; ++i) {
-    wait_barrier(place.filled(ring.at), ring.parity);
-    begin_products();
+    mbarrier_wait(place.filled(ring.at), ring.parity);
+    wgmma_fence();
     multiply_step(sum, place.stage(ring.at), place.stage(ring.at) + kABytes, 1);
-    commit_products();
-    if (i == steps - 1 && lane == 0) arrive(others_turn);
-    wait_products<1>();
+    wgmma_commit();
+    if (i == steps - 1 && lane == 0) mbarrier_arrive(others_turn);
+    wgmma_wait<1>();
     if (i > 0) release(place, before);
     before = ring.at;
     ring.step();
@@ -168,12 +169,12 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
   u32 count_taken = 0;
   auto take = [&](GatherTile& tile) {
     const u32 at = count_taken % kTileQueue;
-    wait_barrier(place.queued(at), count_taken / kTileQueue & 1);
+    mbarrier_wait(place.queued(at), count_taken / kTileQueue & 1);
     const QueuedTile& ahead = place.queue[at];
     const int steps = ahead.steps;
     tile = {ahead.phase, ahead.first_pixel + place.row * BM, ahead.first_channel};
     __syncwarp();
-    if (lane == 0) arrive(place.taken(at));
+    if (lane == 0) mbarrier_arrive(place.taken(at));
     ++count_taken;
     return steps;
   };
@@ -192,15 +193,15 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
     // keep their registers from one tile to the next.
     float sum[kParts][kFragments][4];
     clear(sum);
-    wait_barrier(place.turn(warpgroup), ((count_taken - 1) / 2 & 1) ^ 1 ^ warpgroup);
+    mbarrier_wait(place.turn(warpgroup), ((count_taken - 1) / 2 & 1) ^ 1 ^ warpgroup);
     const int last = multiply_in_turn(place, ring, steps, place.turn(warpgroup ^ 1), sum);
     // While they run: where its rows go, and what comes next.
     const PartRows<T, kParts> rows(args, tile);
     GatherTile next;
     const int next_steps = skip_and_take(next);
-    wait_products<0>();
+    wgmma_wait<0>();
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) hold_sums(sum[part]);
+    for (int part = 0; part < kParts; ++part) fence_accumulators(sum[part]);
     if (steps > 0) release(place, last);
     store_parts<T>(args, tile, rows, place.staging + warpgroup * kStagingBytes, sum);
     tile = next, steps = next_steps;
@@ -232,22 +233,23 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   const int ahead = reinterpret_cast<const int*>(&args.y)[min(warp * 16, kArgumentWords)];
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
-      init_barrier(place.filled(i), 2);
-      init_barrier(place.read(i), SHARING * kTogether * 4);
+      mbarrier_init(place.filled(i), 2);
+      mbarrier_init(place.read(i), SHARING * kTogether * 4);
     }
     for (int i = 0; i < kTileQueue; ++i) {
-      init_barrier(place.queued(i), 1);
-      init_barrier(place.taken(i), 2 + CONSUMERS * 4);
+      mbarrier_init(place.queued(i), 1);
+      mbarrier_init(place.taken(i), 2 + CONSUMERS * 4);
     }
     if constexpr (PINGPONG) {
-      for (int i = 0; i < CONSUMERS; ++i) init_barrier(place.turn(i), 4);
+      for (int i = 0; i < CONSUMERS; ++i) mbarrier_init(place.turn(i), 4);
     }
     if constexpr (SPLIT > 1) {
-      init_barrier(place.joined(), 1);
+      mbarrier_init(place.joined(), 1);
     }
-    fence_barrier_init();
+    fence_mbarrier_init();
     if constexpr (SPLIT > 1) {
-      arrive_and_expect_tx(place.joined(), Joined<BM, BN, SPLIT>::slab_bytes(place.part) * (SPLIT - 1));
+      mbarrier_arrive_expect_tx(place.joined(),
+                                Joined<BM, BN, SPLIT>::slab_bytes(place.part) * (SPLIT - 1));
     }
   }
   if (threadIdx.x == 128) prefetch_tensor_map(args.weight), prefetch_tensor_map(args.source[0]);
@@ -260,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   // Who looks ahead at tiles reads arguments alone.
   if (warp != 2) wait_on_dependent_grids();
   if (threadIdx.x < 128) {
-    leave_registers<PRODUCER_REGISTERS>();
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (warp == 0) {
       if (elect_one()) copy_pixels(args, place);
     } else if (warp == 1) {
@@ -276,20 +278,20 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
       }
     }
   } else {
-    take_registers<CONSUMER_REGISTERS>();
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
     consume(args, place);
     if constexpr (SPLIT > 1) {
       using Slabs = Joined<BM, BN, SPLIT>;
       static_assert((BM + (SPLIT - 1) * Slabs::kMost) * Slabs::kRowBytes <= STAGES * kStageBytes,
                     "sums and slabs have room where the ring was");
-      publish_shared();
-      wait_at(1, CONSUMERS * 128);
+      fence_proxy_async();
+      named_barrier_sync(1, CONSUMERS * 128);
       cluster_wait();
       Slabs::send(place.ring, place.joined(), place.part, threadIdx.x - 128);
       GatherTile tile;
       tile_at<BM, BN>(args, turns.place(0), turns.all, tile);
       const Results<T, kParts, kFragments> results(args, tile, place.staging);
-      wait_barrier(place.joined(), 0);
+      mbarrier_wait(place.joined(), 0);
       cluster_arrive();
       results.template store_joined<BM, BN, SPLIT, CONSUMERS * 128>(place.ring, place.part);
       cluster_wait();

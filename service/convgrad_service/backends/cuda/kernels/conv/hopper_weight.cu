@@ -42,7 +42,7 @@ namespace {
 
 using Layout = Step<SPREAD ? ROWS : ROWS * WARPGROUPS, 64, sizeof(T)>;
 constexpr int kRowBytes = CHANNELS * static_cast<int>(sizeof(T));  // of a pixel in a box of x
-constexpr Major kMajor = PLANES ? kAlongK : kAlongMn;
+constexpr Major kMajor = PLANES ? kMajorK : kMajorMn;
 // Of one product's depth, and how far on the next one's operands are.
 constexpr int kDeep = 32 / static_cast<int>(sizeof(T));
 constexpr u32 kNextA = PLANES ? 32 : kDeep * 128, kNextB = PLANES ? 32 : kDeep * kRowBytes;
@@ -73,9 +73,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
   Ring ring = {shared_address(base), static_cast<u32>(args.stage_bytes), full,
                full + kMostStages * 8, args.stages};
   if (thread < args.stages) {
-    init_barrier(ring.filled(thread), 1);
-    init_barrier(ring.emptied(thread), WARPGROUPS * 4 * kCopying);
-    fence_barrier_init();
+    mbarrier_init(ring.filled(thread), 1);
+    mbarrier_init(ring.emptied(thread), WARPGROUPS * 4 * kCopying);
+    fence_mbarrier_init();
   }
   // Its number among the blocks that copy together, and among those that sum together.
   const int block = CLUSTER > 1 ? cluster_rank() : 0;
@@ -83,10 +83,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
   const int first_copier = block - copier;
   const u32 joined = full + 2 * kMostStages * 8;  // where a cluster's sums come
   if (kSums && thread == 0) {
-    for (int i = 0; i < Sums::kMost; ++i) init_barrier(joined + i * 8, 1);
-    fence_barrier_init();
+    for (int i = 0; i < Sums::kMost; ++i) mbarrier_init(joined + i * 8, 1);
+    fence_mbarrier_init();
     for (int i = 0; i < Sums::kMost; ++i) {
-      arrive_and_expect_tx(joined + i * 8, Sums::kQuadBytes * (SUMS - 1));
+      mbarrier_arrive_expect_tx(joined + i * 8, Sums::kQuadBytes * (SUMS - 1));
     }
   }
   if (thread == WARPGROUPS * 128) prefetch_tensor_map(args.x_map), prefetch_tensor_map(args.y_map);
@@ -115,7 +115,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
   const int unit_step = gridDim.x / CLUSTER;
   // In this order the code of what copies stands first, and is fetched sooner.
   if (warpgroup < WARPGROUPS) {
-    take_registers<CONSUMER_REGISTERS>();
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
     const bool shares_box = of.shared_taps > 1;
     const u32 next_box = shares_box ? args.source.dilation[2] * kRowBytes : args.box_bytes;
     const int boxes_each = shares_box ? 1 : kBlocks;  // of one product
@@ -130,7 +130,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     };
     const bool together = !kSums && args.met != nullptr;
     if (together && thread == 0 && !last_unit().whole) {
-      begin_party(args.met + (last_unit().tile - of.whole));
+      rendezvous_begin(args.met + (last_unit().tile - of.whole));
     }
     int turn = 0;
     float sum[ROWS][PRODUCTS][kFragments][4];
@@ -138,16 +138,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
 #pragma unroll
       for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
-        for (int j = 0; j < PRODUCTS; ++j) hold_sums(sum[i][j]);
+        for (int j = 0; j < PRODUCTS; ++j) fence_accumulators(sum[i][j]);
       }
     };
     // A stage is free when no block of the cluster reads it any more.
     auto release = [&](int last) {
       if (last < 0) return;
       if (!kCopies) {
-        if (lane == 0) arrive(ring.emptied(last));
+        if (lane == 0) mbarrier_arrive(ring.emptied(last));
       } else if (lane < kCopying) {
-        arrive_at(ring.emptied(last), first_copier + lane);
+        mbarrier_arrive_cluster(ring.emptied(last), first_copier + lane);
       }
     };
     for (int index = blockIdx.x / CLUSTER; index < units; index += unit_step) {
@@ -172,32 +172,32 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
         const u32 x_at = from + Layout::kXAt + own_box * args.box_bytes;
         u64 a, b;
         if constexpr (PLANES) {
-          a = operand_along_k<128>(y_at), b = operand_along_k<128>(x_at);
+          a = k_major_descriptor<128>(y_at), b = k_major_descriptor<128>(x_at);
         } else {
-          a = operand_along_mn<128>(y_at), b = operand_along_mn<kRowBytes>(x_at, next_box);
+          a = mn_major_descriptor<128>(y_at), b = mn_major_descriptor<kRowBytes>(x_at, next_box);
         }
-        wait_barrier(ring.filled(ring.stage), ring.parity);
-        begin_products();
+        mbarrier_wait(ring.filled(ring.stage), ring.parity);
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kPixels / kDeep; ++k) {
 #pragma unroll
           for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
             for (int j = 0; j < PRODUCTS; ++j) {
-              multiply<T, kMajor, kMajor>(
-                  sum[i][j], advance(a, i * Layout::kYBoxBytes + k * kNextA),
-                  advance(b, j * boxes_each * args.box_bytes + k * kNextB), 1);
+              wgmma<T, kMajor, kMajor>(
+                  sum[i][j], advance_descriptor(a, i * Layout::kYBoxBytes + k * kNextA),
+                  advance_descriptor(b, j * boxes_each * args.box_bytes + k * kNextB), 1);
             }
           }
         }
-        commit_products();
-        wait_products<1>();
+        wgmma_commit();
+        wgmma_wait<1>();
         // Where blocks leave without more ado, none arrives where nobody waits.
         if (!(kSums && kCopies) || step - 1 + ring.stages < unit.end) release(last);
         last = ring.stage;
         ring.next();
       }
-      wait_products<0>();
+      wgmma_wait<0>();
       hold();
       if (!(kSums && kCopies)) release(last);
       // Worked out again: the sums leave few registers.
@@ -207,7 +207,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
         boxes[turn][thread] = box_at(of, place_of(of, done.tile).column * of.boxes + thread);
       }
       // All of the block have read the ring, and the boxes of the unit before the last.
-      wait_at(1, WARPGROUPS * 128);
+      named_barrier_sync(1, WARPGROUPS * 128);
       if constexpr (kSums) {
         cluster_arrive();
         Sums::leave(base, joined, summer, copier, sum);
@@ -224,7 +224,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
                 reinterpret_cast<const float4*>(base), joined, summer, boxes[turn]);
     }
   } else {
-    leave_registers<PRODUCER_REGISTERS>();
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (elect_one()) {
       const int turn = warp % 4;
       for (int index = blockIdx.x / CLUSTER; index < units; index += unit_step) {

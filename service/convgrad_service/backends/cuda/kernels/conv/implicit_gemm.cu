@@ -107,16 +107,16 @@ __device__ __forceinline__ void for_each_pair(const Reduce& reduce, bool pixels_
                                               Each each) {
   // Owned fragments are whole rows of the warp's, or a part of one: powers of two.
   const int owned_log = reduce.owned_log();
-  const int across_log = min(owned_log, Reduce::log_of(Gemm::kColumnFragments));
+  const int across_log = min(owned_log, Reduce::log_of(Gemm::kFragmentsN));
   const int first = static_cast<int>(threadIdx.x / 32) << (3 + owned_log);
 #pragma unroll 1
   for (int i = threadIdx.x & 31; i < 8 << owned_log; i += 32) {
     const int row = pixels_fastest ? i & 7 : i >> across_log & 7;
     const int across = (pixels_fastest ? i >> 3 : i) & ((1 << across_log) - 1);
     const int fragment = (i >> (3 + across_log) << across_log) + across;
-    const int f = reduce.first() + fragment;
-    each(first + i, fragment, row, Gemm::warp_row() + f / Gemm::kColumnFragments * 16 + row,
-         Gemm::warp_column() + f % Gemm::kColumnFragments * 8);
+    const int f = reduce.first_fragment() + fragment;
+    each(first + i, fragment, row, Gemm::warp_row() + f / Gemm::kFragmentsN * 16 + row,
+         Gemm::warp_column() + f % Gemm::kFragmentsN * 8);
   }
 }
 
@@ -164,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
 
   // This block's part of the steps.
   const int all_steps = kOperation == Operation::kWgrad
-                            ? (pixels + Gemm::kDepth - 1) / Gemm::kDepth
+                            ? (pixels + Gemm::kTileK - 1) / Gemm::kTileK
                             : (phases.taps() * args.tap_chunks + 7) / 8;
   const int splits = args.workspace << args.cluster_log;
   const int each = divide(all_steps + splits - 1, args.by_splits);
@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
   const Reduce reduce(room, shared_address(base), rank, args.cluster_log);
   reduce.prepare();
   wait_on_dependent_grids();
-  typename Gemm::Sums sums = {};
+  typename Gemm::Accumulators sums = {};
   Gemm::run(sums, shared_address(ring), steps, load);
   launch_dependent_grids();
   reduce.exchange(sums);
@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
     float4* const own = partials + static_cast<i64>(part) * (kTileSums / 4);
     for_each_pair(reduce, args.pixels_fastest, [&](int i, int fragment, int in, int, int) {
       float found[2][8];
-      reduce.rows_of(fragment, in, found);
+      reduce.load_rows(fragment, in, found);
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         const float* const four = found[q / 2] + q % 2 * 4;
@@ -213,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
   for_each_pair(reduce, args.pixels_fastest, [&](int i, int fragment, int in, int r, int c) {
     float found[2][8];
     if (partials == nullptr) {
-      reduce.rows_of(fragment, in, found);
+      reduce.load_rows(fragment, in, found);
     } else {
       add_up(partials + i * 4, args.workspace, found);
     }
@@ -227,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
         float own[kRun];
 #pragma unroll
         for (int e = 0; e < kRun; ++e) own[e] = half == 0 ? found[0][first + e] : found[1][first + e];
-        finish_run<T, kRun>(args, result_row<kOperation>(args, phases, at) + columns.at,
+        store_run<T, kRun>(args, result_row<kOperation>(args, phases, at) + columns.at,
                             args.result_stride[2], columns.count, columns.channel, own);
       }
     }

@@ -98,7 +98,7 @@ struct Loads {
   __device__ __forceinline__ bool left() const { return row < row_tiles && share.steps > 0; }
   __device__ __forceinline__ void next(const Place& place) {
     const u32 to = kRows ? place.a(ring.at) : place.b(ring.at), barrier = place.filled(ring.at);
-    arrive_and_expect_tx(barrier, Side::kBytes);
+    mbarrier_arrive_expect_tx(barrier, Side::kBytes);
     Side::load(to, map, barrier, kRows ? row * BM : share.column, share.begin + step, whole);
     if (++step == share.steps) step = 0, row += share.row_step;
     ring.step(place.stages);
@@ -122,11 +122,11 @@ __device__ __forceinline__ void produce(const PointwiseGemmArgs& args, const Pla
   if (chosen) {
     if constexpr (kRows) {
       for (int i = 0; i < place.stages; ++i) {
-        init_barrier(place.filled(i), RESIDENT ? 1 : 2);
-        init_barrier(place.read(i), CONSUMERS * 4);
+        mbarrier_init(place.filled(i), RESIDENT ? 1 : 2);
+        mbarrier_init(place.read(i), CONSUMERS * 4);
       }
-      fence_barrier_init();
-      publish_shared();
+      fence_mbarrier_init();
+      fence_proxy_async();
     } else {
       prefetch_tensor_map(args.b_map);
     }
@@ -137,7 +137,7 @@ __device__ __forceinline__ void produce(const PointwiseGemmArgs& args, const Pla
   if (chosen) {
 #pragma unroll 1
     while (loads.left()) {
-      wait_barrier(place.read(loads.ring.at), loads.ring.parity);
+      mbarrier_wait(place.read(loads.ring.at), loads.ring.parity);
       loads.next(place);
     }
   }
@@ -164,28 +164,28 @@ __device__ __forceinline__ void multiply_steps(const Place& place, RingPlace& ri
   int before = -1;  // the stage whose products are under way
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    wait_barrier(place.filled(ring.at), ring.parity);
+    mbarrier_wait(place.filled(ring.at), ring.parity);
     const u32 b_from = RESIDENT ? place.resident + step * SideB::kBytes : place.b(ring.at);
-    begin_products();
+    wgmma_fence();
 #pragma unroll
     for (int i = 0; i < DEPTH / 16; ++i) {
       const u64 b = SideB::operand(b_from, 0, i);
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         const u64 a = SideA::operand(place.a(ring.at), first_row + part * 64, i);
-        multiply<T, SideA::kMajor, SideB::kMajor>(sums[part], a, b, i > 0 || step > 0);
+        wgmma<T, SideA::kMajor, SideB::kMajor>(sums[part], a, b, i > 0 || step > 0);
       }
     }
-    commit_products();
-    wait_products<1>();
-    if (before >= 0 && lane == 0) arrive(place.read(before));
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (before >= 0 && lane == 0) mbarrier_arrive(place.read(before));
     before = ring.at;
     ring.step(place.stages);
   }
-  wait_products<0>();
+  wgmma_wait<0>();
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) hold_sums(sums[part]);
-  if (before >= 0 && lane == 0) arrive(place.read(before));
+  for (int part = 0; part < kParts; ++part) fence_accumulators(sums[part]);
+  if (before >= 0 && lane == 0) mbarrier_arrive(place.read(before));
 }
 
 // Where 16 bytes of a warp's results lie: columns 8 * chunk and on.
@@ -224,19 +224,19 @@ __device__ __forceinline__ void store_rows(const PointwiseGemmArgs& args, u32 sl
   const int lane = threadIdx.x & 31;
 #pragma unroll
   for (int j = 0; j + 1 < kColumns; j += 2) {
-    const u32 words[4] = {narrow_two<T>(sums[j][0], sums[j][1]),
-                          narrow_two<T>(sums[j][2], sums[j][3]),
-                          narrow_two<T>(sums[j + 1][0], sums[j + 1][1]),
-                          narrow_two<T>(sums[j + 1][2], sums[j + 1][3])};
+    const u32 words[4] = {narrow_x2<T>(sums[j][0], sums[j][1]),
+                          narrow_x2<T>(sums[j][2], sums[j][3]),
+                          narrow_x2<T>(sums[j + 1][0], sums[j + 1][1]),
+                          narrow_x2<T>(sums[j + 1][2], sums[j + 1][3])};
     stmatrix(staged(slab, lane % 16, j + lane / 16), words);
   }
   if constexpr (kColumns % 2) {
     constexpr int j = kColumns - 1;
     const u32 at = lane % 4 * 4;
-    store_word(staged(slab, lane / 4, j) + at, narrow_two<T>(sums[j][0], sums[j][1]));
-    store_word(staged(slab, lane / 4 + 8, j) + at, narrow_two<T>(sums[j][2], sums[j][3]));
+    st_shared_u32(staged(slab, lane / 4, j) + at, narrow_x2<T>(sums[j][0], sums[j][1]));
+    st_shared_u32(staged(slab, lane / 4 + 8, j) + at, narrow_x2<T>(sums[j][2], sums[j][3]));
   }
-  publish_shared();
+  fence_proxy_async();
   __syncwarp();
   if (lane == 0) {
 #pragma unroll
@@ -256,10 +256,10 @@ __device__ __forceinline__ void consume_tiles(const PointwiseGemmArgs& args, con
   if constexpr (RESIDENT) {
     SideB::load_all(place.resident, static_cast<const T*>(args.b), args.b_pitch, share.column,
                     args.columns, args.depth, args.steps, threadIdx.x, kConsumers);
-    commit_copies();
-    wait_copies<0>();
-    publish_shared();
-    wait_at(1, kConsumers);
+    cp_async_commit();
+    cp_async_wait<0>();
+    fence_proxy_async();
+    named_barrier_sync(1, kConsumers);
   }
 #pragma unroll 1
   for (int tile = share.row; tile < args.row_tiles; tile += share.row_step) {
@@ -285,9 +285,9 @@ template <class Each>
 __device__ __forceinline__ void for_each_pair(const Reduce& reduce, Each each) {
   const int warp = threadIdx.x / 32;
 #pragma unroll 1
-  for (int i = threadIdx.x & 31; i < reduce.count() * 8; i += 32) {
-    const int row = i & 7, fragment = i >> 3, f = reduce.first() + fragment;
-    each(warp * reduce.count() * 8 + i, fragment, row,
+  for (int i = threadIdx.x & 31; i < reduce.fragment_count() * 8; i += 32) {
+    const int row = i & 7, fragment = i >> 3, f = reduce.first_fragment() + fragment;
+    each(warp * reduce.fragment_count() * 8 + i, fragment, row,
          warp / 4 * kRowsOf + f / kColumns * 64 + warp % 4 * 16 + row, f % kColumns * 8);
   }
 }
@@ -323,18 +323,18 @@ __device__ __forceinline__ void consume_share(const PointwiseGemmArgs& args, con
     const i64 tile = static_cast<i64>(blockIdx.z) * gridDim.y + blockIdx.y;
     const int part = blockIdx.x / args.cluster;
     partials = reinterpret_cast<float4*>(args.partials + tile * args.parts * (BM * BN) +
-                                         reduce.first() * (CONSUMERS * 4 * 128));
+                                         reduce.first_fragment() * (CONSUMERS * 4 * 128));
     float4* const own = partials + static_cast<i64>(part) * (BM * BN / 4);
     for_each_pair(reduce, [&](int i, int fragment, int in, int, int) {
       float found[2][8];
-      reduce.rows_of(fragment, in, found);
+      reduce.load_rows(fragment, in, found);
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         const float* const four = found[q / 2] + q % 2 * 4;
         own[i * 4 + q] = {four[0], four[1], four[2], four[3]};
       }
     });
-    wait_at(1, kConsumers);
+    named_barrier_sync(1, kConsumers);
     u32* const said = reinterpret_cast<u32*>(place.pointer(place.joined() + 8));
     if (threadIdx.x == 0) {
       // For all threads, before and after: they met it at the barrier.
@@ -342,16 +342,16 @@ __device__ __forceinline__ void consume_share(const PointwiseGemmArgs& args, con
       *said = atomicInc(args.counters + tile * args.cluster + rank, args.parts - 1);
       __threadfence();
     }
-    wait_at(1, kConsumers);
+    named_barrier_sync(1, kConsumers);
     if (*said != static_cast<u32>(args.parts) - 1) return;
   }
   const int row = share.row * BM, column = share.column;
   const bool fast = args.plain && args.result_in_vectors && !args.wide_result;
-  const ResultMemory<T> result{static_cast<char*>(args.result), false};
+  const OutputPointer<T> result{static_cast<char*>(args.result), false};
   for_each_pair(reduce, [&](int i, int fragment, int in, int r, int c) {
     float found[2][8];
     if (partials == nullptr) {
-      reduce.rows_of(fragment, in, found);
+      reduce.load_rows(fragment, in, found);
     } else {
       add_up(partials + i * 4, args.parts, found);
     }
@@ -372,7 +372,7 @@ __device__ __forceinline__ void consume_share(const PointwiseGemmArgs& args, con
       float own[8];
 #pragma unroll
       for (int e = 0; e < 8; ++e) own[e] = half == 0 ? found[0][e] : found[1][e];
-      finish_run<T, 8>(args, to, args.column_stride, left, column + c, own);
+      store_run<T, 8>(args, to, args.column_stride, left, column + c, own);
     }
   });
 }

@@ -40,7 +40,7 @@ struct GemmSide {
   static constexpr int kBoxes = kMn ? (kExtent + kWide - 1) / kWide : kDepth / kWide;
   static constexpr u32 kBoxBytes = (kMn ? kDepth : kExtent) * kRowBytes;
   static constexpr u32 kBytes = kBoxes * kBoxBytes;
-  static constexpr Major kMajor = kMn ? kAlongMn : kAlongK;
+  static constexpr Major kMajor = kMn ? kMajorMn : kMajorK;
   static_assert(kMn || kDepth % kWide == 0, "whole rows");
   static_assert(kBoxBytes % (8 * kRowBytes) == 0, "swizzled patterns repeat");
 
@@ -66,11 +66,11 @@ struct GemmSide {
   // major.
   __device__ __forceinline__ static u64 operand(u32 stage, int first, int i) {
     if constexpr (kMn) {
-      return advance(operand_along_mn<kRowBytes>(stage + first / kWide * kBoxBytes, kBoxBytes),
-                     i * 16 * kRowBytes);
+      return advance_descriptor(
+          mn_major_descriptor<kRowBytes>(stage + first / kWide * kBoxBytes, kBoxBytes), i * 16 * kRowBytes);
     } else {
       constexpr int kOf = kRowBytes / 32;  // a row's products
-      return advance(operand_along_k<kRowBytes>(stage + first * kRowBytes),
+      return advance_descriptor(k_major_descriptor<kRowBytes>(stage + first * kRowBytes),
                      i / kOf * kBoxBytes + i % kOf * 32);
     }
   }
@@ -90,7 +90,7 @@ struct GemmSide {
       const int box = chunk * kChunk / kWide, in = chunk % (kWide / kChunk);
       const u32 start = to + step * kBytes + box * kBoxBytes + row * kRowBytes;
       const u32 swapped = in ^ (start >> 7 & (kRowBytes / 16 - 1));
-      copy_async<16>(start + swapped * 16, at, there ? min(left * static_cast<int>(sizeof(T)), 16) : 0);
+      cp_async<16>(start + swapped * 16, at, there ? min(left * static_cast<int>(sizeof(T)), 16) : 0);
     }
   }
 };

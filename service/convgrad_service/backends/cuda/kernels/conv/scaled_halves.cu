@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
         lost_peak = max(lost_peak, small ? scaled : 0);
       }
       store_if(first + j * of.rows < of.pixels, to + j * of.rows * of.padded,
-               make_uint2(narrow_two<f16>(value[0], value[1]), narrow_two<f16>(value[2], value[3])));
+               make_uint2(narrow_x2<f16>(value[0], value[1]), narrow_x2<f16>(value[2], value[3])));
     }
     first += turns * each;
     load(four, first, of.rows);
