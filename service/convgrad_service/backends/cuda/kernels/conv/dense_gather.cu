@@ -1,23 +1,21 @@
-// A dense convolution, forward or the gradient of the input, as an implicit GEMM on tensor cores:
+// Dense convolution, fprop or dgrad, as an implicit GEMM (cp.async, mma.sync). Launched by dense_gather.py.
+//
 // M = pixels of one phase of the result (over the batch), N = result channels of one group,
-// K = taps x source channels. The host's side is dense_gather.py.
+// K = taps x source channels. Along each dimension, result position y0 + m*y_step (m in [0, count)) of a
+// phase reads, at its tap j in [0, taps), source position x0 + m*x_step + j*x_tap with weight tap
+// r0 + j*r_step. fprop has one phase; dgrad one per residue of the stride, none of which reads inserted zeros.
 //
-// Along each dimension, result position y0 + m*y_step (m in [0, count)) of a phase meets, at its
-// tap j in [0, taps), source position x0 + m*x_step + j*x_tap and weight tap r0 + j*r_step. Forward
-// has one phase. Backward has as many as the stride, and no tap in them meets an inserted zero.
-//
-// Block: a tile of BM pixels x BN channels, in steps of BK source channels of one tap, by warps of
-// WM x WN; taps that no pixel of the tile meets are left out. Source positions are looked up once
-// for each tile and told apart by one bit a tap. Dynamic shared memory: a ring of STAGES steps of
-// both operands (the finished sums pass through there too), then offsets and bits of pixels and taps,
-// which dense_gather.py counts.
-// Relies on its launcher for the grid (channel tiles running fastest, then pixel tiles of the
-// largest phase; groups; phases), and for sources whose channels are side by side in whole 16-byte
-// chunks: strides and addresses are multiples of 16 bytes, and where the channels do not fill the
-// last chunk, zeros follow. The weight's chunks run along the source's channels (ACROSS 0) or along
-// the result's (ACROSS 1).
-// Deterministic: one order of additions for each result. Positions outside the source enter as zeros.
-// Index limits: pixels of a phase below 2^31; element offsets below 2^31, or 64-bit WIDE.
+// Grid: channel tiles (fastest), pixel tiles of the largest phase; groups; phases.
+// Block: BM pixels x BN channels, k-tiles of BK source channels of one tap, warp tiles of WM x WN. Taps that no
+//   pixel of the tile reads are skipped. Source offsets are computed once per tile; one bit per tap says
+//   whether a pixel reads it.
+// Shared memory (dynamic): STAGES stages of both operands (reused for the result), then offsets and bits of
+//   pixels and taps; counted by dense_gather.py.
+// Preconditions: source channels contiguous in whole 16-byte chunks: strides and addresses are multiples of 16
+//   bytes, and zeros fill the last chunk. The weight is K-major (ACROSS 0) or N-major (ACROSS 1). Positions
+//   outside the source are zeros.
+// Determinism: one order of additions per result.
+// Limits: pixels of a phase below 2^31; element offsets below 2^31, or 64-bit with WIDE.
 #include "conv/dense_epilogue.cuh"
 #include "conv/dense_mma.cuh"
 #include "core/opaque.cuh"

@@ -1,20 +1,21 @@
-// A first layer forward, whose few input channels would leave a tile of channels empty. The host's
-// side is first_forward.py.
+// fprop of a first layer, whose few input channels would leave a k-tile mostly empty (cp.async, mma.sync).
+// Launched by first_forward.py.
 //
-// y[n, k, o] = sum over c and r of x[n, c, o*stride + r - pad] * w[k, c, r].
-// GEMM: M = positions q of a row of y, N = channels of y, K = kernel rows x columns of windows, by
-// the matrices of first_windows.cuh, whose columns run over the taps of a kernel row and channels.
+//   y[n, k, o] = sum over c and r of x[n, c, o*stride + r - pad] * w[k, c, r].
+// M = positions q of a row of y, N = channels of y, K = kernel rows x columns of windows: the matrices of
+// first_windows.cuh, whose columns are the taps of a kernel row x channels.
 //
-// Block: 32 * `warp_channels` channels and a range of units. Warps: warp_channels x warps along the
-// unit, each with 32 positions of one row and 32 channels. A product takes two tiles of columns at a
-// time, from wherever in the list of all kernel rows' tiles. With RESIDENT a warp keeps its weights
-// of up to PAIRS such in registers (T = 1), else they are read from shared memory, for one tap along
-// D after the other. Dynamic shared memory, which first_forward.py counts: rings of STAGES units'
-// rows of x as they come and of their windows, and the weights.
-// Relies on its launcher for the grid (blocks of channels running fastest, then ranges of units),
-// dilation 1, one group, and x with channels and W side by side, 4-byte aligned.
-// Deterministic: one order of additions for each result. Positions outside the input enter as zeros.
-// Index limits: units and positions of a row below 2^31; 64-bit offsets elsewhere.
+// Grid: blocks of channels (fastest), ranges of units.
+// Block: 32 * `warp_channels` channels and a range of units. Warps: warp_channels x warps along the unit, each
+//   with 32 positions of one row and 32 channels. An mma step takes two column tiles from the list of all
+//   kernel rows' tiles. With RESIDENT a warp keeps up to PAIRS such steps' weights in registers (T = 1); else
+//   it reads them from shared memory, one tap along D after the other.
+// Shared memory (dynamic): STAGES units' rows of x as loaded and their windows, and the weights; counted by
+//   first_forward.py.
+// Preconditions: dilation 1, one group, x contiguous in channels and W, 4-byte aligned. Positions outside the
+//   input are zeros.
+// Determinism: one order of additions per result.
+// Limits: units and positions of a row below 2^31; 64-bit offsets elsewhere.
 #include "core/epilogue.cuh"
 #include "conv/first_windows.cuh"
 

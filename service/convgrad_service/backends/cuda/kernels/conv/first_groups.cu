@@ -1,22 +1,21 @@
-// The gradient of a first layer's input, several positions at a time. The host's side is
+// dgrad of a first layer (few input channels) by groups of positions (cp.async, mma.sync). Launched by
 // first_groups.py.
 //
-// x[n, c, i] = sum over k and taps r that meet an o: y[n, k, o] * w[k, c, r], i = o*stride + r - pad.
-// GEMM: M = groups of positions, N = a group's positions x channels, K = steps x channels of y, see
-// first_groups.cuh. A row of y enters the rows of x that it meets, each a sum in registers, complete
-// when y has moved on; so a row of y is read from memory once, and from shared memory once for each of
-// its TAPS shifts.
+//   x[n, c, i] = sum over k and taps r with an o: y[n, k, o] * w[k, c, r], i = o*stride + r - pad.
+// M = groups of positions along W, N = a group's positions x channels, K = steps along W x channels of y; see
+// first_groups.cuh. A row of y contributes to several rows of x, whose accumulators stay in registers until
+// y has advanced past them; so a row of y is read from global memory once, and from shared memory once per
+// shift (TAPS).
 //
-// Block: one plane (n, d), a segment of rows of x and one of groups; it walks over the rows of y that
-// meet them. Warps: the classes of rows of x that share a remainder by the stride, x `warp_groups`
-// along W, each with 32 groups and the weights of its class in registers: SLOTS kernel rows x TAPS x
-// STEPS steps of 16 channels, for TILES tiles of 8 columns. Dynamic shared memory, which
-// first_groups.py counts: a ring of STAGES rows of y, zeros outside, and the weights.
-// Relies on its launcher for the grid (groups' segments running fastest, then rows' segments, planes,
-// images), dilation 1, one group of channels, one tap along D, 16-bit types, and for y with channels
-// side by side in whole 16-byte chunks.
-// Deterministic: one order of additions for each result, however x is cut.
-// Index limits: offsets along a row of x and y below 2^31 elements; 64-bit elsewhere.
+// Grid: segments of groups (fastest), segments of rows, planes d, images n.
+// Block: one segment; walks down the rows of y that contribute. Warps: residues of x's rows modulo the stride x
+//   `warp_groups` along W, each with 32 groups and its residue's weights in registers: SLOTS kernel rows x
+//   TAPS x STEPS steps of 16 channels, for TILES tiles of 8 columns.
+// Shared memory (dynamic): STAGES rows of y, with zeros outside, and the weights; counted by first_groups.py.
+// Preconditions: dilation 1, one group, one tap along D, 16-bit types, channels of y contiguous in whole
+//   16-byte chunks.
+// Determinism: one order of additions per result, however x is divided among blocks.
+// Limits: element offsets along a row of x and y below 2^31; 64-bit elsewhere.
 #include "conv/first_groups.cuh"
 #include "ptx/mma.cuh"
 

@@ -1,22 +1,21 @@
-// The gradient of a first layer's weight, whose few input channels would leave a tile of channels
-// empty. The host's side is first_weight.py.
+// wgrad of a first layer, whose few input channels would leave a channel tile mostly empty (cp.async,
+// mma.sync). Launched by first_weight.py.
 //
-// w[k, c, r] = sum over pixels (n, o) of y[n, k, o] * x[n, c, o*stride + r - pad].
-// GEMM: M = channels of y, 16*ROWS in a block, N = columns of windows, by the matrices of
-// first_windows.cuh, for several kernel rows at once, K = positions q of rows of y.
+//   w[k, c, r] = sum over pixels (n, o) of y[n, k, o] * x[n, c, o*stride + r - pad].
+// M = channels of y, 16 * ROWS per block, N = columns of windows of several kernel rows (the matrices of
+// first_windows.cuh), K = positions q of rows of y.
 //
-// Block: kernel rows of one tap along D, 16*ROWS channels, and a share of the units. Warps:
-// warp_columns x rows of a unit; each has up to six tiles of 8 columns, all channels, and one row of y
-// of each unit. Dynamic shared memory, which first_weight.py counts: a ring of STAGES units of y, the
-// windows and the rows of x as they come; at the end the sums of all warps.
-// With one split the result is finished here, else every split writes float32 sums to its own part
-// of `partials`, in the order (k, t, r, s, c), and first_sum.cu adds them up.
-// Relies on its launcher for the grid (groups of kernel rows running fastest, then taps along D,
-// blocks of channels, splits), dilation 1, one group, for y with channels, or with ALONG_W W, side by
-// side in whole 16-byte chunks, and x with channels and W side by side, both 4-byte aligned.
-// Deterministic: one order of additions for each result and number of splits. Positions outside the
-// input enter as zeros.
-// Index limits: units and positions of a row below 2^31; 64-bit offsets elsewhere.
+// Grid: groups of kernel rows (fastest), then taps along D, blocks of channels, splits.
+// Block: kernel rows of one tap along D, 16 * ROWS channels, and a share of the units. Warps: warp_columns x rows
+//   of a unit; each has up to six tiles of 8 columns, all channels, and one row of y of each unit.
+// Results: with one split final; else each split writes float32 partial sums to its part of `partials`, ordered
+//   (k, t, r, s, c), and first_sum.cu reduces them.
+// Shared memory (dynamic): STAGES units of y, the windows and the rows of x as loaded, at the end the sums of
+//   all warps; counted by first_weight.py.
+// Preconditions: dilation 1, one group; y contiguous in channels (with ALONG_W: in W) in whole 16-byte chunks; x
+//   contiguous in channels and W; both 4-byte aligned. Positions outside the input are zeros.
+// Determinism: one order of additions per result and number of splits.
+// Limits: units and positions of a row below 2^31; 64-bit offsets elsewhere.
 #include "core/epilogue.cuh"
 #include "conv/first_windows.cuh"
 #include "ptx/pdl.cuh"

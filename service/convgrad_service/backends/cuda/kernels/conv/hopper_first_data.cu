@@ -1,32 +1,32 @@
-// The gradient of a first layer's input by groups of positions, on Hopper's products of a warpgroup.
-// The host's side is hopper_first_data.py.
+// dgrad of a first layer (few input channels) on Hopper, by groups of positions (TMA, wgmma). Launched by
+// hopper_first_data.py. Needs sm_90a.
 //
-// x[n, c, i] = sum over k and taps r that meet an o: y[n, k, o] * w[k, c, r], i = o*stride + r - pad.
-// GEMM: M = groups of positions, as many as the stride, N = kernel rows x 8 EIGHTS columns, of a group's
-// positions x channels, K = steps x channels of y, see first_groups.cuh. A row of y enters all the
-// rows of x that it meets in one product: its columns' sums of kernel row r are those of row
-// p*stride - pad + r of x, and so are complete, `stride` rows of them, when y has moved on.
+//   x[n, c, i] = sum over k and taps r with an o: y[n, k, o] * w[k, c, r], i = o*stride + r - pad.
+// M = groups of `stride` positions along W, N = kernel rows x 8 * EIGHTS columns (a group's positions x
+// channels), K = steps along W x channels of y; see first_groups.cuh. One wgmma adds a row of y to all rows
+// of x that it contributes to: its columns for kernel row r belong to row p*stride - pad + r of x, and
+// `stride` rows are complete each time y advances by a row.
 //
-// Block: one plane (n, d), a segment of rows of x and one of groups, all kernel rows or those that meet
-// the same rows of x, every `stride`-th; it walks over the rows of y that meet them. One thread copies
-// them (TMA), zeros from outside; a warpgroup multiplies 64 groups, and waits for nobody but the
-// copies. A position is a row of 128 bytes, 64 channels of 16 bits, or two of float32; a step along W,
-// of TAPS, is the same rows from one further on. Dynamic shared memory, which hopper_first_data.py
-// counts: 1,024 bytes to align it by, a ring of STAGES rows of y, and the weights of each step, all
-// columns by as many channels. Before its first use the ring's end holds the weights as they come.
-//
-// float32 is rounded to TF32, or with SPLIT taken as three numbers of bfloat16 whose sum it is: six
-// products, all that are 2^-25 of the largest or more. The weights' numbers lie in shared memory, y's
-// are made in registers. Products of the largest numbers are added up in float32 every few steps, for
-// the tensor cores cut off each of their sums. What is too small or too large to be split is scaled by
-// a power of two (core/split_floats.cuh): one of all weights, and one of each warp's part of a row of y.
-// Relies on its launcher for the grid (groups' segments running fastest, then rows' segments, planes,
-// images; blockIdx.y is the first kernel row), dilation 1, one group of channels, one tap along D, at
-// most ROWS kernel rows of a block and TAPS steps, 16 * STEPS channels of y, stride*C at most
-// 8 * EIGHTS along W, and where EIGHTS is 1 at most two rows of x that a row of y completes. Needs
-// sm_90a, a warpgroup for each 64 groups and 32 threads, with SPLIT 128.
-// Deterministic: one order of additions for each result, however x is cut.
-// Index limits: offsets along a row of x and y below 2^31 elements; 64-bit elsewhere.
+// Grid: segments of groups (fastest), segments of rows of x, planes d, images n; blockIdx.y is the first
+//   kernel row.
+// Block: one segment, with all kernel rows or every `stride`-th (those of one residue of x's rows). One
+//   thread loads rows of y by TMA; each consumer warpgroup has 64 groups and waits for the loads only. In
+//   shared memory a position is a row of 128 bytes: 64 16-bit channels, or two float32 rows. Of the TAPS
+//   steps along W, each is the same rows from one position further on.
+// float32 is rounded to TF32, or with SPLIT taken as three bfloat16 parts: six products, which keeps all terms
+//   of at least 2^-25 of the largest. The weights' parts are in shared memory, y's are made in registers.
+//   The largest products are accumulated in float32 every few steps, because tensor cores truncate each of
+//   their sums. Power-of-two scales (core/split_floats.cuh), one for the weights and one per warp's part of
+//   a row of y, keep the split exact for tiny and huge values.
+// Threads: 128 for each 64 groups, and 32 (with SPLIT 128).
+// Shared memory (dynamic): 1,024 bytes of alignment, STAGES rows of y, and the weights of each step, all columns
+//   by as many channels; counted by hopper_first_data.py. Initially the end of the stages holds the weights
+//   as loaded.
+// Preconditions: dilation 1, one group, one tap along D, at most ROWS kernel rows per block and TAPS steps,
+//   16 * STEPS channels of y, stride*C at most 8 * EIGHTS along W; with EIGHTS 1 a row of y completes at most
+//   two rows of x. Positions outside y are zeros.
+// Determinism: one order of additions per result, however x is divided among blocks.
+// Limits: element offsets along a row of x and y below 2^31; 64-bit elsewhere.
 #include "conv/hopper_first_data.cuh"
 #include "ptx/warpgroup.cuh"
 

@@ -1,26 +1,26 @@
-// The gradient of a first layer's weight on Hopper in float32: few channels of the input. The host's
-// side is hopper_first_split.py.
+// wgrad of a first layer (few input channels) on Hopper in float32 (TMA, wgmma on bfloat16 parts). Launched
+// by hopper_first_split.py. Needs sm_90a.
 //
-// The same product by the same steps as in hopper_first_taps.cu: M = kernel rows x what a window holds
-// of a row of x, N = CHANNELS of y, 32 or 64, K = columns of a row of y. Each number is taken as PARTS numbers
-// of bfloat16 whose sum it is. Three: true float32, six products, all that are 2^-25 of the largest or
-// more; those of the largest numbers are added up in float32 every few steps, for the tensor cores cut
-// off each of their sums. Two: three products, more exact than TF32's one. What is too small or too
-// large to be split is scaled by a power of two (core/split_floats.cuh): one of a row of y, and one of what a
-// warp meets of x there.
+// The GEMM and its steps are those of hopper_first_taps.cu, with N = CHANNELS channels of y, 32 or 64. Each
+// element is split into PARTS bfloat16 parts. PARTS 3: float32 accuracy from six products, which keeps all
+// terms of at least 2^-25 of the largest; the largest products are accumulated in float32 every few steps,
+// because tensor cores truncate each of their sums. PARTS 2: three products, more accurate than TF32.
+// Power-of-two scales (core/split_floats.cuh), one per row of y and one for the elements of x that a warp
+// reads there, keep the split exact for tiny and huge values.
 //
-// Block: CHANNELS of y, some tiles of 64 of M and a share of all rows of y. Two threads copy (TMA) rows of
-// y and of x; a warpgroup makes the numbers of bfloat16 of y's rows, those of x are made in registers;
-// the others multiply, each a tile, or a part of a row's columns for a tile that two share. Sums go to
-// the block's own part of `partials`, in the order (k, r, s, c), and first_sum.cu adds them up.
-// Dynamic shared memory, which hopper_first_split.py counts: 1,024 bytes to align it by, rings of rows
-// of y, of their numbers of bfloat16, and of rows of x; in the end the sums.
-// Relies on its launcher for the grid (tiles' groups running fastest, then blocks of channels; shares),
-// one tap along D, no dilation, an even number of elements from window to window, rows of whole 16
-// bytes. Needs sm_90a, 128 threads for each warpgroup that multiplies and 256.
-// Deterministic: one order of additions for each result and number of shares. Positions outside enter
-// as zeros.
-// Index limits: rows of y, elements of a row below 2^31; 64-bit offsets elsewhere.
+// Grid: groups of tiles (fastest), then blocks of channels; shares of the rows of y.
+// Block: CHANNELS channels of y, some 64-row tiles of M, and a share of all rows of y. Two producer threads load
+//   rows of y and of x; one warpgroup splits y's rows into parts in shared memory, x's parts are made in
+//   registers; the other warpgroups run wgmma, each on a tile, or on a part of a row's columns of a tile
+//   that two share. Partial sums go to the block's part of `partials`, ordered (k, r, s, c); first_sum.cu
+//   reduces them.
+// Threads: 128 per consumer warpgroup, and 256.
+// Shared memory (dynamic): 1,024 bytes of alignment, stages of rows of y, of their parts, and of rows of x, at
+//   the end the sums; counted by hopper_first_split.py.
+// Preconditions: one tap along D, no dilation, an even number of elements between windows, rows of whole 16
+//   bytes. Positions outside the input are zeros.
+// Determinism: one order of additions per result and number of shares.
+// Limits: rows of y and elements of a row below 2^31; 64-bit offsets elsewhere.
 #include "ptx/load_store.cuh"
 #include "conv/hopper_first_sums.cuh"
 #include "ptx/pdl.cuh"

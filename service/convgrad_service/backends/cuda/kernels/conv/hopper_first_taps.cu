@@ -1,26 +1,25 @@
-// The gradient of a first layer's weight on Hopper: few channels of the input. The host's side is
-// hopper_first_taps.py.
+// wgrad of a first layer (few input channels) on Hopper (TMA, wgmma). Launched by hopper_first_taps.py.
+// Needs sm_90a.
 //
-// w[k, c, r, s] = sum over pixels (n, p, q) of y[n, p, q, k] * x[n, p*stride + r - pad, q*stride + s -
-// pad, c]. With channels last the taps of a kernel row meet neighbouring numbers of a row of x.
-// GEMM: M = kernel rows x what a window holds of a row of x, an even number, N = 64 channels of y, K =
-// columns of a row of y, 16 a product. Rows of x lie in shared memory as they come: a product's first
-// operand is read from them into registers, two neighbours of a window at a time, which are a lane's
-// two rows of the product.
+//   w[k, c, r, s] = sum over pixels (n, p, q) of y[n, p, q, k] * x[n, p*stride + r - pad, q*stride + s - pad, c].
+// M = kernel rows x the elements of a window in a row of x (S * C rounded up to an even number), N = 64
+// channels of y, K = columns of a row of y, 16 per wgmma. With channels last, the taps of a kernel row are
+// consecutive elements of a row of x. Rows of x are in shared memory unchanged; the A operand is read from
+// them into registers, two consecutive elements of a window at a time: the two rows that a lane holds.
 //
-// Step: a row of y, of a segment of columns, and the rows of x that it adds; or, where a walk down an
-// image begins, rows of x alone. Block: 64 channels, some tiles of 64 of M and a share of all rows of
-// y. A warpgroup has the sums of a tile in registers; of `parts` that share a tile each takes PRODUCTS
-// of a row. Two threads copy (TMA) rows of y, channels side by side, and rows of x. Sums go
-// to the block's own part of `partials`, in the order (k, r, s, c), and first_sum.cu adds them up.
-// Dynamic shared memory, which hopper_first_taps.py counts: 1,024 bytes to align it by, rings of rows
-// of y and of x; in the end the sums.
-// Relies on its launcher for the grid (tiles' groups running fastest, then blocks of channels; shares),
-// one tap along D, no dilation, an even number of elements from window to window, rows of whole 16
-// bytes. Needs sm_90a, 128 threads for each warpgroup and 64.
-// Deterministic: one order of additions for each result and number of shares. Positions outside enter
-// as zeros.
-// Index limits: rows of y, elements of a row below 2^31; 64-bit offsets elsewhere.
+// Grid: groups of tiles (fastest), then blocks of channels; shares of the rows of y.
+// Block: 64 channels, some 64-row tiles of M, and a share of all rows of y. A step is a segment of a row of y
+//   and the rows of x that it adds; where a walk down an image begins, rows of x alone. One consumer
+//   warpgroup holds a tile's accumulators; `parts` warpgroups may share a tile, each with PRODUCTS wgmmas of
+//   a row. Two producer threads load rows of y (channels contiguous) and of x. Partial sums go to the block's
+//   part of `partials`, ordered (k, r, s, c); first_sum.cu reduces them.
+// Threads: 128 per consumer warpgroup, and 64.
+// Shared memory (dynamic): 1,024 bytes of alignment, stages of rows of y and of x, at the end the sums; counted
+//   by hopper_first_taps.py.
+// Preconditions: one tap along D, no dilation, an even number of elements between windows, rows of whole 16
+//   bytes. Positions outside the input are zeros.
+// Determinism: one order of additions per result and number of shares.
+// Limits: rows of y and elements of a row below 2^31; 64-bit offsets elsewhere.
 #include "conv/hopper_first_sums.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/warpgroup.cuh"

@@ -1,31 +1,30 @@
-// A dense convolution on Hopper, forward or the gradient of the input, as an implicit GEMM:
-// M = pixels of one phase of the result (over the batch), N = the result's channels,
-// K = channels of the source in chunks of a row of shared memory (outer), taps (inner).
-// The host's side is hopper_gather.py; phases and taps are those of core/gather_axes.py: along each
-// dimension, result position y0 + m*y_step (m in [0, count)) of a phase meets, at its tap j in
-// [0, taps), source position x0 + m*x_step + j*x_tap and weight tap r0 + j*r_step.
+// Dense convolution on Hopper, fprop or dgrad, as an implicit GEMM (TMA im2col, wgmma). Launched by
+// hopper_gather.py. Needs sm_90a.
 //
-// Grid: one block a multiprocessor, in clusters of CLUSTER = SHARING or SPLIT; each cluster takes one
-// tile of every turn over all phases (hopper_gather.cuh). Block: a tile of BM pixels x BN channels.
-// One warp looks ahead where tiles lie and which taps they meet; taps that no pixel of a tile meets
-// are left out. A thread starts the copies of the pixels of a step by im2col, zeros outside the
-// source, another those of the weights. CONSUMERS warpgroups multiply, each BM / CONSUMERS pixels; or
-// with PINGPONG two have every other tile to themselves, so that one stores while the other
-// multiplies: results are plain then. They meet in a ring of STAGES steps. SHARING blocks with
-// pixels of their own share weights, and copy a part each to all. Or else SPLIT of them take a part of
-// one tile's steps each, and a slab of its rows, of which the others send it their sums: then a cluster
-// has one tile, and all reductions of a phase are cut in the same places, whatever taps they leave out.
-// Dynamic shared memory: 1,024 bytes to align it by; the ring, each stage BM rows of 128 bytes and as
-// many bytes of weights as BN rows, or the next multiple of 64 of them; 8 KB for each warpgroup's
-// results on their way; two barriers a stage, two for each of four queued tiles with what is known of them,
-// and one for each of two warpgroups that take turns, or for the sums that other blocks send.
-// Relies on its launcher for tensor maps of sources whose strides are multiples of 16 bytes; one
-// group. The weight's rows run along the source's channels (ACROSS 0), or along the result's
-// (ACROSS 1), 16-bit types alone. Needs sm_90a.
-// Deterministic: one order of additions for each result, whatever the tile, but for SPLIT. Positions
-// outside the source enter as zeros.
-// Index limits: pixels of a phase and tiles below 2^31; 64-bit offsets. Warpgroups that take turns
-// count places of results in 16 bytes and 32 bits: less than 64 GiB (hopper_gather_plan.py: may_alternate).
+// M = pixels of one phase of the result (over the batch), N = result channels,
+// K = source channels in k-tiles of 128 bytes (outer) x taps (inner).
+// Phases and taps are those of core/gather_axes.py: along each dimension, result position y0 + m*y_step (m in
+// [0, count)) of a phase reads, at its tap j in [0, taps), source position x0 + m*x_step + j*x_tap with
+// weight tap r0 + j*r_step. Taps that no pixel of a tile reads inside the source are skipped.
+//
+// Grid: persistent, one block per SM, in clusters of CLUSTER = SHARING or SPLIT blocks; in each wave a
+//   cluster takes one tile of the list of all phases' tiles (hopper_gather.cuh).
+// Block: BM pixels x BN channels. Producer warpgroup: one warp computes the coming tiles and their taps, one
+//   thread loads source pixels (im2col), one loads weights. CONSUMERS warpgroups run wgmma: cooperatively,
+//   BM / CONSUMERS pixels each; or with PINGPONG two take alternate tiles, so that one's epilogue overlaps
+//   the other's mainloop (plain results only). The weight is K-major (ACROSS 0) or N-major (ACROSS 1,
+//   16-bit types).
+// Cluster: SHARING blocks with different pixels share weights by multicast. SPLIT blocks split the k-tiles of
+//   one tile and reduce through distributed shared memory, each its part of the rows; a cluster then has one
+//   tile, and all tiles of a phase are split at the same k-tiles, whatever taps they skip.
+// Shared memory (dynamic): 1,024 bytes of alignment; STAGES stages of BM rows of 128 bytes and of the weights'
+//   64-row boxes; 8 KB of staging per consumer warpgroup; mbarriers: full and empty per stage, full and
+//   empty per entry of the tile queue, one per warpgroup (PINGPONG) or one for the reduction (SPLIT); the
+//   tile queue.
+// Preconditions: one group; source strides are multiples of 16 bytes. Positions outside the source are zeros.
+// Determinism: one order of additions per result, whatever the tile shape, except for SPLIT.
+// Limits: pixels of a phase and tiles below 2^31; 64-bit offsets. PINGPONG addresses results in 32-bit counts
+//   of 16 bytes: below 64 GiB (hopper_gather_plan.py: may_alternate).
 #include "conv/hopper_gather_copies.cuh"
 #include "conv/hopper_gather_pingpong.cuh"
 #include "conv/hopper_gather_planes.cuh"

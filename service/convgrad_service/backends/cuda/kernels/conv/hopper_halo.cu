@@ -1,28 +1,27 @@
-// A dense convolution with few channels, forward or the gradient of the input, on Hopper: a tile of
-// positions finds all its taps in boxes of the source that are loaded once, not once a tap.
-// The host's side is hopper_halo.py.
+// Dense convolution with few channels on Hopper, fprop or dgrad (TMA, wgmma): a tile of positions finds all
+// its taps in boxes of the source that are loaded once, not once per tap. Launched by hopper_halo.py.
+// Needs sm_90a.
 //
-// y[n, k, y0 + m*y_step] = sum over taps j and c of x[n, c, m*x_step + offset(j)] * w[k, c, tap(j)].
-// GEMM, of one tap: M = 64 of the result's channels, N = COLUMNS positions, K = 32 of the source's
-// channels. Positions are counted along the rows of a slice, halo included, so a tap is a
-// displacement: its operand is the slice from so many pixels on, 64 bytes each. What the columns at
-// the ends of rows sum up is left there.
+//   y[n, k, y0 + m*y_step] = sum over taps j and c of x[n, c, m*x_step + offset(j)] * w[k, c, tap(j)].
+// GEMM per tap: M = 64 result channels, N = COLUMNS positions, K = 32 source channels. Positions are numbered
+// along the rows of a slice of the source including its halo, so a tap is a displacement: its operand is the
+// slice from some pixel on, 64 bytes per pixel. Columns beyond the ends of rows are computed and discarded.
 //
-// Tile: a box of positions, of all images and channel tiles in turn; a block takes tiles blockIdx.x,
-// + gridDim.x, ...
-// It has two warpgroups that multiply, which share the columns or the result's channels, and one
-// whose first two warps load: slices of the source (boxes over W and H, zeros outside) into a ring
-// of stages, weights into another ring or, where all of them fit, once. Tables say what belongs
-// together (hopper_halo_args.cuh): passes, each of which sums up one result of the tile, slices,
-// steps, taps. With 32 channels of the result a product has them twice: once for its positions, with
-// one tap, and once for those one position deeper, with the tap before it.
-// Shared memory: the tables; dynamic: 1,024 bytes to align it by, stages, weights, barriers, which
-// hopper_halo_tiles.py counts.
-// Relies on its launcher for the tables, and for a source and a weight with channels side by side in
-// whole 16-byte chunks. Needs sm_90a, 384 threads.
-// Deterministic: one order of additions for each result, however the tiles lie.
-// Index limits: positions along a dimension below 2^28; offsets within a tile of a result below 2^31
-// bytes, elsewhere 64-bit.
+// Grid: a tile is a box of positions of one image and channel tile; a block takes tiles blockIdx.x,
+//   + gridDim.x, ...
+// Block (384 threads): two consumer warpgroups, which divide the columns or the result channels, and a
+//   producer warpgroup: one warp loads source slices (boxes over W and H) through a pipeline of stages,
+//   another loads weights through a second pipeline, or once where all of them fit. Tables
+//   (hopper_halo_args.cuh) list passes, each of which accumulates one result of the tile, and their slices,
+//   k-steps and taps. With 32 result channels M holds them twice: for a position with one tap, and for the
+//   position one deeper with the tap before it.
+// Shared memory: the tables; dynamic: 1,024 bytes of alignment, stages, weights, mbarriers; counted by
+//   hopper_halo_tiles.py.
+// Preconditions: the tables; channels of source and weight contiguous in whole 16-byte chunks. Positions
+//   outside the source are zeros.
+// Determinism: one order of additions per result, whatever the tiles.
+// Limits: positions along a dimension below 2^28; byte offsets within a result tile below 2^31; 64-bit
+//   elsewhere.
 #include "conv/hopper_halo_result.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/warpgroup.cuh"

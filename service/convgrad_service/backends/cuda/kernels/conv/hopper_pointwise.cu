@@ -1,26 +1,23 @@
-// A 1x1 convolution of stride 1 on Hopper whose channels lie apart (channels first), forward or the
-// gradient of the input, as a GEMM for each image: M = the result's channels, N = pixels, K = the
-// source's channels. Both sides are read and written as they lie. The host's side is
-// hopper_pointwise.py.
+// A 1x1 convolution of stride 1 on Hopper, channels first, fprop or dgrad, as a GEMM per image (TMA, wgmma).
+// Launched by hopper_pointwise.py. Needs sm_90a.
 //
-// y[n, m, p] = sum over k of w[k, m] (ACROSS: weights lie along the result's channels; else w[m, k])
-// * x[n, k, p].
+// M = result channels, N = pixels, K = source channels:
+//   y[n, m, p] = sum over k of w[k, m] * x[n, k, p]  (ACROSS: the weight is M-major; else w[m, k], K-major).
+// The source is N-major; both tensors are used in their own layout. With SPREAD, dgrad where windows do not
+// overlap (stride = kernel, 2 along W; no padding): M = result channels x taps; a row of accumulators is a
+// channel's pixels of one tap, and rows of two taps adjacent along W are interleaved into rows of the result.
 //
-// With SPREAD, the gradient of the input where each pixel of the output has taps of its own (stride =
-// kernel, along W 2; no padding): M = the result's channels x taps, each row of sums a channel's pixels
-// of one tap. Rows of two taps along W that follow each other are put together for the result's rows.
-//
-// Grid: one block a multiprocessor, which takes tiles blockIdx.x, + gridDim.x, ... of BM channels
-// (fastest) x BN pixels of one image. Block: a thread starts the copies of a step's source, 64 channels
-// of BN pixels, which products read along N; another one those of the weights. Two warpgroups multiply,
-// each half of the tile's channels, or where BM is 64 half of its pixels. They meet in a ring of STAGES
-// steps. Results leave by the copy engine, 64 x 64 of a warpgroup at a time, each through one of two
-// buffers, which cuts off what is beyond the image and the channels; with SPREAD from registers.
-// Dynamic shared memory: 1,024 bytes to align it by; the ring, each stage BM + BN rows of 128 bytes; two
-// times 8 KB for each warpgroup's results; two barriers a stage.
-// Relies on its launcher for images and channels that start at multiples of 16 bytes. Needs sm_90a.
-// Deterministic: one order of additions.
-// Index limits: tiles below 2^31.
+// Grid: persistent, one block per SM: tiles blockIdx.x, + gridDim.x, ... of BM channels (fastest) x BN pixels
+//   of one image.
+// Block: one thread loads the source (64 channels of BN pixels per k-tile), one the weights; two consumer
+//   warpgroups, each with half of the tile's channels, or of its pixels where BM is 64. Results are stored
+//   by TMA, 64 x 64 at a time through one of two buffers per warpgroup, clipped to image and channels; with
+//   SPREAD from registers.
+// Shared memory (dynamic): 1,024 bytes of alignment; STAGES stages of BM + BN rows of 128 bytes; two buffers of
+//   8 KB per warpgroup; mbarriers, full and empty per stage.
+// Preconditions: images and channels start at multiples of 16 bytes.
+// Determinism: one order of additions.
+// Limits: tiles below 2^31.
 #include "ptx/load_store.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/pdl.cuh"

@@ -1,35 +1,31 @@
-// The gradient of a dense convolution's weight on Hopper, as an implicit GEMM: M = channels of
-// grad_output, N = taps x channels of the input, K = pixels of grad_output. The host's side is
-// hopper_weight.py.
+// wgrad of a dense convolution on Hopper, as an implicit GEMM (TMA im2col, wgmma). Launched by
+// hopper_weight.py. Needs sm_90a.
 //
-// w[k, c, r] = sum over pixels (n, o) of y[n, k, o] * x[n, c, o*stride + r*dilation - pad].
+// M = channels of grad_output (y), N = taps x input channels, K = pixels of y:
+//   w[k, c, r] = sum over pixels (n, o) of y[n, k, o] * x[n, c, o*stride + r*dilation - pad].
+// A k-tile is 64 pixels: boxes of 64 channels of y, and boxes of CHANNELS channels of x, each of one tap or of
+// `shared_taps` adjacent taps along W, which read the same box `dilation` rows apart. For the latter, rows
+// of y are extended by `halo` zero pixels, so that consecutive pixels are adjacent along W for each tap.
+// Both operands are MN-major, as in global memory. With PLANES (1x1 kernels of stride 1, channels first) an
+// image is one row of y, padded by `halo`; boxes are planes of channels, 128 bytes of pixels each, and
+// operands are K-major: 16-bit, or float32 as TF32 with k-tiles of 32 pixels.
 //
-// A step is 64 pixels. Of y it takes boxes of 64 channels; of x boxes of CHANNELS channels, each of
-// one tap, or of `shared_taps` neighbouring taps along W, which find their pixels in the same box,
-// `dilation` rows further on each. For that rows of y are `halo` pixels longer, zeros that TMA puts
-// there, so that pixels that follow each other in memory do so along W too, at each tap. Both
-// operands lie in shared memory as they do in global memory, channels side by side (along M and N).
-//
-// Block: a unit is a tile, whole or a share of its pixels; a block takes units blockIdx.x, +
-// gridDim.x, ... Four threads copy (TMA, im2col), WARPGROUPS warpgroups multiply: each has ROWS times
-// 64 rows of the tile's WARPGROUPS*ROWS*64 and all its columns, or where they SPREAD all of ROWS*64
-// rows and its part of the columns: PRODUCTS times COLUMNS of them. Dynamic shared memory: 1,024
-// bytes to align it by, a ring of `stages` steps; hopper_weight_tiles.py counts it.
-// With PLANES (1x1 kernels of stride 1, channels first) an image is one row of y, its last step filled
-// with zeros by `halo`; boxes are planes of channels, 128 bytes of pixels each, and products read them
-// along K: of 16 bits, or of float32 as TF32, whose steps are 32 pixels.
-// Clusters of CLUSTER blocks: SUMS of them with shares of one tile, a unit each, which they add up
-// through their shared memory (hopper_weight_cluster_reduce.cuh); and CLUSTER / SUMS with neighbouring tiles
-// and one share, of which each copies a part of the boxes that all need, to all of these.
-// Sums of a whole tile become results here, the others partial sums. Where each block has at most one
-// of those, its last unit, a tile's blocks then add them up (`met`, hopper_weight_grid_reduce.cuh), else
-// hopper_weight_sum.cu does.
-// Relies on its launcher for channels that TMA can read (rows of whole 16 bytes), and for whole tiles
-// for a result that is the sum itself, its channels side by side and eight (float32: two) aligned.
-// Deterministic: one order of additions for each result and number of shares. Positions outside the
-// input and beyond a row of y enter as zeros. float32 by scaled halves: what a channel lost might show in
-// few sums, which are taken again by the definition.
-// Index limits: pixels, with the halo, below 2^31; elements and results 64-bit.
+// Grid: a work unit is a tile, or a share of a tile's pixels; a block takes units blockIdx.x, + gridDim.x, ...
+// Block: four producer threads and WARPGROUPS consumer warpgroups, each with 64 * ROWS rows and all columns of
+//   the tile, or with SPREAD all 64 * ROWS rows and PRODUCTS x COLUMNS of the columns.
+// Cluster: SUMS blocks with shares of one tile, one unit each, reduce it through distributed shared memory
+//   (hopper_weight_cluster_reduce.cuh); CLUSTER / SUMS blocks with neighbouring tiles of one share load
+//   their common boxes by multicast, a part each.
+// Results: sums of a whole tile are final; others are partial sums. If a block has at most one of these, its
+//   last unit, a tile's blocks reduce them (`met`, hopper_weight_grid_reduce.cuh); else
+//   hopper_weight_sum.cu does.
+// Shared memory (dynamic): 1,024 bytes of alignment; `stages` k-tiles; counted by hopper_weight_tiles.py.
+// Preconditions: channels that TMA can read (rows of whole 16 bytes). For whole tiles, a plain result with
+//   contiguous channels, aligned to eight of them (float32: two). Positions outside the input, and beyond a
+//   row of y, are zeros.
+// Determinism: one order of additions per result and number of shares. float32 by scaled halves: sums that
+//   channels' lost bits may affect are recomputed by definition.
+// Limits: pixels, with the halo, below 2^31; 64-bit elements and results.
 #include "conv/hopper_weight_cluster_reduce.cuh"
 #include "conv/hopper_weight_copies.cuh"
 #include "conv/hopper_weight_grid_reduce.cuh"

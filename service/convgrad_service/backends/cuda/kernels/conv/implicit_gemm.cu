@@ -1,24 +1,23 @@
-// A convolution as an implicit GEMM: fprop, dgrad or wgrad, any geometry, by cp.async and mma.sync.
-// The host's side is implicit_gemm.py.
+// Convolution as an implicit GEMM (cp.async, mma.sync): fprop, dgrad or wgrad, any geometry. Launched by
+// implicit_gemm.py.
 //
-//            M (rows)                      N (columns)                    K (the reduction)
-//   fprop    pixels of the output          output channels                taps x input channels
-//   dgrad    pixels of a phase of the      input channels                 taps of the phase x
-//            input                                                        output channels
-//   wgrad    output channels               taps x input channels          pixels of the output
+//           M                              N                       K
+//   fprop   pixels of the output           output channels         taps x input channels
+//   dgrad   pixels of a phase of the       input channels          taps of the phase x output channels
+//           input
+//   wgrad   output channels                taps x input channels   pixels of the output
+// Channels of a tap are padded to 16-byte chunks, in K and (wgrad) in N. Groups are a batch dimension.
 //
-// Channels of a tap are padded to chunks of 16 bytes, in K and (wgrad) in N. Groups are a batch.
-//
-// Block: a tile of kM x kN. The reduction is split among the blocks of a cluster, which add up in the
-// order of their ranks through distributed shared memory, and, where that is not enough, among
-// clusters, which leave their sums in a workspace: the block that comes last adds them up, in the order
-// of clusters. So one order of additions, which the launch decides.
-//
-// Relies on its launcher for the grid (blocks of a cluster running fastest, then column tiles, then
-// row tiles; groups; splits of the workspace, then phases), for channels of the source, of the weight's
-// inner dimension and of grad_output that are side by side, in vectors of VECTOR bytes that are
-// aligned, and for counters that are zero.
-// Index limits: pixels of a phase, and rows of the reduction, below 2^31; 64-bit offsets.
+// Grid: blocks of a cluster (fastest), column tiles, row tiles; groups; workspace splits, then phases.
+// Block: a kM x kN tile (core/mma_multistage.cuh). K is split among the blocks of a cluster, which reduce
+//   through distributed shared memory in the order of their ranks, and, where that is not enough, among
+//   clusters, which leave partial sums in a workspace: the last block to arrive reduces them in the order of
+//   clusters.
+// Shared memory (dynamic): the pipeline's stages, reused by the reduction; mbarrier.
+// Preconditions: channels of the source, of the weight's inner dimension and of grad_output are contiguous, in
+//   aligned vectors of VECTOR bytes; counters are zero.
+// Determinism: one order of additions, decided by the launch.
+// Limits: pixels of a phase and K below 2^31; 64-bit offsets.
 #include "conv/implicit_gemm_result.cuh"
 #include "core/cluster_reduce.cuh"
 #include "core/mma_multistage.cuh"
