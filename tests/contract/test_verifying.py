@@ -127,6 +127,26 @@ def test_tensors_may_be_sent_drawn_or_stored(http: httpx.Client) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("shared", "sentence"),
+    [
+        ({"result_output": {"region": "r", "dtype": "float32"}}, "expected an object such as"),
+        ({"result_output": {"region": "r", "dtype": "int8", "shape": [1]}}, "expected an object"),
+        ({"result": {"region": "r", "dtype": "float32", "shape": [1]}}, 'names "result"'),
+        ({"input": {"region": "r", "dtype": "float32", "shape": [1]}}, 'names "input"'),
+        (
+            {"result_output": {"region": "r", "dtype": "float32", "shape": [2, 8, 9, 9]}},
+            "shared memory is not enabled on this server",
+        ),
+    ],
+)
+def test_shared_memory_is_refused(http: httpx.Client, shared: Any, sentence: str) -> None:
+    x = np.zeros((2, 8, 9, 9), np.float32)
+    found = verify(http, "conv_fwd", {}, layer=LAYER, input=x, shared_memory=shared)
+    assert found.status_code in (400, 422)
+    assert sentence in found.json()["detail"]
+
+
 def test_json_and_multipart_bodies(http: httpx.Client) -> None:
     tensors, parameters = drawn("conv_fwd", LAYER, seed=0)
     result = computed(http, "conv_fwd", tensors, parameters)["output"]

@@ -16,6 +16,7 @@ from pydantic import Field, create_model
 from convgrad.contract.base import Request, is_tensor
 from convgrad.contract.fields import Int, Parsed, Tensor
 from convgrad.contract.operations import OPERATIONS, Operation
+from convgrad.contract.shared_tensors import SharedTensors
 
 __all__ = [
     "DISTRIBUTIONS",
@@ -124,6 +125,11 @@ class VerifyRequest(_Examination):
         default="float32",
         description="How it adds: float32 rounds to nearest (2^-24 a term), tensor_core truncates "
         "(2^-23 a term). float64 tensors are added in float64.",
+    )
+    shared_memory: SharedTensors = Field(
+        default_factory=dict,
+        description="Tensors in shared memory, by field: the name of a registered region, dtype, "
+        "shape, and the offset in bytes.",
     )
 
 

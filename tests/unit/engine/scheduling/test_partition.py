@@ -30,7 +30,7 @@ from convgrad_service.engine.workers.execute import Job
 from convgrad_service.problems import Problem, problem_from
 from tests.support.fake_backends import Gated
 from tests.support.in_memory import answer, begun, kept
-from tests.support.manual_worker import ManualWorker
+from tests.support.scheduling import Recorder
 
 DONE = JobResult("k", 1.0, 1, 0, 0.0, 0.0)
 GRAD = np.random.default_rng(0).standard_normal((8, 4, 12, 12), np.float32)
@@ -262,7 +262,7 @@ def test_only_parts_of_a_dead_worker_run_again() -> None:
         schedule = plane.hub.scheduler
         (only,) = schedule._running
         schedule.lost(only)
-        dying, next_one = ManualWorker(2), ManualWorker(5)
+        dying, next_one = Recorder(2), Recorder(5)
         schedule.add(dying)
         async with begun(plane, called(), lambda: Decoded(FIELDS)) as work:
             await work.fill(work.request.tensors())

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -13,52 +11,11 @@ import pytest
 from convgrad.errors import DeadlineExceeded, DeviceUnavailable, Overloaded
 from convgrad_service.engine.memory.tensor_layout import PackedTensorLayout
 from convgrad_service.engine.scheduling.cost_model import CostModel
-from convgrad_service.engine.scheduling.partition import JobResult
 from convgrad_service.engine.scheduling.scheduler import Scheduler
 from convgrad_service.engine.scheduling.task import Task, WorkerLost
 from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.engine.workers.execute import Job
-
-DONE = JobResult("kernel", 0.0, 1, 0, 0.0, 0.0)
-
-
-@dataclass(eq=False)
-class Recorder:
-    """A worker whose tasks the test finishes."""
-
-    slots: int = 1
-    held: list[Task] = field(default_factory=list)
-    cancelled: list[Task] = field(default_factory=list)
-    device: int = 0
-    used: int = 0
-
-    def start(self, task: Task) -> None:
-        self.held.append(task)
-
-    def cancel(self, task: Task) -> None:
-        self.cancelled.append(task)
-
-    def has_used(self, job: Job) -> int:
-        return self.used if job.regions else 0
-
-
-def job(cost: int = 1) -> Job:
-    return Job(PackedTensorLayout(b"", cost), 0)
-
-
-def known_pace(units_per_s: float) -> CostModel:
-    pace = CostModel()
-    for _ in range(1000):
-        pace.learn(units_per_s, 1.0)
-    return pace
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(scenario)
-
-
-def submit(schedule: Scheduler, cost: int = 1, deadline_s: float | None = None) -> Task:
-    return schedule.submit(job(cost), deadline_s or time.monotonic() + 60)
+from tests.support.scheduling import DONE, Recorder, known_pace, run, submit
 
 
 def finish(schedule: Scheduler, worker: Recorder, result: Any = DONE) -> Task:

@@ -24,12 +24,10 @@ from convgrad_service.engine.telemetry.record import Timings
 from convgrad_service.problems import run_in_pieces
 from tests.support.fake_backends import Gated
 from tests.support.in_memory import answer, begun, kept
-from tests.support.manual_worker import ManualWorker
 from tests.support.numerics.arrays import Arrays
 from tests.support.numerics.bounds import assert_same_bits
-from tests.unit.engine.scheduling.test_sums import BACKWARD, FIELDS, problem, small_parts
-
-__all__ = ["small_parts"]
+from tests.support.scheduling import Recorder
+from tests.support.split_sums import BACKWARD, FIELDS, problem
 
 BACKEND = CpuBackend(threads=1)
 DONE = JobResult("k", 1.0, 1, 0, 0.0, 0.0)
@@ -134,7 +132,7 @@ def test_sums_are_not_streamed() -> None:
     asyncio.run(scenario())
 
 
-def _with(plane: Plane, worker: ManualWorker) -> None:
+def _with(plane: Plane, worker: Recorder) -> None:
     (only,) = plane.hub.scheduler._running
     plane.hub.scheduler.lost(only)
     plane.hub.scheduler.add(worker)
@@ -144,7 +142,7 @@ def _with(plane: Plane, worker: ManualWorker) -> None:
 def test_last_task_waits_for_all_and_survives_a_worker_death() -> None:
     async def scenario() -> None:
         plane = Plane(Gated())
-        schedule, dying = plane.hub.scheduler, ManualWorker(9)
+        schedule, dying = plane.hub.scheduler, Recorder(9)
         _with(plane, dying)
         async with begun(plane, called(), lambda: Decoded(FIELDS)) as work:
             await work.fill(work.request.tensors())
@@ -159,7 +157,7 @@ def test_last_task_waits_for_all_and_survives_a_worker_death() -> None:
             await _until(lambda: len(dying.held) == 5)
             assert dying.held[4].part == 4
             schedule.lost(dying)
-            fresh = ManualWorker(9)
+            fresh = Recorder(9)
             schedule.add(fresh)
             (again,) = fresh.held
             assert again is dying.held[4]
@@ -175,7 +173,7 @@ def test_cancellation_before_the_last_task_frees_memory() -> None:
     async def scenario() -> None:
         for when in ("computing", "adding up"):
             plane = Plane(Gated())
-            schedule, worker = plane.hub.scheduler, ManualWorker(9)
+            schedule, worker = plane.hub.scheduler, Recorder(9)
             _with(plane, worker)
             async with begun(plane, called(), lambda: Decoded(FIELDS)) as work:
                 await work.fill(work.request.tensors())
