@@ -34,16 +34,16 @@ using T = ELEMENT;
 constexpr int kColumns = COLUMNS;
 constexpr int kDepth = 32;  // channels of a chunk
 constexpr Major kWeights = ACROSS ? kMajorMn : kMajorK;
-constexpr int kThreads = 384, kGroups = 2, kLoaders = 8;  // the first warp that loads
+constexpr int kThreads = 384, kGroups = 2, kLoaders = 8;  // the first producer warp
 constexpr int kConsumers = kGroups * 4;                   // warps
-constexpr int kConsume = 1;                               // a barrier
+constexpr int kConsume = 1;                               // a named barrier
 
 template <int kCount>
 struct Count {
   static constexpr int value = kCount;
 };
 
-// A place in a ring, and the parity of its turn.
+// A position in a ring of pipeline stages, see core/pipeline_state.cuh.
 struct Place {
   u32 at = 0, parity = 0;
 
@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     hopper_halo(const __grid_constant__ HopperHaloArgs args) {
   extern __shared__ uint4 shared[];
   const int thread = threadIdx.x, lane = thread & 31;
-  // The same in all lanes, which the compiler knows of a shuffle alone.
+  // Uniform over lanes; the compiler infers that only from a shuffle.
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
   __shared__ HaloTables tables;
   const u32 base = (shared_address(shared) + 1023) & ~1023u;
@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   barriers.w_full = barriers.x_empty + 8 * args.stages;
   const int w_barriers = args.slots == 0 ? args.chunks : args.slots;
   barriers.w_empty = barriers.w_full + 8 * w_barriers;
-  const u32 staging = (barriers.w_empty + 8 * w_barriers + 15) & ~15u;  // where results go by chunks
+  const u32 staging = (barriers.w_empty + 8 * w_barriers + 15) & ~15u;  // staging of the epilogue
   if (warp == kLoaders) {
     for (int i = lane; i < args.stages; i += 32) {
       mbarrier_init(barriers.x_full + 8 * i, 1);
@@ -169,13 +169,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (warp == kLoaders + 1 && elect_one()) load_weights(args, args.tables, weights, barriers);
   } else {
     setmaxnreg_inc<232>();
-    // Read again and again, which the constants' cache is slow at.
+    // In registers: repeated reads from the constant cache are slow.
     for (u32 i = thread; i < sizeof tables / sizeof(int); i += kConsumers * 32) {
       reinterpret_cast<int*>(&tables)[i] = reinterpret_cast<const int*>(&args.tables)[i];
     }
     named_barrier_sync(kConsume, kConsumers * 32);
     const int group = warp / 4;
-    // Descriptors of the operands at shared address 0, from where they are moved in 16 bytes.
+    // Operand descriptors at shared address 0; advanced in units of 16 bytes.
     const bool twice = args.row_channels == 32;
     constexpr u32 kRowBytes = 2 * kDepth, kHalfBytes = 32 * kRowBytes;
     const u64 a_kind = !ACROSS ? k_major_descriptor<64>(0)
@@ -188,13 +188,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
     float sum[kColumns / 8][4];
     clear_sums(sum);
-    Place first, w_place;  // the former of the tile's first slice
+    Place first, w_place;  // the former is of the tile's first slice
     for (int tile = blockIdx.x; tile < args.all_tiles; tile += gridDim.x) {
       Place x_place;
       for (int pass = 0; pass < args.passes; ++pass) {
         const HaloPass& now = tables.pass[pass];
-        int add = 0;  // to what the sums are from before
-        // Barriers to pass once the step before is over, or 0.
+        int add = 0;  // scale_d: accumulate onto the previous sums
+        // mbarriers to arrive at once the previous step is complete, or 0.
         u32 x_release = 0, w_release = 0;
         const auto release = [&] {
           if (lane == 0) {
@@ -204,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           __syncwarp();
           x_release = w_release = 0;
         };
-        // And waits for the products before.
+        // Also waits for the previous wgmmas.
         const auto multiply_taps = [&](u64 a_step, u64 b_step, const HaloTap* from, auto count) {
           HaloTap tap[count.value];
 #pragma unroll
@@ -234,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             const u64 a_step =
                 a_first + (w_at * (args.slots == 0 ? args.chunk_bytes : args.slot_bytes) >> 4);
             const u64 b_step = b_first + (x_place.at * args.stage_bytes >> 4);
-            // Three taps at a time, so that the tensor cores do not wait for addresses.
+            // Three taps at a time, so that the tensor cores do not wait for address arithmetic.
             int j = 0;
             for (; j + 3 <= taps; j += 3) {
               multiply_taps(a_step, b_step, &tables.tap[step.first_tap + j], Count<3>());

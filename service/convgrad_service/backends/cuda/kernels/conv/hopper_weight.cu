@@ -37,9 +37,9 @@ using namespace convgrad;
 namespace {
 
 using Layout = Step<SPREAD ? ROWS : ROWS * WARPGROUPS, 64, sizeof(T)>;
-constexpr int kRowBytes = CHANNELS * static_cast<int>(sizeof(T));  // of a pixel in a box of x
+constexpr int kRowBytes = CHANNELS * static_cast<int>(sizeof(T));  // bytes of a pixel in a box of x
 constexpr Major kMajor = PLANES ? kMajorK : kMajorMn;
-// Of one product's depth, and how far on the next one's operands are.
+// K of one wgmma, and the distances to the next one's operands.
 constexpr int kDeep = 32 / static_cast<int>(sizeof(T));
 constexpr u32 kNextA = PLANES ? 32 : kDeep * 128, kNextB = PLANES ? 32 : kDeep * kRowBytes;
 constexpr int kFragments = COLUMNS / 8, kBlocks = COLUMNS / CHANNELS;
@@ -47,7 +47,7 @@ constexpr int kMostBoxes = kBlocks * PRODUCTS * (SPREAD ? WARPGROUPS : 1);
 constexpr int kTurns = 4, kMostCopied = (Layout::kYBoxes + kMostBoxes + kTurns - 1) / kTurns;
 constexpr int kThreads = (WARPGROUPS + 1) * 128;
 constexpr int kArgumentWords = (sizeof(HopperWeightArgs) - sizeof(TensorMap) * 2) / 4 - 1;
-// What the blocks of a cluster do together: copy what their tiles share, or sum shares of one tile.
+// The two roles of clusters: multicast of common boxes, and the reduction of shares of one tile.
 constexpr int kCopying = CLUSTER / SUMS;
 constexpr bool kSums = SUMS > 1, kCopies = kCopying > 1;
 using Sums = ClusterSums<SUMS, kCopying, ROWS, PRODUCTS, kFragments>;
@@ -58,10 +58,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     hopper_weight(const __grid_constant__ HopperWeightArgs args) {
   extern __shared__ uint4 shared[];
   __shared__ u64 barriers[2 * kMostStages + (kSums ? Sums::kMost : 0)];
-  __shared__ Copied copied[kTurns][kMostCopied];  // of each thread that copies
+  __shared__ Copied copied[kTurns][kMostCopied];  // per producer thread
   const int thread = threadIdx.x, warpgroup = thread / 128, warp = thread / 32, lane = thread & 31;
   const WeightResult& of = args.result;
-  // Each warp has some of the argument fetched, so that nobody waits for one line after another.
+  // Each warp prefetches a part of the argument into the constant cache.
   const int ahead = reinterpret_cast<const int*>(&of)[min(warp * 16, kArgumentWords)];
   const u32 padding = -shared_address(shared) & 1023;
   char* const base = reinterpret_cast<char*>(shared) + padding;
@@ -73,11 +73,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     mbarrier_init(ring.emptied(thread), WARPGROUPS * 4 * kCopying);
     fence_mbarrier_init();
   }
-  // Its number among the blocks that copy together, and among those that sum together.
+  // This block's index among those that load together, and among those that reduce together.
   const int block = CLUSTER > 1 ? cluster_rank() : 0;
   const int copier = kSums ? block % kCopying : block, summer = kSums ? block / kCopying : 0;
   const int first_copier = block - copier;
-  const u32 joined = full + 2 * kMostStages * 8;  // where a cluster's sums come
+  const u32 joined = full + 2 * kMostStages * 8;  // mbarriers of the cluster's reduction
   if (kSums && thread == 0) {
     for (int i = 0; i < Sums::kMost; ++i) mbarrier_init(joined + i * 8, 1);
     fence_mbarrier_init();
@@ -86,10 +86,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     }
   }
   if (thread == WARPGROUPS * 128) prefetch_tensor_map(args.x_map), prefetch_tensor_map(args.y_map);
-  __shared__ Box boxes[2][kMostBoxes];  // of the tiles of this unit and of the one before
+  __shared__ Box boxes[2][kMostBoxes];  // for the tiles of this unit and of the previous one
   opaque_use(ahead);
   if (kCopies) {
-    // What their barriers start as has been published.
+    // Their mbarriers are initialised.
     cluster_arrive();
     cluster_wait();
   } else {
@@ -109,16 +109,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     return Unit{unit.all.tile, unit.all.share, unit.step, unit.end, false};
   };
   const int unit_step = gridDim.x / CLUSTER;
-  // In this order the code of what copies stands first, and is fetched sooner.
+  // In this order the producers' code comes first and is fetched sooner.
   if (warpgroup < WARPGROUPS) {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     const bool shares_box = of.shared_taps > 1;
     const u32 next_box = shares_box ? args.source.dilation[2] * kRowBytes : args.box_bytes;
-    const int boxes_each = shares_box ? 1 : kBlocks;  // of one product
+    const int boxes_each = shares_box ? 1 : kBlocks;  // boxes of one product
     const int own_box = SPREAD ? warpgroup * PRODUCTS * boxes_each : 0;
     const int own_row = SPREAD ? 0 : warpgroup * ROWS;
-    // Here and not among the units, or the compiler no longer sees that a warp's threads agree on
-    // the ring's stages, and its products wait for the registers of single threads.
+    // Here and not among the units, or the compiler no longer sees that the stage index is uniform in a
+    // warp, and wgmmas wait for single threads' registers.
     auto last_unit = [&]() {
       int last = opaque_value(blockIdx.x) / CLUSTER;
       while (last + unit_step < units) last += unit_step;
@@ -137,7 +137,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
         for (int j = 0; j < PRODUCTS; ++j) fence_accumulators(sum[i][j]);
       }
     };
-    // A stage is free when no block of the cluster reads it any more.
+    // A stage is free once no block of the cluster reads it any more.
     auto release = [&](int last) {
       if (last < 0) return;
       if (!kCopies) {
@@ -188,7 +188,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
         }
         wgmma_commit();
         wgmma_wait<1>();
-        // Where blocks leave without more ado, none arrives where nobody waits.
+        // Blocks that exit without a final barrier must not signal stages that nobody waits for.
         if (!(kSums && kCopies) || step - 1 + ring.stages < unit.end) release(last);
         last = ring.stage;
         ring.next();
@@ -196,13 +196,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
       wgmma_wait<0>();
       hold();
       if (!(kSums && kCopies)) release(last);
-      // Worked out again: the sums leave few registers.
+      // Recomputed, to save registers during the mainloop.
       const Unit done = unit_of(opaque_value(index));
       turn ^= 1;
       if (thread < of.boxes) {
         boxes[turn][thread] = box_at(of, place_of(of, done.tile).column * of.boxes + thread);
       }
-      // All of the block have read the ring, and the boxes of the unit before the last.
+      // All warpgroups have finished reading the stages, and the boxes of the unit before the previous.
       named_barrier_sync(1, WARPGROUPS * 128);
       if constexpr (kSums) {
         cluster_arrive();
@@ -236,7 +236,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
       }
     }
   }
-  // No block ends while another may still arrive at its barriers.
+  // A block must not exit while another may still arrive at its mbarriers.
   if (kCopies && !kSums) {
     __syncwarp();
     cluster_sync();

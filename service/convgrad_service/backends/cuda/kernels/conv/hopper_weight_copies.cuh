@@ -1,4 +1,4 @@
-// The ring of steps in shared memory of hopper_weight.cu, and the threads that fill it.
+// hopper_weight.cu's pipeline and its producer threads.
 #pragma once
 
 #include "conv/hopper_weight_units.cuh"
@@ -6,8 +6,7 @@
 
 namespace convgrad {
 
-// Stages one after another, each with a barrier that completes when it is full, and one when it is
-// empty. Whoever uses it walks over it alone.
+// The pipeline's stages with a full and an empty mbarrier each, and this thread's position.
 struct Ring {
   u32 at, stage_bytes, full, empty;
   int stages;
@@ -22,14 +21,14 @@ struct Ring {
   }
 };
 
-// A box of either operand, and where in a stage it goes.
+// A box of either operand, and its offset in a stage.
 struct Copied {
   Source from;
   u32 to;
   bool of_y, shared;
 };
 
-// How a step lies in a stage: boxes of y, then of x.
+// Layout of a k-tile in a stage: boxes of y, then of x.
 template <int kYBoxes_, int kYChannels_, int kItemBytes>
 struct Step {
   static constexpr int kYBoxes = kYBoxes_, kYChannels = kYChannels_;
@@ -37,9 +36,9 @@ struct Step {
   static constexpr u32 kXAt = kYBoxes * kYBoxBytes;
 };
 
-// Copies a unit's steps, this thread's turn of kTurns that do so together: a thread starts a copy in
-// 100 ns. Of what kCluster blocks of a cluster share, from `first_block` on, each copies a part, to all
-// of them. `own` has room for a turn's boxes.
+// Loads the boxes of a unit's k-tiles that fall to this thread, one of kTurns (issuing a copy takes 100
+// ns). Each of the kCluster blocks from `first_block` on loads a part of what they share, by multicast.
+// `own` has room for this thread's boxes.
 template <class Step, int kCluster, int kTurns, class UnitOf>
 __device__ __forceinline__ void copy_steps(const HopperWeightArgs& args, const UnitOf& unit_of,
                                            int number, Ring& ring,
@@ -51,7 +50,7 @@ __device__ __forceinline__ void copy_steps(const HopperWeightArgs& args, const U
     return shared ? (boxes - block + kCluster - 1) / kCluster : boxes;
   };
   const int of_y = copied_of(Step::kYBoxes, y_shared), all = of_y + copied_of(of.boxes, x_shared);
-  // All of its units are so: a thread that waited for stages and copied nothing might be overtaken.
+  // This holds for all units: a thread that waits for stages but loads nothing could be lapped.
   if (turn > 0 && turn >= all) return;
   const Place place = place_of(of, unit_of(opaque_value(number)).tile);
   int count = 0;
@@ -63,7 +62,7 @@ __device__ __forceinline__ void copy_steps(const HopperWeightArgs& args, const U
     if (!is_y) source = source_of(args, place.column, i);
     own[count++] = {source, is_y ? i * Step::kYBoxBytes : Step::kXAt + i * x_box_bytes, is_y, shared};
   }
-  // There are few registers: not worked out before.
+  // Not precomputed, to save registers.
   const Unit unit = unit_of(number);
   Walk walk(args, unit.step);
   for (int step = unit.step; step < unit.end; ++step, walk.next(args)) {
