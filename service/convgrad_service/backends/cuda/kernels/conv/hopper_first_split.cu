@@ -89,34 +89,34 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     if (lane == 0 && of_x) {
       copy_rows_of_x(args, block, ring, x_full, x_empty);
     } else if (lane == 0 && of_y) {
-      Place at;
+      PipelineState state;
       for (Steps step(args, block.line, block.end); step.there(); step.next()) {
         if (!step.multiplies()) continue;
-        const u32 full = y_full + at.at * 8;
-        mbarrier_wait(y_empty + at.at * 8, at.parity ^ 1);
+        const u32 full = y_full + state.index * 8;
+        mbarrier_wait(y_empty + state.index * 8, state.parity ^ 1);
         mbarrier_arrive_expect_tx(full, kSubs * sub_bytes);
 #pragma unroll
         for (int sub = 0; sub < kSubs; ++sub) {
           const int corner[4] = {block.first_channel + sub * 32, step.segment * args.segment,
                                  step.p, step.n};
-          tma_load(ring + at.at * args.y_stage + sub * sub_bytes, args.y_map, full, corner);
+          tma_load(ring + state.index * args.y_stage + sub * sub_bytes, args.y_map, full, corner);
         }
-        at.advance(args.y_stages);
+        state.advance(args.y_stages);
       }
     }
     return;
   } else if (warp >= consumers) {
     setmaxnreg_dec<80>();
     const int first = thread - consumers * 32;
-    Place y_at, at;
+    PipelineState y_state, state;
     SplitScale power;
     int turn = 0;
     for (Steps step(args, block.line, block.end); step.there(); step.next()) {
       if (!step.multiplies()) continue;
-      mbarrier_wait(y_full + y_at.at * 8, y_at.parity);
-      mbarrier_wait(used + at.at * 8, at.parity ^ 1);
-      const u32 from = ring + y_at.at * args.y_stage;
-      char* const to = base + args.made_at + at.at * PARTS * part_bytes;
+      mbarrier_wait(y_full + y_state.index * 8, y_state.parity);
+      mbarrier_wait(used + state.index * 8, state.parity ^ 1);
+      const u32 from = ring + y_state.index * args.y_stage;
+      char* const to = base + args.made_at + state.index * PARTS * part_bytes;
       constexpr int kChunks = kRowBytes / 16;
       const auto split_row = [&](float by) {
         Extremes seen = Extremes::none();
@@ -161,15 +161,15 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
         power.choose(row, 0, false);
         split_row(power.scale());
       }
-      if (first == 0) scaled[at.at] = {power.exponent, row.exponent() + power.exponent};
+      if (first == 0) scaled[state.index] = {power.exponent, row.exponent() + power.exponent};
       fence_proxy_async();
       __syncwarp();
       if (lane == 0) {
-        mbarrier_arrive(y_empty + y_at.at * 8);
-        mbarrier_arrive(made + at.at * 8);
+        mbarrier_arrive(y_empty + y_state.index * 8);
+        mbarrier_arrive(made + state.index * 8);
       }
-      y_at.advance(args.y_stages);
-      at.advance(kMadeStages);
+      y_state.advance(args.y_stages);
+      state.advance(kMadeStages);
     }
     return;
   } else {
@@ -185,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
                        (place % args.window) * static_cast<int>(sizeof(T)) + (lane & 3) * 2 * apart;
     const u64 b_first = mn_major_descriptor<kRowBytes>(ring + args.made_at);
 
-    Place at, made_at;
+    PipelineState state, parts_state;
     int freed = 0, freed_at = 0, index = 0;  // of steps, counted from the block's first
     const auto free_to = [&](int until) {
       for (; freed < until; ++freed) {
@@ -201,9 +201,9 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     SplitScale power;
     int small_lift = 0;
     for (Steps step(args, block.line, block.end); step.there(); step.next()) {
-      mbarrier_wait(x_full + at.at * 8, at.parity);
+      mbarrier_wait(x_full + state.index * 8, state.parity);
       if (step.multiplies()) {
-        int stage = at.at - lag;
+        int stage = state.index - lag;
         if (stage < 0) stage += args.x_stages;
         const u32 from = ring + args.raws_at + stage * args.x_stage + own_at + step.lead +
                          part * PRODUCTS * 16 * apart;
@@ -224,8 +224,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
           for (int e = 0; e < 8; ++e) seen.add(words[e / 4][e % 4]);
         }
         load(0);
-        mbarrier_wait(made + made_at.at * 8, made_at.parity);
-        const Scaled row = scaled[made_at.at];
+        mbarrier_wait(made + parts_state.index * 8, parts_state.parity);
+        const Scaled row = scaled[parts_state.index];
         if (__any_sync(0xffffffff, !power.covers(seen, row.most, row.lift > 0))) {
           power.choose(seen.of_warp(), row.most, row.lift > 0);
         }
@@ -237,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
           for (int i = 0; i < 4 * kFragments; ++i) small[i / 4][i % 4] = 0;
           small_lift = power.exponent + row.lift;
         }
-        const u64 b = advance_descriptor(b_first, made_at.at * PARTS * part_bytes +
+        const u64 b = advance_descriptor(b_first, parts_state.index * PARTS * part_bytes +
                                            part * PRODUCTS * kDepthBytes);
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) {
@@ -285,8 +285,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
         }
         fence_accumulators(small);
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(used + made_at.at * 8);
-        made_at.advance(kMadeStages);
+        if (lane == 0) mbarrier_arrive(used + parts_state.index * 8);
+        parts_state.advance(kMadeStages);
         // What this row of y alone met.
         free_to(index - args.before + 1);
       } else if (step.begins()) {
@@ -294,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
         free_to(index);
       }
       ++index;
-      at.advance(args.x_stages);
+      state.advance(args.x_stages);
     }
     accumulate_scaled(sum, small, power_of_two(-small_lift));
     // No copy is under way, for every row was waited for, but others may still read. Warpgroups that

@@ -72,15 +72,15 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     if (lane == 0 && of_x) {
       copy_rows_of_x(args, block, ring, x_full, x_empty);
     } else if (lane == 0) {
-      Place at;
+      PipelineState state;
       for (Steps step(args, block.line, block.end); step.there(); step.next()) {
         if (!step.multiplies()) continue;
-        const u32 full = y_full + at.at * 8;
-        mbarrier_wait(y_empty + at.at * 8, at.parity ^ 1);
+        const u32 full = y_full + state.index * 8;
+        mbarrier_wait(y_empty + state.index * 8, state.parity ^ 1);
         mbarrier_arrive_expect_tx(full, args.segment * 128);
         const int corner[4] = {block.first_channel, step.segment * args.segment, step.p, step.n};
-        tma_load(ring + at.at * args.y_stage, args.y_map, full, corner);
-        at.advance(args.y_stages);
+        tma_load(ring + state.index * args.y_stage, args.y_map, full, corner);
+        state.advance(args.y_stages);
       }
     }
     return;
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
                        (place % args.window) * static_cast<int>(sizeof(T)) + (lane & 3) * 2 * apart;
     const u64 b_first = mn_major_descriptor<128>(ring);
 
-    Place at, y_at;
+    PipelineState state, y_state;
     int freed = 0, freed_at = 0, index = 0;  // of steps, counted from the block's first
     int y_last = -1;                         // the row of y that is under way
     const auto free_to = [&](int until) {
@@ -108,9 +108,9 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     u32 a[PRODUCTS][4];
     fence_accumulators(sum);
     for (Steps step(args, block.line, block.end); step.there(); step.next()) {
-      mbarrier_wait(x_full + at.at * 8, at.parity);
+      mbarrier_wait(x_full + state.index * 8, state.parity);
       if (step.multiplies()) {
-        int stage = at.at - lag;
+        int stage = state.index - lag;
         if (stage < 0) stage += args.x_stages;
         const u32 from = ring + args.raws_at + stage * args.x_stage + own_at + step.lead +
                          part * PRODUCTS * 16 * apart;
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
           words[i][2] = ld_shared_u32(from + (16 * i + 8) * apart);
           words[i][3] = ld_shared_u32(from + (16 * i + 9) * apart);
         }
-        mbarrier_wait(y_full + y_at.at * 8, y_at.parity);
+        mbarrier_wait(y_full + y_state.index * 8, y_state.parity);
         wgmma_wait<0>();
         fence_accumulators(sum);
         if (y_last >= 0 && lane == 0) mbarrier_arrive(y_empty + y_last * 8);
@@ -135,14 +135,15 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
           fence_registers(a[i]);
         }
         wgmma_fence();
-        const u64 b = advance_descriptor(b_first, y_at.at * args.y_stage + part * PRODUCTS * kDepthBytes);
+        const u64 b =
+            advance_descriptor(b_first, y_state.index * args.y_stage + part * PRODUCTS * kDepthBytes);
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) {
           wgmma<T, kMajorMn>(sum, a[i], advance_descriptor(b, i * kDepthBytes), 1);
         }
         wgmma_commit();
-        y_last = y_at.at;
-        y_at.advance(args.y_stages);
+        y_last = y_state.index;
+        y_state.advance(args.y_stages);
         __syncwarp();
         // What this row of y alone met.
         free_to(index - args.before + 1);
@@ -151,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
         free_to(index);
       }
       ++index;
-      at.advance(args.x_stages);
+      state.advance(args.x_stages);
     }
     wgmma_wait<0>();
     fence_accumulators(sum);

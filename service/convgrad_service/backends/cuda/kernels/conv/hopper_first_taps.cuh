@@ -2,6 +2,7 @@
 // steps, its rows of x. Their end is in hopper_first_sums.cuh.
 #pragma once
 
+#include "core/pipeline_state.cuh"
 #include "ptx/tma.cuh"
 
 namespace convgrad {
@@ -98,28 +99,18 @@ struct Steps {
   }
 };
 
-// A place in a ring, and the parity of its turn.
-struct Place {
-  int at = 0;
-  u32 parity = 0;
-
-  __device__ __forceinline__ void advance(int size) {
-    if (++at == size) at = 0, parity ^= 1;
-  }
-};
-
 // One thread brings the rows of x that the block's steps add into their ring, whose barriers are at
 // `full` and `empty`.
 __device__ __forceinline__ void copy_rows_of_x(const HopperFirstTapsArgs& args, const BlockAt& block,
                                                u32 ring, u32 full, u32 empty) {
-  Place at;
+  PipelineState state;
   for (Steps step(args, block.line, block.end); step.there(); step.next()) {
-    const u32 barrier = full + at.at * 8;
-    mbarrier_wait(empty + at.at * 8, at.parity ^ 1);
+    const u32 barrier = full + state.index * 8;
+    mbarrier_wait(empty + state.index * 8, state.parity ^ 1);
     mbarrier_arrive_expect_tx(barrier, args.added * args.x_row);
     const int corner[4] = {0, step.part, step.row(), step.n};
-    tma_load(ring + args.raws_at + at.at * args.x_stage, args.x_map, barrier, corner);
-    at.advance(args.x_stages);
+    tma_load(ring + args.raws_at + state.index * args.x_stage, args.x_map, barrier, corner);
+    state.advance(args.x_stages);
   }
 }
 

@@ -113,7 +113,7 @@ struct Adding {
 
 // By all consumer threads; `room` is free shared memory.
 template <int kRows, int kProducts, int kFragments>
-__device__ __forceinline__ void add_together(const HopperWeightArgs& args, const Unit& unit,
+__device__ __forceinline__ void reduce_in_grid(const HopperWeightArgs& args, const Unit& unit,
                                              const Box* boxes, float4* room) {
   using Adds = Adding<kRows, kProducts, kFragments>;
   __shared__ ReducerRank met;

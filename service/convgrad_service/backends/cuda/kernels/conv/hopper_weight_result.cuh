@@ -66,17 +66,17 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
       const i64 first_row = result_at(of, own.k, box);
       if constexpr (kScaled) {
         const int channels = box.real ? of.in_channels - box.c : 0;
-        constexpr int kBeside = kRows * kProducts * kFragments > 32 ? 2 : 4;  // limited by registers
+        constexpr int kAhead = kRows * kProducts * kFragments > 32 ? 2 : 4;  // limited by registers
 #pragma unroll
-        for (int group = 0; group < kInBlock; group += kBeside) {
-          InversePair columns[kBeside];  // loaded before any of their results is stored
+        for (int group = 0; group < kInBlock; group += kAhead) {
+          InversePair columns[kAhead];  // loaded before any of their results is stored
 #pragma unroll
-          for (int f = 0; f < kBeside; ++f) {
+          for (int f = 0; f < kAhead; ++f) {
             const int c = min((group + f) * 8 + own.column, max(channels - 2, 0));
             columns[f] = inverses_at(of, args.source, box.real ? box.c + c : 0);
           }
 #pragma unroll
-          for (int f = 0; f < kBeside; ++f) {
+          for (int f = 0; f < kAhead; ++f) {
             const int c = (group + f) * 8 + own.column;
             if (c >= channels) continue;
             float* const to = static_cast<float*>(of.w) + first_row + c;
@@ -147,7 +147,7 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
 
 // A thread's accumulators of a unit: 64-row blocks x products x fragments of 8 columns.
 template <class E, int kRows, int kProducts, int kFragments>
-__device__ __forceinline__ void put_sums(const HopperWeightArgs& args, const Unit& unit,
+__device__ __forceinline__ void store_accumulators(const HopperWeightArgs& args, const Unit& unit,
                                          int warpgroup, int thread, const Box* boxes,
                                          const float (&sum)[kRows][kProducts][kFragments][4]) {
   const WeightResult& of = args.result;

@@ -20,7 +20,7 @@ namespace convgrad {
 
 using T = ELEMENT;
 constexpr bool kScaled = sizeof(SOURCE) > sizeof(T);
-constexpr int kPixels = PIXELS, kInBlock = CHANNELS / 8, kMostStages = 16;
+constexpr int kPixels = PIXELS, kInBlock = CHANNELS / 8, kMaxStages = 16;
 
 struct HopperWeightArgs {
   TensorMap x_map;
@@ -76,11 +76,11 @@ struct ClusterUnit {
 
 __device__ __forceinline__ ClusterUnit cluster_unit_at(const WeightResult& of, int index, int steps,
                                                        int cluster, int block, int copying,
-                                                       int copier) {
+                                                       int load_rank) {
   const int groups = of.row_tiles * of.column_tiles / copying, share = divide(index, of.by_parted);
   const int part = share * cluster;
   auto at = [&](int of_part) { return part_at(of, steps, of.shares * cluster, of_part); };
-  return {{(index - share * groups) * copying + copier, share, at(part), at(part + cluster), false},
+  return {{(index - share * groups) * copying + load_rank, share, at(part), at(part + cluster), false},
           at(part + block),
           at(part + block + 1)};
 }
