@@ -1,4 +1,4 @@
-"""The gradient of a dense convolution's weight on Hopper: TMA, and products of warpgroups."""
+"""Dense wgrad on Hopper by TMA and wgmma (hopper_weight.cu)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ RESULTS = (
 LEAST_CHANNELS = 16
 # dense_weight in TF32 on an H200, over its model; and what this kernel takes beside its own.
 DENSE_SLOWER, MARGIN_S = 1.2, 1e-6
-# A step may count past the last pixel.
+# A k-tile may extend past the last pixel.
 MAX_PIXELS, MAX_GRID_Y = 2**31 - 2**16, 65535
 MOST_STEP = 8
 # What a pixel may be moved by in its window, by the number of dimensions.
