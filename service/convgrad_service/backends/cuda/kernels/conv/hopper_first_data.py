@@ -69,7 +69,7 @@ class Shape:
 
     @property
     def most_warpgroups(self) -> int:
-        """The sums of more do not fit into the registers."""
+        """The accumulators of more do not fit into the registers."""
         return 2 if self.eights == 1 else 1
 
 
@@ -119,7 +119,7 @@ class Form:
 
     @property
     def product_clocks(self) -> float:
-        """Of all that 64 groups have with a row of y."""
+        """Clocks of all wgmmas of 64 groups for a row of y."""
         shape = self.shape
         each = max(shape.columns / 2, 16 + shape.columns / 4)
         return (

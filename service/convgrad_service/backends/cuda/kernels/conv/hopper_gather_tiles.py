@@ -64,17 +64,17 @@ class HopperTile:
 
     @property
     def cluster(self) -> int:
-        """Blocks."""
+        """Blocks of a cluster."""
         return self.sharing * self.split
 
     @property
     def pixels(self) -> int:
-        """Of a cluster."""
+        """Pixels of a cluster's tile."""
         return self.m * self.sharing
 
     def step_s(self, across: bool) -> float:
-        """Of a step: products, or copies from the L2 cache, of which a multiprocessor gets no more
-        where others are idle. Weights ``across`` come in whole boxes."""
+        """Seconds of a k-tile: wgmma, or loads from L2, whose rate per SM does not rise where
+        others idle. N-major weights (``across``) are loaded in whole boxes."""
         flops, l2_bytes_s = (
             (PINGPONG_FLOPS, PINGPONG_L2_BYTES_S) if self.pingpong else (FLOPS, L2_BYTES_S)
         )
@@ -84,11 +84,11 @@ class HopperTile:
         return max(products, loaded / l2_bytes_s) * MULTIPROCESSORS * shared
 
     def split_step_s(self, tiles: int) -> float:
-        """Of a step of so many tiles at the same time, of which each block has a part."""
+        """Seconds of a k-tile with that many concurrent tiles, of which each block has a part."""
         return self.stage_bytes * tiles * self.split / SPLIT_L2_BYTES_S
 
     def tile_s(self, itemsize: int) -> float:
-        """Of a tile, beside its steps."""
+        """Seconds of a tile outside its mainloop."""
         joined = 0.0
         if self.split > 1:
             got = self.m * self.n * 4 * (self.split - 1) // self.split
@@ -115,8 +115,10 @@ class HopperTile:
         return device.multiprocessors * CLUSTERS[self.cluster] // MULTIPROCESSORS
 
     def weight_rows(self, depth: int | None) -> int:
-        """What one block copies of a step's weights at a time: rows, each a channel of the result,
-        or each a channel of the source where a step has ``depth`` of those as rows."""
+        """Rows of weights that one block loads per k-tile.
+
+        They are result channels, or with ``depth`` source channels of the k-tile.
+        """
         if depth is None:
             return self.n // self.sharing
         return depth // self.sharing if ceil_div(self.n, BOX_ROWS) % self.sharing else depth
@@ -176,8 +178,8 @@ TILES = (
 
 
 def tiles_of(dtype: DType) -> tuple[HopperTile, ...]:
-    """Those whose sums leave the registers that results of this type take, and narrow ones where a
-    row of shared memory is as few channels."""
+    """Tiles whose accumulators leave registers for results of this type, and narrow ones where a
+    k-tile has as few channels."""
     if dtype.itemsize == 2:
         return tuple(tile for tile in TILES if tile.n >= BOX_ROWS)
     return tuple(tile for tile in TILES if tile.m * tile.n <= MOST_SUMS)

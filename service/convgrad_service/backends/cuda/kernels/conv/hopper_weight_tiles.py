@@ -68,12 +68,12 @@ class WeightTile:
 
     @property
     def blocks_each(self) -> int:
-        """Boxes (taps x channels) of one product."""
+        """Column blocks (a tap and a box of channels) of one product."""
         return self.columns // self.channels
 
     @property
     def blocks(self) -> int:
-        """Boxes of the tile."""
+        """Column blocks of the tile."""
         return self.blocks_each * self.products * (self.warpgroups if self.spread else 1)
 
     @property
@@ -93,17 +93,18 @@ class WeightTile:
 
     @property
     def copying(self) -> tuple[int, ...]:
-        """Whether clusters of that many blocks may multicast: their code needs the registers."""
+        """Numbers of blocks that may share loads by multicast, where their code has the registers
+        for it."""
         return () if self.rows * self.columns > 256 else (2,)
 
     @property
     def clusters(self) -> tuple[tuple[int, int], ...]:
-        """All, a block by itself first: blocks, and those of them that sum one tile."""
+        """All clusters, the single block first: (blocks, blocks that reduce one tile)."""
         summing = SUMMING.get(self.name, ())
         return ((1, 1), *((copying, 1) for copying in self.copying), *summing)
 
     def joined_bytes(self, summing: int) -> int:
-        """Of sums, and slices from the other blocks that sum (hopper_weight_cluster_reduce.cuh)."""
+        """Bytes of the sums, and of slices received from the other blocks of a cluster reduction."""
         quads = self.sums * 4 // QUAD_BYTES
         return (quads + (summing - 1) * ceil_div(quads, summing)) * QUAD_BYTES
 
@@ -238,18 +239,18 @@ class Cut:
 
     @property
     def box_pixels(self) -> int:
-        """Bytes of a box of the input."""
+        """Pixels of a box of the input."""
         return PIXELS + self.halo
 
     @property
     def _operand_bytes(self) -> tuple[int, int]:
-        """Boxes of a k-tile: the input's, grad_output's."""
+        """Bytes of a k-tile: the input's, grad_output's."""
         x = self.boxes * self.box_pixels * self.tile.channels * ITEM_BYTES
         return x, self.tile.row_boxes * ROWS * PIXELS * ITEM_BYTES
 
     @property
     def arriving_bytes(self) -> int:
-        """Bytes of a k-tile in a block's shared memory."""
+        """Transaction bytes of a k-tile in a block's shared memory."""
         return sum(self._operand_bytes)
 
     @property

@@ -47,7 +47,7 @@ class Tile:
         return self.warp_m // 16 * (self.warp_n // 8)
 
     def ring_bytes(self, steps: int) -> int:
-        """Pipeline stages of a block with that many k-tiles: no more than it fills."""
+        """Pipeline bytes of a block with that many k-tiles: no more stages than it fills."""
         return min(self.stages, max(steps, 1)) * (self.m + self.n) * STEP_BYTES
 
     def shared_bytes(self, cluster: int, steps: int) -> int:
@@ -133,5 +133,5 @@ class Gemm:
         return ceil_div(self.rows, tile.m) * ceil_div(self.columns, tile.n)
 
     def steps(self, dtype: DType) -> int:
-        """The largest K of any phase."""
+        """The most k-tiles of any phase."""
         return max(ceil_div(depth * dtype.itemsize, STEP_BYTES) for _, depth in self.phases)
