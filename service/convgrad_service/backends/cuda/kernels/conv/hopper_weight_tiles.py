@@ -104,7 +104,7 @@ class WeightTile:
         return ((1, 1), *((copying, 1) for copying in self.copying), *summing)
 
     def joined_bytes(self, summing: int) -> int:
-        """Bytes of the sums, and of slices received from the other blocks of a cluster reduction."""
+        """Bytes of the sums, and of slices received from other blocks in a cluster reduction."""
         quads = self.sums * 4 // QUAD_BYTES
         return (quads + (summing - 1) * ceil_div(quads, summing)) * QUAD_BYTES
 
