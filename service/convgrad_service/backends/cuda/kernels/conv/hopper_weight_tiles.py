@@ -15,25 +15,24 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["PIXELS", "ROWS", "TILES", "Cut", "WeightTile", "cuts", "plane_pixels"]
 
-# Of a product, of a box of grad_output (both channels), and of a step; what is copied, 16 bits.
+# Rows of a wgmma and of a box of grad_output; pixels of a k-tile; bytes of an element.
 ROWS, PIXELS, ITEM_BYTES = 64, 64, 2
 
 MOST_STAGES, LEAST_STAGES = 16, 3
-# The ring starts at a multiple of 1,024 bytes; barriers and where boxes come from lie beside it.
+# Alignment of the pipeline; static shared memory: mbarriers and the boxes' sources.
 ALIGNMENT, BESIDE_BYTES = 1024, 1152
-# Blocks of columns that share a box lie a row apart; compute-sanitizer takes each product to read
-# them one after another, of up to 256 columns and 16 pixels.
+# Column blocks that share a box are a row apart, but compute-sanitizer takes each wgmma to read up to
+# 256 columns x 16 pixels contiguously.
 BELIEVED_BYTES = 3 * 16 * 128
 # The most bytes of partial sums, unless the caller asks for more; and the most waves.
 PARTIAL_BYTES = 256 * 2**20
 MOST_WAVES = 3
 
-# Blocks that an H200's processors keep in clusters of so many, and its multiprocessors.
+# Concurrent clusters of an H200 by their size, and its SMs.
 CLUSTERS, MEASURED_ON = {2: 66, 3: 39, 4: 30, 8: 15}, 132
 # Four fragments of a warpgroup, which are reduced and finished together.
 QUAD_BYTES = 4 * 128 * 16
-# Clusters of so many blocks, of which so many sum one tile and the others share what they copy: of
-# tiles and those that were ever the fastest.
+# By tile, the (cluster size, blocks that reduce one tile) that were ever the fastest.
 SUMMING = {"128x192": ((3, 3), (4, 4), (8, 4)), "256x128": ((4, 4), (8, 4))}
 # Partial sums that a thread reads at a time, and the most units of a tile's rendezvous word
 # (hopper_weight_grid_reduce.cuh).
@@ -159,15 +158,14 @@ TILES = (
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A tile, how many taps along W share a box of the input, and who sums what.
+    """A partition: a tile, the taps along W that share a box of the input, and the split of K.
 
-    The first ``whole`` tiles are summed by one block each, the others by ``shares`` blocks, each
-    of its share of the ``steps``. The blocks of a ``cluster`` have neighbouring tiles: of the same
-    columns where tiles run along the rows first (``rows_first``), and they share boxes of the
-    input then, else of the same rows, and they share boxes of grad_output. Or ``summing`` of them
-    have the same tile, and a share is what these sum: then there are no whole tiles. Blocks that
-    have partial sums of one tile add them up ``together``, or a second kernel does.
-    ``scaled_bytes`` are what it takes to copy float32 to float16 first (scaled_halves.py), else 0.
+    The first ``whole`` tiles have one block each, the others ``shares`` blocks with a share of the
+    ``steps`` (k-tiles) each. Blocks of a ``cluster`` have neighbouring tiles: with ``rows_first``
+    of the same columns, sharing boxes of the input, else of the same rows, sharing boxes of
+    grad_output. Or ``summing`` of them have one tile and divide a share; there are no whole tiles
+    then. Partial sums are reduced by their blocks (``together``), or by a second kernel.
+    ``scaled_bytes`` is the traffic of scaling float32 to float16 (scaled_halves.py), or 0.
     """
 
     tile: WeightTile
