@@ -21,8 +21,8 @@ ROWS, PIXELS, ITEM_BYTES = 64, 64, 2
 MOST_STAGES, LEAST_STAGES = 16, 3
 # Alignment of the pipeline; static shared memory: mbarriers and the boxes' sources.
 ALIGNMENT, BESIDE_BYTES = 1024, 1152
-# Column blocks that share a box are a row apart, but compute-sanitizer takes each wgmma to read up to
-# 256 columns x 16 pixels contiguously.
+# Column blocks that share a box are a row apart, but compute-sanitizer takes each wgmma to read
+# up to 256 columns x 16 pixels contiguously.
 BELIEVED_BYTES = 3 * 16 * 128
 # The most bytes of partial sums, unless the caller asks for more; and the most waves.
 PARTIAL_BYTES = 256 * 2**20
