@@ -35,11 +35,11 @@ constexpr int kMostStages = 16, kMostThreads = 640, kMadeStages = 2;
 constexpr int kSums = 1, kSplit = 2;  // barriers
 constexpr bool kExact = PARTS == 3;
 constexpr int kChannels = CHANNELS, kFragments = kChannels / 8, kSubs = kChannels / 32;
-constexpr int kRowBytes = kChannels * 2;       // of a column's numbers of bfloat16
-constexpr u32 kDepthBytes = 16 * kRowBytes;    // that a product takes
-constexpr int kHalf = (PRODUCTS + 1) / 2;      // of a row's products
+constexpr int kRowBytes = kChannels * 2;       // bytes of a column's bfloat16 parts
+constexpr u32 kDepthBytes = 16 * kRowBytes;    // bytes of a part per wgmma
+constexpr int kHalf = (PRODUCTS + 1) / 2;      // half of a row's wgmmas
 
-// How a row of y is scaled: the power, and the biased exponent of the largest then.
+// The scale of a row of y: its exponent, and the biased exponent of the largest scaled element.
 struct Scaled {
   int lift, most;
 };
@@ -51,9 +51,9 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
   extern __shared__ uint4 shared[];
   __shared__ u64 barriers[6 * kMostStages];
   __shared__ Scaled scaled[kMadeStages];
-  __shared__ Extremes of_rows[3];  // of a row, cleared before its turn comes again
+  __shared__ Extremes of_rows[3];  // of a row; cleared before it is used again
   const int thread = threadIdx.x, lane = thread & 31;
-  // The same in all lanes, which the compiler knows of a shuffle alone.
+  // Uniform over lanes; the compiler infers that only from a shuffle.
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
   const int consumers = blockDim.x / 32 - 8;  // warps, then four that split and four that load
   char* const base = reinterpret_cast<char*>(shared) + (-shared_address(shared) & 1023);
@@ -79,12 +79,12 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
   __syncthreads();
 
   const int tile = warp / 4 % args.tiles, part = warp / 4 / args.tiles;
-  const int own = tile * 64 + warp % 4 * 16 + (lane >> 2) * 2;  // of the block's rows of the product
+  const int own = tile * 64 + warp % 4 * 16 + (lane >> 2) * 2;  // this lane's rows of M in the block
   const int pitch = args.tiles * 64 + 4;
   float* const sums = reinterpret_cast<float*>(base);
   if (warp >= consumers + 4) {
     setmaxnreg_dec<40>();
-    // A thread for either tensor: starting a copy takes longer than many copies.
+    // One producer thread per tensor: issuing a copy takes longer than many copies.
     const bool of_x = warp == consumers + 4, of_y = warp == consumers + 5;
     if (lane == 0 && of_x) {
       copy_rows_of_x(args, block, ring, x_full, x_empty);
@@ -175,8 +175,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
   } else {
     setmaxnreg_inc<120>();
     launch_dependent_grids();
-    // Two neighbours of a window: how many steps before a row of y their row of x came, and where in
-    // that step's rows they are.
+    // Two consecutive elements of a window: how many steps before a row of y their row of x was loaded,
+    // and their offset in that step's rows.
     const int place = block.first_tile * 64 + own;
     const int row = min(place / args.window, args.kernel[0] - 1);
     const int before_last = args.kernel[0] - 1 - row, lag = before_last / args.added;
@@ -195,8 +195,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     };
     u32 a[2][PARTS][4];
     float sum[kFragments][4] = {};
-    // Products of the largest numbers, by halves of a row, where those are apart; and all others, which
-    // are scaled by 2^small_lift.
+    // Accumulators of the largest parts' products, by halves of a row, where those are separate; and of
+    // all others, scaled by 2^small_lift.
     [[maybe_unused]] float large[2][kFragments][4], small[kFragments][4] = {};
     SplitScale power;
     int small_lift = 0;
@@ -252,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
           }
 #pragma unroll
           for (int of = 0; of < PARTS; ++of) fence_registers(a[turn][of]);
-          // The next ones, beside these products.
+          // Prepares the next operands while these wgmmas run.
           if (i + 1 < PRODUCTS) load(i + 1);
           wgmma_fence();
           const auto start = [&](float(&to)[kFragments][4], int of_a, int of_b, int add) {
@@ -287,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
         __syncwarp();
         if (lane == 0) mbarrier_arrive(used + parts_state.index * 8);
         parts_state.advance(kMadeStages);
-        // What this row of y alone met.
+        // Releases the rows of x that only this row of y needed.
         free_to(index - args.before + 1);
       } else if (step.begins()) {
         __syncwarp();
@@ -297,8 +297,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
       state.advance(args.x_stages);
     }
     accumulate_scaled(sum, small, power_of_two(-small_lift));
-    // No copy is under way, for every row was waited for, but others may still read. Warpgroups that
-    // share a tile add their sums up one after another.
+    // All copies have been waited for, but other warps may still read. Warpgroups that share a tile add
+    // their sums one after another.
     for (int turn = 0; turn < args.parts; ++turn) {
       named_barrier_sync(kSums, consumers * 32);
       if (part != turn) continue;

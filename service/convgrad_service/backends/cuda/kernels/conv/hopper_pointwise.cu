@@ -51,7 +51,7 @@ using T = ELEMENT;
 constexpr int kDepth = 64, kRowBytes = 128, kGroups = 2;
 constexpr u32 kBoxBytes = 64 * kRowBytes;
 constexpr u32 kABytes = BM * kRowBytes, kBBytes = BN * kRowBytes, kStageBytes = kABytes + kBBytes;
-// Of a warpgroup: 64 channels each part, and fragments of 8 pixels.
+// A warpgroup's accumulators: 64 channels each, fragments of 8 pixels.
 constexpr bool kPixelsApart = BM == 64;
 constexpr int kMmasM = kPixelsApart ? 1 : BM / 128, kColumns = kPixelsApart ? BN / 2 : BN;
 constexpr int kFragments = kColumns / 8, kBlocks = kColumns / 64;
@@ -76,7 +76,7 @@ struct Tile {
   }
 };
 
-// One thread: all of a block's tiles, of the source or of the weights.
+// A producer thread: loads all of the block's tiles of the source or of the weights.
 template <bool kSource>
 __device__ __forceinline__ void load_operand(const HopperPointwiseArgs& args, const SharedLayout& smem) {
   PipelineState state{0, 1};
@@ -108,7 +108,7 @@ __device__ __forceinline__ void load_operand(const HopperPointwiseArgs& args, co
   }
 }
 
-// A warpgroup's sums to the result as they lie, 64 x 64 at a time, through one of two buffers.
+// Stores a warpgroup's results by TMA, 64 x 64 at a time, through one of two buffers.
 __device__ __forceinline__ void store_planes(const HopperPointwiseArgs& args, const Tile& tile,
                                              u32 staging, const float (&accum)[kMmasM][kFragments][4]) {
   const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x & 31;
@@ -143,12 +143,13 @@ __device__ __forceinline__ void store_planes(const HopperPointwiseArgs& args, co
   }
 }
 
-// Two words of two neighbours each, first and second, as four in turns.
+// Interleaves two words of two elements each.
 __device__ __forceinline__ uint2 by_turns(u32 first, u32 second) {
   return {__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632)};
 }
 
-// A warpgroup's sums with SPREAD: of two rows that are neighbours along W a lane stores two pixels each.
+// Stores a warpgroup's results with SPREAD: a lane stores two pixels of each of two rows that are
+// adjacent along W.
 __device__ __forceinline__ void store_spread(const HopperPointwiseArgs& args, const Tile& tile,
                                              const float (&accum)[kMmasM][kFragments][4]) {
   const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x & 31;
@@ -194,7 +195,7 @@ __device__ __forceinline__ void consume(const HopperPointwiseArgs& args, const S
 #pragma unroll 1
   for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
     float accum[kMmasM][kFragments][4];
-    int previous = -1;  // the stage whose products are under way
+    int previous = -1;  // the stage that wgmmas in flight read
 #pragma unroll 1
     for (int k = 0; k < args.channels; k += kDepth) {
       mbarrier_wait(smem.full_barrier(state.index), state.parity);
