@@ -30,7 +30,9 @@ are two backends of one protocol:
 `convolution_backward`                         as ``torch.ops.aten.convolution_backward``
 =============================================  =====================================================
 
-They take float16, bfloat16, float32 and float64, unbatched inputs, ``padding="same"``, and
+`nn` has modules that call them, and ``nn.replace(model)`` converts a model's.
+
+The functions take float16, bfloat16, float32 and float64, unbatched inputs, ``padding="same"``, and
 ``channels_last`` tensors without a conversion; they work under autocast, ``torch.compile``,
 gradient checkpointing and CUDA graphs, and have second derivatives. `report` says which layers were
 computed, by which kernel, and what was left to PyTorch.

@@ -79,7 +79,7 @@ _MOST_PASSES = 65_536
 
 def _key(backend: Backend, tensors: Sequence[torch.Tensor], *rest: Any) -> Any:
     first = tensors[0]
-    key = [backend, uses_tf32(first), first.device, rest]
+    key = [backend, first.is_cuda and uses_tf32(first), first.device, rest]
     for tensor in tensors:
         key += tensor.shape, tensor.stride(), tensor.dtype
     return tuple(key)
