@@ -71,6 +71,7 @@ def test_torch(server: OipServer) -> None:
     assert "remote" in said
 
 
+@pytest.mark.timeout(1200)  # a minute of computing, on a machine that may be busy
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
 def test_resnet_losses(server: OipServer, tmp_path: Path) -> None:
     plot = tmp_path / "losses.png"
