@@ -91,6 +91,29 @@ def test_results_stay_while_they_are_used(client: convgrad.Client) -> None:
     assert all(in_region(client, array) for array in kept[1:])
 
 
+def test_a_result_is_verified_in_shared_memory(client: convgrad.Client, live: LiveServer) -> None:
+    layer = "mb2ic8ih9oc8oh9kh3ph1"
+    x, weight = (
+        convgrad.check.draw(name, shape, "float32", seed=3)
+        for name, shape in (("input", (2, 8, 9, 9)), ("weight", (8, 8, 3, 3)))
+    )
+    y = client.empty((2, 8, 9, 9))
+    y[...] = client.conv_fwd(x, weight, padding=1)
+    found = client.verify("conv_fwd", y, second=y, weight=weight, layer=layer, seed=3)
+    assert found.passed
+    assert set(found.again.fields["shared_memory"]) == {
+        "result_output", "second_output", "weight"
+    }  # fmt: skip
+    with convgrad.Client(live.url) as plain:
+        sent = plain.verify("conv_fwd", y, weight=weight, layer=layer, seed=3)
+    assert sent.inputs.digest == found.inputs.digest
+    y[1, 2, 3, 4] += 1
+    wrong = client.verify("conv_fwd", y, layer=layer, seed=3)
+    assert wrong.outputs["output"].worst.index == (1, 2, 3, 4)
+    with pytest.raises(convgrad.InvalidProblem, match="result_output is float32 of shape"):
+        client.verify("conv_fwd", y[:1].copy(), layer=layer, seed=3)
+
+
 def test_regions_are_used_again(client: convgrad.Client, live: LiveServer) -> None:
     x, weight = ones(1, 1, 100_000), ones(1, 1, 1)
     for _ in range(30):

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import Mapped
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import MappedArguments
 from convgrad_service.backends.cuda.memory import arena_of
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import (
@@ -76,6 +76,6 @@ def check_plan(plan: CudaPlan, problem: Problem, device: CudaDevice) -> None:
 
 def _filled(arguments: Arguments, addresses: dict[str, int]) -> bytearray:
     """Without a driver, which would encode tensor maps."""
-    if isinstance(arguments, Mapped):
+    if isinstance(arguments, MappedArguments):
         return arguments.fill_by(encode, addresses)
     return arguments.fill(addresses)
