@@ -38,7 +38,7 @@ from convgrad_service.security.keys import hash_of, new_key
 from tests.load.run import locust
 from tests.load.served import ROOT, Served, server
 
-DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "convgrad.json"
+DASHBOARD = ROOT / "deploy" / "helm" / "convgrad" / "dashboard.json"
 OUT = ROOT / "docs" / "dashboard.svg"
 SCRAPE_S = 2
 # What Grafana fills in: four scrapes for a rate, and every instance.
