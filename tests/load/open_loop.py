@@ -3,9 +3,9 @@
     python -m tests.load.open_loop --rate 100 [--url https://host:8000] [--mix small] [--workers 2]
 
 Latency counts from the time a request was due, so that a stalled server shows in the latencies of
-all requests that were due meanwhile (no coordinated omission). Without ``--url`` a server is started
-here. ``--store`` stores the figures; without it they are compared with those stored for this machine,
-and no quantile may be more than twice the stored one.
+all requests that were due meanwhile (no coordinated omission). Without ``--url`` a server is
+started here. ``--store`` stores the figures; without it they are compared with those stored for
+this machine, and no quantile may be more than twice the stored one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import convgrad
 from convgrad.errors import ClientError, ServiceError
 from tests.load.mixes import MIXES, requests_of
 from tests.load.results import RESULTS, device, stamped, store
-from tests.load.served import on_cores, server, shared_out
+from tests.load.served import on_cores, server, split_cores
 
 __all__ = ["Plan", "arrivals", "compared", "figures", "run"]
 
@@ -223,7 +223,7 @@ def main() -> int:
     options = parser.parse_args()
     with ExitStack() as stack:
         if options.url is None:
-            for_server, for_clients = shared_out(options.workers)
+            for_server, for_clients = split_cores(options.workers)
             with on_cores(for_server):
                 options.url = stack.enter_context(server()).url
             stack.enter_context(on_cores(for_clients))

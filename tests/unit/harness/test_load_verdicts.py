@@ -13,8 +13,8 @@ from convgrad.errors import Overloaded
 from tests.load import run
 from tests.load.figures import Figures
 from tests.load.open_loop import Observed, Plan, arrivals, compared, figures
-from tests.load.run import LEAST_GOODPUT, RAMP_P99_S, ramp_verdict, verdict
-from tests.load.soak import MOST_GROWTH_BYTES
+from tests.load.run import MIN_GOODPUT, RAMP_P99_S, ramp_verdict, verdict
+from tests.load.soak import MAX_GROWTH_BYTES
 from tests.load.soak import verdict as soak_verdict
 
 
@@ -65,7 +65,7 @@ def ramped(rates: list[float], refused: float = 5.0, p99_s: float = 0.1) -> list
 
 def test_a_ramp_must_meet_the_limit_and_hold() -> None:
     assert ramp_verdict(ramped([50, 100, 95])) == []
-    assert "goodput fell" in ramp_verdict(ramped([50, 100, 100 * LEAST_GOODPUT - 1]))[0]
+    assert "goodput fell" in ramp_verdict(ramped([50, 100, 100 * MIN_GOODPUT - 1]))[0]
     assert "never met the limit" in ramp_verdict(ramped([50, 100, 100], refused=0))[0]
     assert "rose to" in ramp_verdict(ramped([50, 100, 100], p99_s=RAMP_P99_S + 0.1))[0]
     failing = ramped([50, 100, 100])
@@ -80,7 +80,7 @@ def soaked(held_mib: list[float]) -> list[dict[str, Any]]:
 def test_a_soak_must_not_grow() -> None:
     warming = [100, 150, 200, 200, 200, 200, 200, 205]
     assert soak_verdict(soaked(warming)) == []
-    growing = [100 + n * (MOST_GROWTH_BYTES / 2**20) / 4 for n in range(8)]
+    growing = [100 + n * (MAX_GROWTH_BYTES / 2**20) / 4 for n in range(8)]
     assert "grew by 40 MiB" in soak_verdict(soaked([value * 1.25 for value in growing]))[0]
     assert "too few" in soak_verdict(soaked([1, 1]))[0]
     failing = soaked(warming)
