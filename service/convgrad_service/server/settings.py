@@ -226,8 +226,7 @@ class Settings(BaseSettings):
     )
     progress_timeout_s: _Seconds = Field(
         default=60.0,
-        description="Same for a worker that makes no progress; at least 20 times the problem's "
-        "estimate.",
+        description="Same for a worker without progress; at least 20 times the problem's estimate.",
     )
     device_timeout_s: _Seconds = Field(
         default=300.0,
@@ -235,8 +234,7 @@ class Settings(BaseSettings):
     )
     max_queue: _Count = Field(
         default=64,
-        description="Maximum number of problems waiting for a compute slot; more are refused with "
-        "429.",
+        description="Maximum number of problems in the queue; more are refused with 429.",
     )
     max_json_bytes: _Bytes = Field(
         default=ByteSize(256 * _MiB), description="Maximum size of a JSON body or form."
@@ -292,8 +290,7 @@ class Settings(BaseSettings):
     key_max_timings: _Count = Field(default=2, description="Same per API key.")
     max_output_ratio: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         default=1024.0,
-        description="Maximum ratio of output bytes to input bytes; 64 MiB of output are always "
-        "allowed.",
+        description="Maximum ratio of output to input bytes; 64 MiB of output are always allowed.",
     )
     max_inflight_bytes: _Bytes | None = Field(
         default=None,
@@ -326,8 +323,7 @@ class Settings(BaseSettings):
     )
     answer_idle_timeout_s: _Seconds = Field(
         default=60.0,
-        description="Maximum time that a client may read nothing of its response before it is "
-        "disconnected.",
+        description="Time after which a client that reads nothing of its response is disconnected.",
     )
     header_timeout_s: _Seconds = Field(
         default=15.0,
@@ -360,8 +356,7 @@ class Settings(BaseSettings):
     )
     shutdown_grace_s: _Seconds = Field(
         default=30.0,
-        description="How long running requests may take to finish after SIGINT or SIGTERM and "
-        "drain_s.",
+        description="How long running requests may take to finish after drain_s has passed.",
     )
     malloc_tuning: bool = Field(
         default=True,
