@@ -108,9 +108,11 @@ PROBLEMS: Mapping[str, _FromRequest] = MappingProxyType(
 def problem_from(operation: str, request: object) -> Problem:
     """The problem that a request of this operation states.
 
-    Raises:
-        InvalidProblem: its sizes, types or parameters contradict each other; the sentence says
-            what was found and what was expected.
+    Raises
+    ------
+    InvalidProblem
+        Its sizes, types or parameters contradict each other; the sentence says
+        what was found and what was expected.
     """
     problem = PROBLEMS.get(operation)
     if problem is not None:

@@ -253,8 +253,10 @@ def adaptive(input_size: Size, output_size: Size) -> tuple[WindowAxis, ...]:
 def adaptive_output_size(asked: int | tuple[int | None, ...], input_size: Size) -> Size:
     """An adaptive pooling's output: one number for all dimensions or one each, None the input's.
 
-    Raises:
-        InvalidProblem: a wrong number of them, or one below 1.
+    Raises
+    ------
+    InvalidProblem
+        A wrong number of them, or one below 1.
     """
     ndim = len(input_size)
     values = (asked,) * ndim if isinstance(asked, int) else asked

@@ -60,8 +60,10 @@ class Epilogue:
     def of(cls, alpha: float, beta: float | None, accumulate: NDArray[Any] | None) -> Epilogue:
         """From a request's fields; beta defaults to 1 where there is something to accumulate.
 
-        Raises:
-            InvalidProblem: beta without accumulate, or a number that is not finite.
+        Raises
+        ------
+        InvalidProblem
+            Beta without accumulate, or a number that is not finite.
         """
         if beta is not None and accumulate is None:
             raise InvalidProblem(

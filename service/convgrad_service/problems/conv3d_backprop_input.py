@@ -9,10 +9,9 @@ from typing import Self
 from convgrad.contract import Conv3dBackpropInputRequest, Region
 from convgrad.dtypes import DType
 from convgrad.errors import InvalidProblem
-from convgrad_service.problems.agreement import divisible
 from convgrad_service.problems.base import Piece, Problem, Slices, TensorSpec
+from convgrad_service.problems.consistency import divisible
 from convgrad_service.problems.conv_bwd_data import ConvBwdData
-from convgrad_service.problems.cutting import grid, whole
 from convgrad_service.problems.formats3d import (
     ACTIVATION_FORMATS,
     WEIGHT_FORMATS,
@@ -37,6 +36,7 @@ from convgrad_service.problems.sizes import (
     show,
     tuple_text,
 )
+from convgrad_service.problems.slicing import grid, whole
 
 __all__ = ["Conv3dBackpropInput"]
 

@@ -10,17 +10,16 @@ from numpy.typing import NDArray
 
 from convgrad.contract import ConvBackwardRequest
 from convgrad.dtypes import DType
-from convgrad_service.problems.agreement import (
+from convgrad_service.problems.base import Piece, TensorSpec
+from convgrad_service.problems.consistency import (
     agreed_groups,
     check_filter_inputs,
     check_output_size,
     same_batch,
     same_channels,
 )
-from convgrad_service.problems.base import Piece, TensorSpec
 from convgrad_service.problems.conv_bwd_data import ConvBwdData
 from convgrad_service.problems.convolution import ConvProblem
-from convgrad_service.problems.cutting import activation_slices, even_spans, whole
 from convgrad_service.problems.geometry import ConvShape, Span
 from convgrad_service.problems.grouped_conv_bwd_weight import GroupedConvBwdWeight, sum_dtype
 from convgrad_service.problems.layouts import Layout
@@ -32,6 +31,7 @@ from convgrad_service.problems.reading import (
     shared_dtype,
     wanted_outputs,
 )
+from convgrad_service.problems.slicing import activation_slices, even_spans, whole
 
 __all__ = ["ConvBackward", "gradients_shape"]
 
@@ -168,8 +168,10 @@ class _Request(Protocol):
 def gradients_shape(layout: Layout, request: _Request) -> ConvShape:
     """The convolution that grad_output, input and weight belong to.
 
-    Raises:
-        InvalidProblem: they, or the geometry, contradict each other.
+    Raises
+    ------
+    InvalidProblem
+        They, or the geometry, contradict each other.
     """
     grad = read_activation(layout, "grad_output", request.grad_output.shape)
     input = read_activation(layout, "input", request.input.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from convgrad.contract import ConvDoubleBackwardRequest, ConvTransposeDoubleBackwardRequest
 from convgrad.errors import InvalidProblem
-from convgrad_service.problems.agreement import check_bias
+from convgrad_service.problems.consistency import check_bias
 from convgrad_service.problems.conv_backward import gradients_shape
 from convgrad_service.problems.conv_transpose import transposed_gradients_shape
 from convgrad_service.problems.geometry import ConvShape

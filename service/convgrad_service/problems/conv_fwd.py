@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from convgrad.contract import ConvFwdRequest
-from convgrad_service.problems.agreement import agreed_groups, check_bias, check_filter_inputs
 from convgrad_service.problems.base import Piece, TensorSpec
+from convgrad_service.problems.consistency import agreed_groups, check_bias, check_filter_inputs
 from convgrad_service.problems.convolution import ConvProblem
 from convgrad_service.problems.formulas import conv_output_size
 from convgrad_service.problems.geometry import ConvShape

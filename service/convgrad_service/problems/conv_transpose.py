@@ -11,7 +11,7 @@ from convgrad.contract import (
     ConvTransposeFwdRequest,
 )
 from convgrad.errors import InvalidProblem
-from convgrad_service.problems.agreement import agreed_groups, check_bias, divisible
+from convgrad_service.problems.consistency import agreed_groups, check_bias, divisible
 from convgrad_service.problems.formulas import minimal_input_size
 from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import Layout, activation_shape
@@ -131,8 +131,10 @@ class _BackwardRequest(_Request, Protocol):
 def transposed_shape(layout: Layout, request: _Request, *others: Activation) -> ConvShape:
     """The convolution that a transposed one transposes; ``others`` have the same groups.
 
-    Raises:
-        InvalidProblem: sizes or parameters contradict each other.
+    Raises
+    ------
+    InvalidProblem
+        Sizes or parameters contradict each other.
     """
     input = read_activation(layout, "input", request.input.shape)
     weight = read_filter(layout, "weight", request.weight.shape)
@@ -162,9 +164,11 @@ def transposed_shape(layout: Layout, request: _Request, *others: Activation) -> 
 def transposed_gradients_shape(layout: Layout, request: _BackwardRequest) -> ConvShape:
     """The same, with grad_output held against the shape of the output.
 
-    Raises:
-        InvalidProblem: as `transposed_shape`; of another shape, it says which output_padding would
-            yield it.
+    Raises
+    ------
+    InvalidProblem
+        As `transposed_shape`; of another shape, it says which output_padding would
+        yield it.
     """
     grad = read_activation(layout, "grad_output", request.grad_output.shape)
     conv = transposed_shape(layout, request, grad)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from convgrad.dtypes import DType
 from convgrad_service.problems.base import Piece, Problem, TensorSpec
-from convgrad_service.problems.cutting import activation_slices, grid, whole
 from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import Layout, activation_shape, weight_shape
 from convgrad_service.problems.sizes import check_shape
+from convgrad_service.problems.slicing import activation_slices, grid, whole
 
 __all__ = ["ConvProblem"]
 

@@ -43,8 +43,10 @@ _C0 = {DType.FLOAT16: 16, DType.BFLOAT16: 16, DType.FLOAT32: 8}
 def channel_block(format: str, dtype: DType) -> int:
     """C0, the channels that lie side by side.
 
-    Raises:
-        InvalidProblem: the format does not exist for this dtype.
+    Raises
+    ------
+    InvalidProblem
+        The format does not exist for this dtype.
     """
     if dtype not in _C0:
         raise InvalidProblem(f"{format} holds {dtype}; expected one of {', '.join(_C0)}")

@@ -24,8 +24,10 @@ def conv_output_size(
 
     ``name`` is the tensor whose size is meant, for the sentence.
 
-    Raises:
-        InvalidProblem: the kernel does not fit, or an extent is beyond MAX_EXTENT.
+    Raises
+    ------
+    InvalidProblem
+        The kernel does not fit, or an extent is beyond MAX_EXTENT.
     """
     out = []
     for i, (size, k, s, (before, after), d) in enumerate(
@@ -58,8 +60,10 @@ def minimal_input_size(
     The smallest input whose convolution has ``output_size``, and ``output_padding`` beyond it.
     Of a ``transposed`` convolution it is the output, and ``output_size`` that of the input.
 
-    Raises:
-        InvalidProblem: nothing is left of the input, or an extent is beyond MAX_EXTENT.
+    Raises
+    ------
+    InvalidProblem
+        Nothing is left of the input, or an extent is beyond MAX_EXTENT.
     """
     size = tuple(
         (out - 1) * s + d * (k - 1) + 1 - before - after + extra
@@ -91,8 +95,10 @@ def implied_kernel_size(
     A kernel that reaches over d*(k-1) + 1 positions gives ``out`` exactly where that lies in
     (room - stride, room], with room = in + pad_before + pad_after - (out-1)*stride.
 
-    Raises:
-        InvalidProblem: no kernel does, or several do.
+    Raises
+    ------
+    InvalidProblem
+        No kernel does, or several do.
     """
     kernel = []
     for i, (size, out, s, (before, after), d) in enumerate(
@@ -130,9 +136,11 @@ def pool_output_size(
 
     ceil_mode drops a last window that would start beyond the input plus its left padding.
 
-    Raises:
-        InvalidProblem: a padding reaches the effective kernel, the kernel does not fit, an extent
-            is beyond MAX_EXTENT, or a window holds no input element (dilated ones may).
+    Raises
+    ------
+    InvalidProblem
+        A padding reaches the effective kernel, the kernel does not fit, an extent
+        is beyond MAX_EXTENT, or a window holds no input element (dilated ones may).
     """
     for i, (k, d, pair) in enumerate(zip(kernel_size, dilation, padding, strict=True)):
         reach = d * (k - 1) + 1

@@ -11,15 +11,14 @@ from numpy.typing import NDArray
 from convgrad.contract import GroupedConvBwdWeightRequest
 from convgrad.dtypes import DType
 from convgrad.errors import InvalidProblem
-from convgrad_service.problems.agreement import (
+from convgrad_service.problems.base import PLAIN, Epilogue, Piece, TensorSpec
+from convgrad_service.problems.consistency import (
     agreed_groups,
     check_output_size,
     divisible,
     same_batch,
 )
-from convgrad_service.problems.base import PLAIN, Epilogue, Piece, TensorSpec
 from convgrad_service.problems.convolution import ConvProblem
-from convgrad_service.problems.cutting import activation_slices, grid, whole
 from convgrad_service.problems.formulas import implied_kernel_size
 from convgrad_service.problems.geometry import ConvShape, Span
 from convgrad_service.problems.layouts import Layout, weight_shape
@@ -37,6 +36,7 @@ from convgrad_service.problems.sizes import (
     size_of_length,
     tuple_text,
 )
+from convgrad_service.problems.slicing import activation_slices, grid, whole
 
 __all__ = ["GroupedConvBwdWeight", "sum_dtype"]
 

@@ -9,9 +9,8 @@ from typing import Self
 from convgrad.contract import GroupedConvConvFwdRequest
 from convgrad.contract.fused import ConvParameters
 from convgrad.dtypes import DType
-from convgrad_service.problems.agreement import agreed_groups, check_bias, check_filter_inputs
 from convgrad_service.problems.base import Piece, Problem, Slices, TensorSpec
-from convgrad_service.problems.cutting import activation_slices, grid, whole
+from convgrad_service.problems.consistency import agreed_groups, check_bias, check_filter_inputs
 from convgrad_service.problems.formulas import conv_output_size
 from convgrad_service.problems.geometry import ConvShape, Span
 from convgrad_service.problems.layouts import Layout, activation_shape, weight_shape
@@ -25,6 +24,7 @@ from convgrad_service.problems.reading import (
     shared_dtype,
 )
 from convgrad_service.problems.sizes import check_shape
+from convgrad_service.problems.slicing import activation_slices, grid, whole
 
 __all__ = ["GroupedConvConvFwd"]
 

@@ -77,8 +77,10 @@ class Layout:
     def parse(cls, name: str | None, ndim: int) -> Layout:
         """The layout called `name`, or channels first in `ndim` dimensions.
 
-        Raises:
-            InvalidProblem: no such layout, or not one of `ndim` spatial dimensions.
+        Raises
+        ------
+        InvalidProblem
+            No such layout, or not one of `ndim` spatial dimensions.
         """
         if name is None:
             if ndim not in _SPATIAL:
@@ -97,8 +99,10 @@ class Layout:
     def named(cls, name: str) -> Layout:
         """The layout called `name`.
 
-        Raises:
-            InvalidProblem: no such layout.
+        Raises
+        ------
+        InvalidProblem
+            No such layout.
         """
         layout = LAYOUTS.get(name)
         if layout is None:
@@ -109,8 +113,10 @@ class Layout:
     def of_tensor(cls, name: str | None, tensor: str, shape: Sequence[int]) -> Layout:
         """The layout called `name`, or channels first as the rank of the activation says.
 
-        Raises:
-            InvalidProblem: the tensor's rank is not the layout's.
+        Raises
+        ------
+        InvalidProblem
+            The tensor's rank is not the layout's.
         """
         if name is None:
             if len(shape) - 2 not in _SPATIAL:
@@ -126,8 +132,10 @@ class Layout:
     def check_rank(self, tensor: str, shape: Sequence[int], letters: str) -> None:
         """Hold a tensor's rank against the dimensions named by `letters`.
 
-        Raises:
-            InvalidProblem: they differ.
+        Raises
+        ------
+        InvalidProblem
+            They differ.
         """
         if len(shape) != len(letters):
             raise InvalidProblem(

@@ -11,13 +11,13 @@ from convgrad.contract import MaxPoolBwdRequest, MaxPoolFwdRequest
 from convgrad.dtypes import DType
 from convgrad.errors import InvalidProblem
 from convgrad_service.problems.base import Piece, Problem, TensorSpec
-from convgrad_service.problems.cutting import activation_slices, grid
 from convgrad_service.problems.formulas import pool_output_size
 from convgrad_service.problems.geometry import PoolShape, Span
 from convgrad_service.problems.layouts import Layout, activation_shape
 from convgrad_service.problems.planes import check_plane, index_dtype_of, source_size, ungrouped
 from convgrad_service.problems.reading import Activation, Steps, read_activation, shared_dtype
 from convgrad_service.problems.sizes import Size, check_shape, per_dimension, require_shape
+from convgrad_service.problems.slicing import activation_slices, grid
 
 __all__ = ["MaxPoolBwd", "MaxPoolFwd"]
 

@@ -17,11 +17,11 @@ from convgrad.contract import ConvRequest
 from convgrad.dtypes import DType
 from convgrad_service.problems.base import Piece, Slices, TensorSpec
 from convgrad_service.problems.convolution import ConvProblem
-from convgrad_service.problems.cutting import activation_slices, even_spans, grid, whole
 from convgrad_service.problems.geometry import ConvShape, Span
 from convgrad_service.problems.grouped_conv_bwd_weight import sum_dtype
 from convgrad_service.problems.layouts import Layout
 from convgrad_service.problems.reading import check_precision, shared_dtype
+from convgrad_service.problems.slicing import activation_slices, even_spans, grid, whole
 
 __all__ = ["ConvPasses", "Direction", "Pass", "Side"]
 
@@ -97,8 +97,10 @@ class ConvPasses(ConvProblem):
     ) -> Self:
         """A request's passes of ``conv``.
 
-        Raises:
-            InvalidProblem: tensors of different types, or an output that would be too large.
+        Raises
+        ------
+        InvalidProblem
+            Tensors of different types, or an output that would be too large.
         """
         problem = cls(
             conv=conv,

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from convgrad.dtypes import INDEX, DType
 from convgrad.errors import InvalidProblem
 from convgrad_service.problems.base import Piece, Problem, Slices, TensorSpec
-from convgrad_service.problems.cutting import grid
 from convgrad_service.problems.layouts import Layout, activation_shape
 from convgrad_service.problems.reading import Activation, input_size_of, read_activation
 from convgrad_service.problems.sizes import Size, require_shape
+from convgrad_service.problems.slicing import grid
 
 __all__ = ["PlaneProblem", "check_plane", "index_dtype_of", "source_size", "ungrouped"]
 
@@ -55,8 +55,10 @@ class PlaneProblem(Problem):
 def ungrouped(layout: Layout) -> Layout:
     """The layout, unless it has a dimension of groups.
 
-    Raises:
-        InvalidProblem: it has.
+    Raises
+    ------
+    InvalidProblem
+        It has.
     """
     if layout.grouped:
         plain = layout.activation.replace("G", "")
@@ -72,8 +74,10 @@ def source_size(
 ) -> Size:
     """The size of a max pooling's input: its own, or the one stated beside the indices.
 
-    Raises:
-        InvalidProblem: neither, or one that contradicts the other tensors.
+    Raises
+    ------
+    InvalidProblem
+        Neither, or one that contradicts the other tensors.
     """
     size = None
     if stated is not None:
@@ -95,8 +99,10 @@ def source_size(
 def index_dtype_of(indices: NDArray[Any]) -> DType:
     """int32 or int64.
 
-    Raises:
-        InvalidProblem: another dtype.
+    Raises
+    ------
+    InvalidProblem
+        Another dtype.
     """
     dtype = DType.of(indices.dtype)
     if dtype is None or dtype not in INDEX:

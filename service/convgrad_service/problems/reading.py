@@ -82,8 +82,10 @@ class Steps(NamedTuple):
     def of(cls, source: _HasSteps, ndim: int, prefix: str = "") -> Steps:
         """From a request, or from an object of it whose name is the prefix.
 
-        Raises:
-            InvalidProblem: a wrong number of values, or one out of its bounds.
+        Raises
+        ------
+        InvalidProblem
+            A wrong number of values, or one out of its bounds.
         """
         return cls.checked(source.stride, source.padding, source.dilation, ndim, prefix)
 
@@ -106,8 +108,10 @@ class Steps(NamedTuple):
 def shared_dtype(tensors: Mapping[str, NDArray[Any]]) -> DType:
     """The floating type that all of `tensors` have.
 
-    Raises:
-        InvalidProblem: one is not floating, or two differ.
+    Raises
+    ------
+    InvalidProblem
+        One is not floating, or two differ.
     """
     first: tuple[str, DType] | None = None
     for name, array in tensors.items():
@@ -131,8 +135,10 @@ def shared_dtype(tensors: Mapping[str, NDArray[Any]]) -> DType:
 def read_activation(layout: Layout, name: str, shape: Sequence[int]) -> Activation:
     """The sizes in an activation's shape.
 
-    Raises:
-        InvalidProblem: not of the layout's rank, or an extent out of its bounds.
+    Raises
+    ------
+    InvalidProblem
+        Not of the layout's rank, or an extent out of its bounds.
     """
     layout.check_rank(name, shape, layout.activation)
     checked = check_shape(name, shape)
@@ -142,8 +148,10 @@ def read_activation(layout: Layout, name: str, shape: Sequence[int]) -> Activati
 def read_filter(layout: Layout, name: str, shape: Sequence[int]) -> Filter:
     """The sizes in a weight's shape.
 
-    Raises:
-        InvalidProblem: not of the layout's rank, or an extent out of its bounds.
+    Raises
+    ------
+    InvalidProblem
+        Not of the layout's rank, or an extent out of its bounds.
     """
     layout.check_rank(name, shape, layout.weight)
     checked = check_shape(name, shape)
@@ -155,8 +163,10 @@ def input_size_of(
 ) -> Size:
     """The spatial size in ``input_size``, whose full form is in the layout's own order.
 
-    Raises:
-        InvalidProblem: a wrong length, or a full shape that contradicts the other tensors.
+    Raises
+    ------
+    InvalidProblem
+        A wrong length, or a full shape that contradicts the other tensors.
     """
     order = ", ".join(layout.activation)
     if not size_of_length("input_size", stated, layout.ndim, layout.rank, order):
@@ -181,8 +191,10 @@ def check_precision(precision: str) -> str:
 def wanted_outputs(stated: Sequence[str], known: tuple[str, ...]) -> tuple[str, ...]:
     """The outputs asked for, in the order in which they are known.
 
-    Raises:
-        InvalidProblem: none, one twice, or an unknown one.
+    Raises
+    ------
+    InvalidProblem
+        None, one twice, or an unknown one.
     """
     if not stated or len(set(stated)) != len(stated) or not set(stated) <= set(known):
         raise InvalidProblem(
@@ -195,8 +207,10 @@ def wanted_outputs(stated: Sequence[str], known: tuple[str, ...]) -> tuple[str, 
 def read_output_padding(value: IntOrSequence, steps: Steps, ndim: int) -> Size:
     """output_padding: rows beyond the smallest input, fewer than max(stride, dilation) of them.
 
-    Raises:
-        InvalidProblem: a wrong number of values, or one out of its bounds.
+    Raises
+    ------
+    InvalidProblem
+        A wrong number of values, or one out of its bounds.
     """
     extra = per_dimension("output_padding", value, ndim, minimum=0)
     for i, (more, s, d) in enumerate(zip(extra, steps.stride, steps.dilation, strict=True)):

@@ -88,8 +88,10 @@ def _checked(name: str, value: object, minimum: int) -> int:
 def positive(name: str, value: object) -> int:
     """`value` as a count from 1 to MAX_EXTENT.
 
-    Raises:
-        InvalidProblem: it is no integer, or outside those bounds.
+    Raises
+    ------
+    InvalidProblem
+        It is no integer, or outside those bounds.
     """
     return _checked(name, value, 1)
 
@@ -97,8 +99,10 @@ def positive(name: str, value: object) -> int:
 def per_dimension(name: str, value: IntOrSequence, ndim: int, *, minimum: int = 1) -> Size:
     """One integer per spatial dimension, in the order D, H, W.
 
-    Raises:
-        InvalidProblem: the wrong number of values, or one outside minimum ... MAX_EXTENT.
+    Raises
+    ------
+    InvalidProblem
+        The wrong number of values, or one outside minimum ... MAX_EXTENT.
     """
     if isinstance(value, int):
         return (_checked(name, value, minimum),) * ndim
@@ -113,8 +117,10 @@ def per_dimension(name: str, value: IntOrSequence, ndim: int, *, minimum: int = 
 def pairs_per_dimension(name: str, value: Padding, ndim: int) -> Pads:
     """Padding as (before, after) for each spatial dimension, in the order D, H, W.
 
-    Raises:
-        InvalidProblem: the wrong number of values, or one outside 0 ... MAX_EXTENT.
+    Raises
+    ------
+    InvalidProblem
+        The wrong number of values, or one outside 0 ... MAX_EXTENT.
     """
     if isinstance(value, int):
         both = _checked(name, value, 0)
@@ -147,8 +153,10 @@ def size_of_length(name: str, value: Sequence[int], spatial: int, full: int, ord
 
     ``order`` names the full shape's dimensions, for the sentence.
 
-    Raises:
-        InvalidProblem: any other length, or a value outside 1 ... MAX_EXTENT.
+    Raises
+    ------
+    InvalidProblem
+        Any other length, or a value outside 1 ... MAX_EXTENT.
     """
     for i, item in enumerate(value):
         positive(f"{name}[{i}]", item)
@@ -163,8 +171,10 @@ def size_of_length(name: str, value: Sequence[int], spatial: int, full: int, ord
 def check_shape(name: str, shape: Sequence[int]) -> Size:
     """`shape`, with every extent in 1 ... MAX_EXTENT and at most MAX_ELEMENTS elements.
 
-    Raises:
-        InvalidProblem: an empty, oversized or overlong tensor.
+    Raises
+    ------
+    InvalidProblem
+        An empty, oversized or overlong tensor.
     """
     if any(extent < 1 for extent in shape):
         raise InvalidProblem(
@@ -185,8 +195,10 @@ def check_shape(name: str, shape: Sequence[int]) -> Size:
 def require_shape(name: str, found: Sequence[int], expected: Sequence[int], source: str) -> None:
     """Hold one shape against the one that `source`, a clause such as "from ...", implies.
 
-    Raises:
-        InvalidProblem: they differ.
+    Raises
+    ------
+    InvalidProblem
+        They differ.
     """
     if tuple(found) != tuple(expected):
         raise InvalidProblem(

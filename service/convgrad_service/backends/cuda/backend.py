@@ -51,9 +51,9 @@ from convgrad_service.backends.cuda.pinned import Pinned
 from convgrad_service.backends.cuda.residents import Residents, mirrored, places_of
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Families
-from convgrad_service.plans.cuda.pieces import parts_for
 from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.plans.cuda.program import CudaPlan
+from convgrad_service.plans.cuda.splitting import parts_that_fit
 from convgrad_service.problems import run_in_pieces
 from convgrad_service.problems.base import Problem, TensorSpec
 
@@ -84,8 +84,10 @@ class CudaBackend(Examined):
     kernels. For tests, ``poison`` fills outputs and workspace with NaNs first, and in ``debug``
     kernels a wait without an end becomes a fault.
 
-    Raises:
-        DeviceUnavailable: no CuPy, no NVRTC, no such GPU, or one too old.
+    Raises
+    ------
+    DeviceUnavailable
+        No CuPy, no NVRTC, no such GPU, or one too old.
     """
 
     name = "cuda"
@@ -241,13 +243,13 @@ class CudaBackend(Examined):
     def _parts(self, problem: Problem) -> int:
         """By all of the device's memory: what is free changes, and answers must not."""
         reserve = 0 if self._limited else RESERVE_BYTES
-        return parts_for(problem, self.device.memory_bytes - reserve, self._needed)
+        return parts_that_fit(problem, self.device.memory_bytes - reserve, self._needed)
 
     def _parts_by_free_memory(self, problem: Problem) -> int:
         with self._translated(problem), self._cuda.Device(self._index):
             self._free_cached()
             free, _ = self._cuda.runtime.memGetInfo()
-        return parts_for(problem, free - RESERVE_BYTES // 8, self._needed)
+        return parts_that_fit(problem, free - RESERVE_BYTES // 8, self._needed)
 
     def _same_bits(self, problem: Problem, parts: int, finer: int) -> bool:
         """Whether pieces of either size add up in the same order."""
@@ -376,8 +378,10 @@ class CudaBackend(Examined):
     def _allocate(self, size: int, problem: Problem) -> Any:
         """Memory of this size; where there is too little, what is cached goes first.
 
-        Raises:
-            DeviceOutOfMemory: even then there is too little.
+        Raises
+        ------
+        DeviceOutOfMemory
+            Even then there is too little.
         """
         memory = alloc_or_none(self._cuda.alloc, size)
         if memory is None:

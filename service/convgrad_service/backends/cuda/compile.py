@@ -117,8 +117,10 @@ class Compiler:
     def cubin(self, instance: Instance) -> Cubin:
         """From the cache, or compiled and put there; waits as long as that takes.
 
-        Raises:
-            CompileError: the source was refused, or its compilation was ended.
+        Raises
+        ------
+        CompileError
+            The source was refused, or its compilation was ended.
         """
         wanted = self._want(instance)
         try:

@@ -48,9 +48,11 @@ class CompileProcesses:
     def compile(self, request: Request, longest_s: float = LONGEST_S) -> tuple[bytes, str]:
         """The cubin and the compiler's log.
 
-        Raises:
-            CompileError: the source was refused, or the process ended, took too long or was killed
-                by `close`; the message says which.
+        Raises
+        ------
+        CompileError
+            The source was refused, or the process ended, took too long or was killed
+            by `close`; the message says which.
         """
         with self._process() as process:
             try:
@@ -112,8 +114,10 @@ def exclusive(path: Path, given_up: threading.Event) -> Iterator[None]:
     A holder's death frees it. Where the folder cannot be written, nobody is excluded: nothing could
     be left there for others anyway.
 
-    Raises:
-        CompileError: ``given_up`` was set while another process held it.
+    Raises
+    ------
+    CompileError
+        ``given_up`` was set while another process held it.
     """
     while (lock := _opened(path)) is not None:
         try:

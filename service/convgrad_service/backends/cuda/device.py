@@ -17,8 +17,10 @@ OLDEST = (8, 0)
 def import_cupy() -> Any:
     """CuPy.
 
-    Raises:
-        DeviceUnavailable: it is not installed, or does not work here.
+    Raises
+    ------
+    DeviceUnavailable
+        It is not installed, or does not work here.
     """
     try:
         import cupy
@@ -64,8 +66,10 @@ def uuid_of(index: int) -> str:
 def describe(index: int, memory_limit_bytes: int | None = None) -> CudaDevice:
     """The GPU of this index; ``memory_limit_bytes`` makes its memory seem smaller.
 
-    Raises:
-        DeviceUnavailable: there is no such GPU, or it is older than sm_80.
+    Raises
+    ------
+    DeviceUnavailable
+        There is no such GPU, or it is older than sm_80.
     """
     count = device_count()
     if index >= count:

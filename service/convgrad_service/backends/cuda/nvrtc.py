@@ -31,8 +31,10 @@ class Nvrtc:
     """The NVRTC library at ``path``, loaded. Safe to call from several threads, which then wait for
     one another: it compiles one source at a time.
 
-    Raises:
-        OSError: it cannot be loaded.
+    Raises
+    ------
+    OSError
+        It cannot be loaded.
     """
 
     def __init__(self, path: str) -> None:
@@ -50,8 +52,10 @@ class Nvrtc:
     def compile(self, source: str, name: str, options: Sequence[str]) -> tuple[bytes, str]:
         """The cubin, and the log, of one source.
 
-        Raises:
-            CompileError: the source or an option was refused; the message holds the log.
+        Raises
+        ------
+        CompileError
+            The source or an option was refused; the message holds the log.
         """
         program = ctypes.c_void_p()
         self._call(
@@ -92,8 +96,10 @@ class Nvrtc:
 def find_nvrtc(newest_major: int = MAJORS[0]) -> Nvrtc:
     """The newest NVRTC here, but none newer than the driver's CUDA, which could not load its code.
 
-    Raises:
-        CompileError: there is none.
+    Raises
+    ------
+    CompileError
+        There is none.
     """
     majors = [major for major in MAJORS if major <= newest_major]
     for major in majors:

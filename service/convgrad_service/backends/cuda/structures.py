@@ -43,18 +43,27 @@ def structure(
 ) -> Any:
     """The ctypes structure of a struct that ``source``, or a header that it includes, defines.
 
-    Args:
-        source: relative to the kernels' folder, as `Instance.source`.
-        name: of the struct.
-        anonymous: fields that are structures, whose fields can be used as the whole's own.
-        constants: of the macros that lengths of arrays name.
+    Parameters
+    ----------
+    source
+        relative to the kernels' folder, as `Instance.source`.
+    name
+        of the struct.
+    anonymous
+        fields that are structures, whose fields can be used as the whole's own.
+    constants
+        of the macros that lengths of arrays name.
 
-    Returns:
-        A subclass of `ctypes.Structure`. Elements of an array of tensor maps are fields of their
+    Returns
+    -------
+    type[ctypes.Structure]
+        Elements of an array of tensor maps are fields of their
         own, numbered: ``source0``, ``source1``.
 
-    Raises:
-        LookupError: there is no such struct, or no such type or constant in it.
+    Raises
+    ------
+    LookupError
+        There is no such struct, or no such type or constant in it.
     """
     return _structure(source, name, anonymous, tuple(constants.items()))
 

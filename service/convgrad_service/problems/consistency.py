@@ -41,8 +41,10 @@ def agreed_groups(
 
     There ``groups`` may stay at its default of 1, or repeat what the tensors say.
 
-    Raises:
-        InvalidProblem: two sources differ, or fewer than one group.
+    Raises
+    ------
+    InvalidProblem
+        Two sources differ, or fewer than one group.
     """
     positive(f"{prefix}groups", stated)
     if not layout.grouped:
@@ -66,8 +68,10 @@ def agreed_groups(
 def divisible(what: str, channels: int, groups: int) -> None:
     """Hold a number of channels to be a multiple of the groups.
 
-    Raises:
-        InvalidProblem: it is not.
+    Raises
+    ------
+    InvalidProblem
+        It is not.
     """
     if channels % groups:
         raise InvalidProblem(
@@ -96,8 +100,10 @@ def same_channels(weight: Filter, activation: Activation) -> None:
 def check_filter_inputs(layout: Layout, weight: Filter, input: Activation, groups: int) -> None:
     """Hold a weight's input channels against those of the input.
 
-    Raises:
-        InvalidProblem: not C/groups of them, or channels that the groups do not divide.
+    Raises
+    ------
+    InvalidProblem
+        Not C/groups of them, or channels that the groups do not divide.
     """
     divisible(input.name, input.channels, groups)
     divisible(f"the output of {weight.name}", weight.out_channels, groups)
@@ -117,8 +123,10 @@ def check_filter_inputs(layout: Layout, weight: Filter, input: Activation, group
 def check_output_size(layout: Layout, name: str, shape: Sequence[int], conv: ConvShape) -> None:
     """Hold the shape of `name`, an output's gradient, against the formula.
 
-    Raises:
-        InvalidProblem: they differ, or the kernel does not fit into the input.
+    Raises
+    ------
+    InvalidProblem
+        They differ, or the kernel does not fit into the input.
     """
     size = conv_output_size(
         "the input", conv.input_size, conv.kernel_size, conv.stride, conv.padding, conv.dilation
@@ -134,8 +142,10 @@ def check_output_size(layout: Layout, name: str, shape: Sequence[int], conv: Con
 def check_bias(name: str, bias: NDArray[Any] | None, channels: int) -> bool:
     """Whether there is a bias; if so it has one value for each output channel.
 
-    Raises:
-        InvalidProblem: another shape.
+    Raises
+    ------
+    InvalidProblem
+        Another shape.
     """
     if bias is None:
         return False
