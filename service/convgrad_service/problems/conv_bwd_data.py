@@ -106,7 +106,7 @@ class ConvBwdData(ConvProblem):
         return {"grad_input": self.input_spec}
 
     def _cut(self, parts: int) -> tuple[Piece, ...]:
-        """By N, then by rows of grad_input with the rows of grad_output that touch them."""
+        """Split by N, then by rows of grad_input with the rows of grad_output that meet them."""
         return self._cut_result(
             parts, source="grad_output", result="grad_input", backward=True, along=("accumulate",)
         )

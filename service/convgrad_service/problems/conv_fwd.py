@@ -84,5 +84,5 @@ class ConvFwd(ConvProblem):
         return {"output": self.output_spec}
 
     def _cut(self, parts: int) -> tuple[Piece, ...]:
-        """By N, then by rows of output with the rows of input that they read."""
+        """Split by N, then by rows of output with the rows of input that they read."""
         return self._cut_result(parts, source="input", result="output", backward=False)

@@ -1,6 +1,6 @@
-"""The CUDA backend: kernels of our own, compiled at run time and launched through CuPy.
+"""The CUDA backend: CUDA C++ kernels, compiled by NVRTC at run time and launched through CuPy.
 
-CuPy is imported when a backend is made, not before: the service runs without it.
+CuPy is imported when a backend is created: the service runs without it.
 """
 
 from __future__ import annotations

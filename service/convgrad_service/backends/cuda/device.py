@@ -1,4 +1,4 @@
-"""The GPUs of this machine, described for plans."""
+"""The GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OLDEST = (8, 0)
 
 
 def import_cupy() -> Any:
-    """CuPy.
+    """Import CuPy.
 
     Raises
     ------
@@ -49,9 +49,9 @@ def cuda_driver_major() -> int:
 
 
 def uuid_of(index: int) -> str:
-    """Of the GPU of this index, as NVIDIA's tools write it; empty where the driver does not say.
+    """Return a GPU's UUID as NVIDIA's tools write it; empty if the driver does not report one.
 
-    From the driver itself: CuPy's property is a C string, which a zero byte in it cuts short.
+    It is asked of the driver, because CuPy's property ends at the first zero byte.
     """
     raw = (ctypes.c_ubyte * 16)()
     try:

@@ -21,7 +21,7 @@ from convgrad_service.engine.shm.mappings import RegionMappings, apart
 from convgrad_service.engine.shm.registry import InRegion
 from convgrad_service.examination import examined
 from convgrad_service.problems.base import Lane, Piece
-from convgrad_service.problems.pieces import added_up, piece_tensors, place_part
+from convgrad_service.problems.pieces import piece_tensors, place_part, sum_of_shares
 
 __all__ = ["Finished", "Job", "compile_ahead", "run_job"]
 
@@ -214,7 +214,7 @@ def _sums(layout: TensorLayout, shares: Arrays, inputs: Arrays) -> Arrays:
     result = {}
     for name, array in shares.items():
         array.flags.writeable = False
-        result[name] = added_up(problem, name, array, others)
+        result[name] = sum_of_shares(problem, name, array, others)
     return result
 
 
