@@ -16,7 +16,7 @@ from convgrad.contract.base import validate
 from convgrad.dtypes import DType
 from convgrad.errors import DeviceOutOfMemory, UnsupportedProblem
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import Mapped
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import MappedArguments
 from convgrad_service.backends.cuda.kernels.fallback.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.fallback.weight_direct import WeightDirect
 from convgrad_service.backends.cuda.kernels.fallback.weight_tile import WeightTile
@@ -126,7 +126,7 @@ def check_plan(plan: CudaPlan, problem: Problem, device: CudaDevice) -> None:
 
 def _filled(arguments: Arguments, addresses: dict[str, int]) -> bytearray:
     """Without a driver, which would encode tensor maps."""
-    if isinstance(arguments, Mapped):
+    if isinstance(arguments, MappedArguments):
         return arguments.fill_by(encode, addresses)
     return arguments.fill(addresses)
 

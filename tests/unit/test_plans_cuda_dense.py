@@ -11,7 +11,7 @@ import pytest
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight
-from convgrad_service.backends.cuda.kernels.core.gather_axes import axis_of
+from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axis
 from convgrad_service.backends.cuda.kernels.layout.channels_last import prepare_activation
 from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Launch, Workspace
@@ -125,7 +125,7 @@ def test_phases_meet_exactly_the_pairs_of_the_definition(seed: int) -> None:
             w=operand,
             y=operand,
         )
-        axis = axis_of(work, 2)
+        axis = gather_axis(work, 2)
         results: list[int] = []
         pairs = set()
         for phase in axis.phases:
