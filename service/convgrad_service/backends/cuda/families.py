@@ -75,7 +75,7 @@ from convgrad_service.backends.cuda.kernels.pool.window_reduce import (
 from convgrad_service.backends.cuda.kernels.pool.window_routes import WindowRoutes
 from convgrad_service.backends.cuda.kernels.pool.window_sums import WindowSums
 from convgrad_service.backends.cuda.kernels.pool.window_tiles import WindowTiles
-from convgrad_service.plans.cuda.families import Families, LeastExpected, Overhead
+from convgrad_service.plans.cuda.families import Families, FastestExpected, Overhead
 
 __all__ = ["FAMILIES"]
 
@@ -145,8 +145,8 @@ IMPLICIT_GEMM = ImplicitGemm(dtypes=(DType.FLOAT16, DType.BFLOAT16))
 ODD = (IMPLICIT_GEMM, ImplicitGemm(dtypes=(DType.FLOAT32,), least_channels=4))
 # Pointwise convolutions. Short ones are not compared with the others, which were never faster.
 SHORT_PRODUCTS, PRODUCTS = PointwiseGemm(most_s=25e-6), (PointwiseGemm(), IMPLICIT_GEMM)
-DENSE = (SHORT_PRODUCTS, LeastExpected(LARGE, PRODUCTS, overheads=OVERHEADS))
-DENSE_WEIGHT = (SHORT_PRODUCTS, LeastExpected(LARGE_WEIGHT, PRODUCTS, overheads=OVERHEADS))
+DENSE = (SHORT_PRODUCTS, FastestExpected(LARGE, PRODUCTS, overheads=OVERHEADS))
+DENSE_WEIGHT = (SHORT_PRODUCTS, FastestExpected(LARGE_WEIGHT, PRODUCTS, overheads=OVERHEADS))
 # First layers: few channels of the input.
 FIRST_FORWARD = (Patches(DENSE), PatchProducts(DENSE), FirstForward())
 FIRST_DATA = (

@@ -25,7 +25,7 @@ from convgrad_service.plans.cuda.works import (
     WindowWork,
 )
 
-__all__ = ["Chosen", "Families", "Family", "LeastExpected", "Overhead", "Work", "choose"]
+__all__ = ["Chosen", "Families", "Family", "FastestExpected", "Overhead", "Work", "choose"]
 
 Work = ConvWork | FusedWork | ChannelSums | PoolWork | WindowWork | UnpoolWork | Copy
 W = TypeVar("W", bound=Work, contravariant=True)
@@ -82,7 +82,7 @@ class Families:
         """Return a copy without the families of these names."""
 
         def left(family: Any) -> tuple[Any, ...]:
-            if isinstance(family, LeastExpected):
+            if isinstance(family, FastestExpected):
                 return family.without(names)
             return () if family.name in names else (family,)
 
@@ -111,7 +111,7 @@ def choose(families: Sequence[Family[V]], work: V, device: CudaDevice) -> Chosen
     """
     passed_over: list[tuple[str, str]] = []
     for family in families:
-        if isinstance(family, LeastExpected):
+        if isinstance(family, FastestExpected):
             chosen, reasons = family.choice(work, device)
             passed_over += reasons
             if chosen is not None:
@@ -157,14 +157,14 @@ class Overhead:
 COPY_BYTES_S = 3e12
 
 
-class LeastExpected(Generic[V]):
+class FastestExpected(Generic[V]):
     """Chooses between several sequences of families by predicted time.
 
     Of each sequence, which is in order of preference, the first family that applies is a candidate.
     The fastest candidate is chosen. Work that the first sequence does not compute is refused.
     """
 
-    name = "least_expected"
+    name = "fastest_expected"
 
     def __init__(self, *sides: Sequence[Family[V]], overheads: Mapping[str, Overhead]) -> None:
         """``overheads`` are by family name; a family without one is never the fastest."""
@@ -177,7 +177,7 @@ class LeastExpected(Generic[V]):
         left = [side for side in sides if side]
         if len(left) < 2 or not sides[0]:
             return tuple(family for side in left for family in side)
-        return (LeastExpected(*left, overheads=self._overheads),)
+        return (FastestExpected(*left, overheads=self._overheads),)
 
     def choice(self, work: V, device: CudaDevice) -> tuple[Chosen | None, list[tuple[str, str]]]:
         """Return the fastest candidate, if any, and why each other family was passed over."""

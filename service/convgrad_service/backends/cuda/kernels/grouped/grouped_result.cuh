@@ -17,7 +17,7 @@ struct GroupedGatherArgs {
   const void* w;
   void* y;                 // the result: output, or grad_input
   const void* accumulate;  // like y, or null
-  const void* bias;        // one for each of the result's channels, or null
+  const void* bias;        // one value for each channel of the result, or null
   i64 x_group, y_group;    // strides of a group, in elements
   i64 y_stride[4];         // N D H W, in elements
   i64 w_group;
@@ -29,8 +29,8 @@ struct GroupedGatherArgs {
   float beta;
   int batch;
   int groups;
-  int x_channels;  // of the source, in one group
-  int y_channels;  // of the result, in one group
+  int x_channels;  // of the source, in a group
+  int y_channels;  // of the result, in a group
   int merged;      // groups merged
   int merges;
   int own;  // EXACT: 8 result channels are whole groups, and each meets its own group alone

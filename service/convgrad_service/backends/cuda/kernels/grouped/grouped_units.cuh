@@ -35,7 +35,7 @@ struct Operands {
   int x_merge_bytes, merge_bytes, column_bytes;  // from one merge, or 8 result channels, to the next
   int w_pitch;
   u32 weights;
-  const char* base;  // of shared memory
+  const char* base;  // half of shared memory
   int own_a, own_b;  // EXACT: where this lane's group begins
 };
 

@@ -20,8 +20,8 @@ struct GroupedWeightArgs {
   Box x_box, y_box;
   int batch;
   int groups;
-  int in_channels;   // in one group
-  int out_channels;  // in one group
+  int in_channels;   // in a group
+  int out_channels;  // in a group
   int merged;
   int slice;  // merges in a block
   int row_blocks;     // items of one merge: of MT * 16 rows,
