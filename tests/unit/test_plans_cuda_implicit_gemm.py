@@ -143,7 +143,9 @@ def test_least_expected(first: Timed, second: Timed, winner: str) -> None:
 
 
 def test_second_is_not_considered_where_the_first_refuses() -> None:
-    both = FastestExpected([Timed("first", 1e-6, "no")], [Timed("second", 1e-6)], overheads=OVERHEADS)  # type: ignore[list-item]
+    both = FastestExpected(
+        [Timed("first", 1e-6, "no")], [Timed("second", 1e-6)], overheads=OVERHEADS
+    )  # type: ignore[list-item]
     last = Timed("last", None)
     found = choose([both, last], work_of(1, (64, 64), 7), H200)  # type: ignore[list-item]
     assert found.family == "last"

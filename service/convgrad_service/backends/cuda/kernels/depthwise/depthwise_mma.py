@@ -111,7 +111,7 @@ class DepthwiseMma:
         if reason is not None:
             return reason
         if launch.grid[0] > MAX_BLOCKS:
-            return f"{launch.grid[0]} blocks are more than one grid holds"
+            return f"{launch.grid[0]} blocks are more than a grid can have"
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:

@@ -133,7 +133,7 @@ class DepthwisePairs:
         if reason is not None:
             return reason
         if max(launch.grid[1:]) > MOST_ALONG or launch.grid[0] > MAX_BLOCKS:
-            return f"{launch.grid} blocks are more than one grid holds"
+            return f"{launch.grid} blocks are more than a grid can have"
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
@@ -293,7 +293,7 @@ def _why_not_full(work: ConvWork, plane: Plane) -> str | None:
         return f"{width} columns leave much of {strips} strips of {STRIP_COLUMNS} empty"
     elements = plane.batch * height * width * work.groups
     if elements < FEW * plane.stride**2:
-        return f"{elements} elements; others are faster on few"
+        return f"{elements} elements; other families are faster on few"
     return None
 
 

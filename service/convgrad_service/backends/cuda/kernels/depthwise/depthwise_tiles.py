@@ -121,14 +121,14 @@ def why_not_plane(
         return "not one input and one output channel a group"
     multiplier = work.out_channels
     if work.x.strides[1] != 1 or work.y.strides[1] != multiplier:
-        return "the channels do not lie side by side"
+        return "the channels are not contiguous"
     if multiplier > 1 and (
         work.y.strides[2] != 1 or work.w.strides[0] != multiplier * work.w.strides[1]
     ):
-        return "the channels of a group do not lie side by side"
+        return "the channels of a group are not contiguous"
     chunk = max(1, chunk_bytes // work.dtype.itemsize)
     if work.groups % chunk and not (work.x.padded and work.y.padded):
-        return f"{work.groups} channels are no multiple of {chunk}"
+        return f"{work.groups} channels are not a multiple of {chunk}"
     dilated = [d != 1 and k != 1 for d, k in zip(work.dilation, work.kernel, strict=True)]
     if any(dilated) and not general:
         return "dilated"
@@ -141,12 +141,12 @@ def why_not_plane(
     elif work.kernel[0] != 1 or work.stride[0] != 1 or work.pad[0] != 0:
         return "three dimensions"
     elif work.input[0] != work.output[0]:
-        return "planes without a counterpart"
+        return "planes that meet nothing"
     for operand, size in ((work.x, work.input), (work.y, work.output)):
         if not deep and size[0] > 1 and operand.strides[0] != size[0] * operand.strides[3]:
-            return "planes that do not follow one another"
+            return "planes that are not contiguous"
         if any(stride % chunk for stride in (operand.strides[0], *operand.strides[3:])):
-            return f"strides that are no multiples of {chunk}"
+            return f"strides that are not multiples of {chunk}"
         spans = zip(operand.strides[3:], size, strict=True)
         if sum(stride * extent for stride, extent in spans) >= 2**31:
             return "an image of more than 2^31 elements"

@@ -189,7 +189,7 @@ def _why_slower(work: ConvWork, plane: Plane, tile: DirectTile) -> str | None:
     """Why others are expected to be faster."""
     elements = elements_of(work, plane)
     if elements < LEAST_ELEMENTS:
-        return f"{elements} elements; others are faster on few"
+        return f"{elements} elements; other families are faster on few"
     columns = plane.output[1]
     if _is_inner(plane, tile, columns):
         least = LEAST_COLUMNS[tile.stride]

@@ -184,7 +184,7 @@ def _why_slower(work: ConvWork, plane: Plane, tile: StripsTile) -> str | None:
     """Why others are expected to be faster."""
     elements = elements_of(work, plane)
     if elements < LEAST_ELEMENTS:
-        return f"{elements} elements; others are faster on few"
+        return f"{elements} elements; other families are faster on few"
     sides = ((plane.output[1], STRIP_COLUMNS * tile.side), (plane.batch, tile.images))
     filled = prod(
         size / (ceil_div(size, of) * of) for size, of in (*sides, (work.groups, CHANNELS))

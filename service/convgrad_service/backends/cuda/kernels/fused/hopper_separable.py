@@ -56,9 +56,9 @@ class HopperSeparable:
         sizes that cannot be counted."""
         first, second = work.first, work.second
         if device.architecture not in HOPPER:
-            return f"{device.name} has no products of warpgroups"
+            return f"{device.name} has no wgmma"
         if first.dtype not in DTYPES:
-            return f"{first.dtype} is not of 16 bits"
+            return f"{first.dtype} is not a 16-bit type"
         if not is_pointwise(second):
             return "the second convolution is not 1x1 of one group"
         if first.in_channels != 1 or first.out_channels != 1:
@@ -73,14 +73,14 @@ class HopperSeparable:
                 f"{MOST_OUTPUTS} of them, which takes longer than its way through memory"
             )
         if not lies_well(first, second):
-            return "the channels do not lie side by side"
+            return "the channels are not contiguous"
         y_extents = (second.batch, 1, second.out_channels, *second.output)
         if not in_whole_chunks(second.y, y_extents, 2):
-            return "the result's channels do not lie side by side in whole 16-byte chunks"
+            return "the result's channels are not contiguous whole 16-byte chunks"
         if max(*first.input, *first.output, *first.pad, first.batch) > MAX_EXTENT:
             return f"positions reach beyond {MAX_EXTENT}"
         if first.pixels > MAX_ITEMS // ceil_div(second.out_channels, 64):
-            return "the tiles cannot be counted"
+            return "too many tiles to number"
         if not any(schedules(work, device, self._tiles)):
             return "a tile and the depthwise weights do not fit into shared memory"
         return None

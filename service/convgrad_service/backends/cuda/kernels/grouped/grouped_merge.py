@@ -165,11 +165,11 @@ def why_not_packed(work: ConvWork) -> str | None:
 def _why_not_chunks(operand: Operand, channels: int, work: ConvWork, merge: Merge) -> str | None:
     """Why channels are not side by side in whole chunks."""
     if operand.strides[2] != 1 and channels > 1:
-        return "channels do not lie side by side"
+        return "channels are not contiguous"
     if merge.groups > 1 and operand.strides[1] != channels:
-        return "groups do not lie side by side"
+        return "groups are not contiguous"
     if merge.groups > 1 and work.groups * channels % merge.chunk:
-        return f"{work.groups * channels} channels are no multiple of {merge.chunk}"
+        return f"{work.groups * channels} channels are not a multiple of {merge.chunk}"
     if any(operand.strides[axis] % merge.chunk for axis in (0, 3, 4, 5)) or (
         merge.groups == 1 and operand.strides[1] % merge.chunk
     ):

@@ -41,7 +41,7 @@ __all__ = ["GroupedWeight", "Share", "shares_of"]
 RESERVED_BYTES = 1024
 MAX_GRID_YZ = 65535
 MOST_PIXELS = 512
-# Partial sums together take at most so much, unless the caller asks for more splits.
+# The most memory for partial sums, unless the caller requests more splits.
 PARTIAL_BYTES = 64 * 2**20
 STAGES = 2
 

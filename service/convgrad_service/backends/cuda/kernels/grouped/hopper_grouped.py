@@ -160,7 +160,7 @@ class HopperGrouped:
 def _why_not_operand(work: ConvWork, operand: Operand) -> str | None:
     channels = work.in_channels
     if operand.strides[2] != 1 or operand.strides[1] != channels:
-        return "channels do not lie side by side"
+        return "channels are not contiguous"
     if work.groups * channels % 8:
         return f"{work.groups * channels} channels are no whole chunks of 16 bytes"
     if any(operand.strides[axis] % 8 for axis in (0, 4, 5)):

@@ -77,13 +77,13 @@ class HopperGroupedWeight:
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`. Judged by what a cut along N or a spatial dimension leaves."""
         if device.architecture not in HOPPER:
-            return f"{device.name} has no products of warpgroups"
+            return f"{device.name} has no wgmma"
         if work.dtype not in DTYPES:
-            return f"{work.dtype} is not for products of 16 bits"
+            return f"{work.dtype} is not a 16-bit type"
         if work.groups == 1:
             return "one group"
         if work.kernel != KERNEL or max(work.stride) > 1 or max(work.dilation) > 1:
-            return "taps other than 3 x 3 side by side, in steps of 1"
+            return "taps other than 3 x 3 without dilation, with stride 1"
         if work.input[0] != 1 or work.output[0] != 1 or work.pad[0] != 0:
             return "planes along D"
         channels = work.in_channels
@@ -91,11 +91,11 @@ class HopperGroupedWeight:
             return f"{channels} to {work.out_channels} channels a group; {GROUP_CHANNELS} on both"
         for side, operand in (("input", work.x), ("output", work.y)):
             if operand.strides[2] != 1 or operand.strides[1] != channels:
-                return f"the {side}'s channels do not lie side by side"
+                return f"the {side}'s channels are not contiguous"
             if any(operand.strides[axis] * 2 % CHUNK_BYTES for axis in (0, 4, 5)):
                 return f"the {side}'s pixels do not start at multiples of 16 bytes"
         if work.groups * channels % 8:
-            return "channels that are no whole 16 bytes"
+            return "channels that are not whole 16 bytes"
         if max(*work.input, *work.output, work.batch) > MAX_SIZE:
             return f"an extent is more than {MAX_SIZE}"
         # Small slices are the most.
