@@ -242,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     hopper_grouped(const __grid_constant__ HopperGroupedArgs args) {
   extern __shared__ uint4 memory[];
   const int thread = threadIdx.x, lane = thread & 31;
-  // The same in all lanes, which the compiler knows of a shuffle alone.
+  // Uniform in a warp; a shuffle tells the compiler so.
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
   const u32 start = shared_address(memory), base = (start + 1023) & ~1023u;
   const Shared shared(args, base);

@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ uint4 shared[];
   __shared__ u64 barriers[4 * kMostStages];
   const int thread = threadIdx.x, lane = thread & 31;
-  // The same in all lanes, which the compiler knows of a shuffle alone.
+  // Uniform in a warp; a shuffle tells the compiler so.
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0), warpgroup = warp / 4;
   const u32 padding = -shared_address(shared) & 511;
   char* const base = reinterpret_cast<char*>(shared) + padding;

@@ -13,7 +13,7 @@ struct HopperGroupedWeightArgs {
   // What the first copies are asked for with lies side by side.
   int tiles, more;  // of a share, and one more of so many, the first ones
   Divider by_columns, by_rows;
-  int row_tiles, column_tiles;  // of an image
+  int row_tiles, column_tiles;  // in an image
   int tile_rows, tile_columns, images;
   int pad[2];
   int stages;

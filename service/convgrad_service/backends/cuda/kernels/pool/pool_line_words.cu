@@ -62,7 +62,7 @@ struct LineWordArgs {
   i64 grad_stride[4];
   i64 grad_x_stride[4];
   int channel_tiles;
-  int planes;      // of an image
+  int planes;      // in an image
   int x_size[2];   // H W
   int y_size[2];
   int tiles[2];

@@ -41,7 +41,7 @@ struct StackArgs {
   int words;  // of channels
   int groups;  // of 32 words
   int size[3];
-  int stacks;  // of an image
+  int stacks;  // in an image
   int planes;  // planes that a stack owns
   int halo;    // planes before and after those
   int tiles;   // along H

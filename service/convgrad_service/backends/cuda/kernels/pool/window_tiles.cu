@@ -36,7 +36,7 @@ struct TilesArgs {
   int inner;
   int batch;
   int chunk;    // of the batch
-  int threads;  // of a chunk
+  int threads;  // in a chunk
   int part;     // KIND 0: positions of a tile along the last axis that a thread stores to
   Divider by_vectors, by_items[3];
   Divider by_tile;     // along the last axis

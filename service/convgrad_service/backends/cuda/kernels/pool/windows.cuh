@@ -46,7 +46,7 @@ struct WindowArgs {
   int inner;
   int batch;
   int chunk;    // items of the batch in a chunk
-  int threads;  // of a chunk
+  int threads;  // in a chunk
   Divider by_vectors, by_items[3];  // of threads: along inner and y's axes
   int by_outputs;                   // whether y's sums are divided by `counted`, else by `divisor`
   int lanes_log;                    // log2 of a window's lanes along its last axis
