@@ -27,8 +27,8 @@ struct GroupedWeightArgs {
   int row_blocks;     // items of one merge: of MT * 16 rows,
   int column_blocks;  // by NF * 8 columns
   int items;          // of a block
-  int boxes;          // of a split,
-  int more;           // and one more of so many, the first ones
+  int boxes;          // boxes of a split,
+  int more;           // one more for the first `more` ones
   int kernel[3];
   int tile[4];   // pixels: images, D, H, W
   int tiles[4];  // in the largest phase
