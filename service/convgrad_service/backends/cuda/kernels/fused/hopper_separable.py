@@ -1,4 +1,4 @@
-"""A depthwise 3x3 convolution and a pointwise one after it, in one kernel, on Hopper."""
+"""A depthwise 3x3 convolution followed by a pointwise one, in one kernel, on Hopper."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class HopperSeparable:
     name = "hopper_separable"
 
     def __init__(self, tiles: Iterable[SeparableTile] = TILES, *, anything: bool = False) -> None:
-        """Of these tiles alone; ``anything`` to take what two launches compute faster too."""
+        """``tiles`` are those to use; ``anything``: also apply where two launches are faster."""
         self._tiles, self._anything = tuple(tiles), anything
 
     def why_not(self, work: FusedWork, device: CudaDevice) -> str | None:
@@ -137,7 +137,7 @@ class HopperSeparable:
 
 
 def _results(second: ConvWork, tile: SeparableTile) -> TiledMap:
-    """64 outputs of a group's pixels."""
+    """Return the tensor map of 64 outputs of a group's pixels."""
     n, _, _, _, h, w = second.y.strides
     item = second.y.dtype.itemsize
     return TiledMap(
@@ -150,7 +150,7 @@ def _results(second: ConvWork, tile: SeparableTile) -> TiledMap:
 
 
 def _rows(operand: Operand, channels: int, outputs: int, tile: SeparableTile) -> TiledMap:
-    """A chunk of the pointwise weights of a block's outputs."""
+    """Return the tensor map of a chunk of the pointwise weights of a block's outputs."""
     return TiledMap(
         operand.dtype,
         (channels, outputs),
@@ -161,7 +161,7 @@ def _rows(operand: Operand, channels: int, outputs: int, tile: SeparableTile) ->
 
 
 def _boxes(first: ConvWork, tile: SeparableTile) -> TiledMap:
-    """A tile's pixels of the input, with their halo."""
+    """Return the tensor map of a tile's pixels of the input, with their halo."""
     n, _, _, _, h, w = first.x.strides
     item = first.x.dtype.itemsize
     return TiledMap(
@@ -178,7 +178,7 @@ def _instance(tile: SeparableTile, dtype: DType) -> Instance:
 
 
 def is_pointwise(work: ConvWork) -> bool:
-    """Whether each output pixel comes from the input's own, in one group."""
+    """Whether a work is a 1x1 convolution of stride 1 in one group."""
     return (
         work.groups == 1
         and work.taps == 1

@@ -134,8 +134,8 @@ struct Part {
   }
 };
 
-// Where a lane finds rows of matrices, from a row's first pixel on: the first 8 positions of a
-// product and the other 8 of two chunks (where there is but one, of two taps), or of two tiles.
+// Offsets for ldmatrix, relative to a row's first pixel: the first and last 8 positions of a product,
+// of two chunks (or of two taps if there is one chunk), or of two tiles.
 struct Places {
   u32 source[kChunks == 1 ? 1 : 3], third = 0, result;
 
@@ -159,8 +159,8 @@ struct Places {
   }
 };
 
-// Adds what a row of the source gives to the three rows of results that meet it: at its last tap, its
-// second and its first one, which begins a sum.
+// Adds the products of a row of the source to the three rows of results that meet it: at its last tap,
+// its second, and its first, which initializes a sum.
 __device__ __forceinline__ void add_row(Sums& last, Sums& middle, Sums& first, const Weights& w,
                                         const Places& places, u32 from) {
 #pragma unroll

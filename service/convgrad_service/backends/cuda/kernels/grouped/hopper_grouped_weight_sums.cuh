@@ -1,10 +1,11 @@
-// The sums of hopper_grouped_weight.cu on their way: from the registers of a block's warps to the sums
-// of the block, of these to those of all blocks of a slice, and to results.
+// Reductions in hopper_grouped_weight.cu: from the registers of warps to the sums of the block, then to
+// those of all blocks of a slice, and to results.
 //
-// A vector: four sums of a lane, as a product leaves them: two neighbouring channels of y, of a channel
-// of x and of the channel eight on. A warp has vectors of two kinds of products. Of the pairs of taps
-// (s = 0 and 1) a warpgroup has each once, so of two every other one is its own; of the last tap each
-// row of x has one, so of four warps every fourth. What is not its own a warp leaves in shared memory.
+// A vector is four sums of a lane, as in a wgmma accumulator: two adjacent channels of y, for a channel
+// of x and for the channel eight further. A warp has vectors of two kinds of products. For the pair of
+// taps s = 0 and 1, both warpgroups have each vector, so each owns every other one; for the last tap,
+// each row of x has one, so each of four warps owns every fourth. Vectors of other owners are passed
+// through shared memory.
 #pragma once
 
 #include "grouped/hopper_grouped_weight.cuh"

@@ -1,14 +1,14 @@
-// The weights that warps of hopper_grouped.cu keep: from 16 channels a group on through shared memory,
-// where each is brought once a block, elsewhere straight to registers.
+// Loading the weights of hopper_grouped.cu to registers: from 16 channels per group on through shared
+// memory, to which each block copies them once, otherwise directly.
 #pragma once
 
 #include "grouped/hopper_grouped.cuh"
 
 namespace convgrad {
 
-// Warp: the weights of 3 x 3 taps between kChunks * 8 source channels from `x` on and kFrags * 8
-// result channels from `y` on, counted from the first of all, as mma's second operand; zeros between
-// different groups. kPairs: neighbours along in channels come at once.
+// Warp: loads the weights of 3 x 3 taps between kChunks * 8 source channels from `x` on and kFrags * 8
+// result channels from `y` on, over all groups, as operand B of mma, block-diagonal. kPairs: loads
+// adjacent input channels at once.
 template <class T, int kChannels, bool kAcross, bool kPairs, int kChunks, int kFrags>
 __device__ __forceinline__ void load_weights(const HopperGroupedArgs& args, int x, int y,
                                              u32 (&w)[9][kChunks][kFrags]) {
