@@ -12,7 +12,7 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import MapField, TiledMap, pack_maps
 from convgrad_service.plans.cuda.program import Instance, Launch
 from tests.emulator.backend import works_here
-from tests.kernels.hopper_probe import Emulated
+from tests.support.kernels.hopper_probe import Emulated
 
 pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 

@@ -18,11 +18,11 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Family
 from convgrad_service.plans.cuda.program import Fragment, Instance
 from convgrad_service.plans.cuda.works import ConvWork
-from tests.cases import Case
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.halo_layers import HALO_LAYERS, halo_cases
-from tests.kernels.harness import answers, check, drawn, with_layouts
-from tests.kernels.nonfinite import check_rule
+from tests.support.kernels.harness import answers, check, drawn, with_layouts
+from tests.support.numerics.cases import Case
+from tests.support.numerics.halo_layers import HALO_LAYERS, halo_cases
+from tests.support.numerics.nonfinite import check_rule
 
 EPILOGUES = [
     case.with_tensor("accumulate", HALO_LAYERS[case.name].input_shape).with_params(

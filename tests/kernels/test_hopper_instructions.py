@@ -18,7 +18,7 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.device import import_cupy
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import Im2colMap, TiledMap
 from tests.emulator.backend import works_here
-from tests.kernels.hopper_probe import Emulated, OnGpu, ProbeArgs, Prober, probe_launch
+from tests.support.kernels.hopper_probe import Emulated, OnGpu, ProbeArgs, Prober, probe_launch
 
 Array = NDArray[Any]
 SWIZZLES = (0, 32, 64, 128)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Protocol, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -17,9 +17,6 @@ from convgrad.contract.fields import (
     Padding,
     Tensor,
 )
-
-if TYPE_CHECKING:
-    from convgrad.contract.adaptive_pooling import AdaptiveMaxPoolBwdRequest
 
 __all__ = [
     "MaxPool1dBwdRequest",
@@ -113,8 +110,14 @@ class MaxPoolBwdRequest(_MaxPoolRequest):
         return self
 
 
-def needs_a_source(request: MaxPoolBwdRequest | AdaptiveMaxPoolBwdRequest) -> None:
-    """Refuse the request of a max pooling's gradient that does not say where the maxima are."""
+class _MaxPoolGradient(Protocol):
+    operation: ClassVar[str]
+    input: Tensor | None
+    indices: IndexTensor | None
+
+
+def needs_a_source(request: _MaxPoolGradient) -> None:
+    """Refuse a max pooling gradient that gives neither the input nor the indices of the maxima."""
     if request.input is None and request.indices is None:
         sentence = f'missing field "input" or "indices"; {request.operation} needs one of them'
         raise PydanticCustomError("refused", "{sentence}", {"sentence": sentence})

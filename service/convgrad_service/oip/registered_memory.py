@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from convgrad.errors import UnsupportedProblem
 from convgrad_service.engine.hub import Engine
 from convgrad_service.engine.shm.registry import RegionInfo, RegionPart
-from convgrad_service.oip.request import InferRequest, Region
+from convgrad_service.oip.request import Region
 from convgrad_service.oip.shared_memory import Kind, NoSharedMemory, Registration, SharedMemory
 
 __all__ = ["RegisteredMemory", "shared_memory_of"]
@@ -58,14 +58,11 @@ class RegisteredMemory:
             for info in await self._engine.list_regions(owner, name, kind == "cuda")
         ]
 
-    def parts(self, owner: str, request: InferRequest) -> Mapping[str, RegionPart]:
+    def parts(self, owner: str, regions: Mapping[str, Region]) -> Mapping[str, RegionPart]:
         """See `SharedMemory.parts`."""
-        regions = {tensor.name: tensor.source for tensor in request.inputs}
-        regions.update((output.name, output.region) for output in request.outputs if output.region)
         return {
             name: RegionPart(owner, region.name, region.offset, region.size_bytes)
             for name, region in regions.items()
-            if isinstance(region, Region)
         }
 
     def _refuse_other(self, kind: Kind) -> None:

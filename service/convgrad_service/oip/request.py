@@ -120,6 +120,15 @@ class InferRequest:
         found = parsed(self.parameters).get("store") if "store" in self.parameters else None
         return found if isinstance(found, dict) else {}
 
+    @property
+    def regions(self) -> Mapping[str, Region]:
+        """The tensors, inputs and outputs, that lie in shared memory."""
+        places = [
+            *((tensor.name, tensor.source) for tensor in self.inputs),
+            *((output.name, output.region) for output in self.outputs),
+        ]
+        return {name: place for name, place in places if isinstance(place, Region)}
+
     def sends(self, output: str) -> bool:
         """Whether the answer holds the elements of ``output``."""
         return output not in self.store and self.region_of(output) is None

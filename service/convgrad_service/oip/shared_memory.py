@@ -13,7 +13,7 @@ from typing import Literal, NoReturn, Protocol
 from convgrad.errors import UnsupportedProblem
 from convgrad.wire.sentences import shown
 from convgrad_service.engine.shm.registry import ANONYMOUS, RegionPart
-from convgrad_service.oip.request import InferRequest, Region
+from convgrad_service.oip.request import Region
 
 __all__ = ["ANONYMOUS", "Kind", "NoSharedMemory", "Registration", "SharedMemory"]
 
@@ -57,8 +57,8 @@ class SharedMemory(Protocol):
         """The owner's regions of a kind, or the one named; raises NotFound if that is not there."""
         ...
 
-    def parts(self, owner: str, request: InferRequest) -> Mapping[str, RegionPart]:
-        """The tensors of a request that lie in shared memory, or shall."""
+    def parts(self, owner: str, regions: Mapping[str, Region]) -> Mapping[str, RegionPart]:
+        """The owner's regions for these tensors; raises UnsupportedProblem if switched off."""
         ...
 
 
@@ -79,18 +79,13 @@ class NoSharedMemory:
         """Refuse."""
         self._refuse(kind)
 
-    def parts(self, owner: str, request: InferRequest) -> Mapping[str, RegionPart]:
+    def parts(self, owner: str, regions: Mapping[str, Region]) -> Mapping[str, RegionPart]:
         """Refuse, if there are any."""
-        regions = [
-            *((tensor.name, tensor.source) for tensor in request.inputs),
-            *((output.name, output.region) for output in request.outputs),
-        ]
-        for name, region in regions:
-            if isinstance(region, Region):
-                raise UnsupportedProblem(
-                    f"{name}: the region {shown(region.name)} cannot be used; shared memory is "
-                    "not enabled on this server"
-                )
+        for name, region in regions.items():
+            raise UnsupportedProblem(
+                f"{name}: the region {shown(region.name)} cannot be used; shared memory is "
+                "not enabled on this server"
+            )
         return {}
 
     @staticmethod
