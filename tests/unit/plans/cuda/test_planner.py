@@ -17,12 +17,12 @@ from convgrad_service.backends.cuda.kernels.fallback.weight_direct import Weight
 from convgrad_service.backends.cuda.kernels.fallback.weight_tile import WeightTile
 from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.families import choose
-from convgrad_service.plans.cuda.pieces import parts_for
 from convgrad_service.plans.cuda.planner import PLANNERS, plan_for
 from convgrad_service.plans.cuda.program import (
     Fragment,
     Instance,
 )
+from convgrad_service.plans.cuda.splitting import parts_that_fit
 from convgrad_service.plans.cuda.works import activation_operand, weight_operand
 from convgrad_service.problems import PROBLEMS, Problem
 from convgrad_service.problems.layouts import LAYOUTS, activation_view, weight_view
@@ -174,12 +174,12 @@ def test_pieces_are_as_few_as_fit() -> None:
     problem = problem_of(conv_cases("conv_fwd")[0])
     needed = lambda part: part.memory_bytes  # noqa: E731
     whole = problem.memory_bytes
-    assert parts_for(problem, whole, needed) == 1
-    parts = parts_for(problem, whole - 1, needed)
+    assert parts_that_fit(problem, whole, needed) == 1
+    parts = parts_that_fit(problem, whole - 1, needed)
     assert parts > 1
     assert all(piece.problem.memory_bytes < whole for piece in problem.split(parts))
     with pytest.raises(DeviceOutOfMemory, match=r"expected at most 10"):
-        parts_for(problem, 10, needed)
+        parts_that_fit(problem, 10, needed)
 
 
 def test_what_is_compiled_for_hopper_runs_on_no_other() -> None:
