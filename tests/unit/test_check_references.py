@@ -14,13 +14,20 @@ from convgrad.demo import reference as demo
 from tests import arrays, cases, oracle
 from tests.bounds import rounded
 from tests.reference import Reference
+from tests.window_cases import window_cases
 
 CONVOLUTIONS = (*cases.FROM_CONV, *cases.FROM_PASSES, *cases.FROM_CONV3D)
 CASES = [
     *(case for each in CONVOLUTIONS for case in cases.conv_cases(each)),
     *(
         case
-        for n in "23"
+        for pooling in ("avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "max_unpool")
+        for way in ("fwd", "bwd")
+        for case in window_cases(f"{pooling}_{way}")
+    ),
+    *(
+        case
+        for n in "123"
         for way in ("fwd", "bwd")
         for case in cases.pool_cases(f"maxpool{n}d_{way}")
     ),

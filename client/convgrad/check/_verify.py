@@ -165,10 +165,11 @@ def judge(
     own_passed = True
     for name, result in judged.results.items():
         target = made[name]
-        comparison = Comparison(target, result, factors, sums, reason)
+        not_exact = reason or target.why_not_exact
+        comparison = Comparison(target, result, factors, sums, not_exact)
         own = None
         if ours is not None and name in ours.outputs:
-            own = Comparison(target, ours.outputs[name], factors, sums, reason)
+            own = Comparison(target, ours.outputs[name], factors, sums, not_exact)
         adjoint = None
         if target.linear is not None:
             adjoint = AdjointCheck(target, result, factors, sums)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from convgrad.check.bounds import rounded
 from convgrad.dtypes import DType
 
-__all__ = ["draw", "fill", "philox"]
+__all__ = ["draw", "draw_tensors", "fill", "philox"]
 
 Words = NDArray[np.uint32]
 
@@ -68,6 +69,11 @@ def _integers(words: Words) -> NDArray[np.float64]:
     return fifths.astype(np.float64) - 2.0
 
 
+def _below(words: Words, limit: int) -> NDArray[np.float64]:
+    scaled = (words.reshape(-1).astype(np.uint64) * np.uint64(limit)) >> _SHIFT
+    return scaled.astype(np.float64)
+
+
 def _normal(words: Words) -> NDArray[np.float64]:
     pairs = words.reshape(-1, 2).astype(np.uint64)
     halves = (pairs & np.uint64(0xFFFF)) + (pairs >> np.uint64(16))
@@ -82,10 +88,14 @@ _DISTRIBUTIONS: Mapping[str, tuple[Callable[[Words], NDArray[np.float64]], int]]
 }
 
 
-def fill(name: str, place: NDArray[Any], seed: int, distribution: str) -> None:
+def fill(
+    name: str, place: NDArray[Any], seed: int, distribution: str, below: int | None = None
+) -> None:
     """Write a tensor's elements to ``place``, a C-contiguous array; see `draw`."""
     flat = place.reshape(-1)
     convert, each = _DISTRIBUTIONS[distribution]
+    if below is not None:
+        convert, each = partial(_below, limit=below), 4
     high = zlib.crc32(name.encode("ascii")), 0
     step = _BLOCKS * each
     for start in range(0, flat.size, step):
@@ -103,22 +113,27 @@ def draw(
     dtype: str,
     seed: int = 0,
     distribution: str = "normal",
+    *,
+    below: int | None = None,
 ) -> NDArray[Any]:
-    """The tensor that a server draws for a request with this seed.
+    """Draw the tensor that a server draws for a request with this seed.
 
     Parameters
     ----------
     name
-        Of the tensor in the request, such as ``grad_output``.
+        The name of the tensor in the request, such as ``grad_output``.
     shape
-        In the request's layout.
+        Its shape in the request's layout.
     dtype
-        float16, bfloat16, float32 or float64.
+        float16, bfloat16, float32 or float64; int64 or int32 with ``below``.
     seed
         From 0 to 2^64 - 1.
     distribution
         ``normal`` (mean 0, variance 1, within ±3.47), ``uniform`` in [-1, 1), or ``integers`` from
         -2 to 2.
+    below
+        Draw integers from 0 up to this number, exclusive, instead: the ``indices`` of max
+        unpooling, for which it is the number of positions in a plane of the output.
 
     Raises
     ------
@@ -136,5 +151,21 @@ def draw(
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed: expected 0 to 2^64 - 1, got {seed}")
     place = np.empty(prod(shape), DType(dtype).numpy)
-    fill(name, place, seed, distribution)
+    fill(name, place, seed, distribution, below)
     return place.reshape(tuple(shape))
+
+
+def draw_tensors(
+    shapes: Mapping[str, Sequence[int]],
+    dtype: str,
+    seed: int,
+    distribution: str,
+    plane: int | None = None,
+) -> dict[str, NDArray[Any]]:
+    """Draw each tensor of ``shapes``; ``indices`` are int64 and below ``plane``."""
+    return {
+        name: draw(name, shape, "int64", seed, below=plane)
+        if name == "indices" and plane is not None
+        else draw(name, shape, dtype, seed, distribution)
+        for name, shape in shapes.items()
+    }

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import convgrad
+from convgrad.check.philox import draw_tensors
 from convgrad.cli._failures import UsageError
 from convgrad.cli._files import read_tensor
 from convgrad.cli._request import known_tensor, named_values
@@ -63,24 +65,22 @@ def problem_fields(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def tensors_of(operation: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The operation's tensors and parameters, drawn where they are not given, as a server would."""
+    """Return the operation's tensors and parameters; tensors not given are drawn as by a server."""
     given = dict(fields)
     words, batch = given.pop("layer", None), given.pop("batch", None)
     dtype, seed = given.pop("dtype", None), given.pop("seed", 0)
     distribution = given.pop("distribution", "normal")
     shapes: dict[str, Any] = given.pop("shapes", {})
     parameters: dict[str, Any] = {}
+    plane = None
     if words is not None:
         layer = convgrad.layers.parse(words)
         layer = layer if batch is None else layer.with_batch(batch)
-        dtype = dtype or layer.dtype
+        dtype, plane = dtype or layer.dtype, prod(layer.input_size)
         own, parameters = convgrad.layers.arguments(operation, layer, given.get("layout"))
         shapes = {**own, **shapes}
-    drawn = {
-        name: convgrad.check.draw(name, shape, dtype or "float32", seed, distribution)
-        for name, shape in shapes.items()
-        if name not in given
-    }
+    missing = {name: shape for name, shape in shapes.items() if name not in given}
+    drawn = draw_tensors(missing, dtype or "float32", seed, distribution, plane)
     return {**parameters, **drawn, **given}
 
 

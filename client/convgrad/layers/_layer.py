@@ -18,7 +18,7 @@ KINDS: tuple[Kind, ...] = ("conv", "deconv", "pool", "separable")
 _TITLES = {
     "conv": "convolution",
     "deconv": "transposed convolution",
-    "pool": "max pooling",
+    "pool": "pooling",
     "separable": "depthwise-separable convolution",
 }
 # No tensor that a server takes has more in one dimension.

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from convgrad.contract.verification import Inputs
 from convgrad.errors import DeadlineExceeded, UnsupportedProblem
 from convgrad_service.backends.base import Outcome, ServingBackend
 from convgrad_service.cgroups import usable_cores
+from convgrad_service.problems import MaxUnpoolBwd, MaxUnpoolFwd
 from convgrad_service.problems.examinations import DRAWN, OURS, Examination, Verify
 
 __all__ = ["draw_inputs", "refuse_if", "verify"]
@@ -113,12 +115,15 @@ def refuse_if(cancelled: threading.Event | None) -> Callable[[], None]:
 def draw_inputs(
     problem: Examination, out: Arrays, check: Callable[[], None] = lambda: None
 ) -> dict[str, Array]:
-    """The tensors that the request's seed says, in their places."""
+    """Draw the tensors that the request does not bring, in their places."""
     drawn = {}
+    subject = problem.subject
+    plane = prod(subject.output_size) if isinstance(subject, MaxUnpoolFwd | MaxUnpoolBwd) else None
     for name in problem.drawn:
         check()
         drawn[name] = out[f"{DRAWN}{name}"]
-        fill(name, drawn[name], problem.seed, problem.distribution)
+        below = plane if name == "indices" else None
+        fill(name, drawn[name], problem.seed, problem.distribution, below)
     return drawn
 
 

@@ -33,6 +33,8 @@ __all__ = ["DRAWN", "OURS", "Examination", "Explain", "TimeIt", "Verify", "exami
 DRAWN, OURS = "drawn_", "ours_"
 """Before the names of tensors that are drawn, and of outputs computed to compare with."""
 
+# Attributes of problems that may hold the batch.
+_SHAPES = ("conv", "conv0", "pool")
 # Value, sum of magnitudes and adjoint: the reference is so many times the operation's own work.
 _PASSES = 4
 
@@ -104,8 +106,9 @@ class Verify(Examination):
     @property
     def batch(self) -> int:
         """Samples, one after another of which the reference can be computed."""
-        shapes = (getattr(self.subject, name, None) for name in ("conv", "conv0", "pool"))
-        return next((int(shape.batch) for shape in shapes if shape is not None), 1)
+        holders: list[Any] = [self.subject]
+        holders += [getattr(self.subject, name, None) for name in _SHAPES]
+        return next((int(each.batch) for each in holders if hasattr(each, "batch")), 1)
 
     @property
     def sample_elements(self) -> int:
@@ -229,11 +232,12 @@ def _stated(
                 f"shapes names {name[:64]!r}; {operation.name} takes {', '.join(operation.tensors)}"
             )
     shapes.update(request.shapes)
-    if "indices" in given:  # they stand for the input, whose size they count in
+    if "indices" in given and "indices" not in operation.required_tensors:
+        # They stand for the input, whose size they count in.
         shapes.pop("input", None)
         if layer is not None:
             parameters["input_size"] = list(layer.input_size)
-    elif "indices" in shapes:
+    elif "indices" in shapes and "indices" not in operation.required_tensors:
         raise MalformedRequest("indices cannot be drawn; send them, or the input in their place")
     return shapes, {**parameters, **said}
 
@@ -249,6 +253,7 @@ def _dtype(request: Any, layer: layers.Layer | None, given: Mapping[str, NDArray
 
 
 def _blank(name: str, shape: tuple[int, ...], dtype: DType) -> NDArray[Any]:
+    dtype = DType.INT64 if name == "indices" else dtype
     try:
         return np.broadcast_to(np.empty((), dtype.numpy), shape)
     except ValueError:
