@@ -50,6 +50,6 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.fixture(scope="session")
 def seed(request: pytest.FixtureRequest) -> int:
-    """The run's seed: `tests.arrays.rng_for(seed, *names)` makes a generator of it."""
+    """The run's seed; `tests.support.numerics.arrays.rng_for(seed, *names)` makes a generator."""
     value: int = request.config.getoption("--seed")
     return value

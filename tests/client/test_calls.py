@@ -16,7 +16,7 @@ import pytest
 import convgrad
 from convgrad import AsyncClient, Client, MalformedRequest, calls
 from convgrad.contract import OPERATIONS
-from tests.client.fake import ones
+from tests.support.fake_server import ones
 
 # The form of tensors in JSON is the SDK's own business; `Stored` and with_options say the others.
 ASKED_FOR_NOTHING = {"response", "stored", "store"}

@@ -20,8 +20,8 @@ import convgrad
 from convgrad.cli import _service, main
 from convgrad.contract import OPERATIONS
 from convgrad.wire import safetensors
-from tests.client.fake import FakeServer, answer, ones, problem
-from tests.client.local_http import listening
+from tests.support.fake_server import FakeServer, answer, ones, problem
+from tests.support.local_http import listening
 
 RESULT = np.arange(8, dtype=np.float32).reshape(1, 1, 8)
 

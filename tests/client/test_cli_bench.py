@@ -12,8 +12,8 @@ import pytest
 
 from convgrad.cli import main
 from convgrad.wire import safetensors
-from tests.client.fake import REPORT, FakeServer, ones, problem
-from tests.client.local_http import listening
+from tests.support.fake_server import REPORT, FakeServer, ones, problem
+from tests.support.local_http import listening
 
 SHAPES = ["--shape", "grad_output=1x2x4", "--shape", "weight=2x1x2"]
 

@@ -17,9 +17,9 @@ import convgrad
 from convgrad import ClientTimeout, ConnectionFailed, InvalidAnswer, calls
 from convgrad._direct import DirectTransport, is_direct
 from convgrad._transport import HttpxTransport
-from tests.client.awaited import CLIENTS
-from tests.client.fake import SAFETENSORS, FakeServer, answer, ones, problem
-from tests.client.local_http import listening
+from tests.support.awaited import CLIENTS
+from tests.support.fake_server import SAFETENSORS, FakeServer, answer, ones, problem
+from tests.support.local_http import listening
 
 Handler = Callable[[socket.socket], None]
 GOOD = answer({"output": ones(1, 1, 1)})

@@ -18,7 +18,7 @@ from convgrad._http_errors import HTTPX_ERRORS, ROOTS, from_httpx
 from convgrad._options import Options
 from convgrad._retry import Backoff, parse_retry_after
 from convgrad._targets import LIVE
-from tests.client.fake import FakeServer, answer, ones, problem
+from tests.support.fake_server import FakeServer, answer, ones, problem
 
 RETRYABLE = [code for code, row in errors.CODES.items() if row.retryable]
 GOOD = answer({"output": ones(1, 1, 1)})

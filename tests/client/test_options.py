@@ -15,8 +15,8 @@ import pytest
 import convgrad
 from convgrad import ConnectionFailed
 from convgrad.errors import ClientError, GatewayError
-from tests.client.fake import FakeServer, answer, ones, problem
-from tests.client.local_http import listening
+from tests.support.fake_server import FakeServer, answer, ones, problem
+from tests.support.local_http import listening
 
 GOOD = answer({"output": ones(1, 1, 1)})
 

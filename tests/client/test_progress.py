@@ -18,8 +18,8 @@ from rich.console import Console
 
 import convgrad
 from convgrad import FailureEvent, ProgressEvent
-from tests.client.fake import FakeServer, answer, ones, problem
-from tests.client.local_http import listening
+from tests.support.fake_server import FakeServer, answer, ones, problem
+from tests.support.local_http import listening
 
 # More than the buffers of a loopback connection hold.
 LARGE = np.ones((1, 1, 5 << 20), np.float32)

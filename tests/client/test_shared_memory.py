@@ -18,10 +18,10 @@ import convgrad
 from convgrad._call import make_call
 from convgrad.contract import OPERATIONS
 from convgrad_service.backends.cpu import CpuBackend
-from tests.client.awaited import CLIENTS
-from tests.client.fake import ones
-from tests.client.test_real_server import example
+from tests.support.awaited import CLIENTS
+from tests.support.examples import example
 from tests.support.fake_backends import Blocking
+from tests.support.fake_server import ones
 from tests.support.http_server import LiveServer, serving
 from tests.support.tree_server import until
 

@@ -13,7 +13,7 @@ import pytest
 import convgrad
 from convgrad import Stored, calls
 from convgrad_service.backends.cpu import CpuBackend
-from tests.client.fake import ones
+from tests.support.fake_server import ones
 from tests.support.http_server import LiveServer, serving
 
 WAYS: list[dict[str, Any]] = [{}, {"wire": "json"}, {"transport": "shm"}]

@@ -13,7 +13,7 @@ import pytest
 
 from convgrad import InvalidAnswer, calls
 from convgrad._body import WIRES
-from tests.client.fake import SAFETENSORS, FakeServer, answer, ones
+from tests.support.fake_server import SAFETENSORS, FakeServer, answer, ones
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 MIB = 1 << 20

@@ -25,8 +25,8 @@ from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.engine.memory.tensor_layout import forget_sizes
 from convgrad_service.engine.scheduling import partition as parts
 from convgrad_service.http_api import transport
-from tests.client.fake import FakeServer, answer, problem
 from tests.support.fake_backends import Gated
+from tests.support.fake_server import FakeServer, answer, problem
 from tests.support.http_server import LiveServer, binary_example, serving
 from tests.support.oip_server import OipServer, serving_oip
 

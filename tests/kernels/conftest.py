@@ -11,7 +11,7 @@ import pytest
 
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cpu import CpuBackend
-from tests.kernels import cuda_backends
+from tests.support.kernels import cuda_backends
 
 
 def _cpu() -> Backend:

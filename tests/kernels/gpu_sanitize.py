@@ -30,7 +30,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from convgrad_service.backends.cuda import CudaBackend, kernels
+from convgrad_service.backends.cuda import kernels
+from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.device import describe, import_cupy
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.fallback.gather_direct import GatherDirect
@@ -43,8 +44,14 @@ from convgrad_service.backends.cuda.sources import source_hash
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Families
 from convgrad_service.plans.cuda.program import Instance, Launch, Step
-from tests.arrays import DTYPES, draw, integers, rng_for
-from tests.cases import (
+from tests.kernels.gpu_check import RESULTS, ROOT, compile_all, driver, git_sha, versions
+from tests.kernels.sanitizer import DONE, Found, Sanitizer, mark, shown
+from tests.perf.cleared import Cleared, key_of
+from tests.support.kernels.covering import Covered, covering_quickly, instances_of
+from tests.support.kernels.cuda_backends import few, general
+from tests.support.kernels.harness import answers, with_layouts
+from tests.support.numerics.arrays import DTYPES, draw, integers, rng_for
+from tests.support.numerics.cases import (
     EPILOGUES,
     FROM_CONV,
     FROM_CONV3D,
@@ -54,15 +61,9 @@ from tests.cases import (
     grouped_conv_bwd_weight,
     pool_cases,
 )
-from tests.geometries import Conv
-from tests.kernels.covering import Covered, covering_quickly, instances_of
-from tests.kernels.cuda_backends import few, general
-from tests.kernels.gpu_check import RESULTS, ROOT, compile_all, driver, git_sha, versions
-from tests.kernels.harness import answers, with_layouts
-from tests.kernels.sanitizer import DONE, Found, Sanitizer, mark, shown
-from tests.perf.cleared import Cleared, key_of
-from tests.window_cases import OPERATIONS as WINDOWS
-from tests.window_cases import window_cases
+from tests.support.numerics.geometries import Conv
+from tests.support.numerics.window_cases import OPERATIONS as WINDOWS
+from tests.support.numerics.window_cases import window_cases
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
 # Few and small: a tool makes every access many times slower.

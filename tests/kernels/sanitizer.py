@@ -3,7 +3,8 @@
 The process under the tool runs cases in the order given, prints a `mark` before each and `DONE`
 after the last. Where it ends sooner, the culprit is run again alone, in the `WAYS` that tell a
 kernel's fault from the tool's, and the cases after it go on in a new process, but for those that
-launch the same instance. Knows nothing of GPUs: tests/unit/test_gpu_sanitize.py has its own tool.
+launch the same instance. Knows nothing of GPUs:
+tests/unit/harness/test_gpu_sanitize.py has its own tool.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from convgrad_service.backends.cuda.families import FAMILIES
-from tests.arrays import DTYPES, rng_for
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.kernels.harness import run
+from tests.support.kernels.harness import run
+from tests.support.numerics.arrays import DTYPES, rng_for
 
 pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 

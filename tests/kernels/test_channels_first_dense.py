@@ -22,11 +22,17 @@ from convgrad_service.backends.cuda.kernels.layout.dense_channels_first import (
     ResultThroughChannelsLast,
 )
 from convgrad_service.plans.cuda.families import Families, Family
-from tests.cases import Case, conv_backward, conv_bwd_data, conv_fwd, grouped_conv_bwd_weight
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.geometries import Conv
-from tests.kernels.harness import answers, check, drawn
-from tests.kernels.nonfinite import check_rule
+from tests.support.kernels.harness import answers, check, drawn
+from tests.support.numerics.cases import (
+    Case,
+    conv_backward,
+    conv_bwd_data,
+    conv_fwd,
+    grouped_conv_bwd_weight,
+)
+from tests.support.numerics.geometries import Conv
+from tests.support.numerics.nonfinite import check_rule
 
 LAYERS: dict[str, Conv] = {
     "whole_chunks": Conv(2, 64, 72, (8, 12), (3, 3), 1, 1),

@@ -7,11 +7,11 @@ from random import Random
 import pytest
 
 from convgrad_service.backends.base import Backend
-from tests.arrays import DTYPES, draw, integers, normals, rng_for
-from tests.cases import FROM_CONV, Case
-from tests.classes import CLASSES
-from tests.kernels.harness import answers, check, with_layouts
-from tests.oracle import TF32, expected
+from tests.support.kernels.harness import answers, check, with_layouts
+from tests.support.numerics.arrays import DTYPES, draw, integers, normals, rng_for
+from tests.support.numerics.cases import FROM_CONV, Case
+from tests.support.numerics.classes import CLASSES
+from tests.support.numerics.oracle import TF32, expected
 
 # What networks are trained in comes up most.
 SHARES = {"bfloat16": 4, "float16": 2, "float32": 3, "float64": 1}

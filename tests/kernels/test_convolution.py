@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from convgrad_service.backends.base import Backend
-from tests.arrays import DTYPES
-from tests.cases import EPILOGUES, FROM_CONV, FROM_CONV3D, Case, conv_cases
-from tests.kernels.harness import GATES, answers, check, drawn, with_layouts
+from tests.support.kernels.harness import GATES, answers, check, drawn, with_layouts
+from tests.support.numerics.arrays import DTYPES
+from tests.support.numerics.cases import EPILOGUES, FROM_CONV, FROM_CONV3D, Case, conv_cases
 
 CASES = [case for operation in (*FROM_CONV, *FROM_CONV3D) for case in conv_cases(operation)]
 # A few geometries for what does not depend on the geometry.

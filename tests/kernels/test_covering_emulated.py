@@ -10,11 +10,11 @@ import pytest
 
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.plans.cuda.device import H200
-from tests.arrays import DTYPES, draw, integers, rng_for
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.kernels.covering import covering
-from tests.kernels.harness import answers, check
-from tests.oracle import expected
+from tests.support.kernels.covering import covering
+from tests.support.kernels.harness import answers, check
+from tests.support.numerics.arrays import DTYPES, draw, integers, rng_for
+from tests.support.numerics.oracle import expected
 
 pytestmark = [
     pytest.mark.slow,

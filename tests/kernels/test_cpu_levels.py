@@ -6,9 +6,9 @@ import pytest
 
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.backends.cpu.library import LEVEL_NAMES, load
-from tests.arrays import DTYPES
-from tests.cases import FROM_CONV, FUSED, Case, conv_cases, pool_cases
-from tests.kernels.harness import answers, check, drawn, with_layouts
+from tests.support.kernels.harness import answers, check, drawn, with_layouts
+from tests.support.numerics.arrays import DTYPES
+from tests.support.numerics.cases import FROM_CONV, FUSED, Case, conv_cases, pool_cases
 
 CASES = [
     *(case for operation in FROM_CONV for case in conv_cases(operation)),

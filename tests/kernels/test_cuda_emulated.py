@@ -12,8 +12,11 @@ from convgrad_service.backends.cuda.kernels.fallback.gather_tile import GatherTi
 from convgrad_service.backends.cuda.kernels.fallback.weight_direct import WeightDirect
 from convgrad_service.backends.cuda.kernels.fallback.weight_tile import WeightTile
 from convgrad_service.plans.cuda.families import Families
-from tests.arrays import DTYPES, draw, integers, rng_for
-from tests.cases import (
+from tests.emulator.backend import EmulatedBackend, works_here
+from tests.support.kernels.cuda_backends import dense, general, hopper
+from tests.support.kernels.harness import answers, check, drawn, with_layouts
+from tests.support.numerics.arrays import DTYPES, draw, integers, rng_for
+from tests.support.numerics.cases import (
     EPILOGUES,
     FROM_CONV,
     FROM_CONV3D,
@@ -23,13 +26,10 @@ from tests.cases import (
     conv_cases,
     pool_cases,
 )
-from tests.emulator.backend import EmulatedBackend, works_here
-from tests.geometries import Conv
-from tests.kernels.cuda_backends import dense, general, hopper
-from tests.kernels.harness import answers, check, drawn, with_layouts
-from tests.kernels.nonfinite import check_rule
-from tests.kernels.test_maxpool import sources
-from tests.oracle import expected
+from tests.support.numerics.geometries import Conv
+from tests.support.numerics.nonfinite import check_rule
+from tests.support.numerics.oracle import expected
+from tests.support.numerics.pool_inputs import sources
 
 pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 

@@ -8,11 +8,11 @@ import pytest
 
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import DEPTHWISE, DEPTHWISE_WEIGHT, FAMILIES
-from tests.cases import FROM_CONV, Case
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.geometries import Conv
-from tests.kernels.harness import answers, check, drawn, with_layouts
-from tests.kernels.nonfinite import check_rule
+from tests.support.kernels.harness import answers, check, drawn, with_layouts
+from tests.support.numerics.cases import FROM_CONV, Case
+from tests.support.numerics.geometries import Conv
+from tests.support.numerics.nonfinite import check_rule
 
 DIRECTIONS = ("conv_fwd", "conv_bwd_data", "grouped_conv_bwd_weight")
 LAYERS = {

@@ -16,11 +16,11 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import (
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment
 from convgrad_service.plans.cuda.works import ConvWork
-from tests.cases import FROM_CONV, Case
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.kernels.harness import answers, check, drawn
-from tests.kernels.nonfinite import check_rule
-from tests.kernels.test_cuda_depthwise import layer
+from tests.support.kernels.depthwise_cases import layer
+from tests.support.kernels.harness import answers, check, drawn
+from tests.support.numerics.cases import FROM_CONV, Case
+from tests.support.numerics.nonfinite import check_rule
 
 emulated = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 
 from convgrad_service.backends.base import Backend
-from tests.cases import FROM_CONV, FROM_CONV3D, Case, maxpool_bwd, maxpool_fwd
-from tests.geometries import Conv, Pool
-from tests.kernels.harness import answers, check, drawn, with_layouts
+from tests.support.kernels.harness import answers, check, drawn, with_layouts
+from tests.support.numerics.cases import FROM_CONV, FROM_CONV3D, Case, maxpool_bwd, maxpool_fwd
+from tests.support.numerics.geometries import Conv, Pool
 
 MOST = 2**31 - 1
 HALF = 2**30

@@ -12,13 +12,13 @@ from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.problems import problem_from
-from tests.arrays import request_arrays, rng_for
-from tests.cases import Case
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.first_layers import FIRST_LAYERS, first_cases
-from tests.kernels.harness import answers, check, drawn, with_layouts
-from tests.kernels.nonfinite import check_rule
-from tests.oracle import expected
+from tests.support.kernels.harness import answers, check, drawn, with_layouts
+from tests.support.numerics.arrays import request_arrays, rng_for
+from tests.support.numerics.cases import Case
+from tests.support.numerics.first_layers import FIRST_LAYERS, first_cases
+from tests.support.numerics.nonfinite import check_rule
+from tests.support.numerics.oracle import expected
 
 KERNELS = {
     "conv_fwd": ("first_forward",),

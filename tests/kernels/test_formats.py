@@ -14,13 +14,13 @@ from convgrad.contract.base import validate
 from convgrad.errors import InvalidProblem
 from convgrad_service.backends.base import Backend
 from convgrad_service.problems import problem_from, run_in_pieces
-from tests import reference_pool as formats
-from tests.arrays import Arrays
-from tests.bounds import assert_same_bits
-from tests.cases import BACKPROP_FORMATS, Case, conv3d_backprop_input
-from tests.geometries import CONVS, Conv
-from tests.kernels.harness import GATES, check, drawn, run
-from tests.oracle import expected
+from tests.support.kernels.harness import GATES, check, drawn, run
+from tests.support.numerics import reference_pool as formats
+from tests.support.numerics.arrays import Arrays
+from tests.support.numerics.bounds import assert_same_bits
+from tests.support.numerics.cases import BACKPROP_FORMATS, Case, conv3d_backprop_input
+from tests.support.numerics.geometries import CONVS, Conv
+from tests.support.numerics.oracle import expected
 
 NAMES = ("3d_plain", "3d_stride_beyond_kernel", "3d_rows_past_the_last_window", "3d_groups_2")
 CASES = {name: conv3d_backprop_input(name, CONVS[name]) for name in NAMES}

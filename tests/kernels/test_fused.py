@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from convgrad_service.backends.base import Backend
-from tests.arrays import DTYPES
-from tests.cases import FUSED, Case
-from tests.kernels.fused_cases import LAYOUT, POINTWISE, SEPARABLE
-from tests.kernels.harness import GATES, answers, check, drawn, with_layouts
+from tests.support.kernels.fused_cases import LAYOUT, POINTWISE, SEPARABLE
+from tests.support.kernels.harness import GATES, answers, check, drawn, with_layouts
+from tests.support.numerics.arrays import DTYPES
+from tests.support.numerics.cases import FUSED, Case
 
 # silu of an integer is no integer, so nothing of it is exact.
 GATED = [

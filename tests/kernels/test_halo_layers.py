@@ -12,17 +12,17 @@ from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.conv.hopper_halo import HopperHalo
 from convgrad_service.backends.cuda.kernels.conv.hopper_halo_tiles import halo_tiles
-from convgrad_service.backends.cuda.kernels.core.gather_axes import axis_of
+from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axis
 from convgrad_service.backends.cuda.kernels.fallback.gather_direct import GatherDirect
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Family
 from convgrad_service.plans.cuda.program import Fragment, Instance
 from convgrad_service.plans.cuda.works import ConvWork
-from tests.cases import Case
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.halo_layers import HALO_LAYERS, halo_cases
-from tests.kernels.harness import answers, check, drawn, with_layouts
-from tests.kernels.nonfinite import check_rule
+from tests.support.kernels.harness import answers, check, drawn, with_layouts
+from tests.support.numerics.cases import Case
+from tests.support.numerics.halo_layers import HALO_LAYERS, halo_cases
+from tests.support.numerics.nonfinite import check_rule
 
 EPILOGUES = [
     case.with_tensor("accumulate", HALO_LAYERS[case.name].input_shape).with_params(
@@ -52,7 +52,7 @@ class WithTile:
         return self._family.why_not(work, device)
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        tiles = halo_tiles(work, [axis_of(work, dim) for dim in range(3)], device)
+        tiles = halo_tiles(work, [gather_axis(work, dim) for dim in range(3)], device)
         return self._family.launches(work, device, tiles[int(self._share * (len(tiles) - 1))])
 
     def instances(self) -> Iterable[Instance]:

@@ -14,11 +14,11 @@ from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_strips im
     HopperDepthwiseStrips,
     StripsTile,
 )
-from tests.cases import FROM_CONV, Case
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.geometries import Conv
-from tests.kernels.nonfinite import check_rule
-from tests.kernels.test_cuda_depthwise import compare, either_type, layer
+from tests.support.kernels.depthwise_cases import compare, either_type, layer
+from tests.support.numerics.cases import FROM_CONV, Case
+from tests.support.numerics.geometries import Conv
+from tests.support.numerics.nonfinite import check_rule
 
 pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 

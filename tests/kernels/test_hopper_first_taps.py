@@ -13,12 +13,11 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_first_taps import Hopper
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment
 from convgrad_service.plans.cuda.works import ConvWork
-from tests.cases import FROM_CONV, Case
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.geometries import Conv
-from tests.kernels.harness import answers, check, drawn, with_layouts
-from tests.kernels.nonfinite import check_rule
-from tests.kernels.test_grouped import gates
+from tests.support.kernels.harness import answers, check, drawn, gates, with_layouts
+from tests.support.numerics.cases import FROM_CONV, Case
+from tests.support.numerics.geometries import Conv
+from tests.support.numerics.nonfinite import check_rule
 
 OPERATION = "grouped_conv_bwd_weight"
 GEOMETRIES = {

@@ -17,11 +17,11 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Family
 from convgrad_service.plans.cuda.program import Fragment, Instance
 from convgrad_service.plans.cuda.works import ConvWork
-from tests.cases import FROM_CONV, Case
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.geometries import Conv
-from tests.kernels.harness import answers, check, drawn, with_layouts
-from tests.kernels.nonfinite import check_rule
+from tests.support.kernels.harness import answers, check, drawn, with_layouts
+from tests.support.numerics.cases import FROM_CONV, Case
+from tests.support.numerics.geometries import Conv
+from tests.support.numerics.nonfinite import check_rule
 
 LAYERS: dict[str, Conv] = {
     "c4_two_slices": Conv(1, 128, 128, (5, 9), (3, 3), padding=1, groups=32),

@@ -12,11 +12,11 @@ from convgrad_service.backends.base import Outcome
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.fused.hopper_separable import HopperSeparable
 from convgrad_service.backends.cuda.kernels.fused.hopper_separable_tiles import TILES
-from tests.cases import Case, fused
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.geometries import Conv
-from tests.kernels.harness import answers, check, drawn
-from tests.kernels.nonfinite import check_rule
+from tests.support.kernels.harness import answers, check, drawn
+from tests.support.numerics.cases import Case, fused
+from tests.support.numerics.geometries import Conv
+from tests.support.numerics.nonfinite import check_rule
 
 pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 

@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 
 from convgrad_service.backends.base import Backend
-from convgrad_service.backends.cuda import CudaBackend
+from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import Schedule
@@ -19,11 +19,11 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import Hopp
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance
 from convgrad_service.plans.cuda.works import ConvWork
-from tests.cases import Case, conv_bwd_data, conv_fwd
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.geometries import Conv
-from tests.kernels.harness import answers, check, drawn
-from tests.kernels.nonfinite import check_rule
+from tests.support.kernels.harness import answers, check, drawn
+from tests.support.numerics.cases import Case, conv_bwd_data, conv_fwd
+from tests.support.numerics.geometries import Conv
+from tests.support.numerics.nonfinite import check_rule
 
 emulated = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 PLACES = [

@@ -18,14 +18,13 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Families
 from convgrad_service.plans.cuda.program import Fragment
 from convgrad_service.plans.cuda.works import ConvWork
-from tests.arrays import DTYPES, draw, normals, rng_for
-from tests.cases import EPILOGUES, FROM_CONV, Case
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.geometries import Conv
-from tests.kernels.harness import answers, check, with_layouts
-from tests.kernels.nonfinite import check_rule
-from tests.kernels.test_grouped import ROUNDED, gates
-from tests.oracle import expected
+from tests.support.kernels.harness import ROUNDED, answers, check, gates, with_layouts
+from tests.support.numerics.arrays import DTYPES, draw, normals, rng_for
+from tests.support.numerics.cases import EPILOGUES, FROM_CONV, Case
+from tests.support.numerics.geometries import Conv
+from tests.support.numerics.nonfinite import check_rule
+from tests.support.numerics.oracle import expected
 
 OPERATION = "grouped_conv_bwd_weight"
 GEOMETRIES = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import TILES, Config
-from tests.cases import EPILOGUES, FROM_CONV, Case, conv_cases
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.kernels.cuda_backends import implicit_gemm
-from tests.kernels.harness import answers, check, drawn, with_layouts
-from tests.kernels.nonfinite import check_rule
+from tests.support.kernels.cuda_backends import implicit_gemm
+from tests.support.kernels.harness import answers, check, drawn, with_layouts
+from tests.support.numerics.cases import EPILOGUES, FROM_CONV, Case, conv_cases
+from tests.support.numerics.nonfinite import check_rule
 
 pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 

@@ -9,11 +9,11 @@ import pytest
 from numpy.typing import NDArray
 
 from convgrad_service.backends.base import Backend
-from tests.arrays import DTYPES, draw, integers, normals, rng_for
-from tests.cases import FROM_CONV, maxpool_bwd, maxpool_fwd
-from tests.geometries import Conv, Pool
-from tests.kernels.harness import answers, check, with_layouts
-from tests.oracle import expected
+from tests.support.kernels.harness import answers, check, with_layouts
+from tests.support.numerics.arrays import DTYPES, draw, integers, normals, rng_for
+from tests.support.numerics.cases import FROM_CONV, maxpool_bwd, maxpool_fwd
+from tests.support.numerics.geometries import Conv, Pool
+from tests.support.numerics.oracle import expected
 
 LAYERS = {
     "64_56": Conv(4, 64, 64, (56, 56), (3, 3), padding=1),

@@ -14,12 +14,12 @@ from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.fallback.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.fallback.weight_tile import WeightTile
-from tests.arrays import DTYPES
-from tests.cases import PASSES, Case
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.kernels.cuda_backends import dense, general
-from tests.kernels.harness import GATES, answers, check, drawn, with_layouts
-from tests.kernels.nonfinite import check_rule
+from tests.support.kernels.cuda_backends import dense, general
+from tests.support.kernels.harness import GATES, answers, check, drawn, with_layouts
+from tests.support.numerics.arrays import DTYPES
+from tests.support.numerics.cases import PASSES, Case
+from tests.support.numerics.nonfinite import check_rule
 
 DOUBLE = [case for case in PASSES if "double" in case.operation]
 TF32 = 2.0**-10

@@ -17,11 +17,11 @@ from convgrad_service.backends.cuda.kernels.fallback.weight_tile import WeightTi
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.problems import problem_from
-from tests.arrays import request_arrays
-from tests.cases import Case, conv_bwd_data, conv_fwd, grouped_conv_bwd_weight
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.geometries import Conv
-from tests.kernels.harness import answers, check, drawn, with_layouts
+from tests.support.kernels.harness import answers, check, drawn, with_layouts
+from tests.support.numerics.arrays import request_arrays
+from tests.support.numerics.cases import Case, conv_bwd_data, conv_fwd, grouped_conv_bwd_weight
+from tests.support.numerics.geometries import Conv
 
 PATCHES = {
     "of_14": Conv(2, 3, 24, (28, 42), (14, 14), 14),

@@ -13,12 +13,12 @@ from convgrad_service.backends.cuda.kernels.fallback.gather_direct import Gather
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.plans.cuda.program import CudaPlan
-from tests.cases import Case, conv_bwd_data, conv_transpose_fwd
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.geometries import Conv
-from tests.kernels.harness import answers, check, drawn, with_layouts
-from tests.kernels.nonfinite import check_rule
-from tests.unit.test_plans_cuda import problem_of
+from tests.support.kernels.harness import answers, check, drawn, with_layouts
+from tests.support.kernels.plans import problem_of
+from tests.support.numerics.cases import Case, conv_bwd_data, conv_transpose_fwd
+from tests.support.numerics.geometries import Conv
+from tests.support.numerics.nonfinite import check_rule
 
 GEOMETRIES = {
     "dcgan": Conv(2, 3, 8, (8, 10), (4, 4), 2, 1),

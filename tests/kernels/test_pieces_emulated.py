@@ -19,11 +19,11 @@ from convgrad_service.plans.cuda.families import Family
 from convgrad_service.plans.cuda.works import ConvWork
 from convgrad_service.problems import problem_from
 from convgrad_service.problems.pieces import run_in_pieces
-from tests.arrays import DTYPES, draw, normals, request_arrays, rng_for
-from tests.bounds import assert_same_bits
-from tests.cases import FROM_CONV, FUSED, Case
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.geometries import Conv
+from tests.support.numerics.arrays import DTYPES, draw, normals, request_arrays, rng_for
+from tests.support.numerics.bounds import assert_same_bits
+from tests.support.numerics.cases import FROM_CONV, FUSED, Case
+from tests.support.numerics.geometries import Conv
 
 pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import Config
-from tests.cases import Case, conv_bwd_data, conv_fwd, grouped_conv_bwd_weight
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.geometries import Conv
-from tests.kernels.cuda_backends import pointwise_gemm
-from tests.kernels.harness import answers, check, drawn
-from tests.kernels.nonfinite import check_rule
+from tests.support.kernels.cuda_backends import pointwise_gemm
+from tests.support.kernels.harness import answers, check, drawn
+from tests.support.numerics.cases import Case, conv_bwd_data, conv_fwd, grouped_conv_bwd_weight
+from tests.support.numerics.geometries import Conv
+from tests.support.numerics.nonfinite import check_rule
 
 pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 

@@ -12,12 +12,12 @@ from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.problems import problem_from
-from tests.arrays import DTYPES, draw, integers, request_arrays, rng_for
-from tests.cases import Case, maxpool_bwd, maxpool_fwd
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.geometries import Pool
-from tests.kernels.harness import answers, check, with_layouts
-from tests.oracle import expected
+from tests.support.kernels.harness import answers, check, with_layouts
+from tests.support.numerics.arrays import DTYPES, draw, integers, request_arrays, rng_for
+from tests.support.numerics.cases import Case, maxpool_bwd, maxpool_fwd
+from tests.support.numerics.geometries import Pool
+from tests.support.numerics.oracle import expected
 
 POOLS = {
     # windows of two side by side, in rows of whole vectors or not

@@ -14,12 +14,19 @@ from convgrad.contract.base import validate
 from convgrad.errors import InvalidProblem, MalformedRequest
 from convgrad_service.backends.base import Backend
 from convgrad_service.problems import problem_from
-from tests.arrays import DTYPES, draw, integers, normals, rng_for
-from tests.cases import FROM_CONV, Case
-from tests.geometries import Conv
-from tests.kernels.harness import answers, check, with_layouts
-from tests.oracle import expected
-from tests.strategies import conv_cases, convs, fused_cases, pool_cases, refused_cases, zeros
+from tests.support.kernels.harness import answers, check, with_layouts
+from tests.support.numerics.arrays import DTYPES, draw, integers, normals, rng_for
+from tests.support.numerics.cases import FROM_CONV, Case
+from tests.support.numerics.geometries import Conv
+from tests.support.numerics.oracle import expected
+from tests.support.numerics.strategies import (
+    conv_cases,
+    convs,
+    fused_cases,
+    pool_cases,
+    refused_cases,
+    zeros,
+)
 
 # The backend and the seed stay the same from example to example, as they should.
 SAME_FIXTURES = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

@@ -13,9 +13,10 @@ import pytest
 from numpy.typing import NDArray
 
 from convgrad_service.backends.base import Backend
-from tests.arrays import DTYPES, Arrays, draw, integers, normals, rng_for
-from tests.bounds import U
-from tests.cases import (
+from tests.support.kernels.harness import answers
+from tests.support.numerics.arrays import DTYPES, Arrays, draw, integers, normals, rng_for
+from tests.support.numerics.bounds import U
+from tests.support.numerics.cases import (
     FUSED,
     Case,
     conv3d_transpose,
@@ -25,11 +26,10 @@ from tests.cases import (
     maxpool_bwd,
     maxpool_fwd,
 )
-from tests.cases import conv_bwd_data as conv_bwd_data_case
-from tests.geometries import CONVS, POOLS, Conv, Pool
-from tests.kernels.harness import answers
-from tests.oracle import expected
-from tests.reference import Reference, padding_pairs, per_dimension
+from tests.support.numerics.cases import conv_bwd_data as conv_bwd_data_case
+from tests.support.numerics.geometries import CONVS, POOLS, Conv, Pool
+from tests.support.numerics.oracle import expected
+from tests.support.numerics.reference import Reference, padding_pairs, per_dimension
 
 torch = pytest.importorskip("torch")
 F64 = DTYPES["float64"]

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from convgrad_service.backends.base import Backend
-from convgrad_service.backends.cuda import CudaBackend
+from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.families import DEPTHWISE, FAMILIES
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import Schedule
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import HopperTile
-from tests.cases import Case, fused
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.geometries import Conv
-from tests.kernels.harness import answers, check, drawn
-from tests.kernels.nonfinite import check_rule
+from tests.support.kernels.harness import answers, check, drawn
+from tests.support.numerics.cases import Case, fused
+from tests.support.numerics.geometries import Conv
+from tests.support.numerics.nonfinite import check_rule
 
 emulated = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 PLACES = [

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 
 from convgrad_service.backends.base import Backend
-from convgrad_service.backends.cuda import CudaBackend
+from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.plans.cuda.families import Families
-from tests.arrays import DTYPES, Arrays, draw, normals, rng_for
-from tests.cases import FROM_CONV, Case
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.geometries import CONVS, Conv
-from tests.kernels.cuda_backends import dense
-from tests.kernels.harness import answers, check
-from tests.kernels.nonfinite import check_rule
-from tests.oracle import expected
+from tests.support.kernels.cuda_backends import dense
+from tests.support.kernels.harness import answers, check
+from tests.support.numerics.arrays import DTYPES, Arrays, draw, normals, rng_for
+from tests.support.numerics.cases import FROM_CONV, Case
+from tests.support.numerics.geometries import CONVS, Conv
+from tests.support.numerics.nonfinite import check_rule
+from tests.support.numerics.oracle import expected
 
 Place = Callable[..., Backend]
 emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")

@@ -9,13 +9,13 @@ import pytest
 from numpy.typing import NDArray
 
 from convgrad_service.backends.base import Backend
-from tests.arrays import DTYPES, draw, normals, rng_for
-from tests.bounds import U, limits
-from tests.cases import EPILOGUES, FROM_CONV, FROM_CONV3D, FUSED, Case, conv_cases
-from tests.geometries import CONVS
-from tests.kernels.harness import answers, check, drawn, with_layouts
-from tests.kernels.nonfinite import check_rule
-from tests.oracle import expected
+from tests.support.kernels.harness import answers, check, drawn, with_layouts
+from tests.support.numerics.arrays import DTYPES, draw, normals, rng_for
+from tests.support.numerics.bounds import U, limits
+from tests.support.numerics.cases import EPILOGUES, FROM_CONV, FROM_CONV3D, FUSED, Case, conv_cases
+from tests.support.numerics.geometries import CONVS
+from tests.support.numerics.nonfinite import check_rule
+from tests.support.numerics.oracle import expected
 
 # Every way through a kernel: dense, strided, padded past the kernel, grouped, depthwise, tails.
 NAMES = (

@@ -20,7 +20,7 @@ from tritonclient.grpc import service_pb2
 
 from convgrad.wire import safetensors
 from convgrad_service.engine.hub import Hub
-from tests.arrays import Arrays
+from tests.support.numerics.arrays import Arrays
 from tests.support.tree_server import until
 
 __all__ = ["TRANSPORTS", "Asked", "Sender"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from convgrad import layers
 from convgrad.check._verify import bounded
-from convgrad.check.philox import draw_tensors
+from convgrad.check.philox import draw, spread_indices
 from convgrad.contract.operations import OPERATIONS
 from convgrad.contract.verification import Verification
 from convgrad.errors import MalformedRequest
@@ -31,7 +31,9 @@ _HOMOGENEOUS = frozenset(OPERATIONS) - {
     "conv_transpose_double_backward",
     "grouped_conv_conv_fwd",
     "adaptive_max_pool_fwd",
-    *(f"maxpool{ndim}d_fwd" for ndim in (1, 2, 3)),
+    "maxpool1d_fwd",
+    "maxpool2d_fwd",
+    "maxpool3d_fwd",
 }
 _DOUBLED_OUTPUTS = frozenset({"output", "grad_input", "grad_weight", "grad_bias"})
 
@@ -115,7 +117,14 @@ def kernel(
     kind = dtype or stated.dtype or "float32"
     gates = {}
     for gate in _GATES:
-        tensors: dict[str, Any] = draw_tensors(shapes, kind, seed, gate, prod(stated.input_size))
+        tensors: dict[str, Any] = {
+            name: draw(name, shape, kind, seed, gate)
+            for name, shape in shapes.items()
+            if name != "indices"
+        }
+        if "indices" in shapes:
+            plane = math.prod(stated.input_size)  # of the pooling, which is the unpooling's output
+            tensors["indices"] = spread_indices(shapes["indices"], plane, layout or stated.layout)
         result = _outputs(run, operation, tensors, parameters)
         more: dict[str, Any] = {"second": _outputs(run, operation, tensors, parameters)}
         if operation in _HOMOGENEOUS and "bias" not in tensors:
@@ -155,8 +164,7 @@ def _doubled(
     tensors: Mapping[str, Array],
     parameters: Mapping[str, Any],
 ) -> dict[str, Array]:
-    known = (name for name in OPERATIONS[operation].tensors if name != "indices")
-    first = next(name for name in known if name in tensors)
+    first = next(name for name in OPERATIONS[operation].tensors if name in tensors)
     array = tensors[first]
     twice = {**tensors, first: (array + array).astype(array.dtype)}
     found = _outputs(run, operation, twice, parameters)

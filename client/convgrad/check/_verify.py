@@ -165,11 +165,10 @@ def judge(
     own_passed = True
     for name, result in judged.results.items():
         target = made[name]
-        not_exact = reason or target.why_not_exact
-        comparison = Comparison(target, result, factors, sums, not_exact)
+        comparison = Comparison(target, result, factors, sums, reason)
         own = None
         if ours is not None and name in ours.outputs:
-            own = Comparison(target, ours.outputs[name], factors, sums, not_exact)
+            own = Comparison(target, ours.outputs[name], factors, sums, reason)
         adjoint = None
         if target.linear is not None:
             adjoint = AdjointCheck(target, result, factors, sums)

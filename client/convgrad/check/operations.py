@@ -17,10 +17,9 @@ from convgrad.check.convolve import Convolver, wide
 from convgrad.check.double_backward import double_backward
 from convgrad.check.geometry import Geometry
 from convgrad.check.layouts import Seen
-from convgrad.check.pool_operations import POOLINGS
+from convgrad.check.pooling import maxima, pool_geometry, routed
 from convgrad.check.references import (
     Conv,
-    Maker,
     Parameters,
     Span,
     Target,
@@ -30,6 +29,7 @@ from convgrad.check.references import (
     spans_of,
     spatial,
 )
+from convgrad.check.windows import WINDOW_TARGETS
 
 __all__ = ["TARGETS", "targets"]
 
@@ -249,6 +249,71 @@ def _whole(array: Array) -> bool:
     return bool((np.isfinite(value) & (np.rint(value) == value)).all())
 
 
+# --- pooling -------------------------------------------------------------------------------------
+
+
+def _maxpool_fwd(t: Tensors, p: Parameters, _: Convolver, __: float) -> list[Target]:
+    layout = p.get("layout")
+    x = layouts.activation(t["input"], layout, 1).array
+    geometry = pool_geometry(p, x.shape[3:])
+    shape = (*x.shape[:3], *geometry.output_size)
+    spans = spans_of(shape[0], prod(x.shape[1:]))
+
+    def see(array: Array) -> Seen:
+        return layouts.activation(array, layout, 1)
+
+    def exact(value: Float) -> Reference:
+        # A maximum is one of the inputs: it is right to the bit, so nothing may round.
+        return Reference(value, np.zeros_like(value), np.zeros(value.shape, np.int64))
+
+    def values(span: Span) -> Reference:
+        return exact(maxima(x[slice(*span)], geometry)[0])
+
+    def indices(span: Span) -> Reference:
+        return exact(maxima(x[slice(*span)], geometry)[1].astype(np.float64))
+
+    why = "a maximum is not linear"
+    found = [Target("output", see, spans, values, why_not_linear=why, shape=shape)]
+    if p.get("return_indices"):
+        found.append(
+            Target("indices", see, spans, indices, None, why, is_integer=True, shape=shape)
+        )
+    return found
+
+
+def _maxpool_bwd(t: Tensors, p: Parameters, _: Convolver, __: float) -> list[Target]:
+    layout = p.get("layout")
+    y = layouts.activation(t["grad_output"], layout, 1).array
+    ndim = y.ndim - 3
+    index = None
+    x = None
+    if t.get("indices") is not None:
+        index = layouts.activation(t["indices"], layout, 1).array
+        size = spatial(p["input_size"], ndim, layout)
+    else:
+        x = layouts.activation(t["input"], layout, 1).array
+        size = x.shape[3:]
+    geometry = pool_geometry(p, size)
+    shape = (*y.shape[:3], *size)
+
+    def part(span: Span) -> Reference:
+        cut = slice(*span)
+        if index is not None:
+            where = np.ascontiguousarray(index[cut]).astype(np.int64)
+        else:
+            assert x is not None  # noqa: S101
+            where = maxima(x[cut], geometry)[1]
+        return routed(y[cut], where, size)
+
+    def see(array: Array) -> Seen:
+        return layouts.activation(array, layout, 1)
+
+    spans = spans_of(shape[0], prod(shape[1:]))
+    why = "its adjoint picks elements, and sums nothing"
+    return [Target("grad_input", see, spans, part, why_not_linear=why, shape=shape)]
+
+
+Maker = Callable[[Tensors, Parameters, Convolver, float], list[Target]]
 TARGETS: Mapping[str, Maker] = {
     "conv_fwd": _conv_fwd,
     "conv_bwd_data": _conv_bwd_data,
@@ -261,5 +326,7 @@ TARGETS: Mapping[str, Maker] = {
     "conv3d_transpose": _conv_transpose_fwd,
     "conv3d_backprop_input": _backprop_input,
     "grouped_conv_conv_fwd": _fused,
-    **POOLINGS,
+    **{f"maxpool{ndim}d_fwd": _maxpool_fwd for ndim in (1, 2, 3)},
+    **{f"maxpool{ndim}d_bwd": _maxpool_bwd for ndim in (1, 2, 3)},
+    **WINDOW_TARGETS,
 }

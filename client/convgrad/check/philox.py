@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from convgrad.check.bounds import rounded
 from convgrad.dtypes import DType
 
-__all__ = ["draw", "draw_tensors", "fill", "philox"]
+__all__ = ["draw", "fill", "philox", "spread_indices"]
 
 Words = NDArray[np.uint32]
 
@@ -69,11 +68,6 @@ def _integers(words: Words) -> NDArray[np.float64]:
     return fifths.astype(np.float64) - 2.0
 
 
-def _below(words: Words, limit: int) -> NDArray[np.float64]:
-    scaled = (words.reshape(-1).astype(np.uint64) * np.uint64(limit)) >> _SHIFT
-    return scaled.astype(np.float64)
-
-
 def _normal(words: Words) -> NDArray[np.float64]:
     pairs = words.reshape(-1, 2).astype(np.uint64)
     halves = (pairs & np.uint64(0xFFFF)) + (pairs >> np.uint64(16))
@@ -88,14 +82,10 @@ _DISTRIBUTIONS: Mapping[str, tuple[Callable[[Words], NDArray[np.float64]], int]]
 }
 
 
-def fill(
-    name: str, place: NDArray[Any], seed: int, distribution: str, below: int | None = None
-) -> None:
+def fill(name: str, place: NDArray[Any], seed: int, distribution: str) -> None:
     """Write a tensor's elements to ``place``, a C-contiguous array; see `draw`."""
     flat = place.reshape(-1)
     convert, each = _DISTRIBUTIONS[distribution]
-    if below is not None:
-        convert, each = partial(_below, limit=below), 4
     high = zlib.crc32(name.encode("ascii")), 0
     step = _BLOCKS * each
     for start in range(0, flat.size, step):
@@ -113,27 +103,22 @@ def draw(
     dtype: str,
     seed: int = 0,
     distribution: str = "normal",
-    *,
-    below: int | None = None,
 ) -> NDArray[Any]:
-    """Draw the tensor that a server draws for a request with this seed.
+    """The tensor that a server draws for a request with this seed.
 
     Parameters
     ----------
     name
-        The name of the tensor in the request, such as ``grad_output``.
+        Of the tensor in the request, such as ``grad_output``.
     shape
-        Its shape in the request's layout.
+        In the request's layout.
     dtype
-        float16, bfloat16, float32 or float64; int64 or int32 with ``below``.
+        float16, bfloat16, float32 or float64.
     seed
         From 0 to 2^64 - 1.
     distribution
         ``normal`` (mean 0, variance 1, within ±3.47), ``uniform`` in [-1, 1), or ``integers`` from
         -2 to 2.
-    below
-        Draw integers from 0 up to this number, exclusive, instead: the ``indices`` of max
-        unpooling, for which it is the number of positions in a plane of the output.
 
     Raises
     ------
@@ -151,21 +136,34 @@ def draw(
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed: expected 0 to 2^64 - 1, got {seed}")
     place = np.empty(prod(shape), DType(dtype).numpy)
-    fill(name, place, seed, distribution, below)
+    fill(name, place, seed, distribution)
     return place.reshape(tuple(shape))
 
 
-def draw_tensors(
-    shapes: Mapping[str, Sequence[int]],
-    dtype: str,
-    seed: int,
-    distribution: str,
-    plane: int | None = None,
-) -> dict[str, NDArray[Any]]:
-    """Draw each tensor of ``shapes``; ``indices`` are int64 and below ``plane``."""
-    return {
-        name: draw(name, shape, "int64", seed, below=plane)
-        if name == "indices" and plane is not None
-        else draw(name, shape, dtype, seed, distribution)
-        for name, shape in shapes.items()
-    }
+def spread_indices(
+    shape: Sequence[int], plane_elements: int, layout: str | None = None
+) -> NDArray[np.int64]:
+    """The indices that a server takes for a max unpooling where none are given.
+
+    They are the same whatever the seed: element i of the n elements of a plane gets the index
+    floor(i * plane_elements / n), so they are in order and spread over the output's plane.
+
+    Parameters
+    ----------
+    shape
+        Of the tensor of indices, in the request's layout.
+    plane_elements
+        Number of elements in one (sample, channel) plane of the output.
+    layout
+        The request's; channels first by default.
+
+    Examples
+    --------
+    >>> convgrad.check.spread_indices((1, 1, 2, 2), 16).tolist()
+    [[[[0, 4], [8, 12]]]]
+    """
+    last = layout is not None and layout.endswith("C")
+    size = shape[1:-1] if last else shape[2:]
+    count = prod(size)
+    plane = (np.arange(count) * plane_elements // max(count, 1)).reshape(size)
+    return np.broadcast_to(plane[..., None] if last else plane, tuple(shape)).copy()

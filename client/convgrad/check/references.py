@@ -20,7 +20,7 @@ from convgrad.check.convolve import Convolver, wide
 from convgrad.check.geometry import Geometry
 from convgrad.check.layouts import Seen
 
-__all__ = ["Conv", "Linear", "Maker", "Target", "Targets", "kernel_of", "spans_of", "spatial"]
+__all__ = ["Conv", "Linear", "Target", "Targets", "kernel_of", "spans_of", "spatial"]
 
 Array = NDArray[Any]
 Tensors = Mapping[str, Array]
@@ -62,15 +62,14 @@ class Target:
     part: Callable[[Span], Reference]
     linear: Linear | None = None
     why_not_linear: str = ""
-    why_not_exact: str | None = None
+    why_not_exact: str = ""
+    """Why the result is rounded even where all sums are exact; empty where it is not."""
     is_integer: bool = False
     shape: tuple[int, ...] = field(default=())
     """As seen."""
 
 
 Targets = dict[str, Target]
-Maker = Callable[[Tensors, Parameters, Convolver, float], list[Target]]
-"""Makes an operation's outputs from its tensors, its parameters and the error of its factors."""
 
 
 def spans_of(extent: int, each: int) -> tuple[Span, ...]:

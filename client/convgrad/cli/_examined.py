@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping
-from math import prod
 from typing import Any
 
 import convgrad
-from convgrad.check.philox import draw_tensors
 from convgrad.cli._failures import UsageError
 from convgrad.cli._files import read_tensor
 from convgrad.cli._request import known_tensor, named_values
@@ -76,11 +75,16 @@ def tensors_of(operation: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     if words is not None:
         layer = convgrad.layers.parse(words)
         layer = layer if batch is None else layer.with_batch(batch)
-        dtype, plane = dtype or layer.dtype, prod(layer.input_size)
+        dtype, plane = dtype or layer.dtype, math.prod(layer.input_size)
         own, parameters = convgrad.layers.arguments(operation, layer, given.get("layout"))
         shapes = {**own, **shapes}
     missing = {name: shape for name, shape in shapes.items() if name not in given}
-    drawn = draw_tensors(missing, dtype or "float32", seed, distribution, plane)
+    drawn = {
+        name: convgrad.check.spread_indices(shape, plane, given.get("layout"))
+        if name == "indices" and plane is not None
+        else convgrad.check.draw(name, shape, dtype or "float32", seed, distribution)
+        for name, shape in missing.items()
+    }
     return {**parameters, **drawn, **given}
 
 

@@ -219,15 +219,18 @@ def _made(
 def _example(prefix: str, operation: Operation) -> dict[str, Any]:
     kinds = {
         "maxpool1d": "--pool mb2ic4iw8ow4kw2sw2",
+        "maxpool2d": "--pool mb2ic4ih8oh4kh2sh2",
         "maxpool3d": "--pool mb2ic4id8od4kd2sd2",
+        "max_unpool": "--pool mb2ic4ih8oh4kh2sh2",
+        "avg_pool": "--pool --alg=avg_np mb2ic4ih8oh4kh3sh2ph1",
+        "adaptive": "AdaptiveAvgPool2d((3, 3)) on 2x4x8x8",
         "conv3d_backprop_input": "mb1ic2id4oc2kd3pd1",
         "conv3d_transpose": "--deconv mb1ic2id4oc2kd3sd2pd1",
         "conv_transpose": "--deconv mb2ic4ih8oc8kh3sh2ph1",
         "grouped_conv_conv_fwd": "--separable mb1ic4ih8oc8kh3ph1",
     }
-    others = "--pool mb2ic4ih8oh4kh2sh2" if "pool" in operation.name else "mb2ic4ih8oc8kh3ph1"
     words = (words for kind, words in kinds.items() if operation.name.startswith(kind))
-    return {"layer": next(words, others), "dtype": "float32", "seed": 1}
+    return {"layer": next(words, "mb2ic4ih8oc8kh3ph1"), "dtype": "float32", "seed": 1}
 
 
 VERIFICATIONS: Mapping[str, Operation] = MappingProxyType(

@@ -23,11 +23,13 @@ class Arguments(NamedTuple):
 
 def operations_of(layer: Layer) -> tuple[str, ...]:
     """The operations that take a layer like this."""
-    if layer.kind == "pool":
-        poolings = [f"maxpool{layer.ndim}d"]
-        if set(layer.dilation) == {1}:
-            poolings += ["avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "max_unpool"]
-        return tuple(f"{pooling}_{way}" for pooling in poolings for way in ("fwd", "bwd"))
+    if layer.pools:
+        names = {
+            "pool": (f"maxpool{layer.ndim}d", "max_unpool"),
+            "avg_pool": ("avg_pool",),
+            "adaptive_pool": ("adaptive_avg_pool", "adaptive_max_pool"),
+        }[layer.kind]
+        return tuple(f"{name}_{way}" for name in names for way in ("fwd", "bwd"))
     if layer.kind == "separable":
         return ("grouped_conv_conv_fwd",)
     if layer.kind == "deconv":
@@ -225,8 +227,8 @@ def _separable(layer: Layer, shapes: _Shapes) -> Arguments:
         "weight0": shapes.weight(channels, channels, layer.kernel_size, groups=channels),
         "weight1": shapes.weight(layer.out_channels, channels, ones, groups=1),
     }
-    conv0 = {**layer.geometry(), "groups": channels}
-    return Arguments(tensors, {"conv0": conv0, **_layout(shapes)})
+    named = {} if shapes.name is None else {"layout": shapes.name}
+    return Arguments(tensors, {"conv0": {**layer.geometry(), "groups": channels}, **named})
 
 
 def _pool(layer: Layer, shapes: _Shapes) -> dict[str, Any]:
@@ -245,23 +247,25 @@ def _pool_bwd(layer: Layer, shapes: _Shapes) -> Arguments:
     return Arguments(tensors, _pool(layer, shapes))
 
 
-def _avg(layer: Layer, shapes: _Shapes) -> dict[str, Any]:
-    parameters = _pool(layer, shapes)
-    del parameters["dilation"]
-    return parameters
-
-
-def _avg_fwd(layer: Layer, shapes: _Shapes) -> Arguments:
-    return Arguments({"input": _input(layer, shapes)}, _avg(layer, shapes))
-
-
-def _avg_bwd(layer: Layer, shapes: _Shapes) -> Arguments:
-    size = {"input_size": list(layer.input_size)}
-    return Arguments({"grad_output": _output(layer, shapes)}, {**_avg(layer, shapes), **size})
-
-
 def _layout(shapes: _Shapes) -> dict[str, Any]:
     return {} if shapes.name is None else {"layout": shapes.name}
+
+
+def _avg_pool(layer: Layer, shapes: _Shapes) -> dict[str, Any]:
+    if set(layer.dilation) != {1}:
+        raise MalformedRequest("average pooling takes no dilation")
+    parameters = _pool(layer, shapes)
+    del parameters["dilation"]
+    return {**parameters, **({} if layer.count_include_pad else {"count_include_pad": False})}
+
+
+def _avg_pool_fwd(layer: Layer, shapes: _Shapes) -> Arguments:
+    return Arguments({"input": _input(layer, shapes)}, _avg_pool(layer, shapes))
+
+
+def _avg_pool_bwd(layer: Layer, shapes: _Shapes) -> Arguments:
+    size = {"input_size": list(layer.input_size)}
+    return Arguments({"grad_output": _output(layer, shapes)}, {**_avg_pool(layer, shapes), **size})
 
 
 def _adaptive_fwd(layer: Layer, shapes: _Shapes) -> Arguments:
@@ -280,19 +284,22 @@ def _adaptive_max_bwd(layer: Layer, shapes: _Shapes) -> Arguments:
 
 
 def _unpool_fwd(layer: Layer, shapes: _Shapes) -> Arguments:
-    """The unpooling that undoes the layer: from its output's size to its input's."""
-    tensors = {"indices": _output(layer, shapes), "input": _output(layer, shapes)}
+    """What undoes the pooling: its output is the unpooling's input."""
+    padding = [before for before, _ in layer.padding]
+    if any(before != after for before, after in layer.padding):
+        raise MalformedRequest("max unpooling takes the same padding on both sides")
+    pooled = _output(layer, shapes)
     parameters = {
         "kernel_size": list(layer.kernel_size),
         "stride": list(layer.stride),
-        "padding": [before for before, _ in layer.padding],
+        "padding": padding,
         "output_size": list(layer.input_size),
     }
-    return Arguments(tensors, {**parameters, **_layout(shapes)})
+    return Arguments({"input": pooled, "indices": pooled}, {**parameters, **_layout(shapes)})
 
 
 def _unpool_bwd(layer: Layer, shapes: _Shapes) -> Arguments:
-    tensors = {"indices": _output(layer, shapes), "grad_output": _input(layer, shapes)}
+    tensors = {"grad_output": _input(layer, shapes), "indices": _output(layer, shapes)}
     return Arguments(tensors, _layout(shapes))
 
 
@@ -310,12 +317,12 @@ _MAKERS: Mapping[str, Callable[[Layer, _Shapes], Arguments]] = {
     "grouped_conv_conv_fwd": _separable,
     **{f"maxpool{ndim}d_fwd": _pool_fwd for ndim in (1, 2, 3)},
     **{f"maxpool{ndim}d_bwd": _pool_bwd for ndim in (1, 2, 3)},
-    "avg_pool_fwd": _avg_fwd,
-    "avg_pool_bwd": _avg_bwd,
-    "adaptive_avg_pool_fwd": _adaptive_fwd,
-    "adaptive_avg_pool_bwd": _adaptive_avg_bwd,
-    "adaptive_max_pool_fwd": _adaptive_fwd,
-    "adaptive_max_pool_bwd": _adaptive_max_bwd,
     "max_unpool_fwd": _unpool_fwd,
     "max_unpool_bwd": _unpool_bwd,
+    "avg_pool_fwd": _avg_pool_fwd,
+    "avg_pool_bwd": _avg_pool_bwd,
+    "adaptive_avg_pool_fwd": _adaptive_fwd,
+    "adaptive_max_pool_fwd": _adaptive_fwd,
+    "adaptive_avg_pool_bwd": _adaptive_avg_bwd,
+    "adaptive_max_pool_bwd": _adaptive_max_bwd,
 }

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.check._verify import Judged, OwnResult, judge
-from convgrad.check.philox import fill
+from convgrad.check.philox import fill, spread_indices
 from convgrad.check.references import PART_ELEMENTS
 from convgrad.contract.again import again
 from convgrad.contract.examinations import RESULT_ROLES
@@ -23,7 +23,7 @@ from convgrad.contract.verification import Inputs
 from convgrad.errors import DeadlineExceeded, UnsupportedProblem
 from convgrad_service.backends.base import Outcome, ServingBackend
 from convgrad_service.cgroups import usable_cores
-from convgrad_service.problems import MaxUnpoolBwd, MaxUnpoolFwd
+from convgrad_service.problems import MaxUnpoolBwd, MaxUnpoolFwd, Problem
 from convgrad_service.problems.examinations import DRAWN, OURS, Examination, Verify
 
 __all__ = ["draw_inputs", "refuse_if", "verify"]
@@ -115,16 +115,23 @@ def refuse_if(cancelled: threading.Event | None) -> Callable[[], None]:
 def draw_inputs(
     problem: Examination, out: Arrays, check: Callable[[], None] = lambda: None
 ) -> dict[str, Array]:
-    """Draw the tensors that the request does not bring, in their places."""
+    """The tensors that the request's seed says, in their places."""
     drawn = {}
-    subject = problem.subject
-    plane = prod(subject.output_size) if isinstance(subject, MaxUnpoolFwd | MaxUnpoolBwd) else None
     for name in problem.drawn:
         check()
         drawn[name] = out[f"{DRAWN}{name}"]
-        below = plane if name == "indices" else None
-        fill(name, drawn[name], problem.seed, problem.distribution, below)
+        if name == "indices":
+            drawn[name][...] = _indices(problem.subject)
+        else:
+            fill(name, drawn[name], problem.seed, problem.distribution)
     return drawn
+
+
+def _indices(subject: Problem) -> Array:
+    """Valid indices for a max unpooling."""
+    assert isinstance(subject, MaxUnpoolFwd | MaxUnpoolBwd)  # noqa: S101
+    shape = subject.inputs["indices"].shape
+    return spread_indices(shape, prod(subject.output_size), subject.layout.name)
 
 
 def _of_role(role: str, problem: Verify, sent: Mapping[str, Array]) -> dict[str, Array]:

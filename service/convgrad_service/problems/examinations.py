@@ -33,8 +33,6 @@ __all__ = ["DRAWN", "OURS", "Examination", "Explain", "TimeIt", "Verify", "exami
 DRAWN, OURS = "drawn_", "ours_"
 """Before the names of tensors that are drawn, and of outputs computed to compare with."""
 
-# Attributes of problems that may hold the batch.
-_SHAPES = ("conv", "conv0", "pool")
 # Value, sum of magnitudes and adjoint: the reference is so many times the operation's own work.
 _PASSES = 4
 
@@ -106,9 +104,8 @@ class Verify(Examination):
     @property
     def batch(self) -> int:
         """Samples, one after another of which the reference can be computed."""
-        holders: list[Any] = [self.subject]
-        holders += [getattr(self.subject, name, None) for name in _SHAPES]
-        return next((int(each.batch) for each in holders if hasattr(each, "batch")), 1)
+        shapes = (getattr(self.subject, name, None) for name in ("conv", "conv0", "pool"))
+        return next((int(shape.batch) for shape in shapes if shape is not None), 1)
 
     @property
     def sample_elements(self) -> int:
@@ -232,12 +229,11 @@ def _stated(
                 f"shapes names {name[:64]!r}; {operation.name} takes {', '.join(operation.tensors)}"
             )
     shapes.update(request.shapes)
-    if "indices" in given and "indices" not in operation.required_tensors:
-        # They stand for the input, whose size they count in.
+    if "indices" in given:  # they stand for the input, whose size they count in
         shapes.pop("input", None)
         if layer is not None:
             parameters["input_size"] = list(layer.input_size)
-    elif "indices" in shapes and "indices" not in operation.required_tensors:
+    elif "indices" in shapes and not operation.name.startswith("max_unpool"):
         raise MalformedRequest("indices cannot be drawn; send them, or the input in their place")
     return shapes, {**parameters, **said}
 
@@ -253,9 +249,9 @@ def _dtype(request: Any, layer: layers.Layer | None, given: Mapping[str, NDArray
 
 
 def _blank(name: str, shape: tuple[int, ...], dtype: DType) -> NDArray[Any]:
-    dtype = DType.INT64 if name == "indices" else dtype
+    own = np.dtype(np.int64) if name == "indices" else dtype.numpy
     try:
-        return np.broadcast_to(np.empty((), dtype.numpy), shape)
+        return np.broadcast_to(np.empty((), own), shape)
     except ValueError:
         raise InvalidProblem(f"{name}: shape {list(shape)} is too large") from None
 

@@ -24,13 +24,11 @@ from convgrad_service.engine.scheduling.finished import Finished
 from convgrad_service.engine.telemetry.timing import Timings
 from convgrad_service.engine.workers.thread_worker import ThreadWorker
 from convgrad_service.problems import run_in_pieces
-from tests.arrays import Arrays
-from tests.bounds import assert_same_bits
 from tests.support.fake_backends import Gated
 from tests.support.in_memory import answer, kept
-from tests.unit.engine.scheduling.test_sums import BACKWARD, FIELDS, problem, small_parts
-
-__all__ = ["small_parts"]
+from tests.support.numerics.arrays import Arrays
+from tests.support.numerics.bounds import assert_same_bits
+from tests.support.split_sums import BACKWARD, FIELDS, problem
 
 BACKEND = CpuBackend(threads=1)
 DONE = Finished("k", 1.0, 1, 0, 0.0, 0.0)

@@ -1,0 +1,157 @@
+"""The GPU as the tests see it: as it is, and with one family of kernels for everything.
+
+Plans leave small channels to other kernels than large ones, and fast kernels take work from
+general ones. So that every kernel meets every geometry that it can compute, a backend is made for
+each of the general families too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from convgrad_service.backends.base import Backend
+from convgrad_service.backends.cuda.backend import CudaBackend
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.conv.dense_gather import DenseGather
+from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import Schedule
+from convgrad_service.backends.cuda.kernels.conv.hopper_halo import HopperHalo
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight
+from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGemm
+from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import Config
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
+    Config as PointwiseConfig,
+)
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct import (
+    DepthwiseWeightDirect,
+)
+from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_strips import (
+    HopperDepthwiseStrips,
+)
+from convgrad_service.backends.cuda.kernels.fallback.gather_direct import GatherDirect
+from convgrad_service.backends.cuda.kernels.fallback.gather_tile import GatherTile
+from convgrad_service.backends.cuda.kernels.fallback.weight_direct import WeightDirect
+from convgrad_service.backends.cuda.kernels.fallback.weight_tile import WeightTile
+from convgrad_service.backends.cuda.kernels.pool.max_pool import MaxPoolBackward, MaxPoolForward
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.families import Families, Family
+from convgrad_service.plans.cuda.program import Fragment, Instance
+
+__all__ = ["MAKERS", "Everywhere"]
+
+
+class Everywhere:
+    """A family that computes everything, though a plan would leave some of it to another."""
+
+    def __init__(self, family: Family[Any]) -> None:
+        self.name = family.name
+        self._family = family
+
+    def why_not(self, work: Any, device: CudaDevice) -> str | None:
+        return None
+
+    def launches(self, work: Any, device: CudaDevice) -> Fragment:
+        return self._family.launches(work, device)
+
+    def instances(self) -> Iterable[Instance]:
+        return self._family.instances()
+
+
+def general(gather: Family[Any], weight: Family[Any]) -> Families:
+    """The general kernels alone, with one of each kind for every convolution."""
+    return replace(
+        FAMILIES,
+        fwd=[Everywhere(gather)],
+        bwd_data=[Everywhere(gather)],
+        bwd_weight=[Everywhere(weight)],
+        fused=(),
+        pool_fwd=[MaxPoolForward()],
+        pool_bwd=[MaxPoolBackward()],
+    )
+
+
+def dense() -> Families:
+    """The tensor cores' kernels for every convolution that they can compute, however few channels
+    it has; the general ones for the others."""
+    return replace(
+        FAMILIES,
+        fwd=[DenseGather(1, 1), GatherDirect()],
+        bwd_data=[DenseGather(1, 1), GatherDirect()],
+        bwd_weight=[DenseWeight(1, 1), WeightDirect()],
+        fused=(),
+    )
+
+
+def hopper(schedule: Schedule | None = None) -> Families:
+    """Hopper's kernels for every convolution that they can compute, however few channels it has;
+    the general ones for the others. ``schedule`` in place of the plan's own."""
+    return replace(
+        FAMILIES,
+        fwd=[HopperGather(True, schedule), GatherDirect()],
+        bwd_data=[HopperGather(True, schedule), GatherDirect()],
+        bwd_weight=[HopperWeight(1, everywhere=True), WeightDirect()],
+        fused=(),
+    )
+
+
+def implicit_gemm(config: Config | None = None) -> Families:
+    """implicit_gemm for every convolution that it can compute, however many channels it has; the
+    general kernels for the others. ``config`` in place of the plan's own."""
+    gemm = ImplicitGemm(config)
+    return replace(
+        FAMILIES,
+        fwd=[gemm, GatherDirect()],
+        bwd_data=[gemm, GatherDirect()],
+        bwd_weight=[gemm, WeightDirect()],
+        fused=(),
+    )
+
+
+def pointwise_gemm(config: PointwiseConfig | None = None, *, swapped: bool = False) -> Families:
+    """pointwise_gemm for every convolution that it can compute; the general kernels for the others.
+    ``config`` in place of the plan's own, with wgrad's rows ``swapped``."""
+    gemm = PointwiseGemm(config, swapped=swapped)
+    return replace(
+        FAMILIES,
+        fwd=[gemm, GatherDirect()],
+        bwd_data=[gemm, GatherDirect()],
+        bwd_weight=[gemm, WeightDirect()],
+        fused=(),
+    )
+
+
+def few() -> Families:
+    """Kernels that plans keep for few layers, for every convolution that they can compute: of
+    haloed tiles, of depthwise pairs of channels, and depthwise ones for large tensors."""
+    families: list[Family[Any]] = [
+        HopperHalo(anything=True),
+        DepthwisePairs(anything=True),
+        GatherDirect(),
+    ]
+    weight: list[Family[Any]] = [
+        DepthwiseWeightDirect(always=True),
+        HopperDepthwiseStrips(always=True),
+        WeightDirect(),
+    ]
+    return replace(FAMILIES, fwd=families, bwd_data=families, bwd_weight=weight, fused=())
+
+
+def _made(families: Families) -> Callable[[], Backend]:
+    return lambda: CudaBackend(families=families, poison=True, debug=True)
+
+
+MAKERS: dict[str, Callable[[], Backend]] = {
+    "cuda": _made(FAMILIES),
+    "cuda_dense": _made(dense()),
+    "cuda_hopper": _made(hopper()),
+    "cuda_implicit_gemm": _made(implicit_gemm()),
+    "cuda_few": _made(few()),
+    "cuda_tiles": _made(general(GatherTile(), WeightTile())),
+    "cuda_direct": _made(general(GatherDirect(), WeightDirect())),
+}
+"""By the names that the fixture gives them."""

@@ -1,0 +1,233 @@
+"""Plans of Hopper's dense kernels: what they take, their tiles, taps and maps; no GPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from math import prod
+
+import numpy as np
+import pytest
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import (
+    Combined,
+    combined,
+    sides_of,
+)
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
+    Schedule,
+    candidates,
+    choose_schedule,
+    expected_s,
+    kept_taps,
+    may_start_with_images,
+)
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
+    TILES,
+    HopperTile,
+    tiles_of,
+)
+from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, gather_axis
+from convgrad_service.plans.cuda.device import H200
+from convgrad_service.plans.cuda.program import Launch
+from convgrad_service.plans.cuda.works import ConvWork, Direction
+from tests.support.kernels.conv_work import ADA, work_of
+
+DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd_data")
+
+
+def axes_of(work: ConvWork) -> list[Axis]:
+    return [gather_axis(work, dim) for dim in range(3)]
+
+
+def launch_of(work: ConvWork, schedule: Schedule | None = None) -> Launch:
+    (launch,) = (
+        step
+        for step in HopperGather(True, schedule).launches(work, H200).steps
+        if isinstance(step, Launch) and step.instance.entry == "hopper_gather"
+    )
+    return launch
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "relu6", "silu"])
+def test_a_bias_and_a_comparison_are_finished_in_rows(activation: str) -> None:
+    """However few products a sum has; other epilogues take longer to store than such sums."""
+    plain = work_of("fwd", channels=(64, 256), kernel=1, pad=0)
+    work = replace(plain, bias="bias", activation=activation)
+    reason = HopperGather().why_not(work, H200)
+    if activation == "silu":
+        assert reason is not None
+        assert "such results" in reason
+    else:
+        assert reason is None
+        assert dict(launch_of(work).instance.defines)["EPILOGUE"] == "1"
+    assert "EPILOGUE" not in dict(launch_of(plain).instance.defines)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_what_is_not_hoppers_goes_elsewhere(direction: Direction) -> None:
+    family = HopperGather()
+    assert family.why_not(work_of(direction), H200) is None
+    assert family.why_not(work_of(direction), ADA) is not None
+    for refused in (
+        work_of(direction, groups=2),
+        work_of(direction, dtype=DType.FLOAT64),
+        work_of(direction, dtype=DType.FLOAT32),
+        work_of(direction, channels=(8, 128)),
+        work_of(direction, size=400, kernel=3, dilation=150, pad=150),
+    ):
+        assert family.why_not(refused, H200) is not None
+    assert family.why_not(work_of(direction, dtype=DType.FLOAT32, precision="high"), H200) is None
+
+
+def test_the_choice_of_the_family_ignores_how_many_images_there_are() -> None:
+    for batch in (1, 7, 1000):
+        assert HopperGather().why_not(work_of("bwd_data", batch=batch), H200) is None
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_blocks_fit_the_device(tile: object, direction: Direction) -> None:
+    work = work_of(direction, channels=(256, 320), stride=2)
+    if tile not in tiles_of(work.dtype):
+        work = replace(work, dtype=DType.FLOAT32, precision="high")
+    launch = launch_of(work, Schedule(tile))  # type: ignore[arg-type]
+    assert launch.shared_bytes <= H200.shared_bytes_per_block
+    assert launch.grid[0] <= H200.multiprocessors
+    assert launch.instance in HopperGather().instances()
+
+
+def _met(work: ConvWork, phase: Combined, tile: Sequence[tuple[int, ...]]) -> int:
+    """The taps that some pixel of a tile meets inside the source, by looking at each."""
+    axes = axes_of(work)
+    count = 0
+    for taps in product(*(range(along.taps) for along in phase)):
+        count += any(
+            all(
+                0 <= along.x0 + m * axis.x_step + j * axis.x_tap < axis.x_size
+                for m, j, axis, along in zip(pixel, taps, axes, phase, strict=True)
+            )
+            for pixel in tile
+        )
+    return count
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_tap_is_left_out_that_a_pixel_meets(seed: int) -> None:
+    rng = random.Random(seed)
+    work = work_of(
+        rng.choice(DIRECTIONS),
+        batch=rng.randint(1, 9),
+        size=rng.randint(3, 14),
+        kernel=rng.randint(1, 4),
+        stride=rng.randint(1, 3),
+        pad=rng.randint(2, 5),
+        dilation=rng.randint(1, 3),
+    )
+    axes, pixels = axes_of(work), rng.choice((1, 5, 16, 64))
+    for phase, images_first in product(combined(axes), (False, True)):
+        counts = [along.count for along in phase]
+        places = [(0, *place) for place in np.ndindex(work.batch, *counts[1:])]
+        if images_first:
+            places = [(0, n, h, w) for h, w, n in np.ndindex(*counts[1:], work.batch)]
+        kept = kept_taps(axes, phase, work.batch, pixels, images_first)
+        assert len(kept) == -(-work.batch * prod(counts) // pixels)
+        for i, found in enumerate(kept):
+            tile = [(0, h, w) for _, _, h, w in places[i * pixels : (i + 1) * pixels]]
+            least = _met(work, phase, tile)
+            assert least <= found <= prod(along.taps for along in phase)
+            if pixels == 1:
+                assert found == least
+
+
+def test_padding_is_left_out_where_images_are_neighbours() -> None:
+    work = work_of("bwd_data", batch=128, size=7)
+    axes = axes_of(work)
+    (phase,) = combined(axes)
+    kept = kept_taps(axes, phase, work.batch, 128, images_first=True)
+    assert sorted(kept) == sorted([4] * 4 + [6] * 20 + [9] * 25)
+
+
+def test_the_choice_is_the_least_expected_time() -> None:
+    for work in (
+        work_of("bwd_data", batch=64, channels=(512, 512), size=7),
+        work_of("bwd_data", batch=128, channels=(128, 256), size=71, stride=2),
+        work_of("fwd", batch=1, channels=(64, 64), size=20),
+    ):
+        axes = axes_of(work)
+        chosen = choose_schedule(work, axes, H200)
+        others = list(candidates(work, axes, H200))
+        assert chosen in others
+        least = min(expected_s(work, axes, H200, other) for other in others)
+        assert expected_s(work, axes, H200, chosen) == least
+
+
+def test_the_copy_engine_takes_every_map() -> None:
+    work = work_of("bwd_data", channels=(72, 200), size=15, stride=3, dilation=2, kernel=3, pad=2)
+    axes = axes_of(work)
+    sides = sides_of(work, H200)
+    assert may_start_with_images(work, axes)
+    for tile, images_first in product(TILES, (False, True)):
+        assert sides.weight_map(tile).why_not() is None
+        for phase in combined(axes):
+            assert sides.source_map(axes, phase, tile, images_first).why_not() is None
+
+
+def test_steps_leave_images_where_they_are() -> None:
+    work = work_of("fwd", stride=2)
+    axes = axes_of(work)
+    assert not may_start_with_images(work, axes)
+    plain = launch_of(work, Schedule(TILES[0]))
+    asked = launch_of(work, Schedule(TILES[0], images_first=True))
+    assert plain.arguments.packed == asked.arguments.packed  # type: ignore[attr-defined]
+
+
+def test_warpgroups_take_turns_at_plain_results_alone() -> None:
+    turns = Schedule(HopperTile(192, 128, pingpong=True))
+    for layout, taken in (("NHWC", 1), ("NCHW", 0)):
+        work = work_of("bwd_data", layout=layout)
+        launch = launch_of(work, turns)
+        assert dict(launch.instance.defines)["PINGPONG"] == str(taken)
+        axes = axes_of(work)
+        assert any(one.tile.pingpong for one in candidates(work, axes, H200)) == bool(taken)
+
+
+def test_what_is_beside_products_is_expected_under_the_others() -> None:
+    work = work_of("bwd_data", batch=64, channels=(256, 256), size=56)
+    turns, together = (
+        expected_s(work, axes_of(work), H200, Schedule(HopperTile(128, 128, pingpong=pingpong)))
+        for pingpong in (True, False)
+    )
+    assert turns < together
+
+
+def test_narrow_layers_are_hoppers_in_tf32() -> None:
+    family = HopperGather()
+    assert family.why_not(work_of("fwd", channels=(32, 32)), H200) is not None
+    assert (
+        family.why_not(
+            work_of("fwd", channels=(32, 32), dtype=DType.FLOAT32, precision="high"), H200
+        )
+        is None
+    )
+
+
+@pytest.mark.parametrize(("batch", "tile"), [(1, "128x64w2_k8"), (8, "128x128w2_k4")])
+def test_few_tiles_are_split_over_clusters(batch: int, tile: str) -> None:
+    work = work_of("bwd_data", batch=batch, channels=(512, 512), size=7)
+    chosen = choose_schedule(work, axes_of(work), H200)
+    assert str(chosen) == tile
+    launch = launch_of(work, chosen)
+    assert launch.grid[0] % chosen.tile.split == 0
+    assert launch.grid[0] <= chosen.tile.clusters(H200) * chosen.tile.split
+
+
+@pytest.mark.parametrize("tile", [tile for tile in TILES if tile.split > 1], ids=str)
+def test_split_sums_have_room_where_operands_were(tile: HopperTile) -> None:
+    slab = -(-tile.m // tile.split)
+    rows = tile.m + (tile.split - 1) * slab
+    assert rows * (tile.n + 8) * 4 <= tile.stages(H200) * tile.stage_bytes

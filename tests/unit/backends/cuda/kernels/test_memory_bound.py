@@ -1,0 +1,180 @@
+"""The plans of the memory-bound kernels: depthwise convolutions and pooling's gradient."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import chunk_rows
+from convgrad_service.backends.cuda.kernels.pool.pool_line_words import Shape
+from convgrad_service.backends.cuda.kernels.pool.pool_lines import Box
+from convgrad_service.plans.cuda.device import H200
+from convgrad_service.plans.cuda.planner import plan_for
+from convgrad_service.plans.cuda.program import CudaPlan, Launch
+from convgrad_service.problems import ConvBwdData, ConvFwd, GroupedConvBwdWeight, MaxPoolBwd
+from convgrad_service.problems.geometry import ConvShape, PoolShape
+from convgrad_service.problems.layouts import LAYOUTS
+
+SUITE = Path(__file__).parents[4] / "perf" / "suite" / "layers.json"
+LAYERS: list[dict[str, Any]] = json.loads(SUITE.read_text(encoding="utf-8"))
+DEPTHWISE = [layer for layer in LAYERS if layer["class"] == "depthwise"]
+POOLS = [layer for layer in LAYERS if layer["class"] == "pool"]
+INSTANCES = set(FAMILIES.instances())
+TYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
+
+
+def conv_of(layer: dict[str, Any], channels: int | None = None) -> ConvShape:
+    channels = channels or layer["C"]
+    return ConvShape(
+        batch=layer["N"],
+        groups=channels,
+        in_channels=channels,
+        out_channels=channels,
+        input_size=tuple(layer["input_size"]),
+        kernel_size=tuple(layer["kernel_size"]),
+        output_size=tuple(layer["output_size"]),
+        stride=tuple(layer["stride"]),
+        padding=tuple((pad, pad) for pad in layer["padding"]),
+        dilation=tuple(layer["dilation"]),
+    )
+
+
+def pool_of(layer: dict[str, Any], dtype: DType, last: bool) -> MaxPoolBwd:
+    spatial = "DHW"[-layer["ndim"] :]
+    return MaxPoolBwd(
+        pool=PoolShape(
+            batch=layer["N"],
+            channels=layer["C"],
+            input_size=tuple(layer["input_size"]),
+            kernel_size=tuple(layer["kernel_size"]),
+            output_size=tuple(layer["output_size"]),
+            stride=tuple(layer["stride"]),
+            padding=tuple((pad, pad) for pad in layer["padding"]),
+            dilation=tuple(layer["dilation"]),
+            ceil_mode=False,
+        ),
+        dtype=dtype,
+        layout=LAYOUTS[f"N{spatial}C" if last else f"NC{spatial}"],
+        source="input",
+        index_dtype=None,
+    )
+
+
+def launches(plan: CudaPlan) -> list[Launch]:
+    return [step for step in plan.steps if isinstance(step, Launch)]
+
+
+def check_launch(plan: CudaPlan, count: int = 1) -> None:
+    """So many launches, of instances that are listed, which the device can hold."""
+    made = list(launches(plan))
+    assert len(made) == count
+    for launch in made:
+        assert launch.instance in INSTANCES, launch.instance
+        assert launch.shared_bytes <= H200.shared_bytes_per_block, launch
+        assert launch.block[0] * launch.block[1] * launch.block[2] <= 1024, launch
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("layer", DEPTHWISE, ids=lambda layer: layer["name"])
+def test_depthwise_layers_take_one_launch(layer: dict[str, Any], dtype: DType) -> None:
+    conv, layout = conv_of(layer), LAYOUTS["NHWC"]
+    for problem in (
+        ConvFwd(conv=conv, dtype=dtype, layout=layout, bias=True),
+        ConvBwdData(conv=conv, dtype=dtype, layout=layout),
+        GroupedConvBwdWeight(
+            conv=conv, dtype=dtype, layout=layout, weight_dtype=dtype, split_k=None
+        ),
+    ):
+        plan = plan_for(problem, H200, FAMILIES)
+        assert plan.kernel.removeprefix("hopper_").startswith("depthwise"), plan.kernel
+        check_launch(plan)
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("layer", POOLS, ids=lambda layer: layer["name"])
+def test_pool_layers_take_a_fast_kernel(layer: dict[str, Any], dtype: DType, last: bool) -> None:
+    plan = plan_for(pool_of(layer, dtype, last), H200, FAMILIES)
+    kernel, through, _ = plan.kernel.partition("_through_channels_last")
+    overlap = layer["kernel_size"] != layer["stride"]
+    if overlap:
+        assert kernel in ("pool_strips", "pool_line_words", "pool_stacks")
+    else:
+        assert kernel in ("pool_cells", "pool_cell_rows")
+    # Overlapping windows are copied around.
+    assert bool(through) == (not last and overlap)
+    check_launch(plan, 4 if through else 1)
+
+
+def test_what_depthwise_leaves_to_others() -> None:
+    layer = DEPTHWISE[0]
+    odd = ConvBwdData(conv=conv_of(layer, 97), dtype=DType.BFLOAT16, layout=LAYOUTS["NHWC"])
+    first = ConvBwdData(conv=conv_of(layer), dtype=DType.BFLOAT16, layout=LAYOUTS["NCHW"])
+    double = ConvBwdData(conv=conv_of(layer), dtype=DType.FLOAT64, layout=LAYOUTS["NHWC"])
+    for problem, reason in (
+        (odd, "97 channels are no multiple of 2"),
+        (first, "the channels do not lie side by side"),
+        (double, "float64"),
+    ):
+        passed_over = dict(plan_for(problem, H200, FAMILIES).passed_over)
+        assert passed_over["depthwise"] == reason
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 56, 1000])
+@pytest.mark.parametrize("work", [1, 100, 10_000])
+def test_chunks_are_some_of_the_rows(rows: int, work: int) -> None:
+    assert 1 <= chunk_rows(rows, 2, work, 2112) <= rows
+
+
+@pytest.mark.parametrize("kernel", [2, 3, 5])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("pad", range(5))
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_tile_has_all_windows_that_touch_it(
+    kernel: int, stride: int, pad: int, depth: int
+) -> None:
+    """Brute force: the windows over a tile, and the positions under those windows, fit the box."""
+    box = Box.tiled(kernel, stride, depth)
+    if stride == depth == 1:
+        check_tiles(Shape.tiled(kernel, 2), kernel, stride, pad)
+    check_tiles(box, kernel, stride, pad)
+
+
+def check_tiles(box: Box | Shape, kernel: int, stride: int, pad: int) -> None:
+    for own in range(0, 4 * box.tile, box.tile):
+        first = own // stride + -(-(pad - kernel + 1) // stride)
+        start = first * stride - pad
+        touching = [
+            o
+            for o in range(-100, 300)
+            if any(own <= o * stride + r - pad < own + box.tile for r in range(kernel))
+        ]
+        assert first <= touching[0]
+        assert touching[-1] < first + box.windows
+        assert start <= own
+        assert own + box.tile <= start + box.lines
+        assert (box.windows - 1) * stride + kernel <= box.lines
+
+
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+@pytest.mark.parametrize("channels", [36, 97, 100])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("layer", DEPTHWISE, ids=lambda layer: layer["name"])
+def test_any_number_of_channels_has_a_depthwise_kernel(
+    layer: dict[str, Any], dtype: DType, channels: int, layout: str
+) -> None:
+    conv = conv_of(layer, channels)
+    for problem in (
+        ConvFwd(conv=conv, dtype=dtype, layout=LAYOUTS[layout], bias=True),
+        ConvBwdData(conv=conv, dtype=dtype, layout=LAYOUTS[layout]),
+        GroupedConvBwdWeight(
+            conv=conv, dtype=dtype, layout=LAYOUTS[layout], weight_dtype=dtype, split_k=None
+        ),
+    ):
+        plan = plan_for(problem, H200, FAMILIES)
+        assert plan.kernel.removeprefix("hopper_").startswith("depthwise"), plan.kernel

@@ -1,0 +1,103 @@
+"""pointwise_gemm's host side: what it takes, how it splits, which instances plans name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm, products_of
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_model import chosen, timed
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import CLUSTERS
+from convgrad_service.plans.cuda.device import H200, CudaDevice
+from convgrad_service.plans.cuda.program import Launch
+from tests.support.kernels.conv_work import ADA, pointwise
+
+FAMILY, COUNTERS = PointwiseGemm(), 2**14
+INSTANCES = frozenset(FAMILY.instances())
+HALF = replace(H200, multiprocessors=66)
+LAYERS = (
+    (1, (320, 1280), 7),
+    (32, (24, 144), 56),
+    (8, (64, 64), 112),
+    (1, (2048, 1000), 1),
+    (2, (8, 16), 3),
+    (64, (1024, 1024), 14),
+)
+DIRECTIONS = ("fwd", "bwd_data", "bwd_weight")
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("device", [H200, HALF], ids=["whole", "half"])
+@pytest.mark.parametrize(("batch", "channels", "size"), LAYERS)
+def test_every_configuration_fits(
+    batch: int, channels: tuple[int, int], size: int, device: CudaDevice, direction: str
+) -> None:
+    work = pointwise(batch, channels, size, direction)
+    products = products_of(work)
+    assert len(products) == (2 if direction == "bwd_weight" else 1)
+    for product in products:
+        for time_s, config in timed(product, device, COUNTERS):
+            stages = config.stages(product, device)
+            assert time_s > 0
+            assert stages >= min(3, config.steps_each(product))
+            assert config.shared_bytes(product, stages) <= device.shared_bytes_per_block
+            assert config.splits <= config.steps(product)
+            rows, columns = config.tiles(product)
+            if config.cluster > 1:
+                most = max(1, CLUSTERS[config.cluster] * device.multiprocessors // 132)
+                assert rows * columns * config.parts <= most
+            if not config.cluster:
+                assert product.stores
+    assert FAMILY.why_not(work, device) is None
+    (step,) = FAMILY.launches(work, device).steps
+    assert isinstance(step, Launch)
+    assert step.instance in INSTANCES
+
+
+def test_splits_need_counters() -> None:
+    (product, _) = products_of(pointwise(32, (64, 64), 112, "bwd_weight"))
+    assert any(config.parts > 1 for _, config in timed(product, H200, COUNTERS))
+    assert all(config.parts == 1 for _, config in timed(product, H200, 0))
+
+
+def test_the_least_time_is_chosen() -> None:
+    products = products_of(pointwise(8, (144, 24), 28, "bwd_weight"))
+    found = chosen(products, H200, COUNTERS)
+    assert found is not None
+    assert found[0] == min(time_s for one in products for time_s, _ in timed(one, H200, COUNTERS))
+
+
+def test_results_that_the_copy_engine_cannot_store_are_split() -> None:
+    work = pointwise(8, (64, 64), 28, "bwd_weight")
+    wide = replace(work, result_dtype=DType.FLOAT32)
+    for product in products_of(wide):
+        assert not product.stores
+        assert all(config.cluster for _, config in timed(product, H200, COUNTERS))
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "said"),
+    [
+        ({"dtype": DType.FLOAT32}, H200, "float32"),
+        ({"split_k": 4}, H200, "splits"),
+        ({}, ADA, "copy engine"),
+    ],
+)
+def test_what_it_leaves_to_others(
+    changes: dict[str, object], device: CudaDevice, said: str
+) -> None:
+    work = replace(pointwise(1, (64, 64), 7), **changes)  # type: ignore[arg-type]
+    assert said in (FAMILY.why_not(work, device) or "")
+
+
+def test_channels_that_are_no_whole_chunks() -> None:
+    assert products_of(pointwise(1, (36, 64), 7)) == ()
+    assert products_of(pointwise(1, (64, 36), 7, "bwd_data")) == ()
+
+
+def test_long_work_may_be_left_to_others() -> None:
+    work = pointwise(64, (1024, 1024), 28)
+    assert "expected" in (PointwiseGemm(most_s=1e-6).why_not(work, H200) or "")
+    assert PointwiseGemm().why_not(work, H200) is None
