@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -156,15 +157,30 @@ def _options(settings: Settings) -> list[tuple[str, int]]:
     ]
 
 
-def _credentials(pem: Callable[[], Pem]) -> grpc.ServerCredentials:
-    """Credentials that follow their files: a new connection gets what those hold then."""
+def _credentials(newest: Callable[[], Pem]) -> grpc.ServerCredentials:
+    """Make credentials that follow their files: a new connection gets the files' latest contents.
 
-    def configuration() -> Any:
-        certificate, key, authority = pem()
-        return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
+    While they are unchanged, grpcio must be given nothing new: it replaces its handshaker factory
+    by every configuration that it gets, which crashes the process where many handshakes are
+    pending (github.com/grpc/grpc/issues/36693).
+    """
+    served = newest()
+    renewing = threading.Lock()  # grpcio fetches on several threads
+
+    def configuration(pem: Pem) -> Any:
+        pairs = [(pem.key, pem.certificate)]
+        return grpc.ssl_server_certificate_configuration(pairs, pem.authority)
+
+    def renewed() -> Any:
+        nonlocal served
+        with renewing:
+            if (pem := newest()) is served:
+                return None
+            served = pem
+        return configuration(pem)
 
     return grpc.dynamic_ssl_server_credentials(
-        configuration(),
-        configuration,
-        require_client_authentication=pem().authority is not None,
+        configuration(served),
+        renewed,
+        require_client_authentication=served.authority is not None,
     )

@@ -167,6 +167,11 @@ class ProcessWorker:
         """Of its process."""
         return self._process.pid
 
+    @property
+    def busy(self) -> bool:
+        """Whether it has tasks."""
+        return bool(self._tasks)
+
     def start(self, task: Task) -> None:
         """See `Worker.start`."""
         number, job = next(self._numbers), task.job
