@@ -21,6 +21,7 @@ _BACKLOG = 2048
 _AT_ONCE = 64
 # Where the system is out of descriptors or memory, what waits in the backlog is tried again.
 _PAUSE_S = 0.1
+_COMPLAINT_INTERVAL_S = 10.0
 # After a connection that was refused because there are too many: the next such waits so long.
 _REFUSED_PAUSE_S = 0.01
 
@@ -35,6 +36,7 @@ class Acceptor:
         self._listening, self._take = listening, take
         self._loop = asyncio.get_running_loop()
         self._is_open = self._is_reading = False
+        self._complain_after_s = 0.0
 
     def open(self) -> None:
         """Listen, and accept from now on."""
@@ -63,6 +65,12 @@ class Acceptor:
         self._stop_reading()
         self._loop.call_later(pause_s, self._read)
 
+    def _complain(self, error: OSError) -> None:
+        now_s = self._loop.time()
+        if now_s >= self._complain_after_s:
+            self._complain_after_s = now_s + _COMPLAINT_INTERVAL_S
+            _log.error("connections cannot be accepted: %s", error)
+
     def _accept(self) -> None:
         for _ in range(_AT_ONCE):
             try:
@@ -70,7 +78,7 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                _log.error("connections cannot be accepted: %s", error)
+                self._complain(error)
                 self._pause(_PAUSE_S)
                 return
             if not self._take(connection):
