@@ -1,31 +1,28 @@
-"""Shared-memory regions as both forms of the protocol register, list and drop them.
-
-A transport holds one `SharedMemory` and asks it; where shared memory is switched off that is
-`NoSharedMemory`, which says so.
-"""
+"""Shared-memory regions as both forms of the protocol register, list and drop them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal, NoReturn, Protocol
+from typing import Literal
 
 from convgrad.errors import UnsupportedProblem
 from convgrad.wire.sentences import shown
-from convgrad_service.engine.shm.registry import ANONYMOUS, RegionPart
+from convgrad_service.engine.hub import Engine
+from convgrad_service.engine.shm.registry import RegionInfo, RegionPart
 from convgrad_service.oip.request import InferRequest, Region
 
-__all__ = ["ANONYMOUS", "Kind", "NoSharedMemory", "Registration", "SharedMemory"]
+__all__ = ["Kind", "Registration", "SharedMemory"]
 
 Kind = Literal["system", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A region under the name that requests call it by.
+    """A region under the name that requests use for it.
 
     ``key`` is the file below /dev/shm of a system region, ``handle`` the IPC handle of a CUDA one
-    on ``device``; ``offset`` and ``size_bytes`` bound the part of it that is registered.
+    on ``device``; ``offset`` and ``size_bytes`` bound the registered part.
     """
 
     kind: Kind
@@ -37,65 +34,77 @@ class Registration:
     device: int = 0
 
 
-class SharedMemory(Protocol):
-    """The regions that clients have registered; each belongs to the ``owner`` who did."""
+class SharedMemory:
+    """The regions that clients have registered; each belongs to the ``owner`` who registered it.
 
-    @property
-    def extensions(self) -> tuple[str, ...]:
-        """The names of the protocol's extensions that are switched on."""
-        ...
+    Kinds that are not enabled are refused with UnsupportedProblem.
+    """
+
+    def __init__(self, engine: Engine, *, system: bool, cuda: bool) -> None:
+        self._engine = engine
+        enabled: dict[Kind, bool] = {"system": system, "cuda": cuda}
+        self._kinds: Collection[Kind] = [kind for kind, on in enabled.items() if on]
+        self.extensions = tuple(f"{kind}_shared_memory" for kind in self._kinds)
 
     async def register(self, owner: str, registration: Registration) -> None:
-        """Map a region; raises a ServiceError if it is not what the registration says."""
-        ...
+        """Map a region; raises a ServiceError if it does not match the registration."""
+        self._require(registration.kind)
+        await self._engine.register_region(
+            owner,
+            RegionInfo(
+                registration.name,
+                registration.key,
+                registration.offset,
+                registration.size_bytes,
+                registration.handle,
+                registration.device if registration.kind == "cuda" else None,
+            ),
+        )
 
     async def unregister(self, owner: str, kind: Kind, name: str) -> None:
         """Drop a region once nothing in flight uses it; a ``name`` of "" drops all of the kind."""
-        ...
+        # Triton's clients drop all regions of both kinds before they register any.
+        if name or not self._kinds:
+            self._require(kind)
+        if kind in self._kinds:
+            await self._engine.unregister_region(owner, name, kind == "cuda")
 
     async def status(self, owner: str, kind: Kind, name: str) -> list[Registration]:
-        """The owner's regions of a kind, or the one named; raises NotFound if that is not there."""
-        ...
+        """Return the owner's regions of a kind, or the one named; raises NotFound if missing."""
+        self._require(kind)
+        return [
+            Registration(
+                kind,
+                info.name,
+                info.size_bytes,
+                info.offset,
+                info.key,
+                device=info.device or 0,
+            )
+            for info in await self._engine.list_regions(owner, name, kind == "cuda")
+        ]
 
     def parts(self, owner: str, request: InferRequest) -> Mapping[str, RegionPart]:
-        """The tensors of a request that lie in shared memory, or shall."""
-        ...
-
-
-class NoSharedMemory:
-    """Shared memory switched off."""
-
-    extensions: tuple[str, ...] = ()
-
-    async def register(self, owner: str, registration: Registration) -> None:
-        """Refuse."""
-        self._refuse(registration.kind)
-
-    async def unregister(self, owner: str, kind: Kind, name: str) -> None:
-        """Refuse."""
-        self._refuse(kind)
-
-    async def status(self, owner: str, kind: Kind, name: str) -> list[Registration]:
-        """Refuse."""
-        self._refuse(kind)
-
-    def parts(self, owner: str, request: InferRequest) -> Mapping[str, RegionPart]:
-        """Refuse, if there are any."""
+        """Return the region of each of a request's tensors that uses shared memory, by name."""
         regions = [
             *((tensor.name, tensor.source) for tensor in request.inputs),
             *((output.name, output.region) for output in request.outputs),
         ]
+        parts = {}
         for name, region in regions:
-            if isinstance(region, Region):
+            if not isinstance(region, Region):
+                continue
+            if not self._kinds:
                 raise UnsupportedProblem(
                     f"{name}: the region {shown(region.name)} cannot be used; shared memory is "
                     "not enabled on this server"
                 )
-        return {}
+            parts[name] = RegionPart(owner, region.name, region.offset, region.size_bytes)
+        return parts
 
-    @staticmethod
-    def _refuse(kind: Kind) -> NoReturn:
-        raise UnsupportedProblem(
-            f"{kind} shared memory is not enabled on this server; "
-            f"CONVGRAD_{kind.upper()}_SHARED_MEMORY=true enables it where the server is started"
-        )
+    def _require(self, kind: Kind) -> None:
+        if kind not in self._kinds:
+            raise UnsupportedProblem(
+                f"{kind} shared memory is not enabled on this server; "
+                f"CONVGRAD_{kind.upper()}_SHARED_MEMORY=true enables it where the server is started"
+            )
