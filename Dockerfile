@@ -1,14 +1,13 @@
-# The server's image. Its layers, from the one that changes least: what the server needs, the GPU
-# kernels, the server.
+# The server's image. Layers, least frequently changed first: dependencies, GPU kernels, application.
 #
 #   docker build -t convgrad .                                  CUDA 13; kernels for the H100 and H200
-#   docker build -t convgrad:cpu --build-arg ACCELERATOR=cpu .  no CUDA in it
+#   docker build -t convgrad:cpu --build-arg ACCELERATOR=cpu .  without CUDA
 #   docker build -t convgrad --build-arg ARCHITECTURES="sm_80 sm_86 sm_89 sm_90a sm_100 sm_120" .
 #
-# ACCELERATOR picks a lock in deploy/locks: cpu, cuda12, cuda13 or ray-cuda13. ARCHITECTURES are
-# compiled ahead; kernels of others compile on first use, into the cache's volume. PYTHON_IMAGE may be
-# any image with Python 3.11 to 3.13 and venv: give it with its digest (…@sha256:…) where builds must
-# repeat.
+# ACCELERATOR selects a lock file in deploy/locks: cpu, cuda12, cuda13 or ray-cuda13. Kernels are
+# compiled ahead for ARCHITECTURES, and only those whose names contain KERNELS; all others are compiled
+# on first use, into the volume. PYTHON_IMAGE may be any image with Python 3.11 to 3.13 and venv; pin it
+# by digest (…@sha256:…) for reproducible builds.
 
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 
@@ -20,13 +19,13 @@ RUN python3 -m venv /opt/build \
 COPY pyproject.toml README.md LICENSE ./
 COPY client client
 COPY service service
-# Needs no network: the tools above build the wheel, its CPU kernels included.
+# Builds the wheel, CPU kernels included, with the tools installed above; needs no network.
 RUN /opt/build/bin/hatchling build -t wheel -d /wheel
 
 FROM ${PYTHON_IMAGE} AS dependencies
 ARG ACCELERATOR=cuda13
 COPY deploy/locks/${ACCELERATOR}.txt /locks/
-# pip stays outside what is shipped.
+# pip is in an environment of its own, which is not shipped.
 RUN python3 -m venv /opt/pip && python3 -m venv --without-pip /opt/convgrad \
  && /opt/pip/bin/pip --python /opt/convgrad/bin/python install \
       --no-cache-dir --require-hashes -r "/locks/${ACCELERATOR}.txt"
@@ -34,11 +33,14 @@ RUN python3 -m venv /opt/pip && python3 -m venv --without-pip /opt/convgrad \
 FROM dependencies AS kernels
 ARG ACCELERATOR=cuda13
 ARG ARCHITECTURES="sm_90a"
+ARG KERNELS=""
 WORKDIR /source
-# What compiling them reads and nothing else: a change of the server's leaves this layer as it is.
+# Only the files that compiling reads, so that other changes to the server keep this layer cached.
 COPY client/convgrad/__init__.py client/convgrad/_version.py client/convgrad/errors.py \
      client/convgrad/dtypes.py client/convgrad/
+COPY client/convgrad/check client/convgrad/check
 COPY client/convgrad/contract client/convgrad/contract
+COPY client/convgrad/layers client/convgrad/layers
 COPY client/convgrad/wire client/convgrad/wire
 COPY service/convgrad_service/__init__.py service/convgrad_service/cgroups.py \
      service/convgrad_service/thread_priority.py service/convgrad_service/
@@ -52,14 +54,14 @@ RUN mkdir /kernels \
       # shellcheck disable=SC2086
       PYTHONPATH=client:service /opt/convgrad/bin/python -c "import sys; \
         from convgrad_service.server.kernels_command import kernels; sys.exit(kernels(sys.argv[1:]))" \
-        --cache /kernels --arch ${ARCHITECTURES}; fi
+        --cache /kernels --match "${KERNELS}" --arch ${ARCHITECTURES}; fi
 
 FROM dependencies AS application
 COPY deploy/locks/sbom.txt /locks/
 RUN python3 -m venv /opt/sbom \
  && /opt/sbom/bin/pip install --no-cache-dir --require-hashes -r /locks/sbom.txt
 COPY --from=wheel /wheel /wheel
-# Once for the list of what is inside, and once apart, as a layer.
+# Installed twice: apart, to become a layer, and beside its dependencies, for the SBOM.
 RUN /opt/pip/bin/pip --python /opt/convgrad/bin/python install \
       --no-cache-dir --no-deps --no-index --prefix /application /wheel/*.whl \
  && ln -s /opt/convgrad/kernels \
@@ -71,15 +73,15 @@ RUN /opt/pip/bin/pip --python /opt/convgrad/bin/python install \
 
 FROM ${PYTHON_IMAGE}
 ARG PYTHON_IMAGE
-# The base brings installers, which nothing here needs.
+# Remove the base image's package installers.
 RUN mkdir -p /var/cache/convgrad && chown 10001:10001 /var/cache/convgrad \
  && rm -rf /usr/local/bin/pip* /usr/local/lib/python3*/site-packages/pip* \
       /usr/local/lib/python3*/ensurepip /usr/lib/python3*/ensurepip /usr/share/python-wheels
 COPY --from=dependencies /opt/convgrad /opt/convgrad
 COPY --from=kernels /kernels /opt/convgrad/kernels
 COPY --from=application /application /opt/convgrad
-# A fixed number, so that a platform can demand a user that is not root. The root file system may
-# be read-only: nothing outside the volume is written, bytecode neither.
+# A numeric user, so that Kubernetes can verify runAsNonRoot. The root file system may be read-only:
+# nothing is written outside the volume, not even bytecode.
 USER 10001:10001
 ENV PATH="/opt/convgrad/bin:${PATH}" \
     PYTHONDONTWRITEBYTECODE=1 \
@@ -97,7 +99,7 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=30s --retries=3 \
     CMD ["convgrad", "probe"]
 ENTRYPOINT ["convgrad"]
 CMD ["serve"]
-# Last: they change with every build, and the layers above need not.
+# Last, because they change with every build.
 ARG VERSION=unknown
 ARG REVISION=unknown
 ARG CREATED=unknown

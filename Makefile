@@ -9,6 +9,7 @@ LOCK   := deploy/locks/dev.txt
 CPU    := service/convgrad_service/backends/cpu
 # PyTorch is measured against, never depended on, so it stays outside the environment.
 PEER   := build/peer
+JAX_PEER := build/jax-peer
 DEPLOY := build/deploy-tools
 DIST   := build/dist-tools
 SITE   := build/site-tools
@@ -96,6 +97,9 @@ test-faults: kernels ## twenty kills under load, ten thousand requests: nothing 
 test-torch: kernels $(PEER) ## convgrad.torch, PyTorch's answers next to ours, the documents' snippets that use it
 	@PYTHONPATH=$(PEER) $(PY) -m pytest -m "not gpu" tests/kernels/test_second_opinion_torch.py \
 	    tests/contract/test_documentation.py tests/torch
+
+test-jax: kernels $(JAX_PEER)/.ready ## convgrad.jax, JAX's answers next to ours, the documents' snippets that use it
+	@PYTHONPATH=$(JAX_PEER) $(PY) -m pytest tests/contract/test_documentation.py tests/jax
 
 test-examples: kernels $(EXAMPLES)/.ready $(PEER) ## every program in examples/, PyTorch's, JAX's and the notebook too
 	@PYTHONPATH=$(PEER) $(PY) -m pytest tests/contract/test_examples.py \
@@ -223,6 +227,10 @@ format: $(READY) ## let ruff format and mend what it can
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
+$(JAX_PEER)/.ready: deploy/locks/jax.txt
+	@$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes --target $(JAX_PEER) -r $<
+	@touch $@
+
 $(PEER):
 	@$(PY) -m pip install --quiet --disable-pip-version-check --target $(PEER) torch==2.13.0
 
@@ -301,6 +309,7 @@ lock: $(READY) ## resolve the dependencies again, with hashes, for every support
 	@$(PY) $(COMPILE) --group sbom --output-file deploy/locks/sbom.txt
 	@$(PY) $(COMPILE) --group ui --output-file deploy/locks/ui.txt
 	@$(PY) $(COMPILE) --group dist --output-file deploy/locks/dist.txt
+	@$(PY) $(COMPILE) --group jax --constraints $(LOCK) --output-file deploy/locks/jax.txt
 	@$(PY) $(COMPILE) pyproject.toml --group examples --output-file deploy/locks/examples.txt
 	@$(PY) $(COMPILE) --group generators --output-file deploy/locks/generators.txt
 	@$(PY) $(COMPILE) --group docs --output-file deploy/locks/docs.txt

@@ -9,17 +9,18 @@ from urllib.parse import urlencode
 
 from convgrad._body import WIRES
 from convgrad._call import Call, Stored, as_tensor
-from convgrad._exchange import Target
+from convgrad._exchange import Requests, Target
 from convgrad._reply import Reply, read_json
 from convgrad.errors import InvalidAnswer, MalformedRequest
 
 if TYPE_CHECKING:  # pydantic is imported with the first call, not with the package
     from pydantic import BaseModel
 
+    from convgrad._shared_calls import SharedMemory
     from convgrad.contract.timing import PlanExplained, TimedPlan
     from convgrad.contract.verification import Verification
 
-__all__ = ["AsyncExaminations", "Examinations", "plan_target", "time_target", "verify_target"]
+__all__ = ["AsyncExaminations", "Examinations"]
 
 R = TypeVar("R")
 
@@ -28,6 +29,8 @@ class Examinations:
     """A part of `Client`."""
 
     _complete: Callable[[Target[Any]], Any]
+    _send_all: Callable[[Requests[Any]], Any]
+    _shared: SharedMemory | None
 
     def verify(
         self,
@@ -67,8 +70,12 @@ class Examinations:
         >>> found = client.verify("conv_bwd_data", mine, layer="ck_headline", seed=7)
         >>> found.passed, [each.sentence for each in found.findings]
         """
-        target = verify_target(operation, result, second=second, doubled=doubled, fields=fields)
-        found: Verification = self._complete(target)
+        call = verify_call(operation, result, second=second, doubled=doubled, fields=fields)
+        found: Verification
+        if self._shared is not None:
+            found = self._send_all(self._shared.examine(call, verify_target))
+        else:
+            found = self._complete(verify_target(call))
         return found
 
     def time(self, operation: str, **fields: Any) -> TimedPlan:
@@ -125,6 +132,8 @@ class AsyncExaminations:
     """A part of `AsyncClient`."""
 
     _complete: Callable[[Target[Any]], Awaitable[Any]]
+    _send_all: Callable[[Requests[Any]], Awaitable[Any]]
+    _shared: SharedMemory | None
 
     async def verify(
         self,
@@ -141,8 +150,12 @@ class AsyncExaminations:
         --------
         >>> verdict = await client.verify("conv_fwd", y, input=x, weight=weight)
         """
-        target = verify_target(operation, result, second=second, doubled=doubled, fields=fields)
-        found: Verification = await self._complete(target)
+        call = verify_call(operation, result, second=second, doubled=doubled, fields=fields)
+        found: Verification
+        if self._shared is not None:
+            found = await self._send_all(self._shared.examine(call, verify_target))
+        else:
+            found = await self._complete(verify_target(call))
         return found
 
     async def time(self, operation: str, **fields: Any) -> TimedPlan:
@@ -166,12 +179,11 @@ class AsyncExaminations:
         return found
 
 
-def verify_target(
+def verify_call(
     operation: str, result: Any, *, second: Any, doubled: Any, fields: Mapping[str, Any]
-) -> Target[Verification]:
-    """The request of a verification; raises MalformedRequest as the server would."""
+) -> Call[Any]:
+    """Make the request of a verification; raises MalformedRequest as the server would."""
     from convgrad.contract.examinations import VERIFICATIONS
-    from convgrad.contract.verification import Verification
 
     arguments = dict(fields)
     outputs = _operation(operation).outputs
@@ -180,16 +192,23 @@ def verify_target(
             continue
         named = given if isinstance(given, Mapping) else {outputs[0]: given}
         arguments.update({f"{role}_{name}": array for name, array in named.items()})
-    return _post(VERIFICATIONS[operation].request, arguments, Verification)
+    return _call(VERIFICATIONS[operation].request, arguments)
+
+
+def verify_target(call: Call[Any]) -> Target[Verification]:
+    """The target of a `verify_call`."""
+    from convgrad.contract.verification import Verification
+
+    return _post(call, "safetensors" if call.tensors else "json", Verification)
 
 
 def time_target(operation: str, fields: Mapping[str, Any]) -> Target[TimedPlan]:
-    """The request of a timing."""
+    """The target of a timing."""
     from convgrad.contract.examinations import TIMINGS
     from convgrad.contract.timing import TimedPlan
 
     _operation(operation)
-    return _post(TIMINGS[operation].request, fields, TimedPlan)
+    return _post(_call(TIMINGS[operation].request, fields), "json", TimedPlan)
 
 
 def plan_target(operation: str, fields: Mapping[str, Any]) -> Target[PlanExplained]:
@@ -220,7 +239,7 @@ def _operation(name: str) -> Any:
     return OPERATIONS[name]
 
 
-def _post(model: Any, fields: Mapping[str, Any], answer: type[BaseModel]) -> Target[Any]:
+def _call(model: Any, fields: Mapping[str, Any]) -> Call[Any]:
     from convgrad.contract import validate
 
     names = frozenset(model.tensor_fields())
@@ -234,10 +253,12 @@ def _post(model: Any, fields: Mapping[str, Any], answer: type[BaseModel]) -> Tar
     request = validate(model, given)
     tensors = {name: array for name, array in request.tensors().items() if name not in stored}
     parameters = request.parameters() | ({"stored": stored} if stored else {})
-    wire = "safetensors" if names else "json"
-    call: Call[Any] = Call(model.operation, tensors, parameters, dict)
+    return Call(model.operation, tensors, parameters, dict)
+
+
+def _post(call: Call[Any], wire: str, answer: type[BaseModel]) -> Target[Any]:
     headers = {"accept": "application/json"}
-    return Target("POST", model.operation, WIRES[wire].body(call), _reader(answer), headers)
+    return Target("POST", call.operation, WIRES[wire].body(call), _reader(answer), headers)
 
 
 def _reader(answer: type[BaseModel]) -> Callable[[Reply, int], Any]:

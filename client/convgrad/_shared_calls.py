@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,6 +28,7 @@ from convgrad.errors import InvalidAnswer, NotFound
 __all__ = ["SharedMemory"]
 
 T = TypeVar("T")
+R = TypeVar("R")
 _JSON = "application/json"
 _PROTOCOL = {
     DType.FLOAT16: "FP16",
@@ -68,12 +70,15 @@ class SharedMemory:
         ClientError
             There is no shared memory to be had; and as `Client.call`.
         """
-        try:
-            return (yield from self._attempt(call))
-        except NotFound:
-            # Another server than the one that regions were registered with: it was restarted.
-            self._pool.forget_all()
-            return (yield from self._attempt(call))
+        return (yield from self._again_if_restarted(lambda: self._attempt(call)))
+
+    def examine(self, call: Call[Any], target: Callable[[Call[Any]], Target[R]]) -> Requests[R]:
+        """Answer a Call about tensors whose answer has none.
+
+        ``target`` makes the request of a Call whose tensors are named in ``shared_memory``. Raises
+        as `call`.
+        """
+        return (yield from self._again_if_restarted(lambda: self._examined(call, target)))
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Requests[NDArray[Any]]:
         """An array in shared memory, of any content."""
@@ -85,14 +90,33 @@ class SharedMemory:
         """Give the regions up; arrays in them stay as they are."""
         return self._pool.close()
 
-    def _attempt(self, call: Call[T]) -> Requests[Answer[T]]:
+    def _again_if_restarted(self, attempt: Callable[[], Requests[R]]) -> Requests[R]:
+        try:
+            return (yield from attempt())
+        except NotFound:
+            # A server that was restarted knows none of the regions.
+            self._pool.forget_all()
+            return (yield from attempt())
+
+    @contextmanager
+    def _held(self) -> Iterator[list[Region]]:
+        """Collects the regions that a request uses; they are never used again if it fails."""
         held: list[Region] = []
         try:
+            yield held
+        except BaseException:
+            # The server may still be working on them, whatever the caller was told.
+            for region in held:
+                self._pool.drop(region)
+            raise
+
+    def _attempt(self, call: Call[T]) -> Requests[Answer[T]]:
+        with self._held() as held:
             places = yield from self._places(call, held)
             inputs = list(held)
             kind = _kind(call)
             known = None if self._pool.is_full else self._outputs.get(kind)
-            # Of a stored tensor the shape is not known here, so neither are those of outputs.
+            # The shape of a stored tensor is not known here, so neither are those of the outputs.
             if call.parameters.keys() & {"stored", "store"}:
                 known = None
             into = None
@@ -108,12 +132,25 @@ class SharedMemory:
                 lambda reply, attempts: self._read(call, reply, attempts, known, into),
             )
             answer: Answer[T] = yield target
-        except BaseException:
-            # The server may be at work on them still, whatever the caller was told.
-            for region in held:
-                self._pool.drop(region)
-            raise
         for region in inputs:
+            self._pool.give(region)
+        return answer
+
+    def _examined(self, call: Call[Any], target: Callable[[Call[Any]], Target[R]]) -> Requests[R]:
+        with self._held() as held:
+            places = yield from self._places(call, held)
+            shared = {
+                name: {
+                    "region": places[name][0],
+                    "offset": places[name][1],
+                    "dtype": array.dtype.name,
+                    "shape": list(array.shape),
+                }
+                for name, array in call.tensors.items()
+            }
+            parameters = {**call.parameters, "shared_memory": shared}
+            answer: R = yield target(replace(call, tensors={}, parameters=parameters))
+        for region in held:
             self._pool.give(region)
         return answer
 

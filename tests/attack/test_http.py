@@ -14,9 +14,9 @@ import pytest
 
 from convgrad.wire import safetensors
 from tests.attack.served import MIB, Served, attacked, processes
-from tests.contract.test_slow_readers import REQUEST as LARGE_ANSWER
 from tests.support.http_server import EXAMPLE, SAFETENSORS
 from tests.support.overload import Overloading
+from tests.support.raw_http import FOR_A_LARGE_ANSWER
 
 HEAD = b"POST /conv_bwd_data HTTP/1.1\r\nHost: x\r\n"
 SMALL = HEAD + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (
@@ -109,7 +109,7 @@ def unread_answers(server: Served) -> None:
     with connections(server, 16) as opened:
         for connection in opened:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            send(connection, LARGE_ANSWER)
+            send(connection, FOR_A_LARGE_ANSWER)
         time.sleep(3)
 
 

@@ -18,8 +18,8 @@ from convgrad import calls
 from convgrad._body import WIRES
 from convgrad._call import make_call
 from convgrad.contract import OPERATIONS
-from convgrad.wire import json_tensors
 from tests.support.awaited import CLIENTS
+from tests.support.examples import example
 from tests.support.fake_backends import Blocking, Zeros
 from tests.support.fake_server import ones
 from tests.support.http_server import LiveServer, serving
@@ -37,17 +37,6 @@ def live() -> Iterator[LiveServer]:
 def client(live: LiveServer, request: pytest.FixtureRequest) -> Iterator[convgrad.Client]:
     with request.param(live.url) as client:
         yield client
-
-
-def example(name: str) -> dict[str, Any]:
-    """The contract's example request, its tensors as arrays."""
-    return {
-        field: json_tensors.decode_tensor(value, name=field)
-        if field in OPERATIONS[name].tensors
-        else value
-        for field, value in OPERATIONS[name].example.items()
-        if field != "response"
-    }
 
 
 @pytest.mark.parametrize("wire", WIRES)

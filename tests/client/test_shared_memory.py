@@ -18,8 +18,8 @@ import convgrad
 from convgrad._call import make_call
 from convgrad.contract import OPERATIONS
 from convgrad_service.backends.cpu import CpuBackend
-from tests.client.test_real_server import example
 from tests.support.awaited import CLIENTS
+from tests.support.examples import example
 from tests.support.fake_backends import Blocking
 from tests.support.fake_server import ones
 from tests.support.http_server import LiveServer, serving
@@ -89,6 +89,29 @@ def test_results_stay_while_they_are_used(client: convgrad.Client) -> None:
     for turn, array in enumerate(kept):
         assert (array == turn).all()
     assert all(in_region(client, array) for array in kept[1:])
+
+
+def test_a_result_is_verified_in_shared_memory(client: convgrad.Client, live: LiveServer) -> None:
+    layer = "mb2ic8ih9oc8oh9kh3ph1"
+    x, weight = (
+        convgrad.check.draw(name, shape, "float32", seed=3)
+        for name, shape in (("input", (2, 8, 9, 9)), ("weight", (8, 8, 3, 3)))
+    )
+    y = client.empty((2, 8, 9, 9))
+    y[...] = client.conv_fwd(x, weight, padding=1)
+    found = client.verify("conv_fwd", y, second=y, weight=weight, layer=layer, seed=3)
+    assert found.passed
+    assert set(found.again.fields["shared_memory"]) == {
+        "result_output", "second_output", "weight"
+    }  # fmt: skip
+    with convgrad.Client(live.url) as plain:
+        sent = plain.verify("conv_fwd", y, weight=weight, layer=layer, seed=3)
+    assert sent.inputs.digest == found.inputs.digest
+    y[1, 2, 3, 4] += 1
+    wrong = client.verify("conv_fwd", y, layer=layer, seed=3)
+    assert wrong.outputs["output"].worst.index == (1, 2, 3, 4)
+    with pytest.raises(convgrad.InvalidProblem, match="result_output is float32 of shape"):
+        client.verify("conv_fwd", y[:1].copy(), layer=layer, seed=3)
 
 
 def test_regions_are_used_again(client: convgrad.Client, live: LiveServer) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 import convgrad
 from convgrad import Client
-from tests.contract.test_worker_deaths import mortal
+from tests.support.killable import mortal
 from tests.support.tree_server import TreeServer, descriptors, serving_tree, until
 
 SHM = Path("/dev/shm")  # noqa: S108 - what is tested

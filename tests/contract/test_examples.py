@@ -82,7 +82,10 @@ def python(request: pytest.FixtureRequest) -> Path:
 
 def test_jax(server: OipServer, python: Path) -> None:
     said = run(server, python, EXAMPLES / "jax_gradient.py", PYTHONPATH=CLIENT)
-    assert said == "shapes (2, 3, 17, 17) (4, 3, 3, 3)\nas JAX's own: True"
+    compared, fell = said.splitlines()
+    assert compared == "as JAX's own: True"
+    before, after = re.findall(r"\d\.\d\d", fell)
+    assert float(after) < float(before) / 2
 
 
 def test_notebook(server: OipServer, python: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from convgrad import Client
 from convgrad_service.server.connection_dispatcher import ConnectionDispatcher
 from convgrad_service.server.http_server import listening_socket
-from tests.contract.test_worker_deaths import mortal
+from tests.support.killable import mortal
 from tests.support.tree_server import TreeServer, serving_tree, until
 
 FRONT_ENDS = 3

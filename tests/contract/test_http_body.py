@@ -12,45 +12,8 @@ import pytest
 
 from tests.support.fake_backends import Zeros
 from tests.support.http_server import EXAMPLE, JSON, SAFETENSORS, LiveServer, serving
+from tests.support.raw_http import KiB, post_head, read_all, read_one
 from tests.support.tree_server import until
-
-KiB = 1024
-
-
-def head(
-    length: int | None,
-    *,
-    path: str = "/conv_bwd_data",
-    content_type: str = JSON,
-    more: str = "",
-) -> bytes:
-    framing = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
-    return (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: {content_type}\r\n"
-        f"{framing}\r\n{more}\r\n"
-    ).encode()
-
-
-def read_all(connection: socket.socket) -> bytes:
-    """Everything until the server closes."""
-    received = b""
-    while part := connection.recv(65536):
-        received += part
-    return received
-
-
-def read_one(connection: socket.socket) -> bytes:
-    """One answer with a length, to its last byte and no further: another may follow at once."""
-    with connection.makefile("rb", buffering=0) as reader:
-        received = b""
-        while not received.endswith(b"\r\n\r\n"):
-            received += reader.readline() or pytest.fail(f"closed after {received!r}")
-        lines = [line.lower().partition(b":") for line in received.splitlines()]
-        length = next(int(value) for name, _, value in lines if name == b"content-length")
-        end = len(received) + length
-        while len(received) < end:
-            received += reader.read(end - len(received)) or pytest.fail(f"closed: {received!r}")
-    return received
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +30,7 @@ def impatient() -> Iterator[LiveServer]:
 
 def test_an_honest_length_over_the_limit_is_refused_at_once(live: LiveServer) -> None:
     with live.connect() as connection:
-        connection.sendall(head(300 * KiB))  # and nothing of the body, for which it does not wait
+        connection.sendall(post_head(300 * KiB))  # without the body, for which it does not wait
         first = connection.recv(65536)
         assert first.startswith(b"HTTP/1.1 413 ")
         assert b"payload-too-large" in first
@@ -78,7 +41,7 @@ def test_an_honest_length_over_the_limit_is_refused_at_once(live: LiveServer) ->
 
 def test_a_length_that_lies_low_or_is_missing_does_not_help(live: LiveServer) -> None:
     with live.connect() as connection:
-        connection.sendall(head(None))
+        connection.sendall(post_head(None))
         for _ in range(5):
             connection.sendall(b"10000\r\n" + b" " * 65536 + b"\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
@@ -119,10 +82,10 @@ def test_curl_reads_the_refusal(live: LiveServer) -> None:
 
 def test_a_client_that_waits_to_be_told_sends_nothing_in_vain(live: LiveServer) -> None:
     with live.connect() as connection:
-        connection.sendall(head(300 * KiB, more="Expect: 100-continue\r\n"))
+        connection.sendall(post_head(300 * KiB, more="Expect: 100-continue\r\n"))
         assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
     with live.connect() as connection:
-        connection.sendall(head(len(EXAMPLE), more="Expect: 100-continue\r\n"))
+        connection.sendall(post_head(len(EXAMPLE), more="Expect: 100-continue\r\n"))
         assert connection.recv(65536).startswith(b"HTTP/1.1 100 ")
         connection.sendall(EXAMPLE)
         assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
@@ -140,7 +103,7 @@ def test_a_chunked_body_works(live: LiveServer) -> None:
 
 def test_a_body_that_stops_coming_is_408(impatient: LiveServer) -> None:
     with impatient.connect() as connection:
-        connection.sendall(head(1000) + b"{")
+        connection.sendall(post_head(1000) + b"{")
         answer = read_all(connection)
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"request-timeout" in answer
@@ -149,7 +112,7 @@ def test_a_body_that_stops_coming_is_408(impatient: LiveServer) -> None:
 
 def test_a_body_that_drips_is_408(impatient: LiveServer) -> None:
     with impatient.connect() as connection:
-        connection.sendall(head(100_000))
+        connection.sendall(post_head(100_000))
         connection.settimeout(0.05)
         answer = b""
         started = time.monotonic()
@@ -164,14 +127,14 @@ def test_a_body_that_drips_is_408(impatient: LiveServer) -> None:
 
 def test_a_client_that_leaves_in_the_middle_is_forgotten(live: LiveServer) -> None:
     with live.connect() as connection:
-        connection.sendall(head(100_000) + b"{" * 90_000)
+        connection.sendall(post_head(100_000) + b"{" * 90_000)
         until(lambda: live.held_bytes > 0)
     live.wait_until_idle()
 
 
 def test_a_body_in_crumbs_is_refused(live: LiveServer) -> None:
     with live.connect() as connection:
-        connection.sendall(head(None))
+        connection.sendall(post_head(None))
         try:
             for _ in range(50):
                 connection.sendall(b"1\r\n \r\n" * 1000)
@@ -230,7 +193,7 @@ def test_what_is_no_http_is_400(live: LiveServer, sent: bytes) -> None:
 def test_an_offer_to_upgrade_is_ignored(live: LiveServer, chunked: bool) -> None:
     offer = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
     body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(EXAMPLE), EXAMPLE) if chunked else EXAMPLE
-    request = head(None if chunked else len(EXAMPLE), more=offer) + body
+    request = post_head(None if chunked else len(EXAMPLE), more=offer) + body
     with live.connect() as connection:
         for cut in (len(request), 30, len(request) - 10):
             connection.sendall(request[:cut])
@@ -244,7 +207,7 @@ def test_an_offer_to_upgrade_is_ignored(live: LiveServer, chunked: bool) -> None
 def test_requests_may_be_sent_ahead(live: LiveServer) -> None:
     last = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     with live.connect() as connection:
-        connection.sendall((head(len(EXAMPLE)) + EXAMPLE) * 2 + last)
+        connection.sendall((post_head(len(EXAMPLE)) + EXAMPLE) * 2 + last)
         assert read_all(connection).count(b"HTTP/1.1 200 ") == 3
 
 
@@ -270,7 +233,7 @@ def test_head_is_get_without_a_body(live: LiveServer) -> None:
 def test_both_lengths_at_once_are_refused(live: LiveServer) -> None:
     # Request smuggling: two readers of the same bytes must not see two different requests.
     with live.connect() as connection:
-        connection.sendall(head(5, more="Transfer-Encoding: chunked\r\n") + b"0\r\n\r\n")
+        connection.sendall(post_head(5, more="Transfer-Encoding: chunked\r\n") + b"0\r\n\r\n")
         assert read_all(connection).startswith(b"HTTP/1.1 400 ")
 
 
@@ -291,7 +254,7 @@ def test_there_are_only_so_many_connections() -> None:
 def test_an_answer_that_nobody_reads_is_let_go() -> None:
     body = b'{"input": {"data": "AAAAAA==", "dtype": "float32", "shape": [1, 1, 1, 1]}, "weight": '
     body += b'{"data": "AAAAAA==", "dtype": "float32", "shape": [1, 1, 1, 1]}, "padding": 1200}'
-    request = head(len(body), more=f"Accept: {SAFETENSORS}\r\n").replace(b"bwd_data", b"fwd") + body
+    request = post_head(len(body), path="/conv_fwd", more=f"Accept: {SAFETENSORS}\r\n") + body
     with (
         serving(Zeros(), answer_idle_timeout_s=2.0, log_level="error") as server,
         server.connect() as connection,

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from convgrad.wire import safetensors
-from tests.contract.test_http_body import head
 from tests.support.fake_backends import Blocking, Zeros
 from tests.support.http_server import EXAMPLE, SAFETENSORS, LiveServer, serving
+from tests.support.raw_http import post_head
 from tests.support.tree_server import until
 
 Answers = Future[httpx.Response]
@@ -53,7 +53,7 @@ def test_a_full_queue_refuses_a_large_body_before_it_is_sent() -> None:
         posting.submit(server.post)
         until(lambda: server.hub.schedule.waiting == 1)
         with server.connect() as connection:
-            connection.sendall(head(10_000_000))
+            connection.sendall(post_head(10_000_000))
             assert connection.recv(65536).startswith(b"HTTP/1.1 429 ")
 
 
@@ -62,7 +62,7 @@ def test_memory_in_flight_is_bounded() -> None:
     binary = {"Content-Type": SAFETENSORS}
     with serving(Zeros(), max_inflight_bytes="1MiB", max_memory_wait_s=0.2) as server:
         with server.connect() as connection:
-            request = head(len(body), path="/maxpool2d_fwd", content_type=SAFETENSORS)
+            request = post_head(len(body), path="/maxpool2d_fwd", content_type=SAFETENSORS)
             connection.sendall(request + body[:300_000])
             until(lambda: server.held_bytes >= 600_000)
             refused = server.post(body, path="/maxpool2d_fwd", headers=binary)
@@ -121,7 +121,7 @@ def test_a_deadline_ends_the_wait(waiting: bool) -> None:
 
 def test_a_deadline_covers_a_body_that_is_slow_to_come() -> None:
     with serving(Zeros()) as server, server.connect() as connection:
-        connection.sendall(head(1000, more="X-Request-Timeout: 0.1\r\n") + b"{")
+        connection.sendall(post_head(1000, more="X-Request-Timeout: 0.1\r\n") + b"{")
         assert connection.recv(65536).startswith(b"HTTP/1.1 504 ")
 
 
@@ -138,7 +138,7 @@ def test_a_client_that_leaves_takes_its_work_along(waiting: bool) -> None:
             posting.submit(server.post)
             assert backend.started.acquire(timeout=60)
         with server.connect() as connection:
-            connection.sendall(head(len(EXAMPLE)) + EXAMPLE)
+            connection.sendall(post_head(len(EXAMPLE)) + EXAMPLE)
             if waiting:
                 until(lambda: server.hub.schedule.waiting == 1)
             else:

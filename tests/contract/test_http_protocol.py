@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from convgrad import Client
-from tests.contract.test_slow_readers import REQUEST as LARGE_ANSWER
 from tests.support.fake_backends import Zeros
 from tests.support.http_server import EXAMPLE, LiveServer, serving
+from tests.support.raw_http import FOR_A_LARGE_ANSWER
 from tests.support.tls_files import TlsFiles
 from tests.support.tree_server import until
 
@@ -74,7 +74,7 @@ def test_a_head_is_refused_as_http_says(
 def test_a_connection_that_fails_behind_an_unread_answer_is_ended() -> None:
     with serving(Zeros(), log_level="error") as server, server.connect() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.sendall(LARGE_ANSWER)
+        connection.sendall(FOR_A_LARGE_ANSWER)
         until(lambda: bool(server.server.server_state.connections))
         (protocol,) = server.server.server_state.connections
         until(lambda: protocol.flow.write_paused, 20)
@@ -90,7 +90,7 @@ def test_the_rest_of_an_answer_is_not_waited_for_longer_than_the_rest_was() -> N
         server.connect() as connection,
     ):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.sendall(LARGE_ANSWER.replace(b"Host: x", b"Host: x\r\nConnection: close"))
+        connection.sendall(FOR_A_LARGE_ANSWER.replace(b"Host: x", b"Host: x\r\nConnection: close"))
         until(lambda: bool(server.server.server_state.connections))
         (protocol,) = server.server.server_state.connections
         while not protocol.transport.is_closing():

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
 
-import numpy as np
 import pytest
 
 from convgrad.errors import InvalidProblem
 from convgrad.wire import safetensors
 from convgrad_service.http_api import receive_into as module
-from tests.contract.test_http_body import head, read_all, read_one
 from tests.support.fake_backends import Failing, Sums
-from tests.support.http_server import SAFETENSORS, LiveServer, binary_example, serving
+from tests.support.http_server import LiveServer, binary_example, serving
+from tests.support.raw_http import MIB, body_and_sum, read_all, read_one, safetensors_request
 from tests.support.tree_server import until
-
-MIB = 2**20
 
 
 @pytest.fixture(scope="module")
@@ -35,22 +31,6 @@ def impatient() -> Iterator[LiveServer]:
     """One whose patience a test can wait out."""
     with serving(Sums(), body_idle_timeout_s=0.4, min_body_bytes_per_s="1MiB") as server:
         yield server
-
-
-def problem(seed: int, elements: int = 3 * MIB) -> tuple[bytes, float]:
-    """A body for /conv_bwd_data with some data that no operation reads, and the sum of the rest."""
-    rng = np.random.default_rng(seed)
-    tensors = {
-        "grad_output": rng.integers(0, 3, (1, 1, elements // 1024, 1024)).astype(np.float32),
-        "accumulate": np.ones((1, 1, elements // 1024, 1024), np.float32),
-        "weight": rng.integers(0, 3, (1, 1, 1, 1)).astype(np.float32),
-    }
-    body = b"".join(safetensors.encode(tensors, {"parameters": json.dumps({"beta": 0})}))
-    return body, float(tensors["grad_output"].sum() + tensors["weight"].sum())
-
-
-def request(body: bytes, more: str = "") -> bytes:
-    return head(len(body), content_type=SAFETENSORS, more=more) + body
 
 
 def answered(connection: socket.socket, reader: BinaryIO | None = None) -> float:
@@ -71,8 +51,8 @@ def answered(connection: socket.socket, reader: BinaryIO | None = None) -> float
 def test_every_byte_counts_however_the_body_is_cut(summing: LiveServer, first: int) -> None:
     with summing.connect() as connection:
         for seed in range(3):  # on one connection, which stays usable
-            body, expected = problem(seed)
-            sent = request(body)
+            body, expected = body_and_sum(seed)
+            sent = safetensors_request(body)
             connection.sendall(sent[:first])
             time.sleep(0.05)
             connection.sendall(sent[first:])
@@ -91,16 +71,16 @@ def test_most_of_a_large_body_is_read_where_it_belongs(
             super().buffer_updated(nbytes)
 
     monkeypatch.setattr("convgrad_service.http_api.protocol.ReceiveInto", Counting)
-    body, expected = problem(1)
+    body, expected = body_and_sum(1)
     with summing.connect() as connection:
-        connection.sendall(request(body))
+        connection.sendall(safetensors_request(body))
         assert answered(connection) == expected
     assert sum(landed) > 0.9 * len(body)
 
 
 def test_requests_sent_ahead_of_answers_do_not_mix(summing: LiveServer) -> None:
-    bodies = [problem(seed, elements) for seed, elements in enumerate((MIB, 2048, MIB, 1024))]
-    sent = b"".join(request(body) for body, _ in bodies)
+    bodies = [body_and_sum(seed, elements) for seed, elements in enumerate((MIB, 2048, MIB, 1024))]
+    sent = b"".join(safetensors_request(body) for body, _ in bodies)
     with summing.connect() as connection, ThreadPoolExecutor(1) as sending:
         done = sending.submit(connection.sendall, sent)
         reader = connection.makefile("rb")
@@ -111,14 +91,14 @@ def test_requests_sent_ahead_of_answers_do_not_mix(summing: LiveServer) -> None:
 
 
 def test_a_pause_and_a_drip_are_408(impatient: LiveServer) -> None:
-    body, _ = problem(1)
+    body, _ = body_and_sum(1)
     with impatient.connect() as connection:
-        connection.sendall(request(body)[: 4 * MIB])
+        connection.sendall(safetensors_request(body)[: 4 * MIB])
         started = time.monotonic()
         assert read_all(connection).startswith(b"HTTP/1.1 408 ")
         assert time.monotonic() - started < 15  # and not after the 20 s of the default
     with impatient.connect() as connection:
-        connection.sendall(request(body)[: 2 * MIB])
+        connection.sendall(safetensors_request(body)[: 2 * MIB])
         connection.settimeout(0.05)
         answer = b""
         started = time.monotonic()
@@ -135,21 +115,21 @@ def test_a_pause_and_a_drip_are_408(impatient: LiveServer) -> None:
 
 
 def test_a_deadline_is_504(summing: LiveServer) -> None:
-    body, _ = problem(1)
+    body, _ = body_and_sum(1)
     with summing.connect() as connection:
-        connection.sendall(request(body, "X-Request-Timeout: 0.2\r\n")[: 4 * MIB])
+        connection.sendall(safetensors_request(body, "X-Request-Timeout: 0.2\r\n")[: 4 * MIB])
         assert connection.recv(65536).startswith(b"HTTP/1.1 504 ")
     summing.wait_until_idle()
 
 
 def test_a_client_that_leaves_frees_its_place(summing: LiveServer) -> None:
-    body, expected = problem(1)
+    body, expected = body_and_sum(1)
     with summing.connect() as connection:
-        connection.sendall(request(body)[: 4 * MIB])
+        connection.sendall(safetensors_request(body)[: 4 * MIB])
         until(lambda: summing.held_bytes > 20 * MIB)
     summing.wait_until_idle()
     with summing.connect() as connection:
-        connection.sendall(request(body))
+        connection.sendall(safetensors_request(body))
         assert answered(connection) == expected
 
 
@@ -161,10 +141,10 @@ def received(server: LiveServer) -> float:
 
 
 def test_what_is_counted_as_received(summing: LiveServer) -> None:
-    body, _ = problem(1)
+    body, _ = body_and_sum(1)
     before = received(summing)
     with summing.connect() as connection:
-        connection.sendall(request(body))
+        connection.sendall(safetensors_request(body))
         answered(connection)
     until(lambda: received(summing) - before == len(body))
 
@@ -173,6 +153,6 @@ def test_a_small_body_that_is_refused_at_once_counts_once() -> None:
     body = binary_example()
     with serving(Failing(InvalidProblem("it is wrong"))) as server, server.connect() as connection:
         for asked in range(1, 4):  # the first of all alike is looked into
-            connection.sendall(request(body))
+            connection.sendall(safetensors_request(body))
             assert read_one(connection).startswith(b"HTTP/1.1 400 ")
             until(lambda: received(server) == asked * len(body))  # noqa: B023

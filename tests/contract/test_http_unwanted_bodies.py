@@ -8,10 +8,16 @@ import httpx
 import pytest
 
 from convgrad_service.http_api import middleware, protocol
-from tests.contract.test_http_body import KiB, head, read_all, read_one
-from tests.contract.test_http_receive_into import problem, request
 from tests.support.fake_backends import Sums
 from tests.support.http_server import LiveServer, serving
+from tests.support.raw_http import (
+    KiB,
+    body_and_sum,
+    post_head,
+    read_all,
+    read_one,
+    safetensors_request,
+)
 
 
 @pytest.mark.parametrize("size", [1000, 200 * KiB, 3 * KiB * KiB])
@@ -33,7 +39,7 @@ def test_a_body_nobody_wanted_that_does_not_come_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(middleware, "_LINGER_S", 30.0)
     with live.connect() as connection:
-        connection.sendall(head(3 * KiB * KiB, path="/nothing") + b"x" * KiB * KiB)
+        connection.sendall(post_head(3 * KiB * KiB, path="/nothing") + b"x" * KiB * KiB)
         first = connection.recv(65536)
         assert first.startswith(b"HTTP/1.1 404 ")
         assert b"connection: close" in first.lower()
@@ -46,7 +52,7 @@ def test_a_request_that_begins_to_come_behind_a_body_nobody_wanted_is_not_cut(
 ) -> None:
     following = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nX-Note: "
     with live.connect() as connection:
-        connection.sendall(head(1000, path="/nothing") + b"x" * 1000 + following)
+        connection.sendall(post_head(1000, path="/nothing") + b"x" * 1000 + following)
         assert read_one(connection).startswith(b"HTTP/1.1 404 ")
         # If the parser forgot what it has seen, this would be a request of its own.
         connection.sendall(b"POST /nothing HTTP/1.1\r\n\r\n")
@@ -64,14 +70,14 @@ def test_a_request_behind_a_body_that_was_given_up_as_it_landed_is_answered(
         stopped.set()
 
     monkeypatch.setattr(protocol._Exchange, "stop_landing", stopping)
-    body, _ = problem(1, 400 * KiB)
+    body, _ = body_and_sum(1, 400 * KiB)
     assert len(body) < middleware._MODEST_BODY_BYTES
-    sent = request(body)
+    sent = safetensors_request(body)
     with serving(Sums(), body_idle_timeout_s=2.0) as server, server.connect() as connection:
         connection.sendall(sent[: len(sent) // 2])
         assert stopped.wait(60)  # its patience has ended, what comes now is dropped
-        connection.sendall(sent[len(sent) // 2 :] + request(b"x" * 1000))
+        connection.sendall(sent[len(sent) // 2 :] + safetensors_request(b"x" * 1000))
         assert read_one(connection).startswith(b"HTTP/1.1 408 ")
         assert read_one(connection).startswith(b"HTTP/1.1 400 ")  # no safetensors, but a request
-        connection.sendall(head(1000, path="/nothing") + b"x" * 1000)
+        connection.sendall(post_head(1000, path="/nothing") + b"x" * 1000)
         assert read_one(connection).startswith(b"HTTP/1.1 404 ")

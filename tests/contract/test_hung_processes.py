@@ -21,7 +21,7 @@ from convgrad import Client
 from convgrad.errors import Internal
 from convgrad_service.backends.base import Cancellation, Outcome
 from convgrad_service.problems import Problem
-from tests.contract.test_worker_deaths import Mortal, load, mortal, ready
+from tests.support.killable import Mortal, load, mortal, ready
 from tests.support.tree_server import TreeServer, serving_tree, until
 
 ONES = np.ones((1, 1, 1, 1), np.float32)

@@ -15,10 +15,9 @@ from tritonclient.utils import InferenceServerException, shared_memory
 
 from convgrad_service.engine.scheduling.scheduler import Scheduler
 from convgrad_service.engine.workers.inline_executor import InlineBackend
-from tests.contract.test_prepared_requests import Pool, pooling
-from tests.contract.test_shared_memory import SHM
 from tests.support.fake_backends import Sums
 from tests.support.tree_server import TreeServer, serving_tree, until
+from tests.support.triton_clients import SHM, Pool, pooling
 
 # How long it takes is learnt from the first of all alike.
 _BY_WORKERS = 1

@@ -20,7 +20,7 @@ from tritonclient.utils import InferenceServerException
 import convgrad
 from convgrad.wire.json_tensors import encode_tensor
 from convgrad_service.security.keys import hash_of, new_key
-from tests.support.fake_backends import Zeros
+from tests.support.fake_backends import GatedByFile
 from tests.support.http_server import EXAMPLE, JSON
 from tests.support.tree_server import TreeServer, serving_tree, until
 
@@ -30,17 +30,6 @@ LIMITS = {
     "eve": "max_requests_per_s=0.01",
     "root": "max_inflight=none",
 }
-
-
-class Gated(Zeros):
-    """Answers once a file exists: a gate that another process can open."""
-
-    def __init__(self, gate: Path, _: int) -> None:
-        self._gate = gate
-
-    def run(self, *arguments: Any, **more: Any) -> Any:
-        until(self._gate.exists, 60)
-        return super().run(*arguments, **more)
 
 
 class Limited(NamedTuple):
@@ -99,7 +88,7 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Limited]:
     lines = [f"{name}:{hash_of(key)} {LIMITS[name]}" for name, key in keys.items()]
     (folder / "keys").write_text("\n".join(lines))
     gate = folder / "open"
-    make = partial(Gated, gate)
+    make = partial(GatedByFile, gate)
     with serving_tree(make, slots=8, api_keys=folder / "keys", http_workers=2) as server:
         yield Limited(server, keys, gate)
 

@@ -15,7 +15,7 @@ from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.security.keys import hash_of, new_key
 from convgrad_service.server.http_server import listening_socket
 from convgrad_service.server.probe_command import probe
-from tests.contract.test_key_limits import Gated
+from tests.support.fake_backends import GatedByFile
 from tests.support.http_server import EXAMPLE, JSON
 from tests.support.tls_files import TlsFiles
 from tests.support.tree_server import TreeServer, serving_tree, until
@@ -77,7 +77,7 @@ def test_it_answers_for_as_long_as_the_server_drains(tmp_path: Path) -> None:
 
     watching = threading.Thread(target=watch)
     gate = tmp_path / "open"
-    with serving_tree(partial(Gated, gate), management_port=0, drain_s=0.2) as server:
+    with serving_tree(partial(GatedByFile, gate), management_port=0, drain_s=0.2) as server:
         url = url_of(server)
         watching.start()
         until(lambda: (200, 200) in seen)

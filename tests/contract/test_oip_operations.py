@@ -6,12 +6,9 @@ Answers go through the exact gate, and every way gives the same bits.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator, Mapping
-from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import tritonclient.grpc as grpc_client
 import tritonclient.grpc.aio as grpc_aio
@@ -20,21 +17,14 @@ import tritonclient.http.aio as http_aio
 from numpy.typing import NDArray
 
 from convgrad_service.backends.cpu import CpuBackend
-from tests.contract.test_operations_computed import CASES
 from tests.support.kernels.harness import check, drawn
-from tests.support.numerics.arrays import DTYPES, Arrays, canonical, request_arrays
+from tests.support.numerics.arrays import DTYPES, canonical, request_arrays
 from tests.support.numerics.bounds import assert_same_bits
 from tests.support.numerics.cases import Case
+from tests.support.numerics.one_per_rank import ONE_PER_RANK
 from tests.support.oip_server import OipServer, serving_oip
+from tests.support.triton_clients import inputs, parameters
 
-_PROTOCOL = {
-    "float16": "FP16",
-    "bfloat16": "BF16",
-    "float32": "FP32",
-    "float64": "FP64",
-    "int32": "INT32",
-    "int64": "INT64",
-}
 _IN_JSON = ("float32", "float64")
 
 
@@ -56,28 +46,12 @@ def over_grpc(oip: OipServer) -> Iterator[Any]:
         yield client
 
 
-def inputs(module: ModuleType, arrays: Arrays, **how: Any) -> list[Any]:
-    made = []
-    for name, array in arrays.items():
-        tensor = module.InferInput(name, array.shape, _PROTOCOL[array.dtype.name])
-        made.append(tensor.set_data_from_numpy(np.ascontiguousarray(array), **how))
-    return made
-
-
-def parameters(case: Case) -> dict[str, Any]:
-    """Scalars as they are, lists and objects as JSON text."""
-    return {
-        name: json.dumps(value) if isinstance(value, list | tuple | dict) else value
-        for name, value in case.params.items()
-    }
-
-
 def found(result: Any, names: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     return {name: result.as_numpy(name) for name in names}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", ONE_PER_RANK, ids=lambda case: case.id)
 def test_every_way_gives_the_right_answer(
     over_http: Any, over_grpc: Any, seed: int, case: Case, dtype: str
 ) -> None:
@@ -114,7 +88,7 @@ def test_asyncio_clients_give_the_same(
             http_aio.InferenceServerClient(oip.http) as http,
             grpc_aio.InferenceServerClient(oip.grpc) as grpc,
         ):
-            for case in CASES:
+            for case in ONE_PER_RANK:
                 tensors, wanted = drawn(seed, case, dtype, "exact")
                 arrays = request_arrays(case, tensors, None)
                 name, kept = case.operation, {"parameters": parameters(case)}

@@ -15,7 +15,7 @@ from tritonclient.utils import InferenceServerException
 
 import convgrad
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda import CudaBackend
+from convgrad_service.backends.cuda.backend import CudaBackend
 from tests.support.tree_server import TreeServer, serving_tree
 
 pytestmark = pytest.mark.gpu

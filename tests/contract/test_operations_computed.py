@@ -24,36 +24,17 @@ from tests.support.http_server import JSON, SAFETENSORS, serving
 from tests.support.kernels.harness import GATES, check, drawn
 from tests.support.numerics.arrays import DTYPES, Arrays, canonical, request_arrays
 from tests.support.numerics.bounds import assert_same_bits
-from tests.support.numerics.cases import FROM_CONV, FROM_PASSES, FUSED, Case, conv_cases, pool_cases
-from tests.support.numerics.window_cases import OPERATIONS as WINDOW_OPERATIONS
-from tests.support.numerics.window_cases import window_cases
+from tests.support.numerics.cases import FROM_CONV, FROM_PASSES, Case
+from tests.support.numerics.one_per_rank import ONE_PER_RANK
 
 _NUMPY = {**DTYPES, "int64": np.dtype(np.int64), "int32": np.dtype(np.int32)}
 _SHORT = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64", "I64": "int64"}
 
 
-def _cases() -> Iterator[Case]:
-    """The first case of each operation and rank."""
-    for operation in OPERATIONS:
-        if operation.startswith("maxpool"):
-            found = pool_cases(operation)
-        elif operation in WINDOW_OPERATIONS:
-            found = window_cases(operation)
-        elif operation == "grouped_conv_conv_fwd":
-            found = [case for case in FUSED if "silu" not in case.params.values()]
-        else:
-            found = conv_cases(operation)
-        firsts: dict[int, Case] = {}
-        for case in found:
-            firsts.setdefault(case.ndim, case)
-        yield from firsts.values()
-
-
-CASES = list(_cases())
-
-
 def test_every_operation_has_a_case_of_every_rank() -> None:
-    ranks = {name: {case.ndim for case in CASES if case.operation == name} for name in OPERATIONS}
+    ranks = {
+        name: {case.ndim for case in ONE_PER_RANK if case.operation == name} for name in OPERATIONS
+    }
     anywhere = (*FROM_CONV, *FROM_PASSES)
     assert all(ranks[name] == {1, 2, 3} for name in anywhere), ranks
     assert all(ranks.values()), ranks
@@ -72,7 +53,7 @@ def computing(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", ONE_PER_RANK, ids=lambda case: case.id)
 def test_both_forms_pass_both_gates(
     computing: httpx.Client, seed: int, case: Case, dtype: str, gate: str
 ) -> None:

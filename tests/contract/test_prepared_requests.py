@@ -6,14 +6,13 @@ Through all of the processes, so that what a worker and the hub were told once c
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
-from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException, shared_memory
 
 import convgrad
@@ -25,9 +24,8 @@ from convgrad_service.engine.workers.inline_executor import InlineBackend
 from tests.support.fake_backends import Blocking
 from tests.support.oip_server import OipServer, serving_oip
 from tests.support.tree_server import TreeServer, serving_tree, until
+from tests.support.triton_clients import Array, pooling
 
-Array = NDArray[Any]
-Pool = Callable[[Array, int], Array]
 TRANSPORTS = ("sdk", "http", "grpc")
 
 
@@ -59,26 +57,6 @@ def known(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Pipeline, "_known", counted)
     return found
-
-
-def pooling(transport: str, http: str, grpc: str) -> tuple[Pool, Callable[[], None]]:
-    """A max pooling over one transport, and what closes its client."""
-    if transport == "sdk":
-        sdk = convgrad.Client(f"http://{http}", max_retries=0)
-        return lambda array, size: sdk.maxpool2d_fwd(array, size).output, sdk.close
-    module: Any = http_client if transport == "http" else grpc_client
-    client = module.InferenceServerClient(http if transport == "http" else grpc)
-
-    def pool(array: Array, size: int) -> Array:
-        given = module.InferInput("input", array.shape, "FP32").set_data_from_numpy(array)
-        parameters = {"kernel_size": size}
-        answer = client.infer(
-            "maxpool2d_fwd", [given], parameters=parameters, request_id=uuid.uuid4().hex
-        )
-        output: Array = answer.as_numpy("output")
-        return output
-
-    return pool, client.close
 
 
 def expected(array: Array, size: int) -> Array:

@@ -108,8 +108,8 @@ class Watch:
     def __enter__(self) -> Watch:
         started = self._schedule._started
 
-        def looked(task: Task) -> bool:
-            begun = started(task)
+        def looked(task: Task, *kept: Any) -> bool:
+            begun = started(task, *kept)
             self.most = max(self.most, self._schedule.running)
             return begun
 

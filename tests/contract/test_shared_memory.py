@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import uuid
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,31 +25,19 @@ from tritonclient.utils import InferenceServerException, shared_memory
 from convgrad_service.backends.base import Outcome
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.problems import Problem
-from tests.contract.test_oip_operations import _PROTOCOL, inputs, parameters
-from tests.contract.test_operations_computed import CASES
 from tests.support.fake_backends import Blocking
 from tests.support.kernels.harness import check, drawn
 from tests.support.numerics.arrays import DTYPES, canonical, request_arrays
 from tests.support.numerics.bounds import assert_same_bits
 from tests.support.numerics.cases import Case
+from tests.support.numerics.one_per_rank import ONE_PER_RANK
 from tests.support.oip_server import OipServer, serving_oip
 from tests.support.tree_server import until
+from tests.support.triton_clients import _PROTOCOL, SHM, inputs, parameters, region
 
-SHM = Path("/dev/shm")  # noqa: S108 - what is tested
 pytestmark = pytest.mark.skipif(not SHM.is_dir(), reason="needs /dev/shm")
 CLIENTS = {"http": http_client, "grpc": grpc_client}
 PAGE = os.sysconf("SC_PAGE_SIZE")
-
-
-@contextmanager
-def region(size_bytes: int) -> Iterator[tuple[str, Any]]:
-    """A file in /dev/shm, made as tritonclient's users make it: its name and handle."""
-    name = f"convgrad_test_{uuid.uuid4().hex}"
-    handle = shared_memory.create_shared_memory_region(name, f"/{name}", size_bytes)
-    try:
-        yield name, handle
-    finally:
-        shared_memory.destroy_shared_memory_region(handle)
 
 
 @contextmanager
@@ -127,7 +114,7 @@ def test_every_operation_computes_in_place(
     computing: OipServer, seed: int, dtype: str, way: str
 ) -> None:
     with connected(computing, way) as client:
-        for case in CASES:
+        for case in ONE_PER_RANK:
             tensors, wanted = drawn(seed, case, dtype, "exact")
             arrays = request_arrays(case, tensors, None)
             plain = client.infer(

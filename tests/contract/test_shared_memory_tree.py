@@ -22,8 +22,8 @@ from tritonclient.utils import InferenceServerException, shared_memory
 
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.security.keys import hash_of, new_key
-from tests.contract.test_shared_memory import SHM, region
 from tests.support.tree_server import TreeServer, serving_tree
+from tests.support.triton_clients import SHM, region
 
 pytestmark = pytest.mark.skipif(not SHM.is_dir(), reason="needs /dev/shm")
 X = np.random.default_rng(0).standard_normal((1, 4, 64, 64), np.float32)

@@ -6,18 +6,10 @@ import socket
 import time
 
 from tests.support.fake_backends import Zeros
-from tests.support.http_server import SAFETENSORS, serving
+from tests.support.http_server import serving
+from tests.support.raw_http import FOR_A_LARGE_ANSWER
 
 DRIP_S = 0.05
-# A tiny body that asks for 23 MB of answer, more than any socket's buffers take.
-BODY = (
-    b'{"input": {"values": [[[[0]]]], "dtype": "float32"}, '
-    b'"weight": {"values": [[[[0]]]], "dtype": "float32"}, "padding": 1200}'
-)
-REQUEST = (
-    b"POST /conv_fwd HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    b"Accept: %s\r\nContent-Length: %d\r\n\r\n%s" % (SAFETENSORS.encode(), len(BODY), BODY)
-)
 
 
 def test_an_answer_that_is_read_in_drips_is_let_go_over_http() -> None:
@@ -26,7 +18,7 @@ def test_an_answer_that_is_read_in_drips_is_let_go_over_http() -> None:
         server.connect() as connection,
     ):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.sendall(REQUEST)
+        connection.sendall(FOR_A_LARGE_ANSWER)
         # Each pause is short: it is the rate that is too low.
         until_s = time.monotonic() + 60
         while drip(connection) and server.held_bytes:

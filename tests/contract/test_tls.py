@@ -21,8 +21,8 @@ from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.server import tls
 from convgrad_service.server.probe_command import probe
 from convgrad_service.server.settings import Settings
-from tests.contract.test_worker_deaths import mortal
 from tests.support.fake_backends import Zeros
+from tests.support.killable import mortal
 from tests.support.oip_server import OipServer, serving_oip
 from tests.support.tls_files import TlsFiles
 from tests.support.tree_server import serving_tree

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -37,8 +38,14 @@ def http(server: LiveServer) -> Iterator[httpx.Client]:
 
 
 def drawn(operation: str, words: str, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    shapes, parameters = layers.arguments(operation, layers.parse(words))
-    tensors = {name: check.draw(name, shape, "float32", **more) for name, shape in shapes.items()}
+    layer = layers.parse(words)
+    shapes, parameters = layers.arguments(operation, layer)
+    tensors: dict[str, Any] = {
+        name: check.spread_indices(shape, math.prod(layer.input_size))
+        if name == "indices"
+        else check.draw(name, shape, "float32", **more)
+        for name, shape in shapes.items()
+    }
     return tensors, parameters
 
 
@@ -118,6 +125,26 @@ def test_tensors_may_be_sent_drawn_or_stored(http: httpx.Client) -> None:
     assert [answer.inputs.drawn for answer in answers] == [
         (), ("grad_output", "weight"), ("grad_output",), ("grad_output",),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shared", "sentence"),
+    [
+        ({"result_output": {"region": "r", "dtype": "float32"}}, "expected an object such as"),
+        ({"result_output": {"region": "r", "dtype": "int8", "shape": [1]}}, "expected an object"),
+        ({"result": {"region": "r", "dtype": "float32", "shape": [1]}}, 'names "result"'),
+        ({"input": {"region": "r", "dtype": "float32", "shape": [1]}}, 'names "input"'),
+        (
+            {"result_output": {"region": "r", "dtype": "float32", "shape": [2, 8, 9, 9]}},
+            "shared memory is not enabled on this server",
+        ),
+    ],
+)
+def test_shared_memory_is_refused(http: httpx.Client, shared: Any, sentence: str) -> None:
+    x = np.zeros((2, 8, 9, 9), np.float32)
+    found = verify(http, "conv_fwd", {}, layer=LAYER, input=x, shared_memory=shared)
+    assert found.status_code in (400, 422)
+    assert sentence in found.json()["detail"]
 
 
 def test_json_and_multipart_bodies(http: httpx.Client) -> None:

@@ -1,16 +1,17 @@
 #!/bin/sh
-# Builds the Dockerfile with buildah, without a daemon, on a base made of this distribution's own
-# packages, and unpacks the result. Needs root, debootstrap, buildah, and what pip and apt need.
+# Build the Dockerfile with buildah, without a daemon, on a base image made from this distribution's
+# packages, and unpack the result. Needs root, debootstrap, buildah, and access to package mirrors.
 #
-#   build_image.sh FOLDER [BUILD-ARG=VALUE ...]    -> FOLDER/root, the image's file system
+#   build_image.sh FOLDER [BUILD-ARG=VALUE ...]
 #
-# pip inside the build reads the same configuration and certificates as pip here.
+# writes FOLDER/root, the image's file system, and FOLDER/image.json, its configuration. pip inside the
+# build uses the configuration and certificates of pip on the host.
 set -eu
 folder=$1
 shift
 here=$(cd "$(dirname "$0")/../.." && pwd)
 mkdir -p "$folder"
-folder=$(cd "$folder" && pwd) # buildah mounts absolute paths alone
+folder=$(cd "$folder" && pwd) # buildah mounts absolute paths only
 storage="--root $folder/storage --runroot $folder/run --storage-driver vfs"
 bud() { buildah $storage "$@"; }
 
@@ -28,7 +29,10 @@ fi
 
 python3 -m pip config list | sed -n "s/^\(global\|:env:\)\.\([a-z-]*\)='\(.*\)'$/\2 = \3/p" |
     { echo "[global]"; sed 's/\\n/ /g'; } | awk -F ' = ' '!seen[$1]++' >"$folder/pip.conf"
-set -- $(for pair; do printf -- '--build-arg %s ' "$pair"; done)
+for pair; do
+    set -- "$@" --build-arg "$pair"
+    shift
+done
 links=$(sed -n 's/^find-links = //p' "$folder/pip.conf")
 # shellcheck disable=SC2086
 bud bud -q --isolation chroot --network host --format docker \

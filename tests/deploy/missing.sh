@@ -1,7 +1,7 @@
 #!/bin/sh
-# Says what build_image.sh lacks on this machine, in a sentence; nothing where it can run.
+# Print, in one sentence, what build_image.sh needs and this machine lacks; nothing if it can run.
 #
-#   missing.sh FOLDER    the folder that build_image.sh is going to be given
+#   missing.sh FOLDER    the folder that build_image.sh will be given
 set -eu
 base=$1/base
 
@@ -16,8 +16,8 @@ release=$(. /etc/os-release && echo "${VERSION_CODENAME:-}")
     echo "debootstrap knows no release '$release'"
     exit
 }
-# The mirror's list of packages is what would be fetched first.
+# Fetch the mirror's package list, the first thing that debootstrap needs.
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 timeout 180 debootstrap --variant=minbase --print-debs "$release" "$scratch/base" >/dev/null 2>&1 ||
-    echo "the distribution's mirror was not reached"
+    echo "the distribution's mirror cannot be reached"

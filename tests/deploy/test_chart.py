@@ -176,14 +176,15 @@ def test_the_schema_knows_every_value() -> None:
     compare(yaml.safe_load((CHART / "values.yaml").read_text()), schema, "")
 
 
-def test_what_runs_can_finish(manifests: dict[str, Any]) -> None:
-    """The grace of the platform is longer than the server's."""
+def test_running_requests_can_finish(manifests: dict[str, Any]) -> None:
+    """The kubelet waits longer than the server, and the server as long as a request may take."""
     pod = pod_of(manifests)
     values = {one["name"]: one["value"] for one in container_of(manifests)["env"]}
-    grace_s = float(values.get("CONVGRAD_SHUTDOWN_GRACE_S", "30"))
+    grace_s = float(values["CONVGRAD_SHUTDOWN_GRACE_S"])
     drain_s = float(values["CONVGRAD_DRAIN_S"])
+    assert grace_s == float(values["CONVGRAD_MAX_TIMEOUT_S"])
     assert pod["terminationGracePeriodSeconds"] > drain_s + grace_s
-    # Within it the pod is seen not to be ready.
+    # The readiness probe fails within the drain time.
     probe = container_of(manifests)["readinessProbe"]
     assert drain_s >= probe["periodSeconds"] * probe["failureThreshold"] + 1
 

@@ -70,7 +70,7 @@ def test_every_metric_of_the_alerts_is_offered(offered: str) -> None:
 
 def test_every_metric_of_the_page_is_offered(offered: str) -> None:
     page = (DEPLOY / "README.md").read_text()
-    rows = page.partition("| metrics | what they say |")[2].partition("\n\n")[0]
+    rows = page.partition("| metrics | meaning |")[2].partition("\n\n")[0]
     named = re.findall(r"`((?:convgrad|nv)_[a-z_]*)(?:\{([a-z_,]+)\}([a-z_]*))?", rows)
     names = {
         before + one + after for before, inner, after in named for one in inner.split(",")

@@ -22,7 +22,7 @@ from convgrad.errors import InvalidProblem
 from convgrad_service.backends.base import Outcome, Vitals
 from convgrad_service.backends.cpu import compile as cpu_compile
 from convgrad_service.backends.cpu import library
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import MAP_ALIGNMENT, Mapped
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import MAP_ALIGNMENT, MappedArguments
 from convgrad_service.backends.cuda.sources import KERNELS, included
 from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.families import Families
@@ -172,7 +172,7 @@ def launch_of(instance: Instance) -> Any:
 
 def filled_by(arguments: Arguments, addresses: Mapping[str, int]) -> NDArray[np.uint8]:
     """The bytes of a kernel's argument, aligned as its structure may want them."""
-    if isinstance(arguments, Mapped):
+    if isinstance(arguments, MappedArguments):
         filled = arguments.fill_by(encode, addresses)
     else:
         filled = arguments.fill(addresses)

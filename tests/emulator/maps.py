@@ -6,9 +6,9 @@ import struct
 
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import (
     MAP_BYTES,
-    PixelMap,
+    Im2colMap,
     TensorMap,
-    TileMap,
+    TiledMap,
 )
 
 __all__ = ["encode"]
@@ -25,24 +25,24 @@ def encode(tensor_map: TensorMap, address: int) -> bytes:
     lower: tuple[int, ...] = ()
     upper: tuple[int, ...] = ()
     match tensor_map:
-        case TileMap():
+        case TiledMap():
             box = tensor_map.box
-        case PixelMap():
+        case Im2colMap():
             box = (tensor_map.channels, tensor_map.pixels)
             lower, upper = tensor_map.lower, tensor_map.upper
         case _:
-            raise TypeError(f"{tensor_map} says nothing of what is copied")
+            raise TypeError(f"{tensor_map!r}; expected a TiledMap or an Im2colMap")
     packed = _LAYOUT.pack(
         MAGIC,
         dims,
         tensor_map.dtype.itemsize,
         tensor_map.swizzle,
-        isinstance(tensor_map, PixelMap),
+        isinstance(tensor_map, Im2colMap),
         address + tensor_map.offset_bytes,
         *_padded(tensor_map.strides, 4),
         *_padded(tensor_map.sizes, 5),
         *_padded(tensor_map.steps_or_ones, 5),
-        tensor_map.rounds,
+        tensor_map.round_to_tf32,
         *_padded(box, 5),
         *_padded(lower, 3),
         *_padded(upper, 3),

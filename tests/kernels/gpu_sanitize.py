@@ -30,7 +30,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from convgrad_service.backends.cuda import CudaBackend, kernels
+from convgrad_service.backends.cuda import kernels
+from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.device import describe, import_cupy
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.fallback.gather_direct import GatherDirect

@@ -36,7 +36,7 @@ CASES = [
 ]
 
 
-def stated(case: Case, dtype: str = "float32") -> tuple[Problem, Arrays]:
+def problem_and_tensors(case: Case, dtype: str = "float32") -> tuple[Problem, Arrays]:
     tensors = draw(case, rng_for(0, case.id), DTYPES[dtype], normals)
     request = validate(OPERATIONS[case.operation].request, {**tensors, **case.params})
     return problem_from(case.operation, request), request.tensors()
@@ -44,7 +44,7 @@ def stated(case: Case, dtype: str = "float32") -> tuple[Problem, Arrays]:
 
 @pytest.mark.parametrize("case", CASES[::5], ids=lambda case: case.id)
 def test_what_it_explains_is_what_it_runs(backend: Backend, case: Case) -> None:
-    problem, tensors = stated(case)
+    problem, tensors = problem_and_tensors(case)
     plan, outcome = backend.explain(problem), backend.run(problem, tensors)
     assert plan.kernel == outcome.kernel
     assert plan.pieces == outcome.pieces
@@ -58,13 +58,13 @@ def test_what_it_explains_is_what_it_runs(backend: Backend, case: Case) -> None:
 
 def test_the_order_of_the_outputs_is_the_problems(backend: Backend) -> None:
     for case in CASES[::5]:
-        problem, tensors = stated(case)
+        problem, tensors = problem_and_tensors(case)
         assert list(backend.run(problem, tensors).outputs) == list(problem.outputs)
 
 
 @pytest.mark.parametrize("case", CASES[::3], ids=lambda case: case.id)
 def test_outputs_go_to_their_places(backend: Backend, case: Case) -> None:
-    problem, tensors = stated(case)
+    problem, tensors = problem_and_tensors(case)
     wanted = backend.run(problem, tensors).outputs
     places = {
         name: np.full(spec.shape, 77, spec.dtype.numpy) for name, spec in problem.outputs.items()
@@ -85,12 +85,12 @@ def test_a_request_cancelled_before_it_began(backend: Backend) -> None:
     cancelled.set()
     for case in CASES[::20]:
         with pytest.raises(DeadlineExceeded):
-            backend.run(*stated(case), cancelled)
+            backend.run(*problem_and_tensors(case), cancelled)
 
 
 @pytest.mark.parametrize("operation", ["conv_fwd", "conv_bwd_data", "grouped_conv_bwd_weight"])
 def test_cancelled_while_it_computes(backend: Backend, operation: str) -> None:
-    problem, tensors = stated(FROM_CONV[operation]("long", LONG), "float64")
+    problem, tensors = problem_and_tensors(FROM_CONV[operation]("long", LONG), "float64")
     cancelled = threading.Event()
     started = time.perf_counter()
     backend.run(problem, tensors, cancelled)
@@ -117,7 +117,7 @@ def test_cancelled_while_it_computes(backend: Backend, operation: str) -> None:
 
 def test_the_interpreter_stays_free(backend: Backend) -> None:
     """Other Python threads go on while a kernel runs."""
-    problem, tensors = stated(FROM_CONV["conv_fwd"]("long", LONG), "float64")
+    problem, tensors = problem_and_tensors(FROM_CONV["conv_fwd"]("long", LONG), "float64")
     done = threading.Event()
     taken: dict[str, float] = {}
 
@@ -141,7 +141,7 @@ def test_the_interpreter_stays_free(backend: Backend) -> None:
 def test_kernels_leave_the_floating_point_mode_alone(backend: Backend) -> None:
     """No flush to zero stays behind in the calling thread."""
     for case in CASES[::25]:
-        backend.run(*stated(case))
+        backend.run(*problem_and_tensors(case))
     tiny = np.array([np.finfo(np.float32).smallest_subnormal] * 3)
     assert (tiny * np.float32(3) == 3 * float(tiny[0])).all()
     assert (np.array([5e-324]) * 2 != 0).all()

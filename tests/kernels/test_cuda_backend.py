@@ -19,8 +19,8 @@ from convgrad.contract.base import validate
 from convgrad.errors import DeviceOutOfMemory
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.backends.cuda import CudaBackend
 from convgrad_service.backends.cuda import compile as compiling
+from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.problems import Problem, problem_from
 from tests.support.kernels.harness import answers, check
 from tests.support.numerics.arrays import DTYPES, Arrays, draw, normals, rng_for
@@ -54,7 +54,7 @@ def gpu() -> Backend:
     return CudaBackend(poison=True)
 
 
-def stated(case: Case, seed: int, dtype: str = "float32") -> tuple[Problem, Arrays]:
+def problem_and_tensors(case: Case, seed: int, dtype: str = "float32") -> tuple[Problem, Arrays]:
     tensors = draw(case, rng_for(seed, case.id), DTYPES[dtype], normals)
     request = validate(OPERATIONS[case.operation].request, {**tensors, **case.params})
     return problem_from(case.operation, request), request.tensors()
@@ -63,7 +63,7 @@ def stated(case: Case, seed: int, dtype: str = "float32") -> tuple[Problem, Arra
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_larger_than_the_memory(seed: int, gpu: Backend, case: Case) -> None:
     """In pieces: the same bits where they are put side by side, within the bound where summed."""
-    problem, tensors = stated(case, seed)
+    problem, tensors = problem_and_tensors(case, seed)
     small = CudaBackend(memory_limit_bytes=problem.memory_bytes // 2, poison=True)
     outcome = small.run(problem, tensors)
     assert outcome.pieces == small.explain(problem).pieces > 1
@@ -80,7 +80,7 @@ def draw_again(case: Case, seed: int) -> Arrays:
 
 
 def test_what_fits_in_no_pieces_is_refused(seed: int) -> None:
-    problem, tensors = stated(CASES[0], seed)
+    problem, tensors = problem_and_tensors(CASES[0], seed)
     with pytest.raises(DeviceOutOfMemory, match="GPU memory even in"):
         CudaBackend(memory_limit_bytes=2048).run(problem, tensors)
 
@@ -108,7 +108,7 @@ def held_by_others(left_bytes: int) -> Iterator[None]:
 def test_memory_that_others_hold(seed: int, gpu: Backend) -> None:
     """What is free is used, in pieces; with next to nothing the request is refused, not the GPU."""
     case = FROM_CONV["conv_fwd"]("large", Conv(64, 32, 32, (256, 256), (1, 1)))
-    problem, tensors = stated(case, seed)
+    problem, tensors = problem_and_tensors(case, seed)
     whole = gpu.run(problem, tensors)
     with held_by_others(problem.memory_bytes * 3 // 4):
         outcome = gpu.run(problem, tensors)
@@ -140,7 +140,7 @@ import numpy as np
 from convgrad.contract import OPERATIONS
 from convgrad.contract.base import validate
 from convgrad.errors import DeviceUnavailable
-from convgrad_service.backends.cuda import CudaBackend
+from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.arguments import Packed
 from convgrad_service.problems import problem_from
 
@@ -183,7 +183,7 @@ def test_kernels_are_compiled_once(
     cache = tmp_path / "cubins"
     # What lies in the package's own folder would not be compiled at all.
     monkeypatch.setattr(compiling, "DEFAULT_CACHE", tmp_path / "ahead")
-    problem, tensors = stated(CASES[0], seed)
+    problem, tensors = problem_and_tensors(CASES[0], seed)
     first = CudaBackend(cache=cache).run(problem, tensors).outputs
     files = {path.name: path.stat().st_mtime_ns for path in cache.glob("*.cubin")}
     assert files
@@ -196,7 +196,7 @@ def test_kernels_are_compiled_once(
 def test_a_cache_that_cannot_be_written_is_done_without(seed: int, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    problem, tensors = stated(CASES[0], seed)
+    problem, tensors = problem_and_tensors(CASES[0], seed)
     assert CudaBackend(cache=file / "cubins").run(problem, tensors).outputs
 
 
@@ -230,7 +230,7 @@ def test_kernels_of_few_layers_on_more_than_2_to_the_31_elements(
     large = LARGE[name]
     small = large.small(seed)
     wanted = expected(large.operation, small, large.case(large.conv).params)
-    outcome = gpu.run(*large.stated(large.large(small)))
+    outcome = gpu.run(*large.problem_and_tensors(large.large(small)))
     assert outcome.pieces == 1
     assert large.kernel in outcome.kernel
     large.check(outcome.outputs, wanted)

@@ -14,40 +14,12 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_mma import Depth
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_mma import DepthwiseWeightMma
 from convgrad_service.backends.cuda.kernels.fallback.gather_direct import GatherDirect
 from tests.emulator.backend import EmulatedBackend, works_here
+from tests.support.kernels.depthwise_cases import compare, either_type, layer
 from tests.support.kernels.harness import answers, check, drawn
 from tests.support.numerics.cases import FROM_CONV, Case
-from tests.support.numerics.geometries import Conv
 from tests.support.numerics.nonfinite import check_rule
-from tests.support.numerics.reference import Padding, Sizes
 
 pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
-
-
-def layer(
-    n: int,
-    c: int,
-    size: tuple[int, int],
-    kernel: tuple[int, int],
-    stride: int = 1,
-    padding: Padding = 0,
-    dilation: Sizes = 1,
-    multiplier: int = 1,
-) -> Conv:
-    return Conv(n, c, c * multiplier, size, kernel, stride, padding, dilation, groups=c)
-
-
-# Either 16-bit type, each of which is compiled for the emulator, by one of the gates.
-either_type = pytest.mark.parametrize(
-    ("dtype", "gate"),
-    [("bfloat16", "exact"), pytest.param("float16", "bounded", marks=pytest.mark.slow)],
-)
-
-
-def compare(backend: EmulatedBackend, seed: int, case: Case, dtype: str, gate: str) -> None:
-    """Channels last."""
-    tensors, wanted = drawn(seed, case, dtype, gate)
-    found = answers(backend, case, tensors, "NHWC")
-    check(found, wanted, gate, f"seed {seed}, {case.id} {dtype}")
 
 
 LAYERS = {

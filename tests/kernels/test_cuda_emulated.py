@@ -13,7 +13,6 @@ from convgrad_service.backends.cuda.kernels.fallback.weight_direct import Weight
 from convgrad_service.backends.cuda.kernels.fallback.weight_tile import WeightTile
 from convgrad_service.plans.cuda.families import Families
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.kernels.test_maxpool import sources
 from tests.support.kernels.cuda_backends import dense, general, hopper
 from tests.support.kernels.harness import answers, check, drawn, with_layouts
 from tests.support.numerics.arrays import DTYPES, draw, integers, rng_for
@@ -30,6 +29,7 @@ from tests.support.numerics.cases import (
 from tests.support.numerics.geometries import Conv
 from tests.support.numerics.nonfinite import check_rule
 from tests.support.numerics.oracle import expected
+from tests.support.numerics.pool_inputs import sources
 
 pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 

@@ -17,7 +17,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment
 from convgrad_service.plans.cuda.works import ConvWork
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.kernels.test_cuda_depthwise import layer
+from tests.support.kernels.depthwise_cases import layer
 from tests.support.kernels.harness import answers, check, drawn
 from tests.support.numerics.cases import FROM_CONV, Case
 from tests.support.numerics.nonfinite import check_rule

@@ -14,7 +14,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct im
     DepthwiseWeightDirect,
 )
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.kernels.test_cuda_depthwise import compare, either_type, layer
+from tests.support.kernels.depthwise_cases import compare, either_type, layer
 from tests.support.numerics.cases import FROM_CONV, Case
 from tests.support.numerics.geometries import Conv
 from tests.support.numerics.nonfinite import check_rule

@@ -16,41 +16,11 @@ from tests.support.kernels.harness import answers, check, drawn, run
 from tests.support.numerics.arrays import DTYPES, Arrays, draw, normals, rng_for
 from tests.support.numerics.bounds import assert_same_bits
 from tests.support.numerics.cases import (
-    FROM_CONV,
-    FUSED,
     Case,
-    conv3d_backprop_input,
-    conv3d_transpose,
-    maxpool_bwd,
     maxpool_fwd,
 )
-from tests.support.numerics.geometries import POOLS, Conv, Pool
-
-# Large enough for several threads to have work, and for sums to depend on their order.
-CONV_SHAPES = {
-    "dense": Conv(3, 48, 40, (19, 23), (3, 3), padding=1),
-    "strided": Conv(2, 24, 32, (21, 22), (3, 3), 2, 1),
-    "depthwise": Conv(2, 40, 40, (20, 19), (3, 3), padding=1, groups=40),
-    "grouped": Conv(2, 64, 32, (14, 13), (3, 3), padding=1, groups=8),
-    "first_layer": Conv(2, 3, 32, (30, 31), (7, 7), 2, 3),
-    "1d": Conv(2, 31, 33, (200,), (5,), padding=2),
-    "3d": Conv(1, 16, 12, (6, 9, 10), (3, 3, 3), padding=1),
-}
-POOL_SHAPES = {
-    "2d": Pool(2, 33, (27, 25), 3, 2, 1),
-    "3d": Pool(1, 17, (9, 11, 10), 3, 2, 1),
-}
-
-
-def _cases() -> list[Case]:
-    cases = [make(name, conv) for name, conv in CONV_SHAPES.items() for make in FROM_CONV.values()]
-    cases += [make("3d", CONV_SHAPES["3d"]) for make in (conv3d_transpose, conv3d_backprop_input)]
-    for name, pool in POOL_SHAPES.items():
-        cases += [maxpool_fwd(name, pool), maxpool_bwd(name, pool)]
-    return [*cases, *FUSED[:4]]
-
-
-CASES = _cases()
+from tests.support.numerics.geometries import POOLS
+from tests.support.numerics.larger_cases import LARGER
 
 
 def assert_same(found: Arrays, wanted: Arrays, what: str) -> None:
@@ -63,7 +33,7 @@ def tensors_of(seed: int, case: Case, dtype: str) -> Arrays:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", LARGER, ids=lambda case: case.id)
 def test_ten_runs_and_other_thread_counts(
     backend: Backend, seed: int, case: Case, dtype: str
 ) -> None:
@@ -79,7 +49,7 @@ def test_ten_runs_and_other_thread_counts(
 
 def test_requests_side_by_side_do_not_touch_each_other(backend: Backend, seed: int) -> None:
     """Eight threads, each with its own case, through one backend."""
-    work = [(case, tensors_of(seed, case, "float32")) for case in CASES[::4][:8]]
+    work = [(case, tensors_of(seed, case, "float32")) for case in LARGER[::4][:8]]
     alone = [answers(backend, case, tensors) for case, tensors in work]
     failures: list[str] = []
 
@@ -147,7 +117,7 @@ STRIDES: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_wherever_the_arrays_lie(backend: Backend, seed: int, dtype: str, place: str) -> None:
     """The answer is the same to the bit, and the inputs are as they were."""
-    for case in CASES:
+    for case in LARGER:
         tensors = tensors_of(seed, case, dtype)
         wanted = run(backend, case.operation, tensors, case.params).outputs
         moved = {name: PLACES[place](array) for name, array in tensors.items()}
@@ -159,7 +129,7 @@ def test_wherever_the_arrays_lie(backend: Backend, seed: int, dtype: str, place:
 @pytest.mark.parametrize("strides", STRIDES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_with_other_strides(backend: Backend, seed: int, dtype: str, strides: str) -> None:
-    for case in CASES[::2]:
+    for case in LARGER[::2]:
         tensors, wanted = drawn(seed, case, dtype, "bounded")
         moved = {name: STRIDES[strides](array) for name, array in tensors.items()}
         found = run(backend, case.operation, moved, case.params).outputs

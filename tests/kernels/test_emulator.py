@@ -27,11 +27,11 @@ MODES = """
       args.out[thread] = mine;
       break;
     case 1:  // read before the copy is waited for, and after
-      copy_async<4>(at + thread * 4, args.in + thread);
-      commit_copies();
-      args.out[thread] = load_word(at + thread * 4) == args.in[thread];
-      wait_copies<0>();
-      args.out[thread] += 2 * (load_word(at + thread * 4) == args.in[thread]);
+      cp_async<4>(at + thread * 4, args.in + thread);
+      cp_async_commit();
+      args.out[thread] = ld_shared_u32(at + thread * 4) == args.in[thread];
+      cp_async_wait<0>();
+      args.out[thread] += 2 * (ld_shared_u32(at + thread * 4) == args.in[thread]);
       break;
     case 2:  // each half of a warp meets for itself
       args.out[thread] = __ballot_sync(thread & 16 ? 0xffff0000u : 0xffffu, thread % 3 == 0);
@@ -47,16 +47,16 @@ MODES = """
       else __ballot_sync(~0u, 1);
       break;
     case 13:
-      args.out[thread] = load_word(at + 2);
+      args.out[thread] = ld_shared_u32(at + 2);
       break;
     case 14:
       reinterpret_cast<u32*>(shared)[64] = 1;
       break;
     case 15:
-      args.out[thread] = load_word(at + 256);
+      args.out[thread] = ld_shared_u32(at + 256);
       break;
     case 16:
-      copy_async<4>(at, args.in - 1);
+      cp_async<4>(at, args.in - 1);
       break;
     case 17:  // ordinary reads, far before and just behind
       args.out[thread] = args.in[thread - 20000];
@@ -74,7 +74,7 @@ MODES = """
       break;
     }
     case 21:  // as if memory began at a multiple of 1,024: here there is no room to make it so
-      args.out[thread] = load_word((at + 1023) / 1024 * 1024);
+      args.out[thread] = ld_shared_u32((at + 1023) / 1024 * 1024);
       break;
     case 22:
       args.out[-1] = 1;

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import MapField, TileMap, pack_maps
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import MapField, TiledMap, pack_maps
 from convgrad_service.plans.cuda.program import Instance, Launch
 from tests.emulator.backend import works_here
 from tests.support.kernels.hopper_probe import Emulated
@@ -26,18 +26,18 @@ extern "C" __global__ void modes(const __grid_constant__ ModeArgs args) {
   extern __shared__ uint4 shared[];
   const u32 to = (shared_address(shared) + 1023) / 1024 * 1024, barrier = to + 16384;
   if (threadIdx.x != 0) return;
-  if (args.mode != 3) init_barrier(barrier, 1);
+  if (args.mode != 3) mbarrier_init(barrier, 1);
   switch (args.mode) {
     case 0:  // boxes before they are waited for, and after
-      arrive_and_expect_tx(barrier, 16 * 1024);
+      mbarrier_arrive_expect_tx(barrier, 16 * 1024);
       for (int i = 0; i < 16; ++i) tma_load(to + i * 1024, args.map, barrier, {0, 0});
-      for (int i = 0; i < 16; ++i) args.out[i] = load_word(to + i * 1024) == 7;
-      wait_barrier(barrier, 0);
-      for (int i = 0; i < 16; ++i) args.out[i] += 2 * (load_word(to + i * 1024) == 7);
+      for (int i = 0; i < 16; ++i) args.out[i] = ld_shared_u32(to + i * 1024) == 7;
+      mbarrier_wait(barrier, 0);
+      for (int i = 0; i < 16; ++i) args.out[i] += 2 * (ld_shared_u32(to + i * 1024) == 7);
       break;
-    case 1: wait_barrier(barrier, 0); break;
-    case 2: arrive_and_expect_tx(barrier, 1024); arrive(barrier); break;
-    case 3: arrive(barrier); break;
+    case 1: mbarrier_wait(barrier, 0); break;
+    case 2: mbarrier_arrive_expect_tx(barrier, 1024); mbarrier_arrive(barrier); break;
+    case 3: mbarrier_arrive(barrier); break;
     case 4: tma_store(args.map, to, {0, 0}); tma_store_commit(); break;
     case 5:
       for (int i = 0; i < 16; ++i) tma_load(to, args.map, barrier, {0, 0});
@@ -45,8 +45,8 @@ extern "C" __global__ void modes(const __grid_constant__ ModeArgs args) {
     case 6: tma_load(to + 512, args.map, barrier, {0, 0}); break;
     case 7: tma_load(to, args.map, barrier, {0, 0, 0}); break;
     case 8:  // announced and never brought
-      arrive_and_expect_tx(barrier, 16);
-      wait_barrier(barrier, 0);
+      mbarrier_arrive_expect_tx(barrier, 16);
+      mbarrier_wait(barrier, 0);
       break;
     case 10: tma_load(to, args.map, barrier, {2, 0}); break;
     case 11: tma_store(args.map, to, {0, -1}); break;
@@ -64,7 +64,7 @@ class ModeArgs(ctypes.Structure):
 def run(folder: Path, mode: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint32]]:
     source = folder / "modes.cu"
     source.write_text(SOURCE, encoding="utf-8")
-    one = TileMap(DType.FLOAT32, (32, 8), (128,), 128, box=(32, 8))
+    one = TiledMap(DType.FLOAT32, (32, 8), (128,), 128, box=(32, 8))
     args = pack_maps(ModeArgs(mode=mode), {"map": ("x", one)}, out="out")
     launch = Launch(Instance(str(source), "modes"), (1, 1, 1), (32, 1, 1), args, 32768)
     buffers = {"x": np.full((8, 32), 7, np.uint32), "out": np.zeros(64, np.uint32)}

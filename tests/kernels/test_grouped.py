@@ -27,7 +27,7 @@ from convgrad_service.plans.cuda.program import Fragment
 from convgrad_service.plans.cuda.works import ConvWork
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.support.kernels.grouped_cases import NOT_FINITE, grouped_cases
-from tests.support.kernels.harness import answers, check, drawn, with_layouts
+from tests.support.kernels.harness import gates, with_layouts
 from tests.support.numerics.cases import EPILOGUES, Case
 from tests.support.numerics.nonfinite import check_rule
 
@@ -42,8 +42,6 @@ EMULATED = {
 }
 NON_FINITE = [case for case in ALONE if case.name in NOT_FINITE]
 EPILOGUE = [case for case in EPILOGUES if "groups_4" in case.name and "1d" not in case.name]
-# What rounding both factors to TF32 costs.
-ROUNDED = 2.0**-10
 
 emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
@@ -82,20 +80,6 @@ class Weight(GroupedWeight):
 def in_turn() -> EmulatedBackend:
     gather, weight = (Gather(), GatherDirect()), (Weight(), WeightDirect())
     return EmulatedBackend(replace(FAMILIES, fwd=gather, bwd_data=gather, bwd_weight=weight))
-
-
-def gates(backend: Backend, seed: int, case: Case, dtype: str, layouts: list[str | None]) -> None:
-    """Both gates; ``tf32`` is float32 with ``precision: high``."""
-    asked = case
-    rounded = 0.0
-    if dtype == "tf32":
-        asked, dtype, rounded = case.with_params("high", precision="high"), "float32", ROUNDED
-    for gate in ("exact", "bounded"):
-        tensors, wanted = drawn(seed, asked, dtype, gate)
-        for layout in layouts:
-            found = answers(backend, asked, tensors, layout)
-            what = f"seed {seed}, {case.id} {dtype} {layout}"
-            check(found, wanted, gate, what, rounded)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "tf32", "float32"])

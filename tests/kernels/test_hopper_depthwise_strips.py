@@ -15,7 +15,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_strips im
     StripsTile,
 )
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.kernels.test_cuda_depthwise import compare, either_type, layer
+from tests.support.kernels.depthwise_cases import compare, either_type, layer
 from tests.support.numerics.cases import FROM_CONV, Case
 from tests.support.numerics.geometries import Conv
 from tests.support.numerics.nonfinite import check_rule

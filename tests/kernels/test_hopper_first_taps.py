@@ -14,8 +14,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment
 from convgrad_service.plans.cuda.works import ConvWork
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.kernels.test_grouped import gates
-from tests.support.kernels.harness import answers, check, drawn, with_layouts
+from tests.support.kernels.harness import answers, check, drawn, gates, with_layouts
 from tests.support.numerics.cases import FROM_CONV, Case
 from tests.support.numerics.geometries import Conv
 from tests.support.numerics.nonfinite import check_rule

@@ -23,8 +23,7 @@ from convgrad_service.problems import GroupedConvBwdWeight
 from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import LAYOUTS
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.kernels.test_grouped import gates
-from tests.support.kernels.harness import with_layouts
+from tests.support.kernels.harness import gates, with_layouts
 from tests.support.numerics.cases import EPILOGUES, FROM_CONV, Case
 from tests.support.numerics.geometries import Conv
 from tests.support.numerics.nonfinite import check_rule

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.device import import_cupy
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import PixelMap, TileMap
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import Im2colMap, TiledMap
 from tests.emulator.backend import works_here
 from tests.support.kernels.hopper_probe import Emulated, OnGpu, ProbeArgs, Prober, probe_launch
 
@@ -76,12 +76,12 @@ def box_of(x: Array, at: Sequence[int], box: Sequence[int], steps: Sequence[int]
     return found
 
 
-def loaded(prober: Prober, x: Array, one: TileMap | PixelMap, size: int, **more: Any) -> Array:
+def loaded(prober: Prober, x: Array, one: TiledMap | Im2colMap, size: int, **more: Any) -> Array:
     """What a box looks like in the shared memory of each block."""
     args = ProbeArgs(bytes=size)
     at, by, blocks = more["at"], more.get("by", ()), more.get("blocks", 1)
     args.at[: len(at)], args.by[: len(by)] = at, by
-    defines = {"PIXELS": int(isinstance(one, PixelMap)), "DIMS": one.dims, "CLUSTER": blocks}
+    defines = {"PIXELS": int(isinstance(one, Im2colMap)), "DIMS": one.dims, "CLUSTER": blocks}
     launch = probe_launch("loads", defines, args, {"first": one, "second": one}, blocks)
     out = np.zeros((blocks, size), np.uint8)
     return prober(launch, {"first": x, "second": x, "out": out})["out"]
@@ -99,7 +99,7 @@ def test_tiles(
 ) -> None:
     x = bits(rng, SHAPES[dims])
     box, at = ((swizzle or 128) // 2, 16, 2, 2, 2)[:dims], STARTS[start][:dims]
-    one = TileMap(DType.BFLOAT16, x.shape[::-1], strides(x), swizzle, box=box)
+    one = TiledMap(DType.BFLOAT16, x.shape[::-1], strides(x), swizzle, box=box)
     wanted = box_of(x, at, box, (1,) * dims)
     found = loaded(prober, x, one, wanted.nbytes, at=at)
     assert (found == swizzled(wanted, swizzle)).all()
@@ -108,7 +108,7 @@ def test_tiles(
 def test_tiles_in_steps_and_with_gaps(prober: Prober, rng: np.random.Generator) -> None:
     x = bits(rng, (9, 40, 80))
     box, steps, at = (64, 16, 4), (1, 2, 3), (0, -1, 1)
-    one = TileMap(DType.BFLOAT16, (64, 40, 9), strides(x), 128, steps, box=box)
+    one = TiledMap(DType.BFLOAT16, (64, 40, 9), strides(x), 128, steps, box=box)
     wanted = box_of(x[:, :, :64], at, box, steps)
     found = loaded(prober, x, one, wanted.nbytes, at=at)
     assert (found == swizzled(wanted, 128)).all(), "ceil(box / step) elements"
@@ -119,7 +119,7 @@ def test_tiles_rounded_to_tf32(prober: Prober, rng: np.random.Generator) -> None
     words = x.view(np.uint32)
     # Ties, a value that rounds up to infinity, and what is no number.
     words[0, :6] = [0x00001000, 0x00003000, 0x7F7FFFFF, 0xFF800000, 0x7FC00001, 0x7F800001]
-    one = TileMap(DType.FLOAT32, (32, 8), strides(x), 128, box=(32, 8), rounds=True)
+    one = TiledMap(DType.FLOAT32, (32, 8), strides(x), 128, box=(32, 8), round_to_tf32=True)
     wanted = (words + 0xFFF + (words >> 13 & 1)) & ~np.uint32(0x1FFF)
     wanted[0, 4:6] = 0x7FFFE000
     found = loaded(prober, x, one, x.nbytes, at=(0, 0))
@@ -128,7 +128,7 @@ def test_tiles_rounded_to_tf32(prober: Prober, rng: np.random.Generator) -> None
 
 def test_tiles_for_all_blocks_of_a_cluster(prober: Prober, rng: np.random.Generator) -> None:
     x = bits(rng, (64, 64))
-    one = TileMap(DType.BFLOAT16, (64, 64), strides(x), 128, box=(64, 16))
+    one = TiledMap(DType.BFLOAT16, (64, 64), strides(x), 128, box=(64, 16))
     found = loaded(prober, x, one, 4096, at=(0, 8), by=(16,), blocks=2)
     assert (found == swizzled(x[8:40], 128)).all()
 
@@ -141,7 +141,7 @@ def test_blocks_of_a_cluster_send(prober: Prober, rng: np.random.Generator, bloc
     assert (prober(launch, {"out": given})["out"] == given.swapaxes(0, 1)).all()
 
 
-def pixels_of(x: Array, one: PixelMap, at: Sequence[int], by: Sequence[int]) -> Array:
+def pixels_of(x: Array, one: Im2colMap, at: Sequence[int], by: Sequence[int]) -> Array:
     """Rows of channels: the definition of im2col, a pixel at a time."""
     first, *spatial, image = at
     sizes, steps = one.sizes[1:-1], one.steps_or_ones[1:-1]
@@ -187,7 +187,7 @@ def test_pixels(
     x = bits(rng, shape)
     corner = zip(lower, window, steps, strict=True)
     at = (48 if "tail" in name else 0, *(low + i * step for low, i, step in corner), image)
-    one = PixelMap(
+    one = Im2colMap(
         DType.BFLOAT16,
         shape[::-1],
         strides(x),
@@ -208,7 +208,7 @@ def test_pixels(
 def test_stores(prober: Prober, rng: np.random.Generator, dims: int, swizzle: int) -> None:
     box = ((swizzle or 128) // 2, 16, 2, 2, 2)[:dims]
     one_of = bits(rng, SHAPES[dims])
-    one = TileMap(DType.BFLOAT16, one_of.shape[::-1], strides(one_of), swizzle, box=box)
+    one = TiledMap(DType.BFLOAT16, one_of.shape[::-1], strides(one_of), swizzle, box=box)
     for start in (STARTS["inside"], STARTS["behind"]):
         at, data = start[:dims], bits(rng, box[::-1])
         args = ProbeArgs(bytes=data.nbytes)
@@ -251,7 +251,7 @@ def product(
         values = rng.integers(-3, 4, (-(-(index[-1] + 1) // 32) * 32, columns)).astype(element)
         factor = values[index].astype(np.float64)
         factors.append(factor[:, : args.depth] if major == K else factor[:, :width].T)
-        one = TileMap(
+        one = TiledMap(
             DTYPES[dtype], values.shape[::-1], strides(values), swizzles[i], box=(side, len(values))
         )
         maps.append(one)

@@ -19,8 +19,7 @@ from convgrad_service.plans.cuda.families import Families
 from convgrad_service.plans.cuda.program import Fragment
 from convgrad_service.plans.cuda.works import ConvWork
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.kernels.test_grouped import ROUNDED, gates
-from tests.support.kernels.harness import answers, check, with_layouts
+from tests.support.kernels.harness import ROUNDED, answers, check, gates, with_layouts
 from tests.support.numerics.arrays import DTYPES, draw, normals, rng_for
 from tests.support.numerics.cases import EPILOGUES, FROM_CONV, Case
 from tests.support.numerics.geometries import Conv

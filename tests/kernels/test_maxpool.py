@@ -13,7 +13,6 @@ from convgrad_service.backends.base import Backend
 from tests.support.kernels.harness import answers, check, run, with_layouts
 from tests.support.numerics.arrays import (
     DTYPES,
-    Arrays,
     draw,
     integers,
     normals,
@@ -24,35 +23,13 @@ from tests.support.numerics.bounds import assert_same_bits
 from tests.support.numerics.cases import Case, maxpool_bwd, pool_cases
 from tests.support.numerics.geometries import POOLS
 from tests.support.numerics.oracle import expected
-from tests.support.numerics.reference_pool import maxpool_fwd
+from tests.support.numerics.pool_inputs import sources, with_nans
 
 FORWARD = [case for n in (1, 2, 3) for case in pool_cases(f"maxpool{n}d_fwd")]
 BACKWARD = [case for n in (1, 2, 3) for case in pool_cases(f"maxpool{n}d_bwd")]
 
 
-def with_nans(
-    rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any]
-) -> NDArray[Any]:
-    """Few different integers, so many ties, with NaNs and infinities strewn among them."""
-    array = integers(rng, shape, np.dtype(np.float64))
-    strewn = rng.random(shape)
-    for low, value in ((0.9, np.nan), (0.86, np.inf), (0.75, -np.inf)):
-        array[(strewn > low) & (strewn < low + 0.05)] = value
-    return array.astype(dtype)
-
-
 INPUTS = {"ties": integers, "normals": normals, "nans": with_nans}
-
-
-def sources(case: Case, tensors: Arrays) -> dict[str, tuple[Case, Arrays]]:
-    """The backward from the input, and from indices of either width."""
-    size = tensors["input"].shape[2:]
-    _, indices = maxpool_fwd(tensors["input"], **case.params)
-    given = {"input": (case, tensors)}
-    for width in (np.int64, np.int32):
-        from_indices = {"grad_output": tensors["grad_output"], "indices": indices.astype(width)}
-        given[np.dtype(width).name] = (case.with_params("i", input_size=size), from_indices)
-    return given
 
 
 @pytest.mark.parametrize("numbers", INPUTS)

@@ -15,10 +15,10 @@ from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.plans.cuda.program import CudaPlan
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.support.kernels.harness import answers, check, drawn, with_layouts
+from tests.support.kernels.plans import problem_of
 from tests.support.numerics.cases import Case, conv_bwd_data, conv_transpose_fwd
 from tests.support.numerics.geometries import Conv
 from tests.support.numerics.nonfinite import check_rule
-from tests.unit.plans.cuda.test_planner import problem_of
 
 GEOMETRIES = {
     "dcgan": Conv(2, 3, 8, (8, 10), (4, 4), 2, 1),

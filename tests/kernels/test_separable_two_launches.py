@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from convgrad_service.backends.base import Backend
-from convgrad_service.backends.cuda import CudaBackend
+from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.families import DEPTHWISE, FAMILIES
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import Schedule

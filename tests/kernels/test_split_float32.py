@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from convgrad_service.backends.base import Backend
-from convgrad_service.backends.cuda import CudaBackend
+from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.plans.cuda.families import Families
 from tests.emulator.backend import EmulatedBackend, works_here

@@ -12,16 +12,20 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from convgrad.contract import OPERATIONS
-from convgrad.contract.base import validate
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.plans import cpu_dense_parts
 from convgrad_service.plans.cpu import choose
-from convgrad_service.problems import Problem, problem_from, run_in_pieces
-from tests.kernels.test_determinism import CASES as LARGER
-from tests.support.kernels.harness import answers, check, drawn, run, with_layouts
-from tests.support.numerics.arrays import DTYPES, Arrays, draw, normals, request_arrays, rng_for
+from convgrad_service.problems import run_in_pieces
+from tests.support.kernels.harness import (
+    answers,
+    check,
+    drawn,
+    problem_and_tensors,
+    run,
+    with_layouts,
+)
+from tests.support.numerics.arrays import DTYPES, draw, normals, rng_for
 from tests.support.numerics.bounds import assert_bounded, assert_same_bits
 from tests.support.numerics.cases import (
     EPILOGUES,
@@ -35,6 +39,7 @@ from tests.support.numerics.cases import (
     pool_cases,
 )
 from tests.support.numerics.geometries import POOLS, Conv
+from tests.support.numerics.larger_cases import LARGER
 from tests.support.numerics.oracle import expected
 from tests.support.numerics.reference import Reference
 
@@ -71,13 +76,6 @@ CASES = [
 SUMMED = ("grad_weight", "grad_bias")
 
 
-def stated(case: Case, tensors: Arrays, layout: str | None) -> tuple[Problem, Arrays]:
-    params = dict(case.params) if layout is None else {**case.params, "layout": layout}
-    arrays = request_arrays(case, tensors, layout)
-    request = validate(OPERATIONS[case.operation].request, {**arrays, **params})
-    return problem_from(case.operation, request), request.tensors()
-
-
 def check_sum(found: NDArray[Any], reference: Reference, parts: int, what: str) -> None:
     """The parts' own addition joins the chain of each element."""
     longer = Reference(reference.value, reference.magnitude, reference.terms + parts)
@@ -92,7 +90,7 @@ def test_pieces_are_the_whole(backend: Backend, seed: int, case: Case, parts: in
     wanted = expected(case.operation, tensors, case.params)
     layouts = [None] if "backprop" in case.operation else with_layouts(case.ndim, grouped=False)
     for layout in layouts[-2:]:
-        problem, arrays = stated(case, tensors, layout)
+        problem, arrays = problem_and_tensors(case, tensors, layout)
         whole = backend.run(problem, arrays).outputs
         found = run_in_pieces(problem, arrays, parts, lambda p, t: backend.run(p, t).outputs)
         assert set(found) == set(whole)
@@ -113,12 +111,14 @@ def test_pieces_of_a_pooling_from_indices(
     """Each piece's indices are those of its own rows."""
     pool = POOLS[name]
     tensors = draw(maxpool_bwd(name, pool), rng_for(seed, name), DTYPES["float32"], normals)
-    forward, arrays = stated(maxpool_fwd(name, pool), {"input": tensors["input"]}, None)
+    forward, arrays = problem_and_tensors(
+        maxpool_fwd(name, pool), {"input": tensors["input"]}, None
+    )
     indices = backend.run(forward, arrays).outputs["indices"]
     case = maxpool_bwd(name, pool).with_params("indices", input_size=pool.size)
     for width in (np.int32, np.int64):
         given = {"grad_output": tensors["grad_output"], "indices": indices.astype(width)}
-        problem, arrays = stated(case, given, None)
+        problem, arrays = problem_and_tensors(case, given, None)
         whole = backend.run(problem, arrays).outputs["grad_input"]
         found = run_in_pieces(problem, arrays, parts, lambda p, t: backend.run(p, t).outputs)
         assert_same_bits(found["grad_input"], whole, f"seed {seed}, {name} in {parts} parts")
@@ -128,7 +128,7 @@ def test_pieces_of_a_pooling_from_indices(
 def test_pieces_cover_every_output_once(case: Case) -> None:
     """No element twice, none left out; more parts than there is to divide are no error."""
     tensors = {name: np.zeros(shape, np.float32) for name, shape in case.shapes.items()}
-    problem, _ = stated(case, tensors, None)
+    problem, _ = problem_and_tensors(case, tensors, None)
     for parts in (1, 2, 5, 10_000):
         pieces = problem.split(parts)
         for name, spec in problem.outputs.items():

@@ -10,13 +10,20 @@ from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.problems import run_in_pieces
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.kernels.test_maxpool import with_nans
-from tests.kernels.test_splitting import stated
-from tests.support.kernels.harness import GATES, answers, check, drawn, run, with_layouts
+from tests.support.kernels.harness import (
+    GATES,
+    answers,
+    check,
+    drawn,
+    problem_and_tensors,
+    run,
+    with_layouts,
+)
 from tests.support.numerics.arrays import DTYPES, draw, integers, normals, rng_for
 from tests.support.numerics.bounds import assert_same_bits
 from tests.support.numerics.cases import Case
 from tests.support.numerics.oracle import expected
+from tests.support.numerics.pool_inputs import with_nans
 from tests.support.numerics.window_cases import (
     ADAPTIVE,
     OPERATIONS,
@@ -62,7 +69,7 @@ def test_emulated(seed: int, case: Case) -> None:
 def test_pieces_have_the_bits_of_the_whole(backend: Backend, seed: int, case: Case) -> None:
     tensors = draw(case, rng_for(seed, case.id), DTYPES["float32"], normals)
     for layout in with_layouts(case.ndim, grouped=False)[-2:]:
-        problem, arrays = stated(case, tensors, layout)
+        problem, arrays = problem_and_tensors(case, tensors, layout)
         whole = backend.run(problem, arrays).outputs
         for parts in (2, 100):
             found = run_in_pieces(problem, arrays, parts, lambda p, t: backend.run(p, t).outputs)

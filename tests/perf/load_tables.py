@@ -1,4 +1,4 @@
-"""The tables of docs/load.md, from `results/load.jsonl`; `readme_tables` puts them there."""
+"""The tables of docs/load.md, from `results/load.jsonl`; `readme_tables` inserts them."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ import statistics
 from tests.perf.records import Record, records, source
 
 __all__ = [
-    "how_far_table",
     "load_table",
+    "open_loop_table",
     "ramp_table",
     "ray_costs_table",
     "ray_scaling_table",
     "ray_table",
     "rows_of",
+    "scaling_limits_table",
     "soak_table",
 ]
 
 MIB = 2**20
-# Bytes of tensors in and out, and seconds on a device, of problems that might be sent to replicas.
+# Bytes of tensors in and out, and seconds of compute, of example problems.
 _PROBLEMS = (1e6, 0.01), (1e6, 0.1), (1e7, 0.1), (1e7, 1.0), (1e8, 1.0), (1e9, 10.0)
 
 
 def rows_of(run: str) -> list[Record]:
-    """What one kind of run stored; nothing where it has not run."""
+    """Return the rows stored by one kind of run."""
     return [row for row in records("load") if row["run"] == run]
 
 
@@ -39,7 +40,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def load_table() -> str:
-    """Every mix over every wire, against its objective."""
+    """Latency and throughput of every mix over every wire format, with the objective for p99."""
     rows = rows_of("mixes")
     if not rows:
         return ""
@@ -49,12 +50,12 @@ def load_table() -> str:
         f"{_ms(row['p50_s'])} | {_ms(row['p99_s'])} | {_ms(row['objective_p99_s'])} |"
         for row in rows
     ]
-    heads = "| mix | answered | failed | a second | p50, ms | p99, ms | objective for p99, ms |"
+    heads = "| mix | answered | failed | requests/s | p50, ms | p99, ms | objective for p99, ms |"
     return _table(heads, lines, rows, "make load")
 
 
 def ramp_table() -> str:
-    """Each step of the ramp: medians of the climbs, beside the least and the most of them."""
+    """Each step of the ramp: medians of the runs, with their minimum and maximum."""
     rows = rows_of("ramp")
     if not rows:
         return ""
@@ -68,14 +69,31 @@ def ramp_table() -> str:
             f"{row['other_cores']:.2f} |"
         )
     heads = (
-        "| users | answered a second | refused a second | failed | p50, ms | p99, ms "
-        "| cores that the server used | that clients used | that others used |"
+        "| users | answered/s | refused/s | failed | p50, ms | p99, ms "
+        "| cores used by the server | by clients | by other processes |"
     )
     return _table(heads, lines, rows, "make load")
 
 
+def open_loop_table() -> str:
+    """Latency quantiles of each mix at its arrival rate."""
+    rows = [row for row in records("load") if row["run"].startswith("open loop ")]
+    columns = ("p50_s", "p90_s", "p99_s", "p99.9_s", "late_p99_s")
+    lines = [
+        f"| {row['mix']} | {row['rate']:g} | {row['sent']:,} | {row['sent'] - row['answered']} | "
+        + " | ".join(f"{row[name] * 1e3:.1f}" for name in columns)
+        + " |"
+        for row in rows
+    ]
+    heads = (
+        "| mix | requests/s | sent | failed | p50, ms | p90, ms | p99, ms | p99.9, ms "
+        "| generator's lateness, p99, ms |"
+    )
+    return _table(heads, lines, rows, "make load-open")
+
+
 def soak_table() -> str:
-    """The soak by quarters."""
+    """The soak test, by quarters."""
     rows = rows_of("soak")
     if not rows:
         return ""
@@ -88,40 +106,39 @@ def soak_table() -> str:
             f"| from {some[0]['at_s'] / 60:.0f} min | {sum(row['answered'] for row in some):,} | "
             f"{sum(row['failed'] + row['refused'] for row in some)} | {held:.0f} |"
         )
-    heads = "| quarter | answered | failed | memory held, median, MiB |"
+    heads = "| quarter | answered | failed | memory in use, median, MiB |"
     return _table(heads, lines, rows, "make soak")
 
 
 def ray_table() -> str:
-    """Answers a second by replicas."""
+    """Throughput by number of replicas."""
     rows = [row for row in rows_of("ray measured") if "throughput" in row]
     if not rows:
         return ""
     one = {row["throughput"]: row["answered_per_s"] for row in reversed(rows)}
     lines = []
     for row in rows:
-        what = "this machine's cores"
+        what = "sharing this machine's cores"
         if row["throughput"] == "own":
-            what = f"a device of its own, which takes {row['device_s'] * 1e3:.0f} ms"
+            what = f"each with its own device ({row['device_s'] * 1e3:.0f} ms a request)"
         rate = row["answered_per_s"]
         lines.append(
-            f"| {row['replicas']}, each with {what} | {rate:.1f} | "
-            f"{rate / one[row['throughput']]:.2f}x |"
+            f"| {row['replicas']}, {what} | {rate:.1f} | {rate / one[row['throughput']]:.2f}x |"
         )
-    return _table("| replicas | answers a second | of one |", lines, rows, "make ray")
+    return _table("| replicas | requests/s | speedup |", lines, rows, "make ray")
 
 
 def ray_scaling_table() -> str:
-    """How replicas came and went with the work."""
+    """How the number of replicas followed the load."""
     rows = rows_of("ray autoscaling")
     if not rows:
         return ""
     lines = [f"| {row['scaling']} | {row['at_s']:.0f} | {row['replicas']} |" for row in rows]
-    return _table("| what | after, s | replicas |", lines, rows, "make ray")
+    return _table("| load | at, s | replicas |", lines, rows, "make ray")
 
 
 def ray_costs_table() -> str:
-    """What the way to a replica and a split cost."""
+    """Overhead of the path to a replica, and of splitting a problem."""
     rows = [row for row in rows_of("ray measured") if "cost" in row]
     if not rows:
         return ""
@@ -129,41 +146,44 @@ def ray_costs_table() -> str:
     for row in rows:
         if row["cost"] == "way":
             server = "a plain server" if row["through"] == "plain" else "a replica"
-            what = f"{row['size']} in, a quarter out, by {server}: all of it"
+            what = f"{row['size']} in, a quarter of it out, through {server}: total"
             spent_s = row["taken_s"]
             rate = f"{row['bytes'] / spent_s / 1e9:.2g}"
         else:
-            what = f"{row['op']} in {row['pieces']} pieces: cut, and put together"
+            what = f"{row['op']} in {row['pieces']} pieces: cutting and combining"
             spent_s, rate = row["cut_s"] + row["combine_s"], ""
         lines.append(f"| {what} | {spent_s * 1e3:.2f} | {row['computed_s'] * 1e3:.2f} | {rate} |")
-    heads = "| what | ms | of which, or beside which, computing | GB/s of tensors |"
+    heads = "| step | ms | compute, ms | GB/s of tensors |"
     return _table(heads, lines, rows, "make ray")
 
 
-def how_far_table() -> str:
-    """From the measured costs: how many replicas one front end feeds, how many pieces pay."""
-    ways = {row["size"]: row for row in rows_of("ray measured") if row.get("through") == "ray"}
-    if not ways:
+def scaling_limits_table() -> str:
+    """Extrapolate from the measured overhead: replicas per front end, and useful pieces."""
+    round_trips = {
+        row["size"]: row for row in rows_of("ray measured") if row.get("through") == "ray"
+    }
+    if not round_trips:
         return ""
-    small, large = ways["1 KiB"], ways["64 MiB"]
+    small, large = round_trips["1 KiB"], round_trips["64 MiB"]
     fixed_s = small["taken_s"] - small["computed_s"]
     per_byte_s = (large["taken_s"] - large["computed_s"] - fixed_s) / large["bytes"]
     lines = []
     for bytes_, device_s in _PROBLEMS:
-        way_s = fixed_s + per_byte_s * bytes_
-        # Each piece costs the fixed part once more; past this number that is more than it saves.
+        overhead_s = fixed_s + per_byte_s * bytes_
+        # Each piece adds the fixed overhead; beyond this number it costs more than it saves.
         pieces = max(1, round((device_s / fixed_s) ** 0.5))
         split_s = device_s / pieces + pieces * fixed_s + per_byte_s * bytes_
+        speedup = (device_s + overhead_s) / split_s
         lines.append(
-            f"| {bytes_ / 1e6:.0f} MB, {device_s:g} s | {way_s * 1e3:.0f} | {1 / way_s:.1f} | "
-            f"{device_s / way_s:.1f} | {pieces} | {(device_s + way_s) / split_s:.1f}x |"
+            f"| {bytes_ / 1e6:.0f} MB, {device_s:g} s | {overhead_s * 1e3:.0f} "
+            f"| {1 / overhead_s:.1f} | {device_s / overhead_s:.1f} | {pieces} | {speedup:.1f}x |"
         )
     heads = (
-        "| tensors in and out, time on a device | the way, ms | a front end's answers a second "
-        "| replicas it keeps busy | pieces that pay | which makes one problem faster by |"
+        "| tensors in and out, compute time | overhead, ms | requests/s per front end "
+        "| replicas it keeps busy | best number of pieces | speedup of one problem |"
     )
-    said = (
-        f"The way to a replica and back takes {fixed_s * 1e3:.1f} ms and {per_byte_s * 1e9:.2f} ns "
-        "a byte (the table in [docs/load.md](../docs/load.md#ray-serve)). From these two alone:\n\n"
+    intro = (
+        f"The round trip to a replica costs {fixed_s * 1e3:.1f} ms plus {per_byte_s * 1e9:.2f} ns "
+        "per byte ([measured](../docs/load.md#ray-serve)). Extrapolated from these two figures:\n\n"
     )
-    return said + _table(heads, lines, [small], "make ray")
+    return intro + _table(heads, lines, [small], "make ray")

@@ -55,9 +55,10 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "engine_gpu": speed_tables.engine_gpu_table,
         "devices": speed_tables.devices_table,
     },
-    DEPLOY: {"how_far": load_tables.how_far_table},
+    DEPLOY: {"scaling_limits": load_tables.scaling_limits_table},
     LOAD: {
         "load": load_tables.load_table,
+        "open_loop": load_tables.open_loop_table,
         "ramp": load_tables.ramp_table,
         "soak": load_tables.soak_table,
         "ray": load_tables.ray_table,

@@ -25,7 +25,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
     candidates,
     expected_s,
 )
-from convgrad_service.backends.cuda.kernels.core.gather_axes import axis_of
+from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axis
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.plans.cuda.program import CudaPlan, Fragment, Instance
@@ -75,7 +75,7 @@ def swept(
     """A line for each schedule of one layer, the plan's own first."""
     (case,) = cases_of(layer, dtype, layout, (op,))
     own, work = planned(case.problem, bench.device, None)
-    axes = [axis_of(work, dim) for dim in range(3)]
+    axes = [gather_axis(work, dim) for dim in range(3)]
     schedules = list(candidates(work, axes, bench.device))
     plans = [planned(case.problem, bench.device, schedule)[0] for schedule in schedules]
     bench.compile(plans)

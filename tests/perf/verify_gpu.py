@@ -26,7 +26,7 @@ from convgrad import check, layers
 from convgrad.check.convolve import NumpyConvolver
 from convgrad.check.geometry import Geometry
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.backends.cuda import CudaBackend
+from convgrad_service.backends.cuda.backend import CudaBackend
 from tests.support.http_server import LiveServer, serving
 
 SMALL = ("g2mb2ic8ih9oc8oh5kh3sh2ph1", "mb2ic6id5oc4kd3pd1", "mb2ic5iw17oc7kw4sw3pw2")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from convgrad.errors import DeadlineExceeded, InvalidProblem
 from convgrad_service.backends.base import OnHost, Outcome, Plan
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.problems import Problem
+from tests.support.tree_server import until
 
 __all__ = ["Blocking", "Failing", "Gated", "Sums", "Zeros"]
 
@@ -126,3 +128,14 @@ class Gated(Zeros):
         if self.fail_at is not None and self.runs >= self.fail_at:
             raise InvalidProblem("it failed")
         return self._cpu.run(problem, tensors, cancelled, out)
+
+
+class GatedByFile(Zeros):
+    """Answers once a file exists: a gate that another process can open."""
+
+    def __init__(self, gate: Path, _: int) -> None:
+        self._gate = gate
+
+    def run(self, *arguments: Any, **more: Any) -> Any:
+        until(self._gate.exists, 60)
+        return super().run(*arguments, **more)

@@ -19,7 +19,7 @@ from convgrad_service.backends.base import ServingBackend
 from convgrad_service.engine.workers.inline_executor import InlineBackend
 from convgrad_service.engine.workers.process_worker import WorkerRecipe
 from convgrad_service.server.http_server import listening_socket
-from convgrad_service.server.process_tree import Tree
+from convgrad_service.server.process_tree import ProcessTree
 from convgrad_service.server.settings import Settings
 
 __all__ = ["LONGEST_S", "TreeServer", "alive", "descriptors", "serving_tree", "until"]
@@ -34,7 +34,7 @@ class TreeServer:
 
     url: str
     grpc: str
-    tree: Tree
+    tree: ProcessTree
 
     @property
     def worker_id(self) -> int | None:
@@ -90,7 +90,7 @@ def serving_tree(
     failures: list[BaseException] = []
     grpc_ports: list[int] = []
     with listening_socket(chosen.http_host, 0) as bound:
-        tree = Tree(
+        tree = ProcessTree(
             chosen, bound, WorkerRecipe(make_backend, slots, beside=beside, warm_up=warm_up)
         )
 

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import convgrad.torch as ours
 from convgrad import InvalidProblem
+from tests.support.torch_tensors import TOLERANCE, Tensor, normal, same
 
 functional = torch.nn.functional
-Tensor = torch.Tensor
 
 CONVS: dict[str, tuple[int, tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "1d": (1, (2, 6, 20), (8, 6, 5), {"stride": 2, "padding": 2}),
@@ -39,31 +39,12 @@ POOLS: dict[str, tuple[int, tuple[int, ...], dict[str, Any]]] = {
     "2d unbatched": (2, (5, 9, 10), {"kernel_size": 2}),
     "3d": (3, (1, 3, 5, 6, 7), {"kernel_size": 3, "stride": 2, "padding": 1}),
 }
-TOLERANCE = {
-    torch.float64: 1e-12,
-    torch.float32: 2e-5,
-    torch.float16: 2e-2,
-    torch.bfloat16: 1.5e-1,
-}
 
 
 @pytest.fixture(autouse=True)
 def _on(backend: ours.Backend) -> Iterator[None]:
     with ours.use(backend):
         yield
-
-
-def normal(
-    shape: tuple[int, ...], dtype: torch.dtype = torch.float64, *, grad: bool = True
-) -> Tensor:
-    return torch.randn(shape, dtype=dtype).requires_grad_(grad)
-
-
-def same(found: Any, wanted: Any, dtype: torch.dtype) -> None:
-    for a, b in zip(found, wanted, strict=True):
-        assert a.dtype is b.dtype
-        assert a.shape == b.shape
-        torch.testing.assert_close(a, b, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * 4)
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")

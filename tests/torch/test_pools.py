@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import convgrad.torch as ours
-from tests.torch.test_functional import TOLERANCE, normal, same
+from tests.support.torch_tensors import TOLERANCE, normal, same
 
 functional = torch.nn.functional
 Tensor: TypeAlias = torch.Tensor

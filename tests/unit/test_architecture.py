@@ -39,7 +39,7 @@ def python_files(root: Path) -> list[Path]:
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """Every module that a file imports, wherever in it, in absolute form."""
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    root = CLIENT if path.is_relative_to(CLIENT) else SERVICE
+    root = next(root for root in (CLIENT, SERVICE, ROOT) if path.is_relative_to(root))
     package = path.relative_to(root).with_suffix("").parts[:-1]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -242,6 +242,17 @@ def test_no_operation_is_chosen_by_comparing_its_name() -> None:
 def test_no_package_sits_directly_in_client_or_service() -> None:
     assert not (CLIENT / "__init__.py").exists()
     assert not (SERVICE / "__init__.py").exists()
+
+
+def test_tests_share_helpers_and_not_test_modules() -> None:
+    """What several tests need lies in tests/support."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {module}"
+        for path in python_files(ROOT / "tests")
+        for line, module in imports(path)
+        if module.startswith("tests.") and ".test_" in module
+    ]
+    assert not wrong, wrong
 
 
 def test_no_registry_host_and_no_path_of_one_machine() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from convgrad import layers
 from convgrad.check._verify import bounded
-from convgrad.check.philox import draw
+from convgrad.check.philox import draw, spread_indices
 from convgrad.contract.operations import OPERATIONS
 from convgrad.contract.verification import Verification
 from convgrad.errors import MalformedRequest
@@ -29,6 +30,8 @@ _HOMOGENEOUS = frozenset(OPERATIONS) - {
     "conv_double_backward",
     "conv_transpose_double_backward",
     "grouped_conv_conv_fwd",
+    "adaptive_max_pool_fwd",
+    "maxpool1d_fwd",
     "maxpool2d_fwd",
     "maxpool3d_fwd",
 }
@@ -115,8 +118,13 @@ def kernel(
     gates = {}
     for gate in _GATES:
         tensors: dict[str, Any] = {
-            name: draw(name, shape, kind, seed, gate) for name, shape in shapes.items()
+            name: draw(name, shape, kind, seed, gate)
+            for name, shape in shapes.items()
+            if name != "indices"
         }
+        if "indices" in shapes:
+            plane = math.prod(stated.input_size)  # of the pooling, which is the unpooling's output
+            tensors["indices"] = spread_indices(shapes["indices"], plane, layout or stated.layout)
         result = _outputs(run, operation, tensors, parameters)
         more: dict[str, Any] = {"second": _outputs(run, operation, tensors, parameters)}
         if operation in _HOMOGENEOUS and "bias" not in tensors:

@@ -209,7 +209,7 @@ class Comparison:
     def exact(self) -> ExactGate:
         """The exact gate, if it applies."""
         below = EXACT_BELOW.get(self.result.dtype.name, _EXACT_BELOW)
-        reason = self._exact_inputs
+        reason = self.target.why_not_exact or self._exact_inputs
         if self.target.is_integer:
             reason = "the output holds indices, each of which must be equal"
         elif reason is None and self.largest_magnitude >= below:

@@ -29,6 +29,7 @@ from convgrad.check.references import (
     spans_of,
     spatial,
 )
+from convgrad.check.windows import WINDOW_TARGETS
 
 __all__ = ["TARGETS", "targets"]
 
@@ -325,8 +326,7 @@ TARGETS: Mapping[str, Maker] = {
     "conv3d_transpose": _conv_transpose_fwd,
     "conv3d_backprop_input": _backprop_input,
     "grouped_conv_conv_fwd": _fused,
-    "maxpool2d_fwd": _maxpool_fwd,
-    "maxpool3d_fwd": _maxpool_fwd,
-    "maxpool2d_bwd": _maxpool_bwd,
-    "maxpool3d_bwd": _maxpool_bwd,
+    **{f"maxpool{ndim}d_fwd": _maxpool_fwd for ndim in (1, 2, 3)},
+    **{f"maxpool{ndim}d_bwd": _maxpool_bwd for ndim in (1, 2, 3)},
+    **WINDOW_TARGETS,
 }

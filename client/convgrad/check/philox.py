@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from convgrad.check.bounds import rounded
 from convgrad.dtypes import DType
 
-__all__ = ["draw", "fill", "philox"]
+__all__ = ["draw", "fill", "philox", "spread_indices"]
 
 Words = NDArray[np.uint32]
 
@@ -138,3 +138,32 @@ def draw(
     place = np.empty(prod(shape), DType(dtype).numpy)
     fill(name, place, seed, distribution)
     return place.reshape(tuple(shape))
+
+
+def spread_indices(
+    shape: Sequence[int], plane_elements: int, layout: str | None = None
+) -> NDArray[np.int64]:
+    """The indices that a server takes for a max unpooling where none are given.
+
+    They are the same whatever the seed: element i of the n elements of a plane gets the index
+    floor(i * plane_elements / n), so they are in order and spread over the output's plane.
+
+    Parameters
+    ----------
+    shape
+        Of the tensor of indices, in the request's layout.
+    plane_elements
+        Number of elements in one (sample, channel) plane of the output.
+    layout
+        The request's; channels first by default.
+
+    Examples
+    --------
+    >>> convgrad.check.spread_indices((1, 1, 2, 2), 16).tolist()
+    [[[[0, 4], [8, 12]]]]
+    """
+    last = layout is not None and layout.endswith("C")
+    size = shape[1:-1] if last else shape[2:]
+    count = prod(size)
+    plane = (np.arange(count) * plane_elements // max(count, 1)).reshape(size)
+    return np.broadcast_to(plane[..., None] if last else plane, tuple(shape)).copy()

@@ -62,6 +62,8 @@ class Target:
     part: Callable[[Span], Reference]
     linear: Linear | None = None
     why_not_linear: str = ""
+    why_not_exact: str = ""
+    """Why the result is rounded even where all sums are exact; empty where it is not."""
     is_integer: bool = False
     shape: tuple[int, ...] = field(default=())
     """As seen."""

@@ -15,11 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from convgrad.contract.fields import Names, TensorType
+from convgrad.contract.fields import Names, Parsed, TensorType
 from convgrad.errors import MalformedRequest
 from convgrad.wire.sentences import shown
 
-__all__ = ["Parameters", "Request", "is_tensor", "refuse_unknown", "validate"]
+__all__ = ["Parameters", "Request", "is_tensor", "parse_field", "refuse_unknown", "validate"]
 
 R = TypeVar("R", bound="Request")
 
@@ -108,6 +108,19 @@ def validate(request_model: type[R], fields: Mapping[str, Any]) -> R:
         # Input is shown by `shown`, bounded; the number of errors is bounded by that of fields.
         first = refused.errors(include_url=False)[0]
     raise MalformedRequest(_sentence(request_model, first))
+
+
+def parse_field(request_model: type[Request], name: str, value: Any) -> Any:
+    """Read the value of one field that is a `Parsed`; raises MalformedRequest as `validate`."""
+    (parsed,) = (
+        item for item in request_model.model_fields[name].metadata if isinstance(item, Parsed)
+    )
+    try:
+        return parsed.parse(value)
+    except (ValueError, TypeError, OverflowError):
+        raise MalformedRequest(
+            f"{name}: expected {parsed.expected}, got {shown(value)}"
+        ) from None
 
 
 def refuse_unknown(request_model: type[Request], names: Iterable[Any]) -> None:

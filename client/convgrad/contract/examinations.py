@@ -16,6 +16,7 @@ from pydantic import Field, create_model
 from convgrad.contract.base import Request, is_tensor
 from convgrad.contract.fields import Int, Parsed, Tensor
 from convgrad.contract.operations import OPERATIONS, Operation
+from convgrad.contract.shared_tensors import SharedTensors
 
 __all__ = [
     "DISTRIBUTIONS",
@@ -125,6 +126,11 @@ class VerifyRequest(_Examination):
         description="How it adds: float32 rounds to nearest (2^-24 a term), tensor_core truncates "
         "(2^-23 a term). float64 tensors are added in float64.",
     )
+    shared_memory: SharedTensors = Field(
+        default_factory=dict,
+        description="Tensors in shared memory, by field: the name of a registered region, dtype, "
+        "shape, and the offset in bytes.",
+    )
 
 
 class TimeRequest(_Examination):
@@ -212,8 +218,12 @@ def _made(
 
 def _example(prefix: str, operation: Operation) -> dict[str, Any]:
     kinds = {
+        "maxpool1d": "--pool mb2ic4iw8ow4kw2sw2",
         "maxpool2d": "--pool mb2ic4ih8oh4kh2sh2",
         "maxpool3d": "--pool mb2ic4id8od4kd2sd2",
+        "max_unpool": "--pool mb2ic4ih8oh4kh2sh2",
+        "avg_pool": "--pool --alg=avg_np mb2ic4ih8oh4kh3sh2ph1",
+        "adaptive": "AdaptiveAvgPool2d((3, 3)) on 2x4x8x8",
         "conv3d_backprop_input": "mb1ic2id4oc2kd3pd1",
         "conv3d_transpose": "--deconv mb1ic2id4oc2kd3sd2pd1",
         "conv_transpose": "--deconv mb2ic4ih8oc8kh3sh2ph1",

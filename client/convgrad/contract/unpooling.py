@@ -12,11 +12,13 @@ from convgrad.contract.fields import IndexTensor, IntOrInts, Ints, LayoutName, T
 __all__ = ["MaxUnpoolBwdRequest", "MaxUnpoolFwdRequest"]
 
 
+_INDICES = Field(
+    description="Where each element of the input goes, flat in its (n, c) plane of the output, "
+    "[N, C, *in], as max pooling gave it."
+)
+
+
 class _MaxUnpoolRequest(Request):
-    indices: IndexTensor = Field(
-        description="Where each element of the input goes, flat in its (n, c) plane of the output, "
-        "[N, C, *in], as max pooling gave it."
-    )
     layout: LayoutName | None = Field(
         default=None,
         description="Order of the dimensions of all tensors: channels first (the default) or last.",
@@ -39,6 +41,7 @@ class MaxUnpoolFwdRequest(_MaxUnpoolRequest):
     operation: ClassVar[str] = "max_unpool_fwd"
 
     input: Tensor = Field(description="The layer's input, [N, C, *in].")
+    indices: IndexTensor = _INDICES
     kernel_size: IntOrInts = Field(
         description="Size of the max pooling's window: one int or one a dimension."
     )
@@ -72,3 +75,4 @@ class MaxUnpoolBwdRequest(_MaxUnpoolRequest):
     grad_output: Tensor = Field(
         description="Gradient with respect to the layer's output, [N, C, *out]."
     )
+    indices: IndexTensor = _INDICES

@@ -88,8 +88,8 @@ def parse(words: str) -> Layer:
 
 
 def text(layer: Layer) -> str:
-    """The shortest line that `parse` reads back: a benchdnn problem."""
-    return to_benchdnn(layer)
+    """A line that `parse` reads back: a benchdnn problem, or where it has none a PyTorch module."""
+    return to_torch(layer) if layer.kind == "adaptive_pool" else to_benchdnn(layer)
 
 
 def spellings(layer: Layer) -> dict[str, str]:

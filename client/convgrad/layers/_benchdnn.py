@@ -16,6 +16,7 @@ from convgrad.layers._layer import Kind, Layer, padding_after
 __all__ = ["looks_like_benchdnn", "parse_benchdnn", "to_benchdnn"]
 
 _FIELD = re.compile(r"(g|mb|ic|oc|[io][dhw]|[ksdp][dhw])(\d{1,12})_?")
+_POOLINGS = ("max", "avg_np", "avg_p", "pooling_max", "pooling_avg_np", "pooling_avg_p")
 _PROBLEM = re.compile(r"^(?:(?:g|mb|ic|oc|[io][dhw]|[ksdp][dhw])\d{1,12}_?){2,40}(?:n\S*)?$")
 _DRIVERS: Mapping[str, Kind] = {
     "--conv": "conv",
@@ -50,7 +51,6 @@ _IGNORED = (
     "--canonical",
     "--skip-impl",
     "--allow-enum-tags-only",
-    "--alg",
     "-v",
 )
 
@@ -78,7 +78,7 @@ def parse_benchdnn(text: str) -> Layer:
         option, _, value = word.partition("=")
         if word in _DRIVERS:
             kind = _DRIVERS[word]
-        elif option in ("--dt", "--dir", "--stag", "--tag", "--mb", "--cfg"):
+        elif option in ("--dt", "--dir", "--stag", "--tag", "--mb", "--cfg", "--alg"):
             options[option] = value
         elif not option.startswith(_IGNORED):
             raise MalformedRequest(
@@ -92,6 +92,13 @@ def parse_benchdnn(text: str) -> Layer:
         )
     fields, name = _fields(words[-1])
     kind = kind or ("conv" if "oc" in fields else "pool")
+    algorithm = options.get("--alg", "max").lower()
+    if kind == "pool" and algorithm not in _POOLINGS:
+        raise MalformedRequest(
+            f"benchdnn pooling {algorithm[:32]!r}; expected one of {', '.join(_POOLINGS)}"
+        )
+    if kind == "pool" and not algorithm.endswith("max"):
+        kind = "avg_pool"
     if "--mb" in options and options["--mb"].isdigit():
         fields["mb"] = int(options["--mb"])
     return _layer(kind, fields, name, options)
@@ -107,7 +114,9 @@ def to_benchdnn(layer: Layer) -> str:
     parts = [] if layer.groups == 1 else [f"g{layer.groups}"]
     parts += [f"mb{layer.batch}", f"ic{layer.in_channels}"]
     parts += _each("i", letters, layer.input_size)
-    if layer.kind != "pool":
+    if layer.kind == "adaptive_pool":
+        raise MalformedRequest("benchdnn has no problem for an adaptive pooling")
+    if not layer.pools:
         parts.append(f"oc{layer.out_channels}")
     parts += _each("o", letters, layer.output_size)
     parts += _each("k", letters, layer.kernel_size)
@@ -117,6 +126,8 @@ def to_benchdnn(layer: Layer) -> str:
         parts += _each("d", letters, [d - 1 for d in layer.dilation])
     parts += _each("p", letters, [before for before, _ in layer.padding])
     text = "".join(parts)
+    if layer.kind == "avg_pool":
+        return f"--pool --alg=avg_{'p' if layer.count_include_pad else 'np'} {text}"
     return text if layer.kind == "conv" else f"--{layer.kind} {text}"
 
 
@@ -153,7 +164,7 @@ def _layer(
         kind=kind,
         batch=fields.get("mb", 2),  # benchdnn's default
         in_channels=in_channels,
-        out_channels=in_channels if kind == "pool" else fields.get("oc", 0),
+        out_channels=in_channels if kind in ("pool", "avg_pool") else fields.get("oc", 0),
         groups=groups,
         input_size=tuple(axis["i"] for axis in axes),
         kernel_size=tuple(axis["k"] for axis in axes),
@@ -161,6 +172,7 @@ def _layer(
         padding=tuple((axis["p"], axis["after"]) for axis in axes),
         dilation=tuple(axis["d"] + 1 for axis in axes),
         output_padding=tuple(axis["more"] for axis in axes),
+        count_include_pad=not options.get("--alg", "").lower().endswith("np"),
         dtype=_dtype(options),
         layout=_LAST_NAMES[ndim] if _tag(options) in _CHANNELS_LAST else None,
         operation=_operation(kind, options.get("--dir"), ndim),
@@ -247,6 +259,7 @@ def _operation(kind: Kind, direction: str | None, ndim: int) -> str | None:
         raise MalformedRequest(
             f"benchdnn direction {direction[:32]!r}; expected one of {', '.join(_DIRECTIONS)}"
         )
-    if kind == "pool":
-        return f"maxpool{ndim}d_{'fwd' if direction.startswith('FWD') else 'bwd'}"
+    if kind in ("pool", "avg_pool"):
+        name = f"maxpool{ndim}d" if kind == "pool" else "avg_pool"
+        return f"{name}_{'fwd' if direction.startswith('FWD') else 'bwd'}"
     return _DIRECTIONS[direction] if kind == "conv" else None

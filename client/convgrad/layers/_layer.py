@@ -12,13 +12,15 @@ from convgrad.errors import MalformedRequest
 
 __all__ = ["KINDS", "Kind", "Layer", "Sizes", "padding_after", "pairs", "per_dimension"]
 
-Kind = Literal["conv", "deconv", "pool", "separable"]
+Kind = Literal["conv", "deconv", "pool", "avg_pool", "adaptive_pool", "separable"]
 Sizes = tuple[int, ...]
-KINDS: tuple[Kind, ...] = ("conv", "deconv", "pool", "separable")
+KINDS: tuple[Kind, ...] = ("conv", "deconv", "pool", "avg_pool", "adaptive_pool", "separable")
 _TITLES = {
     "conv": "convolution",
     "deconv": "transposed convolution",
     "pool": "max pooling",
+    "avg_pool": "average pooling",
+    "adaptive_pool": "adaptive pooling",
     "separable": "depthwise-separable convolution",
 }
 # No tensor that a server takes has more in one dimension.
@@ -30,8 +32,10 @@ class Layer:
     """The sizes and the geometry of one layer; lists are in the order D, H, W.
 
     A ``conv`` maps [N, C, *input_size] to [N, K, *output_size], a ``deconv`` does so transposed. A
-    ``pool`` has no weight; a ``separable`` is a depthwise convolution and then a 1x1 one.
-    ``padding`` is a (before, after) pair a dimension. ``dtype``, ``layout`` and ``operation`` are
+    ``pool`` is max pooling, an ``avg_pool`` average pooling; an ``adaptive_pool`` has
+    ``adaptive_size`` and no window, so ``kernel_size``, ``stride``, ``padding`` and ``dilation``
+    are empty. A ``separable`` is a depthwise convolution and then a 1x1 one. ``padding`` is a
+    (before, after) pair per dimension. ``dtype``, ``layout`` and ``operation`` are
     None where the words did not say them.
 
     Raises
@@ -52,6 +56,8 @@ class Layer:
     dilation: Sizes
     output_padding: Sizes = ()
     ceil_mode: bool = False
+    count_include_pad: bool = True
+    adaptive_size: Sizes = ()
     bias: bool = False
     dtype: DType | None = None
     layout: str | None = None
@@ -63,12 +69,14 @@ class Layer:
             raise MalformedRequest(
                 f"the layer has {self.ndim} spatial dimensions; expected 1, 2 or 3"
             )
-        lists = {
-            "input_size": self.input_size,
-            "kernel_size": self.kernel_size,
-            "stride": self.stride,
-            "dilation": self.dilation,
-        }
+        if self.kind == "adaptive_pool":
+            lists = {"adaptive_size": self.adaptive_size}
+        else:
+            lists = {
+                "kernel_size": self.kernel_size,
+                "stride": self.stride,
+                "dilation": self.dilation,
+            }
         for name, values in lists.items():
             if len(values) != self.ndim:
                 raise MalformedRequest(
@@ -81,6 +89,7 @@ class Layer:
             "input channels": [self.in_channels],
             "output channels": [self.out_channels],
             "groups": [self.groups],
+            "input_size": self.input_size,
             **lists,
         }
         for name, numbers in counts.items():
@@ -105,24 +114,30 @@ class Layer:
     @property
     def ndim(self) -> int:
         """Spatial dimensions."""
-        return len(self.kernel_size)
+        return len(self.input_size)
+
+    @property
+    def pools(self) -> bool:
+        """Whether it is a pooling of any kind, which has no weight."""
+        return self.kind in ("pool", "avg_pool", "adaptive_pool")
 
     @property
     def output_size(self) -> Sizes:
         """The spatial size of the output."""
+        if self.kind == "adaptive_pool":
+            return self.adaptive_size
         return tuple(self._output_along(axis) for axis in range(self.ndim))
 
     @property
     def title(self) -> str:
         """A line for people: what it is, and its sizes."""
         channels = (
-            f"{self.in_channels}"
-            if self.kind == "pool"
-            else f"{self.in_channels} → {self.out_channels}"
+            f"{self.in_channels}" if self.pools else f"{self.in_channels} → {self.out_channels}"
         )
         more = f", {self.groups} groups" if self.groups > 1 else ""
+        window = f" {_by(self.kernel_size)}" if self.kernel_size else ""
         return (
-            f"{_TITLES[self.kind]} {_by(self.kernel_size)}, {channels} channels{more}, "
+            f"{_TITLES[self.kind]}{window}, {channels} channels{more}, "
             f"{_by(self.input_size)} → {_by(self.output_size)}, batch {self.batch}"
         )
 
@@ -133,7 +148,7 @@ class Layer:
     def normalised(self) -> Layer:
         """The same layer as benchdnn can say it: the padding after follows from the sizes, see
         `padding_after`, and what ``ceil_mode`` hangs over the end is padding."""
-        if self.kind == "deconv":
+        if self.kind in ("deconv", "adaptive_pool"):
             return self
         padding = tuple(
             (before, padding_after(size, out, before, s, d * (k - 1) + 1))

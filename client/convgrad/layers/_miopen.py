@@ -93,10 +93,12 @@ def parse_miopen(text: str) -> Layer:
     command, options = words[0], _options(words[1:])
     pools = command.startswith("pool")
     mode = options.get("m", "max" if pools else "conv")
-    if mode not in (("max",) if pools else ("conv", "trans")):
+    if mode not in (("max", "avg", "avg_in") if pools else ("conv", "trans")):
         raise MalformedRequest(f"MIOpenDriver mode {mode[:32]!r} is not computed here")
     ndim = _number(options, "_", 3 if "!" in options else 2)
-    kind: Kind = "pool" if pools else "deconv" if mode == "trans" else "conv"
+    kind: Kind = "deconv" if mode == "trans" else "conv"
+    if pools:
+        kind = "pool" if mode == "max" else "avg_pool"
     default = 2 if pools else 3
     channels = _number(options, "c", 3)
     layout = options.get("I")
@@ -113,6 +115,7 @@ def parse_miopen(text: str) -> Layer:
         padding=tuple((pad, pad) for pad in padding),
         dilation=_each(options, "dilation", ndim, 1),
         output_padding=_each(options, "more", ndim, 0) if kind == "deconv" else (),
+        count_include_pad=mode != "avg",
         bias=_number(options, "b", 0) == 1,
         dtype=DType(_DTYPES[command[4:]]),
         layout=None if layout in (None, "NCHW", "NCDHW", "NCW") else layout,
@@ -122,14 +125,14 @@ def parse_miopen(text: str) -> Layer:
 
 def to_miopen(layer: Layer) -> str:
     """MIOpenDriver's line for a layer; raises MalformedRequest where it has none."""
-    if layer.kind == "separable" or layer.ndim == 1 or layer.ceil_mode:
+    if layer.kind in ("separable", "adaptive_pool") or layer.ndim == 1 or layer.ceil_mode:
         raise MalformedRequest("MIOpenDriver has no line for such a layer")
     if any(before != after for before, after in layer.padding):
         raise MalformedRequest("MIOpenDriver pads both sides alike; this layer does not")
     dtype = layer.dtype or DType.FLOAT32
-    words = [f"{'pool' if layer.kind == 'pool' else 'conv'}{_SUFFIX[dtype]}"]
+    words = [f"{'pool' if layer.pools else 'conv'}{_SUFFIX[dtype]}"]
     words += ["-n", str(layer.batch), "-c", str(layer.in_channels)]
-    if layer.kind != "pool":
+    if not layer.pools:
         words += ["-k", str(layer.out_channels)]
     if layer.ndim == 3:
         words += ["-_", "3"]
@@ -146,8 +149,10 @@ def to_miopen(layer: Layer) -> str:
         letters = _LETTERS[name][3 - layer.ndim :]
         for letter, number in zip(letters, numbers, strict=True):
             words += [f"-{letter}", str(number)]
-    words += ["-m", {"pool": "max", "deconv": "trans"}.get(layer.kind, "conv")]
-    if layer.kind != "pool":
+    average = "avg_in" if layer.count_include_pad else "avg"
+    modes = {"pool": "max", "avg_pool": average, "deconv": "trans"}
+    words += ["-m", modes.get(layer.kind, "conv")]
+    if not layer.pools:
         words += ["-g", str(layer.groups), "-b", str(int(layer.bias))]
     if layer.layout is not None:
         words += ["-I", layer.layout]
@@ -198,6 +203,7 @@ def _operation(kind: Kind, options: Mapping[str, str], ndim: int) -> str | None:
     direction = _number(options, "F", 0)
     if direction == 0:
         return None
-    if kind == "pool":
-        return f"maxpool{ndim}d_{'fwd' if direction == 1 else 'bwd'}"
+    if kind in ("pool", "avg_pool"):
+        name = f"maxpool{ndim}d" if kind == "pool" else "avg_pool"
+        return f"{name}_{'fwd' if direction == 1 else 'bwd'}"
     return _DIRECTIONS.get(direction) if kind == "conv" else None

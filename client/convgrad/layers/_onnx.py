@@ -15,7 +15,7 @@ from convgrad.layers._layer import Layer, Sizes, per_dimension
 
 __all__ = ["looks_like_onnx", "parse_onnx", "to_onnx"]
 
-_NODE = re.compile(r"^\s*(?:[%\w.:/-]+\s*=\s*)?(Conv|ConvTranspose|MaxPool)\s*[<\[(]")
+_NODE = re.compile(r"^\s*(?:[%\w.:/-]+\s*=\s*)?(Conv|ConvTranspose|MaxPool|AveragePool)\s*[<\[(]")
 _LIST = re.compile(r"(\w+)\s*(?::\s*ints)?\s*=\s*\[\s*([\d\s,-]*)\]")
 _SCALAR = re.compile(r"(\w+)\s*(?::\s*(?:int|string))?\s*=\s*(-?\d{1,12}|[\"']\w+[\"']|[A-Z_]+)")
 _TYPED = re.compile(r"\b(float16|bfloat16|float|double)\s*\[\s*([\d\s,x]+?)\s*\]")
@@ -24,9 +24,14 @@ _DTYPES = {"float16": "float16", "bfloat16": "bfloat16", "float": "float32", "do
 _NAMES = {DType(name): short for short, name in _DTYPES.items()}
 _KNOWN = {
     "auto_pad", "dilations", "group", "kernel_shape", "pads", "strides",
-    "ceil_mode", "storage_order", "output_padding", "output_shape",
+    "ceil_mode", "count_include_pad", "storage_order", "output_padding", "output_shape",
 }  # fmt: skip
-_KINDS = {"Conv": "conv", "ConvTranspose": "deconv", "MaxPool": "pool"}
+_KINDS = {
+    "Conv": "conv",
+    "ConvTranspose": "deconv",
+    "MaxPool": "pool",
+    "AveragePool": "avg_pool",
+}
 
 
 def looks_like_onnx(text: str) -> bool:
@@ -44,21 +49,24 @@ def parse_onnx(text: str) -> Layer:
     """
     found = _NODE.match(text)
     if found is None:
-        raise MalformedRequest(f"{text[:64]!r} is no Conv, ConvTranspose or MaxPool node")
+        raise MalformedRequest(
+            f"{text[:64]!r} is no Conv, ConvTranspose, MaxPool or AveragePool node"
+        )
     name = found[1]
     kind: Any = _KINDS[name]
     attributes, rest = _attributes(text[found.end() - 1 :])
     shapes, dtype = _shapes(rest)
-    wanted = 1 if kind == "pool" else 2
+    pools = kind in ("pool", "avg_pool")
+    wanted = 1 if pools else 2
     if len(shapes) < wanted:
         raise MalformedRequest(
             f"the {name} node comes with {len(shapes)} shapes; expected its input's and, but "
-            "for MaxPool, its weight's, such as (float[32,64,56,56] X, float[64,64,3,3] W)"
+            "for poolings, its weight's, such as (float[32,64,56,56] X, float[64,64,3,3] W)"
         )
     input_shape = shapes[0]
     ndim = len(input_shape) - 2
     groups = attributes.get("group", 1)
-    if kind == "pool":
+    if pools:
         kernel = attributes.get("kernel_shape", ())
         out_channels = input_shape[1]
     else:
@@ -82,25 +90,28 @@ def parse_onnx(text: str) -> Layer:
         dilation=dilation,
         output_padding=per_dimension(attributes.get("output_padding", 0), ndim, "output_padding"),
         ceil_mode=attributes.get("ceil_mode", 0) == 1,
-        bias=len(shapes) > 2 and kind != "pool",
+        count_include_pad=kind != "avg_pool" or attributes.get("count_include_pad", 0) == 1,
+        bias=len(shapes) > 2 and not pools,
         dtype=dtype,
     )
 
 
 def to_onnx(layer: Layer) -> str:
     """The node with its shapes; raises MalformedRequest where it has none."""
-    if layer.kind == "separable":
+    if layer.kind in ("separable", "adaptive_pool"):
         raise MalformedRequest("ONNX has no one node for such a layer")
     name = {kind: name for name, kind in _KINDS.items()}[layer.kind]
     before, after = zip(*layer.padding, strict=True)
     items = [f"dilations = {list(layer.dilation)}", f"kernel_shape = {list(layer.kernel_size)}"]
-    if layer.kind != "pool":
+    if not layer.pools:
         items.insert(1, f"group = {layer.groups}")
     items += [f"pads = {[*before, *after]}", f"strides = {list(layer.stride)}"]
     if layer.kind == "deconv":
         items.append(f"output_padding = {list(layer.output_padding)}")
     if layer.ceil_mode:
         items.append("ceil_mode = 1")
+    if layer.kind == "avg_pool" and layer.count_include_pad:
+        items.append("count_include_pad = 1")
     dtype = _NAMES[layer.dtype or DType.FLOAT32]
     shapes = {"X": (layer.batch, layer.in_channels, *layer.input_size)}
     channels = layer.in_channels, layer.out_channels

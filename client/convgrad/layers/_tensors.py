@@ -23,8 +23,13 @@ class Arguments(NamedTuple):
 
 def operations_of(layer: Layer) -> tuple[str, ...]:
     """The operations that take a layer like this."""
-    if layer.kind == "pool":
-        return tuple(f"maxpool{layer.ndim}d_{way}" for way in ("fwd", "bwd"))
+    if layer.pools:
+        names = {
+            "pool": (f"maxpool{layer.ndim}d", "max_unpool"),
+            "avg_pool": ("avg_pool",),
+            "adaptive_pool": ("adaptive_avg_pool", "adaptive_max_pool"),
+        }[layer.kind]
+        return tuple(f"{name}_{way}" for name in names for way in ("fwd", "bwd"))
     if layer.kind == "separable":
         return ("grouped_conv_conv_fwd",)
     if layer.kind == "deconv":
@@ -242,6 +247,62 @@ def _pool_bwd(layer: Layer, shapes: _Shapes) -> Arguments:
     return Arguments(tensors, _pool(layer, shapes))
 
 
+def _layout(shapes: _Shapes) -> dict[str, Any]:
+    return {} if shapes.name is None else {"layout": shapes.name}
+
+
+def _avg_pool(layer: Layer, shapes: _Shapes) -> dict[str, Any]:
+    if set(layer.dilation) != {1}:
+        raise MalformedRequest("average pooling takes no dilation")
+    parameters = _pool(layer, shapes)
+    del parameters["dilation"]
+    return {**parameters, **({} if layer.count_include_pad else {"count_include_pad": False})}
+
+
+def _avg_pool_fwd(layer: Layer, shapes: _Shapes) -> Arguments:
+    return Arguments({"input": _input(layer, shapes)}, _avg_pool(layer, shapes))
+
+
+def _avg_pool_bwd(layer: Layer, shapes: _Shapes) -> Arguments:
+    size = {"input_size": list(layer.input_size)}
+    return Arguments({"grad_output": _output(layer, shapes)}, {**_avg_pool(layer, shapes), **size})
+
+
+def _adaptive_fwd(layer: Layer, shapes: _Shapes) -> Arguments:
+    size = {"output_size": list(layer.output_size)}
+    return Arguments({"input": _input(layer, shapes)}, {**size, **_layout(shapes)})
+
+
+def _adaptive_avg_bwd(layer: Layer, shapes: _Shapes) -> Arguments:
+    size = {"input_size": list(layer.input_size)}
+    return Arguments({"grad_output": _output(layer, shapes)}, {**size, **_layout(shapes)})
+
+
+def _adaptive_max_bwd(layer: Layer, shapes: _Shapes) -> Arguments:
+    tensors = {"grad_output": _output(layer, shapes), "input": _input(layer, shapes)}
+    return Arguments(tensors, _layout(shapes))
+
+
+def _unpool_fwd(layer: Layer, shapes: _Shapes) -> Arguments:
+    """What undoes the pooling: its output is the unpooling's input."""
+    padding = [before for before, _ in layer.padding]
+    if any(before != after for before, after in layer.padding):
+        raise MalformedRequest("max unpooling takes the same padding on both sides")
+    pooled = _output(layer, shapes)
+    parameters = {
+        "kernel_size": list(layer.kernel_size),
+        "stride": list(layer.stride),
+        "padding": padding,
+        "output_size": list(layer.input_size),
+    }
+    return Arguments({"input": pooled, "indices": pooled}, {**parameters, **_layout(shapes)})
+
+
+def _unpool_bwd(layer: Layer, shapes: _Shapes) -> Arguments:
+    tensors = {"grad_output": _input(layer, shapes), "indices": _output(layer, shapes)}
+    return Arguments(tensors, _layout(shapes))
+
+
 _MAKERS: Mapping[str, Callable[[Layer, _Shapes], Arguments]] = {
     "conv_fwd": _conv_fwd,
     "conv_bwd_data": _conv_bwd_data,
@@ -254,8 +315,14 @@ _MAKERS: Mapping[str, Callable[[Layer, _Shapes], Arguments]] = {
     "conv_double_backward": _double_backward,
     "conv_transpose_double_backward": _double_backward,
     "grouped_conv_conv_fwd": _separable,
-    "maxpool2d_fwd": _pool_fwd,
-    "maxpool3d_fwd": _pool_fwd,
-    "maxpool2d_bwd": _pool_bwd,
-    "maxpool3d_bwd": _pool_bwd,
+    **{f"maxpool{ndim}d_fwd": _pool_fwd for ndim in (1, 2, 3)},
+    **{f"maxpool{ndim}d_bwd": _pool_bwd for ndim in (1, 2, 3)},
+    "max_unpool_fwd": _unpool_fwd,
+    "max_unpool_bwd": _unpool_bwd,
+    "avg_pool_fwd": _avg_pool_fwd,
+    "avg_pool_bwd": _avg_pool_bwd,
+    "adaptive_avg_pool_fwd": _adaptive_fwd,
+    "adaptive_max_pool_fwd": _adaptive_fwd,
+    "adaptive_avg_pool_bwd": _adaptive_avg_bwd,
+    "adaptive_max_pool_bwd": _adaptive_max_bwd,
 }

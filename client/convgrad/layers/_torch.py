@@ -15,18 +15,29 @@ from convgrad.layers._layer import Layer, pairs, per_dimension
 __all__ = ["looks_like_torch", "parse_torch", "to_torch"]
 
 _MODULE = re.compile(
-    r"^(?:torch\.nn\.|nn\.)?(Conv|ConvTranspose|MaxPool)([123])d\((.*?)\)\s*"
+    r"^(?:torch\.nn\.|nn\.)?(Conv|ConvTranspose|MaxPool|MaxUnpool|AvgPool|AdaptiveAvgPool|AdaptiveMaxPool)([123])d\((.*?)\)\s*"
     r"(?:(?:on|input|@)[\s=:]*(.+))?$",
     re.DOTALL,
 )
 _NUMBER = re.compile(r"\d{1,12}")
-_KINDS = {"Conv": "conv", "ConvTranspose": "deconv", "MaxPool": "pool"}
+_KINDS = {
+    "Conv": "conv",
+    "ConvTranspose": "deconv",
+    "MaxPool": "pool",
+    "MaxUnpool": "pool",
+    "AvgPool": "avg_pool",
+    "AdaptiveAvgPool": "adaptive_pool",
+    "AdaptiveMaxPool": "adaptive_pool",
+}
 _POSITIONAL = {
     "conv": ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation",
              "groups", "bias", "padding_mode"),
     "deconv": ("in_channels", "out_channels", "kernel_size", "stride", "padding",
                "output_padding", "groups", "bias", "dilation", "padding_mode"),
     "pool": ("kernel_size", "stride", "padding", "dilation", "return_indices", "ceil_mode"),
+    "avg_pool": ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad",
+                 "divisor_override"),
+    "adaptive_pool": ("output_size", "return_indices"),
 }  # fmt: skip
 
 
@@ -69,26 +80,59 @@ def parse_torch(text: str) -> Layer:
         )
     if values.get("padding_mode", "zeros") != "zeros":
         raise MalformedRequest(f"padding_mode {values['padding_mode']!r}; expected 'zeros'")
+    if kind == "adaptive_pool":
+        return _adaptive(name, values, sizes)
+    if values.get("divisor_override") is not None:
+        raise MalformedRequest("give divisor_override as a field of the request, not in the layer")
     if "kernel_size" not in values:
         raise MalformedRequest(f"{name}{ndim}d does not say its kernel_size")
     kernel = per_dimension(values["kernel_size"], ndim, "kernel_size")
-    default = kernel if kind == "pool" else 1
+    pools = kind in ("pool", "avg_pool")
+    default = kernel if pools else 1
     stride = per_dimension(values.get("stride") or default, ndim, "stride")
     dilation = per_dimension(values.get("dilation", 1), ndim, "dilation")
+    padding = _padding(values.get("padding", 0), kernel, dilation)
+    input_size = sizes[2:]
+    if name == "MaxUnpool":  # the pooling that it undoes
+        input_size = tuple(
+            (size - 1) * s + k - sum(pads)
+            for size, s, k, pads in zip(input_size, stride, kernel, padding, strict=True)
+        )
     return Layer(
         kind=kind,
         batch=sizes[0],
         in_channels=channels,
         out_channels=values.get("out_channels", channels),
         groups=values.get("groups", 1),
-        input_size=sizes[2:],
+        input_size=input_size,
         kernel_size=kernel,
         stride=stride,
-        padding=_padding(values.get("padding", 0), kernel, dilation),
+        padding=padding,
         dilation=dilation,
         output_padding=per_dimension(values.get("output_padding", 0), ndim, "output_padding"),
         ceil_mode=bool(values.get("ceil_mode", False)),
-        bias=kind != "pool" and bool(values.get("bias", True)),
+        count_include_pad=bool(values.get("count_include_pad", True)),
+        bias=not pools and bool(values.get("bias", True)),
+    )
+
+
+def _adaptive(name: str, values: dict[str, Any], sizes: tuple[int, ...]) -> Layer:
+    ndim = len(sizes) - 2
+    wanted = values.get("output_size")
+    if not isinstance(wanted, int | tuple | list):
+        raise MalformedRequest(f"{name}{ndim}d does not say its output_size")
+    return Layer(
+        kind="adaptive_pool",
+        batch=sizes[0],
+        in_channels=sizes[1],
+        out_channels=sizes[1],
+        input_size=sizes[2:],
+        adaptive_size=per_dimension(wanted, ndim, "output_size"),
+        kernel_size=(),
+        stride=(),
+        padding=(),
+        dilation=(),
+        operation=f"adaptive_{'avg' if name == 'AdaptiveAvgPool' else 'max'}_pool_fwd",
     )
 
 
@@ -96,22 +140,28 @@ def to_torch(layer: Layer) -> str:
     """The module's repr and its input's shape; raises MalformedRequest where it has none."""
     if layer.kind == "separable" or any(a != b for a, b in layer.padding):
         raise MalformedRequest("PyTorch has no one module for such a layer")
-    name = {kind: name for name, kind in _KINDS.items()}[layer.kind]
+    shape = "x".join(map(str, (layer.batch, layer.in_channels, *layer.input_size)))
+    if layer.kind == "adaptive_pool":
+        name = "Max" if layer.operation == "adaptive_max_pool_fwd" else "Avg"
+        return f"Adaptive{name}Pool{layer.ndim}d(output_size={layer.adaptive_size!r}) on {shape}"
+    name = {kind: name for name, kind in reversed(_KINDS.items())}[layer.kind]
     padding = tuple(before for before, _ in layer.padding)
     items = [
         f"kernel_size={layer.kernel_size!r}",
         f"stride={layer.stride!r}",
         f"padding={padding!r}",
-        f"dilation={layer.dilation!r}",
     ]
-    if layer.kind == "pool":
+    if layer.kind != "avg_pool":
+        items.append(f"dilation={layer.dilation!r}")
+    elif not layer.count_include_pad:
+        items.append("count_include_pad=False")
+    if layer.pools:
         items.append(f"ceil_mode={layer.ceil_mode}")
     else:
         items = [str(layer.in_channels), str(layer.out_channels), *items]
         items += [f"groups={layer.groups}", f"bias={layer.bias}"]
     if layer.kind == "deconv":
         items.append(f"output_padding={layer.output_padding!r}")
-    shape = "x".join(map(str, (layer.batch, layer.in_channels, *layer.input_size)))
     return f"{name}{layer.ndim}d({', '.join(items)}) on {shape}"
 
 

@@ -41,6 +41,7 @@ GPU, and true float32 elsewhere.
 
 from __future__ import annotations
 
+from convgrad.torch import nn
 from convgrad.torch._backends import Backend, Geometry, Operation, Runner
 from convgrad.torch._functional import (
     conv1d,
@@ -117,6 +118,7 @@ __all__ = [
     "max_unpool1d",
     "max_unpool2d",
     "max_unpool3d",
+    "nn",
     "report",
     "use",
 ]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from importlib.metadata import entry_points
+from functools import partial
 from typing import Any
 
 import torch
 
-from convgrad.errors import DeviceUnavailable
+from convgrad._bridges import find_executor
 from convgrad.torch._backends import Operation, Runner
 from convgrad.torch._tensors import (
     DTYPES,
@@ -51,7 +50,7 @@ class Local:
 
     def __init__(self, *, wait: bool = True) -> None:
         self._wait = wait
-        self._executor = _find_executor()
+        self._executor = find_executor()
 
     def prepare(
         self, operation: Operation, tensors: Sequence[torch.Tensor], *, channels_last: bool
@@ -134,14 +133,3 @@ def _stream_of(device: torch.device) -> Callable[[], int]:
     if direct is not None:
         return partial(direct, index)
     return lambda: torch.cuda.current_stream(device).cuda_stream
-
-
-@lru_cache(maxsize=1)
-def _find_executor() -> Any:
-    for entry in entry_points(group="convgrad.executors"):
-        return entry.load()
-    raise DeviceUnavailable(
-        "Local computes in this process and needs the service, which is not installed here: "
-        "pip install 'convgrad[service]' (and 'convgrad[cuda13]' for a GPU), or call "
-        "convgrad.torch.use(convgrad.torch.Remote(url))"
-    )

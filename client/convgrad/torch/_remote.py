@@ -9,38 +9,30 @@ from typing import Any
 import torch
 
 from convgrad import Client, calls
+from convgrad._bridges import RemoteBackend
 from convgrad.torch._backends import Operation, Runner
 from convgrad.torch._tensors import contract_layout, contract_order, to_numpy, to_torch, torch_order
 
 __all__ = ["Remote"]
 
 
-class Remote:
-    """Sends each pass to a server; tensors on any device, copied by way of the host.
+class Remote(RemoteBackend):
+    """Sends each pass to a server; tensors on a GPU are copied to the host first.
 
     Parameters
     ----------
     url : str, optional
         The server, as `convgrad.Client` takes it.
     client : convgrad.Client, optional
-        A client to use instead, which stays the caller's to close.
+        A client to use instead; the caller closes it.
     **options
         Passed to `convgrad.Client`, e.g. ``transport="shm"`` for a server on this host.
 
     Raises
     ------
     convgrad.ClientError
-        While computing: the way to the server failed; or any `convgrad.ServiceError` of it.
+        While computing: the server could not be reached; or any `convgrad.ServiceError` of it.
     """
-
-    def __init__(
-        self, url: str | None = None, *, client: Client | None = None, **options: Any
-    ) -> None:
-        self._own = client is None
-        if client is None:
-            client = Client(url, **options) if url is not None else Client(**options)
-        self._client = client
-        self.name = f"remote {url}" if url else "remote"
 
     def prepare(
         self, operation: Operation, tensors: Sequence[torch.Tensor], *, channels_last: bool
@@ -49,17 +41,9 @@ class Remote:
         layout = contract_layout(tensors[0].dim(), channels_last)
         return _Request(self._client, operation, {**operation.parameters, **layout}, channels_last)
 
-    def close(self) -> None:
-        """Close the client's connections, unless the client was given."""
-        if self._own:
-            self._client.close()
-
-    def __repr__(self) -> str:
-        return f"Remote({self.name})"
-
 
 class _Request:
-    """Asks a server. See `Runner`."""
+    """Sends one operation to a server. See `Runner`."""
 
     def __init__(
         self, client: Client, operation: Operation, parameters: dict[str, Any], channels_last: bool

@@ -11,8 +11,6 @@ from typing import Literal
 from convgrad.errors import DeviceUnavailable
 from convgrad_service.backends.base import ServingBackend
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.backends.cuda import CudaBackend
-from convgrad_service.backends.cuda.compile import DEFAULT_CACHE
 
 __all__ = ["BackendName", "BackendOptions", "backend_named"]
 
@@ -48,6 +46,10 @@ def _cpu(options: BackendOptions) -> ServingBackend:
 
 
 def _cuda(options: BackendOptions) -> ServingBackend:
+    # Here, so that processes that do not compute on a GPU start half a second of a core sooner.
+    from convgrad_service.backends.cuda.backend import CudaBackend
+    from convgrad_service.backends.cuda.compile import DEFAULT_CACHE
+
     return CudaBackend(device=options.device, cache=options.kernel_cache or DEFAULT_CACHE)
 
 

@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.check._verify import Judged, OwnResult, judge
-from convgrad.check.philox import fill
+from convgrad.check.philox import fill, spread_indices
 from convgrad.check.references import PART_ELEMENTS
 from convgrad.contract.again import again
 from convgrad.contract.examinations import RESULT_ROLES
@@ -22,6 +23,7 @@ from convgrad.contract.verification import Inputs
 from convgrad.errors import DeadlineExceeded, UnsupportedProblem
 from convgrad_service.backends.base import Outcome, ServingBackend
 from convgrad_service.cgroups import usable_cores
+from convgrad_service.problems import MaxUnpoolBwd, MaxUnpoolFwd, Problem
 from convgrad_service.problems.examinations import DRAWN, OURS, Examination, Verify
 
 __all__ = ["draw_inputs", "refuse_if", "verify"]
@@ -118,8 +120,18 @@ def draw_inputs(
     for name in problem.drawn:
         check()
         drawn[name] = out[f"{DRAWN}{name}"]
-        fill(name, drawn[name], problem.seed, problem.distribution)
+        if name == "indices":
+            drawn[name][...] = _indices(problem.subject)
+        else:
+            fill(name, drawn[name], problem.seed, problem.distribution)
     return drawn
+
+
+def _indices(subject: Problem) -> Array:
+    """Valid indices for a max unpooling."""
+    assert isinstance(subject, MaxUnpoolFwd | MaxUnpoolBwd)  # noqa: S101
+    shape = subject.inputs["indices"].shape
+    return spread_indices(shape, prod(subject.output_size), subject.layout.name)
 
 
 def _of_role(role: str, problem: Verify, sent: Mapping[str, Array]) -> dict[str, Array]:

@@ -142,7 +142,7 @@ class InferTransport:
             request.refuse_parts()
         return Decoded(
             request_fields(request, described),
-            regions=self._memory.parts(self._context.owner, request),
+            regions=self._memory.parts(self._context.owner, request.regions),
             refuse=lambda _, problem: _refuse_above_message(request, problem),
             timeout_s=request.timeout_s,
             notes=self._notes,

@@ -6,25 +6,29 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 from urllib.parse import parse_qsl
 
 from starlette.types import Receive, Scope, Send
 
 from convgrad.contract import Operation, Request
-from convgrad.contract.base import refuse_unknown
+from convgrad.contract.base import parse_field, refuse_unknown
 from convgrad.contract.verification import Earlier
 from convgrad.errors import MalformedRequest, Overloaded, ProblemTooLarge, ServiceError
+from convgrad.wire.sentences import shown
 from convgrad_service.engine.execution import Execution
 from convgrad_service.engine.hub import JobHandle
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import Decoded, Result
+from convgrad_service.engine.request import Decoded, Result, blank
 from convgrad_service.engine.scheduling.quotas import Caller, KeyLimits, Ticket
 from convgrad_service.http_api.codecs import BODY_FORMS, JSON
 from convgrad_service.http_api.context import context_of
 from convgrad_service.http_api.negotiation import choose_accepted, match_content_type
 from convgrad_service.http_api.problem_details import problem_details
 from convgrad_service.http_api.transport import HttpTransport
+from convgrad_service.oip.request import Region
+from convgrad_service.oip.shared_memory import SharedMemory
 from convgrad_service.problems import Problem
 from convgrad_service.problems.examinations import TimeIt, Verify
 from convgrad_service.server.settings import Settings
@@ -46,10 +50,15 @@ class VerifyEndpoint:
 
     def __init__(self, operation: Operation, pipeline: Pipeline, settings: Settings) -> None:
         self.operation, self.pipeline, self.settings = operation, pipeline, settings
+        self.memory = SharedMemory(
+            pipeline.engine,
+            system=settings.system_shared_memory,
+            cuda=settings.cuda_shared_memory,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arguments = self.operation, self.pipeline, self.settings, scope, receive, send
-        transport = _VerifyTransport(*arguments)
+        transport = _VerifyTransport(self.memory, *arguments)
         try:
             await self.pipeline.run(transport.request, transport)
         finally:
@@ -102,6 +111,32 @@ class _BodyTransport(HttpTransport):
 
 
 class _VerifyTransport(_BodyTransport):
+    def __init__(self, memory: SharedMemory, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._memory = memory
+
+    def decode(self) -> Decoded:
+        decoded = super().decode()
+        named = "shared_memory"
+        if named not in decoded.fields:
+            return decoded
+        shared = parse_field(self.operation.request, named, decoded.fields[named])
+        for name in shared:
+            if name not in self.operation.tensors or name in decoded.fields:
+                raise MalformedRequest(
+                    f"{named} names {shown(name)}; expected a tensor that is not sent besides: "
+                    f"{', '.join(self.operation.tensors)}"
+                )
+        blanks = {name: blank(each.shape, each.dtype, name=name) for name, each in shared.items()}
+        regions = {
+            name: Region(each.region, each.offset, each.size_bytes) for name, each in shared.items()
+        }
+        return replace(
+            decoded,
+            fields={**decoded.fields, **blanks},
+            regions=self._memory.parts(self.owner, regions),
+        )
+
     def _refuse(self, request: Request, problem: Problem) -> None:
         assert isinstance(problem, Verify)  # noqa: S101
         needed = _REFERENCE_BYTES * problem.sample_elements

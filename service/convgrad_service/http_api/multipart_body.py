@@ -37,7 +37,7 @@ MEDIA_TYPE = "multipart/form-data"
 
 # The parser needs `bytes`, so it gets copies of blocks of this size.
 _BLOCK_BYTES = 2**20
-# A request has some twenty fields, and none but tensors needs a page.
+# A request has some twenty fields, and its parameters are short.
 _MAX_FIELDS = 64
 _MAX_PARAMETER_BYTES = 16 * 1024
 # The server logs refusals itself.

@@ -119,7 +119,7 @@ class _InferTransport(HttpTransport):
         binary = [wanted.binary or wanted.region is not None for wanted in request.outputs]
         return Decoded(
             request_fields(request, described),
-            regions=self.memory.parts(self.owner, request),
+            regions=self.memory.parts(self.owner, request.regions),
             refuse=lambda _, problem: refuse_in_json(request, problem),
             timeout_s=request.timeout_s,
             notes=replace(request, id="") if self._id else request,

@@ -94,7 +94,7 @@ def _describing(pipeline: Pipeline, shared_memory: SharedMemory, settings: Setti
 
     @router.post("/v2/repository/index", summary="All models and whether they take requests.")
     async def index(request: Request) -> JSONResponse:
-        wanted = _index_request(await small_body(request, settings, _MAX_INDEX_BYTES))
+        wanted = _only_ready(await small_body(request, settings, _MAX_INDEX_BYTES))
         try:
             pipeline.require_ready()
         except DeviceUnavailable as error:
@@ -111,7 +111,7 @@ def _describing(pipeline: Pipeline, shared_memory: SharedMemory, settings: Setti
     return router
 
 
-def _index_request(body: bytes) -> bool:
+def _only_ready(body: bytes) -> bool:
     """Return whether only ready models are requested."""
     fields: dict[str, Any] = strict_json.loads_object(body, "the request") if body else {}
     if repository := fields.get("repository_name"):

@@ -127,6 +127,15 @@ class InferRequest:
         """Return the arrays of `answer_names`."""
         return {name: outputs[name] for name in self.answer_names(outputs)}
 
+    @property
+    def regions(self) -> Mapping[str, Region]:
+        """The shared-memory region of each input and output that uses one, by name."""
+        places = [
+            *((tensor.name, tensor.source) for tensor in self.inputs),
+            *((output.name, output.region) for output in self.outputs),
+        ]
+        return {name: place for name, place in places if isinstance(place, Region)}
+
     def sends(self, output: str) -> bool:
         """Whether the answer contains the elements of ``output``."""
         return output not in self.store and self.region_of(output) is None

@@ -10,7 +10,7 @@ from convgrad.errors import UnsupportedProblem
 from convgrad.wire.sentences import shown
 from convgrad_service.engine.hub import Engine
 from convgrad_service.engine.shm.registry import RegionInfo, RegionPart
-from convgrad_service.oip.request import InferRequest, Region
+from convgrad_service.oip.request import Region
 
 __all__ = ["Kind", "Registration", "SharedMemory"]
 
@@ -84,23 +84,18 @@ class SharedMemory:
             for info in await self._engine.list_regions(owner, name, kind == "cuda")
         ]
 
-    def parts(self, owner: str, request: InferRequest) -> Mapping[str, RegionPart]:
-        """Return the region of each of a request's tensors that uses shared memory, by name."""
-        regions = [
-            *((tensor.name, tensor.source) for tensor in request.inputs),
-            *((output.name, output.region) for output in request.outputs),
-        ]
-        parts = {}
-        for name, region in regions:
-            if not isinstance(region, Region):
-                continue
-            if not self._kinds:
-                raise UnsupportedProblem(
-                    f"{name}: the region {shown(region.name)} cannot be used; shared memory is "
-                    "not enabled on this server"
-                )
-            parts[name] = RegionPart(owner, region.name, region.offset, region.size_bytes)
-        return parts
+    def parts(self, owner: str, regions: Mapping[str, Region]) -> Mapping[str, RegionPart]:
+        """Return the owner's regions for these tensors; raises UnsupportedProblem if disabled."""
+        if regions and not self._kinds:
+            name, region = next(iter(regions.items()))
+            raise UnsupportedProblem(
+                f"{name}: the region {shown(region.name)} cannot be used; shared memory is "
+                "not enabled on this server"
+            )
+        return {
+            name: RegionPart(owner, region.name, region.offset, region.size_bytes)
+            for name, region in regions.items()
+        }
 
     def _require(self, kind: Kind) -> None:
         if kind not in self._kinds:

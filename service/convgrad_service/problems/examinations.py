@@ -233,7 +233,7 @@ def _stated(
         shapes.pop("input", None)
         if layer is not None:
             parameters["input_size"] = list(layer.input_size)
-    elif "indices" in shapes:
+    elif "indices" in shapes and not operation.name.startswith("max_unpool"):
         raise MalformedRequest("indices cannot be drawn; send them, or the input in their place")
     return shapes, {**parameters, **said}
 
@@ -249,8 +249,9 @@ def _dtype(request: Any, layer: layers.Layer | None, given: Mapping[str, NDArray
 
 
 def _blank(name: str, shape: tuple[int, ...], dtype: DType) -> NDArray[Any]:
+    own = np.dtype(np.int64) if name == "indices" else dtype.numpy
     try:
-        return np.broadcast_to(np.empty((), dtype.numpy), shape)
+        return np.broadcast_to(np.empty((), own), shape)
     except ValueError:
         raise InvalidProblem(f"{name}: shape {list(shape)} is too large") from None
 

@@ -25,14 +25,19 @@ _log = logging.getLogger("convgrad.serve")
 
 # Stored tensors, pipes to the other processes, libraries.
 _OTHER_DESCRIPTORS = 512
-_SHORTER = {"http_host": "--host", "http_port": "--port"}
+_ALIASES = {"http_host": "--host", "http_port": "--port"}
 _METAVARS = {"bytes": "BYTES", "s": "SECONDS", "count": "N", "FLOP": "FLOPS"}
 
 
 def serve(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGINT or SIGTERM; the exit code: 0, 1 if it cannot listen, 2 for bad settings.
+    """Serve until SIGINT or SIGTERM.
 
-    Prints ``convgrad listens on http://HOST:PORT`` on stdout once it does.
+    Prints ``convgrad listens on http://HOST:PORT`` on stdout once the server listens.
+
+    Returns
+    -------
+    int
+        The exit status: 0, 1 if the server cannot listen, 2 for invalid settings.
     """
     arguments = _parser().parse_args(argv)
     given = {
@@ -42,13 +47,13 @@ def serve(argv: Sequence[str] | None = None) -> int:
     }
     try:
         settings = Settings(**given)
-    except ValidationError as refused:
-        for error in refused.errors(include_url=False):
+    except ValidationError as invalid:
+        for error in invalid.errors(include_url=False):
             sentence = error["msg"].removeprefix("Value error, ")
             if error["loc"]:
                 name = str(error["loc"][0])
-                where = f"{_option(name)} (CONVGRAD_{name.upper()})"
-                sentence = f"{where}: {error['msg']}, got {error['input']!r}"
+                option = f"{_option(name)} (CONVGRAD_{name.upper()})"
+                sentence = f"{option}: {error['msg']}, got {error['input']!r}"
             print(f"convgrad serve: {sentence}", file=sys.stderr)
         return 2
     return _run(settings, arguments.port_file)
@@ -60,7 +65,7 @@ def _run(settings: Settings, port_file: Path | None) -> int:
     from convgrad.errors import DeviceUnavailable
     from convgrad_service.server.composition import prepare_process
     from convgrad_service.server.http_server import listening_socket
-    from convgrad_service.server.process_tree import CannotListen, Tree, run_until_signalled
+    from convgrad_service.server.process_tree import CannotListen, ProcessTree, run_until_signalled
     from convgrad_service.server.tls import TlsError, server_context
 
     try:
@@ -81,7 +86,7 @@ def _run(settings: Settings, port_file: Path | None) -> int:
     def started(grpc_port: int) -> None:
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        # For people and for programs; programs may rather wait for the port file.
+        # Programs should wait for the port file instead of parsing these lines.
         lines = [
             f"convgrad listens on http{secure}://{shown}:{port}",
             f"convgrad listens on grpc{secure}://{shown}:{grpc_port}",
@@ -92,10 +97,10 @@ def _run(settings: Settings, port_file: Path | None) -> int:
             )
         print("\n".join(lines), flush=True)
         if port_file is not None:
-            _write_whole(port_file, f"{port}\n")
+            _write_atomically(port_file, f"{port}\n")
 
     with listening:
-        tree = Tree(settings, listening)
+        tree = ProcessTree(settings, listening)
         try:
             uvloop.run(run_until_signalled(tree, started))
         except (CannotListen, DeviceUnavailable) as error:
@@ -124,8 +129,8 @@ def _allow_descriptors(settings: Settings) -> None:
         )
 
 
-def _write_whole(path: Path, text: str) -> None:
-    # Renamed into place, so that whoever waits for the file never reads half a port.
+def _write_atomically(path: Path, text: str) -> None:
+    # Renamed into place, so that nobody reads a partial port number.
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     partial.write_text(text)
     partial.replace(path)
@@ -136,36 +141,36 @@ def _parser() -> argparse.ArgumentParser:
         prog="convgrad serve",
         usage="%(prog)s [options]",
         description="Serve convolution and pooling gradients over HTTP until interrupted.",
-        epilog="Every option can also be set by the environment variable CONVGRAD_ and its long "
-        "name in capitals (--http-port: CONVGRAD_HTTP_PORT); the command line wins. Bytes may "
-        "be written with a unit: 256MiB, 4GB.",
+        epilog="Every option can also be set by an environment variable: CONVGRAD_ and its long "
+        "name in capitals (--http-port: CONVGRAD_HTTP_PORT). The command line takes precedence. "
+        "Sizes in bytes may have a unit: 256MiB, 4GB.",
     )
     parser.add_argument("--version", action="version", version=f"convgrad {_version.__version__}")
     parser.add_argument(
         "--port-file",
         type=Path,
         metavar="PATH",
-        help="write the port here once the server listens (of use with --port 0)",
+        help="write the port to this file once the server listens (useful with --port 0)",
     )
     for name, field, unit in setting_fields():
-        _add(parser, name, field, unit)
+        _add_setting(parser, name, field, unit)
     return parser
 
 
-def _add(parser: argparse.ArgumentParser, name: str, field: FieldInfo, unit: str) -> None:
+def _add_setting(parser: argparse.ArgumentParser, name: str, field: FieldInfo, unit: str) -> None:
     names = [_option(name)]
-    if name in _SHORTER:
-        names.insert(0, _SHORTER[name])
+    if name in _ALIASES:
+        names.insert(0, _ALIASES[name])
     keywords: dict[str, Any] = {"dest": name, "default": None}
     if field.annotation is bool:
         keywords["action"] = argparse.BooleanOptionalAction
     else:
-        # Read by pydantic, like the environment, so that both take the same spellings.
+        # Parsed by pydantic, like the environment, so that both accept the same spellings.
         choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
         word = _METAVARS.get(unit, name.rpartition("_")[2].upper())
         keywords["metavar"] = f"{{{','.join(choices)}}}" if choices else word
-    shown = "" if field.default is None else f" [{_plain(field.default)}]"
-    keywords["help"] = f"{field.description}{shown}".replace("%", "%%")
+    default = "" if field.default is None else f" [{_formatted(field.default)}]"
+    keywords["help"] = f"{field.description}{default}".replace("%", "%%")
     parser.add_argument(*names, **keywords)
 
 
@@ -173,7 +178,7 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _plain(default: Any) -> str:
+def _formatted(default: Any) -> str:
     readable = getattr(default, "human_readable", None)
     if readable is not None:
         return str(readable(separator="")).replace(".0", "")

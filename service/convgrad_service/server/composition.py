@@ -1,4 +1,4 @@
-"""From settings to an engine: which parts there are, and how large each is."""
+"""Builds an engine and its parts from the settings."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from convgrad_service.server.settings import Settings
 from convgrad_service.server.warm_up import warm_up
 
 __all__ = [
+    "add_metrics",
     "backend_of",
-    "count_in",
     "embedded_pipeline",
     "engine_options",
     "pipeline_on",
@@ -35,18 +35,18 @@ __all__ = [
     "worker_recipe",
 ]
 
-# What stays with the server of the memory that its requests have used: enough that a body in a
-# busy server finds its pages, little enough that a small machine gets them back.
-_KEEP_SHARE, _MOST_KEPT_BYTES = 1 / 4, 2**30
+# How much memory freed by requests the server keeps for later ones, as a share of the budget and at
+# most. Kept pages need not be faulted in again.
+_KEPT_SHARE, _MAX_KEPT_BYTES = 1 / 4, 2**30
 
 
 def engine_options(settings: Settings) -> EngineOptions:
-    """What the settings say of the engine."""
+    """Return the engine's options."""
     budget = memory_budget(settings)
     return EngineOptions(
         tensor_bytes=budget.tensors,
         text_bytes=budget.texts,
-        keep_bytes=min(int(budget.tensors * _KEEP_SHARE), _MOST_KEPT_BYTES),
+        keep_bytes=min(int(budget.tensors * _KEPT_SHARE), _MAX_KEPT_BYTES),
         wait_s=settings.max_memory_wait_s,
         slots=settings.compute_slots,
         max_queue=settings.max_queue,
@@ -61,7 +61,7 @@ def engine_options(settings: Settings) -> EngineOptions:
 
 
 def backend_of(settings: Settings, device: int = 0) -> ServingBackend:
-    """The backend that the settings name; raises DeviceUnavailable where it cannot work."""
+    """Make the backend that the settings name; raises DeviceUnavailable if it cannot work here."""
     options = BackendOptions(
         threads=settings.threads,
         workspace_limit_bytes=memory_budget(settings).workspace,
@@ -72,7 +72,7 @@ def backend_of(settings: Settings, device: int = 0) -> ServingBackend:
 
 
 def worker_recipe(settings: Settings) -> WorkerRecipe:
-    """How a worker with that backend is started in a process of its own."""
+    """Return how to start a worker process with that backend."""
     return WorkerRecipe(
         partial(backend_of, settings),
         settings.compute_slots,
@@ -83,21 +83,21 @@ def worker_recipe(settings: Settings) -> WorkerRecipe:
 
 
 def prepare_process(settings: Settings) -> None:
-    """What every process of a server does first: logs, and malloc before the heap holds much."""
+    """Set up logging and malloc; called first in every process of a server."""
     configure_logs(settings.log_level, settings.log_format)
     if settings.malloc_tuning:
-        keep_large_blocks(min(memory_budget(settings).tensors // 4, _MOST_KEPT_BYTES))
+        keep_large_blocks(min(memory_budget(settings).tensors // 4, _MAX_KEPT_BYTES))
 
 
 def inline_cpu_backend(settings: Settings) -> InlineBackend:
-    """What computes small problems on the spot where workers compute on the CPU."""
+    """Return the CPU backend with which a front end computes small problems itself."""
     workspace_bytes = memory_budget(settings).workspace
     make = partial(CpuBackend, threads=1, workspace_limit_bytes=workspace_bytes)
     return InlineBackend(CpuBackend.name, make)
 
 
 def pipeline_on(engine: Engine, settings: Settings) -> Pipeline:
-    """A front end's dataplane on an engine, wherever that is."""
+    """Make a front end's pipeline on a local or remote engine."""
     return Pipeline(
         engine,
         limits=Limits(
@@ -108,61 +108,61 @@ def pipeline_on(engine: Engine, settings: Settings) -> Pipeline:
 
 
 def embedded_pipeline(settings: Settings, backend: ServingBackend | None = None) -> Pipeline:
-    """A dataplane with an engine of its own in this process."""
+    """Make a pipeline with its own engine in this process."""
     hub = embedded_hub(backend or backend_of(settings), engine_options(settings))
-    count_in(hub)
+    add_metrics(hub)
     return pipeline_on(hub, settings)
 
 
-def count_in(hub: Hub) -> Metrics:
-    """Have the hub count what it is told of, for Prometheus."""
+def add_metrics(hub: Hub) -> Metrics:
+    """Create the hub's Prometheus metrics."""
     metrics = Metrics(hub.backend)
     schedule, memory = hub.schedule, hub.memory
-    metrics.gauge("convgrad_queue_depth", "Problems that wait.", lambda: schedule.waiting)
-    metrics.gauge("convgrad_running", "Problems that compute.", lambda: schedule.running)
-    metrics.gauge("convgrad_workers", "Workers that take problems.", lambda: schedule.workers)
+    metrics.gauge("convgrad_queue_depth", "Problems waiting.", lambda: schedule.waiting)
+    metrics.gauge("convgrad_running", "Problems running.", lambda: schedule.running)
+    metrics.gauge("convgrad_workers", "Workers that accept problems.", lambda: schedule.workers)
     metrics.total("convgrad_workers_lost", "Workers that have died.", lambda: schedule.deaths)
     children, by_name = hub.children, ("name",)
     metrics.gauge(
         "convgrad_front_ends_missing",
-        "Front ends that do not serve.",
+        "Front ends that are not serving.",
         lambda: len(children.missing),
     )
     metrics.totals(
         "convgrad_children_ended",
-        "Processes of the server that have ended without being told to.",
+        "Child processes that exited unexpectedly.",
         by_name,
         lambda: {(name,): count for name, count in children.ended.items()},
     )
     metrics.totals(
         "convgrad_children_hung",
-        "Of those, processes that were ended because they were silent or made no progress.",
+        "Of those, processes killed because they sent no heartbeats or made no progress.",
         by_name,
         lambda: {(name,): count for name, count in children.hung.items()},
     )
     metrics.totals(
         "convgrad_child_start_failures",
-        "Attempts to start such a process that failed; each is followed by another.",
+        "Failed attempts to start a child process; each is retried.",
         by_name,
         lambda: {(name,): count for name, count in children.failed_starts.items()},
     )
     metrics.gauge(
         "convgrad_inflight_bytes",
-        "Memory that the tensors of requests in flight hold.",
+        "Memory held by the tensors of requests in flight.",
         lambda: memory.used_bytes,
     )
     metrics.gauge(
         "convgrad_memory_waiting",
-        "Requests that wait for memory for their tensors or their JSON text.",
+        "Requests waiting for memory for their tensors or their JSON text.",
         lambda: memory.waiting + hub.texts.waiting,
     )
     metrics.gauge(
         "convgrad_stored_bytes",
-        "Memory that stored tensors hold.",
+        "Memory held by stored tensors.",
         lambda: hub.tensors.used_bytes,
     )
-    _count_keys(metrics, hub)
-    _count_devices(metrics, hub)
+    _add_key_metrics(metrics, hub)
+    _add_device_metrics(metrics, hub)
     metrics.gauge("convgrad_threads", "Threads of the process.", threading.active_count)
     triton = TritonMetrics(hub.inferences.all, lambda: float(schedule.waiting))
     metrics.more.append(triton.exposition)
@@ -170,12 +170,12 @@ def count_in(hub: Hub) -> Metrics:
     return metrics
 
 
-def _count_keys(metrics: Metrics, hub: Hub) -> None:
-    """What keys that have limits use of them. Names are those of the file of keys, no others."""
+def _add_key_metrics(metrics: Metrics, hub: Hub) -> None:
+    """Add the usage of keys that have limits, labelled with their names in the key file."""
     by_key = ("key",)
 
     def keys() -> Iterable[tuple[str, Usage]]:
-        """Without the counts of timings, whose names are no key's."""
+        # A name with a slash is a quota of timings, not a key.
         return ((name, usage) for name, usage in hub.quotas.used.items() if "/" not in name)
 
     metrics.gauges(
@@ -186,13 +186,13 @@ def _count_keys(metrics: Metrics, hub: Hub) -> None:
     )
     metrics.gauges(
         "convgrad_key_inflight_bytes",
-        "Memory that the tensors of such a key's requests in flight hold.",
+        "Memory held by the tensors of such a key's requests in flight.",
         by_key,
         lambda: {(name,): usage.size_bytes for name, usage in keys()},
     )
     metrics.totals(
         "convgrad_key_refused",
-        "Requests refused because of an API key's limit, by the limit.",
+        "Requests refused because of an API key's limit, by limit.",
         ("key", "limit"),
         lambda: {
             (name, limit): count for name, usage in keys() for limit, count in usage.refused.items()
@@ -200,8 +200,8 @@ def _count_keys(metrics: Metrics, hub: Hub) -> None:
     )
 
 
-def _count_devices(metrics: Metrics, hub: Hub) -> None:
-    """What the workers say of their devices."""
+def _add_device_metrics(metrics: Metrics, hub: Hub) -> None:
+    """Add what the workers report about their devices."""
 
     def of_each(field: str) -> Labelled:
         return lambda: {
@@ -209,21 +209,21 @@ def _count_devices(metrics: Metrics, hub: Hub) -> None:
         }
 
     by_device = ("device",)
-    # So that a series of a device can be joined with those of NVIDIA's own exporter.
+    # The UUID joins these series with those of NVIDIA's DCGM exporter.
     metrics.gauges(
         "convgrad_device_info",
-        "Always 1; uuid is a GPU's, empty for the CPU.",
+        "Always 1; uuid is the GPU's, empty for the CPU.",
         ("device", "uuid"),
         lambda: {(str(index), vitals.uuid): 1.0 for index, vitals in hub.vitals().items()},
     )
     for name, text, field in (
-        ("memory_used_bytes", "Memory of a device in use, whoever uses it.", "memory_used_bytes"),
+        ("memory_used_bytes", "Memory of a device in use by any process.", "memory_used_bytes"),
         ("memory_total_bytes", "Memory of a device.", "memory_total_bytes"),
     ):
         metrics.gauges(f"convgrad_device_{name}", text, by_device, of_each(field))
     for name, text, field in (
-        ("cache_hits", "Kernels needed first that lay compiled in the cache.", "kernels_found"),
-        ("cache_misses", "Kernels needed first that had to be compiled.", "kernels_compiled"),
-        ("compile_seconds", "Time that compiling kernels took.", "compile_s"),
+        ("cache_hits", "Kernels found in the cache on first use.", "kernels_found"),
+        ("cache_misses", "Kernels compiled on first use.", "kernels_compiled"),
+        ("compile_seconds", "Time spent compiling kernels.", "compile_s"),
     ):
         metrics.totals(f"convgrad_kernel_{name}", text, by_device, of_each(field))

@@ -1,8 +1,8 @@
-"""Connections as they come: accepted here, and served here or handed over to other processes.
+"""Accepts connections and serves them in this process or dispatches them to others, round robin.
 
-Processes that accept from one socket take what they see first: of sixteen connections that come
-together one process gets most, and the others idle. So the hub accepts, and deals them out in turn.
-A connection that is handed over costs a tenth of a millisecond once; its requests cost nothing.
+If several processes accept from one socket, one of them gets most of the connections that arrive
+together, and the others idle. Instead the hub accepts all of them. Passing a connection to another
+process costs a tenth of a millisecond, once per connection.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ __all__ = ["Acceptor", "ConnectionDispatcher", "receive_connections"]
 
 _log = logging.getLogger("convgrad.serve")
 _BACKLOG = 2048
-# What is accepted before anything else gets its turn.
-_AT_ONCE = 64
-# Where the system is out of descriptors or memory, what waits in the backlog is tried again.
-_PAUSE_S = 0.1
-_COMPLAINT_INTERVAL_S = 10.0
-# After a connection that was refused because there are too many: the next such waits so long.
+# Connections accepted before the event loop runs anything else.
+_BATCH = 64
+# Pause before accepting again when the system is out of descriptors or memory.
+_ERROR_PAUSE_S = 0.1
+_ERROR_LOG_INTERVAL_S = 10.0
+# Pause after a connection was refused because there are too many.
 _REFUSED_PAUSE_S = 0.01
 
-Take = Callable[[socket.socket], bool]
-"""Called with a connection, which it owns then; False where it was refused."""
+ConnectionHandler = Callable[[socket.socket], bool]
+"""Takes ownership of a connection; returns False if it refused it."""
 
 
 class Acceptor:
-    """Accepts from a bound socket while it is open. For the loop's thread."""
+    """Accepts connections from a bound socket while it is open. Use on the event loop's thread."""
 
-    def __init__(self, listening: socket.socket, take: Take) -> None:
-        self._listening, self._take = listening, take
+    def __init__(self, listening: socket.socket, handler: ConnectionHandler) -> None:
+        self._listening, self._handler = listening, handler
         self._loop = asyncio.get_running_loop()
         self._is_open = self._is_reading = False
-        self._complain_after_s = 0.0
+        self._next_log_s = 0.0
 
     def open(self) -> None:
-        """Listen, and accept from now on."""
+        """Listen and accept."""
         if not self._is_open:
             self._is_open = True
             self._listening.listen(_BACKLOG)
             self._listening.setblocking(False)
-            self._read()
+            self._start_reading()
 
     def close(self) -> None:
-        """Accept no more; who comes waits in the socket's backlog."""
+        """Stop accepting; new connections wait in the backlog."""
         self._is_open = False
         self._stop_reading()
 
-    def _read(self) -> None:
+    def _start_reading(self) -> None:
         if self._is_open and not self._is_reading:
             self._loop.add_reader(self._listening.fileno(), self._accept)
             self._is_reading = True
@@ -63,88 +63,88 @@ class Acceptor:
 
     def _pause(self, pause_s: float) -> None:
         self._stop_reading()
-        self._loop.call_later(pause_s, self._read)
+        self._loop.call_later(pause_s, self._start_reading)
 
-    def _complain(self, error: OSError) -> None:
+    def _log_error(self, error: OSError) -> None:
         now_s = self._loop.time()
-        if now_s >= self._complain_after_s:
-            self._complain_after_s = now_s + _COMPLAINT_INTERVAL_S
+        if now_s >= self._next_log_s:
+            self._next_log_s = now_s + _ERROR_LOG_INTERVAL_S
             _log.error("connections cannot be accepted: %s", error)
 
     def _accept(self) -> None:
-        for _ in range(_AT_ONCE):
+        for _ in range(_BATCH):
             try:
                 connection, _ = self._listening.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                self._complain(error)
-                self._pause(_PAUSE_S)
+                self._log_error(error)
+                self._pause(_ERROR_PAUSE_S)
                 return
-            if not self._take(connection):
+            if not self._handler(connection):
                 self._pause(_REFUSED_PAUSE_S)
                 return
 
 
 class ConnectionDispatcher:
-    """Accepts from a bound socket and sends each connection to the next of its ``ends``.
+    """Accepts connections from a bound socket and passes them to other processes, round robin.
 
-    For the loop's thread. While there are no ends, connections wait in the socket's backlog.
+    Use on the event loop's thread. While there are no receivers, connections wait in the backlog.
     """
 
     def __init__(self, listening: socket.socket) -> None:
-        self._acceptor = Acceptor(listening, self._deal)
-        self._ends: deque[socket.socket] = deque()
+        self._acceptor = Acceptor(listening, self._dispatch)
+        self._receivers: deque[socket.socket] = deque()
 
-    def add(self, end: socket.socket) -> None:
-        """Deal to this one too: an end of a pair of sockets that keep messages apart."""
-        end.setblocking(False)
-        self._ends.append(end)
+    def add(self, receiver: socket.socket) -> None:
+        """Add a receiving process: this side of its SOCK_SEQPACKET socket pair."""
+        receiver.setblocking(False)
+        self._receivers.append(receiver)
         self._acceptor.open()
 
-    def remove(self, end: socket.socket) -> None:
-        """Deal to it no more, and close it."""
-        if end in self._ends:
-            self._ends.remove(end)
-        end.close()
-        if not self._ends:
+    def remove(self, receiver: socket.socket) -> None:
+        """Remove a receiving process and close its socket."""
+        if receiver in self._receivers:
+            self._receivers.remove(receiver)
+        receiver.close()
+        if not self._receivers:
             self._acceptor.close()
 
-    def _deal(self, connection: socket.socket) -> bool:
-        """Send it to the first end that takes it; to none, and it is closed."""
+    def _dispatch(self, connection: socket.socket) -> bool:
+        """Pass a connection to the next receiver that takes it, or else close it."""
         with connection:
-            for _ in range(len(self._ends)):
-                end = self._ends[0]
-                self._ends.rotate(-1)
+            for _ in range(len(self._receivers)):
+                receiver = self._receivers[0]
+                self._receivers.rotate(-1)
                 try:
-                    socket.send_fds(end, [b"."], [connection.fileno()])
+                    socket.send_fds(receiver, [b"."], [connection.fileno()])
                 except (BlockingIOError, BrokenPipeError, ConnectionResetError):
-                    continue  # it has ended, or has long not looked
+                    continue  # the process has ended, or does not read
                 return True
         return False
 
 
-def receive_connections(end: socket.socket, take: Take) -> None:
-    """Have ``take`` called, on the running loop, with each connection that comes over ``end``."""
+def receive_connections(channel: socket.socket, handler: ConnectionHandler) -> None:
+    """Call ``handler``, on the running event loop, with each connection received on ``channel``."""
     loop = asyncio.get_running_loop()
-    end.setblocking(False)
+    channel.setblocking(False)
 
-    def read() -> None:
-        loop.add_reader(end.fileno(), readable)
+    def start_reading() -> None:
+        loop.add_reader(channel.fileno(), readable)
 
     def readable() -> None:
-        for _ in range(_AT_ONCE):
+        for _ in range(_BATCH):
             try:
-                told, descriptors, _, _ = socket.recv_fds(end, 1, 1)
+                message, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
             except (BlockingIOError, InterruptedError):
                 return
-            if not told:  # the hub has gone
-                loop.remove_reader(end.fileno())
+            if not message:  # the hub has closed its side
+                loop.remove_reader(channel.fileno())
                 return
             for descriptor in descriptors:
-                if not take(socket.socket(fileno=descriptor)):
-                    loop.remove_reader(end.fileno())
-                    loop.call_later(_REFUSED_PAUSE_S, read)
+                if not handler(socket.socket(fileno=descriptor)):
+                    loop.remove_reader(channel.fileno())
+                    loop.call_later(_REFUSED_PAUSE_S, start_reading)
                     return
 
-    read()
+    start_reading()

@@ -1,4 +1,4 @@
-"""The server within another program: an ASGI application with an engine of its own."""
+"""The server embedded in another program, as an ASGI application with its own engine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["create_app"]
 
 
 def create_app(settings: Settings | None = None, backend: ServingBackend | None = None) -> FastAPI:
-    """The server as an ASGI application, with an engine of its own in this process.
+    """Make an ASGI application with its own engine in this process.
 
-    ``settings`` default to the environment's, ``backend`` to the one that they name. The dataplane
+    ``settings`` default to the environment's, ``backend`` to the one that they name. The pipeline
     is at ``app.state.pipeline``, for other transports and for tests.
     """
     settings = settings or Settings()

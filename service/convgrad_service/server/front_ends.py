@@ -1,4 +1,4 @@
-"""The front ends' own processes: HTTP and gRPC, each a pipeline on the hub's engine."""
+"""The HTTP and gRPC front ends: in processes of their own, or in the hub's."""
 
 from __future__ import annotations
 
@@ -32,27 +32,28 @@ __all__ = [
 
 
 class FrontStart(NamedTuple):
-    """What a front end needs to begin; the numbers are descriptors that it was given.
+    """What a front end's process is started with.
 
-    Over ``connections`` those come that the hub has accepted for it. ``beside`` is what it may
-    compute small problems with.
+    ``arena``, ``channel`` and ``connections`` are file descriptors: of the shared arena, of the
+    messages to the hub, and of the socket on which the hub passes accepted connections.
+    ``inline_backend`` computes small problems in the front end itself.
     """
 
     settings: Settings
     arena: int
     channel: int
     connections: int
-    beside: InlineBackend | None
+    inline_backend: InlineBackend | None
 
 
 def http_main(start: FrontStart) -> None:
-    """Serve HTTP on the connections that the hub hands over, until it says otherwise."""
+    """Entry point of an HTTP front end's process: serve until the hub drains it."""
     prepare_process(start.settings)
     uvloop.run(_serve_http(start))
 
 
 def grpc_main(start: FrontStart) -> None:
-    """Serve gRPC until the hub says otherwise."""
+    """Entry point of the gRPC front end's process: serve until the hub drains it."""
     prepare_process(start.settings)
     uvloop.run(_serve_grpc(start))
 
@@ -60,104 +61,110 @@ def grpc_main(start: FrontStart) -> None:
 async def serve_http(
     engine: Engine,
     settings: Settings,
-    announce: Callable[[int], None],
-    ended: asyncio.Event,
+    on_listening: Callable[[int], None],
+    stop: asyncio.Event,
     *,
     listening: socket.socket | None = None,
-    dealt: socket.socket | None = None,
+    dispatched: socket.socket | None = None,
 ) -> None:
-    """Serve HTTP in this process until ``ended`` is set; then what runs may finish.
+    """Serve HTTP in this process until ``stop`` is set, then let running requests finish.
 
-    It listens itself, or gets the connections that others have ``dealt`` it.
+    Connections are accepted from ``listening``, or received over ``dispatched``. ``on_listening``
+    is called with the port, or 0 if connections are dispatched.
     """
     from convgrad_service.http_api.app import app_on
     from convgrad_service.server.http_server import ConvgradServer
 
     app = app_on(pipeline_on(engine, settings), settings)
-    server = ConvgradServer(app, settings, announce=announce, signals=False, dealt=dealt)
-    await _until_ended(server, [] if listening is None else [listening], ended)
+    server = ConvgradServer(
+        app, settings, on_listening=on_listening, signals=False, dispatched=dispatched
+    )
+    await _serve_until(stop, server, [] if listening is None else [listening])
 
 
 async def serve_management(
     engine: Engine,
     settings: Settings,
-    announce: Callable[[int], None],
-    ended: asyncio.Event,
+    on_listening: Callable[[int], None],
+    stop: asyncio.Event,
     *,
     listening: socket.socket,
 ) -> None:
-    """Answer health and metrics on a port of their own until ``ended`` is set."""
+    """Serve health and metrics on the management port until ``stop`` is set."""
     from convgrad_service.http_api.app import management_app
     from convgrad_service.server.http_server import ConvgradServer
 
     app = management_app(pipeline_on(engine, settings))
-    server = ConvgradServer(app, settings, announce=announce, signals=False, plain=True)
-    await _until_ended(server, [listening], ended)
+    server = ConvgradServer(app, settings, on_listening=on_listening, signals=False, tls=False)
+    await _serve_until(stop, server, [listening])
 
 
-async def _until_ended(
-    server: ConvgradServer, sockets: list[socket.socket], ended: asyncio.Event
+async def _serve_until(
+    stop: asyncio.Event, server: ConvgradServer, sockets: list[socket.socket]
 ) -> None:
     serving = asyncio.ensure_future(server.serve(sockets=sockets))
-    finishing = asyncio.ensure_future(ended.wait())
+    stopping = asyncio.ensure_future(stop.wait())
     try:
-        await asyncio.wait({serving, finishing}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
         await serving
     finally:
-        finishing.cancel()
+        stopping.cancel()
         serving.cancel()
 
 
 async def _serve_http(start: FrontStart) -> None:
-    ended = asyncio.Event()
-    engine = await _engine(start, ended)
-    dealt = socket.socket(fileno=start.connections)
+    stop = asyncio.Event()
+    engine = await _remote_hub(start, stop)
     await serve_http(
-        engine, start.settings, lambda port: engine.tell(Listens(port)), ended, dealt=dealt
+        engine,
+        start.settings,
+        lambda port: engine.tell(Listens(port)),
+        stop,
+        dispatched=socket.socket(fileno=start.connections),
     )
 
 
 async def serve_grpc(
     engine: Engine,
     settings: Settings,
-    announce: Callable[[int], None],
-    ended: asyncio.Event,
+    on_listening: Callable[[int], None],
+    stop: asyncio.Event,
 ) -> None:
-    """Serve gRPC in this process until ``ended`` is set; then what runs may finish.
+    """Serve gRPC in this process until ``stop`` is set, then let running calls finish.
 
     Raises
     ------
     OSError
-        It cannot listen where it should.
+        The gRPC port cannot be listened on.
     """
     from convgrad_service.grpc_api.server import GrpcServer
 
     pipeline = pipeline_on(engine, settings)
     server = GrpcServer(pipeline, settings)
-    announce(await server.start())
-    await ended.wait()
+    on_listening(await server.start())
+    await stop.wait()
     pipeline.draining = True
     await server.stop(settings.shutdown_grace_s)
 
 
 async def _serve_grpc(start: FrontStart) -> None:
-    ended = asyncio.Event()
-    engine = await _engine(start, ended)
+    stop = asyncio.Event()
+    engine = await _remote_hub(start, stop)
     try:
-        await serve_grpc(engine, start.settings, lambda port: engine.tell(Listens(port)), ended)
+        await serve_grpc(engine, start.settings, lambda port: engine.tell(Listens(port)), stop)
     except OSError as error:
         engine.tell(Listens(0, str(error)))
-        await ended.wait()
+        await stop.wait()
 
 
-async def _engine(start: FrontStart, ended: asyncio.Event) -> RemoteHub:
-    # Without the hub nothing can be answered or even refused.
+async def _remote_hub(start: FrontStart, stop: asyncio.Event) -> RemoteHub:
+    # Without the hub a front end can neither answer nor refuse, so it exits.
     engine = RemoteHub(
         Arena(start.arena),
-        drained=ended.set,
+        drained=stop.set,
         lost=lambda: os._exit(1),
-        beside=start.beside,
+        beside=start.inline_backend,
         heartbeat_timeout_s=start.settings.heartbeat_timeout_s,
     )
     await engine.open(socket.socket(fileno=start.channel))

@@ -1,4 +1,4 @@
-"""One uvicorn server in one process: how it listens, tells that it does, and ends."""
+"""The uvicorn server of one process: accepting connections, draining, signals."""
 
 from __future__ import annotations
 
@@ -27,16 +27,23 @@ _log = logging.getLogger("convgrad.server")
 
 
 class ConvgradServer(uvicorn.Server):
-    """Serves ``app`` until a signal (unless ``signals`` are others' business) or `should_exit`,
-    then lets what runs finish.
+    """Serves ``app`` until SIGINT, SIGTERM or `should_exit`, then lets running requests finish.
 
-    Connections come from the sockets that it is run with, or over ``dealt``, see
-    `connection_dispatcher`. It accepts them itself, so that those count whose TLS handshake is not
-    over, which uvicorn does not know of.
-    A ``plain`` one speaks no TLS, whatever the settings say.
+    Connections come from the sockets passed to `serve`, or from another process over
+    ``dispatched`` (see `connection_dispatcher`). They are accepted here and not by uvicorn, so that
+    connections in their TLS handshake count towards ``max_connections``.
 
-    While it finishes, it still listens: ``/v2/health/ready`` says no, new work is refused, and a
-    load balancer has time to notice. A second signal ends it at once.
+    While requests finish, the server still listens: ``/v2/health/ready`` fails and new work is
+    refused, so that load balancers can notice. A second signal stops it immediately.
+
+    Parameters
+    ----------
+    on_listening
+        Called with the port once the server listens; with 0 if connections are dispatched to it.
+    signals
+        Whether to handle signals.
+    tls
+        Whether to use TLS if the settings name a certificate.
     """
 
     def __init__(
@@ -44,68 +51,66 @@ class ConvgradServer(uvicorn.Server):
         app: FastAPI,
         settings: Settings,
         *,
-        announce: Callable[[int], None] | None = None,
+        on_listening: Callable[[int], None] | None = None,
         signals: bool = True,
-        dealt: socket.socket | None = None,
-        plain: bool = False,
+        dispatched: socket.socket | None = None,
+        tls: bool = True,
     ) -> None:
-        tls = None if plain else server_context(settings, "http/1.1")
+        context = server_context(settings, "http/1.1") if tls else None
         super().__init__(
             uvicorn.Config(
                 app,
                 http=guarded_protocol(settings),
                 ws="none",
-                # uvloop and httptools are dependencies, not options: named, so that one that is
-                # missing is an error and not a slower server.
+                # Named explicitly, so that a missing dependency is an error, not a slower server.
                 loop="uvloop",
                 lifespan="on",
                 interface="asgi3",
                 log_config=None,
-                access_log=False,  # ours has the request id, see middleware.py
+                access_log=False,  # middleware.py logs requests
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=settings.keep_alive_s,
-                timeout_graceful_shutdown=1,  # what could finish has, see on_tick
-                ssl_context_factory=None if tls is None else (lambda *_: tls),
+                timeout_graceful_shutdown=1,  # on_tick has waited for requests already
+                ssl_context_factory=None if context is None else (lambda *_: context),
             )
         )
         self._pipeline: Pipeline = app.state.pipeline
-        self._grace_s = settings.shutdown_grace_s
-        self._announce, self._signals = announce, signals
-        self._dealt = dealt
+        self._on_listening, self._signals = on_listening, signals
+        self._dispatched = dispatched
         self._acceptors: list[Acceptor] = []
-        self._taking: set[asyncio.Task[object]] = set()
+        self._handshakes: set[asyncio.Task[object]] = set()
         self._settings = settings
-        self._give_up_s: float | None = None
+        self._drain_deadline_s: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening, and say on which port; 0 where others listen."""
+        """Start accepting connections."""
         await super().startup([])
-        if self._dealt is not None:
-            receive_connections(self._dealt, self._take)
-            if self._announce is not None:
-                self._announce(0)
+        if self._dispatched is not None:
+            receive_connections(self._dispatched, self._serve_connection)
+            if self._on_listening is not None:
+                self._on_listening(0)
         for listening in sockets or []:
-            self._acceptors.append(Acceptor(listening, self._take))
+            self._acceptors.append(Acceptor(listening, self._serve_connection))
             self._acceptors[-1].open()
-            if self._announce is not None:
-                self._announce(listening.getsockname()[1])
+            if self._on_listening is not None:
+                self._on_listening(listening.getsockname()[1])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen no more, and let what runs finish."""
+        """Stop accepting connections, and close those that are open."""
         for acceptor in self._acceptors:
             acceptor.close()
-        for taking in self._taking:
-            taking.cancel()
+        for handshake in self._handshakes:
+            handshake.cancel()
         await super().shutdown(sockets)
 
-    def _take(self, connection: socket.socket) -> bool:
-        """Serve a connection, as uvicorn's own server would; False if there are too many."""
+    def _serve_connection(self, connection: socket.socket) -> bool:
+        """Serve a connection as uvicorn would; return False if there are too many."""
         settings, tls = self._settings, self.config.ssl
-        served = len(self.server_state.connections) + len(self._taking)
-        room = served < settings.max_connections
-        if not room and tls is not None:
-            connection.close()  # to say why would take a handshake
+        open_connections = len(self.server_state.connections) + len(self._handshakes)
+        has_room = open_connections < settings.max_connections
+        if not has_room and tls is not None:
+            connection.close()  # answering with an error would need a handshake
             return False
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
@@ -115,22 +120,22 @@ class ConvgradServer(uvicorn.Server):
         )
         loop = asyncio.get_running_loop()
         timeout_s = None if tls is None else settings.header_timeout_s
-        taking = loop.create_task(
+        handshake = loop.create_task(
             loop.connect_accepted_socket(
                 lambda: protocol, connection, ssl=tls, ssl_handshake_timeout=timeout_s
             )
         )
-        self._taking.add(taking)
-        taking.add_done_callback(self._taken)
-        return room
+        self._handshakes.add(handshake)
+        handshake.add_done_callback(self._handshake_done)
+        return has_room
 
-    def _taken(self, taking: asyncio.Task[object]) -> None:
-        self._taking.discard(taking)
-        if not taking.cancelled():
-            taking.exception()  # a handshake that failed, or a client that has gone already
+    def _handshake_done(self, handshake: asyncio.Task[object]) -> None:
+        self._handshakes.discard(handshake)
+        if not handshake.cancelled():
+            handshake.exception()  # ignored: the handshake failed, or the client has disconnected
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second: whether to stop listening and end."""
+        """Return whether to shut down now; uvicorn calls this ten times a second."""
         wants_exit = await super().on_tick(counter)
         if counter % 10 == 0:
             for connection in list(self.server_state.connections):
@@ -139,26 +144,26 @@ class ConvgradServer(uvicorn.Server):
         if not wants_exit or self.force_exit:
             return wants_exit
         now_s = time.monotonic()
-        if self._give_up_s is None:
+        if self._drain_deadline_s is None:
             self._pipeline.draining = True
-            self._give_up_s = now_s + self._grace_s
+            self._drain_deadline_s = now_s + self._settings.shutdown_grace_s
             _log.info("finishing %d requests", len(self.server_state.tasks))
-        return not self.server_state.tasks or now_s > self._give_up_s
+        return not self.server_state.tasks or now_s > self._drain_deadline_s
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal asks to finish, the second to stop now."""
+        """Drain on the first signal, stop immediately on the second."""
         if self.should_exit:
             self.force_exit = True
         self.should_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but an end that was asked for is not raised again: the exit code is 0."""
+        """Handle signals like uvicorn, but do not raise them again: the exit status is 0."""
         if not self._signals or threading.current_thread() is not threading.main_thread():
             yield
             return
-        wanted = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self.handle_exit) for number in wanted}
+        handled = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in handled}
         try:
             yield
         finally:
@@ -167,10 +172,9 @@ class ConvgradServer(uvicorn.Server):
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket bound to ``host`` and ``port`` (0: any free one); raises OSError if it cannot be.
+    """Bind a TCP socket to ``host`` and ``port`` (0: any free port); raises OSError.
 
-    Bound here and not by uvicorn, so that the real port is known and a port in use is an
-    exception, not an exit.
+    uvicorn would exit instead of raising if the port is in use.
     """
     family, _, _, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

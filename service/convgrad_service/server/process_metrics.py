@@ -1,4 +1,4 @@
-"""What a server's processes use, and its connections, as Linux says; elsewhere nothing is said."""
+"""Metrics of a server's processes and connections, from Linux's /proc; none on other systems."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from pathlib import Path
 
 from convgrad_service.engine.telemetry.metrics import Metrics
 
-__all__ = ["count_connections", "count_processes"]
+__all__ = ["add_connection_metrics", "add_process_metrics"]
 
 PROC = Path("/proc")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-# Of /proc/PID/stat, behind the command's name, which may hold spaces.
+# Indices of fields in /proc/PID/stat, counted after the command name, which may contain spaces.
 _USER, _SYSTEM, _RESIDENT = 11, 12, 21
 _ESTABLISHED = "01"
 
 
-def count_processes(metrics: Metrics, processes: Callable[[], Mapping[str, int]]) -> None:
-    """Offer what each process uses; ``processes`` has their ids by name."""
+def add_process_metrics(metrics: Metrics, processes: Callable[[], Mapping[str, int]]) -> None:
+    """Add the resources of each process; ``processes`` returns their ids by name."""
 
     def of_each(read: Callable[[int], float]) -> Callable[[], Mapping[tuple[str, ...], float]]:
         def values() -> Mapping[tuple[str, ...], float]:
             found: dict[tuple[str, ...], float] = {}
             for name, process_id in processes().items():
-                # It may have ended just now.
+                # A process may have just ended.
                 with contextlib.suppress(OSError, IndexError, ValueError):
                     found[(name,)] = read(process_id)
             return found
@@ -42,23 +42,23 @@ def count_processes(metrics: Metrics, processes: Callable[[], Mapping[str, int]]
     )
     metrics.gauges(
         "convgrad_process_resident_bytes",
-        "Memory that each has in RAM; what they share is in all of them.",
+        "Resident memory of each process, shared memory included.",
         labels,
         of_each(lambda process_id: int(_stat(process_id)[_RESIDENT]) * _PAGE_BYTES),
     )
     metrics.gauges(
         "convgrad_process_open_files",
-        "Files and connections that each has open.",
+        "Open file descriptors of each process.",
         labels,
         of_each(lambda process_id: len(os.listdir(PROC / str(process_id) / "fd"))),  # noqa: PTH208
     )
 
 
-def count_connections(metrics: Metrics, ports: Mapping[str, int]) -> None:
-    """Offer how many connections there are to each port, by the port's name."""
+def add_connection_metrics(metrics: Metrics, ports: Mapping[str, int]) -> None:
+    """Add the number of connections to each port, by the port's name."""
     metrics.gauges(
         "convgrad_connections",
-        "Connections that are open, by port: http, grpc or management.",
+        "Open connections by port: http, grpc or management.",
         ("port",),
         lambda: {(name,): count for name, count in _connections(ports).items()},
     )
@@ -89,7 +89,7 @@ def _connections(ports: Mapping[str, int]) -> Mapping[str, int]:
 
 
 def _established(lines: Iterable[str]) -> Iterable[str]:
-    """The local ports of connections, in hexadecimal."""
+    """Yield the local port of each established connection, in hexadecimal."""
     for line in lines:
         _, local, _, state = line.split(maxsplit=4)[:4]
         if state == _ESTABLISHED:

@@ -3,10 +3,10 @@
     clients ── HTTP front ends (2..N) ──┐             ┌── worker (a device each)
     clients ── gRPC front end ──────────┴── hub ──────┴── worker
 
-Messages go along the lines; bodies lie in the arena, which all of them map. With a single HTTP
-front end, it and gRPC's have no processes of their own but the hub's: a small request is answered
-sooner without another process on its way. A small problem on the CPU goes no further than the
-process that was asked, see `engine.workers.inline_executor`.
+Processes exchange messages along these lines; bodies are in the arena, shared memory that all of
+them map. With a single HTTP front end, both front ends run in the hub's process, which makes small
+requests faster. Small problems on the CPU are computed in the front end itself, see
+`engine.workers.inline_executor`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from convgrad_service.engine.telemetry.metrics import Metrics
 from convgrad_service.engine.workers.child_process import Backoff, spawn
 from convgrad_service.engine.workers.process_worker import WorkerRecipe
 from convgrad_service.engine.workers.supervisor import Supervisor
-from convgrad_service.server.composition import count_in, engine_options, worker_recipe
+from convgrad_service.server.composition import add_metrics, engine_options, worker_recipe
 from convgrad_service.server.connection_dispatcher import ConnectionDispatcher
 from convgrad_service.server.front_ends import (
     FrontStart,
@@ -43,25 +43,25 @@ from convgrad_service.server.front_ends import (
     serve_management,
 )
 from convgrad_service.server.http_server import listening_socket
-from convgrad_service.server.process_metrics import count_connections, count_processes
+from convgrad_service.server.process_metrics import add_connection_metrics, add_process_metrics
 from convgrad_service.server.settings import Settings
 
-__all__ = ["CannotListen", "Tree"]
+__all__ = ["CannotListen", "ProcessTree", "run_until_signalled"]
 
 _log = logging.getLogger("convgrad.serve")
 
-# What a front end may take beyond its grace before it is ended.
-_PATIENCE_S = 5.0
-
+# How long a front end may take beyond the shutdown grace before it is killed.
+_EXTRA_GRACE_S = 5.0
 
 _Serve = Callable[[Hub, Settings, Callable[[int], None], asyncio.Event], Coroutine[Any, Any, None]]
+_Main = Callable[[FrontStart], None]
 
 
 class CannotListen(Exception):
-    """A front end could not be started; the sentence says why."""
+    """A front end could not be started; the message says why."""
 
 
-class Tree:
+class ProcessTree:
     """All processes of one server."""
 
     def __init__(
@@ -76,28 +76,29 @@ class Tree:
             backend="",
         )
         recipe = recipe or worker_recipe(settings)
-        self._beside = recipe.beside
+        self._inline_backend = recipe.beside
         if recipe.beside is not None:
             self.hub.compute_inline(recipe.beside)
         self.supervisor = Supervisor(self.hub, recipe, options)
         self._fronts: dict[FrontEnd, tuple[str, subprocess.Popen[bytes]]] = {}
-        self._keeping: list[asyncio.Task[None]] = []
-        self._ended = asyncio.Event()
-        self._here: list[asyncio.Task[None]] = []
-        self._watching: asyncio.Task[None] | None = None
-        self._exiting = asyncio.Event()
+        # Tasks of the front ends, in processes of their own or here; and of all that serve here.
+        self._front_tasks: list[asyncio.Task[None]] = []
+        self._local_tasks: list[asyncio.Task[None]] = []
+        self._watchdog: asyncio.Task[None] | None = None
+        self._stop_front_ends = asyncio.Event()
+        self._stop_management = asyncio.Event()
         self._metrics: Metrics
         self.management_port: int | None = None
-        """Where health and metrics are answered, if they have a port of their own."""
+        """The management port, if there is one; set by `start`."""
 
     @property
     def front_processes(self) -> list[subprocess.Popen[bytes]]:
-        """The front ends' processes."""
+        """The processes of the front ends."""
         return [process for _, process in self._fronts.values()]
 
     @property
     def processes(self) -> dict[str, int]:
-        """The ids of all processes, by name."""
+        """The process ids by process name."""
         workers = self.supervisor.workers.items()
         return {
             "hub": os.getpid(),
@@ -106,80 +107,84 @@ class Tree:
         }
 
     async def start(self) -> int:
-        """Start everything; the gRPC port.
+        """Start all processes and return the gRPC port.
 
         Raises
         ------
         DeviceUnavailable
             The backend that the settings name cannot work here.
         CannotListen
-            A front end cannot listen where it should.
+            A front end cannot listen on its port.
         """
-        # A port that is taken is found out before anything has been started.
-        managing = self._management_socket()
+        # Bound first, so that a port in use fails before anything is started.
+        management = self._management_socket()
         grpc_port = await self._start_front_ends()
         ports = {"http": self._listening.getsockname()[1], "grpc": grpc_port}
-        if managing is not None:
-            # Ended only when nothing is left to be said of this server.
-            serve = partial(serve_management, listening=managing)
-            self.management_port = await self._serve_here(serve, ended=self._exiting)
+        if management is not None:
+            # Stopped last, so that health and metrics are available while requests finish.
+            serve = partial(serve_management, listening=management)
+            self.management_port = await self._serve_locally(serve, self._stop_management)
             ports["management"] = self.management_port
-        count_connections(self._metrics, ports)
+        add_connection_metrics(self._metrics, ports)
         return grpc_port
 
     async def _start_front_ends(self) -> int:
-        # All at once: what each process imports takes longer than anything else here.
-        working = asyncio.ensure_future(self.supervisor.start())
-        workers = self._settings.http_workers
-        if workers == 1:
-            await working
-            self._count()
-            grpc_port = await self._serve_here(serve_grpc)
-            await self._serve_here(partial(serve_http, listening=self._listening))
+        # All processes start concurrently: most of their start is spent importing modules.
+        workers_started = asyncio.ensure_future(self.supervisor.start())
+        count = self._settings.http_workers
+        if count == 1:
+            await workers_started
+            self._add_metrics()
+            stop = self._stop_front_ends
+            grpc_port = await self._serve_locally(serve_grpc, stop)
+            await self._serve_locally(partial(serve_http, listening=self._listening), stop)
+            self._front_tasks += self._local_tasks
             return grpc_port
-        grpc = self._front("convgrad-grpc", grpc_main, None)
-        dealer = ConnectionDispatcher(self._listening)
-        others = [
-            self._front(f"convgrad-http-{number}", http_main, dealer) for number in range(workers)
+        grpc = self._start_front("convgrad-grpc", grpc_main, None)
+        dispatcher = ConnectionDispatcher(self._listening)
+        http = [
+            self._start_front(f"convgrad-http-{number}", http_main, dispatcher)
+            for number in range(count)
         ]
-        self._watching = asyncio.ensure_future(self._watch())
-        await asyncio.gather(working, grpc, *others)
-        self._count()
+        self._watchdog = asyncio.ensure_future(self._kill_silent_front_ends())
+        await asyncio.gather(workers_started, grpc, *http)
+        self._add_metrics()
         return grpc.result()
 
     async def stop(self) -> None:
-        """Be not ready for as long as the settings say, then take no more requests, let the front
-        ends finish what they have, and end every process."""
+        """Report not ready for ``drain_s``, then refuse new requests, let running ones finish, and
+        end all processes."""
         self.hub.leaving = True
         self.hub.publish()
         await asyncio.sleep(self._settings.drain_s)
         self.hub.draining = True
         self.hub.publish()
-        self._ended.set()
+        self._stop_front_ends.set()
         for front in self._fronts:
             front.drain()
-        if self._keeping:
-            await asyncio.wait(self._keeping, timeout=self._settings.shutdown_grace_s + _PATIENCE_S)
-        self._exiting.set()
-        if self._here:
-            await asyncio.wait(self._here, timeout=_PATIENCE_S)
+        if self._front_tasks:
+            grace_s = self._settings.shutdown_grace_s + _EXTRA_GRACE_S
+            await asyncio.wait(self._front_tasks, timeout=grace_s)
+        self._stop_management.set()
+        if self._local_tasks:
+            await asyncio.wait(self._local_tasks, timeout=_EXTRA_GRACE_S)
         await self.kill()
 
     async def kill(self) -> None:
-        """End every process now."""
+        """End all processes immediately."""
         self.hub.draining = True
-        for task in (*self._here, self._watching):
+        for task in (*self._local_tasks, self._watchdog):
             if task is not None:
                 task.cancel()
         for process in self.front_processes:
             process.kill()
-        await asyncio.gather(*self._keeping, return_exceptions=True)
+        await asyncio.gather(*self._front_tasks, return_exceptions=True)
         self.hub.close()
         await self.supervisor.stop()
 
-    def _count(self) -> None:
-        self._metrics = count_in(self.hub)
-        count_processes(self._metrics, lambda: self.processes)
+    def _add_metrics(self) -> None:
+        self._metrics = add_metrics(self.hub)
+        add_process_metrics(self._metrics, lambda: self.processes)
 
     def _management_socket(self) -> socket.socket | None:
         host, port = self._settings.http_host, self._settings.management_port
@@ -191,149 +196,148 @@ class Tree:
             where = f"{host}:{port}"
             raise CannotListen(f"cannot listen on {where} for management: {error}") from None
 
-    async def _serve_here(self, serve: _Serve, *, ended: asyncio.Event | None = None) -> int:
-        """Serve in this process; return the port once it listens.
-
-        What is given an event to end at of its own is not waited for when the server stops.
-        """
-        listens: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        serving = asyncio.ensure_future(
-            serve(self.hub, self._settings, listens.set_result, ended or self._ended)
-        )
-        self._here.append(serving)
-        if ended is None:
-            self._keeping.append(serving)
-        either: set[asyncio.Future[Any]] = {listens, serving}
+    async def _serve_locally(self, serve: _Serve, stop: asyncio.Event) -> int:
+        """Serve in this process until ``stop`` is set; return the port once it listens."""
+        port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        serving = asyncio.ensure_future(serve(self.hub, self._settings, port.set_result, stop))
+        self._local_tasks.append(serving)
+        either: set[asyncio.Future[Any]] = {port, serving}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not listens.done():
+        if not port.done():
             try:
                 await serving
             except OSError as error:
                 raise CannotListen(str(error)) from None
-            raise CannotListen("a front end ended as it started")
-        return listens.result()
+            raise CannotListen("a front end ended during its start")
+        return port.result()
 
-    def _front(
-        self, name: str, target: Callable[[FrontStart], None], dealer: ConnectionDispatcher | None
+    def _start_front(
+        self, name: str, main: _Main, dispatcher: ConnectionDispatcher | None
     ) -> asyncio.Future[int]:
-        listens: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._keeping.append(asyncio.ensure_future(self._keep(name, target, dealer, listens)))
-        return listens
+        """Start a front end in a process of its own; return its future port."""
+        port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        supervising = self._supervise_front(name, main, dispatcher, port)
+        self._front_tasks.append(asyncio.ensure_future(supervising))
+        return port
 
-    async def _keep(
+    async def _supervise_front(
         self,
         name: str,
-        target: Callable[[FrontStart], None],
-        dealer: ConnectionDispatcher | None,
-        listens: asyncio.Future[int],
+        main: _Main,
+        dispatcher: ConnectionDispatcher | None,
+        port: asyncio.Future[int],
     ) -> None:
-        """Keep one front end alive until the server ends; ``dealer`` has its connections."""
+        """Run a front end, and restart it when it ends, until the server drains."""
         backoff, children = Backoff(), self.hub.children
 
-        def heard(message: Listens) -> None:
+        def on_listens(message: Listens) -> None:
             if message.failure is None:
                 backoff.succeeded()
                 children.serves(name)
-            if listens.done():
+            if port.done():
                 return
             if message.failure is None:
-                listens.set_result(message.port)
+                port.set_result(message.port)
             else:
-                listens.set_exception(CannotListen(message.failure))
+                port.set_exception(CannotListen(message.failure))
 
         while not self.hub.draining:
             try:
-                ended = f"ended with {await self._run_front(name, target, dealer, heard)}"
+                status = await self._run_front(name, main, dispatcher, on_listens)
+                ended = f"ended with {status}"
                 children.ended[name] += 1
-            # Whatever it was: without another try its port would be gone for good.
+            # Any error is retried: otherwise nobody would ever serve the port again.
             except Exception as error:  # noqa: BLE001
                 ended = f"cannot start: {error}"
                 children.failed_starts[name] += 1
-            if not listens.done():
-                listens.set_exception(CannotListen(f"{name} {ended}, as it started"))
+            if not port.done():
+                port.set_exception(CannotListen(f"{name} {ended} during its start"))
             if not self.hub.draining:
                 children.lost(name)
                 pause_s = backoff.failed()
-                _log.error("%s %s; it is started again in %g s", name, ended, pause_s)
+                _log.error("%s %s; restarting it in %g s", name, ended, pause_s)
                 await asyncio.sleep(pause_s)
 
-    async def _watch(self) -> None:
-        """End front ends that are silent; `_keep` starts them again."""
+    async def _kill_silent_front_ends(self) -> None:
+        """Kill front ends whose heartbeats have stopped; `_supervise_front` restarts them."""
         beat_s = self._settings.heartbeat_timeout_s / MOST_MISSED
         while True:
             await asyncio.sleep(beat_s)
             for front, (name, process) in self._fronts.items():
                 if front.is_silent():
                     timeout_s = self._settings.heartbeat_timeout_s
-                    _log.error("%s has been silent for %g s; it is ended", name, timeout_s)
+                    _log.error("killing %s: no heartbeat for %g s", name, timeout_s)
                     self.hub.children.hung[name] += 1
                     process.kill()
 
     async def _run_front(
         self,
         name: str,
-        target: Callable[[FrontStart], None],
-        dealer: ConnectionDispatcher | None,
-        heard: Callable[[Listens], None],
+        main: _Main,
+        dispatcher: ConnectionDispatcher | None,
+        on_listens: Callable[[Listens], None],
     ) -> int:
-        """Start one front end and serve it until its process has ended; its exit code.
+        """Start a front end's process, serve its messages until it ends, return its exit status.
 
-        Raises OSError where the system has not what a process takes.
+        Raises OSError if the process cannot be started.
         """
         arena = self.hub.arena.descriptor
-        with self.supervisor.reserve.spent(), contextlib.ExitStack() as failing:
-            with contextlib.ExitStack() as theirs:
-                ours, channel = socket.socketpair()
-                failing.enter_context(ours)
-                theirs.enter_context(channel)
-                # Each message is one connection.
-                dealt, taken = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                failing.enter_context(dealt)
-                theirs.enter_context(taken)
-                numbers = channel.fileno(), taken.fileno()
-                start = FrontStart(self._settings, arena, *numbers, self._beside)
-                process = spawn(name, target, start, descriptors=[arena, *numbers])
-            failing.pop_all()
+        with self.supervisor.reserve.spent(), contextlib.ExitStack() as close_on_error:
+            with contextlib.ExitStack() as close_after_spawn:
+                channel, their_channel = socket.socketpair()
+                close_on_error.enter_context(channel)
+                close_after_spawn.enter_context(their_channel)
+                # SOCK_SEQPACKET keeps messages apart: each is one connection.
+                connections, their_connections = socket.socketpair(
+                    socket.AF_UNIX, socket.SOCK_SEQPACKET
+                )
+                close_on_error.enter_context(connections)
+                close_after_spawn.enter_context(their_connections)
+                sockets = their_channel.fileno(), their_connections.fileno()
+                start = FrontStart(self._settings, arena, *sockets, self._inline_backend)
+                process = spawn(name, main, start, descriptors=[arena, *sockets])
+            close_on_error.pop_all()
 
-        def listening(message: Listens) -> None:
-            if dealer is not None:
-                dealer.add(dealt)
-            heard(message)
+        def listens(message: Listens) -> None:
+            if dispatcher is not None:
+                dispatcher.add(connections)
+            on_listens(message)
 
-        front = FrontEnd(self.hub, listens=listening)
+        front = FrontEnd(self.hub, listens=listens)
         self._fronts[front] = name, process
         try:
-            await front.serve(ours)
+            await front.serve(channel)
         finally:
-            if dealer is not None:
-                dealer.remove(dealt)
-            dealt.close()
+            if dispatcher is not None:
+                dispatcher.remove(connections)
+            connections.close()
             del self._fronts[front]
             process.kill()
-            code = await asyncio.to_thread(process.wait)
-        return code
+            status = await asyncio.to_thread(process.wait)
+        return status
 
 
-async def run_until_signalled(tree: Tree, started: Callable[[int], None]) -> None:
-    """Serve until SIGINT or SIGTERM, which lets requests finish; a second one does not.
+async def run_until_signalled(tree: ProcessTree, started: Callable[[int], None]) -> None:
+    """Serve until SIGINT or SIGTERM, then let running requests finish unless a second one arrives.
 
-    ``started`` is called with the gRPC port once everything listens. Raises as `Tree.start`.
+    ``started`` is called with the gRPC port once everything listens. Raises like
+    `ProcessTree.start`.
     """
     signals = asyncio.Queue[None]()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signals.put_nowait, None)
     starting = asyncio.ensure_future(tree.start())
-    asked = asyncio.ensure_future(signals.get())
+    first = asyncio.ensure_future(signals.get())
     try:
-        await asyncio.wait({starting, asked}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({starting, first}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             started(starting.result())
-            await asked
+            await first
             stopping = asyncio.ensure_future(tree.stop())
-            again = asyncio.ensure_future(signals.get())
-            await asyncio.wait({stopping, again}, return_when=asyncio.FIRST_COMPLETED)
-            again.cancel()
+            second = asyncio.ensure_future(signals.get())
+            await asyncio.wait({stopping, second}, return_when=asyncio.FIRST_COMPLETED)
+            second.cancel()
     finally:
         starting.cancel()
         with contextlib.suppress(asyncio.CancelledError, Exception):

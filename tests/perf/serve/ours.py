@@ -13,7 +13,7 @@ from convgrad_service.engine.workers.inline_executor import InlineBackend
 from convgrad_service.engine.workers.process_worker import WorkerRecipe
 from convgrad_service.server.composition import prepare_process
 from convgrad_service.server.http_server import listening_socket
-from convgrad_service.server.process_tree import Tree, run_until_signalled
+from convgrad_service.server.process_tree import ProcessTree, run_until_signalled
 from convgrad_service.server.settings import Settings
 from tests.perf.serve.backend import BACKENDS
 
@@ -36,7 +36,7 @@ def main() -> None:
     prepare()
     recipe = WorkerRecipe(backend, settings.compute_slots, prepare, beside)
     with listening_socket(settings.http_host, settings.http_port) as listening:
-        tree = Tree(settings, listening, recipe)
+        tree = ProcessTree(settings, listening, recipe)
         uvloop.run(run_until_signalled(tree, lambda port: None))
 
 

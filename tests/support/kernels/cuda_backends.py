@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from convgrad_service.backends.base import Backend
-from convgrad_service.backends.cuda import CudaBackend
+from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.conv.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight

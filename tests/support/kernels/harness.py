@@ -11,7 +11,7 @@ import numpy as np
 from convgrad.contract import OPERATIONS
 from convgrad.contract.base import validate
 from convgrad_service.backends.base import Backend, Outcome
-from convgrad_service.problems import problem_from
+from convgrad_service.problems import Problem, problem_from
 from tests.support.numerics.arrays import (
     DTYPES,
     LAYOUTS,
@@ -24,7 +24,10 @@ from tests.support.numerics.arrays import (
     rng_for,
 )
 from tests.support.numerics.bounds import assert_bounded, assert_exact
-from tests.support.numerics.cases import Case
+from tests.support.numerics.cases import (
+    Case,
+)
+from tests.support.numerics.larger_cases import LARGER as LARGER
 from tests.support.numerics.oracle import Answer, expected
 from tests.support.numerics.reference import Reference
 
@@ -40,9 +43,8 @@ def run(backend: Backend, operation: str, arrays: Arrays, params: Mapping[str, A
 
 def answers(backend: Backend, case: Case, tensors: Arrays, layout: str | None = None) -> Arrays:
     """The outputs of a case in canonical order, from canonical tensors, by way of a layout."""
-    params = dict(case.params) if layout is None else {**case.params, "layout": layout}
-    arrays = request_arrays(case, tensors, layout)
-    outcome = run(backend, case.operation, arrays, params)
+    problem, arrays = problem_and_tensors(case, tensors, layout)
+    outcome = backend.run(problem, arrays)
     return {
         name: canonical(case.operation, name, array, layout, case.groups)
         for name, array in outcome.outputs.items()
@@ -89,3 +91,29 @@ def _drawn(seed: int, case: Case, dtype: str, gate: str) -> tuple[Arrays, Answer
 def with_layouts(ndim: int, *, grouped: bool) -> list[str | None]:
     """No layout, and each one by name."""
     return [None, *LAYOUTS[ndim][: LAYOUTS_OF_GROUPS[grouped]]]
+
+
+# What rounding both factors to TF32 costs.
+ROUNDED = 2.0**-10
+
+
+def gates(backend: Backend, seed: int, case: Case, dtype: str, layouts: list[str | None]) -> None:
+    """Both gates; ``tf32`` is float32 with ``precision: high``."""
+    asked = case
+    rounded = 0.0
+    if dtype == "tf32":
+        asked, dtype, rounded = case.with_params("high", precision="high"), "float32", ROUNDED
+    for gate in ("exact", "bounded"):
+        tensors, wanted = drawn(seed, asked, dtype, gate)
+        for layout in layouts:
+            found = answers(backend, asked, tensors, layout)
+            what = f"seed {seed}, {case.id} {dtype} {layout}"
+            check(found, wanted, gate, what, rounded)
+
+
+def problem_and_tensors(case: Case, tensors: Arrays, layout: str | None) -> tuple[Problem, Arrays]:
+    """A case as a problem in a layout, and its canonical tensors in that layout."""
+    params = dict(case.params) if layout is None else {**case.params, "layout": layout}
+    arrays = request_arrays(case, tensors, layout)
+    request = validate(OPERATIONS[case.operation].request, {**arrays, **params})
+    return problem_from(case.operation, request), request.tensors()

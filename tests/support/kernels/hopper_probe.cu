@@ -37,15 +37,15 @@ extern "C" __global__ void __launch_bounds__(128) __cluster_dims__(CLUSTER, 1, 1
   const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
   if (threadIdx.x == 0) {
     prefetch_tensor_map(args.first);
-    init_barrier(full, 1);
-    init_barrier(met, 128 * CLUSTER);
-    fence_barrier_init();
+    mbarrier_init(full, 1);
+    mbarrier_init(met, 128 * CLUSTER);
+    fence_mbarrier_init();
   }
   cluster_sync();
   if (threadIdx.x < 32 && elect_one()) {
     Few<DIMS> at;
     for (int d = 0; d < DIMS; ++d) at.all[d] = args.at[d];
-    arrive_and_expect_tx(full, args.bytes);
+    mbarrier_arrive_expect_tx(full, args.bytes);
     const u32 share = to + rank * (args.bytes / CLUSTER);
 #if PIXELS
     Few<DIMS - 2> by;
@@ -65,12 +65,12 @@ extern "C" __global__ void __launch_bounds__(128) __cluster_dims__(CLUSTER, 1, 1
     }
 #endif
   }
-  wait_barrier(full, 0);
+  mbarrier_wait(full, 0);
   u32* const out = static_cast<u32*>(args.out) + blockIdx.x * (args.bytes / 4);
-  for (int i = threadIdx.x; i < args.bytes / 4; i += 128) out[i] = load_word(to + i * 4);
+  for (int i = threadIdx.x; i < args.bytes / 4; i += 128) out[i] = ld_shared_u32(to + i * 4);
   // Everybody arrives everywhere: no block ends while another still uses its barriers.
-  for (u32 block = 0; block < CLUSTER; ++block) arrive_at(met, block);
-  wait_barrier(met, 0);
+  for (u32 block = 0; block < CLUSTER; ++block) mbarrier_arrive_cluster(met, block);
+  mbarrier_wait(met, 0);
   cluster_sync();
 }
 #endif
@@ -82,11 +82,11 @@ extern "C" __global__ void __launch_bounds__(128)
   __shared__ u64 barrier;
   const u32 from = first_pattern(), full = shared_address(&barrier);
   if (threadIdx.x == 0) {
-    init_barrier(full, 1);
-    fence_barrier_init();
-    arrive_and_expect_tx(full, args.bytes);
+    mbarrier_init(full, 1);
+    fence_mbarrier_init();
+    mbarrier_arrive_expect_tx(full, args.bytes);
     bulk_load(from, args.out, args.bytes, full);
-    wait_barrier(full, 0);
+    mbarrier_wait(full, 0);
     Few<DIMS> at;
     for (int d = 0; d < DIMS; ++d) at.all[d] = args.at[d];
     tma_store(args.first, from, at.all);
@@ -106,12 +106,12 @@ extern "C" __global__ void __launch_bounds__(128) __cluster_dims__(SENDS, 1, 1)
   const u32 rank = cluster_rank(), part = args.bytes / SENDS;
   u32* const out = static_cast<u32*>(args.out) + rank * (args.bytes / 4);
   if (threadIdx.x == 0) {
-    init_barrier(full, 1);
-    fence_barrier_init();
-    arrive_and_expect_tx(full, args.bytes - part);
+    mbarrier_init(full, 1);
+    fence_mbarrier_init();
+    mbarrier_arrive_expect_tx(full, args.bytes - part);
   }
-  for (int i = threadIdx.x; i < args.bytes / 4; i += 128) store_word(own + i * 4, out[i]);
-  publish_shared();
+  for (int i = threadIdx.x; i < args.bytes / 4; i += 128) st_shared_u32(own + i * 4, out[i]);
+  fence_proxy_async();
   __syncthreads();
   cluster_arrive();
   cluster_wait();
@@ -120,11 +120,11 @@ extern "C" __global__ void __launch_bounds__(128) __cluster_dims__(SENDS, 1, 1)
       if (to != rank) bulk_copy_to_peer(come + rank * part, own + to * part, part, full, to);
     }
   }
-  wait_barrier(full, 0);
+  mbarrier_wait(full, 0);
   cluster_arrive();
   for (int i = threadIdx.x; i < args.bytes / 4; i += 128) {
     const u32 from = i / (part / 4) == rank ? own : come;
-    out[i] = load_word(from + i * 4);
+    out[i] = ld_shared_u32(from + i * 4);
   }
   cluster_wait();
 }
@@ -136,10 +136,10 @@ namespace {
 // In boxes of rows of so many bytes.
 template <int kBytes, Major kMajor>
 __device__ __forceinline__ u64 operand(u32 at, u32 next_box, u32 eight) {
-  if constexpr (kMajor == kAlongK) {
-    return operand_along_k<kBytes>(at, eight);
+  if constexpr (kMajor == kMajorK) {
+    return k_major_descriptor<kBytes>(at, eight);
   } else {
-    return operand_along_mn<kBytes>(at, next_box, eight);
+    return mn_major_descriptor<kBytes>(at, next_box, eight);
   }
 }
 
@@ -155,9 +155,9 @@ extern "C" __global__ void __launch_bounds__(128)
   const u32 a_at = first_pattern(), full = shared_address(&barrier);
   const u32 b_at = a_at + args.boxes[0] * args.box_bytes[0];
   if (threadIdx.x == 0) {
-    init_barrier(full, 1);
-    fence_barrier_init();
-    arrive_and_expect_tx(full, b_at - a_at + args.boxes[1] * args.box_bytes[1]);
+    mbarrier_init(full, 1);
+    fence_mbarrier_init();
+    mbarrier_arrive_expect_tx(full, b_at - a_at + args.boxes[1] * args.box_bytes[1]);
     for (int i = 0; i < args.boxes[0]; ++i) {
       const int column = i * (SWIZZLE_A / static_cast<int>(sizeof(T)));
       tma_load(a_at + i * args.box_bytes[0], args.first, full, {column, 0});
@@ -168,38 +168,38 @@ extern "C" __global__ void __launch_bounds__(128)
     }
   }
   __syncthreads();
-  wait_barrier(full, 0);
+  mbarrier_wait(full, 0);
   float c[FRAGMENTS][4];
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   const u32* const words = static_cast<const u32*>(args.out);
-  hold_sums(c);
-  begin_products();
+  fence_accumulators(c);
+  wgmma_fence();
   for (int step = 0; step < args.depth / kStep; ++step) {
     u64 b = operand<SWIZZLE_B, MAJOR_B>(b_at, args.box_bytes[1], args.eight[1]);
-    b = advance(b, args.shift[1] * SWIZZLE_B +
-                       step * (MAJOR_B == kAlongK ? 32 : 2 * args.eight[1]));
+    b = advance_descriptor(b, args.shift[1] * SWIZZLE_B +
+                       step * (MAJOR_B == kMajorK ? 32 : 2 * args.eight[1]));
 #if REGISTERS
     u32 a[4];
     for (int i = 0; i < 4; ++i) {
       const int row = warp * 16 + lane / 4 + i % 2 * 8, word = lane % 4 + i / 2 * 4;
       a[i] = words[(row * (args.depth / kStep) + step) * kWords + word];
     }
-    hold_words(a);
-    begin_products();
-    multiply<T, MAJOR_B>(c, a, b, step > 0);
-    commit_products();
-    wait_products<0>();
-    hold_words(a);
+    fence_registers(a);
+    wgmma_fence();
+    wgmma<T, MAJOR_B>(c, a, b, step > 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+    fence_registers(a);
 #else
     u64 a = operand<SWIZZLE_A, MAJOR_A>(a_at, args.box_bytes[0], args.eight[0]);
-    a = advance(a, args.shift[0] * SWIZZLE_A +
-                       step * (MAJOR_A == kAlongK ? 32 : 2 * args.eight[0]));
-    multiply<T, MAJOR_A, MAJOR_B>(c, a, b, step > 0);
+    a = advance_descriptor(a, args.shift[0] * SWIZZLE_A +
+                       step * (MAJOR_A == kMajorK ? 32 : 2 * args.eight[0]));
+    wgmma<T, MAJOR_A, MAJOR_B>(c, a, b, step > 0);
 #endif
   }
-  commit_products();
-  wait_products<0>();
-  hold_sums(c);
+  wgmma_commit();
+  wgmma_wait<0>();
+  fence_accumulators(c);
   float* const out = static_cast<float*>(args.out) + 64 * (args.depth / kStep) * kWords;
   for (int j = 0; j < FRAGMENTS; ++j) {
     for (int e = 0; e < 4; ++e) {

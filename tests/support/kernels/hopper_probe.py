@@ -14,7 +14,7 @@ from convgrad_service.backends.cuda.compile import Compiler
 from convgrad_service.backends.cuda.device import cuda_driver_major, import_cupy
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import (
     MapField,
-    Mapped,
+    MappedArguments,
     TensorMap,
     pack_maps,
 )
@@ -110,7 +110,7 @@ class OnGpu:
             for name, array in buffers.items()
         }
         addresses = {name: array.data.ptr for name, array in held.items()}
-        assert isinstance(launch.arguments, Mapped)
+        assert isinstance(launch.arguments, MappedArguments)
         with cupy.cuda.Stream() as stream:
             self._kernels.run([launch], addresses, stream)
             stream.synchronize()

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from convgrad.errors import DeviceUnavailable
-from convgrad_service.backends import selection
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.backends.cuda import CudaBackend, device_count
-from convgrad_service.backends.cuda.device import describe
+from convgrad_service.backends.cuda import backend
+from convgrad_service.backends.cuda.backend import CudaBackend
+from convgrad_service.backends.cuda.device import describe, device_count
 from convgrad_service.backends.selection import BackendOptions, backend_named
 
 OPTIONS = BackendOptions(threads=1)
@@ -56,7 +56,7 @@ def test_auto_takes_the_gpu_where_it_works(monkeypatch: pytest.MonkeyPatch, tmp_
             assert device == 0
             made.append(cache)
 
-    monkeypatch.setattr(selection, "CudaBackend", Working)
-    backend = backend_named("auto", BackendOptions(kernel_cache=tmp_path))
-    assert isinstance(backend, Working)
+    monkeypatch.setattr(backend, "CudaBackend", Working)
+    made_one = backend_named("auto", BackendOptions(kernel_cache=tmp_path))
+    assert isinstance(made_one, Working)
     assert made == [tmp_path]

@@ -72,7 +72,7 @@ def test_the_same_layer_in_each_dialect(words: str) -> None:
         ("conv -n x", "expected a number"),
         ("conv -n", "has no value"),
         ("convint8 -n 4", "is not known"),
-        ("pool -m avg", "mode 'avg'"),
+        ("pool -m min", "mode 'min'"),
         ("Conv2d(64, 64, kernel_size=(3, 3))", "does not say the input's shape; add it"),
         ("Conv2d(64, 64, kernel_size=3) on 32x32x56x56", "takes 64 channels"),
         ("Conv2d(64, 64, kernel_size=3, padding_mode=reflect) on 1x64x5x5", "'reflect'"),
@@ -107,18 +107,34 @@ def test_what_the_words_say_beside_the_sizes() -> None:
 @st.composite
 def any_layer(draw: st.DrawFn) -> Layer:
     ndim = draw(st.integers(1, 3))
-    kind = draw(st.sampled_from(["conv", "deconv", "pool", "separable"]))
+    kind = draw(
+        st.sampled_from(["conv", "deconv", "pool", "avg_pool", "adaptive_pool", "separable"])
+    )
 
     def each(low: int, high: int) -> tuple[int, ...]:
         return tuple(draw(st.integers(low, high)) for _ in range(ndim))
 
+    if kind == "adaptive_pool":
+        channels = draw(st.integers(1, 4))
+        return Layer(
+            kind="adaptive_pool",
+            batch=draw(st.integers(1, 4)),
+            in_channels=channels,
+            out_channels=channels,
+            input_size=each(1, 9),
+            adaptive_size=each(1, 9),
+            kernel_size=(),
+            stride=(),
+            padding=(),
+            dilation=(),
+            operation=draw(st.sampled_from(["adaptive_avg_pool_fwd", "adaptive_max_pool_fwd"])),
+        )
+    pools = kind in ("pool", "avg_pool")
     groups = draw(st.sampled_from([1, 2, 4])) if kind in ("conv", "deconv") else 1
-    kernel, dilation, stride = each(1, 5), each(1, 3), each(1, 3)
+    kernel, stride = each(1, 5), each(1, 3)
+    dilation = (1,) * ndim if kind == "avg_pool" else each(1, 3)
     reach = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
-    most = [
-        min((r - 1), k // 2 if kind == "pool" else r - 1)
-        for r, k in zip(reach, kernel, strict=True)
-    ]
+    most = [min((r - 1), k // 2 if pools else r - 1) for r, k in zip(reach, kernel, strict=True)]
     padding = tuple((draw(st.integers(0, m)), draw(st.integers(0, m))) for m in most)
     if draw(st.booleans()):
         padding = tuple((before, before) for before, _ in padding)
@@ -133,7 +149,7 @@ def any_layer(draw: st.DrawFn) -> Layer:
         kind=kind,  # type: ignore[arg-type]
         batch=draw(st.integers(1, 4)),
         in_channels=channels,
-        out_channels=channels if kind == "pool" else groups * draw(st.integers(1, 4)),
+        out_channels=channels if pools else groups * draw(st.integers(1, 4)),
         groups=groups,
         input_size=size,
         kernel_size=kernel,
@@ -141,7 +157,8 @@ def any_layer(draw: st.DrawFn) -> Layer:
         padding=padding,
         dilation=dilation,
         output_padding=more,
-        ceil_mode=kind == "pool" and draw(st.booleans()),
+        ceil_mode=pools and draw(st.booleans()),
+        count_include_pad=kind != "avg_pool" or draw(st.booleans()),
         bias=kind in ("conv", "deconv") and draw(st.booleans()),
     )
 
@@ -178,18 +195,23 @@ def test_the_service_takes_what_a_layer_says(layer: Layer, order: str | None) ->
     """Shapes and parameters agree with one another, and with the sizes of the answer."""
     hw = "DHW"[3 - layer.ndim :]
     layout = {None: None, "first": f"NC{hw}", "last": f"N{hw}C", "grouped": f"N{hw}GC"}[order]
-    if order == "grouped" and layer.kind in ("pool", "separable"):
+    if order == "grouped" and (layer.pools or layer.kind == "separable"):
         layout = None
     for operation in layers.operations_of(layer):
         if operation == "conv3d_backprop_input" and order == "grouped":
             continue
-        if operation.startswith("maxpool") and (layer.ndim == 1 or _has_empty_window(layer)):
+        if "pool" in operation and layer.kernel_size and _has_empty_window(layer):
+            continue
+        if operation == "max_unpool_fwd" and any(a != b for a, b in layer.padding):
+            with pytest.raises(MalformedRequest, match="same padding"):
+                layers.arguments(operation, layer, layout)
             continue
         shapes, parameters = layers.arguments(operation, layer, layout)
         if operation == "conv3d_transpose" and not _fits(layer, parameters):
             continue
         blank: dict[str, Any] = {
-            name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()
+            name: np.broadcast_to(np.int64(0) if name == "indices" else np.float32(0), shape)
+            for name, shape in shapes.items()
         }
         request = validate(OPERATIONS[operation].request, {**blank, **parameters})
         problem = problem_from(operation, request)

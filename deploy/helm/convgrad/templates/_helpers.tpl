@@ -18,7 +18,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{ printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) | quote }}
 {{- end -}}
 
-{{- /* What is spoken on the HTTP port and on gRPC's, for meshes and gateways. */ -}}
+{{- /* How long a terminating pod keeps accepting requests: until its readiness probe has failed. */ -}}
+{{- define "convgrad.drainSeconds" -}}
+{{ add .Values.probes.readinessSeconds 3 }}
+{{- end -}}
+
+{{- /* appProtocol of the HTTP and gRPC ports, for meshes and gateways. */ -}}
 {{- define "convgrad.httpProtocol" -}}
 {{ ternary "http" "https" (eq .Values.tls.secret "") }}
 {{- end -}}

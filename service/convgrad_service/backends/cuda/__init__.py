@@ -1,11 +1,5 @@
 """The CUDA backend: kernels of our own, compiled at run time and launched through CuPy.
 
-CuPy is imported when a backend is made, not before: the service runs without it.
+CuPy is imported when a backend is made, not before: the service runs without it. This package
+imports nothing itself: a process that does not compute does not load the kernels' planning.
 """
-
-from __future__ import annotations
-
-from convgrad_service.backends.cuda.backend import CudaBackend
-from convgrad_service.backends.cuda.device import device_count
-
-__all__ = ["CudaBackend", "device_count"]

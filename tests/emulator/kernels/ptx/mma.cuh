@@ -1,5 +1,5 @@
-// What the kernels' ptx/mma.cuh does, on the CPU. emulator::Copies arrive when they are waited for and no
-// sooner; lanes do what they do together when the last of them is there.
+// The emulator's ptx/mma.cuh. Asynchronous copies happen when they are waited for and no sooner; a warp's
+// collective operation happens when its last lane arrives.
 #pragma once
 
 #include "core/elements.cuh"
@@ -11,20 +11,21 @@ static inline u32 shared_address(const void* pointer) {
 }
 
 template <int kBytes>
-static inline void copy_async(u32 to, const void* from, int real = kBytes) {
+static inline void cp_async(u32 to, const void* from, int real = kBytes) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "what cp.async copies");
   emulator::Copies& own = emulator::copies_of[emulator::current];
   if (real < 0 || real > kBytes) emulator::fail("a copy of more bytes than it has room for");
   if (real > 0) emulator::check_global(from, real, kBytes);
-  if (own.count == emulator::Copies::kMost) emulator::fail("more copies under way than the emulator has room for");
+  if (own.count == emulator::Copies::kMost)
+    emulator::fail("more copies under way than the emulator has room for");
   own.all[own.count++] = {emulator::in_shared(to, kBytes, kBytes), from, kBytes, real, own.group};
 }
-static inline void copy_chunk(u32 to, const void* from, bool there) {
-  copy_async<16>(to, from, there ? 16 : 0);
+static inline void cp_async_zfill(u32 to, const void* from, bool pred) {
+  cp_async<16>(to, from, pred ? 16 : 0);
 }
-static inline void commit_copies() { ++emulator::copies_of[emulator::current].group; }
+static inline void cp_async_commit() { ++emulator::copies_of[emulator::current].group; }
 template <int kPending>
-static inline void wait_copies() {
+static inline void cp_async_wait() {
   emulator::Copies& own = emulator::copies_of[emulator::current];
   u32 left = 0;
   for (u32 i = 0; i < own.count; ++i) {
@@ -59,15 +60,15 @@ static inline void matrices(u32 (&to)[kCount], u32 from) {
   memcpy(to, own.taken, sizeof to);
 }
 template <int kCount>
-static inline void load_matrices(u32 (&to)[kCount], u32 from) {
+static inline void ldmatrix(u32 (&to)[kCount], u32 from) {
   matrices<kCount, false>(to, from);
 }
 template <int kCount>
-static inline void load_matrices_transposed(u32 (&to)[kCount], u32 from) {
+static inline void ldmatrix_trans(u32 (&to)[kCount], u32 from) {
   matrices<kCount, true>(to, from);
 }
 
-static inline u32 transposed(u32 matrix) {
+static inline u32 movmatrix_trans(u32 matrix) {
   emulator::Lane& own = emulator::all_lanes[emulator::current];
   own.given[0] = matrix;
   emulator::meet(~0u, [](emulator::Lane* lanes) {
@@ -84,33 +85,33 @@ static inline u32 transposed(u32 matrix) {
 }
 
 template <class T>
-static inline void mark_odd(u32& marked, u32 both) {
+static inline void flag_nonfinite_x2(u32& flags, u32 both) {
   const u32 exponent = narrow<T>(__uint_as_float(0x7f800000)).bits;
   for (int half = 0; half < 32; half += 16) {
-    if ((both >> half & exponent) == exponent) marked |= 0x7fffu << half;
+    if ((both >> half & exponent) == exponent) flags |= 0x7fffu << half;
   }
 }
 
-static inline u32 load_word(u32 from) {
+static inline u32 ld_shared_u32(u32 from) {
   u32 word;
   memcpy(&word, emulator::in_shared(from, 4, 4), 4);
   return word;
 }
-static inline void load_words(u32 (&to)[4], u32 from) {
+static inline void ld_shared_v4(u32 (&to)[4], u32 from) {
   memcpy(to, emulator::in_shared(from, 16, 16), 16);
 }
-static inline void store_words(u32 to, const u32 (&words)[4]) {
+static inline void st_shared_v4(u32 to, const u32 (&words)[4]) {
   memcpy(emulator::in_shared(to, 16, 16), words, 16);
 }
 
-// Ties away from zero.
+// Rounds ties away from zero.
 static inline u32 to_tf32(u32 word) {
   if ((word & 0x7f800000u) == 0x7f800000u) return word & 0x7fffff ? 0x7fffffffu : word;
   return (word + 0x1000u) & ~0x1fffu;
 }
 
 template <class T>
-static inline u32 narrow_two(float first, float second) {
+static inline u32 narrow_x2(float first, float second) {
   return narrow<T>(first).bits | static_cast<u32>(narrow<T>(second).bits) << 16;
 }
 
@@ -128,14 +129,14 @@ struct Packed<float> {
   static inline float at(u32 word, int) { return __uint_as_float(word & ~0x1fffu); }
 };
 
-// Tensor cores cut the sum off, and round nothing.
+// Tensor cores truncate the sum.
 static inline float cut(double sum) {
   const float near = static_cast<float>(sum);
   if (!(fabs(static_cast<double>(near)) > fabs(sum)) || isinf(near)) return near;
   return __uint_as_float(__float_as_uint(near) - 1);
 }
 
-// Of kHalves halves of the reduction.
+// kHalves halves of K.
 template <class T, int kHalves>
 static inline void product(float (&c)[4], const u32* a, const u32* b) {
   emulator::Lane& own = emulator::all_lanes[emulator::current];

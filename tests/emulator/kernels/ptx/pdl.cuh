@@ -1,4 +1,4 @@
-// Stands in for kernels/overlap.cuh: one kernel ends before the next one starts.
+// The emulator's ptx/pdl.cuh: a kernel ends before the next one starts.
 #pragma once
 
 namespace convgrad {

@@ -1,4 +1,4 @@
-// What the kernels' ptx/tma.cuh does, on the CPU, see transfers.hpp.
+// The emulator's ptx/tma.cuh; transfers.hpp does the copies.
 #pragma once
 
 #include "ptx/mma.cuh"
@@ -9,27 +9,29 @@ struct alignas(64) TensorMap {
   u64 words[16];
 };
 
-static inline void init_barrier(u32 barrier, int arrivals) {
+static inline void mbarrier_init(u32 barrier, int arrivals) {
   emulator::make_barrier_of(barrier, arrivals);
 }
-static inline void fence_barrier_init() {}
-static inline void arrive_and_expect_tx(u32 barrier, u32 bytes) {
+static inline void fence_mbarrier_init() {}
+static inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
   emulator::count_at(emulator::current_block(), barrier, 1, bytes);
 }
-static inline void arrive(u32 barrier) { arrive_and_expect_tx(barrier, 0); }
-static inline void arrive_at(u32 barrier, u32 block) { emulator::count_at(block, barrier, 1, 0); }
-static inline void wait_barrier(u32 barrier, u32 parity) {
+static inline void mbarrier_arrive(u32 barrier) { mbarrier_arrive_expect_tx(barrier, 0); }
+static inline void mbarrier_arrive_cluster(u32 barrier, u32 block) {
+  emulator::count_at(block, barrier, 1, 0);
+}
+static inline void mbarrier_wait(u32 barrier, u32 parity) {
   while (!emulator::phase_is_over(barrier, parity)) emulator::wait_for_change();
 }
-static inline bool try_wait(u32 barrier, u32 parity) {
+static inline bool mbarrier_try_wait(u32 barrier, u32 parity) {
   if (!emulator::phase_is_over(barrier, parity)) emulator::wait_for_change();
   return emulator::phase_is_over(barrier, parity);
 }
-static inline int test_wait(u32 barrier, u32 parity) {
+static inline int mbarrier_test_wait(u32 barrier, u32 parity) {
   return emulator::phase_is_over(barrier, parity);
 }
 
-constexpr u64 kKeepAsUsual = 0, kKeepMost = 1;
+constexpr u64 kEvictNormal = 0, kEvictLast = 1;
 static inline void prefetch_tensor_map(const TensorMap& map) { emulator::map_at(&map); }
 
 template <int kDims, int kBy>
@@ -47,18 +49,18 @@ static inline void start_loads(emulator::Kind kind, u32 blocks, u32 to, const Te
 }
 template <int kDims>
 static inline void tma_load_multicast(u32 blocks, u32 to, const TensorMap& map, u32 barrier,
-                                const int (&at)[kDims], u64 = kKeepAsUsual) {
+                                const int (&at)[kDims], u64 = kEvictNormal) {
   start_loads(emulator::Kind::kTile, blocks, to, map, barrier, at, {0});
 }
 template <int kDims>
 static inline void tma_load(u32 to, const TensorMap& map, u32 barrier, const int (&at)[kDims],
-                             u64 = kKeepAsUsual) {
+                             u64 = kEvictNormal) {
   tma_load_multicast(1u << emulator::current_block(), to, map, barrier, at);
 }
 template <int kDims>
 static inline void tma_load_im2col_multicast(u32 blocks, u32 to, const TensorMap& map, u32 barrier,
                                   const int (&at)[kDims], const int (&by)[kDims - 2],
-                                  u64 = kKeepAsUsual) {
+                                  u64 = kEvictNormal) {
   for (int move : by) {
     if (move < 0 || move >= 1 << 16 / (kDims - 2)) emulator::fail("pixels moved too far");
   }
@@ -66,7 +68,7 @@ static inline void tma_load_im2col_multicast(u32 blocks, u32 to, const TensorMap
 }
 template <int kDims>
 static inline void tma_load_im2col(u32 to, const TensorMap& map, u32 barrier, const int (&at)[kDims],
-                               const int (&by)[kDims - 2], u64 = kKeepAsUsual) {
+                               const int (&by)[kDims - 2], u64 = kEvictNormal) {
   tma_load_im2col_multicast(1u << emulator::current_block(), to, map, barrier, at, by);
 }
 static inline void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
@@ -131,13 +133,13 @@ static inline void stmatrix_trans(u32 to, const u32 (&from)[kMatrices]) {
     }
   });
 }
-static inline void store_word(u32 to, u32 word) {
+static inline void st_shared_u32(u32 to, u32 word) {
   memcpy(emulator::in_shared(to, 4, 4), &word, 4);
 }
-static inline void store_float(u32 to, float number) {
+static inline void st_shared_f32(u32 to, float number) {
   memcpy(emulator::in_shared(to, 4, 4), &number, 4);
 }
-static inline void store_pair(u32 to, float first, float second) {
+static inline void st_shared_v2(u32 to, float first, float second) {
   const float both[2] = {first, second};
   memcpy(emulator::in_shared(to, 8, 8), both, 8);
 }

@@ -1,12 +1,12 @@
-// What the kernels' ptx/wgmma.cuh does, on the CPU: products read their operands, and sums
-// change, when they are waited for, a warp at a time.
+// The emulator's ptx/wgmma.cuh: a wgmma reads its operands and updates its accumulators when it is waited
+// for, a warp at a time.
 #pragma once
 
 #include "ptx/mma.cuh"
 
 namespace convgrad {
 
-enum Major : int { kAlongK = 0, kAlongMn = 1 };
+enum Major : int { kMajorK = 0, kMajorMn = 1 };
 
 // One thread's part of a product that was started.
 struct StartedProduct {
@@ -45,7 +45,7 @@ struct Operand {
   // The chunk that begins with element `k` of the reduction in row (column) `row`.
   const T* chunk(Major major, u32 row, u32 k) const {
     u32 address = start;
-    if (major == kAlongK) {
+    if (major == kMajorK) {
       address += row / 8 * stride + row % 8 * row_bytes + k * sizeof(T);
     } else {
       const u32 wide = row_bytes / sizeof(T);
@@ -57,7 +57,7 @@ struct Operand {
   // Element k of row i, of so many from `first` on, to `to[k * k_step + i * row_step]`.
   void read(Major major, u32 first, u32 rows, double* to, u32 k_step, u32 row_step) const {
     constexpr u32 kDepth = 32 / sizeof(T);
-    const u32 by_row = major == kAlongK ? 1 : kChunk, by_k = major == kAlongK ? kChunk : 1;
+    const u32 by_row = major == kMajorK ? 1 : kChunk, by_k = major == kMajorK ? kChunk : 1;
     for (u32 k = 0; k < kDepth; k += by_k) {
       for (u32 row = 0; row < rows; row += by_row) {
         const T* const from = chunk(major, first + row, k);
@@ -65,7 +65,7 @@ struct Operand {
           float value = widen(from[i]);
           // TF32's low bits are cut off.
           if (sizeof(T) == 4) value = __uint_as_float(__float_as_uint(value) & ~0x1fffu);
-          to[major == kAlongK ? (k + i) * k_step + row * row_step
+          to[major == kMajorK ? (k + i) * k_step + row * row_step
                               : k * k_step + (row + i) * row_step] = value;
         }
       }
@@ -83,8 +83,8 @@ using EightLongs = long __attribute__((vector_size(64)));
 static inline EightFloats cut_eight(Eight sums) {
   const EightFloats near = __builtin_convertvector(sums, EightFloats);
   const EightLongs magnitude = EightLongs{} + 0x7fffffffffffffff;
-  const EightLongs beyond = (emulator::bits_as<EightLongs>(__builtin_convertvector(near, Eight)) & magnitude) >
-                            (emulator::bits_as<EightLongs>(sums) & magnitude);
+  const EightLongs beyond = (emulator::bits_as<EightLongs>(__builtin_convertvector(near, Eight)) &
+                             magnitude) > (emulator::bits_as<EightLongs>(sums) & magnitude);
   const EightWords words = emulator::bits_as<EightWords>(near);
   const EightWords finite = (words & 0x7fffffff) < 0x7f800000;
   return emulator::bits_as<EightFloats>(words + (__builtin_convertvector(beyond, EightWords) & finite));
@@ -146,26 +146,26 @@ static inline void start_product(const StartedProduct& product) {
   own.all[own.count++].group = own.group;
 }
 template <class T, int kFragments>
-struct WarpgroupMma {
-  template <Major kA = kAlongK, Major kB = kAlongK>
-  static inline void start(float (&c)[kFragments][4], u64 a, u64 b, int add) {
-    start_product({finish_product<T>, &c[0][0], kFragments, kA, kB, false, a, b, {}, add});
+struct Wgmma {
+  template <Major kA = kMajorK, Major kB = kMajorK>
+  static inline void issue(float (&c)[kFragments][4], u64 a, u64 b, int scale_d) {
+    start_product({finish_product<T>, &c[0][0], kFragments, kA, kB, false, a, b, {}, scale_d});
   }
-  template <Major kB = kAlongK>
-  static inline void start(float (&c)[kFragments][4], const u32 (&a)[4], u64 b, int add) {
-    start_product({finish_product<T>, &c[0][0], kFragments, kAlongK, kB, true, 0, b,
-                   {a[0], a[1], a[2], a[3]}, add});
+  template <Major kB = kMajorK>
+  static inline void issue(float (&c)[kFragments][4], const u32 (&a)[4], u64 b, int scale_d) {
+    start_product({finish_product<T>, &c[0][0], kFragments, kMajorK, kB, true, 0, b,
+                   {a[0], a[1], a[2], a[3]}, scale_d});
   }
 };
-template <class T, Major kA = kAlongK, Major kB = kAlongK, int kFragments>
-static inline void multiply(float (&c)[kFragments][4], u64 a, u64 b, int add) {
-  static_assert(sizeof(T) == 2 || (kA == kAlongK && kB == kAlongK), "TF32 lies along K");
-  WarpgroupMma<T, kFragments>::template start<kA, kB>(c, a, b, add);
+template <class T, Major kA = kMajorK, Major kB = kMajorK, int kFragments>
+static inline void wgmma(float (&c)[kFragments][4], u64 a, u64 b, int scale_d) {
+  static_assert(sizeof(T) == 2 || (kA == kMajorK && kB == kMajorK), "TF32 operands are K-major");
+  Wgmma<T, kFragments>::template issue<kA, kB>(c, a, b, scale_d);
 }
-template <class T, Major kB = kAlongK, int kFragments>
-static inline void multiply(float (&c)[kFragments][4], const u32 (&a)[4], u64 b, int add) {
-  static_assert(sizeof(T) == 2 || kB == kAlongK, "TF32 lies along K");
-  WarpgroupMma<T, kFragments>::template start<kB>(c, a, b, add);
+template <class T, Major kB = kMajorK, int kFragments>
+static inline void wgmma(float (&c)[kFragments][4], const u32 (&a)[4], u64 b, int scale_d) {
+  static_assert(sizeof(T) == 2 || kB == kMajorK, "TF32 operands are K-major");
+  Wgmma<T, kFragments>::template issue<kB>(c, a, b, scale_d);
 }
 
 // The products of a warp in all but `pending` of its groups.

@@ -1,4 +1,4 @@
-// What the kernels' ptx/word_keys.cuh does, on the CPU.
+// The emulator's ptx/word_keys.cuh.
 #pragma once
 
 #include "ptx/mma.cuh"
@@ -25,29 +25,29 @@ static inline u32 each_key(u32 a, u32 b, Choose first) {
   return chosen;
 }
 template <int kPer>
-static inline u32 larger(u32 a, u32 b) {
+static inline u32 max_keys(u32 a, u32 b) {
   return each_key<kPer>(a, b, [](int x, int y) { return x >= y; });
 }
 template <int kPer>
-static inline u32 larger(u32 a, u32 b, bool (&is_first)[kPer]) {
+static inline u32 max_keys(u32 a, u32 b, bool (&is_first)[kPer]) {
   for (int i = 0; i < kPer; ++i) is_first[i] = key_at<kPer>(a, i) >= key_at<kPer>(b, i);
-  return larger<kPer>(a, b);
+  return max_keys<kPer>(a, b);
 }
-struct Unneeded {
+struct UnusedResult {
   void use() const {}
 };
 template <int kPer>
-static inline void compare(u32 a, u32 b, bool (&is_first)[kPer], Unneeded&) {
-  larger<kPer>(a, b, is_first);
+static inline void ge_keys(u32 a, u32 b, bool (&is_first)[kPer], UnusedResult&) {
+  max_keys<kPer>(a, b, is_first);
 }
 template <int kPer>
-static inline u32 larger_of_next(u32 a, u32 b) {
+static inline u32 max_keys_after(u32 a, u32 b) {
   u32 next = 0;
   for (int i = 0; i < kPer; ++i) next |= (key_at<kPer>(a, i) + 1 & (kPer == 1 ? ~0u : 0xffffu)) << 16 * i;
-  return larger<kPer>(next, b);
+  return max_keys<kPer>(next, b);
 }
 template <int kPer>
-static inline u32 smaller(u32 a, u32 b) {
+static inline u32 min_keys(u32 a, u32 b) {
   return each_key<kPer>(a, b, [](int x, int y) { return x <= y; });
 }
 template <int kPer>
@@ -56,7 +56,7 @@ static inline u32 nan_of_rank(int rank) {
 }
 template <int kPer>
 static inline u32 rank_nan(u32 keys, int rank) {
-  return smaller<kPer>(keys, nan_of_rank<kPer>(rank));
+  return min_keys<kPer>(keys, nan_of_rank<kPer>(rank));
 }
 
 template <class T>
@@ -98,20 +98,20 @@ static inline u32 narrow_word(const float (&wide)[kPerWord<T>]) {
   return word;
 }
 
-static inline void load_where(u32 wanted, const void* from, u32& word) {
+static inline void load_if_any(u32 mask, const void* from, u32& word) {
   word = 0;
-  if (!wanted) return;
+  if (!mask) return;
   emulator::check_global(from, 4, 4);
   memcpy(&word, from, 4);
 }
-static inline void store_where(u32 wanted, void* to, u32 word) {
-  if (!wanted) return;
+static inline void store_if_any(u32 mask, void* to, u32 word) {
+  if (!mask) return;
   emulator::check_global(to, 4, 4);
   memcpy(to, &word, 4);
 }
-static inline int make_one(int) { return 1; }
+static inline int opaque_one(int) { return 1; }
 template <class Pointer>
-static inline void move_on(Pointer& place, int step, int one) {
+static inline void advance_pointer(Pointer& place, int step, int one) {
   place += static_cast<i64>(step) * one;
 }
 

@@ -11,7 +11,7 @@ from convgrad.check.convolve import NumpyConvolver
 from convgrad.check.operations import targets
 from convgrad.check.references import Target
 from convgrad.demo import reference as demo
-from tests.support.numerics import arrays, cases, oracle
+from tests.support.numerics import arrays, cases, oracle, window_cases
 from tests.support.numerics.bounds import rounded
 from tests.support.numerics.reference import Reference
 
@@ -20,10 +20,12 @@ CASES = [
     *(case for each in CONVOLUTIONS for case in cases.conv_cases(each)),
     *(
         case
-        for n in "23"
+        for n in "123"
         for way in ("fwd", "bwd")
         for case in cases.pool_cases(f"maxpool{n}d_{way}")
     ),
+    *(case for name in window_cases.OPERATIONS for case in window_cases.window_cases(name)),
+    *window_cases.UNEVEN,
     *cases.EPILOGUES,
     *cases.FUSED,
 ]

@@ -8,7 +8,7 @@ from convgrad_service.engine.memory.tensor_layout import PackedTensorLayout
 from convgrad_service.engine.scheduling.scheduler import Scheduler
 from convgrad_service.engine.workers.execute import Job
 from convgrad_service.problems.base import Lane
-from tests.unit.engine.scheduling.test_scheduler import DONE, Recorder, known_pace, run, submit
+from tests.support.scheduling import DONE, Recorder, known_pace, run, submit
 
 
 def alone_job() -> Job:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -31,24 +30,16 @@ from tests.support.numerics.bounds import assert_bounded, assert_exact, assert_s
 from tests.support.numerics.cases import EPILOGUES, FROM_CONV, Case
 from tests.support.numerics.oracle import expected
 from tests.support.numerics.reference import Reference
+from tests.support.split_sums import BACKWARD, FIELDS, GRAD, IMAGES, problem
 
 BACKEND = CpuBackend(threads=1)
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 WEIGHT_EPILOGUES = [case for case in EPILOGUES if "bwd_weight" in case.operation]
-IMAGES = np.random.default_rng(0).standard_normal((24, 3, 14, 14), np.float32)
-GRAD = np.random.default_rng(1).standard_normal((24, 4, 14, 14), np.float32)
-WEIGHT = np.random.default_rng(2).standard_normal((4, 3, 3, 3), np.float32)
-FIELDS = {"input": IMAGES, "grad_output": GRAD, "weight_size": (3, 3), "padding": 1}
-BACKWARD = {"input": IMAGES, "grad_output": GRAD, "weight": WEIGHT, "padding": 1}
 
 
 def stated(case: Case, tensors: Arrays, **more: Any) -> Problem:
     request = validate(OPERATIONS[case.operation].request, {**tensors, **case.params, **more})
     return problem_from(case.operation, request)
-
-
-def problem(operation: str = "grouped_conv_bwd_weight", **fields: Any) -> Problem:
-    return problem_from(operation, validate(OPERATIONS[operation].request, fields or FIELDS))
 
 
 def computed(layout: TensorLayout, tensors: Arrays, order: list[int] | None) -> Arrays:
@@ -159,15 +150,6 @@ def test_what_overflows_float16_is_an_infinity() -> None:
     tensors = {"input": ones, "grad_output": ones}
     found = computed(tensor_layout_of(cut, (), 8), tensors, list(range(8)))["grad_weight"]
     assert np.isposinf(found).all()  # 131,072, of which no part has more than 16,384
-
-
-@pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Parts of a sum of 32 kB, so that small problems have several."""
-    monkeypatch.setattr(parts, "PART_BYTES", 16_000)
-    forget_sizes()
-    yield
-    forget_sizes()
 
 
 @pytest.mark.usefixtures("small_parts")

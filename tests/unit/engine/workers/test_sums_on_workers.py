@@ -28,9 +28,7 @@ from tests.support.fake_backends import Gated
 from tests.support.in_memory import answer, kept
 from tests.support.numerics.arrays import Arrays
 from tests.support.numerics.bounds import assert_same_bits
-from tests.unit.engine.scheduling.test_sums import BACKWARD, FIELDS, problem, small_parts
-
-__all__ = ["small_parts"]
+from tests.support.split_sums import BACKWARD, FIELDS, problem
 
 BACKEND = CpuBackend(threads=1)
 DONE = Finished("k", 1.0, 1, 0, 0.0, 0.0)

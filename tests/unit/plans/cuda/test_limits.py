@@ -17,7 +17,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_first_taps import Hopper
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import Schedule, may_pingpong
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import HopperTile
-from convgrad_service.backends.cuda.kernels.core.gather_axes import axis_of
+from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axis
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import chunk_counts
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.families import Family, choose
@@ -31,8 +31,8 @@ from convgrad_service.plans.cuda.works import (
 )
 from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import LAYOUTS, activation_shape, weight_shape
+from tests.support.kernels.plans import check_plan
 from tests.support.numerics.large_tensors import LARGE, MORE_THAN
-from tests.unit.plans.cuda.test_planner import check_plan
 
 MOST = 2**31 - 1
 DIRECTIONS: dict[str, Direction] = {"fwd": "fwd", "data": "bwd_data", "weight": "bwd_weight"}
@@ -109,7 +109,7 @@ def test_warpgroups_do_not_take_turns_where_results_are_more_chunks_than_32_bits
     def of(pixels: int) -> ConvWork:
         return work_of("fwd", (64, 8192), (pixels,), (1,), (1,), dtype=dtype)
 
-    axes = [axis_of(of(most), dim) for dim in range(3)]
+    axes = [gather_axis(of(most), dim) for dim in range(3)]
     assert may_pingpong(of(most), axes)
     assert not may_pingpong(of(most + 1), axes)
     turns = Schedule(HopperTile(128, 128, pingpong=True))

@@ -4,43 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
-from convgrad.contract import OPERATIONS
-from convgrad.contract.base import validate
 from convgrad.dtypes import DType
 from convgrad.errors import DeviceOutOfMemory, UnsupportedProblem
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import Mapped
 from convgrad_service.backends.cuda.kernels.fallback.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.fallback.weight_direct import WeightDirect
 from convgrad_service.backends.cuda.kernels.fallback.weight_tile import WeightTile
-from convgrad_service.backends.cuda.memory import arena_of
 from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.families import choose
 from convgrad_service.plans.cuda.pieces import parts_for
 from convgrad_service.plans.cuda.planner import PLANNERS, plan_for
 from convgrad_service.plans.cuda.program import (
-    ALIGNMENT,
-    ZEROS,
-    Arguments,
-    Clear,
-    CudaPlan,
     Fragment,
     Instance,
 )
 from convgrad_service.plans.cuda.works import activation_operand, weight_operand
-from convgrad_service.problems import PROBLEMS, Problem, problem_from
+from convgrad_service.problems import PROBLEMS, Problem
 from convgrad_service.problems.layouts import LAYOUTS, activation_view, weight_view
-from tests.emulator.maps import encode
 from tests.support.kernels.cuda_backends import general
 from tests.support.kernels.harness import with_layouts
-from tests.support.numerics.arrays import DTYPES, request_arrays
+from tests.support.kernels.plans import check_plan, problem_of
+from tests.support.numerics.arrays import DTYPES
 from tests.support.numerics.cases import (
     EPILOGUES,
     FROM_CONV,
@@ -51,7 +40,6 @@ from tests.support.numerics.cases import (
     conv_cases,
     pool_cases,
 )
-from tests.support.numerics.strategies import zeros
 from tests.support.numerics.window_cases import OPERATIONS as WINDOWS
 from tests.support.numerics.window_cases import window_cases
 
@@ -71,64 +59,9 @@ CASES = [
 ]
 
 
-def problem_of(case: Case, dtype: str = "float32", layout: str | None = None) -> Problem:
-    tensors = zeros(case, DTYPES[dtype])
-    params = dict(case.params) if layout is None else {**case.params, "layout": layout}
-    arrays = request_arrays(case, tensors, layout)
-    request = validate(OPERATIONS[case.operation].request, {**arrays, **params})
-    return problem_from(case.operation, request)
-
-
 def problems(case: Case, dtype: str) -> Iterable[Problem]:
     layouts = [None] if "backprop" in case.operation else with_layouts(case.ndim, grouped=False)
     return [problem_of(case, dtype, layout) for layout in layouts]
-
-
-@lru_cache(maxsize=1)
-def every_instance() -> frozenset[Instance]:
-    return frozenset(FAMILIES.instances())
-
-
-def check_plan(plan: CudaPlan, problem: Problem, device: CudaDevice) -> None:
-    """Buffers are named once, lie apart, and every launch is one that the device can take."""
-    arena = arena_of(problem, plan)
-    names = [*problem.inputs, *problem.outputs, *(w.name for w in plan.workspace)]
-    assert sorted(arena.offsets) == sorted(names)
-    assert len(set(names)) == len(names)
-    sizes = {name: spec.size_bytes for name, spec in (*problem.inputs.items(),)}
-    sizes |= {name: spec.size_bytes for name, spec in problem.outputs.items()}
-    sizes |= {item.name: item.size_bytes for item in plan.workspace}
-    places = sorted((offset, offset + sizes[name]) for name, offset in arena.offsets.items())
-    assert all(end <= start for (_, end), (start, _) in pairwise(places))
-    assert all(start % ALIGNMENT == 0 for start, _ in places)
-    assert places[-1][1] <= arena.size_bytes
-    checks = [arena.offsets[check.buffer] for check in plan.checks]
-    assert all(arena.input_bytes <= offset < arena.returned_bytes for offset in checks)
-
-    compiled = every_instance()
-    names = (*arena.offsets, ZEROS)
-    addresses = {name: (index + 1) << 40 for index, name in enumerate(names)}
-    assert plan.steps
-    for step in plan.steps:
-        if isinstance(step, Clear):
-            assert step.size_bytes <= sizes[step.buffer]
-            continue
-        assert step.instance in compiled
-        assert step.instance.runs_on(device)
-        x, y, z = step.grid
-        assert 0 < x < 2**31
-        assert 0 < y < 2**16
-        assert 0 < z < 2**16
-        assert 0 < np.prod(step.block) <= 1024
-        assert step.shared_bytes <= device.shared_bytes_per_block
-        assert 0 < len(_filled(step.arguments, addresses)) <= 4096
-
-
-def _filled(arguments: Arguments, addresses: dict[str, int]) -> bytearray:
-    """Without a driver, which would encode tensor maps."""
-    if isinstance(arguments, Mapped):
-        return arguments.fill_by(encode, addresses)
-    return arguments.fill(addresses)
 
 
 def test_every_operations_problem_has_a_planner() -> None:

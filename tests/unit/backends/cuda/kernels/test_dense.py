@@ -11,7 +11,7 @@ import pytest
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight
-from convgrad_service.backends.cuda.kernels.core.gather_axes import axis_of
+from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axis
 from convgrad_service.backends.cuda.kernels.layout.channels_last import prepare_activation
 from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Launch, Workspace
@@ -20,64 +20,12 @@ from convgrad_service.plans.cuda.works import (
     Direction,
     Operand,
     activation_operand,
-    weight_operand,
 )
 from convgrad_service.problems.geometry import ConvShape
-from convgrad_service.problems.layouts import LAYOUTS, activation_shape, weight_shape
+from convgrad_service.problems.layouts import LAYOUTS
+from tests.support.kernels.conv_work import ADA, work_of
 
-ADA = CudaDevice("L40S", (8, 9), 142, 101376, 102400, 96 * 2**20, 48 * 10**9)
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd_data", "bwd_weight")
-
-
-def work_of(
-    direction: Direction,
-    *,
-    batch: int = 2,
-    channels: tuple[int, int] = (64, 128),
-    size: int = 14,
-    kernel: int = 3,
-    stride: int = 1,
-    pad: int = 1,
-    dilation: int = 1,
-    groups: int = 1,
-    layout: str = "NHWC",
-    dtype: DType = DType.BFLOAT16,
-    precision: str = "highest",
-) -> ConvWork:
-    out = (size + 2 * pad - dilation * (kernel - 1) - 1) // stride + 1
-    order = LAYOUTS[layout]
-    conv = ConvShape(
-        batch=batch,
-        groups=groups,
-        in_channels=channels[0] * groups,
-        out_channels=channels[1] * groups,
-        input_size=(size, size),
-        kernel_size=(kernel, kernel),
-        output_size=(out, out),
-        stride=(stride, stride),
-        padding=((pad, pad), (pad, pad)),
-        dilation=(dilation, dilation),
-    )
-    x, y = (
-        activation_operand(
-            name, dtype, order, activation_shape(order, batch, groups, total, extent), groups
-        )
-        for name, total, extent in (
-            ("x", conv.in_channels, conv.input_size),
-            ("y", conv.out_channels, conv.output_size),
-        )
-    )
-    shape = weight_shape(order, groups, conv.in_channels, conv.out_channels, conv.kernel_size)
-    return ConvWork(
-        direction=direction,
-        conv=conv,
-        dtype=dtype,
-        result_dtype=dtype,
-        x=x,
-        w=weight_operand("w", dtype, order, shape, groups),
-        y=y,
-        precision=precision,
-    )
 
 
 def fragment_of(work: ConvWork, device: CudaDevice = H200) -> Fragment:
@@ -125,7 +73,7 @@ def test_phases_meet_exactly_the_pairs_of_the_definition(seed: int) -> None:
             w=operand,
             y=operand,
         )
-        axis = axis_of(work, 2)
+        axis = gather_axis(work, 2)
         results: list[int] = []
         pairs = set()
         for phase in axis.phases:

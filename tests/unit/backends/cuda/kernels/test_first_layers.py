@@ -19,10 +19,10 @@ from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.plans.cuda.program import Launch
 from convgrad_service.plans.cuda.works import ConvWork, Direction
 from convgrad_service.problems import problem_from
+from tests.support.kernels.conv_work import work_of
 from tests.support.numerics.arrays import DTYPES, draw, integers, request_arrays, rng_for
 from tests.support.numerics.cases import Case
 from tests.support.numerics.first_layers import first_cases
-from tests.unit.backends.cuda.kernels.test_dense import work_of
 
 ADA = CudaDevice("L40S", (8, 9), 142, 101376, 102400, 96 * 2**20, 48 * 10**9)
 B200 = CudaDevice("B200", (10, 0), 148, 232448, 233472, 126 * 2**20, 180 * 10**9)

@@ -19,7 +19,7 @@ from convgrad_service.backends.cuda.kernels.layout.strided_copy import StridedCo
 from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.program import Launch
 from convgrad_service.plans.cuda.works import ConvWork, Direction
-from tests.unit.backends.cuda.kernels.test_dense import work_of
+from tests.support.kernels.conv_work import work_of
 
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd_data", "bwd_weight")
 TURING = CudaDevice("T4", (7, 5), 40, 65536, 65536, 4 * 2**20, 16 * 10**9)

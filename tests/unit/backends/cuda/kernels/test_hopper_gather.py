@@ -31,17 +31,17 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
     HopperTile,
     tiles_of,
 )
-from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, axis_of
+from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, gather_axis
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.program import Launch
 from convgrad_service.plans.cuda.works import ConvWork, Direction
-from tests.unit.backends.cuda.kernels.test_dense import ADA, work_of
+from tests.support.kernels.conv_work import ADA, work_of
 
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd_data")
 
 
 def axes_of(work: ConvWork) -> list[Axis]:
-    return [axis_of(work, dim) for dim in range(3)]
+    return [gather_axis(work, dim) for dim in range(3)]
 
 
 def launch_of(work: ConvWork, schedule: Schedule | None = None) -> Launch:

@@ -15,7 +15,7 @@ from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.families import choose
 from convgrad_service.plans.cuda.program import Launch
 from convgrad_service.plans.cuda.works import ConvWork, Direction
-from tests.unit.backends.cuda.kernels.test_dense import work_of
+from tests.support.kernels.conv_work import work_of
 
 CHANNELS = (4, 8, 16, 32)
 

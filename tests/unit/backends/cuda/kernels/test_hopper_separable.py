@@ -17,7 +17,7 @@ from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.plans.cuda.program import CudaPlan, Launch
 from convgrad_service.problems import Problem
-from tests.unit.plans.cuda.test_fused import separable
+from tests.support.kernels.fused_problems import separable
 
 LAYERS = [
     (32, 64, 112, 1),

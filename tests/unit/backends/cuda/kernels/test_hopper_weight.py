@@ -21,7 +21,7 @@ from convgrad_service.backends.cuda.kernels.conv.scaled_halves import RANGE_BYTE
 from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.program import ZEROS_BYTES, Launch
 from convgrad_service.plans.cuda.works import ConvWork
-from tests.unit.backends.cuda.kernels.test_dense import work_of
+from tests.support.kernels.conv_work import work_of
 
 A100 = CudaDevice("A100", (8, 0), 108, 166912, 167936, 40 * 2**20, 80 * 10**9)
 # A small image, few channels, many of both, a stride, wide taps.

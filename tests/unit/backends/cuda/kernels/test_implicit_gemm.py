@@ -18,43 +18,14 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import TILE
 from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.families import LeastExpected, Overhead, choose
 from convgrad_service.plans.cuda.program import Fragment, Launch
-from convgrad_service.plans.cuda.works import ConvWork, activation_operand, weight_operand
-from convgrad_service.problems.geometry import ConvShape
-from convgrad_service.problems.layouts import LAYOUTS
+from convgrad_service.plans.cuda.works import ConvWork
 from tests.perf.random_layers import random_layers
+from tests.support.kernels.conv_work import ADA, pointwise
 
-L40S = CudaDevice("NVIDIA L40S", (8, 9), 142, 101376, 102400, 96 * 2**20, 45_000_000_000)
 FEW = Gemm(((49, 2048),), 512, 1, 3_000_000, weight=False, irregular=False)
 
 
-def work_of(batch: int, channels: tuple[int, int], size: int, direction: str = "fwd") -> ConvWork:
-    """A 1x1 convolution in bfloat16, channels last."""
-    inputs, outputs = channels
-    conv = ConvShape(
-        batch=batch,
-        groups=1,
-        in_channels=inputs,
-        out_channels=outputs,
-        input_size=(size, size),
-        kernel_size=(1, 1),
-        output_size=(size, size),
-        stride=(1, 1),
-        padding=((0, 0), (0, 0)),
-        dilation=(1, 1),
-    )
-    layout, dtype = LAYOUTS["NHWC"], DType.BFLOAT16
-    return ConvWork(
-        direction=direction,  # type: ignore[arg-type]
-        conv=conv,
-        dtype=dtype,
-        result_dtype=dtype,
-        x=activation_operand("x", dtype, layout, (batch, size, size, inputs), 1),
-        w=weight_operand("w", dtype, layout, (outputs, 1, 1, inputs), 1),
-        y=activation_operand("y", dtype, layout, (batch, size, size, outputs), 1),
-    )
-
-
-@pytest.mark.parametrize("device", [H200, L40S], ids=lambda device: device.name)
+@pytest.mark.parametrize("device", [H200, ADA], ids=lambda device: device.name)
 def test_every_config_fits(device: CudaDevice) -> None:
     steps = FEW.steps(DType.BFLOAT16)
     found = list(configs(FEW, DType.BFLOAT16, device, 2**14))
@@ -81,13 +52,13 @@ def test_workspace_needs_counters() -> None:
     ("channels", "vector"), [((64, 64), 16), ((36, 24), 8), ((18, 36), 4), ((64, 18), 4)]
 )
 def test_vectors_follow_the_narrower_operand(channels: tuple[int, int], vector: int) -> None:
-    launch = ImplicitGemm().launches(work_of(2, channels, 8, "bwd_weight"), H200).steps[-1]
+    launch = ImplicitGemm().launches(pointwise(2, channels, 8, "bwd_weight"), H200).steps[-1]
     assert isinstance(launch, Launch)
     assert dict(launch.instance.defines)["VECTOR"] == str(vector)
 
 
 def test_odd_channels_are_copied_first() -> None:
-    steps = ImplicitGemm().launches(work_of(2, (33, 64), 8), H200).steps
+    steps = ImplicitGemm().launches(pointwise(2, (33, 64), 8), H200).steps
     assert len(steps) == 3  # the input, the weight, the product
     last = steps[-1]
     assert isinstance(last, Launch)
@@ -97,7 +68,10 @@ def test_odd_channels_are_copied_first() -> None:
 def test_instances_are_what_launches_name() -> None:
     known = set(ImplicitGemm().instances())
     for direction in ("fwd", "bwd_data", "bwd_weight"):
-        for layer in (work_of(1, (512, 2048), 7, direction), work_of(8, (18, 36), 28, direction)):
+        for layer in (
+            pointwise(1, (512, 2048), 7, direction),
+            pointwise(8, (18, 36), 28, direction),
+        ):
             launch = ImplicitGemm().launches(layer, H200).steps[-1]
             assert isinstance(launch, Launch)
             assert launch.instance in known
@@ -135,7 +109,7 @@ OVERHEADS = {"first": Overhead(1e-6), "second": Overhead(2e-6), "none": Overhead
 )
 def test_least_expected(first: Timed, second: Timed, winner: str) -> None:
     both = LeastExpected([first], [second], overheads=OVERHEADS)  # type: ignore[list-item]
-    found = choose([both], work_of(1, (64, 64), 7), H200)  # type: ignore[list-item]
+    found = choose([both], pointwise(1, (64, 64), 7), H200)  # type: ignore[list-item]
     assert found.family == winner
     loser = {first.name, second.name} - {winner}
     assert {name for name, _ in found.passed_over} == loser
@@ -145,14 +119,14 @@ def test_least_expected(first: Timed, second: Timed, winner: str) -> None:
 def test_second_is_not_considered_where_the_first_refuses() -> None:
     both = LeastExpected([Timed("first", 1e-6, "no")], [Timed("second", 1e-6)], overheads=OVERHEADS)  # type: ignore[list-item]
     last = Timed("last", None)
-    found = choose([both, last], work_of(1, (64, 64), 7), H200)  # type: ignore[list-item]
+    found = choose([both, last], pointwise(1, (64, 64), 7), H200)  # type: ignore[list-item]
     assert found.family == "last"
     assert found.passed_over == (("first", "no"),)
 
 
 def test_small_layers_take_it_and_large_ones_do_not() -> None:
     # Plain products of whole chunks of channels are pointwise_gemm's.
-    small, large = work_of(1, (162, 962), 7, "bwd_weight"), work_of(64, (1024, 1024), 28)
+    small, large = pointwise(1, (162, 962), 7, "bwd_weight"), pointwise(64, (1024, 1024), 28)
     assert choose(FAMILIES.bwd_weight, small, H200).family == "implicit_gemm"
     assert choose(FAMILIES.fwd, large, H200).family != "implicit_gemm"
     wide = replace(small, dtype=DType.FLOAT32, result_dtype=DType.FLOAT32, precision="high")

@@ -12,7 +12,7 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_model import cho
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import CLUSTERS
 from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.program import Launch
-from tests.unit.backends.cuda.kernels.test_implicit_gemm import L40S, work_of
+from tests.support.kernels.conv_work import ADA, pointwise
 
 FAMILY, COUNTERS = PointwiseGemm(), 2**14
 INSTANCES = frozenset(FAMILY.instances())
@@ -34,7 +34,7 @@ DIRECTIONS = ("fwd", "bwd_data", "bwd_weight")
 def test_every_configuration_fits(
     batch: int, channels: tuple[int, int], size: int, device: CudaDevice, direction: str
 ) -> None:
-    work = work_of(batch, channels, size, direction)
+    work = pointwise(batch, channels, size, direction)
     products = products_of(work)
     assert len(products) == (2 if direction == "bwd_weight" else 1)
     for product in products:
@@ -57,20 +57,20 @@ def test_every_configuration_fits(
 
 
 def test_splits_need_counters() -> None:
-    (product, _) = products_of(work_of(32, (64, 64), 112, "bwd_weight"))
+    (product, _) = products_of(pointwise(32, (64, 64), 112, "bwd_weight"))
     assert any(config.parts > 1 for _, config in timed(product, H200, COUNTERS))
     assert all(config.parts == 1 for _, config in timed(product, H200, 0))
 
 
 def test_the_least_time_is_chosen() -> None:
-    products = products_of(work_of(8, (144, 24), 28, "bwd_weight"))
+    products = products_of(pointwise(8, (144, 24), 28, "bwd_weight"))
     found = chosen(products, H200, COUNTERS)
     assert found is not None
     assert found[0] == min(time_s for one in products for time_s, _ in timed(one, H200, COUNTERS))
 
 
 def test_results_that_the_copy_engine_cannot_store_are_split() -> None:
-    work = work_of(8, (64, 64), 28, "bwd_weight")
+    work = pointwise(8, (64, 64), 28, "bwd_weight")
     wide = replace(work, result_dtype=DType.FLOAT32)
     for product in products_of(wide):
         assert not product.stores
@@ -82,22 +82,22 @@ def test_results_that_the_copy_engine_cannot_store_are_split() -> None:
     [
         ({"dtype": DType.FLOAT32}, H200, "float32"),
         ({"split_k": 4}, H200, "splits"),
-        ({}, L40S, "copy engine"),
+        ({}, ADA, "copy engine"),
     ],
 )
 def test_what_it_leaves_to_others(
     changes: dict[str, object], device: CudaDevice, said: str
 ) -> None:
-    work = replace(work_of(1, (64, 64), 7), **changes)  # type: ignore[arg-type]
+    work = replace(pointwise(1, (64, 64), 7), **changes)  # type: ignore[arg-type]
     assert said in (FAMILY.why_not(work, device) or "")
 
 
 def test_channels_that_are_no_whole_chunks() -> None:
-    assert products_of(work_of(1, (36, 64), 7)) == ()
-    assert products_of(work_of(1, (64, 36), 7, "bwd_data")) == ()
+    assert products_of(pointwise(1, (36, 64), 7)) == ()
+    assert products_of(pointwise(1, (64, 36), 7, "bwd_data")) == ()
 
 
 def test_long_work_may_be_left_to_others() -> None:
-    work = work_of(64, (1024, 1024), 28)
+    work = pointwise(64, (1024, 1024), 28)
     assert "expected" in (PointwiseGemm(most_s=1e-6).why_not(work, H200) or "")
     assert PointwiseGemm().why_not(work, H200) is None

@@ -10,16 +10,16 @@ import pytest
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core import tensor_maps
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import (
-    KEPT,
+    CACHED_MAPS,
+    Im2colMap,
     MapField,
-    PixelMap,
     TensorMap,
-    TileMap,
+    TiledMap,
     pack_maps,
 )
 
-TILE = TileMap(DType.BFLOAT16, (64, 40, 6), (128, 5120), 128, box=(64, 8, 2))
-PIXELS = PixelMap(
+TILE = TiledMap(DType.BFLOAT16, (64, 40, 6), (128, 5120), 128, box=(64, 8, 2))
+PIXELS = Im2colMap(
     DType.BFLOAT16,
     (64, 11, 7, 3),
     (128, 1408, 9856),
@@ -39,7 +39,7 @@ def test_what_fits_is_not_refused() -> None:
     assert TILE.why_not() is None
     assert PIXELS.why_not() is None
     assert TILE.size_bytes == 64 * 40 * 6 * 2
-    assert TileMap(DType.FLOAT32, (1000,), (), box=(256,)).why_not() is None
+    assert TiledMap(DType.FLOAT32, (1000,), (), box=(256,)).why_not() is None
 
 
 @pytest.mark.parametrize(
@@ -92,11 +92,11 @@ def test_a_map_is_encoded_once_for_an_address(monkeypatch: pytest.MonkeyPatch) -
         assert int.from_bytes(filled[128:136], "little") == address
         assert len(filled) % 64 == 0, "as long as the structure is in CUDA"
     assert asked == [4096, 8192]
-    for address in range(0, 4096 * (KEPT + 4), 4096):
+    for address in range(0, 4096 * (CACHED_MAPS + 4), 4096):
         arguments.fill({"x": address})
-    assert len(arguments.kept) <= KEPT
+    assert len(arguments.cache) <= CACHED_MAPS
 
 
 def test_a_field_must_be_aligned() -> None:
-    with pytest.raises(ValueError, match="late lies at byte 136"):
+    with pytest.raises(ValueError, match="late is at byte 136"):
         pack_maps(Args(), {"late": ("x", TILE)})

@@ -1,19 +1,18 @@
-// The gradient of a bias: each channel of y summed over the batch and all positions.
-// The host's side is channel_sums.py.
+// Gradient of a bias: sums each channel of y over the batch and all positions. Launched by channel_sums.py.
 //
-// y is seen as units x columns of VECTOR elements that lie side by side. CHANNELS 1: a vector is
-// VECTOR channels of one pixel, a unit is a pixel. CHANNELS 0: a vector is VECTOR pixels of one
-// channel, a column is a channel, a unit is such a vector.
+// y is viewed as units x columns of VECTOR contiguous elements. CHANNELS 1: a vector is VECTOR channels of one
+// pixel, a unit is a pixel. CHANNELS 0: a vector is VECTOR pixels of one channel; a column is a channel, a
+// unit such a vector.
 //
-// Block: 256 threads, `width` columns x height = 256 / width rows, which take every height-th unit of
-// one split; then the rows' sums are added in a fixed tree. With several splits each block leaves
-// partial sums [split][channel], and the last block of a column tile to arrive adds them up in the
-// order of the splits. Static shared memory: 8 KiB. Deterministic: the order of additions does not
-// depend on which block is last.
-// Relies on its launcher for the grid: x = splits * column tiles, the tiles running fastest; for
-// `width` * VECTOR (CHANNELS 0: `width`) of at most 256; for vectors aligned to their size; and for
-// `arrived`, a word of zeros for each column tile, which is left as it was.
-// Index limits: columns and splits below 2^31, units and offsets 64-bit.
+// Grid: x = splits * column tiles, tiles fastest.
+// Block: 256 threads, `width` columns x height = 256 / width rows, each with every height-th unit of one split;
+//   the rows are reduced in a fixed tree. With several splits each block writes partial sums
+//   [split][channel], and the last block of a column tile to arrive reduces them in the order of the splits.
+// Shared memory: 8 KiB.
+// Preconditions: `width` * VECTOR (CHANNELS 0: `width`) at most 256; vectors aligned to their size; `arrived`,
+//   one word per column tile, is zero and is left zero.
+// Determinism: the order of additions does not depend on which block arrives last.
+// Limits: columns and splits below 2^31; 64-bit units and offsets.
 #include "core/vectors.cuh"
 
 using namespace convgrad;
@@ -49,7 +48,7 @@ constexpr int kSums = CHANNELS ? VECTOR : 1;
 extern "C" __global__ void __launch_bounds__(kThreads)
     channel_sums(const __grid_constant__ ChannelSumsArgs args) {
   using T = ELEMENT;
-  using S = Sum<T>;
+  using S = ElementAccumulator<T>;
   __shared__ S sums[kThreads * kSums];
   __shared__ bool last;
   const int height = kThreads / args.width;

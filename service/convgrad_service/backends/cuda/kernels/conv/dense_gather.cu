@@ -1,23 +1,21 @@
-// A dense convolution, forward or the gradient of the input, as an implicit GEMM on tensor cores:
+// Dense convolution, fprop or dgrad, as an implicit GEMM (cp.async, mma.sync). Launched by dense_gather.py.
+//
 // M = pixels of one phase of the result (over the batch), N = result channels of one group,
-// K = taps x source channels. The host's side is dense_gather.py.
+// K = taps x source channels. Along each dimension, result position y0 + m*y_step (m in [0, count)) of a
+// phase reads, at its tap j in [0, taps), source position x0 + m*x_step + j*x_tap with weight tap
+// r0 + j*r_step. fprop has one phase; dgrad one per residue of the stride, none of which reads inserted zeros.
 //
-// Along each dimension, result position y0 + m*y_step (m in [0, count)) of a phase meets, at its
-// tap j in [0, taps), source position x0 + m*x_step + j*x_tap and weight tap r0 + j*r_step. Forward
-// has one phase. Backward has as many as the stride, and no tap in them meets an inserted zero.
-//
-// Block: a tile of BM pixels x BN channels, in steps of BK source channels of one tap, by warps of
-// WM x WN; taps that no pixel of the tile meets are left out. Source positions are looked up once
-// for each tile and told apart by one bit a tap. Dynamic shared memory: a ring of STAGES steps of
-// both operands (the finished sums pass through there too), then offsets and bits of pixels and taps,
-// which dense_gather.py counts.
-// Relies on its launcher for the grid (channel tiles running fastest, then pixel tiles of the
-// largest phase; groups; phases), and for sources whose channels are side by side in whole 16-byte
-// chunks: strides and addresses are multiples of 16 bytes, and where the channels do not fill the
-// last chunk, zeros follow. The weight's chunks run along the source's channels (ACROSS 0) or along
-// the result's (ACROSS 1).
-// Deterministic: one order of additions for each result. Positions outside the source enter as zeros.
-// Index limits: pixels of a phase below 2^31; element offsets below 2^31, or 64-bit WIDE.
+// Grid: channel tiles (fastest), pixel tiles of the largest phase; groups; phases.
+// Block: BM pixels x BN channels, k-tiles of BK source channels of one tap, warp tiles of WM x WN. Taps that no
+//   pixel of the tile reads are skipped. Source offsets are computed once per tile; one bit per tap says
+//   whether a pixel reads it.
+// Shared memory (dynamic): STAGES stages of both operands (reused for the result), then offsets and bits of
+//   pixels and taps; counted by dense_gather.py.
+// Preconditions: source channels contiguous in whole 16-byte chunks: strides and addresses are multiples of 16
+//   bytes, and zeros fill the last chunk. The weight is K-major (ACROSS 0) or N-major (ACROSS 1). Positions
+//   outside the source are zeros.
+// Determinism: one order of additions per result.
+// Limits: pixels of a phase below 2^31; element offsets below 2^31, or 64-bit with WIDE.
 #include "conv/dense_epilogue.cuh"
 #include "conv/dense_mma.cuh"
 #include "core/opaque.cuh"
@@ -81,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   Index* const source_at = reinterpret_cast<Index*>(tap_at + all_taps);  // of a pixel at offset 0
   u32* const kept = reinterpret_cast<u32*>(source_at + BM);  // a bit for each tap that is left
   u32* const meets = kept + words;                           // likewise for each pixel: [words][BM]
-  auto* const flags = reinterpret_cast<FactorFlags*>(meets + words * BM);
+  auto* const flags = reinterpret_cast<ScalingFlags*>(meets + words * BM);
 
   const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
   const u32 channel_tiles = (args.out_channels + BN - 1) / BN;
@@ -102,8 +100,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
                  static_cast<int>(rest2 - rest1 * phase1.count),
                  static_cast<int>(pixel - rest2 * phase2.count)};
   };
-  for (int i = thread; i < words; i += kThreads) kept[i] = args.may_skip ? 0u : ~0u;
-  if (args.may_skip) __syncthreads();
+  for (int i = thread; i < words; i += kThreads) kept[i] = args.may_skip_taps ? 0u : ~0u;
+  if (args.may_skip_taps) __syncthreads();
   for (int i = thread; i < BM; i += kThreads) {
     const Pixel at = pixel_of(i);
     const bool real = first_pixel + i < pixels;
@@ -130,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         }
       }
       if (words) meets[i] = bits;
-      if (bits && args.may_skip) atomicOr(kept, bits);
+      if (bits && args.may_skip_taps) atomicOr(kept, bits);
       continue;
     }
     for (int word = 0, tap = 0; word < words; ++word) {
@@ -144,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         }
       }
       meets[word * BM + i] = bits;
-      if (bits && args.may_skip) atomicOr(kept + word, bits);
+      if (bits && args.may_skip_taps) atomicOr(kept + word, bits);
     }
   }
   __syncthreads();
@@ -234,10 +232,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   };
   auto copy = [&](int i, u32 stage) {
     if (i < kACount) {
-      copy_chunk(stage + own(i), x_now + a_from[i], a_there >> i & 1);
+      cp_async_zfill(stage + own(i), x_now + a_from[i], a_there >> i & 1);
     } else {
       const int j = i - kACount;
-      copy_chunk(stage + own(i), w_now + j * b_step, b_there >> j & 1);
+      cp_async_zfill(stage + own(i), w_now + j * b_step, b_there >> j & 1);
     }
   };
 

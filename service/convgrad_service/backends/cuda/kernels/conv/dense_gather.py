@@ -17,9 +17,9 @@ from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import (
     MAX_PHASES,
     Axis,
-    axis_of,
     divider,
-    may_skip,
+    gather_axis,
+    may_skip_taps,
 )
 from convgrad_service.backends.cuda.kernels.core.limits import MAX_PIXELS, why_not_dense
 from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
@@ -93,7 +93,7 @@ class DenseGather:
         backward = work.direction == "bwd_data"
         source, result = gather_sides(work)
         read, written = _channels(work)
-        axes = [axis_of(work, dim) for dim in range(3)]
+        axes = [gather_axis(work, dim) for dim in range(3)]
         x = prepare_activation(
             source,
             work.batch,
@@ -137,7 +137,7 @@ class DenseGather:
         args.wide_stores = in_whole_chunks(result, extents, 2)
         args.runs_of_pixels = _runs_of_pixels(result, axes, size)
         args.plain = work.epilogue_free
-        args.may_skip = may_skip(axes, tile.m)
+        args.may_skip_taps = may_skip_taps(axes, tile.m)
         for name in ("x_size", "x_step", "x_tap", "y_step", "r_step"):
             getattr(args, name)[:] = [getattr(axis, name) for axis in axes]
         for dim, axis in enumerate(axes):

@@ -31,7 +31,7 @@ struct DenseGatherArgs {
   int wide_stores;  // the result's channels are side by side in whole, aligned 16-byte chunks
   int runs_of_pixels;  // most runs of four pixels lie side by side in the result, aligned
   int plain;           // the result is the sum itself
-  int may_skip;     // some tile may lie wholly outside some tap
+  int may_skip_taps;     // some tile may lie wholly outside some tap
   int x_size[3];
   int x_step[3];
   int x_tap[3];

@@ -9,7 +9,7 @@
 #pragma once
 
 #include "core/epilogue.cuh"
-#include "core/factor_powers.cuh"
+#include "core/operand_scaling.cuh"
 #include "ptx/mma.cuh"
 
 namespace convgrad {
@@ -75,18 +75,18 @@ __device__ __forceinline__ u32 lane_offset(int first) {
 template <class T, class Tile, bool kRowsFirst, bool kSplit>
 __device__ __forceinline__ void load_fragment(u32 (&to)[4], u32 from, int index, int step) {
   if constexpr (!Tile::kAcross) {
-    load_matrices(to, (from ^ step * 32) + index * 16 * Tile::kRowBytes);
+    ldmatrix(to, (from ^ step * 32) + index * 16 * Tile::kRowBytes);
   } else if constexpr (sizeof(T) == 2) {
     const u32 column = Tile::kRowBytes == 64 ? from ^ index * 32
                                              : (from ^ (index & 3) * 32) + index / 4 * 128;
-    load_matrices_transposed(to, column + step * 16 * Tile::kRowBytes);
+    ldmatrix_trans(to, column + step * 16 * Tile::kRowBytes);
   } else {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       // A's second register is 8 rows of M on, B's 4 of the reduction.
       const int beyond = kRowsFirst ? j & 1 : j >> 1, deeper = kRowsFirst ? j >> 1 : j & 1;
       const int chunks = index * 4 + beyond * 2;
-      to[j] = load_word((from ^ (chunks & 7) * 16) + chunks / 8 * 128 +
+      to[j] = ld_shared_u32((from ^ (chunks & 7) * 16) + chunks / 8 * 128 +
                         (step * 8 + deeper * 4) * Tile::kRowBytes);
     }
   }
@@ -109,7 +109,7 @@ __device__ __forceinline__ void load_a(u32 (&to)[kCount][4], u32 from, int step)
 //
 // An infinity's low part is NaN, so it makes what it feeds NaN. Factors whose low part would be too small
 // for TF32, or whose high part would round to an infinity, are scaled by powers of two beforehand, see
-// FactorPowers.
+// OperandScaling.
 __device__ __forceinline__ void split(const u32 (&words)[4], u32 (&high)[4], u32 (&low)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -120,7 +120,7 @@ __device__ __forceinline__ void split(const u32 (&words)[4], u32 (&high)[4], u32
 // Two neighbouring results, rounded.
 template <class T>
 __device__ __forceinline__ void store_two(T* to, float first, float second) {
-  *reinterpret_cast<u32*>(to) = narrow_two<T>(first, second);
+  *reinterpret_cast<u32*>(to) = narrow_x2<T>(first, second);
 }
 __device__ __forceinline__ void store_two(float* to, float first, float second) {
   *reinterpret_cast<float2*>(to) = make_float2(first, second);
@@ -140,10 +140,10 @@ template <class T, class TileA, class TileB, bool kSplit, int kSteps, int kStage
 __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPairs * 2][4],
                                          u32 ring, int tiles, int warp_row, int warp_column,
                                          Prepare&& prepare, Fetch&& fetch, Copy&& copy, Own&& own,
-                                         FactorFlags* flags) {
+                                         ScalingFlags* flags) {
   constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
-  FactorPowers<kCopies, TileA::kBytes, TileB::kBytes> powers;
-  if constexpr (kSplit) powers.begin(flags);
+  OperandScaling<kCopies, TileA::kBytes, TileB::kBytes> scaling;
+  if constexpr (kSplit) scaling.init(flags);
 #pragma unroll 1
   for (int stage = 0; stage < kStages - 1; ++stage) {
     prepare(stage);
@@ -151,16 +151,16 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
     for (int i = 0; i < kCopies; ++i) fetch(i);
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) copy(i, ring + stage * kStageBytes);
-    commit_copies();
+    cp_async_commit();
   }
-  wait_copies<kStages - 2>();
+  cp_async_wait<kStages - 2>();
   if constexpr (kSplit) {
 #pragma unroll
-    for (int i = 0; i < kCopies; ++i) powers.look(i, ring + own(i));
-    powers.apply(flags, ring, own);
+    for (int i = 0; i < kCopies; ++i) scaling.inspect(i, ring + own(i));
+    scaling.apply(flags, ring, own);
   }
   __syncthreads();
-  if constexpr (kSplit) powers.settle(flags, ring, own);
+  if constexpr (kSplit) scaling.update(flags, ring, own);
 
   // Fragments are loaded one ahead: A by the step, B, of which there is not room for two steps, by
   // 16 columns.
@@ -185,7 +185,7 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
     for (int i = 0; i < kGroup; ++i) fetch(i);
     float part[kRowFragments][kColumnPairs * 2][4] = {};
     u32 a_high[kRowFragments][4], a_low[kRowFragments][4];
-    const float back = powers.back;
+    const float back = scaling.unscale;
     u32 next = read + kStageBytes;
     if (next == end) next = ring;
 #pragma unroll
@@ -212,24 +212,24 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
             }
           }
         } else {
-          commit_copies();
+          cp_async_commit();
           write += kStageBytes;
           if (write == end) write = ring;
           // The next tile has landed for everyone, and everyone has read all of this one.
-          wait_copies<kStages - 2>();
-          if constexpr (kSplit) powers.apply(flags, next, own);
+          cp_async_wait<kStages - 2>();
+          if constexpr (kSplit) scaling.apply(flags, next, own);
           __syncthreads();
           read = next;
-          if constexpr (kSplit) powers.settle(flags, read, own);
+          if constexpr (kSplit) scaling.update(flags, read, own);
           load_a<T, TileA, kSplit>(a[0], read + a_lane, 0);
           load_fragment<T, TileB, false, kSplit>(b[0], read + b_lane, 0, 0);
         }
         if constexpr (kSplit) {
           // Copies of this tile that are under way belong to no group yet, and are not waited for.
-          if (turn == kLookFrom) wait_copies<kStages - 3>();
+          if (turn == kLookFrom) cp_async_wait<kStages - 3>();
 #pragma unroll
           for (int i = (turn - kLookFrom) * kLooks; i < (turn - kLookFrom + 1) * kLooks; ++i) {
-            if (i >= 0 && i < kCopies) powers.look(i, next + own(i));
+            if (i >= 0 && i < kCopies) scaling.inspect(i, next + own(i));
           }
           if (pair == 0) {
 #pragma unroll
@@ -275,7 +275,7 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
       }
     }
   }
-  wait_copies<0>();
+  cp_async_wait<0>();
   __syncthreads();
 }
 

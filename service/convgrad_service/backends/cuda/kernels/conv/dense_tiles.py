@@ -55,7 +55,7 @@ class DenseTile:
 
     @property
     def flag_bytes(self) -> int:
-        """``FactorFlags`` of core/factor_powers.cuh, where factors are split."""
+        """``ScalingFlags`` of core/operand_scaling.cuh, where factors are split."""
         return 24 if self.split else 0
 
     def depth(self, dtype: DType) -> int:

@@ -1,23 +1,21 @@
-// The gradient of a dense convolution's weight, as an implicit GEMM on tensor cores: M = channels of
-// grad_output in one group, N = taps x channels of the input (the channels running faster, rounded
-// up to whole 16-byte chunks), K = pixels of grad_output. The host's side is dense_weight.py.
+// wgrad of a dense convolution, as an implicit GEMM (cp.async, mma.sync). Launched by dense_weight.py.
 //
-// w[g, k, c, r] = sum over pixels (n, o) of y[n, g, k, o] * x[n, g, c, o*stride + r*dilation - pad].
+// M = channels of grad_output in one group, N = taps x input channels (channels fastest, rounded up to
+// 16-byte chunks), K = pixels of grad_output:
+//   w[g, k, c, r] = sum over pixels (n, o) of y[n, g, k, o] * x[n, g, c, o*stride + r*dilation - pad].
 //
-// Block: a tile of BM x BN in steps of BK pixels, by warps of WM x WN, over its share of the
-// pixels. Where the tile lies in one tap, only the pixels that this tap meets are counted: none
-// falls in padding. Where pixels lie is worked out for a few steps at once, by all warps, ahead of
-// their copies. Dynamic shared memory: a ring of STAGES steps of both operands, then the tile's taps
-// and the pixels' offsets, which dense_weight.py counts.
-// With one split the result is finished here, else every split writes float32 sums to its own part
-// of `partials`, in the order (g, k, t, r, s, c), and core/flat_sum.cu or core/split_sum.cu adds them up.
-// Relies on its launcher for the grid (column tiles running fastest, then row tiles; groups;
-// splits), and for tensors whose channels are side by side in whole 16-byte chunks: strides and
-// addresses are multiples of 16 bytes, and where the channels do not fill the last chunk, anything
-// may follow.
-// Deterministic: one order of additions for each result and number of splits. Positions outside the
-// input enter as zeros.
-// Index limits: pixels below 2^31; element offsets below 2^31, or 64-bit WIDE.
+// Grid: column tiles (fastest), row tiles; groups; splits.
+// Block: BM x BN, k-tiles of BK pixels, warp tiles of WM x WN, over a share of the pixels. If the tile is within
+//   one tap, K has only the pixels that read this tap inside the input. All warps compute the offsets of a few
+//   k-tiles' pixels ahead of their copies.
+// Results: with one split final; else each split writes float32 partial sums to its part of `partials`, ordered
+//   (g, k, t, r, s, c), and core/flat_sum.cu or core/split_sum.cu reduces them.
+// Shared memory (dynamic): STAGES stages of both operands, then the tile's taps and the pixels' offsets; counted
+//   by dense_weight.py.
+// Preconditions: channels contiguous in whole 16-byte chunks: strides and addresses are multiples of 16 bytes;
+//   the rest of the last chunk may hold anything. Positions outside the input are zeros.
+// Determinism: one order of additions per result and number of splits.
+// Limits: pixels below 2^31; element offsets below 2^31, or 64-bit with WIDE.
 #include "conv/dense_mma.cuh"
 
 using namespace convgrad;
@@ -135,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   // Offsets of the pixels of two batches of steps: in y, then in x for each tap; kNowhere outside.
   Index* const y_at = reinterpret_cast<Index*>(shifts + tile_taps);
   Index* const x_at = y_at + 2 * kBatch * BK;
-  auto* const flags = reinterpret_cast<FactorFlags*>(x_at + tile_taps * (2 * kBatch * BK));
+  auto* const flags = reinterpret_cast<ScalingFlags*>(x_at + tile_taps * (2 * kBatch * BK));
 
   // The pixels to count: all, or where the tile has one tap, those that it meets.
   const bool one_tap = channels % BN == 0;
@@ -234,9 +232,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   };
   auto copy = [&](int i, u32 stage) {
     if (i < kACount) {
-      copy_chunk(stage + own(i), y_here + from[i], from[i] < a_limit);
+      cp_async_zfill(stage + own(i), y_here + from[i], from[i] < a_limit);
     } else {
-      copy_chunk(stage + own(i), x_here + from[i], from[i] < b_limit);
+      cp_async_zfill(stage + own(i), x_here + from[i], from[i] < b_limit);
     }
   };
 

@@ -1,27 +1,23 @@
-// The gradient of a first layer's input, whose few channels would leave a tile of channels empty.
-// The host's side is first_data.py.
+// dgrad of a first layer, whose few input channels would leave a channel tile mostly empty (cp.async,
+// mma.sync). Launched by first_data.py.
 //
-// x[n, c, i] = sum over k and taps r that meet an o: y[n, k, o] * w[k, c, r], i = o*stride + r - pad.
-// Along a kernel row, taps x channels are neighbours in w, and columns of one product:
-//   rows[h][q, (s, c)] = sum over d, h's taps (t, r) and k of y[z, p, q, k] * w[k, t, r, s, c],
-// with M = positions q of a row of y, N = S*C, K = channels of y. A row of y enters the sums of R
-// rows of x, which live in registers: each is complete when y has moved on by `stride` rows, so
-// every row of y is read from memory once and from shared memory once a warp. What is left, the sum
-// over the positions q that meet a position of x, at most ceil(S / stride), goes through shared
-// memory.
+//   x[n, c, i] = sum over k and taps r with an o: y[n, k, o] * w[k, c, r], i = o*stride + r - pad.
+// The taps x channels of a kernel row are contiguous in w and form the columns of one GEMM:
+//   rows[h][q, (s, c)] = sum over d, the taps (t, r) of h, and k of y[z, p, q, k] * w[k, t, r, s, c],
+// M = positions q of a row of y, N = S*C, K = channels of y. A row of y contributes to R rows of x, whose
+// accumulators stay in registers: each is complete when y has advanced by `stride` rows, so a row of y is
+// read from global memory once and from shared memory once per warp. The remaining sum, over the at most
+// ceil(S / stride) positions q that contribute to a position of x, goes through shared memory.
 //
-// Block: one plane (n, d), a segment of rows of x and one of positions along W; it walks over the
-// rows of y that meet them. Warps: `column_tiles` tiles of 8 columns x warps along q, two tiles of 16
-// positions each; 32 * column_tiles * (warps along q) threads, at most 384. With RESIDENT a warp
-// keeps the weights of its columns in registers (T = 1, at most DEPTH steps of K); else they are read
-// from shared memory for each row. Dynamic shared memory, which first_data.py counts: a ring of
-// STAGES rows of y, the weights, two sets of `stride` finished rows, and where each position of x
-// finds its sums.
-// Relies on its launcher for the grid (positions' segments running fastest, then rows' segments,
-// planes, images), dilation 1, one group, and for y with channels side by side in whole 16-byte
-// chunks.
-// Deterministic: one order of additions for each result, however x is cut.
-// Index limits: offsets along a row of x and y below 2^31 elements; 64-bit elsewhere.
+// Grid: segments of positions along W (fastest), segments of rows, planes d, images n.
+// Block: one segment; walks down the rows of y that contribute. Warps: `column_tiles` tiles of 8 columns x warps
+//   along q with two tiles of 16 positions each; at most 384 threads. With RESIDENT a warp keeps its columns'
+//   weights in registers (T = 1, at most DEPTH steps of K); else it reads them from shared memory per row.
+// Shared memory (dynamic): STAGES rows of y, the weights, two sets of `stride` finished rows, and the table of
+//   sums for each position of x; counted by first_data.py.
+// Preconditions: dilation 1, one group, channels of y contiguous in whole 16-byte chunks.
+// Determinism: one order of additions per result, however x is divided among blocks.
+// Limits: element offsets along a row of x and y below 2^31; 64-bit elsewhere.
 #include "core/epilogue.cuh"
 #include "ptx/mma.cuh"
 
@@ -83,10 +79,10 @@ __device__ __forceinline__ void load_weights(u32 (&to)[2], u32 from, u32 pitch) 
   const int lane = threadIdx.x & 31;
   if constexpr (kWide) {
     const u32 at = from + (lane & 3) * pitch + (lane >> 2) * 4;
-    to[0] = to_tf32(load_word(at));
-    to[1] = to_tf32(load_word(at + 4 * pitch));
+    to[0] = to_tf32(ld_shared_u32(at));
+    to[1] = to_tf32(ld_shared_u32(at + 4 * pitch));
   } else {
-    load_matrices_transposed(to, from + (lane & 15) * pitch);
+    ldmatrix_trans(to, from + (lane & 15) * pitch);
   }
 }
 
@@ -158,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         const u32 to = ring + stage * stage_bytes + copy_chunk_at * 16;
 #pragma unroll 2
         for (int q = copy_row; q < width; q += copy_rows) {
-          copy_chunk(to + q * y_pitch, from + q * args.y_stride[5], true);
+          cp_async_zfill(to + q * y_pitch, from + q * args.y_stride[5], true);
         }
       }
       if (RESIDENT || ++put_j == planes) {
@@ -166,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         ++put_p;
       }
     }
-    commit_copies();
+    cp_async_commit();
   };
   for (int i = 0; i < STAGES - 1; ++i) copy_row_of_y(i);
 
@@ -259,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   for (int p = p0; p <= finish1; ++p) {
     if (p >= real0 && p <= real1 && planes > 0) {
       for (int j = 0; j < (RESIDENT ? 1 : planes); ++j) {
-        wait_copies<STAGES - 2>();
+        cp_async_wait<STAGES - 2>();
         __syncthreads();
         copy_row_of_y(stage == 0 ? STAGES - 1 : stage - 1);
         const u32 from = lane_at + stage * stage_bytes;
@@ -271,8 +267,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         for (int step = 0; step < args.steps; ++step) {
 #endif
           u32 a[2][4];
-          load_matrices(a[0], from + step * 32);
-          load_matrices(a[1], from + further + step * 32);
+          ldmatrix(a[0], from + step * 32);
+          ldmatrix(a[1], from + further + step * 32);
           if constexpr (kWide) {
 #pragma unroll
             for (int e = 0; e < 8; ++e) a[e / 4][e % 4] = to_tf32(a[e / 4][e % 4]);

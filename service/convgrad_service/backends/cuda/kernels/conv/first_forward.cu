@@ -1,20 +1,21 @@
-// A first layer forward, whose few input channels would leave a tile of channels empty. The host's
-// side is first_forward.py.
+// fprop of a first layer, whose few input channels would leave a k-tile mostly empty (cp.async, mma.sync).
+// Launched by first_forward.py.
 //
-// y[n, k, o] = sum over c and r of x[n, c, o*stride + r - pad] * w[k, c, r].
-// GEMM: M = positions q of a row of y, N = channels of y, K = kernel rows x columns of windows, by
-// the matrices of first_windows.cuh, whose columns run over the taps of a kernel row and channels.
+//   y[n, k, o] = sum over c and r of x[n, c, o*stride + r - pad] * w[k, c, r].
+// M = positions q of a row of y, N = channels of y, K = kernel rows x columns of windows: the matrices of
+// first_windows.cuh, whose columns are the taps of a kernel row x channels.
 //
-// Block: 32 * `warp_channels` channels and a range of units. Warps: warp_channels x warps along the
-// unit, each with 32 positions of one row and 32 channels. A product takes two tiles of columns at a
-// time, from wherever in the list of all kernel rows' tiles. With RESIDENT a warp keeps its weights
-// of up to PAIRS such in registers (T = 1), else they are read from shared memory, for one tap along
-// D after the other. Dynamic shared memory, which first_forward.py counts: rings of STAGES units'
-// rows of x as they come and of their windows, and the weights.
-// Relies on its launcher for the grid (blocks of channels running fastest, then ranges of units),
-// dilation 1, one group, and x with channels and W side by side, 4-byte aligned.
-// Deterministic: one order of additions for each result. Positions outside the input enter as zeros.
-// Index limits: units and positions of a row below 2^31; 64-bit offsets elsewhere.
+// Grid: blocks of channels (fastest), ranges of units.
+// Block: 32 * `warp_channels` channels and a range of units. Warps: warp_channels x warps along the unit, each
+//   with 32 positions of one row and 32 channels. An mma step takes two column tiles from the list of all
+//   kernel rows' tiles. With RESIDENT a warp keeps up to PAIRS such steps' weights in registers (T = 1); else
+//   it reads them from shared memory, one tap along D after the other.
+// Shared memory (dynamic): STAGES units' rows of x as loaded and their windows, and the weights; counted by
+//   first_forward.py.
+// Preconditions: dilation 1, one group, x contiguous in channels and W, 4-byte aligned. Positions outside the
+//   input are zeros.
+// Determinism: one order of additions per result.
+// Limits: units and positions of a row below 2^31; 64-bit offsets elsewhere.
 #include "core/epilogue.cuh"
 #include "conv/first_windows.cuh"
 
@@ -71,8 +72,8 @@ __device__ __forceinline__ void store_eight(float* to, const float (&values)[8],
 template <class U>
 __device__ __forceinline__ void store_eight(U* to, const float (&values)[8], bool) {
   *reinterpret_cast<uint4*>(to) =
-      make_uint4(narrow_two<U>(values[0], values[1]), narrow_two<U>(values[2], values[3]),
-                 narrow_two<U>(values[4], values[5]), narrow_two<U>(values[6], values[7]));
+      make_uint4(narrow_x2<U>(values[0], values[1]), narrow_x2<U>(values[2], values[3]),
+                 narrow_x2<U>(values[4], values[5]), narrow_x2<U>(values[6], values[7]));
 }
 
 }  // namespace
@@ -130,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const u32 b_at = shared_address(weights) + (warp_channel * 32 + (lane & 7)) * w_pitch +
                    (lane >> 3 & 1) * 16;
   const auto load_b = [&](u32 (&to)[2], int pair, int n) {
-    load_matrices(to, b_at + n * 8 * w_pitch + pair * (kTilesOfPair * 8 * kBytes));
+    ldmatrix(to, b_at + n * 8 * w_pitch + pair * (kTilesOfPair * 8 * kBytes));
     if constexpr (kWide) {
       to[0] = to_tf32(to[0]);
       to[1] = to_tf32(to[1]);
@@ -176,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         u32 a[4];
-        load_matrices(a, from + m * 16 * x.pitch());
+        ldmatrix(a, from + m * 16 * x.pitch());
         if constexpr (kWide) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) a[e] = to_tf32(a[e]);
@@ -255,14 +256,14 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       const Unit& unit = steps[(step - first_step) % kSteps];
       if (unit.inside) x.copy(unit, stage);
     }
-    commit_copies();
+    cp_async_commit();
   };
   for (int i = 0; i < STAGES - 1; ++i) copy_step(first_step + i, i);
   int stage = 0, ring = 0, tap = 0;
   bool ready = false;
   for (int step = first_step; step < end_step; ++step) {
     const int place = step - first_step;
-    wait_copies<STAGES - 3>();  // of this step and the next
+    cp_async_wait<STAGES - 3>();  // of this step and the next
     __syncthreads();
     if (thread == 0) steps[(place + STAGES) % kSteps] = step_of(step + STAGES);
     const Unit& unit = steps[place % kSteps];

@@ -1,22 +1,21 @@
-// The gradient of a first layer's input, several positions at a time. The host's side is
+// dgrad of a first layer (few input channels) by groups of positions (cp.async, mma.sync). Launched by
 // first_groups.py.
 //
-// x[n, c, i] = sum over k and taps r that meet an o: y[n, k, o] * w[k, c, r], i = o*stride + r - pad.
-// GEMM: M = groups of positions, N = a group's positions x channels, K = steps x channels of y, see
-// first_groups.cuh. A row of y enters the rows of x that it meets, each a sum in registers, complete
-// when y has moved on; so a row of y is read from memory once, and from shared memory once for each of
-// its TAPS shifts.
+//   x[n, c, i] = sum over k and taps r with an o: y[n, k, o] * w[k, c, r], i = o*stride + r - pad.
+// M = groups of positions along W, N = a group's positions x channels, K = steps along W x channels of y; see
+// first_groups.cuh. A row of y contributes to several rows of x, whose accumulators stay in registers until
+// y has advanced past them; so a row of y is read from global memory once, and from shared memory once per
+// shift (TAPS).
 //
-// Block: one plane (n, d), a segment of rows of x and one of groups; it walks over the rows of y that
-// meet them. Warps: the classes of rows of x that share a remainder by the stride, x `warp_groups`
-// along W, each with 32 groups and the weights of its class in registers: SLOTS kernel rows x TAPS x
-// STEPS steps of 16 channels, for TILES tiles of 8 columns. Dynamic shared memory, which
-// first_groups.py counts: a ring of STAGES rows of y, zeros outside, and the weights.
-// Relies on its launcher for the grid (groups' segments running fastest, then rows' segments, planes,
-// images), dilation 1, one group of channels, one tap along D, 16-bit types, and for y with channels
-// side by side in whole 16-byte chunks.
-// Deterministic: one order of additions for each result, however x is cut.
-// Index limits: offsets along a row of x and y below 2^31 elements; 64-bit elsewhere.
+// Grid: segments of groups (fastest), segments of rows, planes d, images n.
+// Block: one segment; walks down the rows of y that contribute. Warps: residues of x's rows modulo the stride x
+//   `warp_groups` along W, each with 32 groups and its residue's weights in registers: SLOTS kernel rows x
+//   TAPS x STEPS steps of 16 channels, for TILES tiles of 8 columns.
+// Shared memory (dynamic): STAGES rows of y, with zeros outside, and the weights; counted by first_groups.py.
+// Preconditions: dilation 1, one group, one tap along D, 16-bit types, channels of y contiguous in whole
+//   16-byte chunks.
+// Determinism: one order of additions per result, however x is divided among blocks.
+// Limits: element offsets along a row of x and y below 2^31; 64-bit elsewhere.
 #include "conv/first_groups.cuh"
 #include "ptx/mma.cuh"
 
@@ -68,14 +67,14 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
         const u32 end = ring + stage * stage_bytes + args.positions * kPitch;
 #pragma unroll 2
         for (int q = q0 + copy_row; to < end; q += copy_rows) {
-          copy_chunk(to, from, static_cast<u32>(q) < static_cast<u32>(args.y_size[2]));
+          cp_async_zfill(to, from, static_cast<u32>(q) < static_cast<u32>(args.y_size[2]));
           from += copy_rows * args.y_stride[5];
           to += copy_rows * kPitch;
         }
       }
       ++put_p;
     }
-    commit_copies();
+    cp_async_commit();
   };
   for (int i = 0; i < STAGES - 1; ++i) copy_row_of_y(i);
 
@@ -92,13 +91,13 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   if (args.flat_weights) {
     for (int i = thread * 8; i < all_weights; i += threads * 8) {
       if (i + 8 <= all_weights) {
-        copy_async<16>(shared_address(weights + i), w + i);
+        cp_async<16>(shared_address(weights + i), w + i);
       } else {  // the last ones: no whole chunk
         for (int j = i; j < all_weights; ++j) weights[j] = w[j];
       }
     }
-    commit_copies();
-    wait_copies<0>();
+    cp_async_commit();
+    cp_async_wait<0>();
   } else {
 #pragma unroll 4
     for (int i = thread; i < all_weights; i += threads) {
@@ -156,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
       const float first = sum_of(i), second = sum_of(i + 1);
       const int further_on = i / 2 % 4 * 8, column = i / 8 * 8;
       put_two(args, x, own_at + further_on * in_group + column, own_group + further_on,
-              own_column + column, narrow_two<T>(first, second));
+              own_column + column, narrow_x2<T>(first, second));
     }
     if (args.plain) return;
 #pragma unroll 1
@@ -172,14 +171,14 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   const auto multiply = [&](auto count, u32 from) {
     constexpr int kSlots = decltype(count)::value;
     u32 a[2][2][4];
-    load_matrices(a[0][0], from);
-    load_matrices(a[0][1], from + further);
+    ldmatrix(a[0][0], from);
+    ldmatrix(a[0][1], from + further);
 #pragma unroll
     for (int e = 0; e < kDepth; ++e) {
       if (e + 1 < kDepth) {
         const u32 next = from + (e + 1) / STEPS * kPitch + (e + 1) % STEPS * 32;
-        load_matrices(a[(e + 1) & 1][0], next);
-        load_matrices(a[(e + 1) & 1][1], next + further);
+        ldmatrix(a[(e + 1) & 1][0], next);
+        ldmatrix(a[(e + 1) & 1][1], next + further);
       }
 #pragma unroll
       for (int slot = 0; slot < kSlots; ++slot) {
@@ -197,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   int stage = 0;
   for (int p = share.p0; p <= share.finish1; ++p) {
     if (p >= share.real0 && p <= share.real1) {
-      wait_copies<STAGES - 2>();
+      cp_async_wait<STAGES - 2>();
       __syncthreads();
       copy_row_of_y(stage == 0 ? STAGES - 1 : stage - 1);
       const u32 from = lane_at + stage * stage_bytes;

@@ -1,9 +1,10 @@
-// Adds up the partial sums of a split reduction that has few results and many splits, and finishes
-// them. The host's side is first_weight.py.
+// Second stage of split-K for few results and many splits: reduces partial sums and applies the epilogue.
+// Launched by first_weight.py.
 //
-// Block: 32 neighbouring results by WARPS warps, each of which adds every WARPS-th split; the warps'
-// sums then are added in order through shared memory. Deterministic. Relies on its launcher for the
-// grid: ceil(results / 32) blocks. Index limits: results below 2^31; 64-bit offsets.
+// Grid: ceil(results / 32) blocks of WARPS warps: 32 consecutive results; each warp adds every WARPS-th split.
+// Shared memory: the warps' sums.
+// Determinism: splits of a warp, then warps, are added in order.
+// Limits: results below 2^31; 64-bit offsets.
 #include "core/epilogue.cuh"
 #include "ptx/pdl.cuh"
 

@@ -1,22 +1,21 @@
-// The gradient of a first layer's weight, whose few input channels would leave a tile of channels
-// empty. The host's side is first_weight.py.
+// wgrad of a first layer, whose few input channels would leave a channel tile mostly empty (cp.async,
+// mma.sync). Launched by first_weight.py.
 //
-// w[k, c, r] = sum over pixels (n, o) of y[n, k, o] * x[n, c, o*stride + r - pad].
-// GEMM: M = channels of y, 16*ROWS in a block, N = columns of windows, by the matrices of
-// first_windows.cuh, for several kernel rows at once, K = positions q of rows of y.
+//   w[k, c, r] = sum over pixels (n, o) of y[n, k, o] * x[n, c, o*stride + r - pad].
+// M = channels of y, 16 * ROWS per block, N = columns of windows of several kernel rows (the matrices of
+// first_windows.cuh), K = positions q of rows of y.
 //
-// Block: kernel rows of one tap along D, 16*ROWS channels, and a share of the units. Warps:
-// warp_columns x rows of a unit; each has up to six tiles of 8 columns, all channels, and one row of y
-// of each unit. Dynamic shared memory, which first_weight.py counts: a ring of STAGES units of y, the
-// windows and the rows of x as they come; at the end the sums of all warps.
-// With one split the result is finished here, else every split writes float32 sums to its own part
-// of `partials`, in the order (k, t, r, s, c), and first_sum.cu adds them up.
-// Relies on its launcher for the grid (groups of kernel rows running fastest, then taps along D,
-// blocks of channels, splits), dilation 1, one group, for y with channels, or with ALONG_W W, side by
-// side in whole 16-byte chunks, and x with channels and W side by side, both 4-byte aligned.
-// Deterministic: one order of additions for each result and number of splits. Positions outside the
-// input enter as zeros.
-// Index limits: units and positions of a row below 2^31; 64-bit offsets elsewhere.
+// Grid: groups of kernel rows (fastest), then taps along D, blocks of channels, splits.
+// Block: kernel rows of one tap along D, 16 * ROWS channels, and a share of the units. Warps: warp_columns x rows
+//   of a unit; each has up to six tiles of 8 columns, all channels, and one row of y of each unit.
+// Results: with one split final; else each split writes float32 partial sums to its part of `partials`, ordered
+//   (k, t, r, s, c), and first_sum.cu reduces them.
+// Shared memory (dynamic): STAGES units of y, the windows and the rows of x as loaded, at the end the sums of
+//   all warps; counted by first_weight.py.
+// Preconditions: dilation 1, one group; y contiguous in channels (with ALONG_W: in W) in whole 16-byte chunks; x
+//   contiguous in channels and W; both 4-byte aligned. Positions outside the input are zeros.
+// Determinism: one order of additions per result and number of splits.
+// Limits: units and positions of a row below 2^31; 64-bit offsets elsewhere.
 #include "core/epilogue.cuh"
 #include "conv/first_windows.cuh"
 #include "ptx/pdl.cuh"
@@ -130,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
           u32 to = row_to;
 #pragma unroll 2
           for (int line = first; line < lines; line += step) {
-            copy_chunk(to, from, line < real);
+            cp_async_zfill(to, from, line < real);
             from += next;
             to += step * kPitch;
           }
@@ -140,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         x.copy(unit, stage);
       }
     }
-    commit_copies();
+    cp_async_commit();
   };
 
   // This warp's tiles of columns, dealt out evenly: kernel row and tile in it.
@@ -182,16 +181,16 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #pragma unroll
       for (int i = 0; i < ROWS; ++i) {
         if constexpr (ALONG_W) {
-          load_matrices(a[i], a_at + i * 16 * kPitch);
+          ldmatrix(a[i], a_at + i * 16 * kPitch);
 #pragma unroll
           for (int e = 0; kWide && e < 4; ++e) a[i][e] = to_tf32(a[i][e]);
         } else if constexpr (kWide) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            a[i][e] = to_tf32(load_word(a_at + i * 64 + (e & 1) * 32 + (e >> 1) * 4 * kPitch));
+            a[i][e] = to_tf32(ld_shared_u32(a_at + i * 64 + (e & 1) * 32 + (e >> 1) * 4 * kPitch));
           }
         } else {
-          load_matrices_transposed(a[i], a_at + i * 32);
+          ldmatrix_trans(a[i], a_at + i * 32);
         }
       }
       a_at += ALONG_W ? 32 : kDepth * kPitch;
@@ -201,12 +200,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         if constexpr (kWide) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            b[e] = to_tf32(load_word(b_at[j * 2 + (e >> 1)] + (e & 1) * 4 * window_pitch));
+            b[e] = to_tf32(ld_shared_u32(b_at[j * 2 + (e >> 1)] + (e & 1) * 4 * window_pitch));
           }
           b_at[j * 2] += kDepth * window_pitch;
           b_at[j * 2 + 1] += kDepth * window_pitch;
         } else {
-          load_matrices_transposed(b, b_at[j]);
+          ldmatrix_trans(b, b_at[j]);
           b_at[j] += kDepth * window_pitch;
         }
 #pragma unroll
@@ -223,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   bool ready = false;
   for (int index = unit0; index < unit1; ++index) {
     const int place = index - unit0;
-    wait_copies<STAGES - 3>();  // of this unit and the next
+    cp_async_wait<STAGES - 3>();  // of this unit and the next
     __syncthreads();
     if (thread == 0) units[(place + STAGES) % kUnits] = unit_of(index + STAGES);
     const Unit& unit = units[place % kUnits];
@@ -254,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     }
     stage = next;
   }
-  wait_copies<0>();
+  cp_async_wait<0>();
   __syncthreads();
   launch_dependent_grids();
 

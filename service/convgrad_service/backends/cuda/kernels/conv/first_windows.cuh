@@ -122,7 +122,7 @@ struct Windows {
       T* const to = reinterpret_cast<T*>(raws + stage * raw_bytes() + row * (args.row_words * 4));
       for (int at = lane * kChunk; at < count; at += 32 * kChunk) {
         if (start + at + kChunk <= args.x_end) {
-          copy_async<16>(shared_address(to + at), row_x + at);
+          cp_async<16>(shared_address(to + at), row_x + at);
         } else {  // x's last elements: no whole chunk
           for (int i = at; i < count; ++i) to[i] = row_x[i];
         }

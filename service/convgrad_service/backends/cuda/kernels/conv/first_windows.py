@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.core.limits import why_not_reach
+from convgrad_service.backends.cuda.kernels.core.limits import why_not_32bit_positions
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
     COPIES,
@@ -87,7 +87,7 @@ def why_not_first(work: ConvWork, device: CudaDevice, exact: bool = False) -> st
     if work.pixels * 16 > MAX_INDEX or prod(work.input[1:]) * work.in_channels * 16 > MAX_INDEX:
         return "positions are more than 32 bits count"
     # Small tensors may have enormous padding and steps.
-    return why_not_reach(work)
+    return why_not_32bit_positions(work)
 
 
 def column_tiles(work: ConvWork) -> int:

@@ -1,32 +1,32 @@
-// The gradient of a first layer's input by groups of positions, on Hopper's products of a warpgroup.
-// The host's side is hopper_first_data.py.
+// dgrad of a first layer (few input channels) on Hopper, by groups of positions (TMA, wgmma). Launched by
+// hopper_first_data.py. Needs sm_90a.
 //
-// x[n, c, i] = sum over k and taps r that meet an o: y[n, k, o] * w[k, c, r], i = o*stride + r - pad.
-// GEMM: M = groups of positions, as many as the stride, N = kernel rows x 8 EIGHTS columns, of a group's
-// positions x channels, K = steps x channels of y, see first_groups.cuh. A row of y enters all the
-// rows of x that it meets in one product: its columns' sums of kernel row r are those of row
-// p*stride - pad + r of x, and so are complete, `stride` rows of them, when y has moved on.
+//   x[n, c, i] = sum over k and taps r with an o: y[n, k, o] * w[k, c, r], i = o*stride + r - pad.
+// M = groups of `stride` positions along W, N = kernel rows x 8 * EIGHTS columns (a group's positions x
+// channels), K = steps along W x channels of y; see first_groups.cuh. One wgmma adds a row of y to all rows
+// of x that it contributes to: its columns for kernel row r belong to row p*stride - pad + r of x, and
+// `stride` rows are complete each time y advances by a row.
 //
-// Block: one plane (n, d), a segment of rows of x and one of groups, all kernel rows or those that meet
-// the same rows of x, every `stride`-th; it walks over the rows of y that meet them. One thread copies
-// them (TMA), zeros from outside; a warpgroup multiplies 64 groups, and waits for nobody but the
-// copies. A position is a row of 128 bytes, 64 channels of 16 bits, or two of float32; a step along W,
-// of TAPS, is the same rows from one further on. Dynamic shared memory, which hopper_first_data.py
-// counts: 1,024 bytes to align it by, a ring of STAGES rows of y, and the weights of each step, all
-// columns by as many channels. Before its first use the ring's end holds the weights as they come.
-//
-// float32 is rounded to TF32, or with SPLIT taken as three numbers of bfloat16 whose sum it is: six
-// products, all that are 2^-25 of the largest or more. The weights' numbers lie in shared memory, y's
-// are made in registers. Products of the largest numbers are added up in float32 every few steps, for
-// the tensor cores cut off each of their sums. What is too small or too large to be split is scaled by
-// a power of two (core/split_floats.cuh): one of all weights, and one of each warp's part of a row of y.
-// Relies on its launcher for the grid (groups' segments running fastest, then rows' segments, planes,
-// images; blockIdx.y is the first kernel row), dilation 1, one group of channels, one tap along D, at
-// most ROWS kernel rows of a block and TAPS steps, 16 * STEPS channels of y, stride*C at most
-// 8 * EIGHTS along W, and where EIGHTS is 1 at most two rows of x that a row of y completes. Needs
-// sm_90a, a warpgroup for each 64 groups and 32 threads, with SPLIT 128.
-// Deterministic: one order of additions for each result, however x is cut.
-// Index limits: offsets along a row of x and y below 2^31 elements; 64-bit elsewhere.
+// Grid: segments of groups (fastest), segments of rows of x, planes d, images n; blockIdx.y is the first
+//   kernel row.
+// Block: one segment, with all kernel rows or every `stride`-th (those of one residue of x's rows). One
+//   thread loads rows of y by TMA; each consumer warpgroup has 64 groups and waits for the loads only. In
+//   shared memory a position is a row of 128 bytes: 64 16-bit channels, or two float32 rows. Of the TAPS
+//   steps along W, each is the same rows from one position further on.
+// float32 is rounded to TF32, or with SPLIT taken as three bfloat16 parts: six products, which keeps all terms
+//   of at least 2^-25 of the largest. The weights' parts are in shared memory, y's are made in registers.
+//   The largest products are accumulated in float32 every few steps, because tensor cores truncate each of
+//   their sums. Power-of-two scales (core/split_floats.cuh), one for the weights and one per warp's part of
+//   a row of y, keep the split exact for tiny and huge values.
+// Threads: 128 for each 64 groups, and 32 (with SPLIT 128).
+// Shared memory (dynamic): 1,024 bytes of alignment, STAGES rows of y, and the weights of each step, all columns
+//   by as many channels; counted by hopper_first_data.py. Initially the end of the stages holds the weights
+//   as loaded.
+// Preconditions: dilation 1, one group, one tap along D, at most ROWS kernel rows per block and TAPS steps,
+//   16 * STEPS channels of y, stride*C at most 8 * EIGHTS along W; with EIGHTS 1 a row of y completes at most
+//   two rows of x. Positions outside y are zeros.
+// Determinism: one order of additions per result, however x is divided among blocks.
+// Limits: element offsets along a row of x and y below 2^31; 64-bit elsewhere.
 #include "conv/hopper_first_data.cuh"
 #include "ptx/warpgroup.cuh"
 
@@ -54,27 +54,27 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
   const u32 full = shared_address(barriers), empty = full + STAGES * 8, come = empty + STAGES * 8;
   if (thread == 0) {
     for (int i = 0; i < STAGES; ++i) {
-      init_barrier(full + i * 8, 1);
-      init_barrier(empty + i * 8, args.warp_groups * 4);
+      mbarrier_init(full + i * 8, 1);
+      mbarrier_init(empty + i * 8, args.warp_groups * 4);
     }
-    init_barrier(come, 1);
-    fence_barrier_init();
+    mbarrier_init(come, 1);
+    fence_mbarrier_init();
     of_weights = Extremes::none();
   }
   __syncthreads();
 
   if (warp >= args.warp_groups * 4) {
-    if constexpr (kSplit) leave_registers<40>();
+    if constexpr (kSplit) setmaxnreg_dec<40>();
     if (warp > args.warp_groups * 4 || lane > 0) return;
     if (args.w_bytes > 0) {
-      arrive_and_expect_tx(come, args.w_bytes);
+      mbarrier_arrive_expect_tx(come, args.w_bytes);
       bulk_load(shared_address(as_they_come), args.w, args.w_bytes, come);
     }
     int stage = 0;
     u32 parity = 0;
     for (int p = share.real0; p <= share.real1; ++p) {
-      wait_barrier(empty + stage * 8, stage < kFree ? parity ^ 1 : parity);
-      arrive_and_expect_tx(full + stage * 8, kSubs * args.positions * kRowBytes);
+      mbarrier_wait(empty + stage * 8, stage < kFree ? parity ^ 1 : parity);
+      mbarrier_arrive_expect_tx(full + stage * 8, kSubs * args.positions * kRowBytes);
 #pragma unroll
       for (int sub = 0; sub < kSubs; ++sub) {
         const int corner[5] = {sub * kSubChannels, first_group + args.first_tap, p, share.z, share.n};
@@ -86,34 +86,34 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
     return;
   }
 
-  if constexpr (kSplit) take_registers<232>();
-  if (args.w_bytes > 0) wait_barrier(come, 0);
+  if constexpr (kSplit) setmaxnreg_inc<232>();
+  if (args.w_bytes > 0) mbarrier_wait(come, 0);
   const T* const w =
       args.w_bytes > 0 ? reinterpret_cast<const T*>(as_they_come) : static_cast<const T*>(args.w);
   const int threads = args.warp_groups * 128;
   const Extremes seen = lay_weights(args, w, weights, thread, threads).of_warp();
-  publish_shared();
-  [[maybe_unused]] SplitPower w_power, y_power;
+  fence_proxy_async();
+  [[maybe_unused]] SplitScale w_power, y_power;
   [[maybe_unused]] int w_most = 0;  // the largest weight's biased exponent, scaled
   if constexpr (kSplit) {
     if (lane == 0) {
       atomicMin(&of_weights.least, seen.least);
       atomicMax(&of_weights.most, seen.most);
     }
-    wait_at(kWeightsLaid, threads);
+    named_barrier_sync(kWeightsLaid, threads);
     w_power.choose(of_weights, 0, false);
-    w_most = of_weights.exponent() + w_power.lift;
-    if (w_power.lift != 0) {
-      lay_weights(args, w, weights, thread, threads, w_power.by());
-      publish_shared();
+    w_most = of_weights.exponent() + w_power.exponent;
+    if (w_power.exponent != 0) {
+      lay_weights(args, w, weights, thread, threads, w_power.scale());
+      fence_proxy_async();
     }
   }
   __syncwarp();
   if (lane == 0) {
 #pragma unroll
-    for (int i = kFree; i < STAGES; ++i) arrive(empty + i * 8);
+    for (int i = kFree; i < STAGES; ++i) mbarrier_arrive(empty + i * 8);
   }
-  wait_at(kWeightsLaid, threads);
+  named_barrier_sync(kWeightsLaid, threads);
 
   // A lane's sums: of groups own_group and 8 further on, columns own_column and the next, for each
   // kernel row.
@@ -177,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
     }
   };
 
-  const u64 b_first = rows_of_128_bytes(shared_address(weights));
+  const u64 b_first = sw128_k_major_descriptor(shared_address(weights));
   const auto b_at = [&](int part, int tap, int product) {
     return b_first + (part * kPartBytes + (tap * kWeightSubs + product / 4) * kTapBytes) / 16 +
            product % 4 * 2;
@@ -189,25 +189,25 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
     const bool real = p >= share.real0 && p <= share.real1;
     if (real) {
       const u32 rows = ring + stage * stage_bytes;
-      wait_barrier(full + stage * 8, parity);
+      mbarrier_wait(full + stage * 8, parity);
       if constexpr (!kSplit) {
-        hold_sums(sum);
-        begin_products();
-        const u64 a = shifted_rows_of_128_bytes(rows, tile * 64);
+        fence_accumulators(sum);
+        wgmma_fence();
+        const u64 a = sw128_k_major_descriptor_at_row(rows, tile * 64);
 #pragma unroll
         for (int tap = 0; tap < TAPS; ++tap) {
 #pragma unroll
           for (int product = 0; product < kProducts; ++product) {
             const u64 sub = product / 4 * (args.sub_bytes / 16);
-            WarpgroupMma<T, kAll>::start(sum, a + sub + tap * (kRowBytes / 16) + product % 4 * 2,
+            Wgmma<T, kAll>::issue(sum, a + sub + tap * (kRowBytes / 16) + product % 4 * 2,
                                           b_at(0, tap, product), 1);
           }
         }
-        commit_products();
+        wgmma_commit();
         // Meanwhile what the last row of y completed.
         if (kLater && p > share.p0) write_rows(p - 1);
-        wait_products<0>();
-        hold_sums(sum);
+        wgmma_wait<0>();
+        fence_accumulators(sum);
       } else {
         // At a warp's part of the row: the first step's positions and the last one's are all.
         Extremes seen = Extremes::none();
@@ -217,15 +217,15 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
           const u32 from = rows + step / 2 * args.sub_bytes +
                            chunk_at(own_row + tap, step % 2 * 4 + (lane & 3));
           u32 some[2][4];
-          load_words(some[0], from);
-          load_words(some[1], from + 8 * kRowBytes);
+          ld_shared_v4(some[0], from);
+          ld_shared_v4(some[1], from + 8 * kRowBytes);
 #pragma unroll
           for (int e = 0; e < 8; ++e) seen.add(some[e / 4][e % 4]);
         }
-        if (__any_sync(0xffffffff, !y_power.serves(seen, w_most, w_power.lift > 0))) {
-          y_power.choose(seen.of_warp(), w_most, w_power.lift > 0);
+        if (__any_sync(0xffffffff, !y_power.covers(seen, w_most, w_power.exponent > 0))) {
+          y_power.choose(seen.of_warp(), w_most, w_power.exponent > 0);
         }
-        const float by = y_power.by(), back = power_of_two(-y_power.lift - w_power.lift);
+        const float by = y_power.scale(), back = power_of_two(-y_power.exponent - w_power.exponent);
         // Sums of the largest numbers' products, by halves of a step's, and of all others.
         float large[2][kAll][4], small[kAll][4];
         u32 parts[2][3][4];
@@ -233,8 +233,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
         const auto load = [&](int tap, int step) {
           const u32 from = rows + step / 2 * args.sub_bytes +
                            chunk_at(own_row + tap, step % 2 * 4 + (lane & 3));
-          load_words(words[0], from);
-          load_words(words[1], from + 8 * kRowBytes);
+          ld_shared_v4(words[0], from);
+          ld_shared_v4(words[1], from + 8 * kRowBytes);
         };
         load(0, 0);
 #pragma unroll 1
@@ -245,40 +245,40 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               u32 some[3];
-              split_two(__uint_as_float(words[i & 1][i / 2 * 2]) * by,
+              split_x2(__uint_as_float(words[i & 1][i / 2 * 2]) * by,
                         __uint_as_float(words[i & 1][i / 2 * 2 + 1]) * by, some);
 #pragma unroll
               for (int part = 0; part < 3; ++part) parts[turn][part][i] = some[part];
             }
 #pragma unroll
-            for (int part = 0; part < 3; ++part) hold_words(parts[turn][part]);
+            for (int part = 0; part < 3; ++part) fence_registers(parts[turn][part]);
             // The next ones, beside these products.
             load(step + 1 < STEPS ? tap : min(tap + 1, TAPS - 1), (step + 1) % STEPS);
-            begin_products();
-            const auto start = [&](float(&to)[kAll][4], int of_a, int of_b, int add) {
-              WarpgroupMma<bf16, kAll>::start(to, parts[turn][of_a], b_at(of_b, tap, step), add);
+            wgmma_fence();
+            const auto issue = [&](float(&to)[kAll][4], int of_a, int of_b, int add) {
+              Wgmma<bf16, kAll>::issue(to, parts[turn][of_a], b_at(of_b, tap, step), add);
             };
-            start(large[half], 0, 0, step != 0 && step != STEPS / 2);
-            start(small, 0, 1, tap + step > 0);
-            start(small, 1, 0, 1);
-            start(small, 1, 1, 1);
-            start(small, 0, 2, 1);
-            start(small, 2, 0, 1);
-            commit_products();
+            issue(large[half], 0, 0, step != 0 && step != STEPS / 2);
+            issue(small, 0, 1, tap + step > 0);
+            issue(small, 1, 0, 1);
+            issue(small, 1, 1, 1);
+            issue(small, 0, 2, 1);
+            issue(small, 2, 0, 1);
+            wgmma_commit();
             if (step == 0 && kLater && tap == 0 && p > share.p0) write_rows(p - 1);
-            wait_products<1>();
+            wgmma_wait<1>();
 #pragma unroll
-            for (int part = 0; part < 3; ++part) hold_words(parts[turn ^ 1][part]);
-            if (step == STEPS / 2) add_to(sum, large[0], back);
+            for (int part = 0; part < 3; ++part) fence_registers(parts[turn ^ 1][part]);
+            if (step == STEPS / 2) accumulate_scaled(sum, large[0], back);
           }
-          wait_products<0>();
-          add_to(sum, large[1], back);
-          hold_sums(small);
+          wgmma_wait<0>();
+          accumulate_scaled(sum, large[1], back);
+          fence_accumulators(small);
         }
-        add_to(sum, small, back);
+        accumulate_scaled(sum, small, back);
       }
       __syncwarp();
-      if (lane == 0) arrive(empty + stage * 8);
+      if (lane == 0) mbarrier_arrive(empty + stage * 8);
       if (++stage == STAGES) stage = 0, parity ^= 1;
     } else if (kLater && p > share.p0) {
       write_rows(p - 1);

@@ -59,7 +59,7 @@ __device__ __forceinline__ constexpr int row_of(int of_eight) {
 // Rounded, two neighbours or one.
 template <class E>
 __device__ __forceinline__ void put_two(bool wanted, E* to, float first, float second) {
-  store_if(wanted, to, narrow_two<E>(first, second));
+  store_if(wanted, to, narrow_x2<E>(first, second));
 }
 __device__ __forceinline__ void put_two(bool wanted, float* to, float first, float second) {
   store_if(wanted, to, make_uint2(__float_as_uint(first), __float_as_uint(second)));
@@ -88,7 +88,7 @@ __device__ __forceinline__ void pack(const float (&values)[8], u32 (&words)[3][4
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     u32 parts[3];
-    split_two(values[2 * e] * by, values[2 * e + 1] * by, parts);
+    split_x2(values[2 * e] * by, values[2 * e + 1] * by, parts);
 #pragma unroll
     for (int part = 0; part < 3; ++part) words[part][e] = parts[part];
   }

@@ -15,7 +15,7 @@ from convgrad_service.backends.cuda.kernels.conv.first_groups import (
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.limits import MAX_GRID_YZ
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import (
-    TileMap,
+    TiledMap,
     pack_maps,
 )
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
@@ -275,7 +275,7 @@ def _whole_bytes(work: ConvWork, room: int) -> int:
     return size if whole and size <= room else 0
 
 
-def _map(work: ConvWork, y: Operand, form: Form, cut: Cut) -> TileMap:
+def _map(work: ConvWork, y: Operand, form: Form, cut: Cut) -> TiledMap:
     """Of grad_output: channels, W, H, D, images; a row's positions that a block meets."""
     item = work.dtype.itemsize
     n, _, _, d, h, w = y.strides
@@ -285,12 +285,12 @@ def _map(work: ConvWork, y: Operand, form: Form, cut: Cut) -> TileMap:
         item * stride if size > 1 else ROW_BYTES
         for stride, size in zip((w, h, d, n), sizes[1:], strict=True)
     )
-    return TileMap(
+    return TiledMap(
         work.dtype,
         sizes,
         strides,
         swizzle=128,
-        rounds=form.wide and not form.split,
+        round_to_tf32=form.wide and not form.split,
         box=(ROW_BYTES // item, form.positions(cut.warp_groups), 1, 1, 1),
     )
 

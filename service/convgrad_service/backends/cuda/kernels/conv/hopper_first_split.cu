@@ -1,26 +1,26 @@
-// The gradient of a first layer's weight on Hopper in float32: few channels of the input. The host's
-// side is hopper_first_split.py.
+// wgrad of a first layer (few input channels) on Hopper in float32 (TMA, wgmma on bfloat16 parts). Launched
+// by hopper_first_split.py. Needs sm_90a.
 //
-// The same product by the same steps as in hopper_first_taps.cu: M = kernel rows x what a window holds
-// of a row of x, N = CHANNELS of y, 32 or 64, K = columns of a row of y. Each number is taken as PARTS numbers
-// of bfloat16 whose sum it is. Three: true float32, six products, all that are 2^-25 of the largest or
-// more; those of the largest numbers are added up in float32 every few steps, for the tensor cores cut
-// off each of their sums. Two: three products, more exact than TF32's one. What is too small or too
-// large to be split is scaled by a power of two (core/split_floats.cuh): one of a row of y, and one of what a
-// warp meets of x there.
+// The GEMM and its steps are those of hopper_first_taps.cu, with N = CHANNELS channels of y, 32 or 64. Each
+// element is split into PARTS bfloat16 parts. PARTS 3: float32 accuracy from six products, which keeps all
+// terms of at least 2^-25 of the largest; the largest products are accumulated in float32 every few steps,
+// because tensor cores truncate each of their sums. PARTS 2: three products, more accurate than TF32.
+// Power-of-two scales (core/split_floats.cuh), one per row of y and one for the elements of x that a warp
+// reads there, keep the split exact for tiny and huge values.
 //
-// Block: CHANNELS of y, some tiles of 64 of M and a share of all rows of y. Two threads copy (TMA) rows of
-// y and of x; a warpgroup makes the numbers of bfloat16 of y's rows, those of x are made in registers;
-// the others multiply, each a tile, or a part of a row's columns for a tile that two share. Sums go to
-// the block's own part of `partials`, in the order (k, r, s, c), and first_sum.cu adds them up.
-// Dynamic shared memory, which hopper_first_split.py counts: 1,024 bytes to align it by, rings of rows
-// of y, of their numbers of bfloat16, and of rows of x; in the end the sums.
-// Relies on its launcher for the grid (tiles' groups running fastest, then blocks of channels; shares),
-// one tap along D, no dilation, an even number of elements from window to window, rows of whole 16
-// bytes. Needs sm_90a, 128 threads for each warpgroup that multiplies and 256.
-// Deterministic: one order of additions for each result and number of shares. Positions outside enter
-// as zeros.
-// Index limits: rows of y, elements of a row below 2^31; 64-bit offsets elsewhere.
+// Grid: groups of tiles (fastest), then blocks of channels; shares of the rows of y.
+// Block: CHANNELS channels of y, some 64-row tiles of M, and a share of all rows of y. Two producer threads load
+//   rows of y and of x; one warpgroup splits y's rows into parts in shared memory, x's parts are made in
+//   registers; the other warpgroups run wgmma, each on a tile, or on a part of a row's columns of a tile
+//   that two share. Partial sums go to the block's part of `partials`, ordered (k, r, s, c); first_sum.cu
+//   reduces them.
+// Threads: 128 per consumer warpgroup, and 256.
+// Shared memory (dynamic): 1,024 bytes of alignment, stages of rows of y, of their parts, and of rows of x, at
+//   the end the sums; counted by hopper_first_split.py.
+// Preconditions: one tap along D, no dilation, an even number of elements between windows, rows of whole 16
+//   bytes. Positions outside the input are zeros.
+// Determinism: one order of additions per result and number of shares.
+// Limits: rows of y and elements of a row below 2^31; 64-bit offsets elsewhere.
 #include "ptx/load_store.cuh"
 #include "conv/hopper_first_sums.cuh"
 #include "ptx/pdl.cuh"
@@ -66,14 +66,14 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
   const u32 sub_bytes = args.segment * 128, part_bytes = args.segment * kRowBytes;
   if (thread == 0) {
     for (int i = 0; i < kMostStages; ++i) {
-      init_barrier(y_full + i * 8, 1);
-      init_barrier(y_empty + i * 8, 4);
-      init_barrier(x_full + i * 8, 1);
-      init_barrier(x_empty + i * 8, consumers);
-      init_barrier(made + i * 8, 4);
-      init_barrier(used + i * 8, consumers);
+      mbarrier_init(y_full + i * 8, 1);
+      mbarrier_init(y_empty + i * 8, 4);
+      mbarrier_init(x_full + i * 8, 1);
+      mbarrier_init(x_empty + i * 8, consumers);
+      mbarrier_init(made + i * 8, 4);
+      mbarrier_init(used + i * 8, consumers);
     }
-    fence_barrier_init();
+    fence_mbarrier_init();
     for (Extremes& one : of_rows) one = Extremes::none();
   }
   __syncthreads();
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
   const int pitch = args.tiles * 64 + 4;
   float* const sums = reinterpret_cast<float*>(base);
   if (warp >= consumers + 4) {
-    leave_registers<40>();
+    setmaxnreg_dec<40>();
     // A thread for either tensor: starting a copy takes longer than many copies.
     const bool of_x = warp == consumers + 4, of_y = warp == consumers + 5;
     if (lane == 0 && of_x) {
@@ -93,8 +93,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
       for (Steps step(args, block.line, block.end); step.there(); step.next()) {
         if (!step.multiplies()) continue;
         const u32 full = y_full + at.at * 8;
-        wait_barrier(y_empty + at.at * 8, at.parity ^ 1);
-        arrive_and_expect_tx(full, kSubs * sub_bytes);
+        mbarrier_wait(y_empty + at.at * 8, at.parity ^ 1);
+        mbarrier_arrive_expect_tx(full, kSubs * sub_bytes);
 #pragma unroll
         for (int sub = 0; sub < kSubs; ++sub) {
           const int corner[4] = {block.first_channel + sub * 32, step.segment * args.segment,
@@ -106,15 +106,15 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     }
     return;
   } else if (warp >= consumers) {
-    leave_registers<80>();
+    setmaxnreg_dec<80>();
     const int first = thread - consumers * 32;
     Place y_at, at;
-    SplitPower power;
+    SplitScale power;
     int turn = 0;
     for (Steps step(args, block.line, block.end); step.there(); step.next()) {
       if (!step.multiplies()) continue;
-      wait_barrier(y_full + y_at.at * 8, y_at.parity);
-      wait_barrier(used + at.at * 8, at.parity ^ 1);
+      mbarrier_wait(y_full + y_at.at * 8, y_at.parity);
+      mbarrier_wait(used + at.at * 8, at.parity ^ 1);
       const u32 from = ring + y_at.at * args.y_stage;
       char* const to = base + args.made_at + at.at * PARTS * part_bytes;
       constexpr int kChunks = kRowBytes / 16;
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
           u32 words[2][4];
 #pragma unroll
           for (int two = 0; two < 2; ++two) {
-            load_words(words[two], from + chunk / 4 * sub_bytes + q * 128 +
+            ld_shared_v4(words[two], from + chunk / 4 * sub_bytes + q * 128 +
                                        ((chunk % 4 * 2 + two) ^ (q & 7)) * 16);
           }
           u32 parts[PARTS][4];
@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
             const u32 low = words[e / 2][e % 2 * 2], high = words[e / 2][e % 2 * 2 + 1];
             seen.add(low), seen.add(high);
             u32 some[PARTS];
-            split_two(__uint_as_float(low) * by, __uint_as_float(high) * by, some);
+            split_x2(__uint_as_float(low) * by, __uint_as_float(high) * by, some);
 #pragma unroll
             for (int of = 0; of < PARTS; ++of) parts[of][e] = some[of];
           }
@@ -147,33 +147,33 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
         }
         return seen;
       };
-      const Extremes seen = split_row(power.by()).of_warp();
+      const Extremes seen = split_row(power.scale()).of_warp();
       const int next = turn == 2 ? 0 : turn + 1;
       if (lane == 0) {
         atomicMin(&of_rows[turn].least, seen.least);
         atomicMax(&of_rows[turn].most, seen.most);
       }
       if (first == 0) of_rows[next] = Extremes::none();
-      wait_at(kSplit, 128);
+      named_barrier_sync(kSplit, 128);
       const Extremes row = of_rows[turn];
       turn = next;
-      if (!power.serves(row, 0, false)) {
+      if (!power.covers(row, 0, false)) {
         power.choose(row, 0, false);
-        split_row(power.by());
+        split_row(power.scale());
       }
-      if (first == 0) scaled[at.at] = {power.lift, row.exponent() + power.lift};
-      publish_shared();
+      if (first == 0) scaled[at.at] = {power.exponent, row.exponent() + power.exponent};
+      fence_proxy_async();
       __syncwarp();
       if (lane == 0) {
-        arrive(y_empty + y_at.at * 8);
-        arrive(made + at.at * 8);
+        mbarrier_arrive(y_empty + y_at.at * 8);
+        mbarrier_arrive(made + at.at * 8);
       }
       y_at.advance(args.y_stages);
       at.advance(kMadeStages);
     }
     return;
   } else {
-    take_registers<120>();
+    setmaxnreg_inc<120>();
     launch_dependent_grids();
     // Two neighbours of a window: how many steps before a row of y their row of x came, and where in
     // that step's rows they are.
@@ -183,13 +183,13 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     const int apart = args.stride[1] * args.channels * static_cast<int>(sizeof(T));  // windows
     const u32 own_at = (args.added - 1 - (before_last - lag * args.added)) * args.x_row +
                        (place % args.window) * static_cast<int>(sizeof(T)) + (lane & 3) * 2 * apart;
-    const u64 b_first = operand_along_mn<kRowBytes>(ring + args.made_at);
+    const u64 b_first = mn_major_descriptor<kRowBytes>(ring + args.made_at);
 
     Place at, made_at;
     int freed = 0, freed_at = 0, index = 0;  // of steps, counted from the block's first
     const auto free_to = [&](int until) {
       for (; freed < until; ++freed) {
-        if (lane == 0) arrive(x_empty + freed_at * 8);
+        if (lane == 0) mbarrier_arrive(x_empty + freed_at * 8);
         if (++freed_at == args.x_stages) freed_at = 0;
       }
     };
@@ -198,10 +198,10 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     // Products of the largest numbers, by halves of a row, where those are apart; and all others, which
     // are scaled by 2^small_lift.
     [[maybe_unused]] float large[2][kFragments][4], small[kFragments][4] = {};
-    SplitPower power;
+    SplitScale power;
     int small_lift = 0;
     for (Steps step(args, block.line, block.end); step.there(); step.next()) {
-      wait_barrier(x_full + at.at * 8, at.parity);
+      mbarrier_wait(x_full + at.at * 8, at.parity);
       if (step.multiplies()) {
         int stage = at.at - lag;
         if (stage < 0) stage += args.x_stages;
@@ -212,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             uint2 two;
-            load_shared(from + (16 * i + e / 2 * 8 + e % 2) * apart, two);
+            ld_shared(from + (16 * i + e / 2 * 8 + e % 2) * apart, two);
             words[e / 2][e % 2 * 2] = two.x, words[e / 2][e % 2 * 2 + 1] = two.y;
           }
         };
@@ -224,20 +224,20 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
           for (int e = 0; e < 8; ++e) seen.add(words[e / 4][e % 4]);
         }
         load(0);
-        wait_barrier(made + made_at.at * 8, made_at.parity);
+        mbarrier_wait(made + made_at.at * 8, made_at.parity);
         const Scaled row = scaled[made_at.at];
-        if (__any_sync(0xffffffff, !power.serves(seen, row.most, row.lift > 0))) {
+        if (__any_sync(0xffffffff, !power.covers(seen, row.most, row.lift > 0))) {
           power.choose(seen.of_warp(), row.most, row.lift > 0);
         }
-        const float by = power.by();
-        [[maybe_unused]] const float back = power_of_two(-power.lift - row.lift);
-        if (power.lift + row.lift != small_lift) {
-          add_to(sum, small, power_of_two(-small_lift));
+        const float by = power.scale();
+        [[maybe_unused]] const float back = power_of_two(-power.exponent - row.lift);
+        if (power.exponent + row.lift != small_lift) {
+          accumulate_scaled(sum, small, power_of_two(-small_lift));
 #pragma unroll
           for (int i = 0; i < 4 * kFragments; ++i) small[i / 4][i % 4] = 0;
-          small_lift = power.lift + row.lift;
+          small_lift = power.exponent + row.lift;
         }
-        const u64 b = advance(b_first, made_at.at * PARTS * part_bytes +
+        const u64 b = advance_descriptor(b_first, made_at.at * PARTS * part_bytes +
                                            part * PRODUCTS * kDepthBytes);
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) {
@@ -245,19 +245,19 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             u32 some[PARTS];
-            split_two(__uint_as_float(words[e / 2][e % 2]) * by,
+            split_x2(__uint_as_float(words[e / 2][e % 2]) * by,
                       __uint_as_float(words[e / 2][e % 2 + 2]) * by, some);
 #pragma unroll
             for (int of = 0; of < PARTS; ++of) a[turn][of][e] = some[of];
           }
 #pragma unroll
-          for (int of = 0; of < PARTS; ++of) hold_words(a[turn][of]);
+          for (int of = 0; of < PARTS; ++of) fence_registers(a[turn][of]);
           // The next ones, beside these products.
           if (i + 1 < PRODUCTS) load(i + 1);
-          begin_products();
+          wgmma_fence();
           const auto start = [&](float(&to)[kFragments][4], int of_a, int of_b, int add) {
-            multiply<bf16, kAlongMn>(to, a[turn][of_a],
-                                     advance(b, of_b * part_bytes + i * kDepthBytes), add);
+            wgmma<bf16, kMajorMn>(to, a[turn][of_a],
+                                     advance_descriptor(b, of_b * part_bytes + i * kDepthBytes), add);
           };
           if constexpr (kExact) {
             start(large[half], 0, 0, i != 0 && i != kHalf);
@@ -271,21 +271,21 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
             start(small, 1, 0, 1);
             start(small, 0, 0, 1);
           }
-          commit_products();
-          wait_products<1>();
+          wgmma_commit();
+          wgmma_wait<1>();
 #pragma unroll
-          for (int of = 0; of < PARTS; ++of) hold_words(a[turn ^ 1][of]);
+          for (int of = 0; of < PARTS; ++of) fence_registers(a[turn ^ 1][of]);
           if constexpr (kExact) {
-            if (i == kHalf) add_to(sum, large[0], back);
+            if (i == kHalf) accumulate_scaled(sum, large[0], back);
           }
         }
-        wait_products<0>();
+        wgmma_wait<0>();
         if constexpr (kExact) {
-          add_to(sum, large[1], back);
+          accumulate_scaled(sum, large[1], back);
         }
-        hold_sums(small);
+        fence_accumulators(small);
         __syncwarp();
-        if (lane == 0) arrive(used + made_at.at * 8);
+        if (lane == 0) mbarrier_arrive(used + made_at.at * 8);
         made_at.advance(kMadeStages);
         // What this row of y alone met.
         free_to(index - args.before + 1);
@@ -296,16 +296,16 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
       ++index;
       at.advance(args.x_stages);
     }
-    add_to(sum, small, power_of_two(-small_lift));
+    accumulate_scaled(sum, small, power_of_two(-small_lift));
     // No copy is under way, for every row was waited for, but others may still read. Warpgroups that
     // share a tile add their sums up one after another.
     for (int turn = 0; turn < args.parts; ++turn) {
-      wait_at(kSums, consumers * 32);
+      named_barrier_sync(kSums, consumers * 32);
       if (part != turn) continue;
       leave_sums(sums + (lane & 3) * 2 * pitch + own, sum, pitch, turn == 0);
     }
   }
-  wait_at(kSums, consumers * 32);
+  named_barrier_sync(kSums, consumers * 32);
 
   put_partials<kChannels>(args, block, sums, pitch, warp, consumers, lane);
 }

@@ -1,26 +1,25 @@
-// The gradient of a first layer's weight on Hopper: few channels of the input. The host's side is
-// hopper_first_taps.py.
+// wgrad of a first layer (few input channels) on Hopper (TMA, wgmma). Launched by hopper_first_taps.py.
+// Needs sm_90a.
 //
-// w[k, c, r, s] = sum over pixels (n, p, q) of y[n, p, q, k] * x[n, p*stride + r - pad, q*stride + s -
-// pad, c]. With channels last the taps of a kernel row meet neighbouring numbers of a row of x.
-// GEMM: M = kernel rows x what a window holds of a row of x, an even number, N = 64 channels of y, K =
-// columns of a row of y, 16 a product. Rows of x lie in shared memory as they come: a product's first
-// operand is read from them into registers, two neighbours of a window at a time, which are a lane's
-// two rows of the product.
+//   w[k, c, r, s] = sum over pixels (n, p, q) of y[n, p, q, k] * x[n, p*stride + r - pad, q*stride + s - pad, c].
+// M = kernel rows x the elements of a window in a row of x (S * C rounded up to an even number), N = 64
+// channels of y, K = columns of a row of y, 16 per wgmma. With channels last, the taps of a kernel row are
+// consecutive elements of a row of x. Rows of x are in shared memory unchanged; the A operand is read from
+// them into registers, two consecutive elements of a window at a time: the two rows that a lane holds.
 //
-// Step: a row of y, of a segment of columns, and the rows of x that it adds; or, where a walk down an
-// image begins, rows of x alone. Block: 64 channels, some tiles of 64 of M and a share of all rows of
-// y. A warpgroup has the sums of a tile in registers; of `parts` that share a tile each takes PRODUCTS
-// of a row. Two threads copy (TMA) rows of y, channels side by side, and rows of x. Sums go
-// to the block's own part of `partials`, in the order (k, r, s, c), and first_sum.cu adds them up.
-// Dynamic shared memory, which hopper_first_taps.py counts: 1,024 bytes to align it by, rings of rows
-// of y and of x; in the end the sums.
-// Relies on its launcher for the grid (tiles' groups running fastest, then blocks of channels; shares),
-// one tap along D, no dilation, an even number of elements from window to window, rows of whole 16
-// bytes. Needs sm_90a, 128 threads for each warpgroup and 64.
-// Deterministic: one order of additions for each result and number of shares. Positions outside enter
-// as zeros.
-// Index limits: rows of y, elements of a row below 2^31; 64-bit offsets elsewhere.
+// Grid: groups of tiles (fastest), then blocks of channels; shares of the rows of y.
+// Block: 64 channels, some 64-row tiles of M, and a share of all rows of y. A step is a segment of a row of y
+//   and the rows of x that it adds; where a walk down an image begins, rows of x alone. One consumer
+//   warpgroup holds a tile's accumulators; `parts` warpgroups may share a tile, each with PRODUCTS wgmmas of
+//   a row. Two producer threads load rows of y (channels contiguous) and of x. Partial sums go to the block's
+//   part of `partials`, ordered (k, r, s, c); first_sum.cu reduces them.
+// Threads: 128 per consumer warpgroup, and 64.
+// Shared memory (dynamic): 1,024 bytes of alignment, stages of rows of y and of x, at the end the sums; counted
+//   by hopper_first_taps.py.
+// Preconditions: one tap along D, no dilation, an even number of elements between windows, rows of whole 16
+//   bytes. Positions outside the input are zeros.
+// Determinism: one order of additions per result and number of shares.
+// Limits: rows of y and elements of a row below 2^31; 64-bit offsets elsewhere.
 #include "conv/hopper_first_sums.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/warpgroup.cuh"
@@ -55,12 +54,12 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
   const BlockAt block(args, kChannels);
   if (thread == 0) {
     for (int i = 0; i < kMostStages; ++i) {
-      init_barrier(y_full + i * 8, 1);
-      init_barrier(y_empty + i * 8, consumers);
-      init_barrier(x_full + i * 8, 1);
-      init_barrier(x_empty + i * 8, consumers);
+      mbarrier_init(y_full + i * 8, 1);
+      mbarrier_init(y_empty + i * 8, consumers);
+      mbarrier_init(x_full + i * 8, 1);
+      mbarrier_init(x_empty + i * 8, consumers);
     }
-    fence_barrier_init();
+    fence_mbarrier_init();
   }
   __syncthreads();
 
@@ -77,8 +76,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
       for (Steps step(args, block.line, block.end); step.there(); step.next()) {
         if (!step.multiplies()) continue;
         const u32 full = y_full + at.at * 8;
-        wait_barrier(y_empty + at.at * 8, at.parity ^ 1);
-        arrive_and_expect_tx(full, args.segment * 128);
+        mbarrier_wait(y_empty + at.at * 8, at.parity ^ 1);
+        mbarrier_arrive_expect_tx(full, args.segment * 128);
         const int corner[4] = {block.first_channel, step.segment * args.segment, step.p, step.n};
         tma_load(ring + at.at * args.y_stage, args.y_map, full, corner);
         at.advance(args.y_stages);
@@ -95,21 +94,21 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     const int apart = args.stride[1] * args.channels * static_cast<int>(sizeof(T));  // windows
     const u32 own_at = (args.added - 1 - (before_last - lag * args.added)) * args.x_row +
                        (place % args.window) * static_cast<int>(sizeof(T)) + (lane & 3) * 2 * apart;
-    const u64 b_first = operand_along_mn<128>(ring);
+    const u64 b_first = mn_major_descriptor<128>(ring);
 
     Place at, y_at;
     int freed = 0, freed_at = 0, index = 0;  // of steps, counted from the block's first
     int y_last = -1;                         // the row of y that is under way
     const auto free_to = [&](int until) {
       for (; freed < until; ++freed) {
-        if (lane == 0) arrive(x_empty + freed_at * 8);
+        if (lane == 0) mbarrier_arrive(x_empty + freed_at * 8);
         if (++freed_at == args.x_stages) freed_at = 0;
       }
     };
     u32 a[PRODUCTS][4];
-    hold_sums(sum);
+    fence_accumulators(sum);
     for (Steps step(args, block.line, block.end); step.there(); step.next()) {
-      wait_barrier(x_full + at.at * 8, at.parity);
+      mbarrier_wait(x_full + at.at * 8, at.parity);
       if (step.multiplies()) {
         int stage = at.at - lag;
         if (stage < 0) stage += args.x_stages;
@@ -119,29 +118,29 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
         u32 words[PRODUCTS][4];
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) {
-          words[i][0] = load_word(from + (16 * i) * apart);
-          words[i][1] = load_word(from + (16 * i + 1) * apart);
-          words[i][2] = load_word(from + (16 * i + 8) * apart);
-          words[i][3] = load_word(from + (16 * i + 9) * apart);
+          words[i][0] = ld_shared_u32(from + (16 * i) * apart);
+          words[i][1] = ld_shared_u32(from + (16 * i + 1) * apart);
+          words[i][2] = ld_shared_u32(from + (16 * i + 8) * apart);
+          words[i][3] = ld_shared_u32(from + (16 * i + 9) * apart);
         }
-        wait_barrier(y_full + y_at.at * 8, y_at.parity);
-        wait_products<0>();
-        hold_sums(sum);
-        if (y_last >= 0 && lane == 0) arrive(y_empty + y_last * 8);
+        mbarrier_wait(y_full + y_at.at * 8, y_at.parity);
+        wgmma_wait<0>();
+        fence_accumulators(sum);
+        if (y_last >= 0 && lane == 0) mbarrier_arrive(y_empty + y_last * 8);
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) {
-          hold_words(a[i]);
+          fence_registers(a[i]);
           a[i][0] = lows(words[i][0], words[i][1]), a[i][1] = highs(words[i][0], words[i][1]);
           a[i][2] = lows(words[i][2], words[i][3]), a[i][3] = highs(words[i][2], words[i][3]);
-          hold_words(a[i]);
+          fence_registers(a[i]);
         }
-        begin_products();
-        const u64 b = advance(b_first, y_at.at * args.y_stage + part * PRODUCTS * kDepthBytes);
+        wgmma_fence();
+        const u64 b = advance_descriptor(b_first, y_at.at * args.y_stage + part * PRODUCTS * kDepthBytes);
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) {
-          multiply<T, kAlongMn>(sum, a[i], advance(b, i * kDepthBytes), 1);
+          wgmma<T, kMajorMn>(sum, a[i], advance_descriptor(b, i * kDepthBytes), 1);
         }
-        commit_products();
+        wgmma_commit();
         y_last = y_at.at;
         y_at.advance(args.y_stages);
         __syncwarp();
@@ -154,10 +153,10 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
       ++index;
       at.advance(args.x_stages);
     }
-    wait_products<0>();
-    hold_sums(sum);
+    wgmma_wait<0>();
+    fence_accumulators(sum);
   }
-  wait_at(kSums, consumers * 32);
+  named_barrier_sync(kSums, consumers * 32);
   // No copy is under way, for every row was waited for. Warpgroups that share a tile add their sums
   // up one after another.
   const int pitch = args.tiles * 64 + 4;
@@ -166,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     if (part == turn) {
       leave_sums(sums + (lane & 3) * 2 * pitch + own, sum, pitch, turn == 0);
     }
-    wait_at(kSums, consumers * 32);
+    named_barrier_sync(kSums, consumers * 32);
   }
 
   put_partials<kChannels>(args, block, sums, pitch, warp, consumers, lane);

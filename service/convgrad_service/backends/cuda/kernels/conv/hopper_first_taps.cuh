@@ -115,8 +115,8 @@ __device__ __forceinline__ void copy_rows_of_x(const HopperFirstTapsArgs& args, 
   Place at;
   for (Steps step(args, block.line, block.end); step.there(); step.next()) {
     const u32 barrier = full + at.at * 8;
-    wait_barrier(empty + at.at * 8, at.parity ^ 1);
-    arrive_and_expect_tx(barrier, args.added * args.x_row);
+    mbarrier_wait(empty + at.at * 8, at.parity ^ 1);
+    mbarrier_arrive_expect_tx(barrier, args.added * args.x_row);
     const int corner[4] = {0, step.part, step.row(), step.n};
     tma_load(ring + args.raws_at + at.at * args.x_stage, args.x_map, barrier, corner);
     at.advance(args.x_stages);

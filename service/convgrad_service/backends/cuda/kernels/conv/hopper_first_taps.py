@@ -15,8 +15,8 @@ from convgrad_service.backends.cuda.kernels.conv.first_weight import (
 )
 from convgrad_service.backends.cuda.kernels.conv.first_windows import MOST_CHANNELS
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
-from convgrad_service.backends.cuda.kernels.core.limits import why_not_reach
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import TileMap, pack_maps
+from convgrad_service.backends.cuda.kernels.core.limits import why_not_32bit_positions
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
@@ -178,7 +178,7 @@ def why_not_taps(work: ConvWork, device: CudaDevice, kind: Kind) -> str | None:
         return "accumulate does not lie as the result does"
     if work.pixels > MAX_INDEX or row * work.input[1] > MAX_INDEX:
         return "positions are more than 32 bits count"
-    reason = why_not_reach(work) or why_not_summed(work)
+    reason = why_not_32bit_positions(work) or why_not_summed(work)
     if reason is not None:
         return reason
     cut = _cut(work, device, kind)
@@ -318,7 +318,7 @@ def _args(work: ConvWork, cut: Cut) -> Any:
     return args
 
 
-def _maps(work: ConvWork, cut: Cut) -> tuple[TileMap, TileMap]:
+def _maps(work: ConvWork, cut: Cut) -> tuple[TiledMap, TiledMap]:
     """Of the input: a part of a row, parts, H, images. Of grad_output: channels, W, H, images."""
     row = work.input[2] * work.in_channels
     x = work.x.strides[4], work.x.strides[0]
@@ -326,13 +326,13 @@ def _maps(work: ConvWork, cut: Cut) -> tuple[TileMap, TileMap]:
     x_sizes = (cut.part, row // cut.part, work.input[1], work.batch)
     y_sizes = (work.out_channels, work.output[2], work.output[1], work.batch)
     return (
-        TileMap(
+        TiledMap(
             work.dtype,
             x_sizes,
             _bytes(cut.kind, (cut.part, *x), x_sizes),
             box=(cut.part, cut.reached, cut.added, 1),
         ),
-        TileMap(
+        TiledMap(
             work.dtype,
             y_sizes,
             _bytes(cut.kind, y, y_sizes),

@@ -1,31 +1,30 @@
-// A dense convolution on Hopper, forward or the gradient of the input, as an implicit GEMM:
-// M = pixels of one phase of the result (over the batch), N = the result's channels,
-// K = channels of the source in chunks of a row of shared memory (outer), taps (inner).
-// The host's side is hopper_gather.py; phases and taps are those of core/gather_axes.py: along each
-// dimension, result position y0 + m*y_step (m in [0, count)) of a phase meets, at its tap j in
-// [0, taps), source position x0 + m*x_step + j*x_tap and weight tap r0 + j*r_step.
+// Dense convolution on Hopper, fprop or dgrad, as an implicit GEMM (TMA im2col, wgmma). Launched by
+// hopper_gather.py. Needs sm_90a.
 //
-// Grid: one block a multiprocessor, in clusters of CLUSTER = SHARING or SPLIT; each cluster takes one
-// tile of every turn over all phases (hopper_gather.cuh). Block: a tile of BM pixels x BN channels.
-// One warp looks ahead where tiles lie and which taps they meet; taps that no pixel of a tile meets
-// are left out. A thread starts the copies of the pixels of a step by im2col, zeros outside the
-// source, another those of the weights. CONSUMERS warpgroups multiply, each BM / CONSUMERS pixels; or
-// with PINGPONG two have every other tile to themselves, so that one stores while the other
-// multiplies: results are plain then. They meet in a ring of STAGES steps. SHARING blocks with
-// pixels of their own share weights, and copy a part each to all. Or else SPLIT of them take a part of
-// one tile's steps each, and a slab of its rows, of which the others send it their sums: then a cluster
-// has one tile, and all reductions of a phase are cut in the same places, whatever taps they leave out.
-// Dynamic shared memory: 1,024 bytes to align it by; the ring, each stage BM rows of 128 bytes and as
-// many bytes of weights as BN rows, or the next multiple of 64 of them; 8 KB for each warpgroup's
-// results on their way; two barriers a stage, two for each of four queued tiles with what is known of them,
-// and one for each of two warpgroups that take turns, or for the sums that other blocks send.
-// Relies on its launcher for tensor maps of sources whose strides are multiples of 16 bytes; one
-// group. The weight's rows run along the source's channels (ACROSS 0), or along the result's
-// (ACROSS 1), 16-bit types alone. Needs sm_90a.
-// Deterministic: one order of additions for each result, whatever the tile, but for SPLIT. Positions
-// outside the source enter as zeros.
-// Index limits: pixels of a phase and tiles below 2^31; 64-bit offsets. Warpgroups that take turns
-// count places of results in 16 bytes and 32 bits: less than 64 GiB (hopper_gather_plan.py: may_alternate).
+// M = pixels of one phase of the result (over the batch), N = result channels,
+// K = source channels in k-tiles of 128 bytes (outer) x taps (inner).
+// Phases and taps are those of core/gather_axes.py: along each dimension, result position y0 + m*y_step (m in
+// [0, count)) of a phase reads, at its tap j in [0, taps), source position x0 + m*x_step + j*x_tap with
+// weight tap r0 + j*r_step. Taps that no pixel of a tile reads inside the source are skipped.
+//
+// Grid: persistent, one block per SM, in clusters of CLUSTER = SHARING or SPLIT blocks; in each wave a
+//   cluster takes one tile of the list of all phases' tiles (hopper_gather.cuh).
+// Block: BM pixels x BN channels. Producer warpgroup: one warp computes the coming tiles and their taps, one
+//   thread loads source pixels (im2col), one loads weights. CONSUMERS warpgroups run wgmma: cooperatively,
+//   BM / CONSUMERS pixels each; or with PINGPONG two take alternate tiles, so that one's epilogue overlaps
+//   the other's mainloop (plain results only). The weight is K-major (ACROSS 0) or N-major (ACROSS 1,
+//   16-bit types).
+// Cluster: SHARING blocks with different pixels share weights by multicast. SPLIT blocks split the k-tiles of
+//   one tile and reduce through distributed shared memory, each its part of the rows; a cluster then has one
+//   tile, and all tiles of a phase are split at the same k-tiles, whatever taps they skip.
+// Shared memory (dynamic): 1,024 bytes of alignment; STAGES stages of BM rows of 128 bytes and of the weights'
+//   64-row boxes; 8 KB of staging per consumer warpgroup; mbarriers: full and empty per stage, full and
+//   empty per entry of the tile queue, one per warpgroup (PINGPONG) or one for the reduction (SPLIT); the
+//   tile queue.
+// Preconditions: one group; source strides are multiples of 16 bytes. Positions outside the source are zeros.
+// Determinism: one order of additions per result, whatever the tile shape, except for SPLIT.
+// Limits: pixels of a phase and tiles below 2^31; 64-bit offsets. PINGPONG addresses results in 32-bit counts
+//   of 16 bytes: below 64 GiB (hopper_gather_plan.py: may_alternate).
 #include "conv/hopper_gather_copies.cuh"
 #include "conv/hopper_gather_pingpong.cuh"
 #include "conv/hopper_gather_planes.cuh"
@@ -35,19 +34,20 @@ using namespace convgrad;
 
 namespace {
 
-constexpr Major kWeights = ACROSS ? kAlongMn : kAlongK;
+constexpr Major kWeights = ACROSS ? kMajorMn : kMajorK;
 constexpr int kArgumentWords = (sizeof(HopperGatherArgs) - sizeof(TensorMap) * (MAPS + 1)) / 4 - 1;
 
 // Starts the products of one step.
 __device__ __forceinline__ void multiply_step(float (&sum)[kParts][kFragments][4], u32 rows,
                                               u32 weights, int add) {
   auto one = [&](int i, int adds) {
-    const u64 b = ACROSS ? advance(operand_along_mn<128>(weights, kBoxBytes), i * kDeep * kRowBytes)
-                         : advance(operand_along_k<128>(weights), i * 32);
+    const u64 b =
+        ACROSS ? advance_descriptor(mn_major_descriptor<128>(weights, kBoxBytes), i * kDeep * kRowBytes)
+               : advance_descriptor(k_major_descriptor<128>(weights), i * 32);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      const u64 a = advance(operand_along_k<128>(rows + part * 64 * kRowBytes), i * 32);
-      multiply<T, kAlongK, kWeights>(sum[part], a, b, adds);
+      const u64 a = advance_descriptor(k_major_descriptor<128>(rows + part * 64 * kRowBytes), i * 32);
+      wgmma<T, kMajorK, kWeights>(sum[part], a, b, adds);
     }
   };
 #pragma unroll
@@ -58,9 +58,9 @@ __device__ __forceinline__ void multiply_step(float (&sum)[kParts][kFragments][4
 __device__ __forceinline__ void release(const Place& place, int stage) {
   const int lane = threadIdx.x & 31;
   if constexpr (SHARING > 1) {
-    if (lane < SHARING) arrive_at(place.read(stage), lane);
+    if (lane < SHARING) mbarrier_arrive_cluster(place.read(stage), lane);
   } else {
-    if (lane == 0) arrive(place.read(stage));
+    if (lane == 0) mbarrier_arrive(place.read(stage));
   }
 }
 
@@ -84,12 +84,12 @@ __device__ __forceinline__ int multiply_steps(const Place& place, Turning<STAGES
   int before = 0;  // the stage whose products are under way
 #pragma unroll 1
   for (int i = 0; i < steps; ++i) {
-    wait_barrier(place.filled(ring.at), ring.parity);
-    begin_products();
+    mbarrier_wait(place.filled(ring.at), ring.parity);
+    wgmma_fence();
     const u32 rows = place.stage(ring.at) + first_row * kRowBytes;
     multiply_step(sum, rows, place.stage(ring.at) + kABytes, i > 0);
-    commit_products();
-    wait_products<1>();
+    wgmma_commit();
+    wgmma_wait<1>();
     if (i > 0) release(place, before);
     before = ring.at;
     ring.step();
@@ -104,13 +104,13 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
   Turning<STAGES> ring(0);
 #pragma unroll 1
   for (;;) {
-    wait_barrier(place.queued(turning.at), turning.parity);
+    mbarrier_wait(place.queued(turning.at), turning.parity);
     const QueuedTile& ahead = place.queue[turning.at];
     const int steps = ahead.steps;
     const GatherTile tile = {ahead.phase, ahead.first_pixel + place.row * BM + warpgroup * kRowsOf,
                              ahead.first_channel};
     __syncwarp();
-    if (lane == 0) arrive(place.taken(turning.at));
+    if (lane == 0) mbarrier_arrive(place.taken(turning.at));
     turning.step();
     if (steps < 0) break;
     float sum[kParts][kFragments][4];
@@ -118,13 +118,13 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
     // Where its rows go is found while the last products run.
     const Results<T, kParts, kFragments> results(args, tile,
                                                  place.staging + warpgroup * kStagingBytes);
-    wait_products<0>();
+    wgmma_wait<0>();
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) hold_sums(sum[part]);
+    for (int part = 0; part < kParts; ++part) fence_accumulators(sum[part]);
     if (steps > 0) release(place, last);
     if constexpr (SPLIT > 1) {
       // The ring's place is theirs once no product reads it, in this block and the others.
-      wait_at(1, CONSUMERS * 128);
+      named_barrier_sync(1, CONSUMERS * 128);
       cluster_arrive();
       keep_sums<BN>(place.ring, warpgroup * kRowsOf, sum);
     } else if constexpr (PLANES) {
@@ -142,16 +142,16 @@ __device__ __forceinline__ int multiply_in_turn(const Place& place, Turning<STAG
                                                 u32 others_turn,
                                                 float (&sum)[kParts][kFragments][4]) {
   const int lane = threadIdx.x & 31;
-  if (steps == 0 && lane == 0) arrive(others_turn);
+  if (steps == 0 && lane == 0) mbarrier_arrive(others_turn);
   int before = 0;  // the stage whose products are under way
 #pragma unroll 1
   for (int i = 0; i < steps; ++i) {
-    wait_barrier(place.filled(ring.at), ring.parity);
-    begin_products();
+    mbarrier_wait(place.filled(ring.at), ring.parity);
+    wgmma_fence();
     multiply_step(sum, place.stage(ring.at), place.stage(ring.at) + kABytes, 1);
-    commit_products();
-    if (i == steps - 1 && lane == 0) arrive(others_turn);
-    wait_products<1>();
+    wgmma_commit();
+    if (i == steps - 1 && lane == 0) mbarrier_arrive(others_turn);
+    wgmma_wait<1>();
     if (i > 0) release(place, before);
     before = ring.at;
     ring.step();
@@ -168,12 +168,12 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
   u32 count_taken = 0;
   auto take = [&](GatherTile& tile) {
     const u32 at = count_taken % kTileQueue;
-    wait_barrier(place.queued(at), count_taken / kTileQueue & 1);
+    mbarrier_wait(place.queued(at), count_taken / kTileQueue & 1);
     const QueuedTile& ahead = place.queue[at];
     const int steps = ahead.steps;
     tile = {ahead.phase, ahead.first_pixel + place.row * BM, ahead.first_channel};
     __syncwarp();
-    if (lane == 0) arrive(place.taken(at));
+    if (lane == 0) mbarrier_arrive(place.taken(at));
     ++count_taken;
     return steps;
   };
@@ -192,15 +192,15 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
     // keep their registers from one tile to the next.
     float sum[kParts][kFragments][4];
     clear(sum);
-    wait_barrier(place.turn(warpgroup), ((count_taken - 1) / 2 & 1) ^ 1 ^ warpgroup);
+    mbarrier_wait(place.turn(warpgroup), ((count_taken - 1) / 2 & 1) ^ 1 ^ warpgroup);
     const int last = multiply_in_turn(place, ring, steps, place.turn(warpgroup ^ 1), sum);
     // While they run: where its rows go, and what comes next.
     const PartRows<T, kParts> rows(args, tile);
     GatherTile next;
     const int next_steps = skip_and_take(next);
-    wait_products<0>();
+    wgmma_wait<0>();
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) hold_sums(sum[part]);
+    for (int part = 0; part < kParts; ++part) fence_accumulators(sum[part]);
     if (steps > 0) release(place, last);
     store_parts<T>(args, tile, rows, place.staging + warpgroup * kStagingBytes, sum);
     tile = next, steps = next_steps;
@@ -232,22 +232,23 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   const int ahead = reinterpret_cast<const int*>(&args.y)[min(warp * 16, kArgumentWords)];
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
-      init_barrier(place.filled(i), 2);
-      init_barrier(place.read(i), SHARING * kTogether * 4);
+      mbarrier_init(place.filled(i), 2);
+      mbarrier_init(place.read(i), SHARING * kTogether * 4);
     }
     for (int i = 0; i < kTileQueue; ++i) {
-      init_barrier(place.queued(i), 1);
-      init_barrier(place.taken(i), 2 + CONSUMERS * 4);
+      mbarrier_init(place.queued(i), 1);
+      mbarrier_init(place.taken(i), 2 + CONSUMERS * 4);
     }
     if constexpr (PINGPONG) {
-      for (int i = 0; i < CONSUMERS; ++i) init_barrier(place.turn(i), 4);
+      for (int i = 0; i < CONSUMERS; ++i) mbarrier_init(place.turn(i), 4);
     }
     if constexpr (SPLIT > 1) {
-      init_barrier(place.joined(), 1);
+      mbarrier_init(place.joined(), 1);
     }
-    fence_barrier_init();
+    fence_mbarrier_init();
     if constexpr (SPLIT > 1) {
-      arrive_and_expect_tx(place.joined(), Joined<BM, BN, SPLIT>::slab_bytes(place.part) * (SPLIT - 1));
+      mbarrier_arrive_expect_tx(place.joined(),
+                                Joined<BM, BN, SPLIT>::slab_bytes(place.part) * (SPLIT - 1));
     }
   }
   if (threadIdx.x == 128) prefetch_tensor_map(args.weight), prefetch_tensor_map(args.source[0]);
@@ -260,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   // Who looks ahead at tiles reads arguments alone.
   if (warp != 2) wait_on_dependent_grids();
   if (threadIdx.x < 128) {
-    leave_registers<PRODUCER_REGISTERS>();
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (warp == 0) {
       if (elect_one()) copy_pixels(args, place);
     } else if (warp == 1) {
@@ -276,20 +277,20 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
       }
     }
   } else {
-    take_registers<CONSUMER_REGISTERS>();
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
     consume(args, place);
     if constexpr (SPLIT > 1) {
       using Slabs = Joined<BM, BN, SPLIT>;
       static_assert((BM + (SPLIT - 1) * Slabs::kMost) * Slabs::kRowBytes <= STAGES * kStageBytes,
                     "sums and slabs have room where the ring was");
-      publish_shared();
-      wait_at(1, CONSUMERS * 128);
+      fence_proxy_async();
+      named_barrier_sync(1, CONSUMERS * 128);
       cluster_wait();
       Slabs::send(place.ring, place.joined(), place.part, threadIdx.x - 128);
       GatherTile tile;
       tile_at<BM, BN>(args, turns.place(0), turns.all, tile);
       const Results<T, kParts, kFragments> results(args, tile, place.staging);
-      wait_barrier(place.joined(), 0);
+      mbarrier_wait(place.joined(), 0);
       cluster_arrive();
       results.template store_joined<BM, BN, SPLIT, CONSUMERS * 128>(place.ring, place.part);
       cluster_wait();

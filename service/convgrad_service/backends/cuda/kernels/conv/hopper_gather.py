@@ -31,7 +31,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
     tiles_of,
 )
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
-from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, axis_of, divider
+from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, divider, gather_axis
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TensorMap, pack_maps
 from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
@@ -83,7 +83,7 @@ class HopperGather:
         read, written = _channels(work)
         if not self._everything and min(read, written) < _least_channels(work):
             return f"{read} to {written} channels would leave most of a tile"
-        axes = [axis_of(work, dim) for dim in range(3)]
+        axes = [gather_axis(work, dim) for dim in range(3)]
         least = _least_terms(work, axes, written)
         if not self._everything and read * work.taps < least:
             return (
@@ -106,7 +106,7 @@ class HopperGather:
     ) -> Fragment:
         """See `Family.launches`; ``schedule`` where another than the chosen one is tried."""
         backward = work.direction == "bwd_data"
-        axes = [axis_of(work, dim) for dim in range(3)]
+        axes = [gather_axis(work, dim) for dim in range(3)]
         phases = combined(axes)
         sides = sides_of(work, device)
         if schedule is None:

@@ -96,10 +96,10 @@ __device__ __forceinline__ void look_ahead(const HopperGatherArgs& args, const P
   Turning<kTileQueue> turning(1);
   const int chunks = (args.in_channels + kDepth - 1) / kDepth;
   auto enqueue = [&](const QueuedTile& ahead) {
-    wait_barrier(place.taken(turning.at), turning.parity);
+    mbarrier_wait(place.taken(turning.at), turning.parity);
     if ((threadIdx.x & 31) == 0) {
       place.queue[turning.at] = ahead;
-      arrive(place.queued(turning.at));
+      mbarrier_arrive(place.queued(turning.at));
     }
     turning.step();
   };
@@ -184,9 +184,9 @@ __device__ __forceinline__ void copy_pixels(const HopperGatherArgs& args, const 
   const int x_tap[3] = {args.x_tap[0], args.x_tap[1], args.x_tap[2]};
 #pragma unroll 1
   for (;;) {
-    wait_barrier(place.queued(turning.at), turning.parity);
+    mbarrier_wait(place.queued(turning.at), turning.parity);
     const QueuedTile tile = place.queue[turning.at];
-    arrive(place.taken(turning.at));
+    mbarrier_arrive(place.taken(turning.at));
     turning.step();
     if (tile.steps < 0) return;
     const GatherPhase& phase = phase_of(args, tile.phase);
@@ -196,9 +196,9 @@ __device__ __forceinline__ void copy_pixels(const HopperGatherArgs& args, const 
 #pragma unroll
     for (int axis = 0; axis < 3; ++axis) by[axis] = phase.axis[axis].x0 - phase.axis[axis].low;
     for_each_step(phase, tile, channels, [&](int channel, int t, int r, int s) {
-      wait_barrier(place.read(ring.at), ring.parity);
+      mbarrier_wait(place.read(ring.at), ring.parity);
       const u32 barrier = place.filled(ring.at), to = place.stage(ring.at);
-      arrive_and_expect_tx(barrier, kABytes);
+      mbarrier_arrive_expect_tx(barrier, kABytes);
       const int dd = by[0] + t * x_tap[0], dh = by[1] + r * x_tap[1], dw = by[2] + s * x_tap[2];
       // Of the slowest dimension there are no corners: what moves it is part of where it is.
       switch (way) {
@@ -222,23 +222,23 @@ __device__ __forceinline__ void copy_weights(const HopperGatherArgs& args, const
   const int r_step[3] = {args.r_step[0], args.r_step[1], args.r_step[2]};
 #pragma unroll 1
   for (;;) {
-    wait_barrier(place.queued(turning.at), turning.parity);
+    mbarrier_wait(place.queued(turning.at), turning.parity);
     const QueuedTile tile = place.queue[turning.at];
-    arrive(place.taken(turning.at));
+    mbarrier_arrive(place.taken(turning.at));
     turning.step();
     if (tile.steps < 0) return;
     const GatherPhase& phase = phase_of(args, tile.phase);
     const int r0[3] = {phase.axis[0].r0, phase.axis[1].r0, phase.axis[2].r0};
     for_each_step(phase, tile, channels, [&](int channel, int j0, int j1, int j2) {
-      wait_barrier(place.read(ring.at), ring.parity);
+      mbarrier_wait(place.read(ring.at), ring.parity);
       const u32 barrier = place.filled(ring.at), to = place.stage(ring.at) + kABytes;
-      arrive_and_expect_tx(barrier, kLoadedBytes - kABytes);
+      mbarrier_arrive_expect_tx(barrier, kLoadedBytes - kABytes);
       const int t = r0[0] + j0 * r_step[0], r = r0[1] + j1 * r_step[1], s = r0[2] + j2 * r_step[2];
       auto load = [&](u32 there, const int (&at)[5]) {
         if constexpr (SHARING > 1) {
-          tma_load_multicast<5>((1u << SHARING) - 1, there, args.weight, barrier, at, kKeepMost);
+          tma_load_multicast<5>((1u << SHARING) - 1, there, args.weight, barrier, at, kEvictLast);
         } else {
-          tma_load<5>(there, args.weight, barrier, at, kKeepMost);
+          tma_load<5>(there, args.weight, barrier, at, kEvictLast);
         }
       };
       if constexpr (ACROSS) {

@@ -9,7 +9,7 @@ from itertools import product
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import ROW_BYTES, HopperTile
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, Phase
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import PixelMap, TileMap
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import Im2colMap, TiledMap
 from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
@@ -71,7 +71,7 @@ class Sides:
 
     def source_map(
         self, axes: Sequence[Axis], phase: Combined, tile: HopperTile, images_first: bool
-    ) -> PixelMap:
+    ) -> Im2colMap:
         """The pixels that a phase reads for its lowest tap."""
         x, channels = self.x, self._channels[0]
         item = x.dtype.itemsize
@@ -85,20 +85,20 @@ class Sides:
             dims.append((axis.x_size, x.strides[3 + dim] * item, axis.x_step, low, high))
         images = (self.work.batch, x.strides[0] * item, 1, 0, 0)
         dims = [images, *dims] if images_first else [*dims, images]
-        return PixelMap(
+        return Im2colMap(
             x.dtype,
             (channels, *(size for size, *_ in dims)),
             tuple(stride if size > 1 else _row_bytes(x, channels) for size, stride, *_ in dims),
             swizzle=ROW_BYTES,
             steps=(1, *(step for _, _, step, _, _ in dims)),
-            rounds=x.dtype is DType.FLOAT32,
+            round_to_tf32=x.dtype is DType.FLOAT32,
             lower=tuple(low for *_, low, _ in dims[:-1]),
             upper=tuple(high for *_, high in dims[:-1]),
             channels=ROW_BYTES // item,
             pixels=tile.m,
         )
 
-    def weight_map(self, tile: HopperTile) -> TileMap:
+    def weight_map(self, tile: HopperTile) -> TiledMap:
         """A chunk of channels of one tap, for a block's part of the result's channels."""
         item = self.w.dtype.itemsize
         _, k, c, *kernel = self.w.strides
@@ -111,7 +111,7 @@ class Sides:
         sizes = *reversed(work.kernel), others
         strides = *reversed(kernel), step
         depth = ROW_BYTES // item
-        return TileMap(
+        return TiledMap(
             self.w.dtype,
             (channels, *sizes),
             tuple(
@@ -119,7 +119,7 @@ class Sides:
                 for size, stride in zip(sizes, strides, strict=True)
             ),
             swizzle=ROW_BYTES,
-            rounds=self.w.dtype is DType.FLOAT32,
+            round_to_tf32=self.w.dtype is DType.FLOAT32,
             box=(depth, 1, 1, 1, tile.weight_rows(depth if self.across else None)),
         )
 

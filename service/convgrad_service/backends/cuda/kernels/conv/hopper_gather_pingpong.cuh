@@ -66,7 +66,7 @@ __device__ __forceinline__ void store_part(const Results<T, 1, kFragments>& resu
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = i * 4 + lane / 8;
-      load_words(words[i], patch + row * 128 + (lane % 8 ^ (row & 7)) * 16);
+      ld_shared_v4(words[i], patch + row * 128 + (lane % 8 ^ (row & 7)) * 16);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -33,10 +33,10 @@ __device__ __forceinline__ void turn_sums(u32 block, const float (&sum)[kFragmen
 #pragma unroll
     for (int j = 0; j < kOf && first + j < kFragments; j += 2) {
       const u32 to = plane_at<T>(block, (j + lane / 16) * 8 + lane % 8, pixel);
-      const u32 words[4] = {narrow_two<T>(sum[first + j][0], sum[first + j][1]),
-                            narrow_two<T>(sum[first + j][2], sum[first + j][3]),
-                            narrow_two<T>(sum[first + j + 1][0], sum[first + j + 1][1]),
-                            narrow_two<T>(sum[first + j + 1][2], sum[first + j + 1][3])};
+      const u32 words[4] = {narrow_x2<T>(sum[first + j][0], sum[first + j][1]),
+                            narrow_x2<T>(sum[first + j][2], sum[first + j][3]),
+                            narrow_x2<T>(sum[first + j + 1][0], sum[first + j + 1][1]),
+                            narrow_x2<T>(sum[first + j + 1][2], sum[first + j + 1][3])};
       stmatrix_trans(to, words);
     }
   } else {
@@ -46,7 +46,7 @@ __device__ __forceinline__ void turn_sums(u32 block, const float (&sum)[kFragmen
       const int channel = j * 8 + lane % 4 * 2;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        store_float(plane_at<T>(block, channel + e % 2, pixel + e / 2 * 8), sum[first + j][e]);
+        st_shared_f32(plane_at<T>(block, channel + e % 2, pixel + e / 2 * 8), sum[first + j][e]);
       }
     }
   }
@@ -61,7 +61,7 @@ __device__ __forceinline__ void store_runs(u32 block, T* to, i64 channel_step, b
 #pragma unroll 4
   for (int channel = threadIdx.x % kThreads / kOfRow; channel < channels; channel += kStep) {
     Raw raw;
-    load_shared(plane_at<T>(block, channel, pixel), raw);
+    ld_shared(plane_at<T>(block, channel, pixel), raw);
     store_if(there, to + channel * channel_step, raw);
   }
 }
@@ -86,9 +86,9 @@ __device__ __forceinline__ void store_planes(const Results<T, kParts, kFragments
     for (int j = 0; j < kBlocks; ++j) {
       const int left = min(args.out_channels - to.first_channel, kFragments * 8) - j * kChannels;
       const int channels = min(left, kChannels);
-      wait_at(barrier, 128);
+      named_barrier_sync(barrier, 128);
       turn_sums<T>(to.staging, sum[part], j * kOf);
-      wait_at(barrier, 128);
+      named_barrier_sync(barrier, 128);
       T* const here = y + j * kChannels * step;
       if (side * sizeof(T) == 16) {
         store_runs<T, uint4, 128>(to.staging, here, step, there, pixel, channels);

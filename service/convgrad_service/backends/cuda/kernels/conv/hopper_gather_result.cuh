@@ -31,8 +31,8 @@ __device__ __forceinline__ void keep_sums(u32 sums, int first_row,
 #pragma unroll
     for (int j = 0; j < kFragments; ++j) {
       const int row = first_row + part * 64 + warp * 16 + lane / 4, column = j * 8 + lane % 4 * 2;
-      store_pair(joined_at<kColumns>(sums, row, column), sum[part][j][0], sum[part][j][1]);
-      store_pair(joined_at<kColumns>(sums, row + 8, column), sum[part][j][2], sum[part][j][3]);
+      st_shared_v2(joined_at<kColumns>(sums, row, column), sum[part][j][0], sum[part][j][1]);
+      st_shared_v2(joined_at<kColumns>(sums, row + 8, column), sum[part][j][2], sum[part][j][3]);
     }
   }
 }
@@ -143,7 +143,7 @@ struct Results {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int row = i * 4 + lane / 8;
-          load_words(all[i], patch + row * 128 + (lane % 8 ^ (row & 7)) * 16);
+          ld_shared_v4(all[i], patch + row * 128 + (lane % 8 ^ (row & 7)) * 16);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -162,7 +162,7 @@ struct Results {
       first = clamped(first + widen(T{static_cast<unsigned short>(biases)}));
       second = clamped(second + widen(T{static_cast<unsigned short>(biases >> 16)}));
     }
-    return narrow_two<T>(first, second);
+    return narrow_x2<T>(first, second);
   }
   // NaN passes, as it does through every activation.
   __device__ __forceinline__ float clamped(float v) const {
@@ -197,8 +197,8 @@ struct Results {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int row = lane / 4, column = j * 8 + lane % 4 * 2;
-        store_pair(patch_at(patch, row, column), sum[first + j][0], sum[first + j][1]);
-        store_pair(patch_at(patch, row + 8, column), sum[first + j][2], sum[first + j][3]);
+        st_shared_v2(patch_at(patch, row, column), sum[first + j][0], sum[first + j][1]);
+        st_shared_v2(patch_at(patch, row + 8, column), sum[first + j][2], sum[first + j][3]);
       }
     }
   }
@@ -217,8 +217,8 @@ struct Results {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int row = lane / 4, column = j * 8 + lane % 4 * 2;
-          store_pair(patch_at(patch, row, column), sum[0][j][0], sum[0][j][1]);
-          store_pair(patch_at(patch, row + 8, column), sum[0][j][2], sum[0][j][3]);
+          st_shared_v2(patch_at(patch, row, column), sum[0][j][0], sum[0][j][1]);
+          st_shared_v2(patch_at(patch, row + 8, column), sum[0][j][2], sum[0][j][3]);
         }
         __syncwarp();
         if (args.wide_stores) {
@@ -267,7 +267,7 @@ struct Results {
 #pragma unroll
       for (int part = 0; part < kChunk; part += 4) {
         u32 four[4];
-        load_words(four, patch_at(patch, row, column + part));
+        ld_shared_v4(four, patch_at(patch, row, column + part));
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float value = args.alpha * __uint_as_float(four[e]);
@@ -291,7 +291,7 @@ struct Results {
       const i64 row_start = row_of(part, row);
       const i64 at = row_start + (channel + column) * args.y_stride[2];
       if (row_start < 0 || channel + column >= args.out_channels) continue;
-      const float value = __uint_as_float(load_word(patch_at(patch, row, column)));
+      const float value = __uint_as_float(ld_shared_u32(patch_at(patch, row, column)));
       static_cast<T*>(args.y)[at] = narrow<T>(finished(value, at, channel + column));
     }
   }
@@ -317,7 +317,7 @@ struct Results {
         for (int from = 0; from < kJoined; ++from) {
           const u32 slab = Slabs::slab_at(sums, block, from);
           u32 more[4];
-          load_words(more, joined_at<kColumns>(slab, row - first, column + part));
+          ld_shared_v4(more, joined_at<kColumns>(slab, row - first, column + part));
           four.x += __uint_as_float(more[0]), four.y += __uint_as_float(more[1]);
           four.z += __uint_as_float(more[2]), four.w += __uint_as_float(more[3]);
         }

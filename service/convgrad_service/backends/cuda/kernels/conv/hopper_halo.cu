@@ -1,28 +1,27 @@
-// A dense convolution with few channels, forward or the gradient of the input, on Hopper: a tile of
-// positions finds all its taps in boxes of the source that are loaded once, not once a tap.
-// The host's side is hopper_halo.py.
+// Dense convolution with few channels on Hopper, fprop or dgrad (TMA, wgmma): a tile of positions finds all
+// its taps in boxes of the source that are loaded once, not once per tap. Launched by hopper_halo.py.
+// Needs sm_90a.
 //
-// y[n, k, y0 + m*y_step] = sum over taps j and c of x[n, c, m*x_step + offset(j)] * w[k, c, tap(j)].
-// GEMM, of one tap: M = 64 of the result's channels, N = COLUMNS positions, K = 32 of the source's
-// channels. Positions are counted along the rows of a slice, halo included, so a tap is a
-// displacement: its operand is the slice from so many pixels on, 64 bytes each. What the columns at
-// the ends of rows sum up is left there.
+//   y[n, k, y0 + m*y_step] = sum over taps j and c of x[n, c, m*x_step + offset(j)] * w[k, c, tap(j)].
+// GEMM per tap: M = 64 result channels, N = COLUMNS positions, K = 32 source channels. Positions are numbered
+// along the rows of a slice of the source including its halo, so a tap is a displacement: its operand is the
+// slice from some pixel on, 64 bytes per pixel. Columns beyond the ends of rows are computed and discarded.
 //
-// Tile: a box of positions, of all images and channel tiles in turn; a block takes tiles blockIdx.x,
-// + gridDim.x, ...
-// It has two warpgroups that multiply, which share the columns or the result's channels, and one
-// whose first two warps load: slices of the source (boxes over W and H, zeros outside) into a ring
-// of stages, weights into another ring or, where all of them fit, once. Tables say what belongs
-// together (hopper_halo_args.cuh): passes, each of which sums up one result of the tile, slices,
-// steps, taps. With 32 channels of the result a product has them twice: once for its positions, with
-// one tap, and once for those one position deeper, with the tap before it.
-// Shared memory: the tables; dynamic: 1,024 bytes to align it by, stages, weights, barriers, which
-// hopper_halo_tiles.py counts.
-// Relies on its launcher for the tables, and for a source and a weight with channels side by side in
-// whole 16-byte chunks. Needs sm_90a, 384 threads.
-// Deterministic: one order of additions for each result, however the tiles lie.
-// Index limits: positions along a dimension below 2^28; offsets within a tile of a result below 2^31
-// bytes, elsewhere 64-bit.
+// Grid: a tile is a box of positions of one image and channel tile; a block takes tiles blockIdx.x,
+//   + gridDim.x, ...
+// Block (384 threads): two consumer warpgroups, which divide the columns or the result channels, and a
+//   producer warpgroup: one warp loads source slices (boxes over W and H) through a pipeline of stages,
+//   another loads weights through a second pipeline, or once where all of them fit. Tables
+//   (hopper_halo_args.cuh) list passes, each of which accumulates one result of the tile, and their slices,
+//   k-steps and taps. With 32 result channels M holds them twice: for a position with one tap, and for the
+//   position one deeper with the tap before it.
+// Shared memory: the tables; dynamic: 1,024 bytes of alignment, stages, weights, mbarriers; counted by
+//   hopper_halo_tiles.py.
+// Preconditions: the tables; channels of source and weight contiguous in whole 16-byte chunks. Positions
+//   outside the source are zeros.
+// Determinism: one order of additions per result, whatever the tiles.
+// Limits: positions along a dimension below 2^28; byte offsets within a result tile below 2^31; 64-bit
+//   elsewhere.
 #include "conv/hopper_halo_result.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/warpgroup.cuh"
@@ -34,7 +33,7 @@ namespace {
 using T = ELEMENT;
 constexpr int kColumns = COLUMNS;
 constexpr int kDepth = 32;  // channels of a chunk
-constexpr Major kWeights = ACROSS ? kAlongMn : kAlongK;
+constexpr Major kWeights = ACROSS ? kMajorMn : kMajorK;
 constexpr int kThreads = 384, kGroups = 2, kLoaders = 8;  // the first warp that loads
 constexpr int kConsumers = kGroups * 4;                   // warps
 constexpr int kConsume = 1;                               // a barrier
@@ -73,9 +72,9 @@ __device__ void load_source(const HopperHaloArgs& args, const HaloTables& tables
     const HaloTile at(args, tile);
     for (int chunk = 0; chunk < args.chunks; ++chunk) {
       for (int slice = 0; slice < args.slices; ++slice, place.advance(args.stages)) {
-        wait_barrier(barriers.x_empty + 8 * place.at, place.parity ^ 1);
+        mbarrier_wait(barriers.x_empty + 8 * place.at, place.parity ^ 1);
         const u32 full = barriers.x_full + 8 * place.at;
-        arrive_and_expect_tx(full, args.box_bytes);
+        mbarrier_arrive_expect_tx(full, args.box_bytes);
         const HaloSlice& from = tables.slice[slice];
         const int corner[5] = {chunk * kDepth, at.m[2] * args.x_step[2] + from.at[2],
                                at.m[1] * args.x_step[1] + from.at[1],
@@ -91,7 +90,7 @@ __device__ __forceinline__ void load_weight(const HopperHaloArgs& args, const Ha
   const int channel = (channel_tile + load.block) * args.row_channels;
   const int corner[5] = {ACROSS ? channel : chunk * kDepth, ACROSS ? chunk * kDepth : channel,
                          load.t, load.s, load.r};
-  tma_load(to + load.to * 16, args.w_map, full, corner, kKeepMost);
+  tma_load(to + load.to * 16, args.w_map, full, corner, kEvictLast);
 }
 
 __device__ void load_weights(const HopperHaloArgs& args, const HaloTables& tables, u32 weights,
@@ -100,7 +99,7 @@ __device__ void load_weights(const HopperHaloArgs& args, const HaloTables& table
   if (args.slots == 0) {
     for (int chunk = 0; chunk < args.chunks; ++chunk) {
       const u32 full = barriers.w_full + 8 * chunk;
-      arrive_and_expect_tx(full, args.all_loads * args.load_bytes);
+      mbarrier_arrive_expect_tx(full, args.all_loads * args.load_bytes);
       for (int i = 0; i < args.all_loads; ++i) {
         load_weight(args, tables.load[i], weights + chunk * args.chunk_bytes, full, chunk, 0);
       }
@@ -114,9 +113,9 @@ __device__ void load_weights(const HopperHaloArgs& args, const HaloTables& table
       for (int chunk = 0; chunk < args.chunks; ++chunk) {
         for (int i = 0; i < tables.pass[pass].steps; ++i, place.advance(args.slots)) {
           const HaloStep& step = tables.step[tables.pass[pass].first_step + i];
-          wait_barrier(barriers.w_empty + 8 * place.at, place.parity ^ 1);
+          mbarrier_wait(barriers.w_empty + 8 * place.at, place.parity ^ 1);
           const u32 full = barriers.w_full + 8 * place.at;
-          arrive_and_expect_tx(full, step.loads * args.load_bytes);
+          mbarrier_arrive_expect_tx(full, step.loads * args.load_bytes);
           for (int j = 0; j < step.loads; ++j) {
             load_weight(args, tables.load[step.first_load + j],
                         weights + place.at * args.slot_bytes, full, chunk,
@@ -149,14 +148,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const u32 staging = (barriers.w_empty + 8 * w_barriers + 15) & ~15u;  // where results go by chunks
   if (warp == kLoaders) {
     for (int i = lane; i < args.stages; i += 32) {
-      init_barrier(barriers.x_full + 8 * i, 1);
-      init_barrier(barriers.x_empty + 8 * i, kConsumers);
+      mbarrier_init(barriers.x_full + 8 * i, 1);
+      mbarrier_init(barriers.x_empty + 8 * i, kConsumers);
     }
     for (int i = lane; i < w_barriers; i += 32) {
-      init_barrier(barriers.w_full + 8 * i, 1);
-      init_barrier(barriers.w_empty + 8 * i, kConsumers);
+      mbarrier_init(barriers.w_full + 8 * i, 1);
+      mbarrier_init(barriers.w_empty + 8 * i, kConsumers);
     }
-    fence_barrier_init();
+    fence_mbarrier_init();
   } else if (thread == 0) {
     prefetch_tensor_map(args.x_map);
     prefetch_tensor_map(args.w_map);
@@ -165,27 +164,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   wait_on_dependent_grids();
 
   if (warp >= kLoaders) {
-    leave_registers<40>();
+    setmaxnreg_dec<40>();
     if (warp == kLoaders && elect_one()) load_source(args, args.tables, ring, barriers);
     if (warp == kLoaders + 1 && elect_one()) load_weights(args, args.tables, weights, barriers);
   } else {
-    take_registers<232>();
+    setmaxnreg_inc<232>();
     // Read again and again, which the constants' cache is slow at.
     for (u32 i = thread; i < sizeof tables / sizeof(int); i += kConsumers * 32) {
       reinterpret_cast<int*>(&tables)[i] = reinterpret_cast<const int*>(&args.tables)[i];
     }
-    wait_at(kConsume, kConsumers * 32);
+    named_barrier_sync(kConsume, kConsumers * 32);
     const int group = warp / 4;
     // Descriptors of the operands at shared address 0, from where they are moved in 16 bytes.
     const bool twice = args.row_channels == 32;
     constexpr u32 kRowBytes = 2 * kDepth, kHalfBytes = 32 * kRowBytes;
-    const u64 a_kind = !ACROSS ? operand_along_k<64>(0)
-                       : twice ? operand_along_mn<64>(0, kHalfBytes)
-                               : operand_along_mn<128>(0);
+    const u64 a_kind = !ACROSS ? k_major_descriptor<64>(0)
+                       : twice ? mn_major_descriptor<64>(0, kHalfBytes)
+                               : mn_major_descriptor<128>(0);
     const u32 a_next = !ACROSS ? 2 : twice ? 16 * 64 / 16 : 16 * 128 / 16;
     const u64 a_first = a_kind + (weights >> 4) + group * args.group_weights;
     const u64 b_first =
-        operand_along_k<64>(ring) + group * args.group_pixels * (kRowBytes / 16);
+        k_major_descriptor<64>(ring) + group * args.group_pixels * (kRowBytes / 16);
 
     float sum[kColumns / 8][4];
     clear_sums(sum);
@@ -199,8 +198,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         u32 x_release = 0, w_release = 0;
         const auto release = [&] {
           if (lane == 0) {
-            if (x_release != 0) arrive(x_release);
-            if (w_release != 0) arrive(w_release);
+            if (x_release != 0) mbarrier_arrive(x_release);
+            if (w_release != 0) mbarrier_arrive(w_release);
           }
           __syncwarp();
           x_release = w_release = 0;
@@ -210,16 +209,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           HaloTap tap[count.value];
 #pragma unroll
           for (int i = 0; i < count.value; ++i) tap[i] = from[i];
-          begin_products();
+          wgmma_fence();
 #pragma unroll
           for (int i = 0; i < count.value; ++i) {
             const u64 a = a_step + tap[i].weight, b = b_step + tap[i].pixel;
-            multiply<T, kWeights, kAlongK>(sum, a, b, i == 0 ? add : 1);
-            multiply<T, kWeights, kAlongK>(sum, a + a_next, b + 2, 1);
+            wgmma<T, kWeights, kMajorK>(sum, a, b, i == 0 ? add : 1);
+            wgmma<T, kWeights, kMajorK>(sum, a + a_next, b + 2, 1);
           }
           add = 1;
-          commit_products();
-          wait_products<1>();
+          wgmma_commit();
+          wgmma_wait<1>();
           release();
         };
         x_place = first;
@@ -230,8 +229,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             const int taps = __shfl_sync(0xffffffff, static_cast<int>(step.taps), 0);
             for (; slice < step.slice; ++slice) x_place.advance(args.stages);
             const u32 w_at = args.slots == 0 ? chunk : w_place.at;
-            wait_barrier(barriers.x_full + 8 * x_place.at, x_place.parity);
-            wait_barrier(barriers.w_full + 8 * w_at, w_place.parity);
+            mbarrier_wait(barriers.x_full + 8 * x_place.at, x_place.parity);
+            mbarrier_wait(barriers.w_full + 8 * w_at, w_place.parity);
             const u64 a_step =
                 a_first + (w_at * (args.slots == 0 ? args.chunk_bytes : args.slot_bytes) >> 4);
             const u64 b_step = b_first + (x_place.at * args.stage_bytes >> 4);
@@ -252,8 +251,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           for (; slice < args.slices; ++slice) x_place.advance(args.stages);
         }
         HaloResults results(args, now, HaloTile(args, tile));
-        wait_products<0>();
-        hold_sums(sum);
+        wgmma_wait<0>();
+        fence_accumulators(sum);
         release();
         if (now.steps == 0) clear_sums(sum);
         put_results<T>(results, sum, staging + warp * kHaloStaging);

@@ -18,8 +18,8 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_halo_tiles import (
     some_tile_fits,
 )
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES
-from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, axis_of
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import TileMap, pack_maps
+from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, gather_axis
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     in_whole_chunks,
@@ -101,7 +101,7 @@ class HopperHalo:
             return f"positions reach {reach}, beyond {MAX_EXTENT}"
         if work.direction == "bwd_data" and prod(work.stride) > MAX_PASSES:
             return f"a stride of {work.stride} makes more than {MAX_PASSES} phases"
-        axes = [axis_of(work, dim) for dim in range(3)]
+        axes = [gather_axis(work, dim) for dim in range(3)]
         rows = zip(axes[1:], result.strides[4:], strict=True)
         if max(axis.y_step * stride for axis, stride in rows) * MAX_BOX * 2 > MAX_INDEX:
             return f"rows of the result that lie {max(result.strides[3:])} elements apart"
@@ -117,7 +117,7 @@ class HopperHalo:
         """See `Family.launches`; ``tile`` where another than the chosen one is tried."""
         backward = work.direction == "bwd_data"
         source, result = gather_sides(work)
-        axes = [axis_of(work, dim) for dim in range(3)]
+        axes = [gather_axis(work, dim) for dim in range(3)]
         if tile is None:
             tile = halo_tiles(work, axes, device)[0]
         read, written = tile.problem.channels
@@ -214,9 +214,9 @@ def _whole(channels: int) -> int:
     return ceil_div(channels, 8) * 8
 
 
-def _source_map(work: ConvWork, operand: Operand, axes: Sequence[Axis], tile: HaloTile) -> TileMap:
+def _source_map(work: ConvWork, operand: Operand, axes: Sequence[Axis], tile: HaloTile) -> TiledMap:
     n, _, _, d, h, w = operand.strides
-    return TileMap(
+    return TiledMap(
         dtype=operand.dtype,
         sizes=(
             _whole(tile.problem.channels[0]),
@@ -230,14 +230,14 @@ def _source_map(work: ConvWork, operand: Operand, axes: Sequence[Axis], tile: Ha
     )
 
 
-def _weight_map(work: ConvWork, operand: Operand, tile: HaloTile, *, backward: bool) -> TileMap:
+def _weight_map(work: ConvWork, operand: Operand, tile: HaloTile, *, backward: bool) -> TiledMap:
     _, k, _, t, r, s = operand.strides
     channels, halves = (32, 2) if tile.twice else (64, 1)
     tables = tile.tables
     kernel = work.kernel[0], work.kernel[2], work.kernel[1]
     box = (channels, CHUNK) if backward else (CHUNK, channels)
     reach = (halves - 1) * tables.t_step + 1, (tables.run - 1) * tables.s_step + 1
-    return TileMap(
+    return TiledMap(
         dtype=operand.dtype,
         sizes=(_whole(work.in_channels), work.out_channels, *kernel),
         strides=_bytes(operand, (k, t, s, r)),

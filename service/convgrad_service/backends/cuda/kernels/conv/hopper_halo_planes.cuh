@@ -31,9 +31,9 @@ __device__ __forceinline__ void put_chunks(const Results& to, const float (&sum)
   for (int j = 0; j < kFragments; j += kBatch) {
 #pragma unroll
     for (int k = j; k < j + kBatch && k < kFragments; k += 2) {
-      const u32 words[4] = {narrow_two<T>(sum[k][0], sum[k][1]), narrow_two<T>(sum[k][2], sum[k][3]),
-                            narrow_two<T>(sum[k + 1][0], sum[k + 1][1]),
-                            narrow_two<T>(sum[k + 1][2], sum[k + 1][3])};
+      const u32 words[4] = {narrow_x2<T>(sum[k][0], sum[k][1]), narrow_x2<T>(sum[k][2], sum[k][3]),
+                            narrow_x2<T>(sum[k + 1][0], sum[k + 1][1]),
+                            narrow_x2<T>(sum[k + 1][2], sum[k + 1][3])};
       stmatrix(staging + lane % 16 * kHaloPitch + (k + lane / 16) % 8 * 16, words);
     }
     __syncwarp();
@@ -59,7 +59,7 @@ __device__ __forceinline__ void put_chunks(const Results& to, const float (&sum)
         u32 word[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          word[i] = load_word(staging + row * kHaloPitch + (column + 2 * i & 63) * 2);
+          word[i] = ld_shared_u32(staging + row * kHaloPitch + (column + 2 * i & 63) * 2);
         }
         T* const at = here + row * args.y_stride[2];
         if (whole) store_if(real, at, make_uint4(word[0], word[1], word[2], word[3]));
@@ -86,8 +86,8 @@ __device__ __forceinline__ void put_pairs(const Results& to, const float (&sum)[
   T* const y_high = y + 8 * args.y_stride[2];
 #pragma unroll
   for (int j = 0; j < kFragments; ++j) {
-    const u32 low = narrow_two<T>(sum[j][0], sum[j][1]);
-    const u32 high = narrow_two<T>(sum[j][2], sum[j][3]);
+    const u32 low = narrow_x2<T>(sum[j][0], sum[j][1]);
+    const u32 high = narrow_x2<T>(sum[j][2], sum[j][3]);
     const int column = j * 8 + lane % 4 * 2;
     int h, w;
     const bool there = to.position(column, h, w);

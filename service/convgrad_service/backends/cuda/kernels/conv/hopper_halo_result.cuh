@@ -113,8 +113,8 @@ __device__ __forceinline__ void put_results(HaloResults& to, float (&sum)[kFragm
     const int row_bytes = to.row_step * 2, bytes = to.step * 2;
 #pragma unroll
     for (int j = 0; j < kFragments; ++j) {
-      const u32 low = transposed(narrow_two<T>(sum[j][0], sum[j][1]));
-      const u32 high = transposed(narrow_two<T>(sum[j][2], sum[j][3]));
+      const u32 low = movmatrix_trans(narrow_x2<T>(sum[j][0], sum[j][1]));
+      const u32 high = movmatrix_trans(narrow_x2<T>(sum[j][2], sum[j][3]));
       const u32 other = __shfl_xor_sync(0xffffffff, quarter & 1 ? low : high, 1);
       const uint2 four = quarter & 1 ? make_uint2(other, high) : make_uint2(low, other);
       int h, w;

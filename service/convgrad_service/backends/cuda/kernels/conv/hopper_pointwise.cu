@@ -1,26 +1,23 @@
-// A 1x1 convolution of stride 1 on Hopper whose channels lie apart (channels first), forward or the
-// gradient of the input, as a GEMM for each image: M = the result's channels, N = pixels, K = the
-// source's channels. Both sides are read and written as they lie. The host's side is
-// hopper_pointwise.py.
+// A 1x1 convolution of stride 1 on Hopper, channels first, fprop or dgrad, as a GEMM per image (TMA, wgmma).
+// Launched by hopper_pointwise.py. Needs sm_90a.
 //
-// y[n, m, p] = sum over k of w[k, m] (ACROSS: weights lie along the result's channels; else w[m, k])
-// * x[n, k, p].
+// M = result channels, N = pixels, K = source channels:
+//   y[n, m, p] = sum over k of w[k, m] * x[n, k, p]  (ACROSS: the weight is M-major; else w[m, k], K-major).
+// The source is N-major; both tensors are used in their own layout. With SPREAD, dgrad where windows do not
+// overlap (stride = kernel, 2 along W; no padding): M = result channels x taps; a row of accumulators is a
+// channel's pixels of one tap, and rows of two taps adjacent along W are interleaved into rows of the result.
 //
-// With SPREAD, the gradient of the input where each pixel of the output has taps of its own (stride =
-// kernel, along W 2; no padding): M = the result's channels x taps, each row of sums a channel's pixels
-// of one tap. Rows of two taps along W that follow each other are put together for the result's rows.
-//
-// Grid: one block a multiprocessor, which takes tiles blockIdx.x, + gridDim.x, ... of BM channels
-// (fastest) x BN pixels of one image. Block: a thread starts the copies of a step's source, 64 channels
-// of BN pixels, which products read along N; another one those of the weights. Two warpgroups multiply,
-// each half of the tile's channels, or where BM is 64 half of its pixels. They meet in a ring of STAGES
-// steps. Results leave by the copy engine, 64 x 64 of a warpgroup at a time, each through one of two
-// buffers, which cuts off what is beyond the image and the channels; with SPREAD from registers.
-// Dynamic shared memory: 1,024 bytes to align it by; the ring, each stage BM + BN rows of 128 bytes; two
-// times 8 KB for each warpgroup's results; two barriers a stage.
-// Relies on its launcher for images and channels that start at multiples of 16 bytes. Needs sm_90a.
-// Deterministic: one order of additions.
-// Index limits: tiles below 2^31.
+// Grid: persistent, one block per SM: tiles blockIdx.x, + gridDim.x, ... of BM channels (fastest) x BN pixels
+//   of one image.
+// Block: one thread loads the source (64 channels of BN pixels per k-tile), one the weights; two consumer
+//   warpgroups, each with half of the tile's channels, or of its pixels where BM is 64. Results are stored
+//   by TMA, 64 x 64 at a time through one of two buffers per warpgroup, clipped to image and channels; with
+//   SPREAD from registers.
+// Shared memory (dynamic): 1,024 bytes of alignment; STAGES stages of BM + BN rows of 128 bytes; two buffers of
+//   8 KB per warpgroup; mbarriers, full and empty per stage.
+// Preconditions: images and channels start at multiples of 16 bytes.
+// Determinism: one order of additions.
+// Limits: tiles below 2^31.
 #include "ptx/load_store.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/pdl.cuh"
@@ -97,9 +94,9 @@ __device__ __forceinline__ void copy(const HopperPointwiseArgs& args, const Plac
     const Tile tile(args, index);
 #pragma unroll 1
     for (int k = 0; k < args.channels; k += kDepth) {
-      wait_barrier(place.read(ring.at), ring.parity);
+      mbarrier_wait(place.read(ring.at), ring.parity);
       const u32 barrier = place.filled(ring.at);
-      arrive_and_expect_tx(barrier, kSource ? kBBytes : kABytes);
+      mbarrier_arrive_expect_tx(barrier, kSource ? kBBytes : kABytes);
       if constexpr (kSource) {
         const u32 to = place.stage(ring.at) + kABytes;
 #pragma unroll
@@ -110,10 +107,10 @@ __device__ __forceinline__ void copy(const HopperPointwiseArgs& args, const Plac
 #pragma unroll
         for (int i = 0; i < BM / 64; ++i) {
           tma_load<2>(place.stage(ring.at) + i * kBoxBytes, args.w_map, barrier,
-                       {tile.channel + i * 64, k}, kKeepMost);
+                       {tile.channel + i * 64, k}, kEvictLast);
         }
       } else {
-        tma_load<2>(place.stage(ring.at), args.w_map, barrier, {k, tile.channel}, kKeepMost);
+        tma_load<2>(place.stage(ring.at), args.w_map, barrier, {k, tile.channel}, kEvictLast);
       }
       ring.step();
     }
@@ -134,19 +131,19 @@ __device__ __forceinline__ void store_planes(const HopperPointwiseArgs& args, co
     for (int block = 0; block < kBlocks; ++block) {
       const u32 buffer = staging + (part * kBlocks + block) % 2 * kBoxBytes;
       if (stores) tma_store_wait_read<1>();
-      wait_at(1 + warpgroup, 128);
+      named_barrier_sync(1 + warpgroup, 128);
       const int row = warp * 16 + lane % 16, chunk = lane / 16;
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
         const float(&first)[4] = sum[part][block * 8 + j];
         const float(&second)[4] = sum[part][block * 8 + j + 1];
-        const u32 words[4] = {narrow_two<T>(first[0], first[1]), narrow_two<T>(first[2], first[3]),
-                              narrow_two<T>(second[0], second[1]),
-                              narrow_two<T>(second[2], second[3])};
+        const u32 words[4] = {narrow_x2<T>(first[0], first[1]), narrow_x2<T>(first[2], first[3]),
+                              narrow_x2<T>(second[0], second[1]),
+                              narrow_x2<T>(second[2], second[3])};
         stmatrix(buffer + row * kRowBytes + ((j + chunk) ^ (row & 7)) * 16, words);
       }
-      publish_shared();
-      wait_at(1 + warpgroup, 128);
+      fence_proxy_async();
+      named_barrier_sync(1 + warpgroup, 128);
       if (stores) {
         tma_store<3>(args.y_map, buffer, {pixel + block * 64, channel + part * 64, tile.image});
         tma_store_commit();
@@ -182,8 +179,8 @@ __device__ __forceinline__ void store_spread(const HopperPointwiseArgs& args, co
     int d = first / args.size[2] / args.size[1];
 #pragma unroll
     for (int j = 0; j < kFragments; ++j) {
-      const u32 low = narrow_two<T>(sum[part][j][0], sum[part][j][1]);
-      const u32 high = narrow_two<T>(sum[part][j][2], sum[part][j][3]);
+      const u32 low = narrow_x2<T>(sum[part][j][0], sum[part][j][1]);
+      const u32 high = narrow_x2<T>(sum[part][j][2], sum[part][j][3]);
       const u32 other = __shfl_xor_sync(~0u, odd ? low : high, 4);
       const i64 to = d * args.taps[0] * args.y_stride[3] + h * args.taps[1] * args.y_stride[4] + w * 2;
       store_if(at < args.rows && first + j * 8 < pixels, y + to,
@@ -200,7 +197,7 @@ __device__ __forceinline__ void multiply_tiles(const HopperPointwiseArgs& args, 
   const u32 own_a = kPixelsApart ? 0 : warpgroup * kParts * kBoxBytes;
   const u32 own_b = kABytes + (kPixelsApart ? warpgroup * kBlocks * kBoxBytes : 0);
   const u32 staging = place.staging + warpgroup * 2 * kBoxBytes;
-  constexpr Major kWeights = ACROSS ? kAlongMn : kAlongK;
+  constexpr Major kWeights = ACROSS ? kMajorMn : kMajorK;
   constexpr u32 kNextA = ACROSS ? 16 * kRowBytes : 32;
   Turning ring(0);
 #pragma unroll 1
@@ -209,30 +206,31 @@ __device__ __forceinline__ void multiply_tiles(const HopperPointwiseArgs& args, 
     int before = -1;  // the stage whose products are under way
 #pragma unroll 1
     for (int k = 0; k < args.channels; k += kDepth) {
-      wait_barrier(place.filled(ring.at), ring.parity);
+      mbarrier_wait(place.filled(ring.at), ring.parity);
       const u32 from = place.stage(ring.at);
-      begin_products();
+      wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kDepth / 16; ++i) {
-        const u64 b = advance(operand_along_mn<128>(from + own_b, kBoxBytes), i * 16 * kRowBytes);
+        const u64 b =
+            advance_descriptor(mn_major_descriptor<128>(from + own_b, kBoxBytes), i * 16 * kRowBytes);
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
           const u32 at = from + own_a + part * kBoxBytes;
-          const u64 a = ACROSS ? operand_along_mn<128>(at) : operand_along_k<128>(at);
-          multiply<T, kWeights, kAlongMn>(sum[part], advance(a, i * kNextA), b, i > 0 || k > 0);
+          const u64 a = ACROSS ? mn_major_descriptor<128>(at) : k_major_descriptor<128>(at);
+          wgmma<T, kWeights, kMajorMn>(sum[part], advance_descriptor(a, i * kNextA), b, i > 0 || k > 0);
         }
       }
-      commit_products();
-      wait_products<1>();
-      if (before >= 0 && lane == 0) arrive(place.read(before));
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (before >= 0 && lane == 0) mbarrier_arrive(place.read(before));
       before = ring.at;
       ring.step();
     }
     const Tile tile(args, index);
-    wait_products<0>();
+    wgmma_wait<0>();
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) hold_sums(sum[part]);
-    if (lane == 0) arrive(place.read(before));
+    for (int part = 0; part < kParts; ++part) fence_accumulators(sum[part]);
+    if (lane == 0) mbarrier_arrive(place.read(before));
     if constexpr (SPREAD) {
       store_spread(args, tile, sum);
     } else {
@@ -253,15 +251,15 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   place.barriers = place.staging + kGroups * 2 * kBoxBytes;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
-      init_barrier(place.filled(i), 2);
-      init_barrier(place.read(i), kGroups * 4);
+      mbarrier_init(place.filled(i), 2);
+      mbarrier_init(place.read(i), kGroups * 4);
     }
-    fence_barrier_init();
+    fence_mbarrier_init();
   }
   __syncthreads();
   wait_on_dependent_grids();
   if (threadIdx.x < 128) {
-    leave_registers<40>();
+    setmaxnreg_dec<40>();
     const int warp = threadIdx.x / 32;
     if (warp == 0) {
       if (elect_one()) copy<true>(args, place);
@@ -269,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
       if (elect_one()) copy<false>(args, place);
     }
   } else {
-    take_registers<232>();
+    setmaxnreg_inc<232>();
     multiply_tiles(args, place);
   }
 }

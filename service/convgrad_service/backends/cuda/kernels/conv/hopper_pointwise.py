@@ -9,7 +9,7 @@ from typing import cast
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import TileMap, pack_maps
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.layout.planes import (
@@ -157,8 +157,8 @@ class _Product:
         rows, pixels = ceil_div(self.rows, self.tile.m), ceil_div(self.pixels, self.tile.n)
         return rows, pixels, rows * pixels * self.batch
 
-    def maps(self) -> dict[str, tuple[Operand | str, TileMap]]:
-        weight = TileMap(
+    def maps(self) -> dict[str, tuple[Operand | str, TiledMap]]:
+        weight = TiledMap(
             self.weight.dtype,
             (self.rows, self.read) if self.across else (self.read, self.rows),
             (self.weight.strides[1] * self.weight.dtype.itemsize,),

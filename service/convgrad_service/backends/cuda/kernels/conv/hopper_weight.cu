@@ -1,35 +1,31 @@
-// The gradient of a dense convolution's weight on Hopper, as an implicit GEMM: M = channels of
-// grad_output, N = taps x channels of the input, K = pixels of grad_output. The host's side is
-// hopper_weight.py.
+// wgrad of a dense convolution on Hopper, as an implicit GEMM (TMA im2col, wgmma). Launched by
+// hopper_weight.py. Needs sm_90a.
 //
-// w[k, c, r] = sum over pixels (n, o) of y[n, k, o] * x[n, c, o*stride + r*dilation - pad].
+// M = channels of grad_output (y), N = taps x input channels, K = pixels of y:
+//   w[k, c, r] = sum over pixels (n, o) of y[n, k, o] * x[n, c, o*stride + r*dilation - pad].
+// A k-tile is 64 pixels: boxes of 64 channels of y, and boxes of CHANNELS channels of x, each of one tap or of
+// `shared_taps` adjacent taps along W, which read the same box `dilation` rows apart. For the latter, rows
+// of y are extended by `halo` zero pixels, so that consecutive pixels are adjacent along W for each tap.
+// Both operands are MN-major, as in global memory. With PLANES (1x1 kernels of stride 1, channels first) an
+// image is one row of y, padded by `halo`; boxes are planes of channels, 128 bytes of pixels each, and
+// operands are K-major: 16-bit, or float32 as TF32 with k-tiles of 32 pixels.
 //
-// A step is 64 pixels. Of y it takes boxes of 64 channels; of x boxes of CHANNELS channels, each of
-// one tap, or of `shared_taps` neighbouring taps along W, which find their pixels in the same box,
-// `dilation` rows further on each. For that rows of y are `halo` pixels longer, zeros that TMA puts
-// there, so that pixels that follow each other in memory do so along W too, at each tap. Both
-// operands lie in shared memory as they do in global memory, channels side by side (along M and N).
-//
-// Block: a unit is a tile, whole or a share of its pixels; a block takes units blockIdx.x, +
-// gridDim.x, ... Four threads copy (TMA, im2col), WARPGROUPS warpgroups multiply: each has ROWS times
-// 64 rows of the tile's WARPGROUPS*ROWS*64 and all its columns, or where they SPREAD all of ROWS*64
-// rows and its part of the columns: PRODUCTS times COLUMNS of them. Dynamic shared memory: 1,024
-// bytes to align it by, a ring of `stages` steps; hopper_weight_tiles.py counts it.
-// With PLANES (1x1 kernels of stride 1, channels first) an image is one row of y, its last step filled
-// with zeros by `halo`; boxes are planes of channels, 128 bytes of pixels each, and products read them
-// along K: of 16 bits, or of float32 as TF32, whose steps are 32 pixels.
-// Clusters of CLUSTER blocks: SUMS of them with shares of one tile, a unit each, which they add up
-// through their shared memory (hopper_weight_cluster_reduce.cuh); and CLUSTER / SUMS with neighbouring tiles
-// and one share, of which each copies a part of the boxes that all need, to all of these.
-// Sums of a whole tile become results here, the others partial sums. Where each block has at most one
-// of those, its last unit, a tile's blocks then add them up (`met`, hopper_weight_grid_reduce.cuh), else
-// hopper_weight_sum.cu does.
-// Relies on its launcher for channels that TMA can read (rows of whole 16 bytes), and for whole tiles
-// for a result that is the sum itself, its channels side by side and eight (float32: two) aligned.
-// Deterministic: one order of additions for each result and number of shares. Positions outside the
-// input and beyond a row of y enter as zeros. float32 by scaled halves: what a channel lost might show in
-// few sums, which are taken again by the definition.
-// Index limits: pixels, with the halo, below 2^31; elements and results 64-bit.
+// Grid: a work unit is a tile, or a share of a tile's pixels; a block takes units blockIdx.x, + gridDim.x, ...
+// Block: four producer threads and WARPGROUPS consumer warpgroups, each with 64 * ROWS rows and all columns of
+//   the tile, or with SPREAD all 64 * ROWS rows and PRODUCTS x COLUMNS of the columns.
+// Cluster: SUMS blocks with shares of one tile, one unit each, reduce it through distributed shared memory
+//   (hopper_weight_cluster_reduce.cuh); CLUSTER / SUMS blocks with neighbouring tiles of one share load
+//   their common boxes by multicast, a part each.
+// Results: sums of a whole tile are final; others are partial sums. If a block has at most one of these, its
+//   last unit, a tile's blocks reduce them (`met`, hopper_weight_grid_reduce.cuh); else
+//   hopper_weight_sum.cu does.
+// Shared memory (dynamic): 1,024 bytes of alignment; `stages` k-tiles; counted by hopper_weight_tiles.py.
+// Preconditions: channels that TMA can read (rows of whole 16 bytes). For whole tiles, a plain result with
+//   contiguous channels, aligned to eight of them (float32: two). Positions outside the input, and beyond a
+//   row of y, are zeros.
+// Determinism: one order of additions per result and number of shares. float32 by scaled halves: sums that
+//   channels' lost bits may affect are recomputed by definition.
+// Limits: pixels, with the halo, below 2^31; 64-bit elements and results.
 #include "conv/hopper_weight_cluster_reduce.cuh"
 #include "conv/hopper_weight_copies.cuh"
 #include "conv/hopper_weight_grid_reduce.cuh"
@@ -42,7 +38,7 @@ namespace {
 
 using Layout = Step<SPREAD ? ROWS : ROWS * WARPGROUPS, 64, sizeof(T)>;
 constexpr int kRowBytes = CHANNELS * static_cast<int>(sizeof(T));  // of a pixel in a box of x
-constexpr Major kMajor = PLANES ? kAlongK : kAlongMn;
+constexpr Major kMajor = PLANES ? kMajorK : kMajorMn;
 // Of one product's depth, and how far on the next one's operands are.
 constexpr int kDeep = 32 / static_cast<int>(sizeof(T));
 constexpr u32 kNextA = PLANES ? 32 : kDeep * 128, kNextB = PLANES ? 32 : kDeep * kRowBytes;
@@ -73,9 +69,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
   Ring ring = {shared_address(base), static_cast<u32>(args.stage_bytes), full,
                full + kMostStages * 8, args.stages};
   if (thread < args.stages) {
-    init_barrier(ring.filled(thread), 1);
-    init_barrier(ring.emptied(thread), WARPGROUPS * 4 * kCopying);
-    fence_barrier_init();
+    mbarrier_init(ring.filled(thread), 1);
+    mbarrier_init(ring.emptied(thread), WARPGROUPS * 4 * kCopying);
+    fence_mbarrier_init();
   }
   // Its number among the blocks that copy together, and among those that sum together.
   const int block = CLUSTER > 1 ? cluster_rank() : 0;
@@ -83,10 +79,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
   const int first_copier = block - copier;
   const u32 joined = full + 2 * kMostStages * 8;  // where a cluster's sums come
   if (kSums && thread == 0) {
-    for (int i = 0; i < Sums::kMost; ++i) init_barrier(joined + i * 8, 1);
-    fence_barrier_init();
+    for (int i = 0; i < Sums::kMost; ++i) mbarrier_init(joined + i * 8, 1);
+    fence_mbarrier_init();
     for (int i = 0; i < Sums::kMost; ++i) {
-      arrive_and_expect_tx(joined + i * 8, Sums::kQuadBytes * (SUMS - 1));
+      mbarrier_arrive_expect_tx(joined + i * 8, Sums::kQuadBytes * (SUMS - 1));
     }
   }
   if (thread == WARPGROUPS * 128) prefetch_tensor_map(args.x_map), prefetch_tensor_map(args.y_map);
@@ -115,7 +111,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
   const int unit_step = gridDim.x / CLUSTER;
   // In this order the code of what copies stands first, and is fetched sooner.
   if (warpgroup < WARPGROUPS) {
-    take_registers<CONSUMER_REGISTERS>();
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
     const bool shares_box = of.shared_taps > 1;
     const u32 next_box = shares_box ? args.source.dilation[2] * kRowBytes : args.box_bytes;
     const int boxes_each = shares_box ? 1 : kBlocks;  // of one product
@@ -130,7 +126,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     };
     const bool together = !kSums && args.met != nullptr;
     if (together && thread == 0 && !last_unit().whole) {
-      begin_party(args.met + (last_unit().tile - of.whole));
+      rendezvous_begin(args.met + (last_unit().tile - of.whole));
     }
     int turn = 0;
     float sum[ROWS][PRODUCTS][kFragments][4];
@@ -138,16 +134,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
 #pragma unroll
       for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
-        for (int j = 0; j < PRODUCTS; ++j) hold_sums(sum[i][j]);
+        for (int j = 0; j < PRODUCTS; ++j) fence_accumulators(sum[i][j]);
       }
     };
     // A stage is free when no block of the cluster reads it any more.
     auto release = [&](int last) {
       if (last < 0) return;
       if (!kCopies) {
-        if (lane == 0) arrive(ring.emptied(last));
+        if (lane == 0) mbarrier_arrive(ring.emptied(last));
       } else if (lane < kCopying) {
-        arrive_at(ring.emptied(last), first_copier + lane);
+        mbarrier_arrive_cluster(ring.emptied(last), first_copier + lane);
       }
     };
     for (int index = blockIdx.x / CLUSTER; index < units; index += unit_step) {
@@ -172,32 +168,32 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
         const u32 x_at = from + Layout::kXAt + own_box * args.box_bytes;
         u64 a, b;
         if constexpr (PLANES) {
-          a = operand_along_k<128>(y_at), b = operand_along_k<128>(x_at);
+          a = k_major_descriptor<128>(y_at), b = k_major_descriptor<128>(x_at);
         } else {
-          a = operand_along_mn<128>(y_at), b = operand_along_mn<kRowBytes>(x_at, next_box);
+          a = mn_major_descriptor<128>(y_at), b = mn_major_descriptor<kRowBytes>(x_at, next_box);
         }
-        wait_barrier(ring.filled(ring.stage), ring.parity);
-        begin_products();
+        mbarrier_wait(ring.filled(ring.stage), ring.parity);
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kPixels / kDeep; ++k) {
 #pragma unroll
           for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
             for (int j = 0; j < PRODUCTS; ++j) {
-              multiply<T, kMajor, kMajor>(
-                  sum[i][j], advance(a, i * Layout::kYBoxBytes + k * kNextA),
-                  advance(b, j * boxes_each * args.box_bytes + k * kNextB), 1);
+              wgmma<T, kMajor, kMajor>(
+                  sum[i][j], advance_descriptor(a, i * Layout::kYBoxBytes + k * kNextA),
+                  advance_descriptor(b, j * boxes_each * args.box_bytes + k * kNextB), 1);
             }
           }
         }
-        commit_products();
-        wait_products<1>();
+        wgmma_commit();
+        wgmma_wait<1>();
         // Where blocks leave without more ado, none arrives where nobody waits.
         if (!(kSums && kCopies) || step - 1 + ring.stages < unit.end) release(last);
         last = ring.stage;
         ring.next();
       }
-      wait_products<0>();
+      wgmma_wait<0>();
       hold();
       if (!(kSums && kCopies)) release(last);
       // Worked out again: the sums leave few registers.
@@ -207,7 +203,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
         boxes[turn][thread] = box_at(of, place_of(of, done.tile).column * of.boxes + thread);
       }
       // All of the block have read the ring, and the boxes of the unit before the last.
-      wait_at(1, WARPGROUPS * 128);
+      named_barrier_sync(1, WARPGROUPS * 128);
       if constexpr (kSums) {
         cluster_arrive();
         Sums::leave(base, joined, summer, copier, sum);
@@ -224,7 +220,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
                 reinterpret_cast<const float4*>(base), joined, summer, boxes[turn]);
     }
   } else {
-    leave_registers<PRODUCER_REGISTERS>();
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (elect_one()) {
       const int turn = warp % 4;
       for (int index = blockIdx.x / CLUSTER; index < units; index += unit_step) {

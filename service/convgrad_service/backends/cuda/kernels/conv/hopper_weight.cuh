@@ -228,7 +228,7 @@ __device__ __forceinline__ void put_pair(float* to, float first, float second) {
 }
 template <class R>
 __device__ __forceinline__ void put_pair(R* to, float first, float second) {
-  *reinterpret_cast<u32*>(to) = narrow_two<R>(first, second);
+  *reinterpret_cast<u32*>(to) = narrow_x2<R>(first, second);
 }
 
 // Finishes the sums of a channel and, where `both`, the next.

@@ -28,7 +28,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import (
     plane_pixels,
 )
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import PixelMap, TileMap, pack_maps
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import Im2colMap, TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     Prepared,
     overlapping,
@@ -227,7 +227,7 @@ def reachable(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
             continue
         read = cut.tile.channels, cut.box_pixels, cut.halo, cut.scaled_bytes > 0
         if read not in taken:
-            maps: tuple[PixelMap | TileMap, ...]
+            maps: tuple[Im2colMap | TiledMap, ...]
             if planes:
                 maps = _plane_maps(planes, cut)
             else:
@@ -237,7 +237,7 @@ def reachable(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
             yield cut
 
 
-def _plane_maps(work: ConvWork, cut: Cut) -> tuple[TileMap, TileMap]:
+def _plane_maps(work: ConvWork, cut: Cut) -> tuple[TiledMap, TiledMap]:
     """Of the input and grad_output: planes of a box's channels."""
     x = plane_map(work.x, work.batch, work.in_channels, work.output[2], cut.tile.channels)
     return x, plane_map(work.y, work.batch, work.out_channels, work.output[2], ROWS)
@@ -277,7 +277,7 @@ def _sum_instance(dtype: DType, result: DType, *, scaled: bool = False) -> Insta
 
 def _maps(
     work: ConvWork, cut: Cut, x: Operand | None = None, y: Operand | None = None
-) -> tuple[PixelMap, PixelMap]:
+) -> tuple[Im2colMap, Im2colMap]:
     """Of the input, every pixel that is a window's corner; of grad_output, every pixel, and a halo
     of zeros after each row. Without operands, of ones that lie in order."""
     halo = 0, 0, cut.halo
@@ -307,7 +307,7 @@ def _map(
     step: Size3,
     box_channels: int,
     pixels: int,
-) -> PixelMap:
+) -> Im2colMap:
     itemsize = work.dtype.itemsize
     spatial = range(2, 2 - dims_of(work), -1)
     sizes = (channels, *(size[dim] for dim in spatial), work.batch)
@@ -320,7 +320,7 @@ def _map(
             theirs if extent > 1 else ours
             for theirs, ours, extent in zip(given, strides, sizes[1:], strict=True)
         )
-    return PixelMap(
+    return Im2colMap(
         work.dtype,
         sizes,
         tuple(stride * itemsize for stride in strides),

@@ -43,8 +43,8 @@ struct ClusterSums {
         const float(&of)[4] = sum[v / kFragments / kProducts][v / kFragments % kProducts][v % kFragments];
         to[v * 128] = make_float4(of[0], of[1], of[2], of[3]);
       }
-      publish_shared();
-      wait_at(2 + warpgroup, 128);
+      fence_proxy_async();
+      named_barrier_sync(2 + warpgroup, 128);
       if (turn == 0) cluster_wait();
       const int quad = warpgroup * kOwnQuads + own, other = owner_of(quad);
       if (thread == turn % 4 * 32 && other != block) {
@@ -69,12 +69,12 @@ struct ClusterSums {
     const int lane = threadIdx.x % 128, first = first_of(block), end = first_of(block + 1);
     const int own_first = first + threadIdx.x / 128;
     // The block's own sums of them may be another warpgroup's.
-    wait_at(1, WARPGROUPS * 128);
+    named_barrier_sync(1, WARPGROUPS * 128);
     if (own_first >= end) cluster_arrive();
 #pragma unroll 1
     for (int quad = own_first; quad < end; quad += WARPGROUPS) {
       const int index = quad * 512 + lane;
-      wait_barrier(joined + (quad - first) * 8, 0);
+      mbarrier_wait(joined + (quad - first) * 8, 0);
       if (quad + WARPGROUPS >= end) cluster_arrive();
       float4 sum[4] = {};
 #pragma unroll

@@ -69,8 +69,8 @@ __device__ __forceinline__ void copy_steps(const HopperWeightArgs& args, const U
   for (int step = unit.step; step < unit.end; ++step, walk.next(args)) {
     const u32 to = ring.here(), arrived = ring.filled(ring.stage);
     const Pixel corner = corner_of(args, walk.at);
-    wait_barrier(ring.emptied(ring.stage), ring.parity ^ 1);
-    if (turn == 0) arrive_and_expect_tx(arrived, args.step_bytes);
+    mbarrier_wait(ring.emptied(ring.stage), ring.parity ^ 1);
+    if (turn == 0) mbarrier_arrive_expect_tx(arrived, args.step_bytes);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       const Copied one = own[i];

@@ -44,7 +44,7 @@ struct Adding {
   const float4* partials;
   i64 share_size;
   Place place;
-  Met met;
+  ReducerRank met;
 
   // By warpgroups: four neighbouring fragments, which are finished together, of all shares; or where
   // there are no more of them than shares, each warpgroup its part of the shares.
@@ -66,10 +66,10 @@ struct Adding {
                                sum);
       }
       if (apart) {
-        wait_at(1, kThreads);
+        named_barrier_sync(1, kThreads);
 #pragma unroll
         for (int v = 0; v < 4; ++v) room[v * kThreads + threadIdx.x] = sum[v];
-        wait_at(1, kThreads);
+        named_barrier_sync(1, kThreads);
         if (warpgroup > 0) continue;
         for (int other = 1; other < WARPGROUPS; ++other) {
 #pragma unroll
@@ -98,9 +98,9 @@ struct Adding {
         add_shares<1, kShares>(partials + share * share_size + index, 0, share_size, last - share,
                                sum);
       }
-      wait_at(1, kThreads);
+      named_barrier_sync(1, kThreads);
       room[thread] = sum[0];
-      wait_at(1, kThreads);
+      named_barrier_sync(1, kThreads);
       if (slice > 0 || index >= kVectors) continue;
       for (int other = 1; other < slices; ++other) {
         const float4 four = room[other * lanes + lane];
@@ -116,17 +116,17 @@ template <int kRows, int kProducts, int kFragments>
 __device__ __forceinline__ void add_together(const HopperWeightArgs& args, const Unit& unit,
                                              const Box* boxes, float4* room) {
   using Adds = Adding<kRows, kProducts, kFragments>;
-  __shared__ Met met;
+  __shared__ ReducerRank met;
   const WeightResult& of = args.result;
   const int parted = unit.tile - of.whole;
   u32* const word = args.met + parted;
-  wait_at(1, Adds::kThreads);
-  if (threadIdx.x == 0) met = meet(word, begun_by_now(word), of.shares);
+  named_barrier_sync(1, Adds::kThreads);
+  if (threadIdx.x == 0) met = rendezvous_meet(word, rendezvous_begun(word), of.shares);
   const i64 share_size = static_cast<i64>(of.row_tiles * of.column_tiles - of.whole) * Adds::kVectors;
   const float4* const partials =
       reinterpret_cast<const float4*>(of.partials) + static_cast<i64>(parted) * Adds::kVectors;
   const Place place = place_of(of, unit.tile);
-  wait_at(1, Adds::kThreads);
+  named_barrier_sync(1, Adds::kThreads);
   if (met.blocks == 0) return;
   const Adds adds = {args, boxes, room, partials, share_size, place, met};
   if (of.shares <= Adds::kQuads) {
@@ -134,7 +134,7 @@ __device__ __forceinline__ void add_together(const HopperWeightArgs& args, const
   } else {
     adds.add_many(args.slices);
   }
-  if (threadIdx.x == 0) leave_meeting(word, met);
+  if (threadIdx.x == 0) rendezvous_leave(word, met);
 }
 
 }  // namespace convgrad

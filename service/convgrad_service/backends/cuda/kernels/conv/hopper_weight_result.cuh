@@ -118,7 +118,7 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
 #pragma unroll
               for (int e = 0; e < 4; ++e) {
                 const float(&from)[4] = sum[i][j][block * kInBlock + f + e];
-                words[e] = narrow_two<E>(from[half * 2], from[half * 2 + 1]);
+                words[e] = narrow_x2<E>(from[half * 2], from[half * 2 + 1]);
               }
               turn_words(words, lane);
               store_if((f + lane) * 8 < channels,
@@ -245,7 +245,7 @@ __device__ __forceinline__ void finish_quad(const HopperWeightArgs& args, const 
         for (int e = 0; e < 4; ++e) {
           const float first = half == 0 ? sum[e].x : sum[e].z;
           const float second = half == 0 ? sum[e].y : sum[e].w;
-          words[e] = narrow_two<E>(first, second);
+          words[e] = narrow_x2<E>(first, second);
         }
         turn_words(words, lane);
         store_if(real && k + half * 8 < of.out_channels, to + half * 8 * of.w_stride[1],

@@ -1,14 +1,14 @@
-// Adds up the partial sums of hopper_weight.cu, in the order of its shares, and finishes them.
-// The host's side is hopper_weight.py.
+// Second stage of hopper_weight.cu's split-K: reduces its partial sums in the order of the shares and applies
+// the epilogue. Launched by hopper_weight.py.
 //
-// Block: 256 threads for neighbouring vectors of one tile, blockIdx.y, and one box of its columns in
-// one warpgroup's 64 rows. A vector is four sums side by side among partial sums, as one thread had
-// them; a thread adds four vectors, so that enough reads are under way. The shares are divided among
-// `slices` parts of the block, whose sums go through shared memory, 16 KB.
-// Relies on its launcher for the grid, and for slices that are a power of two, at most 8, and so many
-// that a block's vectors are of one box.
-// Deterministic: slices follow from the problem, and are added in order.
-// Index limits: 64-bit throughout.
+// Block: 256 threads, for consecutive vectors of one tile (blockIdx.y), one box of its columns and one
+//   warpgroup's 64 rows. A vector is four consecutive partial sums as one thread of hopper_weight.cu held
+//   them; a thread reduces four vectors, to keep enough loads in flight. The shares are divided among `slices`
+//   groups of threads.
+// Shared memory: 16 KB, for the slices' sums.
+// Preconditions: `slices` is a power of two, at most 8, and such that a block's vectors are in one box.
+// Determinism: `slices` depends on the problem only; shares and slices are added in order.
+// Limits: 64-bit indices throughout.
 #include "conv/hopper_weight.cuh"
 #include "ptx/pdl.cuh"
 

@@ -1,24 +1,23 @@
-// A convolution as an implicit GEMM: fprop, dgrad or wgrad, any geometry, by cp.async and mma.sync.
-// The host's side is implicit_gemm.py.
+// Convolution as an implicit GEMM (cp.async, mma.sync): fprop, dgrad or wgrad, any geometry. Launched by
+// implicit_gemm.py.
 //
-//            M (rows)                      N (columns)                    K (the reduction)
-//   fprop    pixels of the output          output channels                taps x input channels
-//   dgrad    pixels of a phase of the      input channels                 taps of the phase x
-//            input                                                        output channels
-//   wgrad    output channels               taps x input channels          pixels of the output
+//           M                              N                       K
+//   fprop   pixels of the output           output channels         taps x input channels
+//   dgrad   pixels of a phase of the       input channels          taps of the phase x output channels
+//           input
+//   wgrad   output channels                taps x input channels   pixels of the output
+// Channels of a tap are padded to 16-byte chunks, in K and (wgrad) in N. Groups are a batch dimension.
 //
-// Channels of a tap are padded to chunks of 16 bytes, in K and (wgrad) in N. Groups are a batch.
-//
-// Block: a tile of kM x kN. The reduction is split among the blocks of a cluster, which add up in the
-// order of their ranks through distributed shared memory, and, where that is not enough, among
-// clusters, which leave their sums in a workspace: the block that comes last adds them up, in the order
-// of clusters. So one order of additions, which the launch decides.
-//
-// Relies on its launcher for the grid (blocks of a cluster running fastest, then column tiles, then
-// row tiles; groups; splits of the workspace, then phases), for channels of the source, of the weight's
-// inner dimension and of grad_output that are side by side, in vectors of VECTOR bytes that are
-// aligned, and for counters that are zero.
-// Index limits: pixels of a phase, and rows of the reduction, below 2^31; 64-bit offsets.
+// Grid: blocks of a cluster (fastest), column tiles, row tiles; groups; workspace splits, then phases.
+// Block: a kM x kN tile (core/mma_multistage.cuh). K is split among the blocks of a cluster, which reduce
+//   through distributed shared memory in the order of their ranks, and, where that is not enough, among
+//   clusters, which leave partial sums in a workspace: the last block to arrive reduces them in the order of
+//   clusters.
+// Shared memory (dynamic): the pipeline's stages, reused by the reduction; mbarrier.
+// Preconditions: channels of the source, of the weight's inner dimension and of grad_output are contiguous, in
+//   aligned vectors of VECTOR bytes; counters are zero.
+// Determinism: one order of additions, decided by the launch.
+// Limits: pixels of a phase and K below 2^31; 64-bit offsets.
 #include "conv/implicit_gemm_result.cuh"
 #include "core/cluster_reduce.cuh"
 #include "core/mma_multistage.cuh"
@@ -107,16 +106,16 @@ __device__ __forceinline__ void for_each_pair(const Reduce& reduce, bool pixels_
                                               Each each) {
   // Owned fragments are whole rows of the warp's, or a part of one: powers of two.
   const int owned_log = reduce.owned_log();
-  const int across_log = min(owned_log, Reduce::log_of(Gemm::kColumnFragments));
+  const int across_log = min(owned_log, Reduce::log_of(Gemm::kFragmentsN));
   const int first = static_cast<int>(threadIdx.x / 32) << (3 + owned_log);
 #pragma unroll 1
   for (int i = threadIdx.x & 31; i < 8 << owned_log; i += 32) {
     const int row = pixels_fastest ? i & 7 : i >> across_log & 7;
     const int across = (pixels_fastest ? i >> 3 : i) & ((1 << across_log) - 1);
     const int fragment = (i >> (3 + across_log) << across_log) + across;
-    const int f = reduce.first() + fragment;
-    each(first + i, fragment, row, Gemm::warp_row() + f / Gemm::kColumnFragments * 16 + row,
-         Gemm::warp_column() + f % Gemm::kColumnFragments * 8);
+    const int f = reduce.first_fragment() + fragment;
+    each(first + i, fragment, row, Gemm::warp_row() + f / Gemm::kFragmentsN * 16 + row,
+         Gemm::warp_column() + f % Gemm::kFragmentsN * 8);
   }
 }
 
@@ -164,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
 
   // This block's part of the steps.
   const int all_steps = kOperation == Operation::kWgrad
-                            ? (pixels + Gemm::kDepth - 1) / Gemm::kDepth
+                            ? (pixels + Gemm::kTileK - 1) / Gemm::kTileK
                             : (phases.taps() * args.tap_chunks + 7) / 8;
   const int splits = args.workspace << args.cluster_log;
   const int each = divide(all_steps + splits - 1, args.by_splits);
@@ -175,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
   const Reduce reduce(room, shared_address(base), rank, args.cluster_log);
   reduce.prepare();
   wait_on_dependent_grids();
-  typename Gemm::Sums sums = {};
+  typename Gemm::Accumulators sums = {};
   Gemm::run(sums, shared_address(ring), steps, load);
   launch_dependent_grids();
   reduce.exchange(sums);
@@ -191,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
     float4* const own = partials + static_cast<i64>(part) * (kTileSums / 4);
     for_each_pair(reduce, args.pixels_fastest, [&](int i, int fragment, int in, int, int) {
       float found[2][8];
-      reduce.rows_of(fragment, in, found);
+      reduce.load_rows(fragment, in, found);
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         const float* const four = found[q / 2] + q % 2 * 4;
@@ -213,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
   for_each_pair(reduce, args.pixels_fastest, [&](int i, int fragment, int in, int r, int c) {
     float found[2][8];
     if (partials == nullptr) {
-      reduce.rows_of(fragment, in, found);
+      reduce.load_rows(fragment, in, found);
     } else {
       add_up(partials + i * 4, args.workspace, found);
     }
@@ -227,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
         float own[kRun];
 #pragma unroll
         for (int e = 0; e < kRun; ++e) own[e] = half == 0 ? found[0][first + e] : found[1][first + e];
-        finish_run<T, kRun>(args, result_row<kOperation>(args, phases, at) + columns.at,
+        store_run<T, kRun>(args, result_row<kOperation>(args, phases, at) + columns.at,
                             args.result_stride[2], columns.count, columns.channel, own);
       }
     }

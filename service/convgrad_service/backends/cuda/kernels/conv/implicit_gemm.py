@@ -22,7 +22,7 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
     Gemm,
     Tile,
 )
-from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, axis_of
+from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, gather_axis
 from convgrad_service.backends.cuda.kernels.core.limits import (
     MAX_PIXELS,
     why_not_dense,
@@ -105,7 +105,7 @@ class ImplicitGemm:
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        axes = [axis_of(_gathering(work), dim) for dim in range(3)]
+        axes = [gather_axis(_gathering(work), dim) for dim in range(3)]
         operands = _operands(work, device)
         gemm = gemm_of(work, axes)
         config = self._config or chosen(gemm, work.dtype, device, COUNTERS)

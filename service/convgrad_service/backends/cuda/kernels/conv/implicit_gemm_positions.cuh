@@ -16,11 +16,11 @@ __device__ __forceinline__ bool inside(int position, int size) {
 template <int kVector>
 __device__ __forceinline__ void copy_vectors(u32 to, const char* from, bool there, int real) {
   if constexpr (kVector == 16) {
-    copy_chunk(to, from, there);
+    cp_async_zfill(to, from, there);
   } else {
 #pragma unroll
     for (int at = 0; at < 16; at += kVector) {
-      copy_async<kVector>(to + at, from + at, there && at < real ? kVector : 0);
+      cp_async<kVector>(to + at, from + at, there && at < real ? kVector : 0);
     }
   }
 }
@@ -110,14 +110,14 @@ struct Chunks {
   __device__ static __forceinline__ int row() { return threadIdx.x / Tile::kChunks; }
   __device__ static __forceinline__ bool exists() { return kAll || row() < Tile::kRows; }
   __device__ static __forceinline__ u32 first_at() {
-    return static_cast<u32>(opaque_value(Tile::at(row(), column())));
+    return static_cast<u32>(opaque_value(Tile::offset(row(), column())));
   }
   // From the first row's place.
   __device__ static __forceinline__ u32 at(u32 first, int i) {
     if constexpr (kThreadRows % Tile::kPeriod == 0) {
       return first + i * kThreadRows * Tile::kRowBytes;
     } else {
-      return Tile::at(row() + i * kThreadRows, column());
+      return Tile::offset(row() + i * kThreadRows, column());
     }
   }
 };

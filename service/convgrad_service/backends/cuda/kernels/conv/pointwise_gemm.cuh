@@ -1,18 +1,19 @@
-// What pointwise_gemm.cu is made of: its argument, its places in shared memory, its loads.
+// The argument of pointwise_gemm.cu and its operands' shared-memory layout and loads.
 #pragma once
 
+#include "core/pipeline_state.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/warpgroup.cuh"
 
 namespace convgrad {
 
-// result = a * b: `rows` x `columns`, from a reduction of `depth`, in `steps` of DEPTH. Ordered so that what
-// is read last lies in lines of the constant cache that are read first.
+// result = a * b: M = `rows`, N = `columns`, K = `depth`, in `k_tiles` of DEPTH. Fields are ordered so that
+// those read last share constant-cache lines with those read first.
 struct PointwiseGemmArgs {
-  TensorMap a_map, b_map;  // boxes of a stage, see GemmSide
-  TensorMap d_map;         // of the result: boxes of 16 rows (REDUCE 0)
-  void* result;            // REDUCE 1, as accumulate, bias and strides
+  TensorMap a_map, b_map;  // boxes of a stage, see GemmOperand
+  TensorMap d_map;         // the result: boxes of 16 rows (REDUCE 0)
+  void* result;            // REDUCE 1 only, like accumulate, bias and the strides
   const void* accumulate;
   const void* bias;
   i64 row_stride, column_stride;  // of the result, in elements
@@ -20,89 +21,77 @@ struct PointwiseGemmArgs {
   int row_tiles, steps, stages;
   float* partials;
   u32* counters;
-  const void* b;  // RESIDENT, as pitch
-  i64 b_pitch;    // from a step of the reduction (MN major) or a column to the next, in elements
+  const void* b;  // RESIDENT only, like b_pitch
+  i64 b_pitch;    // between elements of K (MN-major) or columns (K-major), in elements
   float alpha, beta;
   int wide_result, activation;
-  int cluster, parts;  // blocks of a cluster, and clusters, among which a tile's reduction is split
-  int steps_each;      // of one of these blocks
+  int cluster, parts;  // a tile's K is split among `cluster` blocks of each of `parts` clusters
+  int steps_each;      // k-tiles of one of these blocks
   int owned;           // see SplitKReduce
   int depth;
-  int a_whole, b_whole;  // see GemmSide
+  int a_whole, b_whole;  // see GemmOperand
 };
 
-// One of the two operands of a step, in shared memory as boxes of rows of kRowBytes, swizzled by as many.
-// K major: rows lie along the reduction, a row of the operand each, and as many boxes make up kDepth. MN
-// major: a row is a step of the reduction, and as many boxes hold the tile's `kExtent` rows.
+// One operand of a k-tile, in shared memory as boxes of rows of kRowBytes with a swizzle of that width.
+// K-major: a box row is kRowBytes along K of one row of the operand; enough boxes for kDepth. MN-major: a
+// box row is one element of K; enough boxes for the tile's kExtent rows.
 template <class T, bool kMn, int kRowBytes, int kExtent, int kDepth>
-struct GemmSide {
-  static constexpr int kWide = kRowBytes / static_cast<int>(sizeof(T));
-  static constexpr int kBoxes = kMn ? (kExtent + kWide - 1) / kWide : kDepth / kWide;
+struct GemmOperand {
+  static constexpr int kRowElements = kRowBytes / static_cast<int>(sizeof(T));
+  static constexpr int kBoxes = kMn ? (kExtent + kRowElements - 1) / kRowElements : kDepth / kRowElements;
   static constexpr u32 kBoxBytes = (kMn ? kDepth : kExtent) * kRowBytes;
   static constexpr u32 kBytes = kBoxes * kBoxBytes;
-  static constexpr Major kMajor = kMn ? kAlongMn : kAlongK;
-  static_assert(kMn || kDepth % kWide == 0, "whole rows");
+  static constexpr Major kMajor = kMn ? kMajorMn : kMajorK;
+  static_assert(kMn || kDepth % kRowElements == 0, "whole rows");
   static_assert(kBoxBytes % (8 * kRowBytes) == 0, "swizzled patterns repeat");
 
-  // One thread: `step` of the reduction, of the operand's rows from `first` on. One copy brings all
-  // boxes where these make up all of the operand's rows (`whole`).
+  // By one thread: loads k-tile `step` of the operand's rows from `first` on; in a single copy if the boxes
+  // cover all of the operand's rows (`whole`).
   __device__ __forceinline__ static void load(u32 to, const TensorMap& map, u32 barrier, int first,
                                               int step, int whole) {
     if constexpr (!kMn) {
 #pragma unroll
       for (int i = 0; i < kBoxes; ++i) {
-        tma_load<2>(to + i * kBoxBytes, map, barrier, {step * kDepth + i * kWide, first});
+        tma_load<2>(to + i * kBoxBytes, map, barrier, {step * kDepth + i * kRowElements, first});
       }
     } else if (whole) {
-      tma_load<3>(to, map, barrier, {0, step * kDepth, first / kWide});
+      tma_load<3>(to, map, barrier, {0, step * kDepth, first / kRowElements});
     } else {
 #pragma unroll 1
       for (int i = 0; i < kBoxes; ++i) {
-        tma_load<3>(to + i * kBoxBytes, map, barrier, {first + i * kWide, step * kDepth, 0});
+        tma_load<3>(to + i * kBoxBytes, map, barrier, {first + i * kRowElements, step * kDepth, 0});
       }
     }
   }
-  // The operand of product `i` of a step, from row `first` of the tile on, a multiple of 64 for MN
-  // major.
-  __device__ __forceinline__ static u64 operand(u32 stage, int first, int i) {
+  // The descriptor for wgmma `i` of a k-tile, from row `first` of the tile on (MN-major: a multiple of 64).
+  __device__ __forceinline__ static u64 descriptor(u32 stage, int first, int i) {
     if constexpr (kMn) {
-      return advance(operand_along_mn<kRowBytes>(stage + first / kWide * kBoxBytes, kBoxBytes),
-                     i * 16 * kRowBytes);
+      return advance_descriptor(
+          mn_major_descriptor<kRowBytes>(stage + first / kRowElements * kBoxBytes, kBoxBytes), i * 16 * kRowBytes);
     } else {
-      constexpr int kOf = kRowBytes / 32;  // a row's products
-      return advance(operand_along_k<kRowBytes>(stage + first * kRowBytes),
-                     i / kOf * kBoxBytes + i % kOf * 32);
+      constexpr int kMmasPerRow = kRowBytes / 32;  // wgmmas of a row
+      return advance_descriptor(k_major_descriptor<kRowBytes>(stage + first * kRowBytes),
+                     i / kMmasPerRow * kBoxBytes + i % kMmasPerRow * 32);
     }
   }
-  // So many threads: all steps from the first on, of the rows from `first` on, without the copy engine,
-  // which takes two clocks for each row of a box, however short. Zeros beyond `rows` and `depth`.
-  __device__ __forceinline__ static void load_all(u32 to, const T* from, i64 pitch, int first, int rows,
+  // By `threads` threads: loads all k-tiles of the rows from `first` on by cp.async, because TMA takes two
+  // clocks per box row, however short. Zeros beyond `rows` and `depth`.
+  __device__ __forceinline__ static void load_resident(u32 to, const T* from, i64 pitch, int first, int rows,
                                                   int depth, int steps, int thread, int threads) {
-    constexpr int kChunk = 16 / sizeof(T), kAcross = kMn ? kBoxes * kWide / kChunk : kDepth / kChunk;
-    constexpr int kDown = kMn ? kDepth : kExtent;
-    for (int i = thread; i < steps * kDown * kAcross; i += threads) {
-      const int chunk = i % kAcross, row = i / kAcross % kDown, step = i / (kAcross * kDown);
+    constexpr int kChunk = 16 / sizeof(T), kChunksPerRow = kMn ? kBoxes * kRowElements / kChunk : kDepth / kChunk;
+    constexpr int kRowCount = kMn ? kDepth : kExtent;
+    for (int i = thread; i < steps * kRowCount * kChunksPerRow; i += threads) {
+      const int chunk = i % kChunksPerRow, row = i / kChunksPerRow % kRowCount, step = i / (kChunksPerRow * kRowCount);
       const int k = step * kDepth + (kMn ? row : chunk * kChunk);
       const int mn = first + (kMn ? chunk * kChunk : row);
       const int left = kMn ? rows - mn : depth - k;
-      const bool there = k < depth && mn < rows;
-      const T* const at = there ? from + (kMn ? k * pitch + mn : mn * pitch + k) : from;
-      const int box = chunk * kChunk / kWide, in = chunk % (kWide / kChunk);
+      const bool in_bounds = k < depth && mn < rows;
+      const T* const source = in_bounds ? from + (kMn ? k * pitch + mn : mn * pitch + k) : from;
+      const int box = chunk * kChunk / kRowElements, in = chunk % (kRowElements / kChunk);
       const u32 start = to + step * kBytes + box * kBoxBytes + row * kRowBytes;
-      const u32 swapped = in ^ (start >> 7 & (kRowBytes / 16 - 1));
-      copy_async<16>(start + swapped * 16, at, there ? min(left * static_cast<int>(sizeof(T)), 16) : 0);
+      const u32 swizzled = in ^ (start >> 7 & (kRowBytes / 16 - 1));
+      cp_async<16>(start + swizzled * 16, source, in_bounds ? min(left * static_cast<int>(sizeof(T)), 16) : 0);
     }
-  }
-};
-
-// A place in a ring of `stages`, and the parity of its phase.
-struct RingPlace {
-  u32 parity;
-  int at = 0;
-
-  __device__ __forceinline__ explicit RingPlace(u32 parity) : parity(parity) {}
-  __device__ __forceinline__ void step(int stages) {
-    if (++at == stages) at = 0, parity ^= 1;
   }
 };
 

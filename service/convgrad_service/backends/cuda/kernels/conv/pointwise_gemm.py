@@ -18,7 +18,7 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     Product,
 )
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import MapField, TileMap, pack_maps
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import MapField, TiledMap, pack_maps
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import (
     ZEROS,
@@ -281,15 +281,15 @@ def _pitch(operand: Operand, batch: int, size: Size3) -> int | None:
     return found or prod((spatial[2] or n,))
 
 
-def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent: int) -> TileMap:
+def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent: int) -> TiledMap:
     """Of an operand: `GemmSide` copies by it."""
     row_bytes = config.row_bytes(matrix, extent)
     wide, pitch = row_bytes // ITEM_BYTES, matrix.pitch * ITEM_BYTES
     if not matrix.mn:
         sizes, box = (product.depth, matrix.rows), (wide, extent)
-        return TileMap(dtype, sizes, (pitch,), swizzle=row_bytes, box=box)
+        return TiledMap(dtype, sizes, (pitch,), swizzle=row_bytes, box=box)
     whole = config.is_whole(matrix, extent)
-    return TileMap(
+    return TiledMap(
         dtype,
         (wide, product.depth, matrix.rows // wide) if whole else (matrix.rows, product.depth, 1),
         (pitch, row_bytes if whole else pitch),
@@ -298,9 +298,9 @@ def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent:
     )
 
 
-def _result_map(dtype: DType, product: Product, config: Config) -> TileMap:
+def _result_map(dtype: DType, product: Product, config: Config) -> TiledMap:
     """Of the result: 16 rows of a block of columns."""
-    return TileMap(
+    return TiledMap(
         dtype,
         (product.columns, product.rows),
         (product.row_stride * ITEM_BYTES,),

@@ -1,22 +1,22 @@
-// Two tensors of float32 as float16 that fills its range: each channel is multiplied by a power of
-// two. The host's side is scaled_halves.py.
+// Converts two float32 tensors to float16 scaled to use its full range: each channel is multiplied by a power
+// of two. Launched by scaled_halves.py.
 //
-// The power is chosen by a sample of the channel's pixels, so that the tensor is read once: it takes
-// the largest finite magnitude among them to [2^11, 2^12), and of channels whose sample is zero the
-// largest among the block's. The kernel writes the copies, channels side by side, zeros up to
-// multiples of eight, finds each channel's true largest magnitude, and counts the elements that are
-// not zero and lie below 2^-14 then: they lose bits. NaN and infinities stay what they are, and count in
-// none of this. It runs three times (PASS): first to clear what it
-// counts in, which costs less than a graph's own step for it, then to copy, and then to say how sums are
-// unscaled, and to copy those channels again of which the sample told too little, by their largest
-// magnitude. Mostly there are none, and its blocks end at once.
+// The power is chosen from a sample of the channel's pixels, so that the tensor is read once: it maps the
+// sample's largest finite magnitude (for channels whose sample is zero, the block's) to [2^11, 2^12). The
+// kernel writes the copies, channels contiguous and zero-padded to multiples of eight, and records each
+// channel's true largest magnitude and the number of non-zero elements that end up below 2^-14, which lose
+// bits. NaN and infinities are preserved and ignored by both. Three launches (PASS): clear the records
+// (cheaper than a graph's memset node); copy; compute how sums are unscaled, and copy those channels again,
+// by their true magnitude, whose sample was not representative. There are usually none, and the last
+// launch's blocks exit at once.
 //
-// Block: 256 threads, `rows` pixels of `lanes` vectors of four channels, kEach times at once; a sample is
-// kSampled times `rows` pixels. The first of[0].blocks blocks have the first tensor; neighbours of them
-// have the same pixels, and others of the `chunks` of channels. Static shared memory: 4 KB.
-// Relies on its launcher for channels in multiples of 4, and for elements aligned to 16 bytes.
-// Deterministic: all blocks take the same sample, and largest values and counts know no order.
-// Index limits: pixels below 2^31 less a grid's; elements 64-bit.
+// Block: 256 threads: `rows` pixels of `lanes` vectors of four channels, kEach times; a sample is kSampled *
+//   `rows` pixels. The first of[0].blocks blocks take the first tensor; consecutive blocks have the same
+//   pixels and different `chunks` of channels.
+// Shared memory: 4 KB.
+// Preconditions: channels a multiple of 4, elements aligned to 16 bytes.
+// Determinism: all blocks take the same sample; maxima and counts do not depend on order.
+// Limits: pixels below 2^31 less a grid's; 64-bit elements.
 #include "ptx/load_store.cuh"
 #include "core/divider.cuh"
 #include "core/opaque.cuh"
@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
         lost_peak = max(lost_peak, small ? scaled : 0);
       }
       store_if(first + j * of.rows < of.pixels, to + j * of.rows * of.padded,
-               make_uint2(narrow_two<f16>(value[0], value[1]), narrow_two<f16>(value[2], value[3])));
+               make_uint2(narrow_x2<f16>(value[0], value[1]), narrow_x2<f16>(value[2], value[3])));
     }
     first += turns * each;
     load(four, first, of.rows);

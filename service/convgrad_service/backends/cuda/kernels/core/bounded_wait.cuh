@@ -1,6 +1,6 @@
-// Waits with an end: in a debug build (BOUNDED_WAITS defined, as GPU tests have it) a wait that takes
-// longer than any kernel becomes a fault, and a test that would hang fails. Every loop that reads what
-// another thread is to change asks `Wait::go_on` each time round; otherwise that is nothing.
+// Timeouts for spin loops. With BOUNDED_WAITS (debug builds, as in the GPU tests) a wait that takes longer
+// than any kernel traps, so that a test fails instead of hanging; otherwise this is a no-op. Every loop
+// that polls what another thread writes calls BoundedWait::check in each iteration.
 #pragma once
 
 #include "core/elements.cuh"
@@ -8,12 +8,12 @@
 namespace convgrad {
 
 #ifdef BOUNDED_WAITS
-struct Wait {
-  static constexpr u64 kLongestNs = 4'000'000'000;
+struct BoundedWait {
+  static constexpr u64 kTimeoutNs = 4'000'000'000;
 
-  __device__ __forceinline__ Wait() : begun_ns(now_ns()) {}
-  __device__ __forceinline__ void go_on() const {
-    if (now_ns() - begun_ns > kLongestNs) asm volatile("trap;");
+  __device__ __forceinline__ BoundedWait() : start_ns(now_ns()) {}
+  __device__ __forceinline__ void check() const {
+    if (now_ns() - start_ns > kTimeoutNs) asm volatile("trap;");
   }
 
  private:
@@ -22,11 +22,11 @@ struct Wait {
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
     return time;
   }
-  u64 begun_ns;
+  u64 start_ns;
 };
 #else
-struct Wait {
-  __device__ __forceinline__ void go_on() const {}
+struct BoundedWait {
+  __device__ __forceinline__ void check() const {}
 };
 #endif
 

@@ -1,7 +1,8 @@
-// How the blocks of a cluster add up their partial sums of one tile, in the order of their ranks.
+// Reduces the accumulators of one tile over the blocks of a cluster, in the order of their ranks.
 //
-// Each block owns a part of every warp's mma fragments: the same warp of the others sends it theirs,
-// from registers to its shared memory. A block alone owns all; its sums only pass through there.
+// Each block owns a part of every warp's mma fragments, a power of two of them: the same warp of the other
+// blocks stores theirs from registers into its shared memory (st.async). A block that is not in a cluster
+// owns all; its accumulators only pass through shared memory. See split_k_reduce.cuh for parts of any size.
 #pragma once
 
 #include "ptx/st_async.cuh"
@@ -11,82 +12,82 @@ namespace convgrad {
 template <class Gemm>
 class ClusterReduce {
  public:
-  static constexpr int kFragments = Gemm::kRowFragments * Gemm::kColumnFragments;  // of a warp
-  // Apart so that one lane's sums of four fragments and two rows lie in different banks.
+  static constexpr int kFragments = Gemm::kFragmentsM * Gemm::kFragmentsN;  // per warp
+  // Padded so that a lane's sums of four fragments and two rows are in different banks.
   static constexpr int kFragmentBytes = 512 + 16;
   static constexpr int kBytes = Gemm::kWarps * kFragments * kFragmentBytes;
 
-  // `room` has kBytes; where blocks are more than one, no block may use it for anything else.
-  __device__ __forceinline__ ClusterReduce(char* room, u32 barrier, u32 rank, int cluster_log)
-      : room_(room),
+  // `smem` has kBytes; in a cluster no block may use it for anything else.
+  __device__ __forceinline__ ClusterReduce(char* smem, u32 barrier, u32 rank, int cluster_log)
+      : smem_(smem),
         barrier_(barrier),
         rank_(rank),
         log_(cluster_log),
         owned_log_(log_of(kFragments) - cluster_log) {}
 
-  // Of each warp's fragments, how many this block owns (a power of two), and the first of them.
+  // log2 of the number of each warp's fragments that this block owns, and the first of them.
   __device__ __forceinline__ int owned_log() const { return owned_log_; }
-  __device__ __forceinline__ int first() const { return rank_ << owned_log_; }
+  __device__ __forceinline__ int first_fragment() const { return rank_ << owned_log_; }
   __device__ __forceinline__ static constexpr int log_of(int power) {
     return power <= 1 ? 0 : 1 + log_of(power / 2);
   }
 
-  // Before the block's products: other blocks may send once all of the cluster did this.
+  // Before the mainloop: other blocks may store once the whole cluster has called this.
   __device__ __forceinline__ void prepare() const {
 #if __CUDA_ARCH__ >= 900
     if (log_ == 0) return;
     if (threadIdx.x == 0) {
-      init_barrier(barrier_, 1);
-      fence_barrier_init();
+      mbarrier_init(barrier_, 1);
+      fence_mbarrier_init();
       const int others = (1 << log_) - 1;
-      arrive_and_expect_tx(barrier_, (others << owned_log_) * Gemm::kWarps * 512);
+      mbarrier_arrive_expect_tx(barrier_, (others << owned_log_) * Gemm::kWarps * 512);
     }
     __syncwarp();
     cluster_arrive();
 #endif
   }
 
-  // Afterwards `rows_of` finds this block's part.
-  __device__ __forceinline__ void exchange(const typename Gemm::Sums& sums) const {
-    char* const own = room_ + (threadIdx.x & 31) * 16;
+  // After the mainloop; afterwards `load_rows` gives this block's part.
+  __device__ __forceinline__ void exchange(const typename Gemm::Accumulators& accum) const {
+    char* const lane_smem = smem_ + (threadIdx.x & 31) * 16;
     if (log_ == 0) {
 #pragma unroll
-      for (int f = 0; f < kFragments; ++f) keep(own + slot(0, f) * kFragmentBytes, sum_of(sums, f));
+      for (int f = 0; f < kFragments; ++f)
+        store(lane_smem + slot(0, f) * kFragmentBytes, fragment_of(accum, f));
     }
 #if __CUDA_ARCH__ >= 900
     if (log_ > 0) {
       cluster_wait();
-      const u32 sent = shared_address(own);
+      const u32 lane_address = shared_address(lane_smem);
 #pragma unroll
       for (int f = 0; f < kFragments; ++f) {
         const u32 owner = f >> owned_log_;
         const int to = slot(rank_, f - (owner << owned_log_)) * kFragmentBytes;
         if (owner == rank_) {
-          keep(own + to, sum_of(sums, f));
+          store(lane_smem + to, fragment_of(accum, f));
         } else {
-          store_async(sent + to, sum_of(sums, f), barrier_, owner);
+          st_async(lane_address + to, fragment_of(accum, f), barrier_, owner);
         }
       }
     }
 #endif
     __syncwarp();
 #if __CUDA_ARCH__ >= 900
-    if (log_ > 0) wait_barrier(barrier_, 0);
+    if (log_ > 0) mbarrier_wait(barrier_, 0);
 #endif
   }
 
-  // Eight neighbouring sums of row `row` (of 8), and of the eighth below, of one of this warp's owned
-  // fragments.
-  __device__ __forceinline__ void rows_of(int fragment, int row, float (&sums)[2][8]) const {
-    const char* from = room_ + slot(0, fragment) * kFragmentBytes + row * 64;
-    read(from, sums);
+  // The reduced sums of rows `row` (below 8) and row + 8 of one of this warp's owned fragments.
+  __device__ __forceinline__ void load_rows(int fragment, int row, float (&accum)[2][8]) const {
+    const char* from = smem_ + slot(0, fragment) * kFragmentBytes + row * 64;
+    load(from, accum);
 #pragma unroll 1
     for (int rank = 1; rank < 1 << log_; ++rank) {
       from += kFragmentBytes << owned_log_;
-      float more[2][8];
-      read(from, more);
+      float peer[2][8];
+      load(from, peer);
 #pragma unroll
-      for (int e = 0; e < 16; ++e) sums[e / 8][e % 8] += more[e / 8][e % 8];
+      for (int e = 0; e < 16; ++e) accum[e / 8][e % 8] += peer[e / 8][e % 8];
     }
   }
 
@@ -94,13 +95,14 @@ class ClusterReduce {
   __device__ __forceinline__ int slot(int rank, int fragment) const {
     return threadIdx.x / 32 * kFragments + (rank << owned_log_) + fragment;
   }
-  __device__ static __forceinline__ const float (&sum_of(const typename Gemm::Sums& sums, int f))[4] {
-    return sums[f / Gemm::kColumnFragments][f % Gemm::kColumnFragments];
+  __device__ static __forceinline__ const float (&fragment_of(const typename Gemm::Accumulators& accum,
+                                                              int f))[4] {
+    return accum[f / Gemm::kFragmentsN][f % Gemm::kFragmentsN];
   }
-  __device__ static __forceinline__ void keep(char* to, const float (&sum)[4]) {
+  __device__ static __forceinline__ void store(char* to, const float (&sum)[4]) {
     *reinterpret_cast<float4*>(to) = {sum[0], sum[1], sum[2], sum[3]};
   }
-  __device__ static __forceinline__ void read(const char* from, float (&to)[2][8]) {
+  __device__ static __forceinline__ void load(const char* from, float (&to)[2][8]) {
 #pragma unroll
     for (int lane = 0; lane < 4; ++lane) {
       const float4 four = *reinterpret_cast<const float4*>(from + lane * 16);
@@ -109,7 +111,7 @@ class ClusterReduce {
     }
   }
 
-  char* const room_;
+  char* const smem_;
   const u32 barrier_, rank_;
   const int log_, owned_log_;
 };

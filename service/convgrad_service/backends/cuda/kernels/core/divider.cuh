@@ -1,12 +1,12 @@
-// Division by what a plan knows: a product.
+// Division by a divisor that the host knows, as a multiplication and a shift.
 #pragma once
 
 #include "core/elements.cuh"
 
 namespace convgrad {
 
-// By a positive number: n / by == (n * factor >> 32) >> shift for all n from 0 to 2^31, but for
-// by == 1, where factor is 0.
+// For a divisor d > 1, n / d == (n * factor >> 32) >> shift for all 0 <= n <= 2^31; for d == 1 `factor` is
+// 0. The host computes it by `divider` (gather_axes.py).
 struct Divider {
   u32 factor;
   int shift;

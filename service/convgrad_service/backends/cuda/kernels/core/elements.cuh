@@ -1,5 +1,5 @@
-// Element types as they are stored, the types that they are summed in, and exact ways between.
-// NVRTC brings no headers, so 16-bit types are ours: the conversions are single instructions.
+// Element types, their accumulator types, and conversions between them. NVRTC has no headers, so the 16-bit
+// types are defined here; conversions are single instructions.
 #pragma once
 
 namespace convgrad {
@@ -15,17 +15,17 @@ struct bf16 {
   unsigned short bits;
 };
 
-// What elements of type T are summed in.
+// The type in which elements of type T are accumulated.
 template <class T>
-struct SumOf {
+struct AccumulatorOf {
   using type = float;
 };
 template <>
-struct SumOf<double> {
+struct AccumulatorOf<double> {
   using type = double;
 };
 template <class T>
-using Sum = typename SumOf<T>::type;
+using ElementAccumulator = typename AccumulatorOf<T>::type;
 
 __device__ __forceinline__ float widen(f16 value) {
   float wide;
@@ -38,9 +38,9 @@ __device__ __forceinline__ float widen(bf16 value) {
 __device__ __forceinline__ float widen(float value) { return value; }
 __device__ __forceinline__ double widen(double value) { return value; }
 
-// To nearest, ties to even; overflow gives infinity, NaN stays NaN, subnormals survive.
+// Rounds to nearest, ties to even; overflow gives infinity, NaN stays NaN, subnormals survive.
 template <class T>
-__device__ __forceinline__ T narrow(Sum<T> value);
+__device__ __forceinline__ T narrow(ElementAccumulator<T> value);
 template <>
 __device__ __forceinline__ f16 narrow<f16>(float value) {
   f16 narrowed;
@@ -64,15 +64,15 @@ __device__ __forceinline__ double narrow<double>(double value) {
 
 __device__ __forceinline__ i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
 
-// a / b and a % b for 0 <= a and 0 < b. Most are small, and 64-bit division is many times slower.
-__device__ __forceinline__ i64 divide(i64 a, i64 b, i64& rest) {
+// a / b and a % b for 0 <= a and 0 < b, in 32 bits where both fit: 64-bit division is many times slower.
+__device__ __forceinline__ i64 divide(i64 a, i64 b, i64& remainder) {
   if (((a | b) >> 32) == 0) {
     const u32 quotient = static_cast<u32>(a) / static_cast<u32>(b);
-    rest = static_cast<u32>(a) - quotient * static_cast<u32>(b);
+    remainder = static_cast<u32>(a) - quotient * static_cast<u32>(b);
     return quotient;
   }
   const i64 quotient = a / b;
-  rest = a - quotient * b;
+  remainder = a - quotient * b;
   return quotient;
 }
 

@@ -1,4 +1,4 @@
-"""How kernels name element types, and small things that their host sides share."""
+"""Device names of element types and activations, and small helpers of the launchers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ACTIVATIONS = {"none": 0, "relu": 1, "relu6": 2, "silu": 3}
 """The codes in ``epilogue.cuh``."""
 
 MAX_BLOCKS = 2**31 - 1
-"""Blocks along a grid's first dimension."""
+"""The largest grid along the first dimension."""
 
 
 def linear_grid(threads: int, block: int) -> tuple[int, int, int]:
-    """As many blocks as it takes, along the first dimension."""
+    """The 1D grid of blocks of ``block`` threads that covers ``threads``."""
     return ceil_div(threads, block), 1, 1

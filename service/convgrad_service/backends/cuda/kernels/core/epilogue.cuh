@@ -1,4 +1,4 @@
-// What happens to a finished sum before its one rounding.
+// The epilogue of one element: everything between the accumulator and its single rounding.
 #pragma once
 
 #include "core/elements.cuh"
@@ -24,7 +24,7 @@ __device__ __forceinline__ S activate(S v, int activation) {
   return rectified > S(6) ? S(6) : rectified;
 }
 
-// activation(alpha * sum + beta * accumulate + bias); a null pointer adds nothing.
+// activation(alpha * sum + beta * accumulate + bias); a null pointer leaves its term out.
 template <class T, class S>
 __device__ __forceinline__ S finish(S sum, S alpha, S beta, const T* accumulate, const T* bias,
                                     int activation) {

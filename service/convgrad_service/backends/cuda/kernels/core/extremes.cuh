@@ -1,5 +1,5 @@
-// The smallest and the largest of float32 factors, by which powers of two are chosen to scale them with.
-// Zero, NaN and infinities count in neither.
+// The smallest and largest magnitudes of an operand's float32 elements, from which the power of two that
+// scales it is chosen. Zero, NaN and infinities are ignored.
 #pragma once
 
 #include "core/elements.cuh"
@@ -11,7 +11,7 @@ __device__ __forceinline__ float power_of_two(int e) {
   return __uint_as_float(static_cast<u32>(127 + e) << 23);
 }
 
-// A word costs an addition and a comparison for either.
+// Adding an element costs an addition and a comparison for each of the two.
 struct Extremes {
   u32 least;
   int most;
@@ -19,9 +19,9 @@ struct Extremes {
   __device__ static __forceinline__ Extremes none() {
     return {~0u, static_cast<int>(0x80000000u)};
   }
-  // Grows with the magnitude; zero and what is not finite lie above all others.
+  // Monotonic in the magnitude; zero and non-finite values map above all others.
   __device__ static __forceinline__ constexpr u32 low(u32 magnitude) { return magnitude * 2 - 1; }
-  // Likewise; they lie below all others.
+  // Monotonic in the magnitude; zero and non-finite values map below all others.
   __device__ static __forceinline__ constexpr int high(u32 magnitude) {
     return static_cast<int>(magnitude * 2 + 0x81000000u);
   }
@@ -29,12 +29,12 @@ struct Extremes {
     least = min(least, low(word));
     most = max(most, high(word));
   }
-  // The largest one's biased exponent, of subnormals and where there is none 0.
+  // Biased exponent of the largest magnitude; 0 if it is subnormal or there is none.
   __device__ __forceinline__ int exponent() const {
     const u32 found = static_cast<u32>(most) ^ 0x80000000u;
     return found > 0x01000000u ? static_cast<int>((found - 0x01000000u) >> 24) : 0;
   }
-  // Of all lanes of a warp.
+  // Warp: the extremes over all lanes.
   __device__ __forceinline__ Extremes of_warp() const {
     Extremes all = *this;
 #pragma unroll

@@ -1,12 +1,12 @@
-// Adds up the partial sums of a split reduction, in the order of the splits, and finishes them,
-// where results lie as partial sums do. The host's side is conv/dense_weight.py.
+// Second stage of split-K for a result with the partial sums' layout: reduces [splits][results] float32
+// partial sums and applies the epilogue. Launched by conv/dense_weight.py.
 //
-// Block: 256 threads, four neighbouring results each, so that loads and stores are 16 bytes of
-// partial sums; where there are many splits, they are divided among `slices` parts of the block, whose
-// sums then go through shared memory, 4 KB. Deterministic: slices follow from the splits, and are
-// added in order. Relies on its launcher for the grid, ceil(results / (1024 / slices)) blocks, and for
-// a number of results that is a multiple of four.
-// Index limits: 64-bit throughout.
+// Grid: ceil(results / (1024 / slices)) blocks of 256 threads, four consecutive results per thread (16-byte
+// loads of partial sums). With many splits, `slices` groups of threads reduce a range of splits each.
+// Shared memory: 4 KB, for the slices' sums.
+// Preconditions: results % 4 == 0.
+// Determinism: `slices` depends on `splits` only; splits and slices are added in order.
+// Limits: 64-bit indices throughout.
 #include "core/epilogue.cuh"
 #include "core/vectors.cuh"
 
@@ -27,13 +27,13 @@ extern "C" __global__ void __launch_bounds__(256)
     flat_sum(const __grid_constant__ FlatSumArgs args) {
   using T = RESULT;
   constexpr int kThreads = 256;
-  __shared__ float4 of_slices[kThreads];
+  __shared__ float4 slice_sums[kThreads];
   const int thread = threadIdx.x, lanes = kThreads / args.slices;
   const int lane = thread % lanes, slice = thread / lanes;
   const i64 index = (static_cast<i64>(blockIdx.x) * lanes + lane) * 4;
-  const bool real = index < args.results;
-  const int each = (args.splits + args.slices - 1) / args.slices;
-  const int first = slice * each, last = min(first + each, args.splits);
+  const bool in_range = index < args.results;
+  const int splits_per_slice = (args.splits + args.slices - 1) / args.slices;
+  const int first = slice * splits_per_slice, last = min(first + splits_per_slice, args.splits);
   const float* part = args.partials + index + first * args.results;
   float sum[4] = {};
   auto add = [&](const float4& four) {
@@ -43,27 +43,27 @@ extern "C" __global__ void __launch_bounds__(256)
     sum[3] += four.w;
   };
 #pragma unroll 8
-  for (int split = first; split < last && real; ++split, part += args.results) {
+  for (int split = first; split < last && in_range; ++split, part += args.results) {
     add(*reinterpret_cast<const float4*>(part));
   }
   if (args.slices > 1) {
-    of_slices[thread] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    slice_sums[thread] = make_float4(sum[0], sum[1], sum[2], sum[3]);
     __syncthreads();
     for (int other = 1; other < args.slices && slice == 0; ++other) {
-      add(of_slices[other * lanes + lane]);
+      add(slice_sums[other * lanes + lane]);
     }
   }
-  if (slice > 0 || !real) return;
+  if (slice > 0 || !in_range) return;
   auto old = Vector<T, 4>::zero();
   if (args.accumulate != nullptr) {
     old = Vector<T, 4>::load(static_cast<const T*>(args.accumulate) + index);
   }
-  Vector<T, 4> done;
+  Vector<T, 4> finished;
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     float value = sum[e] * args.alpha;
     if (args.accumulate != nullptr) value += args.beta * widen(old.at[e]);
-    done.at[e] = narrow<T>(value);
+    finished.at[e] = narrow<T>(value);
   }
-  done.store(static_cast<T*>(args.result) + index);
+  finished.store(static_cast<T*>(args.result) + index);
 }

@@ -1,4 +1,4 @@
-"""What the dense gather does along each dimension: phases, and the taps that meet in each."""
+"""The phases of a gather (implicit GEMM of fprop or dgrad) along one dimension, and their taps."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from math import gcd
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["MAX_PHASES", "Axis", "Phase", "axis_of", "divider", "may_skip"]
+__all__ = ["MAX_PHASES", "Axis", "Phase", "divider", "gather_axis", "may_skip_taps"]
 
 MAX_PHASES = 16
-"""Along one dimension, in one launch."""
+"""The most phases along one dimension in one launch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Result positions y0 + m*y_step, m below ``count``, and the taps that meet them: position
-    m's j-th tap is r0 + j*r_step, and meets the source at x0 + m*x_step + j*x_tap."""
+    """Result positions y0 + m*y_step, m < ``count``, that use the same taps.
+
+    The j-th of the ``taps`` of position m is r0 + j*r_step, and reads the source at
+    x0 + m*x_step + j*x_tap.
+    """
 
     taps: int
     r0: int
@@ -28,7 +31,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One dimension of a gather: its phases, the most taps first."""
+    """One dimension of a gather. ``phases`` are sorted by taps, the most first."""
 
     x_size: int
     x_step: int
@@ -38,20 +41,20 @@ class Axis:
     phases: tuple[Phase, ...]
 
 
-def axis_of(work: ConvWork, dim: int) -> Axis:
-    """Forward one phase; backward one for each residue of the stride, without inserted zeros."""
+def gather_axis(work: ConvWork, dim: int) -> Axis:
+    """One phase for fprop; for dgrad one per residue of the stride, without inserted zeros."""
     stride, dilation, pad = work.stride[dim], work.dilation[dim], work.pad[dim]
     kernel, size_in, size_out = work.kernel[dim], work.input[dim], work.output[dim]
     if work.direction == "fwd":
         return Axis(size_in, stride, dilation, 1, 1, (Phase(kernel, 0, -pad, 0, size_out),))
-    turn = gcd(stride, dilation)
-    r_step = stride // turn
+    common = gcd(stride, dilation)
+    r_step = stride // common
     phases = []
     for residue in range(min(stride, size_in)):
-        meets = (
+        taps = (
             r for r in range(min(r_step, kernel)) if (residue + pad - r * dilation) % stride == 0
         )
-        r0 = next(meets, None)
+        r0 = next(taps, None)
         count = ceil_div(size_in - residue, stride)
         if r0 is None:
             phases.append(Phase(0, 0, 0, residue, count))
@@ -59,13 +62,13 @@ def axis_of(work: ConvWork, dim: int) -> Axis:
             x0 = (residue + pad - r0 * dilation) // stride
             phases.append(Phase(ceil_div(kernel - r0, r_step), r0, x0, residue, count))
     phases.sort(key=lambda phase: -phase.taps)
-    return Axis(size_out, 1, -(dilation // turn), stride, r_step, tuple(phases))
+    return Axis(size_out, 1, -(dilation // common), stride, r_step, tuple(phases))
 
 
 def divider(count: int) -> tuple[int, int]:
-    """(f, s) such that n // count == (n * f >> 32) >> s for all n below 2**31; count > 1.
+    """``Divider`` (divider.cuh) by ``count``: n // count == (n * factor >> 32) >> shift, n < 2**31.
 
-    With 2**l >= count, f = ceil(2**(31 + l) / count) errs by less than 2**l / 2**(31 + l) of n.
+    With 2**l >= count, ceil(2**(31 + l) / count) has a relative error below 2**-31.
     """
     if count == 1:
         return 0, 0
@@ -73,8 +76,8 @@ def divider(count: int) -> tuple[int, int]:
     return ceil_div(2 ** (31 + log), count), log - 1
 
 
-def may_skip(axes: list[Axis], pixels: int) -> bool:
-    """Whether so many neighbouring pixels can lie outside one tap: then tiles look for it."""
+def may_skip_taps(axes: list[Axis], pixels: int) -> bool:
+    """Whether some tap may read only padding for ``pixels`` consecutive pixels."""
     inner = 1
     for axis in reversed(axes):
         for phase in axis.phases:

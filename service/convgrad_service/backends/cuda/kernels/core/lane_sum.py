@@ -1,4 +1,4 @@
-"""The second stage of a split reduction where there are few results and many splits."""
+"""Second stage of split-K for few results and many splits (lane_sum.cu)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from convgrad_service.plans.cuda.works import Operand
 __all__ = ["lane_sum", "lane_sum_instances"]
 
 BLOCK = 256
-# Results that a thread adds up.
+# Results per thread.
 RESULTS = 4
-# More than this many threads fill a GPU.
+# Enough threads to fill a GPU.
 THREADS = 2**17
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 
@@ -39,8 +39,16 @@ def lane_sum(
 ) -> Launch:
     """result = alpha * sum of partials[split] + beta * accumulate.
 
-    ``partials`` holds [splits][results] in float32, results counted row by row in ``extents``: a
-    multiple of four. It may start while the kernel before it ends.
+    Parameters
+    ----------
+    partials
+        Buffer of shape [splits][results] in float32. Results are indexed row-major by ``extents``;
+        their number is a multiple of four.
+
+    Returns
+    -------
+    Launch
+        May overlap the kernel before it (programmatic dependent launch).
     """
     results = prod(extents)
     lanes = 1
@@ -60,7 +68,7 @@ def lane_sum(
 
 
 def lane_sum_instances() -> Iterable[Instance]:
-    """By the type of the result."""
+    """One instance per result type."""
     return [_instance(dtype) for dtype in DTYPES]
 
 

@@ -1,4 +1,4 @@
-"""What dense kernels on any tensor cores need: the dtype, the architecture, wide counters."""
+"""Limits that all dense tensor-core kernels share: dtype, architecture, index ranges."""
 
 from __future__ import annotations
 
@@ -6,29 +6,28 @@ from convgrad.dtypes import DType
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["MAX_GRID_YZ", "MAX_PIXELS", "why_not_dense", "why_not_reach"]
+__all__ = ["MAX_GRID_YZ", "MAX_PIXELS", "why_not_32bit_positions", "why_not_dense"]
 
-# Positions are 32-bit, and several may be added up before one is compared with an edge.
+# Positions are 32-bit, and kernels add several of them before they compare with a bound.
 _MAX_EXTENT = 2**28
-# A tile may count past the last pixel.
+# Leaves room for the last tile, which may extend past the last pixel.
 MAX_PIXELS = 2**31 - 1 - 1024
 MAX_GRID_YZ = 65535
 
 
 def why_not_dense(work: ConvWork, device: CudaDevice) -> str | None:
-    """Why tensor cores cannot compute it at all; None where they can."""
+    """Return why no tensor-core kernel takes ``work``, or None."""
     if work.dtype is DType.FLOAT64:
         return "tensor cores that sum in float64 are not used"
     if device.capability < (8, 0):
         return f"{device.name} is older than sm_80"
     if work.groups > MAX_GRID_YZ:
         return f"{work.groups} groups are more than {MAX_GRID_YZ}"
-    return why_not_reach(work)
+    return why_not_32bit_positions(work)
 
 
-def why_not_reach(work: ConvWork) -> str | None:
-    """Why positions, several of them added up, or times the few channels of a first layer, may be
-    more than 32 bits count; None where they are not."""
+def why_not_32bit_positions(work: ConvWork) -> str | None:
+    """Return why sums of positions may overflow 32 bits, or None."""
     reach = (
         abs(value)
         for dim in range(3)

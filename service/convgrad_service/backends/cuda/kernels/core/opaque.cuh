@@ -1,5 +1,5 @@
-// Values that the compiler must keep: it would compute them again in every round of a loop, which
-// takes it many instructions and saves registers that are there.
+// Hides how a value was computed, so that the compiler keeps it in a register instead of rematerialising it
+// in every iteration of a loop.
 #pragma once
 
 namespace convgrad {
@@ -8,8 +8,8 @@ __device__ __forceinline__ int opaque_value(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
-// Of a value that was read for nothing but its being in a cache from then on: the compiler must think
-// that something depends on it.
+// Keeps a load whose only purpose is to bring data into a cache: the compiler must assume that something
+// depends on the value.
 __device__ __forceinline__ void opaque_use(int value) {
   if (value == static_cast<int>(0x80000001)) __threadfence_block();
 }

@@ -1,12 +1,12 @@
-// How blocks meet that leave each other partial sums and then add them up, each a part of them.
+// Grid-level rendezvous for a split reduction: blocks leave partial sums in global memory, and those that
+// are co-resident then each reduce a part of them.
 //
-// A word counts the parties (units of a tile, blocks of a slice): those that have begun, those whose
-// partial sums are there, of these the ones whose blocks do not wait for the others, and the blocks
-// that have seen all: eight bits each, so at most 255. A block waits only if it finds all to have
-// begun: each of them then has a place on the device and waits for nobody before its sums are there.
-// (Of a grid no larger than the device all mostly have. Kernels beside this one may keep some out.)
-// What would be the part of those that left is added up by the others; the one that began last always
-// waits. Whoever sees last leaves the word as it was, zero.
+// One word counts the participants of a tile (at most 255), eight bits each: begun; arrived (partial sums
+// written); of these, exited without waiting; done reducing. A block waits for the others only if all have
+// begun by then: each is then resident and writes its partial sums without waiting for any other, so the
+// wait cannot deadlock. Otherwise the block exits, and the remaining ones reduce its part; the one that
+// begins last always stays. (With a grid no larger than the device nearly all stay, unless concurrent
+// kernels keep some out.) The last one done resets the word to zero.
 #pragma once
 
 #include "core/elements.cuh"
@@ -14,38 +14,38 @@
 
 namespace convgrad {
 
-constexpr u32 kBegun = 1, kThere = 1 << 8, kLeft = 1 << 16, kSeen = 1 << 24;
+constexpr u32 kBegun = 1, kArrived = 1 << 8, kExited = 1 << 16, kDone = 1 << 24;
 
-// All of these by one thread.
-__device__ __forceinline__ void begin_party(u32* word) { atomicAdd(word, kBegun); }
-__device__ __forceinline__ u32 begun_by_now(const u32* word) {
+// All of these functions are called by one thread of the block.
+__device__ __forceinline__ void rendezvous_begin(u32* word) { atomicAdd(word, kBegun); }
+__device__ __forceinline__ u32 rendezvous_begun(const u32* word) {
   return *static_cast<const volatile u32*>(word);
 }
 
-// The rank of this block among those that add up, and how many these are; none if this one left.
-struct Met {
+// The rank of this block among those that reduce, and their number; zeros if this block exits.
+struct ReducerRank {
   int rank, blocks;
 };
 
-// After the block's partial sums have been written and a barrier of those who did; `begun` as it was a
-// little before.
-__device__ __forceinline__ Met meet(u32* word, u32 begun, u32 parties) {
-  const volatile u32* const now = word;
+// After the block's partial sums were written and the writing threads synchronised. `begun` is a recent
+// result of rendezvous_begun.
+__device__ __forceinline__ ReducerRank rendezvous_meet(u32* word, u32 begun, u32 parties) {
+  const volatile u32* const counts = word;
   const bool waits = (begun & 255) == parties;
   __threadfence();
-  const u32 more = waits ? kThere : kThere + kLeft;
-  u32 found = atomicAdd(word, more);
+  const u32 arrival = waits ? kArrived : kArrived + kExited;
+  u32 found = atomicAdd(word, arrival);
   if (!waits) return {0, 0};
   const int rank = (found >> 8 & 255) - (found >> 16 & 255);
-  found += more;
-  for (const Wait wait; (found >> 8 & 255) != parties; wait.go_on()) found = *now;
+  found += arrival;
+  for (const BoundedWait wait; (found >> 8 & 255) != parties; wait.check()) found = *counts;
   __threadfence();
   return {rank, static_cast<int>(parties - (found >> 16 & 255))};
 }
 
-// After the block has read all that it adds up.
-__device__ __forceinline__ void leave_meeting(u32* word, const Met& met) {
-  const u32 found = atomicAdd(word, kSeen);
+// After the block has read all partial sums that it reduces.
+__device__ __forceinline__ void rendezvous_leave(u32* word, const ReducerRank& met) {
+  const u32 found = atomicAdd(word, kDone);
   if (static_cast<int>(found >> 24) == met.blocks - 1) atomicExch(word, 0u);
 }
 

@@ -1,4 +1,5 @@
-// Runs of neighbouring results: activation(alpha * sum + beta * accumulate + bias), rounded once.
+// The epilogue of a run of consecutive elements: activation(alpha * sum + beta * accumulate + bias), rounded
+// once and stored.
 #pragma once
 
 #include "core/epilogue.cuh"
@@ -6,9 +7,9 @@
 
 namespace convgrad {
 
-// A result, or what accumulates into it, of type T or (`wide`) float32.
+// An output tensor, or the one accumulated into it, of type T or (`wide`) of float32.
 template <class T>
-struct ResultMemory {
+struct OutputPointer {
   char* at;
   bool wide;
 
@@ -23,7 +24,7 @@ struct ResultMemory {
       reinterpret_cast<T*>(at)[index] = narrow<T>(value);
     }
   }
-  // kCount neighbours, aligned to all of their bytes, or to 16 of them.
+  // kCount consecutive elements, aligned to their size or to 16 bytes.
   template <int kCount>
   __device__ __forceinline__ void store_vector(i64 index, const float (&values)[kCount]) const {
     if (wide) {
@@ -41,19 +42,18 @@ struct ResultMemory {
   }
 };
 
-// `count` of the sums at most, from element `at` of the result on, `step` elements apart; `channel` is
-// that of the first sum's bias. What is done to them: see ResultArgs of the kernel's argument.
+// Finishes and stores the first `count` sums to elements at, at + step, ... of the result; `channel` is the
+// first sum's bias index. Scalars and pointers are those of the kernel argument's ResultArgs.
 template <class T, int kRun, class Args>
-__device__ __forceinline__ void finish_run(const Args& args, i64 at, i64 step, int count,
+__device__ __forceinline__ void store_run(const Args& args, i64 at, i64 step, int count,
                                            int channel, float (&sums)[kRun]) {
-  const ResultMemory<T> result{static_cast<char*>(args.result), args.wide_result != 0};
+  const OutputPointer<T> result{static_cast<char*>(args.result), args.wide_result != 0};
   if (!args.plain) {
 #pragma unroll
     for (int e = 0; e < kRun; ++e) sums[e] *= args.alpha;
     if (args.accumulate != nullptr) {
-      // Only read.
       char* const from = static_cast<char*>(const_cast<void*>(args.accumulate));
-      const ResultMemory<T> before{from, result.wide};
+      const OutputPointer<T> before{from, result.wide};
 #pragma unroll
       for (int e = 0; e < kRun; ++e) {
         if (e < count) sums[e] += args.beta * before.load(at + e * step);

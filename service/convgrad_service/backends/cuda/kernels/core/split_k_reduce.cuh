@@ -1,8 +1,8 @@
-// How blocks that share a tile's reduction add up their partial sums, in the order of their ranks.
+// Split-K reduction of one tile's accumulators over the blocks of a cluster, in the order of their ranks.
 //
-// Of each warp's fragments (16 x 8 sums, as mma and wgmma leave them) every block of the cluster owns
-// a run; the same warp of the others sends it theirs, from registers to its shared memory (DSMEM), where
-// they count at its barrier. A block alone owns all: its sums only pass through there.
+// Each block owns a contiguous run of every warp's fragments (16 x 8, in mma's and wgmma's layout); the same
+// warp of the other blocks stores theirs from registers into its shared memory (st.async), counted by its
+// mbarrier. A block that is not in a cluster owns all; its accumulators only pass through shared memory.
 #pragma once
 
 #include "ptx/st_async.cuh"
@@ -14,61 +14,61 @@ class SplitKReduce {
  public:
   static constexpr int kFragmentBytes = 512;
 
-  // `room` has bytes_of(blocks, owned), and where blocks are more than one, no block may use it for
-  // anything else. `owned` is how many fragments of a warp a block owns, the last ones fewer.
-  __device__ __forceinline__ SplitKReduce(char* room, u32 barrier, int rank, int blocks, int owned)
-      : room_(room),
+  // `smem` has kWarps * blocks * owned * kFragmentBytes; in a cluster no block may use it for anything else.
+  // `owned` is the number of each warp's fragments that a block owns (the last blocks own fewer).
+  __device__ __forceinline__ SplitKReduce(char* smem, u32 barrier, int rank, int blocks, int owned)
+      : smem_(smem),
         barrier_(barrier),
         rank_(rank),
         blocks_(blocks),
         owned_(owned),
         count_(min(owned, max(kFragments - rank * owned, 0))) {}
 
-  // Of each warp's fragments, the first that this block owns, and how many follow.
-  __device__ __forceinline__ int first() const { return rank_ * owned_; }
-  __device__ __forceinline__ int count() const { return count_; }
+  // The first of each warp's fragments that this block owns, and their number.
+  __device__ __forceinline__ int first_fragment() const { return rank_ * owned_; }
+  __device__ __forceinline__ int fragment_count() const { return count_; }
 
-  // One thread, before others may send: then all threads of the cluster arrive.
+  // By one thread, before all threads of the cluster arrive at its barrier; after that, blocks may store.
   __device__ __forceinline__ void prepare() const {
-    init_barrier(barrier_, 1);
-    fence_barrier_init();
-    arrive_and_expect_tx(barrier_, (blocks_ - 1) * count_ * kWarps * kFragmentBytes);
+    mbarrier_init(barrier_, 1);
+    fence_mbarrier_init();
+    mbarrier_arrive_expect_tx(barrier_, (blocks_ - 1) * count_ * kWarps * kFragmentBytes);
   }
 
-  // All threads of the warps that have sums, once all of the cluster arrived. Afterwards `rows_of`
-  // finds this block's part.
+  // By all threads of the warps that hold accumulators, once the whole cluster has arrived. Afterwards
+  // `load_rows` gives this block's part.
   template <int kParts, int kColumns>
-  __device__ __forceinline__ void exchange(const float (&sums)[kParts][kColumns][4]) const {
+  __device__ __forceinline__ void exchange(const float (&accum)[kParts][kColumns][4]) const {
     static_assert(kParts * kColumns == kFragments, "a warp's fragments");
     const int lane = threadIdx.x & 31;
-    // Chunks of 16 bytes are swapped so that neither who writes nor who reads meets a bank twice.
-    const int within = lane / 4 * 64 + ((lane % 4) ^ (lane / 8)) * 16;
+    // 16-byte chunks are swizzled so that neither stores nor loads have bank conflicts.
+    const int lane_offset = lane / 4 * 64 + ((lane % 4) ^ (lane / 8)) * 16;
     int owner = 0, fragment = 0;
 #pragma unroll
     for (int f = 0; f < kFragments; ++f) {
-      const float(&four)[4] = sums[f / kColumns][f % kColumns];
-      const int to = slot(rank_, fragment) + within;
+      const float(&fragment_sums)[4] = accum[f / kColumns][f % kColumns];
+      const int to = slot(rank_, fragment) + lane_offset;
       if (owner == rank_) {
-        *reinterpret_cast<float4*>(room_ + to) = {four[0], four[1], four[2], four[3]};
+        *reinterpret_cast<float4*>(smem_ + to) = {fragment_sums[0], fragment_sums[1], fragment_sums[2],
+                                                  fragment_sums[3]};
       } else {
-        store_async(shared_address(room_) + to, four, barrier_, owner);
+        st_async(shared_address(smem_) + to, fragment_sums, barrier_, owner);
       }
       if (++fragment == owned_) fragment = 0, ++owner;
     }
     __syncwarp();
-    if (blocks_ > 1) wait_barrier(barrier_, 0);
+    if (blocks_ > 1) mbarrier_wait(barrier_, 0);
   }
 
-  // Eight neighbouring sums of row `row` (of 8), and of the eighth below, of one of this warp's owned
-  // fragments.
-  __device__ __forceinline__ void rows_of(int fragment, int row, float (&sums)[2][8]) const {
-    read(slot(0, fragment), row, sums);
+  // The reduced sums of rows `row` (below 8) and row + 8 of one of this warp's owned fragments.
+  __device__ __forceinline__ void load_rows(int fragment, int row, float (&accum)[2][8]) const {
+    load(slot(0, fragment), row, accum);
 #pragma unroll 1
     for (int rank = 1; rank < blocks_; ++rank) {
-      float more[2][8];
-      read(slot(rank, fragment), row, more);
+      float peer[2][8];
+      load(slot(rank, fragment), row, peer);
 #pragma unroll
-      for (int e = 0; e < 16; ++e) sums[e / 8][e % 8] += more[e / 8][e % 8];
+      for (int e = 0; e < 16; ++e) accum[e / 8][e % 8] += peer[e / 8][e % 8];
     }
   }
 
@@ -77,17 +77,17 @@ class SplitKReduce {
     const int warp = threadIdx.x / 32;
     return ((warp * blocks_ + rank) * owned_ + fragment) * kFragmentBytes;
   }
-  __device__ __forceinline__ void read(int from, int row, float (&to)[2][8]) const {
+  __device__ __forceinline__ void load(int from, int row, float (&to)[2][8]) const {
 #pragma unroll
     for (int lane = 0; lane < 4; ++lane) {
       const int chunk = lane ^ (row / 2);
-      const float4 four = *reinterpret_cast<const float4*>(room_ + from + row * 64 + chunk * 16);
+      const float4 four = *reinterpret_cast<const float4*>(smem_ + from + row * 64 + chunk * 16);
       to[0][lane * 2] = four.x, to[0][lane * 2 + 1] = four.y;
       to[1][lane * 2] = four.z, to[1][lane * 2 + 1] = four.w;
     }
   }
 
-  char* const room_;
+  char* const smem_;
   const u32 barrier_;
   const int rank_, blocks_, owned_, count_;
 };

@@ -1,15 +1,17 @@
-// Adds up the partial sums of a split reduction, in the order of the splits, and finishes them.
-// The host's side is split_sum.py.
+// Second stage of split-K, the general form: reduces [splits][results] partial sums in the order of the
+// splits and applies the epilogue. Launched by split_sum.py.
 //
-// Block: 256 threads, one result each, whose index counts (g, k, c, t, r, s) row by row. Shared
-// memory: none. Deterministic. Relies on its launcher for the grid: ceil(results / 256) blocks.
-// Index limits: 64-bit throughout.
+// Grid: ceil(results / 256) blocks of 256 threads, one result each; results are indexed row-major by
+// `extent`, six dimensions.
+// Shared memory: none.
+// Determinism: splits are added in order.
+// Limits: 64-bit indices throughout.
 #include "core/epilogue.cuh"
 
 using namespace convgrad;
 
 struct SplitSumArgs {
-  const void* partials;  // [splits][results], of the type that sums have
+  const void* partials;  // [splits][results], of the accumulator type
   void* result;
   const void* accumulate;  // like the result, or null
   i64 extent[6];
@@ -42,6 +44,6 @@ extern "C" __global__ void __launch_bounds__(256)
   if (accumulate != nullptr) accumulate += old;
   const T* const no_bias = nullptr;
   const S alpha = S(args.alpha), beta = S(args.beta);
-  const Sum<T> done = finish<T, S>(sum, alpha, beta, accumulate, no_bias, kNone);
-  static_cast<T*>(args.result)[to] = narrow<T>(done);
+  const ElementAccumulator<T> finished = finish<T, S>(sum, alpha, beta, accumulate, no_bias, kNone);
+  static_cast<T*>(args.result)[to] = narrow<T>(finished);
 }

@@ -1,4 +1,4 @@
-"""The second stage of a split reduction: partial sums added in order, and finished."""
+"""Second stage of split-K: adds partial sums in order and applies the epilogue (split_sum.cu)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def split_sum(
 ) -> Launch:
     """result = alpha * sum of partials[split] + beta * accumulate.
 
-    ``partials`` holds [splits][results] in ``summed``, results counted row by row in ``extents``.
+    ``partials`` has shape [splits][results] in type ``summed``; results are indexed row-major by
+    ``extents``.
     """
     args = SplitSumArgs()
     args.extent[:], args.stride[:] = extents, result.strides
@@ -42,18 +43,13 @@ def split_sum(
         args.accumulate_stride[:] = accumulate.strides
     args.results, args.splits = prod(extents), splits
     args.alpha, args.beta = alpha, beta
-    arguments = pack(
-        args,
-        partials=partials,
-        result=result,
-        accumulate=accumulate,
-    )
+    arguments = pack(args, partials=partials, result=result, accumulate=accumulate)
     instance = _instance(summed, result.dtype)
     return Launch(instance, linear_grid(prod(extents), BLOCK), (BLOCK, 1, 1), arguments)
 
 
 def split_sum_instances() -> Iterable[Instance]:
-    """Sums in float32 become any narrower type, those in float64 stay."""
+    """One instance per result type, with its accumulator type."""
     return [_instance(sum_dtype(dtype), dtype) for dtype in FLOATING]
 
 

@@ -1,8 +1,8 @@
-"""Tensor maps: how Hopper's copy engine (TMA) sees a tensor and the boxes it copies.
+"""TMA tensor maps: descriptions of a tensor and of the boxes that are copied from it.
 
-A map is a pure description, so plans need no driver. It becomes the 128 bytes that the hardware
-reads when its tensor has an address, and those are kept: the next run with it costs nothing.
-The device's side is ptx/tma.cuh.
+A map is pure data, so plans need no driver. When the tensor has an address the driver encodes the
+map to the 128 bytes that the hardware reads; encoded maps are cached by address. The device
+functions are in ptx/tma.cuh.
 """
 
 from __future__ import annotations
@@ -22,46 +22,55 @@ from convgrad_service.plans.cuda.works import Operand
 __all__ = [
     "MAP_ALIGNMENT",
     "MAP_BYTES",
+    "Im2colMap",
     "MapField",
-    "Mapped",
-    "PixelMap",
+    "MappedArguments",
     "TensorMap",
-    "TileMap",
+    "TiledMap",
     "pack_maps",
 ]
 
 MAP_BYTES = 128
 
-MOST_SIZE, MOST_STRIDE, MOST_STEP = 2**32, 2**40, 8
-MOST_BOX, MOST_CHANNELS, MOST_PIXELS = 256, 256, 1024
-# The corners of a PixelMap's box, by its spatial dimensions.
+MAX_SIZE, MAX_STRIDE, MAX_STEP = 2**32, 2**40, 8
+MAX_BOX, MAX_CHANNELS, MAX_PIXELS = 256, 256, 1024
+# The range of an Im2colMap's corners, by the number of spatial dimensions.
 CORNERS = {1: (-32768, 32767), 2: (-128, 127), 3: (-16, 15)}
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # bytes, and CUtensorMapSwizzle
 L2_FETCHES = {0: 0, 64: 1, 128: 2, 256: 3}  # bytes, and CUtensorMapL2promotion
 # CUtensorMapDataType
 TYPES = {DType.FLOAT16: 6, DType.FLOAT32: 7, DType.FLOAT64: 8, DType.BFLOAT16: 9}
 TFLOAT32 = 11
-# Up to this driver, maps of tensors below this size need a bit cleared (CUTLASS clears it too).
+# Up to this driver version, maps of tensors below this size need a bit cleared, as in CUTLASS.
 OLD_DRIVER, SMALL_BYTES, SMALL_WORD, SMALL_BIT = 13010, 131072, 1, 1 << 21
-# Encoded maps that are kept for one argument: a plan meets few addresses again and again.
-KEPT = 16
+# Encoded maps that one argument caches: a plan runs on a few addresses again and again.
+CACHED_MAPS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMap:
-    """A tensor as the copy engine sees it: dimensions innermost first, the innermost contiguous.
+    """A tensor as TMA sees it: dimensions innermost first, the innermost contiguous.
 
-    Args:
-        dtype: of the elements.
-        sizes: of each dimension, in elements.
-        strides: of each dimension but the innermost, in bytes.
-        swizzle: bytes of a row within which 16-byte chunks change places: 0, 32, 64 or 128.
-        steps: between elements that are copied, of each dimension; () for 1 everywhere. The
-            innermost one's is 1.
-        offset_bytes: where the tensor starts, from the start of its buffer.
-        l2_bytes: what the L2 cache fetches at once: 0 (as needed), 64, 128 or 256.
-        rounds: float32 elements become the nearest TF32 on their way, ties to even (seen on an
-            H200: a NaN stays one, what lies beyond TF32's largest becomes infinite).
+    Parameters
+    ----------
+    dtype
+        Type of the elements.
+    sizes
+        Size of each dimension, in elements.
+    strides
+        Stride of each dimension but the innermost, in bytes.
+    swizzle
+        Swizzle width in bytes: 0, 32, 64 or 128.
+    steps
+        Traversal stride of each dimension, in elements (CUDA's ``elementStrides``); () for 1
+        everywhere. The innermost one is 1.
+    offset_bytes
+        Start of the tensor in its buffer.
+    l2_bytes
+        L2 promotion size: 0 (none), 64, 128 or 256.
+    round_to_tf32
+        Round float32 elements to the nearest TF32, ties to even, while copying. (Observed on an
+        H200: NaN stays NaN, values beyond TF32's largest become infinite.)
     """
 
     dtype: DType
@@ -71,7 +80,7 @@ class TensorMap:
     steps: tuple[int, ...] = ()
     offset_bytes: int = 0
     l2_bytes: int = 256
-    rounds: bool = False
+    round_to_tf32: bool = False
 
     @property
     def dims(self) -> int:
@@ -79,7 +88,7 @@ class TensorMap:
 
     @property
     def size_bytes(self) -> int:
-        """From the tensor's first byte to its last."""
+        """Extent of the tensor in memory, from its first byte to its last."""
         spans = zip(self.sizes[1:], self.strides, strict=True)
         row = self.sizes[0] * self.dtype.itemsize
         return row + sum((size - 1) * stride for size, stride in spans)
@@ -89,21 +98,21 @@ class TensorMap:
         return self.steps or (1,) * self.dims
 
     def why_not(self) -> str | None:
-        """What the hardware refuses of this map, or None."""
+        """Return why the hardware would refuse this map, or None."""
         if len(self.strides) != self.dims - 1 or len(self.steps_or_ones) != self.dims:
             return (
                 f"{self.dims} sizes, {len(self.strides)} strides and {len(self.steps_or_ones)} "
                 "steps; expected a stride fewer, and as many steps"
             )
         for size in self.sizes:
-            if not 0 < size <= MOST_SIZE:
+            if not 0 < size <= MAX_SIZE:
                 return f"a dimension of {size}; expected 1 to 2^32"
         for stride in self.strides:
-            if stride % 16 != 0 or not 0 <= stride < MOST_STRIDE:
+            if stride % 16 != 0 or not 0 <= stride < MAX_STRIDE:
                 return f"a stride of {stride} bytes; expected a multiple of 16 below 2^40"
         for step in self.steps_or_ones:
-            if not 0 < step <= MOST_STEP:
-                return f"a step of {step}; expected 1 to {MOST_STEP}"
+            if not 0 < step <= MAX_STEP:
+                return f"a step of {step}; expected 1 to {MAX_STEP}"
         if self.swizzle not in SWIZZLES or self.l2_bytes not in L2_FETCHES:
             return f"a swizzle of {self.swizzle} bytes, L2 fetches of {self.l2_bytes}"
         if self.offset_bytes % 16 != 0:
@@ -120,10 +129,10 @@ class TensorMap:
 
 
 @dataclass(frozen=True, slots=True)
-class TileMap(TensorMap):
-    """For `load_tile` and `store_tile`: boxes of ``box`` elements of each dimension, 1 to 5.
+class TiledMap(TensorMap):
+    """Tiled mode (``tma_load``, ``tma_store``): boxes of ``box`` elements per dimension, 1 to 5.
 
-    With a step s a box of b copies ceil(b / s) elements of that dimension.
+    In a dimension with step s, a box of b elements copies ceil(b / s).
     """
 
     box: tuple[int, ...] = ()
@@ -133,19 +142,19 @@ class TileMap(TensorMap):
         if not 1 <= self.dims <= 5 or len(self.box) != self.dims:
             return f"{self.dims} dimensions, a box of {len(self.box)}; expected 1 to 5 of both"
         for extent in self.box:
-            if not 0 < extent <= MOST_BOX:
-                return f"a box of {extent}; expected 1 to {MOST_BOX}"
+            if not 0 < extent <= MAX_BOX:
+                return f"a box of {extent}; expected 1 to {MAX_BOX}"
         return TensorMap.why_not(self) or self._why_not_row(self.box[0])
 
 
 @dataclass(frozen=True, slots=True)
-class PixelMap(TensorMap):
-    """For `load_pixels` (im2col): ``pixels`` pixels of ``channels`` channels at a time.
+class Im2colMap(TensorMap):
+    """Im2col mode (``tma_load_im2col``): ``pixels`` pixels of ``channels`` channels per copy.
 
-    Dimensions are channels, W, H, D (as many as there are) and images. Pixels run through the
-    box from ``lower`` to size - 1 + ``upper`` (W, H, D; both added to the tensor's own corners)
-    in ``steps``. For a convolution's windows: lower = -pad_before, upper = pad_after -
-    (kernel - 1)*dilation, steps = stride, and a tap is taken by moving it * dilation.
+    Dimensions are C, W, H, D (as many as there are), N. Pixels traverse the bounding box from
+    ``lower`` to size - 1 + ``upper`` (in W, H, D order) by ``steps``. For a convolution's windows,
+    lower = -pad_before, upper = pad_after - (kernel - 1)*dilation, steps = stride, and a tap is the
+    offset tap * dilation.
     """
 
     lower: tuple[int, ...] = ()
@@ -168,10 +177,10 @@ class PixelMap(TensorMap):
         for size, low, high in zip(self.sizes[1:-1], self.lower, self.upper, strict=True):
             if size + high - low <= 0:
                 return f"an empty box: {low} to {size - 1 + high}"
-        if not 0 < self.channels <= MOST_CHANNELS or not 0 < self.pixels <= MOST_PIXELS:
+        if not 0 < self.channels <= MAX_CHANNELS or not 0 < self.pixels <= MAX_PIXELS:
             return (
                 f"{self.pixels} pixels of {self.channels} channels; expected at most "
-                f"{MOST_PIXELS} of {MOST_CHANNELS}"
+                f"{MAX_PIXELS} of {MAX_CHANNELS}"
             )
         return TensorMap.why_not(self) or self._why_not_row(self.channels)
 
@@ -180,43 +189,43 @@ Encode = Callable[[TensorMap, int], bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class Mapped:
-    """Arguments with tensor maps among them: where in the structure, of which buffer, which map."""
+class MappedArguments:
+    """Kernel arguments with tensor maps: (offset in the structure, buffer, map) for each map."""
 
     packed: Packed
     maps: tuple[tuple[int, str, TensorMap], ...]
-    kept: dict[tuple[int, ...], bytes] = field(default_factory=dict, compare=False)
+    cache: dict[tuple[int, ...], bytes] = field(default_factory=dict, compare=False)
 
     @property
     def buffers(self) -> tuple[str, ...]:
         """See `Arguments.buffers`."""
         return (*self.packed.buffers, *(buffer for _, buffer, _ in self.maps))
 
-    def renamed(self, names: Mapping[str, str]) -> Mapped:
+    def renamed(self, names: Mapping[str, str]) -> MappedArguments:
         """See `Arguments.renamed`."""
         maps = ((offset, names.get(buffer, buffer), one) for offset, buffer, one in self.maps)
-        return Mapped(self.packed.renamed(names), tuple(maps))
+        return MappedArguments(self.packed.renamed(names), tuple(maps))
 
     def fill(self, addresses: Mapping[str, int]) -> bytearray:
         """See `Arguments.fill`."""
         starts = tuple([addresses[buffer] for _, buffer, _ in self.maps])
-        encoded = self.kept.get(starts)
+        encoded = self.cache.get(starts)
         if encoded is None:
-            if len(self.kept) >= KEPT:
-                self.kept.clear()
+            if len(self.cache) >= CACHED_MAPS:
+                self.cache.clear()
             encoded = b"".join(
                 _encoded(tensor_map, start)
                 for (_, _, tensor_map), start in zip(self.maps, starts, strict=True)
             )
-            self.kept[starts] = encoded
-        return self._placed(addresses, encoded)
+            self.cache[starts] = encoded
+        return self._with_maps(addresses, encoded)
 
     def fill_by(self, encode: Encode, addresses: Mapping[str, int]) -> bytearray:
-        """The same with maps encoded by another than the driver, for tests without one."""
+        """Fill with maps encoded by ``encode`` instead of the driver, for tests without one."""
         encoded = [encode(one, addresses[buffer]) for _, buffer, one in self.maps]
-        return self._placed(addresses, b"".join(encoded))
+        return self._with_maps(addresses, b"".join(encoded))
 
-    def _placed(self, addresses: Mapping[str, int], encoded: bytes) -> bytearray:
+    def _with_maps(self, addresses: Mapping[str, int], encoded: bytes) -> bytearray:
         filled = self.packed.fill(addresses)
         for index, (offset, _, _) in enumerate(self.maps):
             start = index * MAP_BYTES
@@ -228,40 +237,45 @@ def pack_maps(
     structure: ctypes.Structure,
     maps: Mapping[str, tuple[Operand | str, TensorMap]],
     **pointers: Operand | str | None,
-) -> Mapped:
-    """A structure as `pack` takes it, with the maps of buffers in fields of type `MapField`.
+) -> MappedArguments:
+    """Pack a structure as `pack` does, with tensor maps of buffers in fields of type `MapField`.
 
-    Raises:
-        ValueError: a map that the hardware refuses, or a field at no multiple of 64.
+    Raises
+    ------
+    ValueError
+        A map that the hardware would refuse, or a field that is not aligned to 64 bytes.
     """
-    places = []
-    for name, (given, tensor_map) in maps.items():
+    fields = []
+    for name, (operand, tensor_map) in maps.items():
         offset = getattr(type(structure), name).offset
         if offset % MAP_ALIGNMENT != 0:
-            raise ValueError(f"{name} lies at byte {offset}; expected a multiple of 64")
+            raise ValueError(f"{name} is at byte {offset}; expected a multiple of 64")
         refused = tensor_map.why_not()
         if refused is not None:
             raise ValueError(f"{name}: {refused}")
-        buffer = given if isinstance(given, str) else given.buffer
-        places.append((offset, buffer, tensor_map))
+        buffer = operand if isinstance(operand, str) else operand.buffer
+        fields.append((offset, buffer, tensor_map))
     packed = pack(structure, **pointers)
-    # CUDA's structure has the alignment of its members, and ends at a multiple of it.
+    # CUDA pads the structure to a multiple of its alignment, which ctypes does not know.
     padding = bytes(-len(packed.template) % MAP_ALIGNMENT)
-    return Mapped(Packed(packed.template + padding, packed.pointers), tuple(places))
+    return MappedArguments(Packed(packed.template + padding, packed.pointers), tuple(fields))
 
 
 def _encoded(tensor_map: TensorMap, address: int) -> bytes:
-    """The 128 bytes, by the driver.
+    """Encode a map by the driver.
 
-    Raises:
-        DeviceUnavailable: there is no driver that knows tensor maps.
-        ValueError: it refused the map.
+    Raises
+    ------
+    DeviceUnavailable
+        There is no driver, or none that supports tensor maps.
+    ValueError
+        The driver refused the map.
     """
     driver = _driver()
     memory = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
     start = -ctypes.addressof(memory) % MAP_ALIGNMENT
     encoded = (ctypes.c_uint64 * 16).from_buffer(memory, start)
-    dtype = TFLOAT32 if tensor_map.rounds else TYPES[tensor_map.dtype]
+    dtype = TFLOAT32 if tensor_map.round_to_tf32 else TYPES[tensor_map.dtype]
     head = (
         encoded,
         ctypes.c_int(dtype),
@@ -272,16 +286,16 @@ def _encoded(tensor_map: TensorMap, address: int) -> bytes:
     )
     tail = (
         _array(ctypes.c_uint32, tensor_map.steps_or_ones),
-        ctypes.c_int(0),  # no interleaving
+        ctypes.c_int(0),  # no interleave
         ctypes.c_int(SWIZZLES[tensor_map.swizzle]),
         ctypes.c_int(L2_FETCHES[tensor_map.l2_bytes]),
-        ctypes.c_int(0),  # zeros from outside
+        ctypes.c_int(0),  # elements outside read as zero
     )
     match tensor_map:
-        case TileMap():
+        case TiledMap():
             box = _array(ctypes.c_uint32, tensor_map.box)
             status = driver.cuTensorMapEncodeTiled(*head, box, *tail)
-        case PixelMap():
+        case Im2colMap():
             status = driver.cuTensorMapEncodeIm2col(
                 *head,
                 _array(ctypes.c_int, tensor_map.lower),
@@ -291,7 +305,7 @@ def _encoded(tensor_map: TensorMap, address: int) -> bytes:
                 *tail,
             )
         case _:
-            raise ValueError(f"{tensor_map} says nothing of what is copied")
+            raise TypeError(f"{tensor_map!r}; expected a TiledMap or an Im2colMap")
     if status != 0:
         raise ValueError(
             f"the driver refused a tensor map (CUDA error {status}): {tensor_map} at {address:#x}"
@@ -311,7 +325,7 @@ def _driver() -> ctypes.CDLL:
         driver = ctypes.CDLL("libcuda.so.1")
         driver.cuTensorMapEncodeIm2col  # noqa: B018 - an older driver has none
     except (OSError, AttributeError) as error:
-        raise DeviceUnavailable(f"no driver that knows tensor maps: {error}") from error
+        raise DeviceUnavailable(f"no driver that supports tensor maps: {error}") from error
     return driver
 
 

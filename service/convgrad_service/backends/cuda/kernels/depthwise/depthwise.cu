@@ -20,7 +20,7 @@ using namespace convgrad;
 namespace {
 
 using T = ELEMENT;
-using S = Sum<T>;
+using S = ElementAccumulator<T>;
 using Channels = Vector<T, VECTOR>;
 
 constexpr int kChannels = LANES * VECTOR;
@@ -56,7 +56,8 @@ constexpr bool kBegins = !PLANES && !kSkipTaps && (!BACKWARD || STRIDE == 1);
 
 // Of two in a word each takes one instruction.
 template <class E>
-__device__ __forceinline__ void widen_all(Sum<E> (&to)[VECTOR], const Vector<E, VECTOR>& from) {
+__device__ __forceinline__ void widen_all(ElementAccumulator<E> (&to)[VECTOR],
+                                          const Vector<E, VECTOR>& from) {
   if constexpr (VECTOR == 2 && sizeof(E) == 2) {
     to[0] = widen(E{static_cast<unsigned short>(from.raw)});
     to[1] = widen(E{static_cast<unsigned short>(from.raw >> 16)});
@@ -235,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
       if (last) to_copy = 0;
       copier.copy(row % STAGES * kStageBytes, last ? next_row : next_plane, last);
     }
-    commit_copies();
+    cp_async_commit();
   };
 #else
   Copier copier(all_stages + stages,
@@ -244,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
                 args.channels, lane);
   const auto copy = [&](int row) {
     if (row < steps) copier.copy(row % STAGES * kStageBytes);
-    commit_copies();
+    cp_async_commit();
   };
 #endif
   if (has_item) {
@@ -342,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 #pragma unroll
                 for (int v = 0; v < VECTOR; ++v) weight[v] = kept[r * KERNEL_W + s][v];
               } else {
-                reread(own_weights + (r * KERNEL_W + s) * kChannels, weight);
+                ld_shared_volatile(own_weights + (r * KERNEL_W + s) * kChannels, weight);
               }
 #if BACKWARD
 #pragma unroll

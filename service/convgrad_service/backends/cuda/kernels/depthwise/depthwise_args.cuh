@@ -84,7 +84,7 @@ struct DepthwiseWeightArgs {
 // Until all groups of copies but the last kLater are there, for the whole warp.
 template <int kLater>
 __device__ __forceinline__ void wait_for_copies() {
-  wait_copies<kLater>();
+  cp_async_wait<kLater>();
   __syncwarp();
 }
 
@@ -163,7 +163,7 @@ struct RowCopier {
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       if (i + 1 < kCopies || has_last) {
-        copy_async<PIECE>(target + offset_bytes + i * 32 * PIECE, kMany ? from : next[kMany ? 0 : i],
+        cp_async<PIECE>(target + offset_bytes + i * 32 * PIECE, kMany ? from : next[kMany ? 0 : i],
                           (kMany || exists) && ((here >> i) & 1) ? PIECE : 0);
       }
       if constexpr (kMany) from = opaque_pointer(from + apart);

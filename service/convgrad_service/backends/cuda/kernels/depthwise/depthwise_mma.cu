@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
       const int row = skipped + stage * ROWS + i;
       if (row < steps) copier.copy(row % (STAGES * ROWS) * stage_bytes, top + row, args.x_pitch);
     }
-    commit_copies();
+    cp_async_commit();
   }
 
   Taps taps;
@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 #pragma unroll
     for (int i = 0; i < kReads; ++i) {
       constexpr int kEach = kWarpStrips * kOctets / 4;
-      load_matrices_transposed(words[i], from + i / kEach * kResultBytes + from_result[i % kEach]);
+      ldmatrix_trans(words[i], from + i / kEach * kResultBytes + from_result[i % kEach]);
     }
   };
   const auto write_results = [&](const u32(&words)[kReads][4], int step) {
@@ -185,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   };
 
   float sums[kOwn][kOpen][kPhases][4] = {};
-  wait_copies<STAGES - 1>();
+  cp_async_wait<STAGES - 1>();
   __syncthreads();  // nor is the table read any more
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
@@ -199,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     for (int first = 0; first < kUnrolled; first += ROWS) {
       if (turn + first < skipped) continue;
       if (turn + first >= steps + ROWS) break;
-      wait_copies<STAGES - 2>();
+      cp_async_wait<STAGES - 2>();
       __syncthreads();
       const int group = (turn + first) / ROWS, now = group & 1, next = group + 1;
 #pragma unroll
@@ -217,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
           if (step + STAGES * ROWS < steps) {
             copier.copy((group % STAGES * ROWS + i) * stage_bytes, h + STAGES * ROWS, args.x_pitch);
           }
-          if (i == ROWS - 1) commit_copies();
+          if (i == ROWS - 1) cp_async_commit();
         };
         u32 columns[kOwn][4], beyond[kOwn][2];
         if (turns) turner.turn(raw, turned);
@@ -230,9 +230,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
           const u32 from = shared_address(shared) + lines + (now * ROWS + i) * line_bytes;
 #pragma unroll
           for (int channel = 0; channel < kOwn; ++channel) {
-            load_matrices(columns[channel], from + own_line[channel]);
+            ldmatrix(columns[channel], from + own_line[channel]);
             if constexpr (UNITS == 3) {
-              load_matrices(beyond[channel], from + own_line[channel] + (2 - lane / 16) * 16);
+              ldmatrix(beyond[channel], from + own_line[channel] + (2 - lane / 16) * 16);
             }
           }
         }
@@ -292,9 +292,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
               unsigned char* const to = shared + results + (now * ROWS + i) * kResultsBytes +
                                         (a * kPhases + phase) * kResultBytes + own_result +
                                         channel * kResultPitch;
-              *reinterpret_cast<u32*>(to) = narrow_two<T>(sum[0], sum[1]);
+              *reinterpret_cast<u32*>(to) = narrow_x2<T>(sum[0], sum[1]);
               // Strips 8 to 15: no permutation flips the 8.
-              *reinterpret_cast<u32*>(to + 8 * 16) = narrow_two<T>(sum[2], sum[3]);
+              *reinterpret_cast<u32*>(to + 8 * 16) = narrow_x2<T>(sum[2], sum[3]);
 #pragma unroll
               for (int i = 0; i < 4; ++i) sum[i] = 0;
             }

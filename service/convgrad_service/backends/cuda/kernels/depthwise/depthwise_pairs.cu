@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     // The `step`th row.
     const auto copy = [&](int stage, int step) {
       if (step < steps) copier.copy(stage, top + step, args.x_size[0], args.x_stride[1]);
-      commit_copies();
+      cp_async_commit();
     };
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; ++stage) copy(stage * row_bytes, skipped + stage);
@@ -106,12 +106,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         const int step = turn + j;
         if (step < skipped) continue;
         if (step > steps) break;
-        wait_copies<STAGES - 2>();
+        cp_async_wait<STAGES - 2>();
         __syncthreads();
         Pixels pixels[kBlocks];
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
-          load_shared(from + now + place_of(block * kApart), pixels[block].raw);
+          ld_shared(from + now + place_of(block * kApart), pixels[block].raw);
         }
         copy(before, step + STAGES - 1);
         // What the row before finished: read here, written when products are under way.
@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         for (int a = 0; a < STRIDE; ++a) {
 #pragma unroll
           for (int own = 0; own < kWrites; ++own) {
-            load_shared(written + (kResultsBytes - buffer) + a * kResultBytes +
+            ld_shared(written + (kResultsBytes - buffer) + a * kResultBytes +
                             result_place(own * kRoundPixels),
                         finished[a][own]);
           }
@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
             // Read once more: there are no registers to keep what was not finite.
 #pragma unroll
             for (int block = 0; block < kBlocks; ++block) {
-              load_shared(from + now + place_of(block * kApart), pixels[block].raw);
+              ld_shared(from + now + place_of(block * kApart), pixels[block].raw);
             }
 #pragma unroll
             for (int pair = 0; pair < PAIRS; ++pair) {
@@ -197,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #pragma unroll
               for (int pair = 0; pair < PAIRS; ++pair) {
                 const float(&sum)[4] = sums[(j * STRIDE + a) % kOpen][pair];
-                result[half].words[pair] = narrow_two<T>(sum[2 * half], sum[2 * half + 1]);
+                result[half].words[pair] = narrow_x2<T>(sum[2 * half], sum[2 * half + 1]);
               }
               *reinterpret_cast<decltype(Pixels::raw)*>(shared + to + buffer + a * kResultBytes +
                                                         half * 4 * kResultPixelBytes) =

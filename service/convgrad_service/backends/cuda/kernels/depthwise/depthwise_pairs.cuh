@@ -101,7 +101,7 @@ __device__ __forceinline__ bool any_odd(const Pixels (&pixels)[kBlocks]) {
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
-    for (int pair = 0; pair < PAIRS; ++pair) mark_odd<T>(odd[pair % 2], pixels[block].words[pair]);
+    for (int pair = 0; pair < PAIRS; ++pair) flag_nonfinite_x2<T>(odd[pair % 2], pixels[block].words[pair]);
   }
   return (odd[0] | odd[1]) != 0;
 }
@@ -112,7 +112,7 @@ __device__ __forceinline__ void clear_odd(Pixels (&pixels)[kBlocks]) {
 #pragma unroll
     for (int pair = 0; pair < PAIRS; ++pair) {
       u32 odd = 0;
-      mark_odd<T>(odd, pixels[block].words[pair]);
+      flag_nonfinite_x2<T>(odd, pixels[block].words[pair]);
       pixels[block].words[pair] &= ~odd;
     }
   }
@@ -121,7 +121,7 @@ __device__ __forceinline__ void clear_odd(Pixels (&pixels)[kBlocks]) {
 __device__ __forceinline__ u32 odd_of_strip(const Pixels (&pixels)[kBlocks], int pair) {
   u32 odd = 0;
 #pragma unroll
-  for (int block = 0; block < kBlocks; ++block) mark_odd<T>(odd, pixels[block].words[pair]);
+  for (int block = 0; block < kBlocks; ++block) flag_nonfinite_x2<T>(odd, pixels[block].words[pair]);
   odd |= __shfl_xor_sync(0xffffffffu, odd, 1);
   return odd | __shfl_xor_sync(0xffffffffu, odd, 2);
 }
@@ -171,7 +171,7 @@ struct RowsCopier {
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
       if (i < kSureRounds || i < rounds) {
-        copy_chunk(to + place_of(i * kRoundPixels), from + static_cast<i64>(next[i]) * 8,
+        cp_async_zfill(to + place_of(i * kRoundPixels), from + static_cast<i64>(next[i]) * 8,
                    (exists & 1u << i) != 0);
       }
       next[i] += pitch;

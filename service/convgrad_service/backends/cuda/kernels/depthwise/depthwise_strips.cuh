@@ -111,7 +111,7 @@ struct UnitCopier {
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       if (inside >> (16 + i) & 1) {
-        copy_async<16>(target + offset_bytes + i * kStepBytes,
+        cp_async<16>(target + offset_bytes + i * kStepBytes,
                        from + static_cast<i64>(next[i]) * kPiece, (exists >> i & 1) * 16);
       }
       next[i] += pitch;
@@ -145,7 +145,7 @@ struct Turner {
     for (int i = 0; i < kRounds; ++i) {
       if (i >= count) break;
       u32 words[4];
-      load_matrices_transposed(words, row + from + i * (kGroups * 32 * kOctets * 16));
+      ldmatrix_trans(words, row + from + i * (kGroups * 32 * kOctets * 16));
       *reinterpret_cast<uint4*>(lines + to + i * (kGroups * 4 * 16)) =
           make_uint4(words[0], words[1], words[2], words[3]);
     }

@@ -24,7 +24,7 @@ namespace {
 
 using T = ELEMENT;
 using R = RESULT;
-using S = Sum<T>;
+using S = ElementAccumulator<T>;
 using Channels = Vector<T, VECTOR>;
 
 constexpr int kChannels = LANES * VECTOR;
@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
         x.copy(offset);
         if (kStrideH == 1 || step % kStrideH == 0) y.copy(offset);
       }
-      commit_copies();
+      cp_async_commit();
     };
     __syncwarp();  // the item before is not read any more
 #pragma unroll
@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 #pragma unroll
             for (int i = 0; i < COLUMNS; ++i) {
               Channels read;
-              load_shared(own_y + stage + i * kPixelBytes, read.raw);
+              ld_shared(own_y + stage + i * kPixelBytes, read.raw);
 #pragma unroll
               for (int v = 0; v < VECTOR; ++v) ring[j / kStrideH][i][v] = widen(read.at[v]);
             }
@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 #pragma unroll
             for (int i = 0; i < kRead; ++i) {
               Channels read;
-              load_shared(own_x + stage + i * kPixelBytes, read.raw);
+              ld_shared(own_x + stage + i * kPixelBytes, read.raw);
 #pragma unroll
               for (int v = 0; v < VECTOR; ++v) row[i][v] = widen(read.at[v]);
             }
@@ -225,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   // Every share-th by one thread, then the shares.
   constexpr int quads = kPart / 4, shares = WARPS * 32 >= quads ? WARPS * 32 / quads : 1;
   for (int i = thread; i < quads * shares; i += threads) {
-    reinterpret_cast<float4*>(units_sums)[i] = sum_of_every(
+    reinterpret_cast<float4*>(units_sums)[i] = strided_sum(
         reinterpret_cast<const float4*>(partials) + i % quads, i / quads, shares, blocks, quads);
   }
   __syncthreads();

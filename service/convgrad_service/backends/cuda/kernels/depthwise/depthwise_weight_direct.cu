@@ -267,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   for (int i = thread; i < quads * shares; i += threads) {
     const float4* const from = reinterpret_cast<const float4*>(partials) + i % quads;
     reinterpret_cast<float4*>(shared)[i] =
-        sum_of_every(from, i / quads, shares, args.blocks, quads);
+        strided_sum(from, i / quads, shares, args.blocks, quads);
   }
   __syncthreads();
   for (int i = thread; i < part; i += threads) {

@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
           }
         }
       }
-      commit_copies();
+      cp_async_commit();
     };
     const auto turn_row = [&](int group, int i) {
       const u32 from = shared_address(shared) + (group % STAGES * ROWS + i) * stage;
@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     __syncthreads();  // the item before is not read any more
 #pragma unroll
     for (int stages = 0; stages < STAGES; ++stages) fetch(stages);
-    wait_copies<STAGES - 1>();
+    cp_async_wait<STAGES - 1>();
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) turn_row(0, i);
@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
       for (int first = 0; first < kUnrolled; first += ROWS) {
         // Nothing of y meets rows beyond x's last.
         if (turn + first >= steps || top + turn + first >= args.x_size[0]) break;
-        wait_copies<STAGES - 2>();
+        cp_async_wait<STAGES - 2>();
         __syncthreads();
         const int group = (turn + first) / ROWS;
 #pragma unroll
@@ -204,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 #pragma unroll
             for (int pair = 0; pair < kOwn / 2; ++pair) {
               u32 both[4];
-              load_matrices_transposed(both, from + own_y + pair * 2 * pitch_y);
+              ldmatrix_trans(both, from + own_y + pair * 2 * pitch_y);
 #pragma unroll
               for (int k = 0; k < 4; ++k) {
                 ring[pair * 2 + k / 2][j / STRIDE % kRing][k % 2] = both[k];
@@ -215,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
           const auto load_columns = [&](int parity) {
 #pragma unroll
             for (int channel = 0; channel < kOwn; ++channel) {
-              load_matrices_transposed(columns[parity][channel],
+              ldmatrix_trans(columns[parity][channel],
                                        from + own_x[channel] + parity * 16);
             }
           };
@@ -304,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   const int quads = part / 4, shares = max(1, kThreads / quads);
   for (int i = threadIdx.x; i < quads * shares; i += kThreads) {
     const float4* const from = reinterpret_cast<const float4*>(partials) + i % quads;
-    const float4 sum = sum_of_every(from, i / quads, shares, blocks, quads);
+    const float4 sum = strided_sum(from, i / quads, shares, blocks, quads);
     reinterpret_cast<float4*>(sums)[i] = sum;
   }
   __syncthreads();

@@ -108,8 +108,8 @@ __device__ __forceinline__ void copy_rows(const HopperDepthwiseStripsArgs& args,
     for (int step = 0; step < item.steps; ++step) {
       const int h = item.top - args.pad[0] + step;
       const u32 to = ring + slot * kStage, barrier = full + slot * 8;
-      wait_barrier(empty + slot * 8, parity);
-      arrive_and_expect_tx(barrier, (h >= 0 ? kBoxX : 0) + (step < item.rows ? kBoxY : 0));
+      mbarrier_wait(empty + slot * 8, parity);
+      mbarrier_arrive_expect_tx(barrier, (h >= 0 ? kBoxX : 0) + (step < item.rows ? kBoxY : 0));
       if (h >= 0) tma_load<4>(to, args.x_map, barrier, {c, item.left - args.pad[1], h, item.n});
       if (step < item.rows) {
         tma_load<4>(to + kStageX, args.y_map, barrier, {c, item.left, item.top + step, item.n});
@@ -132,7 +132,7 @@ __device__ __forceinline__ void pair_up(uint2 first, uint2 second, u32 (&pairs)[
 __device__ __noinline__ void finish_tile(const HopperDepthwiseStripsArgs& args, float* sums,
                                          bool& last) {
   const int thread = threadIdx.x;
-  wait_at(1, kMultiplying);
+  named_barrier_sync(1, kMultiplying);
   constexpr int part = kTaps * kChannels;
   float* const partials = args.partials + static_cast<i64>(blockIdx.x) * args.blocks * part;
   const int first_channel = blockIdx.x * kChannels;
@@ -153,19 +153,19 @@ __device__ __noinline__ void finish_tile(const HopperDepthwiseStripsArgs& args, 
   }
   if (alone) return;
   __threadfence();
-  wait_at(1, kMultiplying);
+  named_barrier_sync(1, kMultiplying);
   if (thread == 0) {
     last = atomicInc(args.arrived + blockIdx.x, args.blocks - 1) == args.blocks - 1;
   }
-  wait_at(1, kMultiplying);
+  named_barrier_sync(1, kMultiplying);
   if (!last) return;
   __threadfence();
   constexpr int quads = part / 4, shares = kMultiplying >= quads ? kMultiplying / quads : 1;
   for (int i = thread; i < quads * shares; i += kMultiplying) {
     const float4* const from = reinterpret_cast<const float4*>(partials) + i % quads;
-    reinterpret_cast<float4*>(sums)[i] = sum_of_every(from, i / quads, shares, args.blocks, quads);
+    reinterpret_cast<float4*>(sums)[i] = strided_sum(from, i / quads, shares, args.blocks, quads);
   }
-  wait_at(1, kMultiplying);
+  named_barrier_sync(1, kMultiplying);
   for (int i = thread; i < part; i += kMultiplying) {
     float sum = 0;
     for (int share = 0; share < shares; ++share) sum += sums[share * part + i];
@@ -188,20 +188,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const u32 full = shared_address(barriers), empty = full + kMostSlots * 8;
   if (thread == kMultiplying) {
     for (int i = 0; i < args.slots; ++i) {
-      init_barrier(full + i * 8, 1);
-      init_barrier(empty + i * 8, WARPS);
+      mbarrier_init(full + i * 8, 1);
+      mbarrier_init(empty + i * 8, WARPS);
     }
-    fence_barrier_init();
+    fence_mbarrier_init();
   }
   for (int i = thread; i < WARPS * kWarpSums * 32; i += kThreads) sums[i] = 0;
   __syncthreads();
 
   if (warp >= WARPS) {
-    leave_registers<kLeft>();
+    setmaxnreg_dec<kLeft>();
     if (warp == WARPS && elect_one()) copy_rows(args, ring, full);
     return;
   }
-  take_registers<kRegisters>();
+  setmaxnreg_inc<kRegisters>();
   {
     const int g = lane / 4, t = lane % 4;
     // Where this lane's pixel of the first strip lies, of image t; the other strips are 512 bytes
@@ -228,13 +228,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           if (step >= item.steps) break;
           const bool exists = item.top - args.pad[0] + step >= 0;
           const u32 stage = slot * kStage;
-          wait_barrier(full + slot * 8, parity);
+          mbarrier_wait(full + slot * 8, parity);
           uint2 of_y[4], of_x[2 * (16 / 8 + 1)];
           constexpr int kRun = SIDE == 4 ? 4 : 2;  // strips side by side
           if (step < item.rows) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-              load_shared(own_y + stage + i / kRun * (4 * kColumnsY * kPixelBytes) + i % kRun * 512,
+              ld_shared(own_y + stage + i / kRun * (4 * kColumnsY * kPixelBytes) + i % kRun * 512,
                           of_y[i]);
             }
 #pragma unroll
@@ -246,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             for (int i = 0; i < 4 / kRun; ++i) {
 #pragma unroll
               for (int k = 0; k <= kRun; ++k) {
-                load_shared(own_x + stage + i * (4 * kColumnsX * kPixelBytes) + k * 512,
+                ld_shared(own_x + stage + i * (4 * kColumnsX * kPixelBytes) + k * 512,
                             of_x[i * (kRun + 1) + k]);
               }
             }
@@ -258,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             }
           }
           __syncwarp();
-          if (lane == 0) arrive(empty + slot * 8);
+          if (lane == 0) mbarrier_arrive(empty + slot * 8);
           if (++slot == args.slots) slot = 0, parity ^= 1;
           if (!exists) continue;
 #pragma unroll

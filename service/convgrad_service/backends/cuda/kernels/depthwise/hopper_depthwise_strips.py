@@ -9,7 +9,7 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import TileMap, pack_maps
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     Plane,
     chunk_counts,
@@ -217,11 +217,11 @@ def _chunks(plane: Plane, tile: StripsTile, resident: int) -> int:
 
 def _maps(
     work: ConvWork, plane: Plane, tile: StripsTile
-) -> dict[str, tuple[Operand | str, TileMap]]:
-    def of(operand: Operand, size: tuple[int, int], columns: int) -> tuple[Operand | str, TileMap]:
+) -> dict[str, tuple[Operand | str, TiledMap]]:
+    def of(operand: Operand, size: tuple[int, int], columns: int) -> tuple[Operand | str, TiledMap]:
         item = operand.dtype.itemsize
         image, row, pixel = plane.strides(operand)
-        return operand, TileMap(
+        return operand, TiledMap(
             operand.dtype,
             (work.groups, size[1], size[0], plane.batch),
             (pixel * item, row * item, image * item),

@@ -20,7 +20,7 @@ using namespace convgrad;
 extern "C" __global__ void __launch_bounds__(256, BLOCKS)
     gather_direct(const __grid_constant__ GatherArgs args) {
   using T = ELEMENT;
-  using S = Sum<T>;
+  using S = ElementAccumulator<T>;
   const i64 pixels = static_cast<i64>(args.batch) * args.y_size[0] * args.y_size[1] * args.y_size[2];
   const i64 blocks = ceil_div(args.out_channels, CHANNELS);  // of channels, in a group
   const i64 index = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;

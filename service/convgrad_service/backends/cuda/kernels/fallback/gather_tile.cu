@@ -22,10 +22,10 @@ constexpr int kThreads = 256, kRows = 8, kColumns = 4;  // a thread's pixels and
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kThreads, sizeof(Sum<ELEMENT>) == 4 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(kThreads, sizeof(ElementAccumulator<ELEMENT>) == 4 ? 2 : 1)
     gather_tile(const __grid_constant__ GatherArgs args) {
   using T = ELEMENT;
-  using S = Sum<T>;
+  using S = ElementAccumulator<T>;
   __shared__ alignas(16) S a_tile[kStep][kPixels + 4];
   __shared__ alignas(16) S b_tile[kStep][kChannels + 4];
   __shared__ i64 pixel_x[kPixels];       // of n and the group; negative where there is none

@@ -20,7 +20,7 @@ constexpr int kLanes = 32, kRows = 8, kAhead = kLanes * kRows;
 extern "C" __global__ void __launch_bounds__(kAhead)
     weight_direct(const __grid_constant__ WeightArgs args) {
   using T = ELEMENT;
-  using S = Sum<T>;
+  using S = ElementAccumulator<T>;
   __shared__ Meeting met[kAhead];
   __shared__ S rows[kRows][kLanes];
 

@@ -21,7 +21,7 @@ constexpr int kTile = 64, kStep = 16, kThreads = 256, kSide = 4, kAhead = 256;
 extern "C" __global__ void __launch_bounds__(kThreads)
     weight_tile(const __grid_constant__ WeightArgs args) {
   using T = ELEMENT;
-  using S = Sum<T>;
+  using S = ElementAccumulator<T>;
   __shared__ alignas(16) S y_tile[kStep][kTile + 4];
   __shared__ alignas(16) S x_tile[kStep][kTile + 4];
   __shared__ Meeting met[kAhead];

@@ -37,10 +37,10 @@ __device__ __forceinline__ void load_boxes(const HopperSeparableArgs& args, cons
     const int top = at.row * kStride - args.pad[0], left = at.column * kStride - args.pad[1];
 #pragma unroll 1
     for (int chunk = 0; chunk < args.chunks; ++chunk) {
-      wait_barrier(place.x_free(ring.at), ring.parity);
+      mbarrier_wait(place.x_free(ring.at), ring.parity);
       const int first = chunk * kChunk, channels = min(kChunk, args.channels - first);
       const u32 to = place.boxes + ring.at * kBoxStage, barrier = place.x_full(ring.at);
-      arrive_and_expect_tx(barrier, kBoxBytes + channels * (kTapBytes + (biases != nullptr ? 2 : 0)));
+      mbarrier_arrive_expect_tx(barrier, kBoxBytes + channels * (kTapBytes + (biases != nullptr ? 2 : 0)));
       tma_load<4>(to, args.x_map, barrier, {first, left, top, at.n});
       bulk_load(to + kTapsAt, taps + first * kTapBytes, channels * kTapBytes, barrier);
       if (biases != nullptr) bulk_load(to + kBiasesAt, biases + first * 2, channels * 2, barrier);
@@ -53,9 +53,9 @@ __device__ __forceinline__ void load_boxes(const HopperSeparableArgs& args, cons
 __device__ __forceinline__ void load_weights(const HopperSeparableArgs& args, const Place& place) {
   Turning ring(1);
   auto load = [&](int chunk, int slice) {
-    arrive_and_expect_tx(place.w_full(ring.at), kWeightBytes);
+    mbarrier_arrive_expect_tx(place.w_full(ring.at), kWeightBytes);
     tma_load<2>(place.weights + ring.at * kWeightBytes, args.w1_map, place.w_full(ring.at),
-                 {chunk * kChunk, slice * kOutputs}, kKeepMost);
+                 {chunk * kChunk, slice * kOutputs}, kEvictLast);
     ring.step(place.w_stages);
   };
   if (args.resident) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ void load_weights(const HopperSeparableArgs& args, co
     const int slice = ItemAt(args, item).slice;
 #pragma unroll 1
     for (int chunk = 0; chunk < args.chunks; ++chunk) {
-      wait_barrier(place.w_free(ring.at), ring.parity);
+      mbarrier_wait(place.w_free(ring.at), ring.parity);
       load(chunk, slice);
     }
   }
@@ -86,14 +86,14 @@ __device__ __forceinline__ void make_middles(const HopperSeparableArgs& args, co
 #pragma unroll 1
     for (int chunk = 0; chunk < args.chunks; ++chunk) {
       if (turn == team) {
-        wait_barrier(place.middle_free(middle.at), middle.parity);
-        wait_barrier(place.x_full(ring.at), ring.parity);
+        mbarrier_wait(place.middle_free(middle.at), middle.parity);
+        mbarrier_wait(place.x_full(ring.at), ring.parity);
         maker.make(chunk, ring.at, middle.at);
-        publish_shared();
+        fence_proxy_async();
         __syncwarp();
         if (lane == 0) {
-          arrive(place.x_free(ring.at));
-          arrive(place.made(middle.at));
+          mbarrier_arrive(place.x_free(ring.at));
+          mbarrier_arrive(place.made(middle.at));
         }
       }
       if (++turn == kTeams) turn = 0;
@@ -121,13 +121,13 @@ __device__ __forceinline__ void stage_sums(const float (&sum)[kFragments][4], u3
 #pragma unroll
   for (int j = 0; j + 1 < kFragments; j += 2) {
     const u32 words[4] = {
-        narrow_two<T>(sum[j][0], sum[j][1]), narrow_two<T>(sum[j][2], sum[j][3]),
-        narrow_two<T>(sum[j + 1][0], sum[j + 1][1]), narrow_two<T>(sum[j + 1][2], sum[j + 1][3])};
+        narrow_x2<T>(sum[j][0], sum[j][1]), narrow_x2<T>(sum[j][2], sum[j][3]),
+        narrow_x2<T>(sum[j + 1][0], sum[j + 1][1]), narrow_x2<T>(sum[j + 1][2], sum[j + 1][3])};
     stmatrix_trans(to + (j + (lane >> 4)) * 1024, words);
   }
   if constexpr (kFragments % 2 != 0) {
     constexpr int j = kFragments - 1;
-    const u32 words[2] = {narrow_two<T>(sum[j][0], sum[j][1]), narrow_two<T>(sum[j][2], sum[j][3])};
+    const u32 words[2] = {narrow_x2<T>(sum[j][0], sum[j][1]), narrow_x2<T>(sum[j][2], sum[j][3])};
     stmatrix_trans(to + j * 1024, words);
   }
 }
@@ -137,9 +137,9 @@ __device__ __forceinline__ void consume(const HopperSeparableArgs& args, const P
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
   const bool first = threadIdx.x % 128 == 0;  // it starts the stores
   const u64 weights =
-      operand_along_k<kRowBytes>(place.weights + group / kSharers * kParts * 64 * kRowBytes);
+      k_major_descriptor<kRowBytes>(place.weights + group / kSharers * kParts * 64 * kRowBytes);
   const u64 middles =
-      operand_along_k<kRowBytes>(place.middle + group % kSharers * kOwnPixels * kRowBytes);
+      k_major_descriptor<kRowBytes>(place.middle + group % kSharers * kOwnPixels * kRowBytes);
   const u32 staging = place.staging + group * kStagingBytes;
   const T* const bias1 = static_cast<const T*>(args.bias1);
   Turning ring(0), middle(0);
@@ -150,34 +150,34 @@ __device__ __forceinline__ void consume(const HopperSeparableArgs& args, const P
     bool under_way = false;
     auto release = [&] {
       if (lane != 0) return;
-      if (!args.resident) arrive(place.w_free(w_before));
-      arrive(place.middle_free(middle_before));
+      if (!args.resident) mbarrier_arrive(place.w_free(w_before));
+      mbarrier_arrive(place.middle_free(middle_before));
     };
 #pragma unroll 1
     for (int chunk = 0; chunk < args.chunks; ++chunk) {
-      wait_barrier(place.w_full(ring.at), ring.parity);
+      mbarrier_wait(place.w_full(ring.at), ring.parity);
       const u32 made = place.made(middle.at);
       // Those who make the next chunk may wait for this one's place.
-      if (under_way && __shfl_sync(0xffffffff, test_wait(made, middle.parity), 0) == 0) {
-        wait_products<0>();
+      if (under_way && __shfl_sync(0xffffffff, mbarrier_test_wait(made, middle.parity), 0) == 0) {
+        wgmma_wait<0>();
         release();
         under_way = false;
       }
-      wait_barrier(made, middle.parity);
-      begin_products();
-      const u64 a = advance(weights, ring.at * kWeightBytes);
-      const u64 b = advance(middles, middle.at * kMiddleBytes);
+      mbarrier_wait(made, middle.parity);
+      wgmma_fence();
+      const u64 a = advance_descriptor(weights, ring.at * kWeightBytes);
+      const u64 b = advance_descriptor(middles, middle.at * kMiddleBytes);
 #pragma unroll
       for (int i = 0; i < kRowBytes / 32; ++i) {
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
-          multiply<T>(sums[part], advance(a, part * 64 * kRowBytes + i * 32), advance(b, i * 32),
-                      i > 0 ? 1 : chunk > 0);
+          wgmma<T>(sums[part], advance_descriptor(a, part * 64 * kRowBytes + i * 32),
+                   advance_descriptor(b, i * 32), i > 0 ? 1 : chunk > 0);
         }
       }
-      commit_products();
+      wgmma_commit();
       if (under_way) {
-        wait_products<1>();
+        wgmma_wait<1>();
         release();
       }
       under_way = true;
@@ -188,9 +188,9 @@ __device__ __forceinline__ void consume(const HopperSeparableArgs& args, const P
       middle.step(kMiddles);
     }
     const ItemAt at(args, item);
-    wait_products<0>();
+    wgmma_wait<0>();
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) hold_sums(sums[part]);
+    for (int part = 0; part < kParts; ++part) fence_accumulators(sums[part]);
     release();
     __syncwarp();
 #pragma unroll
@@ -212,10 +212,10 @@ __device__ __forceinline__ void consume(const HopperSeparableArgs& args, const P
         }
       }
       if (first) tma_store_wait_read<0>();  // what was staged before
-      wait_at(1 + group, 128);
+      named_barrier_sync(1 + group, 128);
       stage_sums(sums[part], staging);
-      publish_shared();
-      wait_at(1 + group, 128);
+      fence_proxy_async();
+      named_barrier_sync(1 + group, 128);
       if (first) {
         const int row = at.row + group % kSharers * (kTileH / kSharers);
         tma_store<4>(args.y_map, staging, {channel, at.column, row, at.n});
@@ -242,30 +242,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       prefetch_tensor_map(args.w1_map);
       prefetch_tensor_map(args.y_map);
       for (int i = 0; i < kMiddles; ++i) {
-        init_barrier(place.made(i), kMakers);
-        init_barrier(place.middle_free(i), kConsumers);
+        mbarrier_init(place.made(i), kMakers);
+        mbarrier_init(place.middle_free(i), kConsumers);
       }
       for (int i = 0; i < args.x_stages; ++i) {
-        init_barrier(place.x_full(i), 1);
-        init_barrier(place.x_free(i), kMakers);
+        mbarrier_init(place.x_full(i), 1);
+        mbarrier_init(place.x_free(i), kMakers);
       }
       for (int i = 0; i < args.w_stages; ++i) {
-        init_barrier(place.w_full(i), 1);
-        init_barrier(place.w_free(i), kConsumers);
+        mbarrier_init(place.w_full(i), 1);
+        mbarrier_init(place.w_free(i), kConsumers);
       }
-      fence_barrier_init();
+      fence_mbarrier_init();
     }
     __syncwarp();
   }
   __syncthreads();
   if (group < kGroups) {
-    take_registers<CONSUMERS>();
+    setmaxnreg_inc<CONSUMERS>();
     consume(args, place, group);
   } else if (group < kGroups + 2) {
-    leave_registers<MAKERS>();
+    setmaxnreg_dec<MAKERS>();
     make_middles(args, place, warp - kConsumers);
   } else {
-    leave_registers<LOADERS>();
+    setmaxnreg_dec<LOADERS>();
     if (warp % 4 == 0 && elect_one()) load_boxes(args, place);
     if (warp % 4 == 1 && elect_one()) load_weights(args, place);
   }

@@ -8,7 +8,7 @@ from math import prod
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import TileMap, pack_maps
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.fused.hopper_separable_tiles import (
     TILES,
     Schedule,
@@ -136,11 +136,11 @@ class HopperSeparable:
         return [_instance(tile, dtype) for tile in self._tiles for dtype in DTYPES]
 
 
-def _results(second: ConvWork, tile: SeparableTile) -> TileMap:
+def _results(second: ConvWork, tile: SeparableTile) -> TiledMap:
     """64 outputs of a group's pixels."""
     n, _, _, _, h, w = second.y.strides
     item = second.y.dtype.itemsize
-    return TileMap(
+    return TiledMap(
         second.y.dtype,
         (second.out_channels, second.output[2], second.output[1], second.batch),
         tuple(max(stride * item, 16) for stride in (w, h, n)),
@@ -149,9 +149,9 @@ def _results(second: ConvWork, tile: SeparableTile) -> TileMap:
     )
 
 
-def _rows(operand: Operand, channels: int, outputs: int, tile: SeparableTile) -> TileMap:
+def _rows(operand: Operand, channels: int, outputs: int, tile: SeparableTile) -> TiledMap:
     """A chunk of the pointwise weights of a block's outputs."""
-    return TileMap(
+    return TiledMap(
         operand.dtype,
         (channels, outputs),
         (max(operand.strides[1] * operand.dtype.itemsize, 16),),
@@ -160,11 +160,11 @@ def _rows(operand: Operand, channels: int, outputs: int, tile: SeparableTile) ->
     )
 
 
-def _boxes(first: ConvWork, tile: SeparableTile) -> TileMap:
+def _boxes(first: ConvWork, tile: SeparableTile) -> TiledMap:
     """A tile's pixels of the input, with their halo."""
     n, _, _, _, h, w = first.x.strides
     item = first.x.dtype.itemsize
-    return TileMap(
+    return TiledMap(
         first.x.dtype,
         (first.groups, first.input[2], first.input[1], first.batch),
         tuple(max(stride * item, 16) for stride in (w, h, n)),

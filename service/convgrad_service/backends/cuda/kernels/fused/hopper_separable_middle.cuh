@@ -49,7 +49,7 @@ struct Maker {
   }
 
   __device__ __forceinline__ void store(u32 to, int pixel, float (&sum)[2]) const {
-    store_word(written[pixel & 7] + to + pixel * kRowBytes, narrow_two<T>(sum[0], sum[1]));
+    st_shared_u32(written[pixel & 7] + to + pixel * kRowBytes, narrow_x2<T>(sum[0], sum[1]));
   }
 
   // This lane's part of a chunk, from a stage of the ring to one of the places.
@@ -61,7 +61,7 @@ struct Maker {
     if (there) {
       u32 words[9];
 #pragma unroll
-      for (int i = 0; i < 9; ++i) words[i] = load_word(taps + i * 4);
+      for (int i = 0; i < 9; ++i) words[i] = ld_shared_u32(taps + i * 4);
       // The first channel's taps, then the second one's.
       float flat[9][2];
 #pragma unroll
@@ -71,7 +71,7 @@ struct Maker {
         weight[tap][0] = flat[tap / 2][tap % 2];
         weight[tap][1] = flat[(tap + 9) / 2][(tap + 9) % 2];
       }
-      if (args.bias0 != nullptr) widen_both(bias, load_word(stage_at + kBiasesAt + pair * 4));
+      if (args.bias0 != nullptr) widen_both(bias, ld_shared_u32(stage_at + kBiasesAt + pair * 4));
     } else {
 #pragma unroll
       for (int tap = 0; tap < 9; ++tap) weight[tap][0] = weight[tap][1] = 0;
@@ -118,7 +118,7 @@ struct Maker {
 #pragma unroll
     for (int h = 0; h < kAhead; ++h) {
 #pragma unroll
-      for (int i = 0; i < kReadW; ++i) next[h][i] = load_word(box + (h * kBoxW + i) * kRowBytes);
+      for (int i = 0; i < kReadW; ++i) next[h][i] = ld_shared_u32(box + (h * kBoxW + i) * kRowBytes);
     }
 #pragma unroll
     for (int h = 0; h < kReadH; ++h) {
@@ -128,7 +128,7 @@ struct Maker {
       if (h + kAhead < kReadH) {
 #pragma unroll
         for (int i = 0; i < kReadW; ++i) {
-          next[h % kAhead][i] = load_word(box + ((h + kAhead) * kBoxW + i) * kRowBytes);
+          next[h % kAhead][i] = ld_shared_u32(box + ((h + kAhead) * kBoxW + i) * kRowBytes);
         }
       }
 #pragma unroll

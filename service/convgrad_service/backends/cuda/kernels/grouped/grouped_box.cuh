@@ -148,7 +148,7 @@ struct Copier {
 #pragma unroll 2
           for (int j = row; j < box.extent[2]; j += box.rows_at_once) {
             const bool inside = there && static_cast<u32>(h) < static_cast<u32>(size[1]);
-            copy_async<16>(target, inside ? at : lane, inside ? 16 : 0);
+            cp_async<16>(target, inside ? at : lane, inside ? 16 : 0);
             at += next_row;
             target += box.rows_at_once * row_pitch;
             h += next_h;
@@ -174,13 +174,13 @@ __device__ __forceinline__ void copy_weights(char* to, const T* from, int channe
   const u32 limit = channels, at = shared_address(to);
   if (vector == kCount) {
     const bool there = static_cast<u32>(channel) < limit;
-    copy_async<16>(at, there ? from + channel : from, there ? 16 : 0);
+    cp_async<16>(at, there ? from + channel : from, there ? 16 : 0);
   } else if (vector * 2 == kCount) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int c = channel + i * (kCount / 2);
       const bool there = static_cast<u32>(c) < limit;
-      copy_async<8>(at + i * 8, there ? from + c : from, there ? 8 : 0);
+      cp_async<8>(at + i * 8, there ? from + c : from, there ? 8 : 0);
     }
   } else {
     union {
@@ -198,11 +198,11 @@ __device__ __forceinline__ void copy_weights(char* to, const T* from, int channe
 
 // Two neighbouring results, rounded.
 template <class T>
-__device__ __forceinline__ void store_pair(T* to, float first, float second) {
+__device__ __forceinline__ void st_shared_v2(T* to, float first, float second) {
   if constexpr (sizeof(T) == 4) {
     *reinterpret_cast<float2*>(to) = make_float2(first, second);
   } else {
-    *reinterpret_cast<u32*>(to) = narrow_two<T>(first, second);
+    *reinterpret_cast<u32*>(to) = narrow_x2<T>(first, second);
   }
 }
 

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
-from convgrad_service.backends.cuda.kernels.core.gather_axes import MAX_PHASES, Axis, Phase, axis_of
+from convgrad_service.backends.cuda.kernels.core.gather_axes import (
+    MAX_PHASES,
+    Axis,
+    Phase,
+    gather_axis,
+)
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
@@ -74,9 +79,12 @@ class LatticeAxis:
 
 
 def lattice_axis(work: ConvWork, dim: int) -> LatticeAxis:
-    """Phases finer than `axis_of`'s where taps lie apart: the positions of one meet neighbouring
-    points of a lattice, so that a box of the source holds nothing that no tap meets."""
-    axis = axis_of(work, dim)
+    """Split the phases of `gather_axis` further where taps are not adjacent.
+
+    The positions of one phase then read adjacent lattice points, and a box of the source holds no
+    unused element.
+    """
+    axis = gather_axis(work, dim)
     spread = abs(axis.x_tap) // gcd(axis.x_step, axis.x_tap)
     if work.kernel[dim] == 1:
         return LatticeAxis(axis, 1)

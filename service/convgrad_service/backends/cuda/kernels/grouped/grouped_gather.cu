@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     }
   };
   copy(blockIdx.x, spots[0], box_at);
-  commit_copies();
+  cp_async_commit();
 
   // Steps of two chunks; where their number is odd, the last one meets the tap of zeros.
   const int met = args.own ? args.x_channels / kChunk : x_chunks;  // of a tap, by one result
@@ -208,8 +208,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #pragma unroll 1
   for (int index = blockIdx.x; index < boxes; index += gridDim.x) {
     copy(index + gridDim.x, spots[turn == 2 ? 0 : turn + 1], next_at);
-    commit_copies();
-    wait_copies<1>();
+    cp_async_commit();
+    cp_async_wait<1>();
     __syncthreads();
     const Spot& spot = spots[turn];
     if (thread == kThreads - 1) {

@@ -123,8 +123,8 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
 #pragma unroll
         for (int j = 0; j < NF; ++j) {
           const u32 at = word_b + s * from.merge_bytes + j * from.column_bytes;
-          b[s * NF + j][0] = load_word(at + near);
-          b[s * NF + j][1] = load_word(at + far);
+          b[s * NF + j][0] = ld_shared_u32(at + near);
+          b[s * NF + j][1] = ld_shared_u32(at + far);
         }
       }
     } else {
@@ -134,9 +134,9 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
         u32 four[4];
         const u32 at = lane_b + b_offset + (PACK == 2 ? 0 : j * from.column_bytes);
         if constexpr (ACROSS) {
-          load_matrices_transposed(four, at);
+          ldmatrix_trans(four, at);
         } else {
-          load_matrices(four, at);
+          ldmatrix(four, at);
         }
         b[j][0] = four[0], b[j][1] = four[1], b[j + 1][0] = four[2], b[j + 1][1] = four[3];
       }
@@ -150,7 +150,7 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
 #pragma unroll
       for (int s = 0; s < PACK; ++s) {
         u32 a[4];
-        load_matrices(a, from_a[f] + a_offset + s * from.x_merge_bytes);
+        ldmatrix(a, from_a[f] + a_offset + s * from.x_merge_bytes);
         if constexpr (kSize == 4) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) a[e] = to_tf32(a[e]);
@@ -194,13 +194,13 @@ __device__ __forceinline__ void multiply_windows(float (&sum)[PACK][kWindows * 2
       u32 b[9], near[4], far[4], last_tap[1];
       const u32 b_at = from.weights + s * from.merge_bytes + b_plane + of.tap;
       if constexpr (ACROSS) {
-        load_matrices_transposed(near, b_at);
-        load_matrices_transposed(far, b_at + of.next_tap);
-        load_matrices_transposed(last_tap, b_at + 2 * of.next_tap);
+        ldmatrix_trans(near, b_at);
+        ldmatrix_trans(far, b_at + of.next_tap);
+        ldmatrix_trans(last_tap, b_at + 2 * of.next_tap);
       } else {
-        load_matrices(near, b_at);
-        load_matrices(far, b_at + of.next_tap);
-        load_matrices(last_tap, b_at + 2 * of.next_tap);
+        ldmatrix(near, b_at);
+        ldmatrix(far, b_at + of.next_tap);
+        ldmatrix(last_tap, b_at + 2 * of.next_tap);
       }
 #pragma unroll
       for (int e = 0; e < 4; ++e) b[e] = near[e], b[4 + e] = far[e];
@@ -210,9 +210,9 @@ __device__ __forceinline__ void multiply_windows(float (&sum)[PACK][kWindows * 2
         const u32 a_at = corner[v] + a_plane + s * 16;
         u32 pair[3][4], third[4], last[2];
 #pragma unroll
-        for (int i = 0; i < 3; ++i) load_matrices(pair[i], a_at + of.pair + i * 2 * of.row);
-        load_matrices(third, a_at + of.third);
-        load_matrices(last, a_at + of.third + 4 * of.row);
+        for (int i = 0; i < 3; ++i) ldmatrix(pair[i], a_at + of.pair + i * 2 * of.row);
+        ldmatrix(third, a_at + of.third);
+        ldmatrix(last, a_at + of.third + 4 * of.row);
         const u32 thirds[6] = {third[0], third[1], third[2], third[3], last[0], last[1]};
 #pragma unroll
         for (int r = 0; r < 3; ++r) {
@@ -245,8 +245,8 @@ __device__ __forceinline__ void put(const float (&sum)[PACK][kRows][NF][4], int 
     for (int j = 0; j < NF; ++j) {
       const int swap = kSwapped && sizeof(To) == 2 ? lane >> 4 : 0;
       To* const at = to + lane / 4 * pitch + ((s * NF + j) ^ swap) * 8 + lane % 4 * 2;
-      store_pair(at, sum[s][f][j][0], sum[s][f][j][1]);
-      store_pair(at + 8 * pitch, sum[s][f][j][2], sum[s][f][j][3]);
+      st_shared_v2(at, sum[s][f][j][0], sum[s][f][j][1]);
+      st_shared_v2(at + 8 * pitch, sum[s][f][j][2], sum[s][f][j][3]);
     }
   }
 }

@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
       walk.next(args.tiles);
       if (walk.n >= args.tiles[0]) walk.n -= args.tiles[0], ++phase;
     }
-    commit_copies();
+    cp_async_commit();
   };
   copy(begin, 0);
 
@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   for (int index = begin; index < end; ++index) {
     const int stage = (index - begin) & 1;
     copy(index + 1, stage ^ 1);
-    wait_copies<1>();
+    cp_async_wait<1>();
     __syncthreads();
     if (busy) {
       const u32 x_box = boxes_at + stage * args.stage_bytes;
@@ -188,8 +188,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
                           : x_at + eighth * x_row + 2 * args.x_box.pitch;
         u32 rows_x[4][3];
         u32 near[4], far[4];
-        load_matrices_transposed(near, near_at);
-        load_matrices_transposed(far, of_y ? x_at : far_at);
+        ldmatrix_trans(near, near_at);
+        ldmatrix_trans(far, of_y ? x_at : far_at);
         rows_x[2][0] = near[0], rows_x[2][1] = near[1], rows_x[2][2] = far[0];
         rows_x[3][0] = near[2], rows_x[3][1] = near[3], rows_x[3][2] = far[1];
         near_at += 2 * x_row;
@@ -200,8 +200,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
           for (int tap = 0; tap < 3; ++tap) {
             rows_x[0][tap] = rows_x[2][tap], rows_x[1][tap] = rows_x[3][tap];
           }
-          load_matrices_transposed(near, near_at);
-          load_matrices_transposed(far, far_at);
+          ldmatrix_trans(near, near_at);
+          ldmatrix_trans(far, far_at);
           near_at += 2 * x_row;
           far_at += next;
           rows_x[2][0] = near[0], rows_x[2][1] = near[1], rows_x[2][2] = far[0];
@@ -248,16 +248,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
           for (int j = 0; j < NF - 1; j += 2) {
             u32 four[4];
-            load_matrices_transposed(four, y_lane + (j + (lane >> 4)) * 16);
+            ldmatrix_trans(four, y_lane + (j + (lane >> 4)) * 16);
             b[j][0] = four[0], b[j][1] = four[1], b[j + 1][0] = four[2], b[j + 1][1] = four[3];
           }
-          if constexpr (NF % 2 == 1) load_matrices_transposed(b[NF - 1], y_lane + (NF - 1) * 16);
+          if constexpr (NF % 2 == 1) ldmatrix_trans(b[NF - 1], y_lane + (NF - 1) * 16);
         } else {
           const u32 y_lane = y_box + (pixel + (lane & 3)) * args.y_box.pitch + (lane >> 2) * 4;
 #pragma unroll
           for (int j = 0; j < NF; ++j) {
-            b[j][0] = to_tf32(load_word(y_lane + j * 32));
-            b[j][1] = to_tf32(load_word(y_lane + j * 32 + 4 * args.y_box.pitch));
+            b[j][0] = to_tf32(ld_shared_u32(y_lane + j * 32));
+            b[j][1] = to_tf32(ld_shared_u32(y_lane + j * 32 + 4 * args.y_box.pitch));
           }
         }
         u32 x_lane[kSize == 4 ? 2 : 1];
@@ -271,11 +271,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
         for (int i = 0; i < MT; ++i) {
           u32 a[4];
           if constexpr (kSize == 2) {
-            load_matrices_transposed(a, x_lane[0] + row_offset[i][0]);
+            ldmatrix_trans(a, x_lane[0] + row_offset[i][0]);
           } else {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-              a[e] = to_tf32(load_word(x_lane[e >> 1] + row_offset[i][e & 1]));
+              a[e] = to_tf32(ld_shared_u32(x_lane[e >> 1] + row_offset[i][e & 1]));
             }
           }
 #pragma unroll
@@ -287,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     }
     __syncthreads();
   }
-  wait_copies<0>();
+  cp_async_wait<0>();
   launch_dependent_grids();
 
   // The warps of one item add up, in order.

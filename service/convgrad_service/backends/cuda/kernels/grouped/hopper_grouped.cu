@@ -84,7 +84,7 @@ struct Loader {
         const int corner[4] = {static_cast<int>(blockIdx.x) * 64, next.column + args.first[1],
                                next.source_row + row, next.image};
         const u32 full = shared.full + 8 * stage.at;
-        arrive_and_expect_tx(full, args.stage_bytes);
+        mbarrier_arrive_expect_tx(full, args.stage_bytes);
         tma_load(shared.ring + stage.at * args.stage_bytes, args.x_map, full, corner);
         stage.advance(args.stages);
         --room;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void copy_all(const HopperGroupedArgs& args, const Sh
     const int boxes = (at.source_rows + args.box_rows - 1) / args.box_rows;
     int consumed = 0;
     for (int row = 0; row < at.rows; row += args.slot_rows, slot.advance(args.slots)) {
-      wait_barrier(shared.done + 8 * slot.at, slot.parity);
+      mbarrier_wait(shared.done + 8 * slot.at, slot.parity);
       const int corner[4] = {static_cast<int>(blockIdx.x) * 64, at.column, at.row + row, at.image};
       tma_store(args.y_map, shared.slots + slot.at * args.slot_bytes, corner);
       tma_store_commit();
@@ -119,7 +119,7 @@ __device__ __forceinline__ void copy_all(const HopperGroupedArgs& args, const Sh
       consumed = now;
       loader.load(args, shared);
       tma_store_wait_read<0>();
-      arrive(shared.empty + 8 * slot.at);
+      mbarrier_arrive(shared.empty + 8 * slot.at);
     }
   }
 }
@@ -178,9 +178,9 @@ __device__ __forceinline__ void add_row(Sums& last, Sums& middle, Sums& first, c
       u32 pair[kTogether][4], third[kTogether * 2];
 #pragma unroll
       for (int j = 0; j < kTogether; ++j) {
-        load_matrices(pair[j], tile + j * kTileBytes + places.source[0]);
+        ldmatrix(pair[j], tile + j * kTileBytes + places.source[0]);
       }
-      load_matrices(third, tile + places.third);
+      ldmatrix(third, tile + places.third);
 #pragma unroll
       for (int r = 0; r < 3; ++r) {
         Sums& sum = r == 0 ? first : r == 1 ? middle : last;
@@ -201,7 +201,7 @@ __device__ __forceinline__ void add_row(Sums& last, Sums& middle, Sums& first, c
         for (int c = 0; c < kChunks; c += 2) {
           u32 a[4];
           // A group's first chunk is a multiple of kChunks.
-          load_matrices(a, tile + (places.source[s] ^ c << 4));
+          ldmatrix(a, tile + (places.source[s] ^ c << 4));
 #pragma unroll
           for (int r = 0; r < 3; ++r) {
             Sums& sum = r == 0 ? first : r == 1 ? middle : last;
@@ -226,8 +226,8 @@ __device__ __forceinline__ void put_row(const Sums& sum, const Places& places, u
 #pragma unroll
       for (int f = 0; f < kFrags; ++f) {
         const float(&four)[4] = sum[i + j][f];
-        both[j][f][0] = narrow_two<T>(four[0], four[1]);
-        both[j][f][1] = narrow_two<T>(four[2], four[3]);
+        both[j][f][0] = narrow_x2<T>(four[0], four[1]);
+        both[j][f][1] = narrow_x2<T>(four[2], four[3]);
       }
     }
     const u32(&other)[2] = both[kTogether - 1][kFrags - 1];
@@ -251,17 +251,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     const bool chosen = elect_one();
     Loader loader(args);
     if (chosen) {
-      for (int i = 0; i < args.stages; ++i) init_barrier(shared.full + 8 * i, 1);
-      fence_barrier_init();
+      for (int i = 0; i < args.stages; ++i) mbarrier_init(shared.full + 8 * i, 1);
+      fence_mbarrier_init();
       loader.load(args, shared);
       for (int i = 0; i < args.slots; ++i) {
-        init_barrier(shared.done + 8 * i, kWorkers);
-        init_barrier(shared.empty + 8 * i, 1);
+        mbarrier_init(shared.done + 8 * i, kWorkers);
+        mbarrier_init(shared.empty + 8 * i, 1);
       }
-      fence_barrier_init();
+      fence_mbarrier_init();
     }
     __syncwarp();
-    pass_by(kReady, kThreads);
+    named_barrier_arrive(kReady, kThreads);
     if (chosen) copy_all(args, shared, loader);
     return;
   }
@@ -291,8 +291,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   }
   const Places places(args, part, team);
   const int row_bytes = args.row_pixels * kPixelBytes;
-  if constexpr (kCopied) wait_copies<0>();
-  wait_at(kReady, kThreads);
+  if constexpr (kCopied) cp_async_wait<0>();
+  named_barrier_sync(kReady, kThreads);
   if constexpr (kCopied) {
     take_weights<kChannels, ACROSS>(part.x_chunk, part.y_chunk, shared.weights, w);
   }
@@ -301,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   int box_left = 0, slot_left = args.slot_rows;  // rows, in this box and in this slot
   u32 from = 0, to = shared.slots;
   const auto next_box = [&] {
-    wait_barrier(shared.full + 8 * stage.at, stage.parity);
+    mbarrier_wait(shared.full + 8 * stage.at, stage.parity);
     from = shared.ring + stage.at * args.stage_bytes;
     stage.advance(args.stages);
     box_left = args.box_rows;
@@ -315,11 +315,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       put_row(sum, places, to);
       to += args.result_row;
       if (--slot_left == 0 || row + 1 == rows) {
-        publish_shared();
+        fence_proxy_async();
         __syncwarp();
-        if (lane == 0) arrive(shared.done + 8 * slot.at);
+        if (lane == 0) mbarrier_arrive(shared.done + 8 * slot.at);
         slot.advance(args.slots);
-        wait_barrier(shared.empty + 8 * slot.at, slot.parity ^ 1);
+        mbarrier_wait(shared.empty + 8 * slot.at, slot.parity ^ 1);
         to = shared.slots + slot.at * args.slot_bytes;
         slot_left = args.slot_rows;
       }

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import TileMap, pack_maps
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_cuts import (
     BARRIER_BYTES,
@@ -180,11 +180,11 @@ def _follow(work: ConvWork) -> bool:
 
 def _map(
     work: ConvWork, operand: Operand, size: tuple[int, int], box: tuple[int, int, int]
-) -> TileMap:
+) -> TiledMap:
     """Of so many columns, rows and images at once."""
     n, _, _, _, h, w = operand.strides
     item = operand.dtype.itemsize
-    return TileMap(
+    return TiledMap(
         dtype=operand.dtype,
         sizes=(work.groups * work.in_channels, size[1], size[0], work.batch),
         strides=tuple(max(stride * item, 16) for stride in (w, h, n)),

@@ -58,13 +58,13 @@ struct Loader {
 
   // A stage's barriers.
   __device__ __forceinline__ void make(int i) const {
-    init_barrier(full + i * 8, 1);
-    init_barrier(empty + i * 8, 4);
-    fence_barrier_init();
+    mbarrier_init(full + i * 8, 1);
+    mbarrier_init(empty + i * 8, 4);
+    fence_mbarrier_init();
   }
   __device__ __forceinline__ void load(const Tile& tile) {
     const u32 barrier = full + stage * 8;
-    arrive_and_expect_tx(barrier, bytes);
+    mbarrier_arrive_expect_tx(barrier, bytes);
     const int at[4] = {channel, tile.q() - (of_x ? args.pad[1] : 0),
                        tile.h() + (of_x ? 0 : args.pad[0] - (kTaps - 1)), tile.image()};
     tma_load(to + stage * args.stage_bytes, map, barrier, at);
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncwarp();
   if (warpgroup == kGroups) {
-    leave_registers<56>();
+    setmaxnreg_dec<56>();
     int index = tiles.begin + 1;
     if (copies) {
 #pragma unroll 1
@@ -115,21 +115,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
     }
     __syncwarp();
-    wait_at(kStart, kThreads);
+    named_barrier_sync(kStart, kThreads);
     if (copies) {
 #pragma unroll 1
       for (; index < tiles.end; ++index) {
         tile.next();
-        wait_barrier(loader.empty + loader.stage * 8, loader.parity);
+        mbarrier_wait(loader.empty + loader.stage * 8, loader.parity);
         loader.load(tile);
       }
     }
     return;
   }
 
-  take_registers<224>();
+  setmaxnreg_inc<224>();
   u32* const word = args.met + slice;
-  if (thread == 0 && shares > 1) begin_party(word);
+  if (thread == 0 && shares > 1) rendezvous_begin(word);
   Sums sum;
   const auto clear = [](float (&one)[4]) { one[0] = one[1] = one[2] = one[3] = 0; };
 #pragma unroll
@@ -137,17 +137,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
   for (auto& one : sum.last) clear(one);
   // A row of x at two taps along W; `a_more` makes it two rows of x.
-  const u64 a_first = operand_along_mn<kBytes>(ring, kBytes, args.x_eight);
+  const u64 a_first = mn_major_descriptor<kBytes>(ring, kBytes, args.x_eight);
   const u64 a_more = static_cast<u64>((args.x_row - kBytes) >> 4) << 16;
-  const u64 b_first = operand_along_mn<kBytes>(ring + args.y_at, args.y_row, args.y_eight);
+  const u64 b_first = mn_major_descriptor<kBytes>(ring + args.y_at, args.y_row, args.y_eight);
   auto hold = [&] {
-    hold_sums(sum.pairs);
-    hold_sums(sum.last);
+    fence_accumulators(sum.pairs);
+    fence_accumulators(sum.last);
   };
   auto release = [&](int stage) {
     if (lane == 0) {
-      arrive(empty + stage * 8);
-      arrive(empty + kOther + stage * 8);
+      mbarrier_arrive(empty + stage * 8);
+      mbarrier_arrive(empty + kOther + stage * 8);
     }
   };
   hold();
@@ -160,9 +160,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             make_uint4(0, 0, 0, 0);
       }
     }
-    publish_shared();
+    fence_proxy_async();
   }
-  wait_at(kStart, kThreads);
+  named_barrier_sync(kStart, kThreads);
   int stage = 0, last = -1;
   u32 parity = 0;
   for (int index = tiles.begin; index < tiles.end; ++index, tile.next()) {
@@ -173,9 +173,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const int images = min(args.images, args.batch - tile.image());
       const u32 at = stage * args.stage_bytes >> 4;
       u64 a_image = a_first + at, b_image = b_first + at;
-      wait_barrier(full + stage * 8, parity);
-      wait_barrier(full + kOther + stage * 8, parity);
-      begin_products();
+      mbarrier_wait(full + stage * 8, parity);
+      mbarrier_wait(full + kOther + stage * 8, parity);
+      wgmma_fence();
 #pragma unroll 1
       for (int image = 0; image < images; ++image) {
         u64 a_outer = a_image, b_outer = b_image;
@@ -184,24 +184,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           u64 a = a_outer, b = b_outer;
 #pragma unroll 1
           for (int i = 0; i < args.inner; ++i) {
-            multiply<T, kAlongMn, kAlongMn>(sum.pairs, a, b, 1);
-            multiply<T, kAlongMn, kAlongMn>(sum.pairs, advance(a, args.x_row), advance(b, args.y_row), 1);
-            multiply<T, kAlongMn, kAlongMn>(sum.last, advance(a + a_more, 2 * kBytes), b, 1);
+            wgmma<T, kMajorMn, kMajorMn>(sum.pairs, a, b, 1);
+            wgmma<T, kMajorMn, kMajorMn>(sum.pairs, advance_descriptor(a, args.x_row),
+                                         advance_descriptor(b, args.y_row), 1);
+            wgmma<T, kMajorMn, kMajorMn>(sum.last, advance_descriptor(a + a_more, 2 * kBytes), b, 1);
             // A group each: one that ends behind a loop ends when all of it is over.
-            commit_products();
+            wgmma_commit();
             if (last >= 0) {
-              wait_products<1>();
+              wgmma_wait<1>();
               release(last);
               last = -1;
             }
-            a = advance(a, args.inner_bytes);
-            b = advance(b, args.inner_bytes);
+            a = advance_descriptor(a, args.inner_bytes);
+            b = advance_descriptor(b, args.inner_bytes);
           }
-          a_outer = advance(a_outer, args.x_outer);
-          b_outer = advance(b_outer, args.y_outer);
+          a_outer = advance_descriptor(a_outer, args.x_outer);
+          b_outer = advance_descriptor(b_outer, args.y_outer);
         }
-        a_image = advance(a_image, args.x_image);
-        b_image = advance(b_image, args.y_image);
+        a_image = advance_descriptor(a_image, args.x_image);
+        b_image = advance_descriptor(b_image, args.y_image);
       }
       last = stage;
     }
@@ -209,10 +210,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   // How many blocks of the slice have begun, asked for beside the last products.
   u32 begun = 0;
-  if (thread == 0 && shares > 1) begun = begun_by_now(word);
-  wait_products<0>();
+  if (thread == 0 && shares > 1) begun = rendezvous_begun(word);
+  wgmma_wait<0>();
   hold();
-  wait_at(kRead, kSummers);  // all of the block have read the ring
+  named_barrier_sync(kRead, kSummers);  // all of the block have read the ring
   float4* const room = reinterpret_cast<float4*>(base);
   float4 own[kOwn] = {};
   const Summer of(warp);

@@ -10,7 +10,7 @@ from typing import Any
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import TileMap, pack_maps
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import why_not_counted
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.structures import structure
@@ -291,11 +291,11 @@ def _args(work: ConvWork, boxes: _Boxes, splits: int, device: CudaDevice) -> Any
     return args
 
 
-def _maps(boxes: _Boxes) -> tuple[TileMap, TileMap]:
+def _maps(boxes: _Boxes) -> tuple[TiledMap, TiledMap]:
     """Of the input and of grad_output: channels, W, H, images."""
     work = boxes.work
 
-    def of(operand: Operand, size: tuple[int, ...], extent: tuple[int, ...]) -> TileMap:
+    def of(operand: Operand, size: tuple[int, ...], extent: tuple[int, ...]) -> TiledMap:
         channels = work.groups * work.in_channels
         sizes = (channels, size[2], size[1], work.batch)
         given = (operand.strides[5], operand.strides[4], operand.strides[0])
@@ -304,7 +304,7 @@ def _maps(boxes: _Boxes) -> tuple[TileMap, TileMap]:
             stride if extent > 1 else channels
             for stride, extent in zip(given, sizes[1:], strict=True)
         )
-        return TileMap(
+        return TiledMap(
             work.dtype,
             sizes,
             tuple(stride * work.dtype.itemsize for stride in strides),

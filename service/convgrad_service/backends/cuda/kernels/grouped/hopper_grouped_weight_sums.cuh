@@ -118,7 +118,7 @@ __device__ __forceinline__ void sum_block(const Sums& sum, const Summer& of, flo
     case 2: leave<1, 0>(sum, of, room, own); break;
     default: leave<1, 1>(sum, of, room, own);
   }
-  wait_at(1, kSummers);
+  named_barrier_sync(1, kSummers);
 #pragma unroll
   for (int i = 0; i < kOwnPairs; ++i) {
     const int index = i * 2 + of.group;
@@ -187,7 +187,7 @@ __device__ __forceinline__ void put_vector(const HopperGroupedWeightArgs& args, 
 template <class T, int kTogether, int kShares>
 __device__ __forceinline__ void add_shares(const HopperGroupedWeightArgs& args,
                                            const float4* partials, int shares, int first, int warp,
-                                           const Met& met) {
+                                           const ReducerRank& met) {
   const int lane = threadIdx.x & 31, apart = met.blocks * kSumWarps;
 #pragma unroll 1
   for (int row = met.rank + met.blocks * warp; row < kVectors / 32; row += apart * kTogether) {
@@ -228,7 +228,7 @@ template <class T>
 __device__ __forceinline__ void sum_slice(const HopperGroupedWeightArgs& args, int slice, int share,
                                           int shares, int first, int warp, u32 begun,
                                           const float4 (&own)[kOwn]) {
-  __shared__ Met shared_met;
+  __shared__ ReducerRank shared_met;
   const int lane = threadIdx.x & 31;
   float4* const partials =
       reinterpret_cast<float4*>(args.partials) + static_cast<i64>(slice) * shares * kVectors;
@@ -236,17 +236,17 @@ __device__ __forceinline__ void sum_slice(const HopperGroupedWeightArgs& args, i
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) to[i * 32] = own[i];
   u32* const word = args.met + slice;
-  wait_at(1, kSummers);
-  if (threadIdx.x == 0) shared_met = shares == 1 ? Met{0, 1} : meet(word, begun, shares);
-  wait_at(1, kSummers);
-  const Met met = shared_met;
+  named_barrier_sync(1, kSummers);
+  if (threadIdx.x == 0) shared_met = shares == 1 ? ReducerRank{0, 1} : rendezvous_meet(word, begun, shares);
+  named_barrier_sync(1, kSummers);
+  const ReducerRank met = shared_met;
   if (met.blocks == 0) return;
   if (shares <= 4) {
     add_shares<T, 3, 4>(args, partials, shares, first, warp, met);
   } else {
     add_shares<T, 1, 16>(args, partials, shares, first, warp, met);
   }
-  if (threadIdx.x == 0 && shares > 1) leave_meeting(word, met);
+  if (threadIdx.x == 0 && shares > 1) rendezvous_leave(word, met);
 }
 
 }  // namespace convgrad

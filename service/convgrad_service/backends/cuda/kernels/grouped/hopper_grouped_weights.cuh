@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_weights(const HopperGroupedArgs& args, int 
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
-        for (int f = 0; f < kFrags; ++f) w[tap][c][f] = transposed(w[tap][c][f]);
+        for (int f = 0; f < kFrags; ++f) w[tap][c][f] = movmatrix_trans(w[tap][c][f]);
       }
     }
   }
@@ -67,10 +67,10 @@ __device__ __forceinline__ void copy_weights(const HopperGroupedArgs& args, u32 
   for (int i = threadIdx.x; i < kAll; i += kThreads) {
     const int row = i / kRowChunks;
     const bool there = row < rows;
-    copy_chunk(to + i * 16 + row * (kWeightPitch<kChannels> - kRowChunks * 16),
+    cp_async_zfill(to + i * 16 + row * (kWeightPitch<kChannels> - kRowChunks * 16),
                there ? from + i * 16 : from, there);
   }
-  commit_copies();
+  cp_async_commit();
 }
 
 // Warp: the same as load_weights does, from there; chunks of 8 channels counted from the slice's
@@ -92,9 +92,9 @@ __device__ __forceinline__ void take_weights(int x_chunk, int y_chunk, u32 from,
       const u32 place = from + (out + row) * kWeightPitch<kChannels> + (in + chunk) * 16;
       u32 four[4];
       if constexpr (kAcross) {
-        load_matrices_transposed(four, place);
+        ldmatrix_trans(four, place);
       } else {
-        load_matrices(four, place);
+        ldmatrix(four, place);
       }
       w[tap][c][0] = four[0], w[tap][c + 1][0] = four[1];
       w[tap][c][1] = four[2], w[tap][c + 1][1] = four[3];

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import prod
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import TileMap
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.plans.cuda.works import ConvWork, Operand, Size3
 
@@ -56,16 +56,16 @@ def plane_pixels(operand: Operand, batch: int, size: Size3) -> int | None:
 
 def plane_map(
     operand: Operand, batch: int, channels: int, pixels: int, box_channels: int
-) -> TileMap:
+) -> TiledMap:
     """Boxes of 128 bytes of each of so many channels, of one image. Float32 becomes TF32."""
     image, _, channel, *_ = operand.strides
     itemsize = operand.dtype.itemsize
     strides = channel, image if batch > 1 else channel
-    return TileMap(
+    return TiledMap(
         operand.dtype,
         (pixels, channels, batch),
         tuple(stride * itemsize for stride in strides),
         swizzle=ROW_BYTES,
-        rounds=operand.dtype is DType.FLOAT32,
+        round_to_tf32=operand.dtype is DType.FLOAT32,
         box=(ROW_BYTES // itemsize, box_channels, 1),
     )

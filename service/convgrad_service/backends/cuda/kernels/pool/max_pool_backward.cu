@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
   const T* const grad =
       static_cast<const T*>(args.grad) + element.n * args.grad_stride[0] +
       element.c * args.grad_stride[2];
-  Sum<T> sum = 0;
+  ElementAccumulator<T> sum = 0;
   for (i64 z = low[0]; z <= high[0]; ++z) {
     for (i64 p = low[1]; p <= high[1]; ++p) {
       for (i64 q = low[2]; q <= high[2]; ++q) {

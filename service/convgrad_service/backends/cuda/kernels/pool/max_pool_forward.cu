@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
   }
   const T* const x =
       static_cast<const T*>(args.x) + window.n * args.x_stride[0] + window.c * args.x_stride[2];
-  Sum<T> best = 0;
+  ElementAccumulator<T> best = 0;
   T stored = {};
   i64 where = -1;
   for (int t = 0; t < args.kernel[0]; ++t) {
@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
         const i64 v = first[2] + static_cast<i64>(s) * args.dilation[2];
         if (v < 0 || v >= args.x_size[2]) continue;
         const T element = x[d * args.x_stride[3] + h * args.x_stride[4] + v * args.x_stride[5]];
-        const Sum<T> value = widen(element);
+        const ElementAccumulator<T> value = widen(element);
         if (where < 0 || value > best || value != value) {
           best = value;
           stored = element;

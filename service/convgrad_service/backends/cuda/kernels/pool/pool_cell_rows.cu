@@ -66,14 +66,14 @@ extern "C" __global__ void __launch_bounds__(128)
     grad = Gradients::load(static_cast<const T*>(args.grad) + index * args.grad_stride[0] +
                            c * args.grad_stride[1] + at[0] * args.grad_stride[2] +
                            at[1] * args.grad_stride[3] + q);
-    Sum<T> most[VECTOR];
+    ElementAccumulator<T> most[VECTOR];
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
       const int d = d0 + row / KERNEL_H, h = h0 + row % KERNEL_H;
       if (d >= args.x_size[0] || h >= args.x_size[1]) continue;
 #pragma unroll
       for (int i = 0; i < 2 * VECTOR; ++i) {
-        const Sum<T> value = widen(rows[row].at[i]);
+        const ElementAccumulator<T> value = widen(rows[row].at[i]);
         if (best[i / 2] < 0 || value > most[i / 2] || value != value) {
           most[i / 2] = value;
           best[i / 2] = row * 2 + i % 2;

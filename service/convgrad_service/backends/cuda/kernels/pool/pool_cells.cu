@@ -78,13 +78,13 @@ extern "C" __global__ void __launch_bounds__(128)
     grad = Values::load(static_cast<const T*>(args.grad) + index * args.grad_stride[0] +
                         c * args.grad_stride[1] + at[0] * args.grad_stride[2] +
                         at[1] * args.grad_stride[3] + at[2] * args.grad_stride[4]);
-    Sum<T> most[VECTOR];
+    ElementAccumulator<T> most[VECTOR];
 #pragma unroll
     for (int tap = 0; tap < kTaps; ++tap) {
       if (!((inside >> tap) & 1)) continue;
 #pragma unroll
       for (int v = 0; v < VECTOR; ++v) {
-        const Sum<T> value = widen(taps[tap].at[v]);
+        const ElementAccumulator<T> value = widen(taps[tap].at[v]);
         if (best[v] < 0 || value > most[v] || value != value) {
           most[v] = value;
           best[v] = tap;

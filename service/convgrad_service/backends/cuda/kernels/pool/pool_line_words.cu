@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, blocks_here(BLOCKS))
   const int line = threadIdx.x / WORDS, word = threadIdx.x % WORDS;
   const int channel = (channel_tile * WORDS + word) * kPer;
 
-  const int one = make_one(args.channel_tiles);
+  const int one = opaque_one(args.channel_tiles);
 
   // Along W: this thread's line of the input.
   const int h = box_h + line;
@@ -109,13 +109,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, blocks_here(BLOCKS))
 #pragma unroll
       for (int j = 0; j < LINES; ++j) {
         load_if(true, from, keys[j]);
-        move_on(from, step, one);
+        advance_pointer(from, step, one);
       }
     } else {
 #pragma unroll
       for (int j = 0; j < LINES; ++j) {
         load_if(j >= low && j < high, from, keys[j]);
-        move_on(from, step, one);
+        advance_pointer(from, step, one);
       }
     }
   }
@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, blocks_here(BLOCKS))
   const auto give = [&](int p) {
     if (p >= WINDOWS) return;
     load_if(p >= column_low && p < column_high, column, given[p % kGiven]);
-    move_on(column, column_step, one);
+    advance_pointer(column, column_step, one);
   };
 #pragma unroll
   for (int p = 0; p < kGiven; ++p) give(p);
@@ -160,14 +160,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, blocks_here(BLOCKS))
 #pragma unroll
       for (int s = 0; s < KERNEL; ++s) {
         const int j = q + s - PAD;
-        if (j >= 0 && j < LINES) most = larger<kPer>(most, keys[j]);
+        if (j >= 0 && j < LINES) most = max_keys<kPer>(most, keys[j]);
       }
       halves[q / kTogether & kHalves][q * WORDS * kPer] = most;
     }
   }
   __syncthreads();
 
-  Unneeded unneeded;
+  UnusedResult unneeded;
   if (line < WINDOWS) {
     u32* const halves[2] = {column_slots + own_half, column_slots + (own_half ^ kHalves)};
     u32 most[LINES];
@@ -243,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, blocks_here(BLOCKS))
     for (int j = 0; j < LINES; ++j) {
       if (q + 1 == WINDOWS ? j < q - PAD : j != q - PAD) continue;
       store_if(j >= first && j < last, to, narrow_word<T>(sums[j]));
-      move_on(to, step, one);
+      advance_pointer(to, step, one);
     }
   }
   unneeded.use();

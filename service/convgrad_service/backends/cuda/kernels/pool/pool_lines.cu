@@ -167,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         if (j >= LINES_W) continue;
         const bool inside = j >= low && j < high;
         line_keys[slot * kPlane + j * kStep] =
-            choose(inside, Keys<T>::of(values[i].at[0], base_position + line * LINES_W + j),
+            select(inside, Keys<T>::of(values[i].at[0], base_position + line * LINES_W + j),
                    Key(Keys<T>::kNone));
       }
     }

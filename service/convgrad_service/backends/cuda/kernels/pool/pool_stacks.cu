@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_PLANES, blocks_here(BLOCK
   const int w1 = min(w0 + args.strip, args.size[2]);
   const int p0 = h0 - (KERNEL - 1 - kPad), q0 = w0 - (KERNEL - 1 - kPad), q1 = w1 - 1 + kPad;
   const int top = p0 - kPad;  // the first row that is reached
-  const int one = make_one(args.words);
+  const int one = opaque_one(args.words);
   // In bytes.
   const int x_row = static_cast<int>(args.x_stride[2] * kBytes);
   const int x_step = static_cast<int>(args.x_stride[3] * kBytes);
@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_PLANES, blocks_here(BLOCK
   fetch(q0 - kPad + KERNEL - 1);
   fetch_gradients(q0);
   int half = 0;  // of shared memory
-  Unneeded unneeded;
+  UnusedResult unneeded;
   for (int q = q0; q <= q1;) {
     // As many steps as it takes until columns have their places again.
 #pragma unroll
@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_PLANES, blocks_here(BLOCK
         most[r] = keys[(base + KERNEL - 1) % KERNEL][r];
 #pragma unroll
         for (int j = KERNEL - 2; j >= 0; --j) {
-          most[r] = larger<kPer>(keys[(base + j) % KERNEL][r], most[r]);
+          most[r] = max_keys<kPer>(keys[(base + j) % KERNEL][r], most[r]);
         }
         // Of several NaN the last is the greatest.
         most[r] = rank_nan<kPer>(most[r], kReached - 1 - r);
@@ -153,8 +153,8 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_PLANES, blocks_here(BLOCK
       uint2* const own = given + half + (warp + kBeside) * kWindows * 32 + lane;
 #pragma unroll
       for (int p = 0; p < kWindows; ++p) {
-        const u32 plane = larger<kPer>(larger<kPer>(most[p], most[p + 1]), most[p + 2]);
-        own[p * 32] = uint2{smaller<kPer>(plane, plane_nan), gradients[p]};
+        const u32 plane = max_keys<kPer>(max_keys<kPer>(most[p], most[p + 1]), most[p + 2]);
+        own[p * 32] = uint2{min_keys<kPer>(plane, plane_nan), gradients[p]};
       }
       if (q < q1) {
         fetch(w + KERNEL);
@@ -172,9 +172,9 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_PLANES, blocks_here(BLOCK
           const uint2 here = own[p * 32];
           const u32 first = own[p * 32 - 2 * kPlane].x, last = own[p * 32 + 2 * kPlane].x;
           bool kept[kPer], as_first[kPer], not_last[kPer];
-          compare<kPer>(here.x, larger_of_next<kPer>(before.x, after.x), kept, unneeded);
-          compare<kPer>(here.x, larger<kPer>(after.x, last), as_first, unneeded);
-          compare<kPer>(larger<kPer>(first, before.x), here.x, not_last, unneeded);
+          ge_keys<kPer>(here.x, max_keys_after<kPer>(before.x, after.x), kept, unneeded);
+          ge_keys<kPer>(here.x, max_keys<kPer>(after.x, last), as_first, unneeded);
+          ge_keys<kPer>(max_keys<kPer>(first, before.x), here.x, not_last, unneeded);
           float rest[kPer], gave_before[kPer], gave_after[kPer];
           widen_word<T>(here.y, rest);
           widen_word<T>(before.y, gave_before);

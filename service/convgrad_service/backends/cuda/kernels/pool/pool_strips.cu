@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(128, blocks_here(BLOCKS))
   const int w1 = min(w0 + args.strip, args.x_size[2]);
   const int p0 = h0 / STRIDE + kFirstWindow, q0 = w0 / STRIDE + kFirstWindow;
   const int q1 = (w1 - 1 + PAD) / STRIDE;
-  const int one = make_one(args.words);
+  const int one = opaque_one(args.words);
   // In bytes.
   const int x_row = static_cast<int>(args.x_stride[3] * kBytes);
   const int x_step = static_cast<int>(args.x_stride[4] * kBytes);
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(128, blocks_here(BLOCKS))
   }
   fetch(first + KERNEL - STRIDE, STRIDE);
   fetch_gradients(q0);
-  Unneeded unneeded;
+  UnusedResult unneeded;
   for (int q = q0; q <= q1;) {
     // As many steps as it takes until columns have their places again.
 #pragma unroll
@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(128, blocks_here(BLOCKS))
         most[r] = keys[(base + KERNEL - 1) % KERNEL][r];
 #pragma unroll
         for (int j = KERNEL - 2; j >= 0; --j) {
-          most[r] = larger<kPer>(keys[(base + j) % KERNEL][r], most[r]);
+          most[r] = max_keys<kPer>(keys[(base + j) % KERNEL][r], most[r]);
         }
         // Of several NaN the last is the greatest.
         most[r] = rank_nan<kPer>(most[r], kReached - 1 - r);

@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(128)
   const T* const x = static_cast<const T*>(args.x) + n * args.x_stride[0] + c * args.x_stride[1] +
                      span[0].at * args.x_stride[2] + span[1].at * args.x_stride[3] +
                      span[2].at * args.x_stride[4];
-  Sum<T> most[VECTOR];
+  ElementAccumulator<T> most[VECTOR];
   int where[VECTOR];
   Values stored = Values::zero();
   bool some = false;
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(128)
         const Values values = Values::load(from);
 #pragma unroll
         for (int v = 0; v < VECTOR; ++v) {
-          const Sum<T> value = widen(values.at[v]);
+          const ElementAccumulator<T> value = widen(values.at[v]);
           if (!some || value > most[v] || value != value) {
             most[v] = value;
             where[v] = place;

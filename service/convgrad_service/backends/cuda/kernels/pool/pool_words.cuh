@@ -32,13 +32,13 @@ __device__ __forceinline__ void fetch_rows(u32 there, const char* from, int pitc
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       load_if(true, from, to[r]);
-      move_on(from, pitch, one);
+      advance_pointer(from, pitch, one);
     }
   } else {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      load_where(there & 1u << r, from, to[r]);
-      move_on(from, pitch, one);
+      load_if_any(there & 1u << r, from, to[r]);
+      advance_pointer(from, pitch, one);
     }
   }
 }
@@ -49,13 +49,13 @@ __device__ __forceinline__ void store_rows(u32 wanted, char* to, int pitch, int 
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       store_if(true, to, narrow_word<T>(sums[r]));
-      move_on(to, pitch, one);
+      advance_pointer(to, pitch, one);
     }
   } else if (wanted != 0) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      store_where(wanted & 1u << r, to, narrow_word<T>(sums[r]));
-      move_on(to, pitch, one);
+      store_if_any(wanted & 1u << r, to, narrow_word<T>(sums[r]));
+      advance_pointer(to, pitch, one);
     }
   }
 }
@@ -77,7 +77,7 @@ __device__ __forceinline__ void keys_of_rows(u32 there, const u32 (&words)[kRows
 // that is the greatest. `take(j, c, all, value)` gets what reaches key j: all of it, or none.
 template <int kPer, int kKeys, class Take>
 __device__ __forceinline__ void route(const u32 (&keys)[kKeys], int begin, int end,
-                                      float (&rest)[kPer], Unneeded& unneeded, Take take) {
+                                      float (&rest)[kPer], UnusedResult& unneeded, Take take) {
   // Of each key, whether it is the greatest from there on. There are few predicates: where these
   // would be too many the last are found again.
   constexpr int kHeld = 2;
@@ -90,11 +90,11 @@ __device__ __forceinline__ void route(const u32 (&keys)[kKeys], int begin, int e
     if (j + 1 == end) {
       most = keys[j];
     } else if (j == begin) {
-      compare<kPer>(keys[j], most, here[j], unneeded);
+      ge_keys<kPer>(keys[j], most, here[j], unneeded);
     } else if (j - begin < kHeld) {
-      most = larger<kPer>(keys[j], most, here[j]);
+      most = max_keys<kPer>(keys[j], most, here[j]);
     } else {
-      most = larger<kPer>(keys[j], most);
+      most = max_keys<kPer>(keys[j], most);
     }
   }
 #pragma unroll
@@ -104,9 +104,9 @@ __device__ __forceinline__ void route(const u32 (&keys)[kKeys], int begin, int e
       u32 after = keys[end - 1];
 #pragma unroll
       for (int i = kKeys - 1; i > j; --i) {
-        if (i < end - 1) after = larger<kPer>(keys[i], after);
+        if (i < end - 1) after = max_keys<kPer>(keys[i], after);
       }
-      compare<kPer>(keys[j], after, here[j], unneeded);
+      ge_keys<kPer>(keys[j], after, here[j], unneeded);
     }
 #pragma unroll
     for (int c = 0; c < kPer; ++c) {

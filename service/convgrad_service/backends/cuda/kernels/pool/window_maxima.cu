@@ -16,7 +16,7 @@ using namespace convgrad;
 namespace {
 
 using T = ELEMENT;
-using S = Sum<T>;
+using S = ElementAccumulator<T>;
 using Values = Vector<T, WIDTH>;
 
 // The most of WIDTH windows so far.

@@ -22,7 +22,7 @@ using namespace convgrad;
 namespace {
 
 using T = ELEMENT;
-using S = Sum<T>;
+using S = ElementAccumulator<T>;
 using Values = Vector<T, WIDTH>;
 constexpr int kItems = 256 / LANES;
 constexpr int kAtOnce = MAXIMA ? 4 : 8;

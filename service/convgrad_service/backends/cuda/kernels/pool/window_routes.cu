@@ -17,7 +17,7 @@ using namespace convgrad;
 namespace {
 
 using T = ELEMENT;
-using S = Sum<T>;
+using S = ElementAccumulator<T>;
 using Values = Vector<T, WIDTH>;
 
 // The indices of WIDTH neighbouring windows; none is -1.

@@ -21,7 +21,7 @@ using namespace convgrad;
 namespace {
 
 using T = ELEMENT;
-using S = Sum<T>;
+using S = ElementAccumulator<T>;
 using Values = Vector<T, WIDTH>;
 constexpr int kOther = 3 - AXIS;
 

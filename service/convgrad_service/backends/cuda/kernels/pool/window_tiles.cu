@@ -22,7 +22,7 @@ using namespace convgrad;
 namespace {
 
 using T = ELEMENT;
-using S = Sum<T>;
+using S = ElementAccumulator<T>;
 using Values = Vector<T, WIDTH>;
 
 struct TilesArgs {

@@ -1,90 +1,90 @@
-// Loads, stores and choices in the form that the compiler would not find by itself. Kernels have no
-// assembly of their own for these, so that tests/emulator can stand in for this header.
+// Loads, stores and selects in forms that the compiler does not generate by itself. The emulator's
+// twin is tests/emulator/kernels/ptx/load_store.cuh.
 #pragma once
 
 #include "core/elements.cuh"
 
 namespace convgrad {
 
-// From shared memory, by its own address; in the order of asynchronous copies and their waits.
-__device__ __forceinline__ void load_shared(u32 from, unsigned short& raw) {
+// Load from a shared-state-space address, ordered with asynchronous copies and their waits.
+__device__ __forceinline__ void ld_shared(u32 from, unsigned short& raw) {
   asm volatile("ld.shared.b16 %0, [%1];" : "=h"(raw) : "r"(from) : "memory");
 }
-__device__ __forceinline__ void load_shared(u32 from, unsigned int& raw) {
+__device__ __forceinline__ void ld_shared(u32 from, unsigned int& raw) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(raw) : "r"(from) : "memory");
 }
-__device__ __forceinline__ void load_shared(u32 from, uint2& raw) {
+__device__ __forceinline__ void ld_shared(u32 from, uint2& raw) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(raw.x), "=r"(raw.y) : "r"(from) : "memory");
 }
 
-__device__ __forceinline__ void load_shared(u32 from, uint4& raw) {
+__device__ __forceinline__ void ld_shared(u32 from, uint4& raw) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
                : "r"(from)
                : "memory");
 }
 
-// Loads and stores under a predicate and not behind a branch, which costs many times as much.
-__device__ __forceinline__ void store_if(bool wanted, void* to, unsigned short raw) {
+// Predicated loads and stores: a branch costs many times as much.
+__device__ __forceinline__ void store_if(bool pred, void* to, unsigned short raw) {
   asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.b16 [%0], %1;}" ::"l"(to),
-               "h"(raw), "r"(static_cast<int>(wanted))
+               "h"(raw), "r"(static_cast<int>(pred))
                : "memory");
 }
-__device__ __forceinline__ void store_if(bool wanted, void* to, unsigned int raw) {
+__device__ __forceinline__ void store_if(bool pred, void* to, unsigned int raw) {
   asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.b32 [%0], %1;}" ::"l"(to),
-               "r"(raw), "r"(static_cast<int>(wanted))
+               "r"(raw), "r"(static_cast<int>(pred))
                : "memory");
 }
-__device__ __forceinline__ void store_if(bool wanted, void* to, uint2 raw) {
+__device__ __forceinline__ void store_if(bool pred, void* to, uint2 raw) {
   asm volatile("{.reg .pred p; setp.ne.b32 p, %3, 0; @p st.global.v2.b32 [%0], {%1, %2};}" ::"l"(to),
-               "r"(raw.x), "r"(raw.y), "r"(static_cast<int>(wanted))
+               "r"(raw.x), "r"(raw.y), "r"(static_cast<int>(pred))
                : "memory");
 }
-__device__ __forceinline__ void store_if(bool wanted, void* to, uint4 raw) {
+__device__ __forceinline__ void store_if(bool pred, void* to, uint4 raw) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %5, 0; @p st.global.v4.b32 [%0], {%1, %2, %3, %4};}" ::"l"(to),
-      "r"(raw.x), "r"(raw.y), "r"(raw.z), "r"(raw.w), "r"(static_cast<int>(wanted))
+      "r"(raw.x), "r"(raw.y), "r"(raw.z), "r"(raw.w), "r"(static_cast<int>(pred))
       : "memory");
 }
-// Zero where it is not wanted.
-__device__ __forceinline__ void load_if(bool wanted, const void* from, unsigned short& raw) {
+// Zero where `pred` is false.
+__device__ __forceinline__ void load_if(bool pred, const void* from, unsigned short& raw) {
   asm("{.reg .pred p; setp.ne.b32 p, %2, 0; mov.b16 %0, 0; @p ld.global.b16 %0, [%1];}"
       : "=h"(raw)
-      : "l"(from), "r"(static_cast<int>(wanted)));
+      : "l"(from), "r"(static_cast<int>(pred)));
 }
-__device__ __forceinline__ void load_if(bool wanted, const void* from, unsigned int& raw) {
+__device__ __forceinline__ void load_if(bool pred, const void* from, unsigned int& raw) {
   asm("{.reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.b32 %0, [%1];}"
       : "=r"(raw)
-      : "l"(from), "r"(static_cast<int>(wanted)));
+      : "l"(from), "r"(static_cast<int>(pred)));
 }
 
-// Loads from shared memory that the compiler leaves where they are: it would move all of them out
-// of a loop, into registers that there are not.
-__device__ __forceinline__ void reread(const float* from, float (&to)[1]) {
+// Loads from shared memory that the compiler cannot hoist out of a loop, where they would take more
+// registers than there are.
+__device__ __forceinline__ void ld_shared_volatile(const float* from, float (&to)[1]) {
   asm volatile("ld.volatile.shared.f32 %0, [%1];"
                : "=f"(to[0])
                : "r"(static_cast<u32>(__cvta_generic_to_shared(from))));
 }
-__device__ __forceinline__ void reread(const float* from, float (&to)[2]) {
+__device__ __forceinline__ void ld_shared_volatile(const float* from, float (&to)[2]) {
   asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];"
                : "=f"(to[0]), "=f"(to[1])
                : "r"(static_cast<u32>(__cvta_generic_to_shared(from))));
 }
 
-// A choice without a branch around what is chosen.
-__device__ __forceinline__ int choose(bool first, int a, int b) {
-  int chosen;
+// `a` where `pred` is true, else `b`, without a branch around their computation.
+__device__ __forceinline__ int select(bool pred, int a, int b) {
+  int selected;
   asm("{.reg .pred p; setp.ne.b32 p, %3, 0; selp.b32 %0, %1, %2, p;}"
-      : "=r"(chosen)
-      : "r"(a), "r"(b), "r"(static_cast<int>(first)));
-  return chosen;
+      : "=r"(selected)
+      : "r"(a), "r"(b), "r"(static_cast<int>(pred)));
+  return selected;
 }
-__device__ __forceinline__ i64 choose(bool first, i64 a, i64 b) {
-  i64 chosen;
+__device__ __forceinline__ i64 select(bool pred, i64 a, i64 b) {
+  i64 selected;
   asm("{.reg .pred p; setp.ne.b32 p, %3, 0; selp.b64 %0, %1, %2, p;}"
-      : "=l"(chosen)
-      : "l"(a), "l"(b), "r"(static_cast<int>(first)));
-  return chosen;
+      : "=l"(selected)
+      : "l"(a), "l"(b), "r"(static_cast<int>(pred)));
+  return selected;
 }
 
 }  // namespace convgrad

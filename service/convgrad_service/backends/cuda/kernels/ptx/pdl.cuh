@@ -1,6 +1,7 @@
-// Kernels one after another, where the second one is launched to overlap the first (Launch.overlaps):
-// it may start as soon as every block of the first has called launch_dependent_grids or ended, and waits itself
-// for all that the first one wrote. Without such a launch, and before sm_90, neither does anything.
+// Programmatic dependent launch (Launch.overlaps on the host). The dependent grid may start as soon as
+// every block of the primary has called launch_dependent_grids or exited; wait_on_dependent_grids in the
+// dependent grid returns once the primary has finished and its writes are visible. Both are no-ops in an
+// ordinary launch and before sm_90.
 #pragma once
 
 namespace convgrad {

@@ -1,14 +1,15 @@
-// Stores to the shared memory of another block of the cluster (st.async, DSMEM). Needs sm_90. The
-// emulator's twin is tests/emulator/kernels/ptx/st_async.cuh.
+// Asynchronous stores to the shared memory of another block of the cluster (st.async, DSMEM). Needs
+// sm_90. The emulator's twin is tests/emulator/kernels/ptx/st_async.cuh.
 #pragma once
 
 #include "ptx/tma.cuh"
 
 namespace convgrad {
 
-// 16 bytes to the same address in block `rank` of the cluster, counted at the barrier of this address
-// there (arrive_and_expect_tx announces them). No fence: who waits at that barrier sees the values.
-__device__ __forceinline__ void store_async(u32 to, const float (&values)[4], u32 barrier,
+// Stores 16 bytes at address `to` in block `rank` of the cluster and completes as many transaction bytes
+// on that block's mbarrier at address `barrier` (which expects them by mbarrier_arrive_expect_tx). Needs
+// no fence: whoever waits on that mbarrier sees the values.
+__device__ __forceinline__ void st_async(u32 to, const float (&values)[4], u32 barrier,
                                             u32 rank) {
   asm volatile(
       "{.reg .b32 there, counted; mapa.shared::cluster.u32 there, %0, %6; "

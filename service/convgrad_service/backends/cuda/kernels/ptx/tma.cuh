@@ -1,12 +1,12 @@
-// Hopper's copy engine (TMA), barriers in shared memory that count what it has copied, and clusters
-// of blocks. Each instruction is a small function, so that tests/emulator can stand in for this
-// header. Matrix products are in warpgroup.cuh.
+// Hopper's TMA copies, mbarriers and clusters, one small function per instruction. The emulator's twin is
+// tests/emulator/kernels/ptx/tma.cuh; wgmma is in warpgroup.cuh.
 //
-// Needs sm_90. Addresses in shared memory are those of shared_address (mma.cuh). Tensor maps
-// are made by core/tensor_maps.py, and reach a kernel as members of its one __grid_constant__ argument.
-// Coordinates are given innermost first; the innermost is a multiple of 16 bytes, or the copy engine
-// faults. They may lie outside the tensor, where zeros come from and nothing goes to, but those of a
-// store are not negative. All of these functions are for one thread unless they say otherwise.
+// Needs sm_90. Shared-memory addresses are those of shared_address (mma.cuh). Tensor maps are made by
+// core/tensor_maps.py and reach a kernel as members of its __grid_constant__ argument. Coordinates are
+// innermost first. The innermost one times the element size must be a multiple of 16 bytes, or TMA
+// faults. Boxes may exceed the tensor: elements outside are read as zero and not written, but the
+// coordinates of a store must not be negative. Each function is called by one thread unless it says
+// otherwise.
 #pragma once
 
 #include "ptx/mma.cuh"
@@ -18,37 +18,38 @@ struct alignas(64) TensorMap {
   u64 words[16];
 };
 
-// ---- Barriers: 8 bytes of shared memory each, aligned to them. One completes a phase when so many
-// arrivals have come as it was made with, and every byte that was announced. Phases have parities 0,
-// 1, 0, ...: to wait for parity p is to wait until the current phase, if it has it, is over, so a
-// wait for parity 1 passes at once at first.
+// ---- mbarriers: 8 bytes of shared memory each, aligned to 8. A phase completes once as many arrivals
+// have come as the mbarrier was initialised with, and all expected transaction bytes. Phase parities are
+// 0, 1, 0, ...: waiting for parity p blocks while the current phase has parity p, so on a fresh mbarrier
+// a wait for parity 1 returns at once.
 
-__device__ __forceinline__ void init_barrier(u32 barrier, int arrivals) {
+__device__ __forceinline__ void mbarrier_init(u32 barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// After a thread's last init_barrier, before the block (or the cluster) synchronises.
-__device__ __forceinline__ void fence_barrier_init() {
+// After a thread's last mbarrier_init, before the block (or cluster) synchronises.
+__device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-__device__ __forceinline__ void arrive(u32 barrier) {
+__device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Arrives, and announces so many bytes of copies.
-__device__ __forceinline__ void arrive_and_expect_tx(u32 barrier, u32 bytes) {
+// Arrives and adds `bytes` to the transaction bytes that the current phase expects.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-// Arrives at the barrier that lies at the same place in another block of the cluster. Says that
-// shared memory has been read; what this thread wrote need not be seen there (that would take a
-// fence of the whole device, which measured four times a copy's own time).
-__device__ __forceinline__ void arrive_at(u32 barrier, u32 block) {
+// Arrives on the mbarrier at the same address in another block of the cluster. Signals that shared memory
+// has been read; it does not make this thread's writes visible there (that would take a device-wide
+// fence, measured at four times the cost of a copy).
+__device__ __forceinline__ void mbarrier_arrive_cluster(u32 barrier, u32 block) {
   asm volatile(
       "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
       "mbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(barrier),
       "r"(block)
       : "memory");
 }
-__device__ __forceinline__ bool try_wait(u32 barrier, u32 parity) {
+// Potentially blocking test of whether the phase of this parity is complete.
+__device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity) {
   u32 passed;
   asm volatile(
       "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
@@ -57,8 +58,8 @@ __device__ __forceinline__ bool try_wait(u32 barrier, u32 parity) {
       : "memory");
   return passed != 0;
 }
-// The same without any wait.
-__device__ __forceinline__ int test_wait(u32 barrier, u32 parity) {
+// The same, non-blocking.
+__device__ __forceinline__ int mbarrier_test_wait(u32 barrier, u32 parity) {
   int passed;
   asm volatile(
       "{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.s32 %0, 1, 0, p;}"
@@ -67,10 +68,10 @@ __device__ __forceinline__ int test_wait(u32 barrier, u32 parity) {
       : "memory");
   return passed;
 }
-// Waits until the phase of this parity is over.
-__device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
+// Blocks until the phase of this parity is complete.
+__device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
 #ifdef BOUNDED_WAITS
-  for (const Wait wait; !try_wait(barrier, parity);) wait.go_on();
+  for (const BoundedWait wait; !mbarrier_try_wait(barrier, parity);) wait.check();
 #else
   asm volatile(
       "{.reg .pred p;\n"
@@ -81,121 +82,121 @@ __device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
 #endif
 }
 
-// ---- Copies to shared memory. They are counted at `barrier` in bytes, those outside the tensor
+// ---- Copies to shared memory. They complete transaction bytes on `barrier`, elements outside the tensor
 // included: always the whole box (tiled), or `channels` * `pixels` elements (im2col).
 
-// What the L2 cache is told of the lines of a copy.
-constexpr u64 kKeepAsUsual = 0x1000000000000000, kKeepMost = 0x14f0000000000000;
+// L2 cache hints, encoded as createpolicy would.
+constexpr u64 kEvictNormal = 0x1000000000000000, kEvictLast = 0x14f0000000000000;
 
 __device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-#define CONVGRAD_AT1 "r"(at[0])
-#define CONVGRAD_AT2 CONVGRAD_AT1, "r"(at[1])
-#define CONVGRAD_AT3 CONVGRAD_AT2, "r"(at[2])
-#define CONVGRAD_AT4 CONVGRAD_AT3, "r"(at[3])
-#define CONVGRAD_AT5 CONVGRAD_AT4, "r"(at[4])
-#define CONVGRAD_LOAD(DIMS, AT, ...)                                                            \
+#define CONVGRAD_COORD1 "r"(coord[0])
+#define CONVGRAD_COORD2 CONVGRAD_COORD1, "r"(coord[1])
+#define CONVGRAD_COORD3 CONVGRAD_COORD2, "r"(coord[2])
+#define CONVGRAD_COORD4 CONVGRAD_COORD3, "r"(coord[3])
+#define CONVGRAD_COORD5 CONVGRAD_COORD4, "r"(coord[4])
+#define CONVGRAD_LOAD(DIMS, COORD, ...)                                                         \
   if constexpr (kDims == DIMS) {                                                                \
     asm volatile("cp.async.bulk.tensor." #DIMS                                                  \
                  "d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [" \
-                 "%1, {" AT "}], [%2], %3;" ::"r"(to),                                          \
-                 "l"(&map), "r"(barrier), "l"(keep), __VA_ARGS__                                \
+                 "%1, {" COORD "}], [%2], %3;" ::"r"(to),                                       \
+                 "l"(&map), "r"(barrier), "l"(cache_hint), __VA_ARGS__                          \
                  : "memory");                                                                   \
   }
-// The box whose first element is at these coordinates, rows of its innermost dimension one after
-// another, swizzled as the map says; `to` is a multiple of 128, with a swizzle of the repeat of its
-// pattern (256, 512 or 1024 for 32, 64 or 128 bytes).
+// Tiled: the box whose first element is at `coord`, rows of its innermost dimension consecutive and
+// swizzled as the map says. `to` is a multiple of 128, or of the swizzle atom (256, 512 or 1024 for
+// swizzles of 32, 64 or 128 bytes).
 template <int kDims>
 __device__ __forceinline__ void tma_load(u32 to, const TensorMap& map, u32 barrier,
-                                          const int (&at)[kDims], u64 keep = kKeepAsUsual) {
+                                          const int (&coord)[kDims], u64 cache_hint = kEvictNormal) {
   static_assert(1 <= kDims && kDims <= 5);
-  CONVGRAD_LOAD(1, "%4", CONVGRAD_AT1)
-  CONVGRAD_LOAD(2, "%4, %5", CONVGRAD_AT2)
-  CONVGRAD_LOAD(3, "%4, %5, %6", CONVGRAD_AT3)
-  CONVGRAD_LOAD(4, "%4, %5, %6, %7", CONVGRAD_AT4)
-  CONVGRAD_LOAD(5, "%4, %5, %6, %7, %8", CONVGRAD_AT5)
+  CONVGRAD_LOAD(1, "%4", CONVGRAD_COORD1)
+  CONVGRAD_LOAD(2, "%4, %5", CONVGRAD_COORD2)
+  CONVGRAD_LOAD(3, "%4, %5, %6", CONVGRAD_COORD3)
+  CONVGRAD_LOAD(4, "%4, %5, %6, %7", CONVGRAD_COORD4)
+  CONVGRAD_LOAD(5, "%4, %5, %6, %7, %8", CONVGRAD_COORD5)
 }
 #undef CONVGRAD_LOAD
 
-#define CONVGRAD_LOAD(DIMS, AT, ...)                                                              \
-  if constexpr (kDims == DIMS) {                                                                  \
-    asm volatile("cp.async.bulk.tensor." #DIMS                                                    \
-                 "d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"       \
-                 ".L2::cache_hint [%0], [%1, {" AT "}], [%2], %4, %3;" ::"r"(to),                 \
-                 "l"(&map), "r"(barrier), "l"(keep), "h"(static_cast<unsigned short>(blocks)),    \
-                 __VA_ARGS__                                                                      \
-                 : "memory");                                                                     \
+#define CONVGRAD_LOAD(DIMS, COORD, ...)                                                                \
+  if constexpr (kDims == DIMS) {                                                                       \
+    asm volatile("cp.async.bulk.tensor." #DIMS                                                         \
+                 "d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"            \
+                 ".L2::cache_hint [%0], [%1, {" COORD "}], [%2], %4, %3;" ::"r"(to),                   \
+                 "l"(&map), "r"(barrier), "l"(cache_hint), "h"(static_cast<unsigned short>(cta_mask)), \
+                 __VA_ARGS__                                                                           \
+                 : "memory");                                                                          \
   }
-// The same, to the same place in each block of the cluster whose bit in `blocks` is set; each
-// block's own barrier at that place counts it.
+// Multicast to the same address in each block of the cluster whose bit in `cta_mask` is set; the
+// mbarrier at the same address in each of those blocks counts the bytes.
 template <int kDims>
-__device__ __forceinline__ void tma_load_multicast(u32 blocks, u32 to, const TensorMap& map, u32 barrier,
-                                             const int (&at)[kDims], u64 keep = kKeepAsUsual) {
+__device__ __forceinline__ void tma_load_multicast(u32 cta_mask, u32 to, const TensorMap& map, u32 barrier,
+                                             const int (&coord)[kDims], u64 cache_hint = kEvictNormal) {
   static_assert(1 <= kDims && kDims <= 5);
-  CONVGRAD_LOAD(1, "%5", CONVGRAD_AT1)
-  CONVGRAD_LOAD(2, "%5, %6", CONVGRAD_AT2)
-  CONVGRAD_LOAD(3, "%5, %6, %7", CONVGRAD_AT3)
-  CONVGRAD_LOAD(4, "%5, %6, %7, %8", CONVGRAD_AT4)
-  CONVGRAD_LOAD(5, "%5, %6, %7, %8, %9", CONVGRAD_AT5)
+  CONVGRAD_LOAD(1, "%5", CONVGRAD_COORD1)
+  CONVGRAD_LOAD(2, "%5, %6", CONVGRAD_COORD2)
+  CONVGRAD_LOAD(3, "%5, %6, %7", CONVGRAD_COORD3)
+  CONVGRAD_LOAD(4, "%5, %6, %7, %8", CONVGRAD_COORD4)
+  CONVGRAD_LOAD(5, "%5, %6, %7, %8, %9", CONVGRAD_COORD5)
 }
 #undef CONVGRAD_LOAD
 
-#define CONVGRAD_BY1 "h"(static_cast<unsigned short>(by[0]))
-#define CONVGRAD_BY2 CONVGRAD_BY1, "h"(static_cast<unsigned short>(by[1]))
-#define CONVGRAD_BY3 CONVGRAD_BY2, "h"(static_cast<unsigned short>(by[2]))
-#define CONVGRAD_LOAD(DIMS, AT, BY, ...)                                                          \
-  if constexpr (kDims == DIMS) {                                                                  \
-    asm volatile("cp.async.bulk.tensor." #DIMS                                                    \
-                 "d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes.L2::cache_hint "   \
-                 "[%0], [%1, {" AT "}], [%2], {" BY "}, %3;" ::"r"(to),                           \
-                 "l"(&map), "r"(barrier), "l"(keep), __VA_ARGS__                                  \
-                 : "memory");                                                                     \
+#define CONVGRAD_OFFSET1 "h"(static_cast<unsigned short>(offset[0]))
+#define CONVGRAD_OFFSET2 CONVGRAD_OFFSET1, "h"(static_cast<unsigned short>(offset[1]))
+#define CONVGRAD_OFFSET3 CONVGRAD_OFFSET2, "h"(static_cast<unsigned short>(offset[2]))
+#define CONVGRAD_LOAD(DIMS, COORD, OFFSET, ...)                                                 \
+  if constexpr (kDims == DIMS) {                                                                \
+    asm volatile("cp.async.bulk.tensor." #DIMS                                                  \
+                 "d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes.L2::cache_hint " \
+                 "[%0], [%1, {" COORD "}], [%2], {" OFFSET "}, %3;" ::"r"(to),                  \
+                 "l"(&map), "r"(barrier), "l"(cache_hint), __VA_ARGS__                          \
+                 : "memory");                                                                   \
   }
-// Im2col: `pixels` rows of `channels` elements. The first is the pixel at the coordinates (c, w, h,
-// d, n, as many as the tensor has) moved by `by` (w, h, d), which is not negative: a filter's tap
-// times its dilation. Pixels follow by the map's steps within the box between its corners, row by
-// row, plane by plane and image by image; coordinates name pixels of that box, so the first of an
-// image is at its lower corner, negative with padding.
+// Im2col: `pixels` rows of `channels` elements. `coord` (c, w, h, d, n, as many as the tensor has) is the
+// first pixel; `offset` (w, h, d; not negative) is the filter tap times its dilation and is added to
+// every pixel. Pixels advance by the map's steps within the bounding box between its corners, row by
+// row, plane by plane, image by image. Coordinates are those of the bounding box: the first pixel of an
+// image is at the lower corner, negative with padding.
 template <int kDims>
 __device__ __forceinline__ void tma_load_im2col(u32 to, const TensorMap& map, u32 barrier,
-                                            const int (&at)[kDims], const int (&by)[kDims - 2],
-                                            u64 keep = kKeepAsUsual) {
+                                            const int (&coord)[kDims], const int (&offset)[kDims - 2],
+                                            u64 cache_hint = kEvictNormal) {
   static_assert(3 <= kDims && kDims <= 5);
-  CONVGRAD_LOAD(3, "%4, %5, %6", "%7", CONVGRAD_AT3, CONVGRAD_BY1)
-  CONVGRAD_LOAD(4, "%4, %5, %6, %7", "%8, %9", CONVGRAD_AT4, CONVGRAD_BY2)
-  CONVGRAD_LOAD(5, "%4, %5, %6, %7, %8", "%9, %10, %11", CONVGRAD_AT5, CONVGRAD_BY3)
+  CONVGRAD_LOAD(3, "%4, %5, %6", "%7", CONVGRAD_COORD3, CONVGRAD_OFFSET1)
+  CONVGRAD_LOAD(4, "%4, %5, %6, %7", "%8, %9", CONVGRAD_COORD4, CONVGRAD_OFFSET2)
+  CONVGRAD_LOAD(5, "%4, %5, %6, %7, %8", "%9, %10, %11", CONVGRAD_COORD5, CONVGRAD_OFFSET3)
 }
 #undef CONVGRAD_LOAD
 
-#define CONVGRAD_LOAD(DIMS, AT, BY, ...)                                                          \
-  if constexpr (kDims == DIMS) {                                                                  \
-    asm volatile("cp.async.bulk.tensor." #DIMS                                                    \
-                 "d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes"                   \
-                 ".multicast::cluster.L2::cache_hint "                                            \
-                 "[%0], [%1, {" AT "}], [%2], {" BY "}, %4, %3;" ::"r"(to),                       \
-                 "l"(&map), "r"(barrier), "l"(keep), "h"(static_cast<unsigned short>(blocks)),    \
-                 __VA_ARGS__                                                                      \
-                 : "memory");                                                                     \
+#define CONVGRAD_LOAD(DIMS, COORD, OFFSET, ...)                                                        \
+  if constexpr (kDims == DIMS) {                                                                       \
+    asm volatile("cp.async.bulk.tensor." #DIMS                                                         \
+                 "d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes"                        \
+                 ".multicast::cluster.L2::cache_hint "                                                 \
+                 "[%0], [%1, {" COORD "}], [%2], {" OFFSET "}, %4, %3;" ::"r"(to),                     \
+                 "l"(&map), "r"(barrier), "l"(cache_hint), "h"(static_cast<unsigned short>(cta_mask)), \
+                 __VA_ARGS__                                                                           \
+                 : "memory");                                                                          \
   }
-// The same to several blocks of the cluster, see tma_load_multicast.
+// Im2col with multicast, see tma_load_multicast.
 template <int kDims>
-__device__ __forceinline__ void tma_load_im2col_multicast(u32 blocks, u32 to, const TensorMap& map,
-                                               u32 barrier, const int (&at)[kDims],
-                                               const int (&by)[kDims - 2],
-                                               u64 keep = kKeepAsUsual) {
+__device__ __forceinline__ void tma_load_im2col_multicast(u32 cta_mask, u32 to, const TensorMap& map,
+                                               u32 barrier, const int (&coord)[kDims],
+                                               const int (&offset)[kDims - 2],
+                                               u64 cache_hint = kEvictNormal) {
   static_assert(3 <= kDims && kDims <= 5);
-  CONVGRAD_LOAD(3, "%5, %6, %7", "%8", CONVGRAD_AT3, CONVGRAD_BY1)
-  CONVGRAD_LOAD(4, "%5, %6, %7, %8", "%9, %10", CONVGRAD_AT4, CONVGRAD_BY2)
-  CONVGRAD_LOAD(5, "%5, %6, %7, %8, %9", "%10, %11, %12", CONVGRAD_AT5, CONVGRAD_BY3)
+  CONVGRAD_LOAD(3, "%5, %6, %7", "%8", CONVGRAD_COORD3, CONVGRAD_OFFSET1)
+  CONVGRAD_LOAD(4, "%5, %6, %7, %8", "%9, %10", CONVGRAD_COORD4, CONVGRAD_OFFSET2)
+  CONVGRAD_LOAD(5, "%5, %6, %7, %8, %9", "%10, %11, %12", CONVGRAD_COORD5, CONVGRAD_OFFSET3)
 }
 #undef CONVGRAD_LOAD
-#undef CONVGRAD_BY3
-#undef CONVGRAD_BY2
-#undef CONVGRAD_BY1
+#undef CONVGRAD_OFFSET3
+#undef CONVGRAD_OFFSET2
+#undef CONVGRAD_OFFSET1
 
-// `bytes` side by side, a multiple of 16, as both addresses are.
+// `bytes` contiguous bytes, without a tensor map; the size and both addresses are multiples of 16.
 __device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
@@ -204,43 +205,43 @@ __device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u
       : "memory");
 }
 
-// ---- Copies from shared memory. What threads wrote there is published first (publish_shared, then
-// a barrier of them and the thread that copies).
+// ---- Copies from shared memory. Threads that wrote the data call fence_proxy_async and synchronise with
+// the thread that starts the copy.
 
-#define CONVGRAD_STORE(DIMS, AT, ...)                                                        \
-  if constexpr (kDims == DIMS) {                                                             \
-    asm volatile("cp.async.bulk.tensor." #DIMS                                               \
-                 "d.global.shared::cta.bulk_group [%0, {" AT "}], [%1];" ::"l"(&map),        \
-                 "r"(from), __VA_ARGS__                                                      \
-                 : "memory");                                                                \
+#define CONVGRAD_STORE(DIMS, COORD, ...)                                                 \
+  if constexpr (kDims == DIMS) {                                                         \
+    asm volatile("cp.async.bulk.tensor." #DIMS                                           \
+                 "d.global.shared::cta.bulk_group [%0, {" COORD "}], [%1];" ::"l"(&map), \
+                 "r"(from), __VA_ARGS__                                                  \
+                 : "memory");                                                            \
   }
-// The box at these coordinates, what of it lies in the tensor.
+// Stores the box at `coord`, clipped to the tensor.
 template <int kDims>
-__device__ __forceinline__ void tma_store(const TensorMap& map, u32 from, const int (&at)[kDims]) {
+__device__ __forceinline__ void tma_store(const TensorMap& map, u32 from, const int (&coord)[kDims]) {
   static_assert(1 <= kDims && kDims <= 5);
-  CONVGRAD_STORE(1, "%2", CONVGRAD_AT1)
-  CONVGRAD_STORE(2, "%2, %3", CONVGRAD_AT2)
-  CONVGRAD_STORE(3, "%2, %3, %4", CONVGRAD_AT3)
-  CONVGRAD_STORE(4, "%2, %3, %4, %5", CONVGRAD_AT4)
-  CONVGRAD_STORE(5, "%2, %3, %4, %5, %6", CONVGRAD_AT5)
+  CONVGRAD_STORE(1, "%2", CONVGRAD_COORD1)
+  CONVGRAD_STORE(2, "%2, %3", CONVGRAD_COORD2)
+  CONVGRAD_STORE(3, "%2, %3, %4", CONVGRAD_COORD3)
+  CONVGRAD_STORE(4, "%2, %3, %4, %5", CONVGRAD_COORD4)
+  CONVGRAD_STORE(5, "%2, %3, %4, %5, %6", CONVGRAD_COORD5)
 }
 #undef CONVGRAD_STORE
-#undef CONVGRAD_AT5
-#undef CONVGRAD_AT4
-#undef CONVGRAD_AT3
-#undef CONVGRAD_AT2
-#undef CONVGRAD_AT1
+#undef CONVGRAD_COORD5
+#undef CONVGRAD_COORD4
+#undef CONVGRAD_COORD3
+#undef CONVGRAD_COORD2
+#undef CONVGRAD_COORD1
 
-// Ends a group: the stores that this thread has started since the last one.
+// Closes a bulk group: the stores that this thread has started since the previous one.
 __device__ __forceinline__ void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Waits until shared memory has been read for all but `kPending` of this thread's groups.
+// Waits until all but `kPending` of this thread's groups have read shared memory, which may be reused.
 template <int kPending>
 __device__ __forceinline__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
-// Waits until all but `kPending` groups are written.
+// Waits until all but `kPending` groups are complete.
 template <int kPending>
 __device__ __forceinline__ void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
@@ -248,14 +249,14 @@ __device__ __forceinline__ void tma_store_wait() {
 
 // ---- Ordinary stores to shared memory.
 
-// Warp: four 8 x 8 matrices of 16-bit elements as mma leaves them, one a register; lanes 8i to 8i + 7
-// say where the rows of matrix i go, 16 bytes each.
+// Warp: stores four 8 x 8 matrices of 16-bit elements in mma's layout, one per register; lanes 8i to
+// 8i + 7 pass the addresses of the rows of matrix i, 16 bytes each.
 __device__ __forceinline__ void stmatrix(u32 to, const u32 (&from)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to),
                "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
                : "memory");
 }
-// The same with matrices turned round: lanes say where their columns go.
+// Transposed: lanes pass the addresses of columns.
 __device__ __forceinline__ void stmatrix_trans(u32 to, const u32 (&from)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to),
                "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
@@ -266,14 +267,14 @@ __device__ __forceinline__ void stmatrix_trans(u32 to, const u32 (&from)[2]) {
                "r"(from[0]), "r"(from[1])
                : "memory");
 }
-__device__ __forceinline__ void store_word(u32 to, u32 word) {
+__device__ __forceinline__ void st_shared_u32(u32 to, u32 word) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
 }
-__device__ __forceinline__ void store_float(u32 to, float number) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(number) : "memory");
+__device__ __forceinline__ void st_shared_f32(u32 to, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
 }
-// Two numbers side by side, at a multiple of 8.
-__device__ __forceinline__ void store_pair(u32 to, float first, float second) {
+// `to` is a multiple of 8.
+__device__ __forceinline__ void st_shared_v2(u32 to, float first, float second) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(to), "f"(first), "f"(second) : "memory");
 }
 
@@ -284,7 +285,7 @@ __device__ __forceinline__ u32 cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-// All threads of all its blocks: what each wrote to shared memory before is seen by the others after.
+// Barrier of all threads of the cluster that makes their shared-memory writes visible to each other.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile(
       "barrier.cluster.arrive.release.aligned;\n"
@@ -292,9 +293,8 @@ __device__ __forceinline__ void cluster_sync() {
           : "memory");
 }
 
-// The same in two halves, whole warps together, and without what orders writes: that all have come so
-// far, say to where nobody reads any more what another block is about to overwrite. A synchronisation
-// has a fence of the whole device.
+// A split cluster barrier without memory ordering (whole warps): enough where a block must not overwrite
+// memory that another one still reads. Ordering would cost a device-wide fence.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -302,9 +302,9 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// Copies `bytes`, a multiple of 16, as both addresses are, from shared memory to another block's, where
-// they are counted at the barrier of this address. What threads wrote there is published first, and
-// nothing tells this block that it has been read.
+// Copies `bytes` from this block's shared memory to block `block`'s (DSMEM), where its mbarrier at address
+// `barrier` counts them; the size and both addresses are multiples of 16. Threads that wrote the data
+// call fence_proxy_async first. Nothing signals this block that the source has been read.
 __device__ __forceinline__ void bulk_copy_to_peer(u32 to, u32 from, u32 bytes, u32 barrier, u32 block) {
   asm volatile(
       "{.reg .b32 there, met; mapa.shared::cluster.u32 there, %0, %4; "
@@ -315,11 +315,11 @@ __device__ __forceinline__ void bulk_copy_to_peer(u32 to, u32 from, u32 bytes, u
       : "memory");
 }
 
-// One lane of a warp that is whole, always the same: for what one thread does.
+// Warp, converged: true in one lane, always the same.
 __device__ __forceinline__ bool elect_one() {
-  u32 chosen;
-  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(chosen));
-  return chosen != 0;
+  u32 elected;
+  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(elected));
+  return elected != 0;
 }
 
 }  // namespace convgrad

@@ -1,24 +1,22 @@
-// wgmma, once for each number of columns: 8 to 64 by 8, on to 256 by 16, and 104. Part of
+// wgmma.mma_async for each N: 8 to 64 in steps of 8, to 256 in steps of 16, and 104. Part of
 // warpgroup.cuh.
 //
-// The assembler wants every register by its number: of n fragments of c they are CONVGRAD_D<n>, the
-// fragments themselves CONVGRAD_C<n>, and the numbers that follow are those of the other operands.
+// Inline assembly names every accumulator register: for N = 8n CONVGRAD_D<n> lists the operand numbers,
+// CONVGRAD_C<n> the constraints; the numbers that follow are those of the other operands.
 #pragma once
 
 #include "ptx/mma.cuh"
 
 namespace convgrad {
 
-// What lies side by side of an operand in shared memory: its elements along the reduction (K), or
-// along a's rows or b's columns (M, N). The latter with 16-bit types alone.
-enum Major : int { kAlongK = 0, kAlongMn = 1 };
+// The contiguous dimension of an operand in shared memory: K, or A's M and B's N (16-bit types only).
+enum Major : int { kMajorK = 0, kMajorMn = 1 };
 
-// c = a * b, or c += a * b where `add`: a has 64 rows, b so many columns as c has fragments of 8, the
-// reduction 32 bytes: 16 elements, or 8 of float32 taken as TF32, whose low bits are cut off. The
-// warp's 16 rows of c lie as those of mma's fragments (mma.cuh), and so do those of a where
-// it comes from registers. Operands in shared memory are descriptors (warpgroup.cuh).
+// c = a * b, or c += a * b where `scale_d`: M = 64, N = 8 * kFragments, K = 32 bytes (16 elements, or 8
+// of float32, truncated to TF32). Each warp holds 16 rows of c, and of an A operand in registers, in
+// mma's fragment layout (mma.cuh). Operands in shared memory are descriptors (warpgroup.cuh).
 template <class T, int kFragments>
-struct WarpgroupMma;
+struct Wgmma;
 
 #define CONVGRAD_D1 "%0,%1,%2,%3"
 #define CONVGRAD_D2 CONVGRAD_D1 ",%4,%5,%6,%7"
@@ -64,70 +62,70 @@ struct WarpgroupMma;
 #define CONVGRAD_C30 CONVGRAD_C28, CONVGRAD_C(28), CONVGRAD_C(29)
 #define CONVGRAD_C32 CONVGRAD_C30, CONVGRAD_C(30), CONVGRAD_C(31)
 
-// SHAPE is "n<columns>k<depth>.f32.<type>.<type>"; P0 to P6 are the numbers after those of c. TURNS
-// and TURN_B are the operands of the majors' bits, with their constraints, which TF32 has not.
-#define CONVGRAD_START(SHAPE, D, C, FRAGMENTS, P0, P1, P2, P3, P4, P5, P6, TURNS, TURN_B)           \
-  template <Major kA = kAlongK, Major kB = kAlongK>                                                \
-  __device__ static __forceinline__ void start(float (&c)[FRAGMENTS][4], u64 a, u64 b, int add) {  \
-    asm volatile("{.reg .pred p; setp.ne.b32 p, " P2 ", 0; wgmma.mma_async.sync.aligned.m64" SHAPE  \
-                 " {" D "}, " P0 ", " P1 ", p, 1, 1" TURNS(P3, P4) ";}"                            \
-                 : C                                                                               \
-                 : "l"(a), "l"(b), "r"(add), "n"(int{kA}), "n"(int{kB}));                          \
-  }                                                                                                \
-  template <Major kB = kAlongK>                                                                    \
-  __device__ static __forceinline__ void start(float (&c)[FRAGMENTS][4], const u32 (&a)[4], u64 b, \
-                                               int add) {                                          \
-    asm volatile("{.reg .pred p; setp.ne.b32 p, " P5 ", 0; wgmma.mma_async.sync.aligned.m64" SHAPE  \
-                 " {" D "}, {" P0 "," P1 "," P2 "," P3 "}, " P4 ", p, 1, 1" TURN_B(P6) ";}"         \
-                 : C                                                                               \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(int{kB}));     \
+// SHAPE is "n<N>k<K>.f32.<type>.<type>"; P0 to P6 are the operand numbers after those of c. MAJORS and
+// MAJOR_B append the transpose immediates, which TF32 does not have.
+#define CONVGRAD_ISSUE(SHAPE, D, C, FRAGMENTS, P0, P1, P2, P3, P4, P5, P6, MAJORS, MAJOR_B)           \
+  template <Major kA = kMajorK, Major kB = kMajorK>                                                   \
+  __device__ static __forceinline__ void issue(float (&c)[FRAGMENTS][4], u64 a, u64 b, int scale_d) { \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " P2 ", 0; wgmma.mma_async.sync.aligned.m64" SHAPE    \
+                 " {" D "}, " P0 ", " P1 ", p, 1, 1" MAJORS(P3, P4) ";}"                              \
+                 : C                                                                                  \
+                 : "l"(a), "l"(b), "r"(scale_d), "n"(int{kA}), "n"(int{kB}));                         \
+  }                                                                                                   \
+  template <Major kB = kMajorK>                                                                       \
+  __device__ static __forceinline__ void issue(float (&c)[FRAGMENTS][4], const u32 (&a)[4], u64 b,    \
+                                               int scale_d) {                                         \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " P5 ", 0; wgmma.mma_async.sync.aligned.m64" SHAPE    \
+                 " {" D "}, {" P0 "," P1 "," P2 "," P3 "}, " P4 ", p, 1, 1" MAJOR_B(P6) ";}"          \
+                 : C                                                                                  \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale_d), "n"(int{kB}));   \
   }
-#define CONVGRAD_TURNS(A, B) ", " A ", " B
-#define CONVGRAD_TURN_B(B) ", " B
-#define CONVGRAD_NO_TURNS(A, B) ""
-#define CONVGRAD_NO_TURN_B(B) ""
-#define CONVGRAD_16(TYPE, NAME, FRAGMENTS, COLUMNS, ...)                                           \
-  template <>                                                                                      \
-  struct WarpgroupMma<TYPE, FRAGMENTS> {                                                           \
-    CONVGRAD_START("n" COLUMNS "k16.f32." NAME "." NAME, CONVGRAD_D##FRAGMENTS,                    \
-                   CONVGRAD_C##FRAGMENTS, FRAGMENTS, __VA_ARGS__, CONVGRAD_TURNS, CONVGRAD_TURN_B) \
+#define CONVGRAD_MAJORS(A, B) ", " A ", " B
+#define CONVGRAD_MAJOR_B(B) ", " B
+#define CONVGRAD_NO_MAJORS(A, B) ""
+#define CONVGRAD_NO_MAJOR_B(B) ""
+#define CONVGRAD_WGMMA_16(TYPE, NAME, FRAGMENTS, COLUMNS, ...)                                       \
+  template <>                                                                                        \
+  struct Wgmma<TYPE, FRAGMENTS> {                                                                    \
+    CONVGRAD_ISSUE("n" COLUMNS "k16.f32." NAME "." NAME, CONVGRAD_D##FRAGMENTS,                      \
+                   CONVGRAD_C##FRAGMENTS, FRAGMENTS, __VA_ARGS__, CONVGRAD_MAJORS, CONVGRAD_MAJOR_B) \
   };
-#define CONVGRAD_PRODUCTS(FRAGMENTS, COLUMNS, ...)                                                 \
-  CONVGRAD_16(f16, "f16", FRAGMENTS, COLUMNS, __VA_ARGS__)                                         \
-  CONVGRAD_16(bf16, "bf16", FRAGMENTS, COLUMNS, __VA_ARGS__)                                       \
-  template <>                                                                                      \
-  struct WarpgroupMma<float, FRAGMENTS> {                                                          \
-    CONVGRAD_START("n" COLUMNS "k8.f32.tf32.tf32", CONVGRAD_D##FRAGMENTS, CONVGRAD_C##FRAGMENTS,   \
-                   FRAGMENTS, __VA_ARGS__, CONVGRAD_NO_TURNS, CONVGRAD_NO_TURN_B)                  \
+#define CONVGRAD_WGMMA(FRAGMENTS, COLUMNS, ...)                                                  \
+  CONVGRAD_WGMMA_16(f16, "f16", FRAGMENTS, COLUMNS, __VA_ARGS__)                                 \
+  CONVGRAD_WGMMA_16(bf16, "bf16", FRAGMENTS, COLUMNS, __VA_ARGS__)                               \
+  template <>                                                                                    \
+  struct Wgmma<float, FRAGMENTS> {                                                               \
+    CONVGRAD_ISSUE("n" COLUMNS "k8.f32.tf32.tf32", CONVGRAD_D##FRAGMENTS, CONVGRAD_C##FRAGMENTS, \
+                   FRAGMENTS, __VA_ARGS__, CONVGRAD_NO_MAJORS, CONVGRAD_NO_MAJOR_B)              \
   };
-CONVGRAD_PRODUCTS(1, "8", "%4", "%5", "%6", "%7", "%8", "%9", "%10")
-CONVGRAD_PRODUCTS(2, "16", "%8", "%9", "%10", "%11", "%12", "%13", "%14")
-CONVGRAD_PRODUCTS(3, "24", "%12", "%13", "%14", "%15", "%16", "%17", "%18")
-CONVGRAD_PRODUCTS(4, "32", "%16", "%17", "%18", "%19", "%20", "%21", "%22")
-CONVGRAD_PRODUCTS(5, "40", "%20", "%21", "%22", "%23", "%24", "%25", "%26")
-CONVGRAD_PRODUCTS(6, "48", "%24", "%25", "%26", "%27", "%28", "%29", "%30")
-CONVGRAD_PRODUCTS(7, "56", "%28", "%29", "%30", "%31", "%32", "%33", "%34")
-CONVGRAD_PRODUCTS(8, "64", "%32", "%33", "%34", "%35", "%36", "%37", "%38")
-CONVGRAD_PRODUCTS(10, "80", "%40", "%41", "%42", "%43", "%44", "%45", "%46")
-CONVGRAD_PRODUCTS(12, "96", "%48", "%49", "%50", "%51", "%52", "%53", "%54")
-CONVGRAD_PRODUCTS(13, "104", "%52", "%53", "%54", "%55", "%56", "%57", "%58")
-CONVGRAD_PRODUCTS(14, "112", "%56", "%57", "%58", "%59", "%60", "%61", "%62")
-CONVGRAD_PRODUCTS(16, "128", "%64", "%65", "%66", "%67", "%68", "%69", "%70")
-CONVGRAD_PRODUCTS(18, "144", "%72", "%73", "%74", "%75", "%76", "%77", "%78")
-CONVGRAD_PRODUCTS(20, "160", "%80", "%81", "%82", "%83", "%84", "%85", "%86")
-CONVGRAD_PRODUCTS(22, "176", "%88", "%89", "%90", "%91", "%92", "%93", "%94")
-CONVGRAD_PRODUCTS(24, "192", "%96", "%97", "%98", "%99", "%100", "%101", "%102")
-CONVGRAD_PRODUCTS(26, "208", "%104", "%105", "%106", "%107", "%108", "%109", "%110")
-CONVGRAD_PRODUCTS(28, "224", "%112", "%113", "%114", "%115", "%116", "%117", "%118")
-CONVGRAD_PRODUCTS(30, "240", "%120", "%121", "%122", "%123", "%124", "%125", "%126")
-CONVGRAD_PRODUCTS(32, "256", "%128", "%129", "%130", "%131", "%132", "%133", "%134")
-#undef CONVGRAD_PRODUCTS
-#undef CONVGRAD_16
-#undef CONVGRAD_NO_TURN_B
-#undef CONVGRAD_NO_TURNS
-#undef CONVGRAD_TURN_B
-#undef CONVGRAD_TURNS
-#undef CONVGRAD_START
+CONVGRAD_WGMMA(1, "8", "%4", "%5", "%6", "%7", "%8", "%9", "%10")
+CONVGRAD_WGMMA(2, "16", "%8", "%9", "%10", "%11", "%12", "%13", "%14")
+CONVGRAD_WGMMA(3, "24", "%12", "%13", "%14", "%15", "%16", "%17", "%18")
+CONVGRAD_WGMMA(4, "32", "%16", "%17", "%18", "%19", "%20", "%21", "%22")
+CONVGRAD_WGMMA(5, "40", "%20", "%21", "%22", "%23", "%24", "%25", "%26")
+CONVGRAD_WGMMA(6, "48", "%24", "%25", "%26", "%27", "%28", "%29", "%30")
+CONVGRAD_WGMMA(7, "56", "%28", "%29", "%30", "%31", "%32", "%33", "%34")
+CONVGRAD_WGMMA(8, "64", "%32", "%33", "%34", "%35", "%36", "%37", "%38")
+CONVGRAD_WGMMA(10, "80", "%40", "%41", "%42", "%43", "%44", "%45", "%46")
+CONVGRAD_WGMMA(12, "96", "%48", "%49", "%50", "%51", "%52", "%53", "%54")
+CONVGRAD_WGMMA(13, "104", "%52", "%53", "%54", "%55", "%56", "%57", "%58")
+CONVGRAD_WGMMA(14, "112", "%56", "%57", "%58", "%59", "%60", "%61", "%62")
+CONVGRAD_WGMMA(16, "128", "%64", "%65", "%66", "%67", "%68", "%69", "%70")
+CONVGRAD_WGMMA(18, "144", "%72", "%73", "%74", "%75", "%76", "%77", "%78")
+CONVGRAD_WGMMA(20, "160", "%80", "%81", "%82", "%83", "%84", "%85", "%86")
+CONVGRAD_WGMMA(22, "176", "%88", "%89", "%90", "%91", "%92", "%93", "%94")
+CONVGRAD_WGMMA(24, "192", "%96", "%97", "%98", "%99", "%100", "%101", "%102")
+CONVGRAD_WGMMA(26, "208", "%104", "%105", "%106", "%107", "%108", "%109", "%110")
+CONVGRAD_WGMMA(28, "224", "%112", "%113", "%114", "%115", "%116", "%117", "%118")
+CONVGRAD_WGMMA(30, "240", "%120", "%121", "%122", "%123", "%124", "%125", "%126")
+CONVGRAD_WGMMA(32, "256", "%128", "%129", "%130", "%131", "%132", "%133", "%134")
+#undef CONVGRAD_WGMMA
+#undef CONVGRAD_WGMMA_16
+#undef CONVGRAD_NO_MAJOR_B
+#undef CONVGRAD_NO_MAJORS
+#undef CONVGRAD_MAJOR_B
+#undef CONVGRAD_MAJORS
+#undef CONVGRAD_ISSUE
 #undef CONVGRAD_C32
 #undef CONVGRAD_C30
 #undef CONVGRAD_C28
@@ -172,18 +170,18 @@ CONVGRAD_PRODUCTS(32, "256", "%128", "%129", "%130", "%131", "%132", "%133", "%1
 #undef CONVGRAD_D2
 #undef CONVGRAD_D1
 
-// Starts c = a * b, or c += a * b where `add`, by the majors of the operands in shared memory.
-template <class T, Major kA = kAlongK, Major kB = kAlongK, int kFragments>
-__device__ __forceinline__ void multiply(float (&c)[kFragments][4], u64 a, u64 b, int add) {
-  static_assert(sizeof(T) == 2 || (kA == kAlongK && kB == kAlongK), "TF32 lies along K");
-  WarpgroupMma<T, kFragments>::template start<kA, kB>(c, a, b, add);
+// Issues c = a * b, or c += a * b where `scale_d`.
+template <class T, Major kA = kMajorK, Major kB = kMajorK, int kFragments>
+__device__ __forceinline__ void wgmma(float (&c)[kFragments][4], u64 a, u64 b, int scale_d) {
+  static_assert(sizeof(T) == 2 || (kA == kMajorK && kB == kMajorK), "TF32 operands are K-major");
+  Wgmma<T, kFragments>::template issue<kA, kB>(c, a, b, scale_d);
 }
-// The same with a from registers, which stay as they are until the product is waited for.
-template <class T, Major kB = kAlongK, int kFragments>
-__device__ __forceinline__ void multiply(float (&c)[kFragments][4], const u32 (&a)[4], u64 b,
-                                         int add) {
-  static_assert(sizeof(T) == 2 || kB == kAlongK, "TF32 lies along K");
-  WarpgroupMma<T, kFragments>::template start<kB>(c, a, b, add);
+// The same with A in registers, which must not change until the wgmma has been waited for.
+template <class T, Major kB = kMajorK, int kFragments>
+__device__ __forceinline__ void wgmma(float (&c)[kFragments][4], const u32 (&a)[4], u64 b,
+                                         int scale_d) {
+  static_assert(sizeof(T) == 2 || kB == kMajorK, "TF32 operands are K-major");
+  Wgmma<T, kFragments>::template issue<kB>(c, a, b, scale_d);
 }
 
 }  // namespace convgrad

@@ -1,0 +1,128 @@
+// The tile shapes, shared-memory layout, work distribution and producer warps of pointwise_gemm.cu.
+#pragma once
+
+#include "conv/pointwise_gemm.cuh"
+#include "core/result_run.cuh"
+#include "core/split_k_reduce.cuh"
+
+using namespace convgrad;
+
+namespace {
+
+using T = ELEMENT;
+using OperandA = GemmOperand<T, A_MN != 0, A_BYTES, BM, DEPTH>;
+using OperandB = GemmOperand<T, B_MN != 0, B_BYTES, BN, DEPTH>;
+constexpr int kWarpgroupRows = BM / CONSUMERS, kMmasM = kWarpgroupRows / 64, kFragmentsN = BN / 8;
+constexpr int kConsumers = CONSUMERS * 128, kThreads = kConsumers + 64;
+constexpr int kProducerA = CONSUMERS * 4, kProducerB = kProducerA + 1;
+constexpr u32 kStageBytes = OperandA::kBytes + (RESIDENT ? 0 : OperandB::kBytes);
+// Staging buffer of a warp's 16 rows: boxes of D_BYTES per row, swizzled by that width (0: one box).
+constexpr u32 kStagingBytes = 16 * BN * sizeof(T);
+constexpr int kBoxColumns = D_BYTES ? D_BYTES / static_cast<int>(sizeof(T)) : BN;
+constexpr u32 kBoxBytes = 16 * kBoxColumns * sizeof(T);
+static_assert(BN % kBoxColumns == 0, "whole blocks");
+using Accumulators = float[kMmasM][kFragmentsN][4];
+using Reduce = SplitKReduce<kMmasM * kFragmentsN, CONSUMERS * 4>;
+
+// Swizzle atoms of 128-byte rows start at multiples of 1,024.
+__device__ __forceinline__ u32 align_to_swizzle_atom(u32 address) { return (address + 1023) & ~1023u; }
+
+// Shared-memory addresses.
+struct SharedLayout {
+  u32 stage0, resident, staging, barriers;
+  char* base;  // `stage0` as a pointer
+  int stages;
+
+  __device__ __forceinline__ char* pointer(u32 address) const { return base + (address - stage0); }
+
+  __device__ __forceinline__ u32 a(int stage) const { return stage0 + stage * kStageBytes; }
+  __device__ __forceinline__ u32 b(int stage) const { return a(stage) + OperandA::kBytes; }
+  __device__ __forceinline__ u32 full_barrier(int stage) const { return barriers + stage * 8; }
+  __device__ __forceinline__ u32 empty_barrier(int stage) const { return barriers + (stages + stage) * 8; }
+  __device__ __forceinline__ u32 reduce_barrier() const { return barriers + 2 * stages * 8; }
+};
+
+// The work of this block: row tiles row, row + row_step, ... of one column tile, and k-tiles [begin,
+// begin + steps).
+struct BlockWork {
+  int row, row_step, column, begin, steps;
+
+  __device__ __forceinline__ explicit BlockWork(const PointwiseGemmArgs& args) {
+    column = blockIdx.y * BN;
+    if constexpr (REDUCE) {
+      row = blockIdx.z, row_step = args.row_tiles;
+      begin = blockIdx.x * args.steps_each;
+      steps = max(min(args.steps_each, args.steps - begin), 0);
+    } else {
+      row = blockIdx.x, row_step = gridDim.x;
+      begin = 0, steps = args.steps;
+    }
+  }
+};
+
+// The producer of one operand: one thread loads k-tile after k-tile.
+template <class Side, bool kRows>
+struct Producer {
+  const TensorMap& map;
+  const BlockWork& work;
+  const int row_tiles, single_copy;
+  int row, step = 0;
+  PipelineState state{1};
+
+  __device__ __forceinline__ Producer(const PointwiseGemmArgs& args, const BlockWork& work)
+      : map(kRows ? args.a_map : args.b_map),
+        work(work),
+        row_tiles(args.row_tiles),
+        single_copy(kRows ? args.a_whole : args.b_whole),
+        row(work.row) {}
+  __device__ __forceinline__ bool has_next() const { return row < row_tiles && work.steps > 0; }
+  __device__ __forceinline__ void next(const SharedLayout& smem) {
+    const u32 to = kRows ? smem.a(state.index) : smem.b(state.index), barrier = smem.full_barrier(state.index);
+    mbarrier_arrive_expect_tx(barrier, Side::kBytes);
+    Side::load(to, map, barrier, kRows ? row * BM : work.column, work.begin + step, single_copy);
+    if (++step == work.steps) step = 0, row += work.row_step;
+    state.advance(smem.stages);
+  }
+};
+
+// All threads of the block (and cluster), between the initialisation of the mbarriers and their use.
+__device__ __forceinline__ void sync_block() {
+  __syncwarp();
+  __syncthreads();
+  if (REDUCE) cluster_arrive();
+}
+
+// A producer warp. A's initialises the pipeline's mbarriers and issues its first load before the block
+// synchronises.
+template <class Side, bool kRows>
+__device__ __forceinline__ void produce(const PointwiseGemmArgs& args, const SharedLayout& smem,
+                                        const BlockWork& work) {
+  Producer<Side, kRows> producer(args, work);
+  const bool elected = elect_one();
+  if (elected) {
+    if constexpr (kRows) {
+      for (int i = 0; i < smem.stages; ++i) {
+        mbarrier_init(smem.full_barrier(i), RESIDENT ? 1 : 2);
+        mbarrier_init(smem.empty_barrier(i), CONSUMERS * 4);
+      }
+      fence_mbarrier_init();
+      fence_proxy_async();
+    } else {
+      prefetch_tensor_map(args.b_map);
+    }
+    wait_on_dependent_grids();
+    if (kRows && producer.has_next()) producer.next(smem);
+  }
+  sync_block();
+  if (elected) {
+#pragma unroll 1
+    while (producer.has_next()) {
+      mbarrier_wait(smem.empty_barrier(producer.state.index), producer.state.parity);
+      producer.next(smem);
+    }
+  }
+  __syncwarp();
+  if (REDUCE) cluster_wait();
+}
+
+}  // namespace

@@ -1,0 +1,19 @@
+"""Fixtures of the engine's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from convgrad_service.engine.memory.tensor_layout import forget_sizes
+from convgrad_service.engine.scheduling import partition as parts
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Parts of a sum of 32 kB, so that small problems have several."""
+    monkeypatch.setattr(parts, "PART_BYTES", 16_000)
+    forget_sizes()
+    yield
+    forget_sizes()
