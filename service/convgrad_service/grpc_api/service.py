@@ -1,4 +1,4 @@
-"""The methods that describe the server and its models, and those for shared memory."""
+"""The methods that describe the server and its models, and manage shared memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Method = Callable[[Any, str], Awaitable[Any]]
 
 
 class DescribingMethods:
-    """Every method but those that compute: from a parsed request to a message that answers it."""
+    """Every method that does not compute, from parsed request to response message."""
 
     def __init__(
         self, pipeline: Pipeline, shared_memory: SharedMemory, service_name: str | None = None
@@ -71,7 +71,7 @@ class DescribingMethods:
         return message("ServerMetadataResponse")(**metadata)
 
     async def _model_ready(self, request: Any, __: str) -> Any:
-        # Of a model that is not there the protocol says that it is not ready, and no more.
+        # The protocol reports an unknown model as not ready.
         try:
             if request.name != self._service_name:
                 operation_named(request.name, request.version)
@@ -87,7 +87,7 @@ class DescribingMethods:
     async def _model_config(self, request: Any, __: str) -> Any:
         operation = operation_named(request.name, request.version)
         answer = message("ModelConfigResponse")()
-        # Of the JSON's fields those that the message has; the others are empty.
+        # The message has only some of the JSON's fields.
         ParseDict(model_config(operation.name), answer.config, ignore_unknown_fields=True)
         return answer
 
@@ -155,7 +155,7 @@ class DescribingMethods:
         return message("CudaSharedMemoryUnregisterResponse")()
 
     def _not_ready(self) -> str | None:
-        """Why no work is taken now, or None."""
+        """Return why the server is not ready, or None."""
         try:
             self._pipeline.require_ready()
         except DeviceUnavailable as error:

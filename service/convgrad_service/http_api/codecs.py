@@ -1,4 +1,4 @@
-"""The forms that bodies and answers can have at ``POST /<operation>``, by their media types."""
+"""The media types of request and response bodies at ``POST /<operation>``."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ __all__ = [
 ]
 
 MAX_KEY_BYTES = 4096
-"""Requests whose heads are longer are not remembered."""
+"""Requests with longer heads are not cached."""
 
 
 class Reader(Protocol):
-    """Takes one body in; see `Transport`, whose methods call these."""
+    """Reads one request body, for the methods of `Transport` with the same names."""
 
     async def head(self, body: Body, pipeline: Pipeline) -> Hashable | None: ...
 
@@ -73,22 +73,22 @@ class Reader(Protocol):
     def decodes_inline(self) -> bool: ...
 
     def fields(self, operation: Operation) -> tuple[Fields, Any]:
-        """The request's fields, and what `fill` needs to know of each request like it."""
+        """Return the request's fields, and notes for `fill` that are shared by similar requests."""
         ...
 
     async def fill(self, body: Body, execution: Execution, timings: Timings) -> None: ...
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release all resources."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BodyForm:
-    """A media type that a body may have.
+    """A media type of request bodies.
 
-    ``limit`` names the setting that bounds a body. ``reader`` makes, of its Content-Type, what
-    takes it in. ``answered`` is the media type of the answer unless Accept asks for another.
+    ``limit`` names the setting that bounds their size, ``reader`` makes a reader from the
+    Content-Type, ``answered`` is the media type of the answer unless Accept requests another.
     """
 
     media_type: str
@@ -99,11 +99,11 @@ class BodyForm:
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """A media type that an answer may have.
+    """A media type of answers.
 
-    ``encode`` refers to the result's arrays and copies nothing large; ``refuse`` raises, before
-    anything is computed, where an answer could not be encoded; ``headers`` are those of the answer.
-    ``streams``: an answer can begin before all of it is computed.
+    ``encode`` refers to the result's arrays without copying; ``refuse`` raises, before anything is
+    computed, if the answer could not be encoded. With ``streams``, sending can begin before all of
+    the answer has been computed.
     """
 
     media_type: str
@@ -114,7 +114,7 @@ class AnswerForm:
 
 
 class _SafetensorsReader:
-    """Each tensor is received straight into its place: what comes first is the header alone."""
+    """Reads the header first, then receives each tensor straight into its memory."""
 
     body_lease: Lease | None = None
 
@@ -161,11 +161,11 @@ class _SafetensorsReader:
             await body.into(targets, skip=len(self._head))
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing: no resources are held."""
 
 
 class _JsonReader:
-    """The text has a place of its own until its base64 has been decoded into the inputs' place."""
+    """Holds the text in the arena until its base64 has been decoded into the inputs' memory."""
 
     def __init__(self, content_type: str) -> None:
         self._text = Text(memoryview(b""))
@@ -242,7 +242,7 @@ def _safetensors_template(execution: Execution, report: Report) -> ResponseTempl
 
 
 def _refuse_nothing(request: Request, problem: Problem) -> None:
-    """safetensors holds any answer."""
+    """Accept everything: safetensors can hold any answer."""
 
 
 def _content_type(media_type: str) -> Callable[[Result], Headers]:

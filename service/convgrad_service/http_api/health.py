@@ -1,4 +1,4 @@
-"""``/v2/health/live``, ``/v2/health/ready`` and ``/metrics``: for the platform, not for users."""
+"""``/v2/health/live``, ``/v2/health/ready`` and ``/metrics``, for the platform."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOT_READY: dict[int | str, dict[str, Any]] = {
 
 
 def health_router(pipeline: Pipeline) -> APIRouter:
-    """The routes that say how the server is."""
+    """Return the routes for health and metrics."""
     router = APIRouter(tags=["health"])
 
     @router.get("/v2/health/live", summary="The process answers.", responses=_NOT_LIVE)

@@ -38,7 +38,7 @@ class OperationEndpoint:
 
 
 class _OperationTransport(HttpTransport):
-    """See `Transport`: a body in one form, an answer in another or the same."""
+    """See `Transport`: a body of any `BodyForm`, and an answer of any `AnswerForm`."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -80,7 +80,7 @@ class _OperationTransport(HttpTransport):
         await self.respond([*form.headers(result), (b"vary", b"accept")], chunks)
 
     def close(self) -> None:
-        """Give back what the body held."""
+        """Release the body's memory."""
         self._reader.close()
 
 

@@ -1,4 +1,4 @@
-"""``/tensors``: tensors that stay on the server, put, fetched, dropped and listed by name."""
+"""``/tensors``: put, get, delete and list tensors stored on the server."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _Reader = Callable[[Body, Ticket | None], AbstractAsyncContextManager[tuple[Tens
 
 
 def stored_routes(pipeline: Pipeline, settings: Settings) -> list[BaseRoute]:
-    """The routes, to be added to the application's."""
+    """Return the routes."""
 
     async def listed(request: Request) -> Response:
         owner = context_of(request.scope).owner
@@ -76,7 +76,7 @@ def stored_routes(pipeline: Pipeline, settings: Settings) -> list[BaseRoute]:
 
 
 class _Put:
-    """An ASGI application that keeps the tensor of a body."""
+    """An ASGI application that stores the tensor in a body."""
 
     def __init__(self, pipeline: Pipeline, settings: Settings) -> None:
         self._pipeline, self._settings = pipeline, settings
@@ -173,7 +173,7 @@ class _Put:
     async def _room(
         self, spec: TensorSpec, ticket: Ticket | None
     ) -> AsyncIterator[tuple[Lease, NDArray[np.generic]]]:
-        """A place for a tensor until it has been copied to where it stays."""
+        """Reserve memory for a tensor until it has been copied to the store."""
         if spec.size_bytes == 0:
             raise MalformedRequest(f"a tensor of shape {list(spec.shape)} holds nothing to keep")
         if ticket is not None:
@@ -221,7 +221,7 @@ class _Get:
 
 
 def _put_in_c_order(array: NDArray[np.generic]) -> None:
-    """Reorder elements that came in Fortran order."""
+    """Reorder elements that were sent in Fortran order."""
     as_it_came = array.reshape(array.shape[::-1])
     array[...] = as_it_came.T.copy()
 

@@ -149,6 +149,11 @@ class ProcessWorker:
         """The id of its process."""
         return self._process.pid
 
+    @property
+    def busy(self) -> bool:
+        """Whether it has tasks."""
+        return bool(self._tasks)
+
     def start(self, task: Task) -> None:
         number, job = next(self._numbers), task.job
         new = self._send_regions(job.regions) if job.regions else ()

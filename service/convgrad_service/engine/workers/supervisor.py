@@ -31,7 +31,7 @@ class Supervisor:
         self._devices = 1
         self._broken: dict[int, str] = {}
         self._keeping: list[asyncio.Task[None]] = []
-        # How long each device has had no worker or, after one hung, no finished task.
+        # How long each device has had no worker, or a busy one without a result after a hang.
         self._failing_s: dict[int, float] = {}
         self._hung: set[int] = set()
         hub.fault = lambda: self.fault
@@ -130,15 +130,20 @@ class Supervisor:
             self._hub.publish()
 
     def _check(self, index: int, beat_s: float) -> None:
-        worker = self.workers.get(index)
+        worker, failing_s = self.workers.get(index), self._failing_s[index]
         if worker is None or worker.slots == 0:
-            self._failing_s[index] += beat_s
+            self._failing_s[index] = min(failing_s + beat_s, self._options.device_timeout_s)
             return
-        if worker.finished or index not in self._hung:
-            self._hung.discard(index)
-            self._failing_s[index] = 0.0
+        if index not in self._hung or worker.finished:
+            failing_s = 0.0
+        elif worker.busy:
+            failing_s = min(failing_s + beat_s, self._options.device_timeout_s)
         else:
-            self._failing_s[index] += beat_s
+            # It answers, but idle: the longer it does, the less the hang counts.
+            failing_s = max(failing_s - beat_s, 0.0)
+        self._failing_s[index] = failing_s
+        if failing_s == 0:
+            self._hung.discard(index)
         if (why := worker.check(beat_s, self._options.progress_timeout_s)) is not None:
             _log.error("worker %d (process %d) %s; it is ended", index, worker.process_id, why)
             self._hub.children.hung["convgrad-worker"] += 1
@@ -146,9 +151,9 @@ class Supervisor:
             worker.end()
 
     def _dead(self) -> str | None:
-        """Return why the server is not live, if so.
+        """Return why the server is not live, or None.
 
-        A single hang may be due to a bad request; the server is dead if the next worker hangs too.
+        A worker may have hung because of one bad request, so that alone does not make it dead.
         """
         longest_s = self._options.device_timeout_s
         if min(self._failing_s.values()) < longest_s:
