@@ -174,11 +174,17 @@ class Running:
 
     def _counts(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
         counts = {}
-        for family in text_string_to_metric_families(self.client.get("/metrics").text):
-            if family.type == "gauge" or not family.name.startswith("convgrad_"):
+        # Buckets are most of the lines, and times, which are not compared.
+        lines = [
+            line
+            for line in self.client.get("/metrics").text.splitlines()
+            if line.startswith(("# TYPE convgrad_", "convgrad_")) and "_bucket{" not in line
+        ]
+        for family in text_string_to_metric_families("\n".join([*lines, ""])):
+            if family.type == "gauge":
                 continue
             for sample in family.samples:
-                if not sample.name.endswith(("_seconds_sum", "_bucket", "_created")):
+                if not sample.name.endswith(("_seconds_sum", "_created")):
                     counts[sample.name, tuple(sorted(sample.labels.items()))] = sample.value
         return counts
 

@@ -118,9 +118,7 @@ def parse_field(request_model: type[Request], name: str, value: Any) -> Any:
     try:
         return parsed.parse(value)
     except (ValueError, TypeError, OverflowError):
-        raise MalformedRequest(
-            f"{name}: expected {parsed.expected}, got {shown(value)}"
-        ) from None
+        raise MalformedRequest(f"{name}: expected {parsed.expected}, got {shown(value)}") from None
 
 
 def refuse_unknown(request_model: type[Request], names: Iterable[Any]) -> None:

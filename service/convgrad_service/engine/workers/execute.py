@@ -29,7 +29,7 @@ from convgrad_service.engine.shm.mappings import RegionMappings, not_in_place
 from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.examination import examined
 from convgrad_service.problems.base import Lane, Piece
-from convgrad_service.problems.pieces import added_up, piece_tensors, place_part
+from convgrad_service.problems.pieces import piece_tensors, place_part, sum_of_shares
 
 __all__ = ["Job", "compile_ahead", "run_job"]
 
@@ -246,7 +246,7 @@ def _add_up(layout: TensorLayout, sums: Arrays, inputs: Arrays) -> Arrays:
     totals = {}
     for name, array in sums.items():
         array.flags.writeable = False
-        totals[name] = added_up(problem, name, array, others)
+        totals[name] = sum_of_shares(problem, name, array, others)
     return totals
 
 
