@@ -231,9 +231,8 @@ class _TimeTransport(_BodyTransport):
             quotas.append((f"{self.owner}/timings", settings.key_max_timings, " of this key's"))
         for name, most, whose in quotas:
             try:
-                ticket = await self.pipeline.engine.acquire_ticket(
-                    Caller(name, KeyLimits(inflight=most))
-                )
+                caller = Caller(name, KeyLimits(inflight=most))
+                ticket = await self.pipeline.engine.acquire_ticket(caller)
             except Overloaded:
                 raise Overloaded(
                     f"{most}{whose} timings wait or run already, and no more may", retry_after_s=5.0
