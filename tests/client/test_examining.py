@@ -120,10 +120,10 @@ def _named(layer: layers.Layer) -> layers.Layer:
     [
         (["--layer", LAYER], "either --mine FILE or --kernel"),
         (["--layer", LAYER, "--mine", "x.npy", "--kernel", "a:b"], "either --mine FILE or"),
-        (["--suite", "networks", "--mine", "right.npy"], "--suite is for --kernel"),
+        (["--suite", "networks", "--mine", "right.npy"], "--suite needs --kernel"),
         (["--layer", LAYER, "--kernel", "kernels"], "expected MODULE:FUNCTION"),
         (["--layer", LAYER, "--kernel", "kernels:none"], "--kernel:"),
-        (["--layer", LAYER, "--mine", "grad=right.npy"], "it has no 'grad'"),
+        (["--layer", LAYER, "--mine", "grad=right.npy"], "has no output 'grad'"),
         (["--layer", LAYER, "--mine", "none.npy"], "cannot read"),
     ],
 )
@@ -139,9 +139,9 @@ def test_time_and_plan(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *problem, "--url", url]) == 0
     told = capsys.readouterr().out
     assert "not below" in told
-    (again,) = (line for line in told.splitlines() if "again: " in line)
+    (again,) = (line for line in told.splitlines() if "repeat with: " in line)
     # What it says asks the same once more.
-    assert main([*shlex.split(again.partition("again: convgrad ")[2]), "--url", url]) == 0
+    assert main([*shlex.split(again.partition("repeat with: convgrad ")[2]), "--url", url]) == 0
     assert capsys.readouterr().out == told
     short = ["--budget-s", "0.1", "--peers", "none", "--candidates", "--standard-error", "0.4"]
     assert main(["time", *problem, *short, "--url", url]) == 0

@@ -18,7 +18,7 @@ from convgrad.contract import OPERATIONS
 from convgrad.contract.base import validate
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.problems import problem_from
-from convgrad_service.problems.pieces import piece_tensors, put_together
+from convgrad_service.problems.pieces import assemble, piece_tensors
 
 __all__ = ["costs"]
 
@@ -78,7 +78,7 @@ def _split_costs(backend: CpuBackend) -> list[dict[str, Any]]:
                 "bytes": problem.memory_bytes,
                 "cut_s": median_s(cut),
                 "combine_s": median_s(
-                    lambda: put_together(problem, tensors, pieces, iter(parts))  # noqa: B023
+                    lambda: assemble(problem, tensors, pieces, iter(parts))  # noqa: B023
                 ),
                 "computed_s": median_s(lambda: backend.run(problem, tensors)),  # noqa: B023
             }

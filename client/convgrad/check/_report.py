@@ -12,7 +12,7 @@ _BAR = 40
 
 
 def report(found: Verification) -> str:
-    """What was found, in a few lines; what is wrong comes first."""
+    """Format a verification in a few lines, findings first."""
     return "\n".join(_lines(found))
 
 
@@ -29,13 +29,13 @@ def _lines(found: Verification) -> Iterator[str]:
             yield f"    adjointness {verdict}: {adjoint.left:.9g} and {adjoint.right:.9g}"
     if found.ours is not None:
         shares = ", ".join(f"{name} {share:.3g}" for name, share in found.ours.worst_share.items())
-        yield f"  this server's own ({found.ours.kernel}): worst share {shares}"
+        yield f"  the server's own kernel {found.ours.kernel}: worst error / bound {shares}"
     yield (
         f"  reference: {found.reference.arithmetic} on {found.reference.device}, "
         f"{found.reference.seconds:.3f} s"
     )
     if found.again is not None:
-        yield f"  again: {found.again.command}"
+        yield f"  repeat with: {found.again.command}"
 
 
 def _of_output(name: str, output: OutputVerification) -> Iterator[str]:
@@ -54,17 +54,18 @@ def _of_output(name: str, output: OutputVerification) -> Iterator[str]:
         yield f"    at most {output.ulps.max} units in the last place from the rounded reference"
     exact = output.exact
     if exact.applies:
-        said = "equal to the bit" if exact.passed else f"{exact.differing} elements differ"
+        said = "bits are equal" if exact.passed else f"{exact.differing} elements differ"
         yield f"    exact gate: {said}"
     else:
         yield f"    exact gate does not apply: {exact.reason}"
     bits = output.bits
     if bits.equal_to_ours is not None:
-        same = "the same as" if bits.equal_to_ours else f"{bits.differing_from_ours} differ from"
-        yield f"    bits: {same} this server's"
+        count = bits.differing_from_ours
+        same = "identical to" if bits.equal_to_ours else f"{count} elements differ from"
+        yield f"    bits: {same} the server's own result"
     if bits.earlier is not None:
-        same = "the same as" if bits.earlier.equal else "not those of"
-        yield f"    bits: {same} what was sent {bits.earlier.seconds_ago:.0f} s ago"
+        same = "identical to" if bits.earlier.equal else "differ from"
+        yield f"    bits: {same} your submission {bits.earlier.seconds_ago:.0f} s ago"
     yield from _histogram(output)
 
 

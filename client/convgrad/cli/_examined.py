@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,23 +64,26 @@ def problem_fields(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def tensors_of(operation: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The operation's tensors and parameters, drawn where they are not given, as a server would."""
+    """Return the operation's tensors and parameters; tensors not given are drawn as by a server."""
     given = dict(fields)
     words, batch = given.pop("layer", None), given.pop("batch", None)
     dtype, seed = given.pop("dtype", None), given.pop("seed", 0)
     distribution = given.pop("distribution", "normal")
     shapes: dict[str, Any] = given.pop("shapes", {})
     parameters: dict[str, Any] = {}
+    plane = None
     if words is not None:
         layer = convgrad.layers.parse(words)
         layer = layer if batch is None else layer.with_batch(batch)
-        dtype = dtype or layer.dtype
+        dtype, plane = dtype or layer.dtype, math.prod(layer.input_size)
         own, parameters = convgrad.layers.arguments(operation, layer, given.get("layout"))
         shapes = {**own, **shapes}
+    missing = {name: shape for name, shape in shapes.items() if name not in given}
     drawn = {
-        name: convgrad.check.draw(name, shape, dtype or "float32", seed, distribution)
-        for name, shape in shapes.items()
-        if name not in given
+        name: convgrad.check.spread_indices(shape, plane, given.get("layout"))
+        if name == "indices" and plane is not None
+        else convgrad.check.draw(name, shape, dtype or "float32", seed, distribution)
+        for name, shape in missing.items()
     }
     return {**parameters, **drawn, **given}
 

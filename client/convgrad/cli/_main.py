@@ -1,7 +1,7 @@
-"""Finds the command and runs it; turns what goes wrong into one sentence and an exit status.
+"""Run a command; report a failure as one sentence and an exit status.
 
-Exit status: 0 done; 1 the server refused or could not be reached; 2 the command line, or a file
-it names, is wrong; 130 interrupted.
+Exit status: 0 success; 1 the server refused or could not be reached; 2 the command line, or a file
+that it names, is wrong; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from convgrad.errors import ConvgradError
 
 __all__ = ["main"]
 
-# Each is a module of this package with `run(argv) -> int`, imported only when asked for.
+# Modules of this package with `run(argv) -> int`, imported only when needed.
 _COMMANDS = {
     "serve": ("_service", "run the server (needs convgrad[service])"),
-    "health": ("_health", "ask a server whether it takes work"),
+    "health": ("_health", "check whether a server accepts requests"),
     "call": ("_call", "send one request: tensors from files, results to a file"),
     "bench": ("_bench", "time an operation on a server"),
-    "verify": ("_verify", "hold results of your own against float64"),
-    "time": ("_time", "have a server time an operation, alone on its device"),
-    "plan": ("_time", "have a server explain which kernel would run"),
-    "operations": ("_operations", "list the operations with what they take and return"),
-    "demo": ("_demo", "train a small network whose gradients a server computes"),
-    "kernels": ("_service", "compile the GPU kernels ahead (needs convgrad[service])"),
+    "verify": ("_verify", "compare your results with a float64 reference"),
+    "time": ("_time", "time a kernel, alone on the server's device"),
+    "plan": ("_time", "explain which kernel the server would run"),
+    "operations": ("_operations", "list the operations with their inputs and outputs"),
+    "demo": ("_demo", "train a small network with gradients from a server"),
+    "kernels": ("_service", "compile the GPU kernels ahead of time (needs convgrad[service])"),
     "key": ("_service", "make an API key for a server (needs convgrad[service])"),
-    "probe": ("_service", "ask the server beside this, by its settings (needs convgrad[service])"),
+    "probe": ("_service", "check the server on this machine (needs convgrad[service])"),
 }
-# Commands that share a module say which they are.
+# Modules that serve several commands are told which one runs.
 _KEYWORDS: Mapping[str, Mapping[str, Any]] = {
     name: {"command": name} for name in ("serve", "kernels", "key", "probe", "time", "plan")
 }
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
-        # The first word picks the command, and what follows is the command's own to read.
+        # The first word selects the command, which parses the rest.
         command: str = parser.parse_args(arguments[:1]).command
         module = importlib.import_module(f"convgrad.cli.{_COMMANDS[command][0]}")
         status: int = module.run(arguments[1:], **_KEYWORDS.get(command, {}))
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConvgradError as error:
         return _fail(error, 1)
     except BrokenPipeError:
-        # The reader left (`convgrad operations | head`); what is buffered has nowhere to go.
+        # The reader has gone (`convgrad operations | head`), so buffered output has nowhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="convgrad",
         description="Gradients of convolution and pooling layers, computed by a server.",
-        epilog="`convgrad COMMAND --help` says more about each.",
+        epilog="`convgrad COMMAND --help` describes a command.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"convgrad {__version__}")

@@ -84,7 +84,7 @@ def _lines(found: TimedPlan | PlanExplained) -> Iterator[str]:
             power = f", {clocks.power_w:.0f} W" if clocks.power_w is not None else ""
             yield f"  clock {clocks.sm_hz / 1e6:.0f} MHz{power}"
     if found.again is not None:
-        yield f"  again: {found.again.command}"
+        yield f"  repeat with: {found.again.command}"
 
 
 def _timings(whose: str, timings: dict[str, TimingReport]) -> Iterator[str]:

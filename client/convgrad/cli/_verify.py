@@ -1,4 +1,4 @@
-"""``convgrad verify``: results in files, or a kernel of one's own, held against float64.
+"""``convgrad verify``: compare results in files, or a kernel, with a float64 reference.
 
 Exit status: 0 everything passed; 1 something is wrong, or the server refused; 2 the command line.
 """
@@ -24,8 +24,8 @@ from convgrad.contract.verification import Verification
 __all__ = ["run"]
 
 _DESCRIPTION = """\
-Hold results against float64, element by element. The tensors that they were computed from are
-files, or drawn from a seed as convgrad.check.draw draws them:
+Compare results with a float64 reference, element by element. The tensors that they were computed
+from are read from files, or drawn from a seed as convgrad.check.draw does:
 
   convgrad verify conv_bwd_data --layer mb2ic64ih56oc64oh56kh3ph1 --seed 7 --mine out.npy
   convgrad verify conv_bwd_data --layer ck_headline --kernel mykernels:bwd_data --local
@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
     if (options.mine is None) == (options.kernel is None):
         raise UsageError("expected either --mine FILE or --kernel MODULE:FUNCTION")
     if options.suite is not None and (options.layer is not None or options.mine is not None):
-        raise UsageError("--suite is for --kernel, and stands in the place of --layer")
+        raise UsageError("--suite needs --kernel and replaces --layer")
     if options.local:
         return _verified(options, None)
     with connect(options) as client:
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_problem_options(parser)
-    parser.add_argument("--suite", help="the suite or network on whose layers to run a --kernel")
+    parser.add_argument("--suite", help="run --kernel on all layers of this suite or network")
     parser.add_argument(
         "--mine",
         action="append",
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         help="your result, .npy, .npz or .safetensors; may be repeated for several outputs",
     )
     for name, text in (
-        ("--second", "the result of a second run, whose bits must be equal"),
+        ("--second", "the result of a second run, which must have the same bits"),
         ("--doubled", "the result with the operation's first tensor doubled"),
     ):
         parser.add_argument(
@@ -72,10 +72,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kernel",
         metavar="MODULE:FUNCTION",
-        help="a function of yours, run in this process on tensors that are drawn: on integers and "
-        "on normal numbers, twice, and with a tensor doubled",
+        help="a function to run in this process on drawn tensors: integers and normal numbers, "
+        "each twice and once more with a tensor doubled",
     )
-    parser.add_argument("--local", action="store_true", help="judge in this process, ask no server")
+    parser.add_argument(
+        "--local", action="store_true", help="compare in this process, without a server"
+    )
     parser.add_argument("--factors", help="how factors are rounded: exact, tf32, bfloat16 …")
     parser.add_argument("--sums", help="how sums are rounded: float32 or tensor_core")
     add_connection_options(parser)
@@ -91,7 +93,9 @@ def _verified(options: argparse.Namespace, client: convgrad.Client | None) -> in
         if options.json:
             answers.append({"name": name, **verification.model_dump(mode="json")})
         else:
-            print(f"{name}\n{convgrad.check.report(verification)}", flush=True)
+            if options.kernel:
+                print(name)
+            print(convgrad.check.report(verification), flush=True)
     if options.json:
         print(json.dumps(answers if options.suite or options.kernel else answers[0], indent=2))
     return 0 if passed else 1
@@ -130,7 +134,9 @@ def _results(operation: str, given: Sequence[str]) -> dict[str, Any]:
         if not equals:
             name, source = known[0], text
         if name not in known:
-            raise UsageError(f"--mine: {operation} gives {', '.join(known)}; it has no {name!r}")
+            raise UsageError(
+                f"--mine: {operation} has no output {name!r}; expected {', '.join(known)}"
+            )
         found[name] = read_tensor(name, source)
     return found
 
@@ -146,7 +152,9 @@ def _of_kernel(
     known = ("dtype", "layout", "batch", "seed", "factors", "sums")
     more = {name: fields.pop(name) for name in known if name in fields}
     if fields:
-        raise UsageError(f"--kernel takes no {', '.join(fields)}: its tensors are the layer's")
+        raise UsageError(
+            f"--kernel does not take {', '.join(fields)}: its tensors follow from the layer"
+        )
     for layer in words:
         if layer is None:
             raise UsageError("--kernel needs --layer or --suite")
@@ -160,7 +168,7 @@ def _function(text: str) -> Callable[..., Any]:
     module, colon, name = text.partition(":")
     if not colon:
         raise UsageError(f"--kernel: expected MODULE:FUNCTION, got {text!r}")
-    # As `python -m` has it: what lies beside is found.
+    # As with `python -m`, modules in the current directory are found.
     sys.path.insert(0, str(Path.cwd()))
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), name)

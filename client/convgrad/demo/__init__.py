@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from convgrad.demo.options import parser
+
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; returns the exit status: 0 where it showed what it promises, else 1."""
+    """Run the demo; return the exit status: 0 if every check passed, else 1."""
+    arguments = parser().parse_args(sys.argv[1:] if argv is None else argv)
     # Imported here because its packages come with the extra `demo`.
     from convgrad.demo.command import run
 
-    return run(sys.argv[1:] if argv is None else argv)
+    return run(arguments)

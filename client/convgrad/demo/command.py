@@ -1,4 +1,4 @@
-"""The demo from its first line to its last, and the command line that starts it."""
+"""The demo from its first line to its last."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ _SEED = 0
 _TIMEOUT_S = 60.0
 
 
-def run(argv: Sequence[str]) -> int:
-    """Run the demo; returns 0 where every promise was kept, 1 where not, 130 on Ctrl-C."""
-    arguments = _parser().parse_args(argv)
+def run(arguments: argparse.Namespace) -> int:
+    """Run the demo; return 0 if every check passed, 1 if not, 130 on Ctrl-C."""
     console = Console(highlight=False)
     try:
         with running_server(arguments.url) if arguments.url else local_server() as server:
@@ -51,44 +50,6 @@ def run(argv: Sequence[str]) -> int:
         console.print("\nInterrupted.")
         return 130
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="convgrad demo",
-        description="Train a small convolutional network on handwritten digits. A convgrad "
-        "server computes every convolution and pooling, forward and backward, over HTTP; then "
-        "each of its operations is checked against a float64 reference.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--url", metavar="URL", type=_base, help="use this running server instead of starting one"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("demo-output"),
-        metavar="FOLDER",
-        help="where the picture goes (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--epochs",
-        type=_positive,
-        default=Schedule().epochs,
-        help="how often training sees every image (default: %(default)s)",
-    )
-    return parser
-
-
-def _base(url: str) -> str:
-    return url.rstrip("/")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} epochs: expected one or more")
-    return number
 
 
 def _demonstrate(server: Server, schedule: Schedule, folder: Path, console: Console) -> None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from convgrad.demo.data import Digits, batches
 from convgrad.demo.network import Array, Network, cross_entropy
+from convgrad.demo.options import EPOCHS
 
 __all__ = ["Adam", "Schedule", "Step", "evaluate", "train"]
 
@@ -18,7 +19,7 @@ __all__ = ["Adam", "Schedule", "Step", "evaluate", "train"]
 class Schedule:
     """How long and how fast to train."""
 
-    epochs: int = 12
+    epochs: int = EPOCHS
     batch_size: int = 32
     learning_rate: float = 5e-3
     warmup_steps: int = 20

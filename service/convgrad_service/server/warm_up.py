@@ -37,7 +37,7 @@ from convgrad.errors import ServiceError
 from convgrad.wire.json_tensors import decode_tensor
 from convgrad_service.backends.base import ServingBackend
 from convgrad_service.backends.cuda.nvrtc import CompileError
-from convgrad_service.engine.memory.problem_size import problem_size
+from convgrad_service.engine.memory.tensor_layout import problem_size
 from convgrad_service.engine.scheduling.partition import pieces_of
 from convgrad_service.problems import Problem, problem_from
 from convgrad_service.problems.layouts import LAYOUTS, activation_shape, weight_shape
