@@ -120,7 +120,7 @@ def shown_certificate(server: OipServer, files: TlsFiles) -> bytes:
 
 
 def test_renewed_certificates_are_served(files: TlsFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tls, "_LOOK_S", 0.0)
+    monkeypatch.setattr(tls, "_CHECK_S", 0.0)
     renewed = TlsFiles(files.folder)
     with serving_oip(Zeros(), **renewed.server()) as server:
         first = shown_certificate(server, files)
