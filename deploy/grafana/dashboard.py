@@ -1,7 +1,4 @@
-"""The Grafana dashboard as code; run, it writes the chart's dashboard.json.
-
-A panel is a title, a unit of Grafana's, and queries by their legend.
-"""
+"""Generates the Grafana dashboard: run it to write the chart's dashboard.json."""
 
 from __future__ import annotations
 
@@ -19,6 +16,8 @@ COLUMNS = 3
 
 @dataclass(frozen=True)
 class Panel:
+    """A panel; ``unit`` is one of Grafana's, ``queries`` are PromQL by legend."""
+
     title: str
     unit: str
     queries: Mapping[str, str]
@@ -33,10 +32,10 @@ def quantile(q: float, metric: str, by: str = "operation") -> str:
     return f"histogram_quantile({q}, {buckets})"
 
 
-def achieved(what: str) -> str:
-    """Of what was computed in a while, by the seconds that computing it took."""
-    done = rate(f"convgrad_{what}_total", "operation")
-    return f"{done} / {rate('convgrad_compute_seconds_sum', 'operation')}"
+def achieved(counter: str) -> str:
+    """A counter's increase divided by the time spent computing."""
+    amount = rate(f"convgrad_{counter}_total", "operation")
+    return f"{amount} / {rate('convgrad_compute_seconds_sum', 'operation')}"
 
 
 def gauge(metric: str, by: str = "instance") -> str:
@@ -44,7 +43,7 @@ def gauge(metric: str, by: str = "instance") -> str:
 
 
 def increase(metric: str) -> str:
-    """Of counters that seldom move: how far they went in an hour."""
+    """A rarely incremented counter's increase within an hour."""
     return f"sum by (instance) (increase({metric}{{{_only()}}}[1h]))"
 
 
@@ -53,7 +52,7 @@ def _only(where: str = "") -> str:
 
 
 ROWS: Mapping[str, tuple[Panel, ...]] = {
-    "What callers see": (
+    "Requests": (
         Panel(
             "Requests by operation",
             "reqps",
@@ -69,7 +68,7 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             {"{{code}}": rate("convgrad_requests_total", "code", 'code!="ok"')},
         ),
         Panel(
-            "Request time",
+            "Request duration",
             "s",
             {
                 "{{operation}} p50": quantile(0.5, "convgrad_request_seconds"),
@@ -77,13 +76,11 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             },
         ),
     ),
-    "Where the time goes (p99)": (
+    "Stages (p99)": (
+        Panel("Queue", "s", {"{{operation}}": quantile(0.99, "convgrad_queue_seconds")}),
+        Panel("Compute", "s", {"{{operation}}": quantile(0.99, "convgrad_compute_seconds")}),
         Panel(
-            "Waiting for a slot", "s", {"{{operation}}": quantile(0.99, "convgrad_queue_seconds")}
-        ),
-        Panel("Computing", "s", {"{{operation}}": quantile(0.99, "convgrad_compute_seconds")}),
-        Panel(
-            "Receiving, decoding, to the device and back, encoding",
+            "Receive, decode, upload, download, encode",
             "s",
             {
                 stage: quantile(0.99, f"convgrad_{stage}_seconds", "job")
@@ -91,7 +88,7 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             },
         ),
     ),
-    "What is achieved": (
+    "Throughput": (
         Panel("FLOP/s while computing", "flops", {"{{operation}}": achieved("computed_flops")}),
         Panel(
             "Compulsory bytes/s while computing",
@@ -99,12 +96,12 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             {"{{operation}}": achieved("compulsory_bytes")},
         ),
         Panel(
-            "Workers that died",
+            "Workers lost",
             "short",
             {"{{instance}}": increase("convgrad_workers_lost_total")},
         ),
     ),
-    "What the server holds": (
+    "Server": (
         Panel(
             "Bytes on the wire",
             "Bps",
@@ -114,11 +111,11 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             },
         ),
         Panel(
-            "Problems that wait and that compute",
+            "Problems waiting and running",
             "short",
             {
                 "{{instance}} waiting": gauge("convgrad_queue_depth"),
-                "{{instance}} computing": gauge("convgrad_running"),
+                "{{instance}} running": gauge("convgrad_running"),
                 "{{instance}} workers": gauge("convgrad_workers"),
             },
         ),
@@ -127,7 +124,7 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             "bytes",
             {
                 "{{instance}} requests in flight": gauge("convgrad_inflight_bytes"),
-                "{{instance}} the hub's process": gauge("process_resident_memory_bytes"),
+                "{{instance}} hub process": gauge("process_resident_memory_bytes"),
             },
         ),
     ),
@@ -139,21 +136,21 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
                 "{{instance}} {{device}} used": gauge(
                     "convgrad_device_memory_used_bytes", "instance, device"
                 ),
-                "{{instance}} {{device}} in all": gauge(
+                "{{instance}} {{device}} total": gauge(
                     "convgrad_device_memory_total_bytes", "instance, device"
                 ),
             },
         ),
         Panel(
-            "Kernels needed first",
+            "Kernels on first use",
             "short",
             {
-                "{{instance}} lay in the cache": increase("convgrad_kernel_cache_hits_total"),
-                "{{instance}} were compiled": increase("convgrad_kernel_cache_misses_total"),
+                "{{instance}} in the cache": increase("convgrad_kernel_cache_hits_total"),
+                "{{instance}} compiled": increase("convgrad_kernel_cache_misses_total"),
             },
         ),
         Panel(
-            "Seconds spent compiling, a second",
+            "Time spent compiling, per second",
             "s",
             {"{{instance}}": rate("convgrad_kernel_compile_seconds_total", "instance")},
         ),
@@ -165,12 +162,12 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             {"{{key}} {{code}}": rate("convgrad_key_requests_total", "key, code")},
         ),
         Panel(
-            "In flight of keys that have limits",
+            "Requests in flight of keys that have limits",
             "short",
             {"{{key}}": gauge("convgrad_key_inflight_requests", "key")},
         ),
         Panel(
-            "Refused because of a key's limit",
+            "Requests refused because of a key's limit",
             "reqps",
             {"{{key}} {{limit}}": rate("convgrad_key_refused_total", "key, limit")},
         ),
@@ -179,7 +176,7 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
 
 
 def dashboard() -> dict[str, Any]:
-    """What Grafana reads."""
+    """Return the dashboard's JSON model."""
     return {
         "uid": "convgrad",
         "title": "convgrad",

@@ -6,7 +6,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import hyperframe.frame
 import pytest
@@ -21,7 +22,9 @@ from tests.support.h2_client import (
     grpc_message,
     large_answer,
 )
-from tests.support.tree_server import until
+from tests.support.http_server import serving_process
+from tests.support.tls_files import TlsFiles
+from tests.support.tree_server import descriptors, until
 
 LARGEST_WINDOW = 2**31 - 1
 RESOURCE_EXHAUSTED = "8"
@@ -107,6 +110,22 @@ def test_answers_that_nobody_reads_are_counted_and_cut_off(server: Served) -> No
         assert most_bytes - base_bytes < 300 * MIB
         assert not others.failed
     until(lambda: server.metric("convgrad_inflight_bytes") == 0)
+
+
+def test_silent_tls_connections_end_and_take_nothing_along(tmp_path: Path) -> None:
+    """600 connections to the gRPC port that never begin their handshake."""
+    files = TlsFiles.made(tmp_path).server()
+    limits = {"header_timeout_s": "2", **{name: str(file) for name, file in files.items()}}
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        limits["grpc_port"] = str(bound.getsockname()[1])
+    named = {f"CONVGRAD_{name.upper()}": value for name, value in limits.items()}
+    with serving_process(tmp_path, named) as (_, hub), ExitStack() as held:
+        idle = descriptors(hub)
+        for _ in range(600):
+            address = "127.0.0.1", int(limits["grpc_port"])
+            held.enter_context(socket.create_connection(address, 20))
+        until(lambda: descriptors(hub) > idle + 400)
+        until(lambda: descriptors(hub) <= idle)
 
 
 def floods() -> dict[str, Callable[[H2Client], bytes]]:

@@ -176,7 +176,9 @@ def _interruptible() -> Iterator[None]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.usefixtures("_interruptible")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_a_signal_leaves_no_process_behind(number: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "convgrad", "demo", "--output", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo:

@@ -170,7 +170,7 @@ def test_a_busy_server_is_asked_again() -> None:
         assert backend.started.acquire(timeout=60)
         waiting = pool.submit(client.conv_fwd, x, weight)
         until = time.monotonic() + 60
-        while server.hub.schedule.waiting == 0:
+        while server.hub.scheduler.waiting == 0:
             assert time.monotonic() < until
             time.sleep(0.005)
         answer = client.call(calls.conv_fwd(x, weight))

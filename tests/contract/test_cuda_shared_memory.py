@@ -17,9 +17,9 @@ from tritonclient.utils import InferenceServerException
 
 from convgrad.errors import InvalidProblem, MalformedRequest, NotFound
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.engine.memory.tensor_layout import forget_sizes, tensor_layout_of
+from convgrad_service.engine.memory.tensor_layout import clear_layout_cache, tensor_layout_of
 from convgrad_service.engine.scheduling import partition as parts
-from convgrad_service.engine.shm.registry import InRegion, RegionInfo, RegionPart, RegionRegistry
+from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionRegistry, RegionSlice
 from convgrad_service.engine.workers.execute import Job
 from convgrad_service.problems import Problem
 from tests.support.fake_gpu import SHM, FakeGpu, allocated, fake_gpu, handle_of, one_of_two
@@ -109,14 +109,14 @@ def test_a_problem_in_parts_is_cut_on_the_device(
     server: OipServer, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 1000)
-    forget_sizes()
+    clear_layout_cache()
     try:
         with allocated(64 * 1024) as (handle, device), connected(http_client, server) as client:
             client.register_cuda_shared_memory("gpu", _raw(handle), 0, device.size)
             assert (infer(http_client, client, device) == expected()).all()
             assert gpu.moved_bytes == 0
     finally:
-        forget_sizes()
+        clear_layout_cache()
 
 
 def test_what_was_registered_is_told(module: Any, server: OipServer) -> None:
@@ -241,7 +241,7 @@ def test_a_problem_goes_where_its_tensors_are() -> None:
 
 def test_tensors_on_two_devices_are_no_request() -> None:
     layout = tensor_layout_of(problem(), ("grad_output", "weight"))
-    places = InRegion(1, 0, (-1, 7), 0), InRegion(2, 0, (-2, 8), 1)
+    places = RegionSlice(1, 0, (-1, 7), 0), RegionSlice(2, 0, (-2, 8), 1)
     with pytest.raises(InvalidProblem, match="devices 0 and 1; expected one"):
         _ = Job.of(layout, 0, places).device
 
@@ -254,21 +254,21 @@ def test_a_region_is_its_owners_alone() -> None:
         regions.register("bob", info)
         with pytest.raises(MalformedRequest, match="registered already"):
             regions.register("ada", info)
-        assert regions.listed("ada", "", on_device=True) == [info]
-        assert regions.listed("ada", "") == []
+        assert regions.list_regions("ada", "", on_device=True) == [info]
+        assert regions.list_regions("ada", "") == []
         await regions.unregister("ada", "")  # of the other kind
-        (place,) = regions.use([RegionPart("ada", "gpu", 32, 32)])
+        (place,) = regions.acquire([RegionPart("ada", "gpu", 32, 32)])
         assert (place.offset, place.device) == (32, 0)
         with pytest.raises(InvalidProblem, match="it has 64"):
-            regions.use([RegionPart("ada", "gpu", 33, 32)])
+            regions.acquire([RegionPart("ada", "gpu", 33, 32)])
         leaving = asyncio.ensure_future(regions.unregister("ada", "", on_device=True))
         await asyncio.sleep(0)
         assert not leaving.done()  # it is in use
         with pytest.raises(NotFound):
-            regions.use([RegionPart("ada", "gpu", 0, 1)])
+            regions.acquire([RegionPart("ada", "gpu", 0, 1)])
         regions.release([place])
         await leaving
-        assert regions.listed("bob", "gpu", on_device=True) == [info]
+        assert regions.list_regions("bob", "gpu", on_device=True) == [info]
 
     asyncio.run(scenario())
 

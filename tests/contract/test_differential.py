@@ -92,12 +92,13 @@ REFUSED = _refused()
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Running]]:
-    """One of each topology."""
+    """One of each topology, with one slot and a queue of one."""
+    limits: dict[str, Any] = {"compute_slots": 1, "max_queue": 1}
     with contextlib.ExitStack() as held:
         directory = tmp_path_factory.mktemp("logs")
         yield {
             topology: held.enter_context(
-                running(topology, directory, max_problem_bytes=_MAX_BYTES // 2)
+                running(topology, directory, max_problem_bytes=_MAX_BYTES // 2, **limits)
             )
             for topology in TOPOLOGIES
         }
@@ -173,26 +174,14 @@ def test_every_way_notices_that_its_client_has_gone(servers: Mapping[str, Runnin
     assert seen.code == "client-gone"
 
 
-@pytest.fixture(scope="module")
-def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Running]]:
-    """The same, each with one slot and a line of one."""
-    limits: dict[str, Any] = {"compute_slots": 1, "max_queue": 1}
-    with contextlib.ExitStack() as held:
-        directory = tmp_path_factory.mktemp("logs")
-        yield {
-            topology: held.enter_context(running(topology, directory, **limits))
-            for topology in TOPOLOGIES
-        }
-
-
-def test_every_way_refuses_overload_the_same(narrow: Mapping[str, Running]) -> None:
+def test_every_way_refuses_overload_the_same(servers: Mapping[str, Running]) -> None:
     asked = example("conv_bwd_data")
     # Those that wait are counted as cancelled once they have gone, so they are held throughout.
     with contextlib.ExitStack() as busy:
-        for server in narrow.values():
+        for server in servers.values():
             busy.enter_context(server.busy(commanded(HANG, 5), 2))
         seen = compare(
-            narrow,
+            servers,
             lambda server, transport: server.ask(transport, asked),
             _TIMES_REFUSED,
             early=True,

@@ -34,18 +34,22 @@ LEFT_OUT = ("pip install", "make ", "docker ", "helm ", "kubectl ", "export ", "
 
 
 class Server:
-    """`convgrad serve` on free ports, restarted when a page says so."""
+    """`convgrad serve` on free ports, started again where a page has other settings."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
+        self._settings: dict[str, str] = {}
         self.http = self.grpc = 0
 
     def start(self, command: str) -> None:
         """``NAME=value … convgrad serve --option …``, on a host and ports of our own."""
-        self.stop()
         words = shlex.split(command, comments=True)
         settings = dict(word.split("=", 1) for word in words[: words.index("convgrad")])
+        if self._process is not None and settings == self._settings:
+            return
+        self.stop()
+        self._settings = settings
         with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("", 0)) as other:
             self.http, self.grpc = one.getsockname()[1], other.getsockname()[1]
         port = self._folder / "port"
@@ -75,15 +79,13 @@ class Server:
 
     def addressed(self, text: str) -> str:
         """The text with the addresses that the documents use replaced by this server's."""
-        if self._process is None:
-            self.start("convgrad serve")
         text = text.replace("127.0.0.1:8000", f"127.0.0.1:{self.http}")
         return text.replace("127.0.0.1:8001", f"127.0.0.1:{self.grpc}")
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    made = Server(tmp_path)
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    made = Server(tmp_path_factory.mktemp("server"))
     yield made
     made.stop()
 
@@ -108,9 +110,10 @@ def test_a_page_runs_from_top_to_bottom(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    for language, block in re.findall(
-        r"^```(python|bash)\n(.*?)^```", page.read_text(), re.M | re.S
-    ):
+    blocks = re.findall(r"^```(python|bash)\n(.*?)^```", page.read_text(), re.M | re.S)
+    if not any("convgrad serve" in block for _, block in blocks):
+        server.start("convgrad serve")
+    for language, block in blocks:
         if language == "python":
             _run_python(server.addressed(block), names)
         else:

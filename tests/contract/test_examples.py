@@ -71,6 +71,18 @@ def test_torch(server: OipServer) -> None:
     assert "remote" in said
 
 
+@pytest.mark.timeout(1200)  # a minute of computing, on a machine that may be busy
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+def test_resnet_losses(server: OipServer, tmp_path: Path) -> None:
+    plot = tmp_path / "losses.png"
+    said = run(server, sys.executable, EXAMPLES / "resnet_losses.py", plot)
+    spread, apart = re.findall(r"\d\.\de[+-]\d+", said)
+    assert float(apart) <= float(spread)
+    for after in re.findall(r"loss with .*: .* to (.*)", said):
+        assert float(after) < 0.5
+    assert plot.stat().st_size > 10_000
+
+
 @pytest.fixture
 def python(request: pytest.FixtureRequest) -> Path:
     """That of an environment with JAX and Jupyter's kernel."""

@@ -36,7 +36,7 @@ def test_more_than_may_wait_is_refused_and_the_rest_is_answered() -> None:
         answers: list[Answers] = [posting.submit(server.post)]
         assert backend.started.acquire(timeout=60)
         answers += [posting.submit(server.post) for _ in range(2)]
-        until(lambda: server.hub.schedule.waiting == 2)
+        until(lambda: server.hub.scheduler.waiting == 2)
         refused = server.post()
         assert refused.status_code == 429
         assert refused.json()["code"] == "overloaded"
@@ -51,7 +51,7 @@ def test_a_full_queue_refuses_a_large_body_before_it_is_sent() -> None:
         posting.submit(server.post)
         assert backend.started.acquire(timeout=60)
         posting.submit(server.post)
-        until(lambda: server.hub.schedule.waiting == 1)
+        until(lambda: server.hub.scheduler.waiting == 1)
         with server.connect() as connection:
             connection.sendall(post_head(10_000_000))
             assert connection.recv(65536).startswith(b"HTTP/1.1 429 ")
@@ -140,11 +140,11 @@ def test_a_client_that_leaves_takes_its_work_along(waiting: bool) -> None:
         with server.connect() as connection:
             connection.sendall(post_head(len(EXAMPLE)) + EXAMPLE)
             if waiting:
-                until(lambda: server.hub.schedule.waiting == 1)
+                until(lambda: server.hub.scheduler.waiting == 1)
             else:
                 assert backend.started.acquire(timeout=60)
         if waiting:
-            until(lambda: server.hub.schedule.waiting == 0)
+            until(lambda: server.hub.scheduler.waiting == 0)
             assert backend.runs == 1
             backend.release.set()
         else:
@@ -160,8 +160,8 @@ def test_the_last_free_slot_is_not_for_large_problems() -> None:
     with blocked(compute_slots=2, large_problem_s=1e-12) as (server, backend, posting):
         large = [posting.submit(server.post) for _ in range(2)]
         assert backend.started.acquire(timeout=60)
-        until(lambda: server.hub.schedule.waiting == 1)
-        assert server.hub.schedule.running == 1
+        until(lambda: server.hub.scheduler.waiting == 1)
+        assert server.hub.scheduler.running == 1
         backend.release.set()
         assert [answer.result(60).status_code for answer in large] == [200, 200]
 

@@ -87,7 +87,7 @@ def test_it_answers_for_as_long_as_the_server_drains(tmp_path: Path) -> None:
             kwargs={"content": EXAMPLE, "headers": {"Content-Type": JSON}, "timeout": 60},
         )
         asking.start()
-        until(lambda: server.tree.hub.schedule.running == 1)
+        until(lambda: server.tree.hub.scheduler.running == 1)
         # After drain_s the other ports take nothing more, and what runs is finished.
         threading.Timer(1.0, gate.touch).start()
     watching.join()

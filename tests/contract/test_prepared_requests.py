@@ -17,7 +17,7 @@ from tritonclient.utils import InferenceServerException, shared_memory
 
 import convgrad
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.engine.execution import Prepared
+from convgrad_service.engine.execution import PreparedRequest
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import ComputeRequest
 from convgrad_service.engine.workers.inline_executor import InlineBackend
@@ -47,15 +47,15 @@ def tree(request: pytest.FixtureRequest) -> Iterator[TreeServer]:
 def known(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operations of requests that the front ends of this process knew by their keys."""
     found: list[str] = []
-    known = Pipeline._known
+    known = Pipeline._cached
 
-    def counted(self: Pipeline, request: ComputeRequest, key: Hashable) -> Prepared | None:
+    def counted(self: Pipeline, request: ComputeRequest, key: Hashable) -> PreparedRequest | None:
         prepared = known(self, request, key)
         if prepared is not None:
             found.append(prepared.layout.sizes.operation)
         return prepared
 
-    monkeypatch.setattr(Pipeline, "_known", counted)
+    monkeypatch.setattr(Pipeline, "_cached", counted)
     return found
 
 

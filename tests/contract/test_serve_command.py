@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -18,7 +19,11 @@ from convgrad_service.server.command import serve
 from convgrad_service.server.setting_table import setting_fields
 from tests.support.http_server import EXAMPLE, JSON
 
-COMMAND = [sys.executable, "-c", "import sys; from convgrad_service.server.command import serve; "
+FEW_FILES = 200
+_, HARD_LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)
+COMMAND = [sys.executable, "-c", "import resource, sys; "
+           f"resource.setrlimit(resource.RLIMIT_NOFILE, ({FEW_FILES}, {HARD_LIMIT})); "
+           "from convgrad_service.server.command import serve; "
            "sys.exit(serve(sys.argv[1:]))"]  # fmt: skip
 
 
@@ -55,6 +60,8 @@ def test_it_serves_until_interrupted(
     # Left open: an idle client must not hold it up.
     with httpx.Client(base_url=url, timeout=60) as client:
         assert client.get("/operations").json()["limits"]["queue"] == 7
+        files, _ = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        assert files == HARD_LIMIT or files > 1024, "two ports' connections need more"
         answer = client.post("/conv_bwd_data", content=EXAMPLE, headers={"Content-Type": JSON})
         assert answer.status_code == 200
         # The example's weight is [[1, 0], [0, -1]], its grad_output [[1, 2], [3, 4]].

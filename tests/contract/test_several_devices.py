@@ -20,9 +20,9 @@ from convgrad import Call, Client, calls
 from convgrad.errors import ClientTimeout, DeadlineExceeded
 from convgrad_service.backends.base import Outcome
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.engine.memory.tensor_layout import forget_sizes, tensor_layout_of
+from convgrad_service.engine.memory.tensor_layout import clear_layout_cache, tensor_layout_of
 from convgrad_service.engine.scheduling import partition as parts
-from convgrad_service.engine.scheduling.scheduler import Task
+from convgrad_service.engine.scheduling.task import Task
 from tests.support.tree_server import TreeServer, serving_tree, until
 
 GRAD = np.random.default_rng(0).standard_normal((16, 4, 32, 32), np.float32)
@@ -82,9 +82,9 @@ def _small_parts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # The front end in this process decides how a problem is cut; workers are told.
         patch.setattr(parts, "PART_BYTES", 80_000)
-        forget_sizes()
+        clear_layout_cache()
         yield
-    forget_sizes()
+    clear_layout_cache()
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ class Watch:
 
     def __init__(self, server: TreeServer) -> None:
         self.most = 0
-        self._schedule, self._patch = server.tree.hub.schedule, pytest.MonkeyPatch()
+        self._schedule, self._patch = server.tree.hub.scheduler, pytest.MonkeyPatch()
 
     def __enter__(self) -> Watch:
         started = self._schedule._started
@@ -172,7 +172,7 @@ def test_a_device_lost_in_the_middle_costs_nothing(server: TreeServer) -> None:
         os.kill(workers[1].process_id, signal.SIGKILL)
         found = [first, *rows]
     assert (found[-1].whole == expected()).all()
-    until(lambda: server.tree.hub.schedule.deaths >= 1)
+    until(lambda: server.tree.hub.scheduler.deaths >= 1)
     until(lambda: sorted(workers) == [0, 1, 2])
 
 
@@ -188,7 +188,7 @@ def test_small_requests_go_on_beside_a_large_one(server: TreeServer) -> None:
         computing = threading.Thread(target=compute)
         computing.start()
         try:
-            until(lambda: server.tree.hub.schedule.running == 3)
+            until(lambda: server.tree.hub.scheduler.running == 3)
             assert small.conv_bwd_data(ones, ones).item() == 1
         finally:
             seen.set()
@@ -236,7 +236,7 @@ def test_other_numbers_of_devices_give_the_same_bits(recipe: Any) -> None:
 
 def test_a_device_killed_under_load_costs_no_sum(server: TreeServer) -> None:
     wanted = summed("grouped_conv_bwd_weight", SUM)["grad_weight"]
-    schedule, workers = server.tree.hub.schedule, server.tree.supervisor.workers
+    schedule, workers = server.tree.hub.scheduler, server.tree.supervisor.workers
     until(lambda: sorted(workers) == [0, 1, 2])
     held, deaths, killed = server.settled_bytes(), schedule.deaths, threading.Event()
     wrong: list[BaseException | str] = []
@@ -277,7 +277,7 @@ def test_a_sum_past_its_deadline_frees_all(server: TreeServer) -> None:
         pytest.raises((ClientTimeout, DeadlineExceeded)),
     ):
         client.call(bwd_weight())
-    until(lambda: not server.tree.hub.schedule.running)
+    until(lambda: not server.tree.hub.scheduler.running)
     until(lambda: server.held_bytes == held)
 
 

@@ -133,7 +133,7 @@ def test_a_client_that_shortens_its_file_all_the_while_ends_no_process(
     server: TreeServer, keys: Mapping[str, str]
 ) -> None:
     key = {"authorization": f"Bearer {keys['ada']}"}
-    before, deaths = server.children(), server.tree.hub.schedule.deaths
+    before, deaths = server.children(), server.tree.hub.scheduler.deaths
     with region(SIZE_BYTES) as (name, _), region(SIZE_BYTES) as (other, steady):
         shared_memory.set_shared_memory_region(steady, [X])
         ended = threading.Event()
@@ -159,4 +159,4 @@ def test_a_client_that_shortens_its_file_all_the_while_ends_no_process(
                 ended.set()
                 playing.join()
     assert server.children() == before
-    assert server.tree.hub.schedule.deaths == deaths
+    assert server.tree.hub.scheduler.deaths == deaths

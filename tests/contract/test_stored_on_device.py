@@ -10,7 +10,7 @@ import pytest
 
 import convgrad
 from convgrad.errors import InvalidProblem
-from convgrad_service.engine.memory.tensor_layout import forget_sizes
+from convgrad_service.engine.memory.tensor_layout import clear_layout_cache
 from convgrad_service.engine.scheduling import partition as parts
 from convgrad_service.engine.shm import stored
 from tests.support.fake_gpu import FakeGpu, fake_gpu, one_of_two
@@ -103,7 +103,7 @@ def test_a_large_result_in_parts_is_on_its_device_too(
     server: LiveServer, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 80_000)
-    forget_sizes()
+    clear_layout_cache()
     image = np.random.default_rng(2).standard_normal((1, 4, 144, 144), np.float32)
     try:
         with convgrad.Client(server.url, max_retries=0) as client:
@@ -118,7 +118,7 @@ def test_a_large_result_in_parts_is_on_its_device_too(
             assert gpu.uploaded_bytes == before
             assert (client.conv_fwd(client.fetch("g"), WEIGHT) == found).all()
     finally:
-        forget_sizes()
+        clear_layout_cache()
 
 
 def test_a_device_that_is_lost_takes_no_tensor_with_it() -> None:
@@ -145,7 +145,7 @@ def test_of_two_devices_the_one_that_has_a_kept_result_computes_with_it() -> Non
             convgrad.calls.conv_bwd_data(GRAD, WEIGHT)
         )
         # Where both are idle, the other one would be the first to be asked.
-        schedule = server.tree.hub.schedule
+        schedule = server.tree.hub.scheduler
         schedule._running = dict(reversed(schedule._running.items()))
         again = client.call(convgrad.calls.conv_fwd(answer.outputs, WEIGHT))
         assert again.report.kernel == answer.report.kernel

@@ -22,7 +22,7 @@ from convgrad._connection import Connection
 from convgrad.errors import ConnectionFailed, InvalidProblem
 from convgrad.wire import safetensors
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.engine.memory.tensor_layout import forget_sizes
+from convgrad_service.engine.memory.tensor_layout import clear_layout_cache
 from convgrad_service.engine.scheduling import partition as parts
 from convgrad_service.http_api import transport
 from tests.support.fake_backends import Gated
@@ -39,9 +39,9 @@ PART_BYTES = 500_000
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(parts, "PART_BYTES", PART_BYTES)
-    forget_sizes()
+    clear_layout_cache()
     yield
-    forget_sizes()
+    clear_layout_cache()
 
 
 @pytest.fixture

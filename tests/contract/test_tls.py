@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import numpy as np
 import pytest
@@ -130,6 +131,28 @@ def test_renewed_certificates_are_served(files: TlsFiles, monkeypatch: pytest.Mo
         assert shown_certificate(server, files) == first
         renewed.sign("server")
         assert shown_certificate(server, files) != first
+
+
+def test_grpcio_gets_a_configuration_only_when_files_change(
+    files: TlsFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each makes it replace what pending handshakes use, which hundreds of them do not survive."""
+    monkeypatch.setattr(tls, "_LOOK_S", 0.0)
+    fetchers: list[Callable[[], object]] = []
+    made = grpc.dynamic_ssl_server_credentials
+
+    def watched(first: object, fetch: Callable[[], object], **options: bool) -> object:
+        fetchers.append(fetch)
+        return made(first, fetch, **options)
+
+    monkeypatch.setattr(grpc, "dynamic_ssl_server_credentials", watched)
+    renewed = TlsFiles(files.folder)
+    with serving_oip(Zeros(), **renewed.server()):
+        (fetch,) = fetchers
+        assert fetch() is None
+        renewed.sign("server")
+        assert fetch() is not None
+        assert fetch() is None
 
 
 def test_alpn_names_what_is_spoken(server: OipServer, files: TlsFiles) -> None:

@@ -128,7 +128,7 @@ def test_two_devices_work_side_by_side_and_one_is_enough() -> None:
         workers = server.tree.supervisor.workers
         assert sorted(workers) == [0, 1]
         with load(server.url) as loading:
-            until(lambda: server.tree.hub.schedule.running == 2)
+            until(lambda: server.tree.hub.scheduler.running == 2)
             killed = workers[1].process_id
             os.kill(killed, signal.SIGKILL)
             until(lambda: 1 not in workers or workers[1].process_id != killed)
@@ -191,7 +191,7 @@ def test_a_front_end_that_dies_gives_back_what_it_held_and_comes_again(tmp_path:
         grad = np.ones((1, 1, 2048, 1024), np.float32)
         with ThreadPoolExecutor(1) as asking, Client(server.url, max_retries=0) as client:
             asked = asking.submit(client.conv_bwd_data, grad, np.ones((1, 1, 1, 1), np.float32))
-            until(lambda: server.tree.hub.schedule.running == 1)
+            until(lambda: server.tree.hub.scheduler.running == 1)
             assert server.held_bytes > held
             for process in server.tree.front_processes:
                 process.kill()

@@ -1,4 +1,4 @@
-"""Builds what would be published: source distributions, and wheels from those and nothing else.
+"""Builds the distributions to publish: source distributions, and wheels from only those.
 
 python -m tests.deploy.build_dist build/dist
 """
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# As any cross build of a wheel names its platform to Python.
+# The variable with which cross builds set a wheel's platform.
 PLATFORMS = ("linux-x86_64", "linux-aarch64")
 
 

@@ -1,4 +1,4 @@
-"""The Helm chart, rendered without Helm or a cluster."""
+"""Renders the Helm chart without Helm or a cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.deploy.compare_helm import CHART, RELEASE, named
 
 __all__ = ["CHART", "VARIANTS", "rendered"]
 
-# Values that a user may set, such that every branch of every template is taken.
+# Values that together cover every branch of every template.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "default": {},
     "cpu": {"gpu": {"enabled": False}, "replicas": 3, "image": {"tag": "1.2.3"}},
@@ -79,7 +79,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
             }
         ],
     },
-    # OpenShift gives pods users of its own; a claim brings the GPU.
+    # OpenShift assigns user ids; a resource claim provides the GPU.
     "openshift": {
         "podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None},
         "gpu": {"count": 0},
@@ -99,8 +99,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """As Helm lays given values over a chart's own: objects by key, null takes one out, the rest
-    is replaced."""
+    """Merge values as Helm does: objects by key; null removes a key; other values replace."""
     out = dict(base)
     for key, value in over.items():
         if value is None:
@@ -112,14 +111,14 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Files:
-    """What a template may read of the chart's own files."""
+    """Helm's `.Files`."""
 
     def Get(self, name: str) -> str:  # noqa: N802 - Helm's name
         return (CHART / name).read_text()
 
 
 def rendered(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifests by `named`."""
+    """Render the manifests, by `named`."""
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     context = {
         "Values": _merged(yaml.safe_load((CHART / "values.yaml").read_text()), values),
@@ -138,7 +137,7 @@ def rendered(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    """Write every variant's manifests, a file each, and its values, for other programs."""
+    """Write every variant's manifests, one file each, and its values, for other programs."""
     (folder / "values").mkdir(parents=True, exist_ok=True)
     for variant, values in VARIANTS.items():
         (folder / "values" / f"{variant}.json").write_text(json.dumps(values))

@@ -1,9 +1,9 @@
-"""Has Helm lint the chart and render it, and compares that with what our tests render.
+"""Lints and renders the chart with Helm, and compares the result with what our tests render.
 
     build/deploy-tools/bin/python tests/deploy/compare_helm.py build/manifests
 
-Helm is its own engine, in the package helm-python-sdk. The tests read manifests that another engine
-of the same templates made, which starts in no time and is small.
+Helm's engine comes from the package helm-python-sdk. The tests use another template engine, which
+is smaller and starts faster.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import yaml
 
 CHART = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "convgrad"
 RELEASE = "gradients"
-# Of helm-python-sdk's findings: worse than a hint.
+# Severity of helm-python-sdk's findings.
 _WARNING = 2
 
 
 def named(manifest: Mapping[str, Any]) -> str:
-    """What a manifest goes by: its kind, and what its name has beside the release's."""
+    """Return the name of a manifest: its kind, and its name without the release's."""
     name: str = manifest["metadata"]["name"]
     return manifest["kind"] + name.removeprefix(RELEASE)
 
 
 def by_helm(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifests that Helm renders."""
+    """Render the manifests with Helm, by `named`."""
     from helm_python import Chart
 
     with Chart.load(CHART) as chart:
@@ -39,7 +39,7 @@ def by_helm(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lint(values: Mapping[str, Any]) -> list[str]:
-    """What Helm finds wrong with the chart."""
+    """Return the problems that Helm's linter finds."""
     from helm_python import chart
 
     report = chart.lint(CHART, values, strict=True)
@@ -48,7 +48,7 @@ def lint(values: Mapping[str, Any]) -> list[str]:
 
 
 def main(manifests: Path) -> int:
-    """Print what differs; the exit status."""
+    """Print the differences; return the exit status."""
     variants = sorted((manifests / "values").glob("*.json"))
     wrong = [] if variants else ["there are no values to render the chart with"]
     for path in variants:
@@ -62,17 +62,17 @@ def main(manifests: Path) -> int:
         }
         wrong += [f"{variant}: {name}: {said}" for name, said in differences(ours, theirs)]
         print(f"{variant}: {len(theirs)} manifests rendered by Helm")
-    # Values that the schema must refuse.
+    # Values that the schema must reject.
     for values in ({"replica": 2}, {"gpu": {"counts": 1}}, {"ports": {"http": "many"}}):
         if not lint(values):
-            wrong.append(f"Helm does not refuse the values {values}")
+            wrong.append(f"Helm does not reject the values {values}")
     for one in wrong:
         print(one)
     return 1 if wrong else 0
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The manifests that differ, and how."""
+    """Return the manifests that differ, and how."""
     said = dict.fromkeys(ours.keys() - theirs.keys(), "only our tests render it")
     said |= dict.fromkeys(theirs.keys() - ours.keys(), "only Helm renders it")
     for kind in ours.keys() & theirs.keys():

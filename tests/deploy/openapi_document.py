@@ -1,4 +1,4 @@
-"""Writes the part of the OpenAPI document that the TypeScript client's types are made from.
+"""Writes the part of the OpenAPI document from which the TypeScript types are generated.
 
 python -m tests.deploy.openapi_document client/typescript/openapi.json
 
@@ -21,7 +21,7 @@ JSON = "application/json"
 
 
 def document() -> dict[str, Any]:
-    """See the module."""
+    """Write the document."""
     whole = create_app(backend=Zeros()).openapi()
     posts = {f"/{name}": _operation(whole["paths"][f"/{name}"]["post"]) for name in OPERATIONS}
     paths = {path: {"post": post} for path, post in posts.items()}
@@ -36,7 +36,7 @@ def document() -> dict[str, Any]:
 
 
 def _referred_to(part: Any, schemas: dict[str, Any]) -> set[str]:
-    """The names of the schemas that a part of the document refers to, and of those they do."""
+    """Return the names of all schemas that a part of the document refers to, transitively."""
     found: set[str] = set()
     parts = [part]
     while parts:

@@ -1,11 +1,10 @@
-"""Makes schemas/*.json from what the projects publish: custom resources' definitions, cut to size.
+"""Makes schemas/*.json from the CustomResourceDefinitions and schemas that other projects publish.
 
     python -m tests.deploy.prune_schemas FOLDER
 
-The folder has the definitions (CustomResourceDefinitions in YAML, whatever the files are called)
-and may have compose-spec.json. Every name that may stand beside one that our manifests use is kept,
-so that a misspelt one is found; what lies below names that they do not use is left out. Run it
-again after a manifest uses something new.
+The folder contains CustomResourceDefinitions in YAML, and optionally compose-spec.json. The pruned
+schemas keep all siblings of the properties that our manifests use, so that misspelt names are
+detected, but nothing below unused properties. Run it again when a manifest uses a new property.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _KEPT = ("type", "enum", "pattern", "minimum", "maximum", "minLength", "maxLengt
 
 
 def pruned(schema: Any, used: Sequence[Any]) -> Any:
-    """A structural schema as far as these values reach into it."""
+    """Prune a structural schema to the properties that these values use."""
     if schema.get("x-kubernetes-int-or-string"):
         return {"type": ["integer", "string"]}
     kept = {name: schema[name] for name in _KEPT if name in schema}
@@ -45,7 +44,7 @@ def pruned(schema: Any, used: Sequence[Any]) -> Any:
 
 
 def resource(definition: Any, manifests: Sequence[Any]) -> Any:
-    """The schema of a custom resource in the version that the manifests have."""
+    """Return the pruned schema of a custom resource, in the version that the manifests use."""
     (version,) = {manifest["apiVersion"].rpartition("/")[2] for manifest in manifests}
     (found,) = (one for one in definition["spec"]["versions"] if one["name"] == version)
     schema = found["schema"]["openAPIV3Schema"]
@@ -54,7 +53,7 @@ def resource(definition: Any, manifests: Sequence[Any]) -> Any:
 
 
 def without_prose(schema: Any) -> Any:
-    """The same without what is said for people."""
+    """Return the schema without titles and descriptions."""
     if isinstance(schema, dict):
         return {
             name: without_prose(inner)
@@ -65,7 +64,7 @@ def without_prose(schema: Any) -> Any:
 
 
 def ours() -> dict[str, list[Any]]:
-    """Every manifest that we have, by kind."""
+    """Return all our manifests, by kind."""
     found: dict[str, list[Any]] = {}
     for folder in ("kserve", "ray"):
         for path in (DEPLOY / folder).glob("*.yaml"):
@@ -78,7 +77,7 @@ def ours() -> dict[str, list[Any]]:
 
 
 def main(folder: Path) -> None:
-    """Write the schema of every kind that is defined there."""
+    """Write the schema of every kind defined in the folder."""
     manifests, made = ours(), {}
     for path in folder.rglob("*.yaml"):
         definition = yaml.safe_load(path.read_text())

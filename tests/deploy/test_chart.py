@@ -1,4 +1,4 @@
-"""What the chart deploys, for values of every kind."""
+"""The manifests that the chart renders for various values."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def pod_of(manifests: dict[str, Any]) -> dict[str, Any]:
 
 
 def container_of(manifests: dict[str, Any]) -> dict[str, Any]:
-    """The server's, whatever stands beside it."""
+    """The server's container, which comes first."""
     container: dict[str, Any] = pod_of(manifests)["containers"][0]
     assert container["name"] == "convgrad"
     return container
 
 
-def test_every_variant_has_what_it_asks_for() -> None:
+def test_every_variant_has_the_kinds_it_enables() -> None:
     kinds = {name: set(rendered(values)) for name, values in VARIANTS.items()}
     bare = {"Deployment", "Service", "Service-management", "Pod-test"}
     usual = bare | {"ServiceAccount", "PodDisruptionBudget", "NetworkPolicy"}
@@ -45,7 +45,7 @@ def test_every_variant_has_what_it_asks_for() -> None:
     assert kinds["keda"] == usual | {"ScaledObject", "ServiceMonitor"}
 
 
-def test_selectors_meet_the_pods_labels(manifests: dict[str, Any]) -> None:
+def test_selectors_match_the_pods_labels(manifests: dict[str, Any]) -> None:
     labels = manifests["Deployment"]["spec"]["template"]["metadata"]["labels"].items()
     selectors = [manifests["Deployment"]["spec"]["selector"]["matchLabels"]]
     services = [one for one in manifests.values() if one["kind"] == "Service"]
@@ -73,7 +73,7 @@ def test_the_pod_is_confined(manifests: dict[str, Any]) -> None:
     assert mounted == {volume["name"] for volume in pod["volumes"]}
 
 
-def test_a_platform_may_choose_the_users() -> None:
+def test_security_contexts_can_leave_out_user_ids() -> None:
     pod = pod_of(rendered(VARIANTS["openshift"]))
     assert pod["securityContext"] == {
         "runAsNonRoot": True,
@@ -81,7 +81,7 @@ def test_a_platform_may_choose_the_users() -> None:
     }
 
 
-def test_a_claim_brings_the_gpu() -> None:
+def test_a_resource_claim_replaces_the_gpu_limit() -> None:
     manifests = rendered(VARIANTS["openshift"])
     assert pod_of(manifests)["resourceClaims"] == VARIANTS["openshift"]["resourceClaims"]
     resources = container_of(manifests)["resources"]
@@ -91,7 +91,7 @@ def test_a_claim_brings_the_gpu() -> None:
 
 def test_environment_is_settings_that_exist(manifests: dict[str, Any]) -> None:
     variables = container_of(manifests)["env"]
-    # OpenTelemetry's own come from extraEnv.
+    # OpenTelemetry's variables come from extraEnv.
     names = [one["name"] for one in variables if not one["name"].startswith("OTEL_")]
     assert set(names) <= SETTINGS
     assert len(set(names)) == len(names)
@@ -111,7 +111,6 @@ def test_secrets_are_mounted_where_the_settings_look() -> None:
 
 
 def test_probes_and_prometheus_use_the_management_port(manifests: dict[str, Any]) -> None:
-    """Which is plain, and needs no key, whatever the others speak."""
     container = container_of(manifests)
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     variables = {one["name"]: one["value"] for one in container["env"]}
@@ -129,13 +128,13 @@ def test_probes_and_prometheus_use_the_management_port(manifests: dict[str, Any]
             for rule in rules
             if rule["ports"] == [{"port": "management", "protocol": "TCP"}]
         ]
-        assert peers, "Prometheus is let in"
+        assert peers, "the NetworkPolicy blocks Prometheus"
         assert peers[0]
-    # What is published has neither.
+    # The Service that may be exposed has no management port.
     assert "management" not in {port["name"] for port in manifests["Service"]["spec"]["ports"]}
 
 
-def test_ports_say_what_they_speak() -> None:
+def test_app_protocols_follow_tls() -> None:
     spoken = {
         name: {
             port["name"]: port["appProtocol"]
@@ -147,7 +146,7 @@ def test_ports_say_what_they_speak() -> None:
     assert spoken["mutual_tls"] == {"http": "https", "grpc": "https"}
 
 
-def test_traces_get_out_and_nothing_else() -> None:
+def test_egress_is_limited_to_dns_and_traces() -> None:
     policy = rendered({})["NetworkPolicy"]["spec"]
     assert policy["egress"] == []
     assert "Egress" in policy["policyTypes"]
@@ -162,7 +161,7 @@ def test_traces_get_out_and_nothing_else() -> None:
     assert ":4318/" in variables["CONVGRAD_OTLP_ENDPOINT"]
 
 
-def test_the_schema_knows_every_value() -> None:
+def test_the_schema_covers_every_value() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
 
     def compare(values: Any, schema: Any, at: str) -> None:
@@ -189,7 +188,7 @@ def test_running_requests_can_finish(manifests: dict[str, Any]) -> None:
     assert drain_s >= probe["periodSeconds"] * probe["failureThreshold"] + 1
 
 
-def test_a_gpu_is_asked_for_where_one_computes() -> None:
+def test_gpu_and_cpu_variants() -> None:
     gpu = pod_of(rendered({}))
     cpu = pod_of(rendered(VARIANTS["cpu"]))
     assert gpu["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
@@ -199,7 +198,7 @@ def test_a_gpu_is_asked_for_where_one_computes() -> None:
     assert "tolerations" not in cpu
 
 
-def test_scales_on_work_that_waits() -> None:
+def test_scales_on_the_queue() -> None:
     scaled = rendered(VARIANTS["everything"])
     spec = scaled["HorizontalPodAutoscaler"]["spec"]
     assert spec["scaleTargetRef"]["name"] == scaled["Deployment"]["metadata"]["name"]
@@ -207,7 +206,7 @@ def test_scales_on_work_that_waits() -> None:
     assert spec["metrics"][0]["pods"]["metric"]["name"] == "convgrad_queue_depth"
 
 
-def test_the_operator_gets_the_alerts_as_they_are() -> None:
+def test_the_prometheus_rule_contains_the_alerts() -> None:
     manifests = rendered(VARIANTS["everything"])
     spec = manifests["PrometheusRule"]["spec"]
     assert spec == yaml.safe_load((CHART / "alerts.yaml").read_text())
@@ -220,7 +219,7 @@ def test_the_operator_gets_the_alerts_as_they_are() -> None:
     rules = rendered(elsewhere)["PrometheusRule"]["spec"]["groups"][0]["rules"]
     address = "https://docs.example/docs/guides/runbooks.md#convgraddown"
     assert rules[0]["annotations"]["runbook_url"] == address
-    # The job that the alert for silence asks for.
+    # The job that the alert ConvgradDown expects.
     label = manifests["ServiceMonitor"]["spec"]["jobLabel"]
     assert manifests["Service-management"]["metadata"]["labels"][label] == "convgrad"
 
@@ -230,7 +229,7 @@ def test_the_chart_has_the_packages_version() -> None:
     assert chart["appVersion"] == __version__
 
 
-def test_what_helm_renders_otherwise_is_said() -> None:
+def test_differences_to_helm_are_reported() -> None:
     ours = rendered({})
     assert differences(ours, rendered({})) == []
     theirs = rendered(VARIANTS["bare"])

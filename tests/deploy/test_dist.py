@@ -1,4 +1,4 @@
-"""What `make dist` built, inspected and installed where nothing else is."""
+"""The distributions built by `make dist`, inspected and installed in empty environments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import convgrad
 
 pytestmark = pytest.mark.deploy
 VERSION = convgrad.__version__
-# What the service alone needs: none of it comes with the client.
+# Dependencies of the service that the client must not have.
 OF_THE_SERVICE = ("fastapi", "uvicorn", "uvloop", "protobuf", "prometheus", "convgrad_service")
 # e_machine of ELF.
 MACHINES = {"x86_64": 62, "aarch64": 183}
@@ -39,7 +39,7 @@ def metadata(wheel: Path) -> str:
         return archive.read(name).decode()
 
 
-def test_the_clients_wheel_is_pure_python_and_holds_the_client_alone(dist: Path) -> None:
+def test_the_clients_wheel_is_pure_python_and_has_only_the_client(dist: Path) -> None:
     wheel = dist / f"convgrad-{VERSION}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -60,9 +60,7 @@ def test_the_clients_wheel_is_pure_python_and_holds_the_client_alone(dist: Path)
 
 
 @pytest.mark.parametrize("architecture", MACHINES)
-def test_the_services_wheel_holds_kernels_of_its_architecture(
-    dist: Path, architecture: str
-) -> None:
+def test_the_services_wheel_has_kernels_of_its_architecture(dist: Path, architecture: str) -> None:
     tag = f"py3-none-manylinux_2_17_{architecture}"
     wheel = dist / f"convgrad_service-{VERSION}-{tag}.whl"
     with zipfile.ZipFile(wheel) as archive:
@@ -83,7 +81,7 @@ def test_the_services_wheel_holds_kernels_of_its_architecture(
     assert f"Requires-Dist: convgrad=={VERSION}" in metadata(wheel)
 
 
-def test_the_client_installs_in_seconds_and_alone(dist: Path, tmp_path: Path) -> None:
+def test_the_client_installs_quickly_and_without_the_service(dist: Path, tmp_path: Path) -> None:
     python, seconds = _installed(tmp_path, dist / f"convgrad-{VERSION}-py3-none-any.whl", dist)
     print(f"the client installed in {seconds:.1f} s")
     listed = _run(python, "-m", "pip", "list", "--format=freeze")
@@ -96,7 +94,7 @@ def test_the_client_installs_in_seconds_and_alone(dist: Path, tmp_path: Path) ->
     )
     assert done.returncode == 2
     assert "pip install 'convgrad[service]'" in done.stderr
-    # Against the server of the environment that runs this.
+    # The server runs in this test's environment.
     code = (
         "import convgrad, numpy as np; c = convgrad.Client();"
         "print(c.conv_fwd(np.ones((1, 1, 4), 'f'), np.ones((1, 1, 1), 'f')).sum())"
@@ -113,7 +111,7 @@ def test_the_service_installs_and_serves(dist: Path, tmp_path: Path) -> None:
 
 
 def _installed(folder: Path, wheel: Path, dist: Path) -> tuple[Path, float]:
-    """The Python of a fresh environment that has a wheel, and how long installing took."""
+    """Install a wheel in a new environment; return its Python and the duration in seconds."""
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
     python = folder / "venv" / "bin" / "python"
     started = time.monotonic()
@@ -130,12 +128,12 @@ def _run(*command: str | Path, **environment: str) -> str:
 
 @contextmanager
 def _serving(python: Path, folder: Path) -> Iterator[str]:
-    """The address of `convgrad serve` of an environment, on free ports."""
+    """Run an environment's `convgrad serve` on free ports; yield its URL."""
     port = folder / "port"
     process = subprocess.Popen(
         [python, "-m", "convgrad", "serve", "--port", "0", "--port-file", port],
         env={**os.environ, "CONVGRAD_GRPC_PORT": "0", "CONVGRAD_LOG_LEVEL": "error"},
-        cwd=folder,  # not the checkout, whose sources must not be found
+        cwd=folder,  # not the checkout, so that its sources are not importable
     )
     try:
         until = time.monotonic() + 120

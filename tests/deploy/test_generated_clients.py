@@ -1,4 +1,4 @@
-"""A Python client that openapi-python-client makes of ``/openapi.json`` calls a real server."""
+"""A client that openapi-python-client generates from ``/openapi.json`` calls a real server."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def live() -> Iterator[LiveServer]:
 def generated(
     live: LiveServer, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    """The name of the package that was generated, importable."""
+    """Generate the package, make it importable, and return its name."""
     tools = request.config.getoption("--generators")
     if tools is None:
         pytest.skip("needs --generators, an environment with openapi-python-client")
     folder = tmp_path_factory.mktemp("generated")
     (folder / "openapi.json").write_text(live.get("/openapi.json").text)
-    # It knows no safetensors; as bytes it takes them.
+    # The generator does not know safetensors' media type; it treats this one as bytes.
     overrides = {"application/vnd.safetensors": "application/octet-stream"}
     (folder / "config.json").write_text(
         json.dumps({"content_type_overrides": overrides, "post_hooks": []})
@@ -57,7 +57,7 @@ def test_every_operation_has_an_endpoint_that_works(
     made = importlib.import_module(generated)
     endpoint = importlib.import_module(f"{generated}.api.operations.{operation}")
     models = vars(importlib.import_module(f"{generated}.models"))
-    named = OPERATIONS[operation].request.__name__.lower()  # it writes 3D where we write 3d
+    named = OPERATIONS[operation].request.__name__.lower()  # the generator writes 3D for 3d
     (request,) = [model for name, model in models.items() if name.lower() == named]
     with made.Client(live.url) as client:
         body = request.from_dict(dict(OPERATIONS[operation].example))
@@ -67,7 +67,7 @@ def test_every_operation_has_an_endpoint_that_works(
     assert OPERATIONS[operation].outputs[0] in answer.parsed.to_dict()
 
 
-def test_tensors_are_put_listed_and_dropped(generated: str, live: LiveServer) -> None:
+def test_tensors_are_stored_listed_and_deleted(generated: str, live: LiveServer) -> None:
     made = importlib.import_module(generated)
     api = {
         name: importlib.import_module(f"{generated}.api.stored_tensors.{name}")

@@ -1,6 +1,6 @@
-"""The image that build_image.sh made, run as a platform would: its own user, a read-only root.
+"""The image that build_image.sh built, run as its own user with a read-only root file system.
 
-`make check-deploy` builds it and runs this, as root: a chroot in a mount namespace of its own
+`make check-deploy` builds it and runs these tests as root; a chroot in its own mount namespace
 stands in for a container engine.
 """
 
@@ -29,8 +29,8 @@ import convgrad
 
 pytestmark = pytest.mark.deploy
 
-# What turns sources into machine code, apart from NVRTC; and what installs packages.
-NOT_INSIDE = ("gcc", "cc", "g++", "clang", "zig", "ld", "make", "pip", "pip3")
+# Compilers other than NVRTC, and package installers.
+FORBIDDEN = ("gcc", "cc", "g++", "clang", "zig", "ld", "make", "pip", "pip3")
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +43,14 @@ def image(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="module")
 def config(image: Path) -> dict[str, Any]:
-    """The image's configuration, in Docker's words."""
+    """The image's configuration in Docker's format."""
     inspected = json.loads((image / "image.json").read_text())
     found: dict[str, Any] = inspected["Docker"]["config"]
     return found
 
 
 def contained(image: Path, config: dict[str, Any], command: list[str], *more: str) -> list[str]:
-    """The command line that runs a command inside: read-only root, one writable volume."""
+    """Return a command line that runs in the image: read-only root, one writable volume."""
     root, (volume,) = image / "root", config["Volumes"]
     environment = [*config["Env"], *more]
     user, group = config["User"].split(":")
@@ -71,14 +71,14 @@ def contained(image: Path, config: dict[str, Any], command: list[str], *more: st
 def started(
     image: Path, config: dict[str, Any], *settings: str
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """The server, and its port, once the HEALTHCHECK finds it well."""
+    """Start the server; yield it and its port once the HEALTHCHECK succeeds."""
     settings = (*settings, f"CONVGRAD_MANAGEMENT_PORT={free_port()}")
-    anywhere = ("CONVGRAD_HTTP_PORT=0", "CONVGRAD_GRPC_PORT=0", *settings)
-    command = contained(image, config, [*config["Entrypoint"], *config["Cmd"]], *anywhere)
+    free_ports = ("CONVGRAD_HTTP_PORT=0", "CONVGRAD_GRPC_PORT=0", *settings)
+    command = contained(image, config, [*config["Entrypoint"], *config["Cmd"]], *free_ports)
     assert not health(image, config, *settings)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        port = listens_at(process)
+        port = listening_port(process)
         deadline = time.monotonic() + 120
         while not health(image, config, *settings):
             assert process.poll() is None, process.communicate()[0]
@@ -91,33 +91,33 @@ def started(
 
 
 def free_port() -> int:
-    """One that nobody listens at."""
+    """Return a port that is not in use."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]
     return port
 
 
-def listens_at(process: subprocess.Popen[str]) -> int:
-    """The port that a server says it listens at."""
+def listening_port(process: subprocess.Popen[str]) -> int:
+    """Read the port from the server's output."""
     assert process.stdout is not None
-    said = ""
+    output = ""
     for line in process.stdout:
-        said += line
+        output += line
         if found := re.search(r"listens on https?://\S+:([0-9]+)", line):
             return int(found[1])
-    raise AssertionError(f"it ended before it listened: {said}")
+    raise AssertionError(f"the server ended before it listened: {output}")
 
 
 def health(image: Path, config: dict[str, Any], *settings: str) -> bool:
-    """What the HEALTHCHECK asks, inside, of a server with these settings."""
+    """Run the HEALTHCHECK inside the image; return whether it succeeded."""
     kind, *command = config["Healthcheck"]["Test"]
     assert kind == "CMD"
     asked = subprocess.run(contained(image, config, command, *settings), capture_output=True)
     return asked.returncode == 0
 
 
-def test_serves_as_it_is_started_and_ends_when_told(image: Path, config: dict[str, Any]) -> None:
+def test_serves_and_ends_on_sigterm(image: Path, config: dict[str, Any]) -> None:
     with started(image, config) as (process, port):
         rng = np.random.default_rng(0)
         grad_output = rng.integers(-2, 3, (2, 3, 8, 8)).astype(np.float32)
@@ -132,8 +132,7 @@ def test_serves_as_it_is_started_and_ends_when_told(image: Path, config: dict[st
         assert process.wait(timeout=30) == 0, process.communicate()[0]
 
 
-def test_its_health_is_asked_where_it_speaks_tls_too(image: Path, config: dict[str, Any]) -> None:
-    """The certificate lies where a platform would mount it."""
+def test_the_healthcheck_works_with_tls(image: Path, config: dict[str, Any]) -> None:
     folder = image / "root" / "etc" / "convgrad"
     folder.mkdir(exist_ok=True)
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
@@ -157,7 +156,7 @@ def test_its_health_is_asked_where_it_speaks_tls_too(image: Path, config: dict[s
         assert asked.status_code == 200
 
 
-def test_says_what_it_is(config: dict[str, Any]) -> None:
+def test_labels_and_ports(config: dict[str, Any]) -> None:
     assert config["StopSignal"] == "SIGTERM"
     assert set(config["ExposedPorts"]) == {"8000/tcp", "8001/tcp", "8002/tcp"}
     labels = ("title", "description", "licenses", "vendor", "version", "revision", "created")
@@ -165,8 +164,7 @@ def test_says_what_it_is(config: dict[str, Any]) -> None:
         assert config["Labels"][f"org.opencontainers.image.{label}"]
 
 
-def test_lists_what_is_inside(image: Path) -> None:
-    """The list is CycloneDX's, and names every distribution with its version."""
+def test_the_sbom_lists_every_distribution(image: Path) -> None:
     listed = json.loads((image / "root/opt/convgrad/sbom.cdx.json").read_text())
     assert listed["bomFormat"] == "CycloneDX"
     named = {(one["name"].lower(), one["version"]) for one in listed["components"]}
@@ -179,28 +177,25 @@ def test_lists_what_is_inside(image: Path) -> None:
     assert inside <= named
 
 
-def test_layers_change_apart(image: Path) -> None:
-    """What the server needs, the kernels and the server, in the order of how often they change."""
+def test_layers(image: Path) -> None:
+    """Dependencies, kernels and application are separate, the least frequently changed first."""
     inspected = json.loads((image / "image.json").read_text())
     copied = [one["created_by"] for one in inspected["History"] if "COPY" in one["created_by"]]
-    places = [line.rpartition(" in ")[2].strip() for line in copied]
-    assert places == ["/opt/convgrad", "/opt/convgrad/kernels", "/opt/convgrad"]
+    targets = [line.rpartition(" in ")[2].strip() for line in copied]
+    assert targets == ["/opt/convgrad", "/opt/convgrad/kernels", "/opt/convgrad"]
 
 
-def test_no_compiler_is_left_inside(image: Path, config: dict[str, Any]) -> None:
+def test_has_no_compiler_or_installer(image: Path, config: dict[str, Any]) -> None:
     path = next(value for value in config["Env"] if value.startswith("PATH="))
     folders = [image / "root" / folder.lstrip("/") for folder in path[5:].split(":")]
-    found = [str(f / name) for f in folders for name in NOT_INSIDE if (f / name).exists()]
+    found = [str(f / name) for f in folders for name in FORBIDDEN if (f / name).exists()]
     assert found == []
     assert not list((image / "root/opt/convgrad").glob("lib/python3*/site-packages/ziglang"))
     for folder in ("usr/lib", "usr/local/lib"):
         assert not list((image / "root" / folder).glob("python3*/ensurepip"))
 
 
-def test_nothing_inside_belongs_to_the_user_who_runs_it(
-    image: Path, config: dict[str, Any]
-) -> None:
-    """Code that could rewrite itself is no read-only code."""
+def test_its_user_owns_no_file(image: Path, config: dict[str, Any]) -> None:
     user = int(config["User"].split(":")[0])
     (volume,) = config["Volumes"]
     owned = [

@@ -1,4 +1,4 @@
-"""The dashboard and the compose file agree with the server and with each other."""
+"""The dashboard, the alerts and the compose file match the server's metrics and settings."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def dashboard() -> dict[str, Any]:
     return made
 
 
-def test_the_dashboard_is_what_its_code_makes(dashboard: dict[str, Any]) -> None:
+def test_the_dashboard_is_up_to_date(dashboard: dict[str, Any]) -> None:
     assert json.loads((DEPLOY / "helm/convgrad/dashboard.json").read_text()) == dashboard
 
 
 @pytest.fixture(scope="module")
-def offered(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What a server offers that has answered, and refused, somebody with a key."""
+def metrics(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The metrics of a server that has answered one request of a key and refused another."""
     key, file = new_key(), tmp_path_factory.mktemp("keys") / "keys"
     file.write_text(f"ada:{hash_of(key)}")
     headers = {"Authorization": f"Bearer {key}"}
@@ -45,17 +45,17 @@ def offered(tmp_path_factory: pytest.TempPathFactory) -> str:
         return server.get("/metrics", headers).text
 
 
-def _missing(queries: list[str], offered: str) -> list[str]:
+def _missing(queries: list[str], metrics: str) -> list[str]:
     wanted = {name for query in queries for name in _METRIC.findall(query)}
     assert len(wanted) >= 7
-    return [name for name in wanted if not re.search(rf"^{name}[{{ ]", offered, re.MULTILINE)]
+    return [name for name in wanted if not re.search(rf"^{name}[{{ ]", metrics, re.MULTILINE)]
 
 
-def test_every_metric_of_the_dashboard_is_offered(dashboard: dict[str, Any], offered: str) -> None:
+def test_metrics_of_the_dashboard_exist(dashboard: dict[str, Any], metrics: str) -> None:
     queries = [
         target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])
     ]
-    assert _missing(queries, offered) == []
+    assert _missing(queries, metrics) == []
 
 
 def _rules() -> list[dict[str, Any]]:
@@ -64,11 +64,11 @@ def _rules() -> list[dict[str, Any]]:
     return rules
 
 
-def test_every_metric_of_the_alerts_is_offered(offered: str) -> None:
-    assert _missing([rule["expr"] for rule in _rules()], offered) == []
+def test_metrics_of_the_alerts_exist(metrics: str) -> None:
+    assert _missing([rule["expr"] for rule in _rules()], metrics) == []
 
 
-def test_every_metric_of_the_page_is_offered(offered: str) -> None:
+def test_metrics_of_the_documentation_exist(metrics: str) -> None:
     page = (DEPLOY / "README.md").read_text()
     rows = page.partition("| metrics | meaning |")[2].partition("\n\n")[0]
     named = re.findall(r"`((?:convgrad|nv)_[a-z_]*)(?:\{([a-z_,]+)\}([a-z_]*))?", rows)
@@ -77,24 +77,25 @@ def test_every_metric_of_the_page_is_offered(offered: str) -> None:
     }  # `a_{b,c}_d` is two names
     assert len(names) >= 25, names
     # A histogram's own name has no series, which are its `_bucket`, `_sum` and `_count`.
-    missing = [n for n in names if not re.search(rf"^(# TYPE )?{n}[{{ ]", offered, re.MULTILINE)]
+    missing = [n for n in names if not re.search(rf"^(# TYPE )?{n}[{{ ]", metrics, re.MULTILINE)]
     assert missing == []
 
 
-def test_every_alert_is_tried_firing_and_silent() -> None:
-    tried = yaml.safe_load((DEPLOY / "prometheus/alerts_test.yaml").read_text())["tests"]
-    for wanted, name in zip(((), ("some",)), ("that is well", "that is not"), strict=True):
-        (test,) = (one for one in tried if one["name"].endswith(name))
-        some = {one["alertname"] for one in test["alert_rule_test"] if one["exp_alerts"]}
-        none = {one["alertname"] for one in test["alert_rule_test"] if not one["exp_alerts"]}
-        assert {rule["alert"] for rule in _rules()} == (some if wanted else none), name
+def test_every_alert_is_tested_firing_and_silent() -> None:
+    tests = yaml.safe_load((DEPLOY / "prometheus/alerts_test.yaml").read_text())["tests"]
+    for name, fires in (("a healthy server", False), ("an unhealthy server", True)):
+        (test,) = (one for one in tests if one["name"] == name)
+        tested = {
+            one["alertname"] for one in test["alert_rule_test"] if bool(one["exp_alerts"]) == fires
+        }
+        assert tested == {rule["alert"] for rule in _rules()}, name
 
 
 @pytest.mark.deploy
-def test_prometheus_agrees_about_the_alerts() -> None:
+def test_promtool_accepts_the_alerts() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
-        pytest.skip("promtool is not here: it comes with Debian's package prometheus")
+        pytest.skip("needs promtool, from Debian's package prometheus")
     for action, file in (
         ("check", "helm/convgrad/alerts.yaml"),
         ("test", "prometheus/alerts_test.yaml"),
@@ -105,8 +106,8 @@ def test_prometheus_agrees_about_the_alerts() -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def adapted() -> list[str]:
-    """What prometheus-adapter would ask of a pod, by each of our rules."""
+def adapter_queries() -> list[str]:
+    """The queries that prometheus-adapter makes from our rules."""
     values = yaml.safe_load((DEPLOY / "prometheus/adapter.yaml").read_text())
     queries = []
     for rule in values["rules"]["custom"]:
@@ -118,41 +119,41 @@ def adapted() -> list[str]:
 
 
 @pytest.mark.deploy
-def test_prometheus_can_read_what_scaling_asks(tmp_path: Path) -> None:
+def test_promtool_accepts_the_autoscaling_queries(tmp_path: Path) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
-        pytest.skip("promtool is not here: it comes with Debian's package prometheus")
+        pytest.skip("needs promtool, from Debian's package prometheus")
     (trigger,) = rendered(VARIANTS["keda"])["ScaledObject"]["spec"]["triggers"]
-    queries = [*adapted(), trigger["metadata"]["query"]]
-    rules = [{"record": f"asked:{number}", "expr": one} for number, one in enumerate(queries)]
+    queries = [*adapter_queries(), trigger["metadata"]["query"]]
+    rules = [{"record": f"query:{number}", "expr": one} for number, one in enumerate(queries)]
     (tmp_path / "rules.yaml").write_text(json.dumps({"groups": [{"name": "a", "rules": rules}]}))
     command = [promtool, "check", "rules", "rules.yaml"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_scaling_asks_for_metrics_that_are_offered(offered: str) -> None:
+def test_metrics_of_autoscaling_exist(metrics: str) -> None:
     (trigger,) = rendered(VARIANTS["keda"])["ScaledObject"]["spec"]["triggers"]
-    named = set(_METRIC.findall(" ".join([*adapted(), trigger["metadata"]["query"]])))
+    named = set(_METRIC.findall(" ".join([*adapter_queries(), trigger["metadata"]["query"]])))
     assert len(named) == 3
-    missing = [one for one in named if not re.search(rf"^{one}[{{ ]", offered, re.MULTILINE)]
+    missing = [one for one in named if not re.search(rf"^{one}[{{ ]", metrics, re.MULTILINE)]
     assert missing == []
 
 
 @pytest.mark.deploy
-def test_prometheus_agrees_about_the_metrics(offered: str) -> None:
+def test_promtool_accepts_the_metrics(metrics: str) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
-        pytest.skip("promtool is not here: it comes with Debian's package prometheus")
-    done = subprocess.run([promtool, "check", "metrics"], input=offered, text=True)
+        pytest.skip("needs promtool, from Debian's package prometheus")
+    done = subprocess.run([promtool, "check", "metrics"], input=metrics, text=True)
     assert done.returncode in (0, 3), "3 is a matter of style"
 
 
-def test_what_a_metric_is_typed_as_is_how_its_series_are_named(offered: str) -> None:
-    """Else Prometheus takes the series for one of an unknown type."""
-    types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", offered, re.MULTILINE))
+def test_metric_types_match_the_series_names(metrics: str) -> None:
+    """Otherwise Prometheus treats a series as untyped."""
+    types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", metrics, re.MULTILINE))
     suffixes = {"histogram": "_(bucket|sum|count)"}
-    series = set(re.findall(r"^(\w+)[{ ]", offered, re.MULTILINE))
+    series = set(re.findall(r"^(\w+)[{ ]", metrics, re.MULTILINE))
     known = {
         name
         for name in series
@@ -187,7 +188,7 @@ def test_panels_do_not_overlap(dashboard: dict[str, Any]) -> None:
         taken |= cells
 
 
-def test_compose_mounts_what_is_there_and_sets_what_exists() -> None:
+def test_compose_mounts_and_settings_exist() -> None:
     folder = DEPLOY / "compose"
     services = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
     settings = {f"CONVGRAD_{name.upper()}" for name, _, _ in setting_fields()}

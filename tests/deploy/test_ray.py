@@ -1,4 +1,4 @@
-"""Ray Serve's configuration, as far as it can be read without Ray; `make ray` runs it all."""
+"""Ray Serve's configuration, checked without Ray; `make ray` runs the application."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ CONFIGURATION = yaml.safe_load((ROOT / "deploy/ray/serve.yaml").read_text())
 (APPLICATION,) = CONFIGURATION["applications"]
 
 
-def test_its_arguments_are_options_that_exist() -> None:
+def test_arguments_are_valid_options() -> None:
     options = Options.model_validate(APPLICATION["args"])
-    assert options.gpus_per_replica == 1, "a replica for each GPU is what the page promises"
+    assert options.gpus_per_replica == 1, "deploy/README.md says one replica per GPU"
     assert options.max_replicas > options.min_replicas
     assert set(options.settings) <= {name for name, _, _ in setting_fields()}
     with pytest.raises(ValidationError):
         Options.model_validate({**APPLICATION["args"], "max_replica": 2})
 
 
-def test_it_needs_keys_unless_it_is_to_be_anonymous() -> None:
+def test_keys_are_required_unless_anonymous() -> None:
     assert CONFIGURATION["http_options"]["host"] == "0.0.0.0"  # noqa: S104 - on every address
     without = {**APPLICATION["args"], "settings": {}}
     with pytest.raises(ValidationError, match="expected settings with api_keys"):
@@ -34,7 +34,7 @@ def test_it_needs_keys_unless_it_is_to_be_anonymous() -> None:
     assert Options.model_validate({**without, "anonymous": True}).settings == {}
 
 
-def test_kuberay_deploys_the_same() -> None:
+def test_the_rayservice_has_the_same_configuration() -> None:
     manifest = yaml.safe_load((ROOT / "deploy/ray/rayservice.yaml").read_text())
     assert yaml.safe_load(manifest["spec"]["serveConfigV2"]) == CONFIGURATION
     (group,) = manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"]
@@ -48,7 +48,7 @@ def test_kuberay_deploys_the_same() -> None:
     assert any(keys.startswith(mount["mountPath"]) for mount in container["volumeMounts"])
 
 
-def test_what_it_imports_is_there() -> None:
+def test_the_import_path_exists() -> None:
     module, _, name = APPLICATION["import_path"].partition(":")
     source = (ROOT / "service" / module.replace(".", "/")).with_suffix(".py").read_text()
     defined = [node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]

@@ -1,4 +1,4 @@
-"""Two replicas behind a real proxy, nginx: what they share, what they do not, and one that ends."""
+"""Two replicas behind nginx: what they share, what they do not, and draining one of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from tests.support.tree_server import alive, until
 
 pytestmark = [
     pytest.mark.deploy,
-    pytest.mark.skipif(shutil.which("nginx") is None, reason="Debian's package nginx is not here"),
+    pytest.mark.skipif(
+        shutil.which("nginx") is None, reason="needs nginx, from Debian's package nginx"
+    ),
 ]
 
 CONFIGURATION = """
@@ -50,7 +52,7 @@ ONES = np.ones((1, 1, 2, 2), np.float32)
 
 
 class Replicas(NamedTuple):
-    """Two servers, and nginx's ports: by turns, by the key, and gRPC by turns."""
+    """Two servers, and nginx's ports: HTTP round robin, HTTP by key, and gRPC round robin."""
 
     servers: list[Served]
     any: str
@@ -58,13 +60,13 @@ class Replicas(NamedTuple):
     grpc: str
     keys: dict[str, str]
     only: Callable[[list[Served]], None]
-    """Have nginx send to these alone, as a platform does with those that are ready."""
+    """Make nginx use these servers only, as a platform does with ready pods."""
 
     def client(self, url: str, name: str = "ada") -> convgrad.Client:
         return convgrad.Client(url, api_key=self.keys[name], max_retries=0)
 
     def computed(self) -> list[float]:
-        """How many requests each has answered well."""
+        """Number of successful requests of each server."""
         line = 'convgrad_requests_by_code_total{code="ok"} '
         headers = {"Authorization": f"Bearer {self.keys['ada']}"}
         texts = [httpx.get(f"{one.url}/metrics", headers=headers).text for one in self.servers]
@@ -128,7 +130,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
         yield found
 
 
-def test_requests_go_to_both_and_have_the_same_bits(pair: Replicas) -> None:
+def test_results_of_both_are_bitwise_identical(pair: Replicas) -> None:
     rng = np.random.default_rng(0)
     grad_output = rng.standard_normal((2, 8, 9, 9), dtype=np.float32)
     weight = rng.standard_normal((8, 4, 3, 3), dtype=np.float32)
@@ -140,13 +142,13 @@ def test_requests_go_to_both_and_have_the_same_bits(pair: Replicas) -> None:
     assert all(now > then for now, then in zip(pair.computed(), before, strict=True))
 
 
-def test_a_stored_tensor_is_on_one_of_them(pair: Replicas) -> None:
-    # With affinity, here by the key, a caller finds what it has stored.
+def test_a_stored_tensor_is_on_one_replica(pair: Replicas) -> None:
+    # With affinity, here by key, a client finds the tensor that it stored.
     with pair.client(pair.sticky) as client:
         weight = client.put("weight", ONES)
         for _ in range(6):
             assert client.conv_bwd_data(ONES, weight).sum() == 16
-    # Without, it does not where the other one is asked: an error that says so, and no wrong answer.
+    # Without affinity, the other replica answers with an error, never with a wrong result.
     with pair.client(pair.any) as client:
         found = []
         for _ in range(4):
@@ -157,7 +159,7 @@ def test_a_stored_tensor_is_on_one_of_them(pair: Replicas) -> None:
     assert set(found) == {0.0, 16.0}
 
 
-def test_a_keys_limits_hold_on_each_by_itself(pair: Replicas) -> None:
+def test_limits_of_a_key_apply_per_replica(pair: Replicas) -> None:
     with pair.client(pair.any, "bob") as client:
         answered = 0
         for _ in range(6):
@@ -166,11 +168,11 @@ def test_a_keys_limits_hold_on_each_by_itself(pair: Replicas) -> None:
                 answered += 1
             except convgrad.Overloaded:
                 pass
-    assert answered == 2, "one a replica"
+    assert answered == 2, "one per replica"
 
 
-def test_grpc_clients_may_balance_by_themselves(pair: Replicas) -> None:
-    """As they do with the addresses of a headless Service."""
+def test_grpc_clients_balance_over_several_addresses(pair: Replicas) -> None:
+    """As with the addresses of a headless Service."""
     addresses = "ipv4:" + ",".join(one.grpc for one in pair.servers)
     before = pair.computed()
     options = [("grpc.lb_policy_name", "round_robin")]
@@ -191,8 +193,8 @@ def infer(client: triton_grpc.InferenceServerClient, pair: Replicas) -> None:
     assert answer.as_numpy("grad_input").sum() == 16
 
 
-def test_no_request_fails_when_one_of_them_ends(tmp_path: Path) -> None:
-    """By HTTP and gRPC: it says that it is not ready, still answers, and is taken out meanwhile."""
+def test_no_request_fails_while_one_replica_drains(tmp_path: Path) -> None:
+    """It reports not ready, keeps answering over HTTP and gRPC, and is removed from nginx."""
     age = {"CONVGRAD_GRPC_CONNECTION_AGE_S": "0.5", "CONVGRAD_DRAIN_S": "4"}
     with replicas(tmp_path, **age) as pair:
         failures: list[BaseException] = []
@@ -211,14 +213,15 @@ def test_no_request_fails_when_one_of_them_ends(tmp_path: Path) -> None:
                     infer(client, pair)
                     answered["grpc"] += 1
 
-        def kept(ask: object) -> None:
+        def record_failure(ask: Callable[[], None]) -> None:
             try:
-                assert callable(ask)
                 ask()
-            except BaseException as error:  # noqa: BLE001 - the test is to fail of it
+            except BaseException as error:  # noqa: BLE001 - makes the test fail
                 failures.append(error)
 
-        asking = [threading.Thread(target=kept, args=(ask,)) for ask in (ask_http, ask_grpc)]
+        asking = [
+            threading.Thread(target=record_failure, args=(ask,)) for ask in (ask_http, ask_grpc)
+        ]
         for one in asking:
             one.start()
         try:
@@ -226,7 +229,7 @@ def test_no_request_fails_when_one_of_them_ends(tmp_path: Path) -> None:
             leaving, staying = pair.servers
             os.kill(leaving.process, signal.SIGTERM)
             until(lambda: httpx.get(f"{leaving.url}/v2/health/ready").status_code == 503)
-            time.sleep(1.0)  # a platform needs a moment
+            time.sleep(1.0)  # a platform takes a moment to react
             pair.only([staying])
             until(lambda: not alive(leaving.process))
             before = dict(answered)

@@ -61,14 +61,14 @@ def run(*command: str | Path, cwd: Path = CLIENT, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package as it would be published."""
+    """Build the package as it would be published."""
     folder = tmp_path_factory.mktemp("packed")
     run("npm", "pack", "--silent", "--pack-destination", folder)
     (tarball,) = folder.glob("*.tgz")
     return tarball
 
 
-def test_the_types_are_those_of_the_openapi_document(tmp_path: Path) -> None:
+def test_the_types_match_the_openapi_document(tmp_path: Path) -> None:
     made = tmp_path / "openapi.ts"
     run("npm", "run", "--silent", "types", "--", made)
     assert made.read_text() == (CLIENT / "src" / "openapi.ts").read_text(), (
@@ -80,7 +80,7 @@ def test_its_own_tests(live: LiveServer) -> None:
     run("npm", "test", CONVGRAD_URL=live.url)
 
 
-def test_what_may_be_sent_again_is_the_servers_word() -> None:
+def test_retryable_codes_match_the_servers() -> None:
     source = (CLIENT / "src" / "errors.ts").read_text()
     (listed,) = re.findall(r"RETRYABLE.*?\[(.*?)\]", source, re.DOTALL)
     assert set(re.findall(r'"([a-z-]+)"', listed)) == {
@@ -88,7 +88,7 @@ def test_what_may_be_sent_again_is_the_servers_word() -> None:
     }
 
 
-def test_the_package_installs_alone_and_its_readme_runs(
+def test_the_package_installs_and_its_readme_runs(
     packed: Path, live: LiveServer, tmp_path: Path
 ) -> None:
     assert json.loads((CLIENT / "package.json").read_text())["version"] == convgrad.__version__
@@ -104,7 +104,7 @@ def test_the_package_installs_alone_and_its_readme_runs(
     assert said.startswith("float32[8, 32, 56, 56] ")
 
 
-def test_a_page_in_a_browser_calls_a_server_of_another_origin(
+def test_a_browser_calls_a_server_of_another_origin(
     packed: Path, live: LiveServer, tmp_path: Path
 ) -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
@@ -121,11 +121,11 @@ def test_a_page_in_a_browser_calls_a_server_of_another_origin(
 
 @contextmanager
 def _pages(folder: Path) -> Iterator[str]:
-    """A web server of a folder's files."""
+    """Serve a folder's files over HTTP; yield the URL."""
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Do not log."""
 
     handler = functools.partial(Quiet, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

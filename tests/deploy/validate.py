@@ -1,8 +1,8 @@
-"""Validates what is no kind of Kubernetes itself: custom resources of other projects, and compose.
+"""Validates custom resources of other projects, and the compose file.
 
     build/deploy-tools/bin/python tests/deploy/validate.py build/manifests
 
-Against the schemas in schemas/, which prune_schemas.py made from what their projects publish.
+The schemas in schemas/ were made by prune_schemas.py from those that the projects publish.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ DEPLOY = HERE.parents[1] / "deploy"
 
 
 def main(manifests: Path) -> int:
-    """Print what is wrong; the exit status."""
+    """Print the errors; return the exit status."""
     wrong = 0
     for path in sorted((HERE / "schemas").glob("*.json")):
         kind, validator = path.stem, jsonschema.Draft7Validator(json.loads(path.read_text()))
         found = files(kind, manifests)
         if not found:
-            print(f"{kind}: there is none to validate")
+            print(f"{kind}: no manifest found")
             wrong += 1
         for file in found:
             for error in validator.iter_errors(yaml.safe_load(file.read_text())):
@@ -37,7 +37,7 @@ def main(manifests: Path) -> int:
 
 
 def files(kind: str, manifests: Path) -> list[Path]:
-    """The files that hold a resource of this kind."""
+    """Return the files that contain a resource of this kind."""
     if kind == "compose":
         return [DEPLOY / "compose" / "compose.yaml"]
     named = sorted(manifests.glob(f"*-{kind}.yaml"))

@@ -1,7 +1,7 @@
-"""What a run's requests got, by any key: how many, how fast, and how many were refused or failed.
+"""Counts and latencies of a run's requests, grouped by any key.
 
-Locust's own report mixes the refused with the failed and all users' requests with each other; the
-objectives are about each way to send, and about what was accepted.
+Locust's own report does not separate refused from failed requests, or users from each other; the
+objectives apply to accepted requests of each wire format.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ __all__ = ["Figures"]
 
 
 class Figures:
-    """Takes requests as Locust tells of them; ``key_of`` gets the name of the way that one was
-    sent, and says what it counts towards, None for nothing."""
+    """Collects requests reported by Locust.
+
+    ``key_of`` maps a request's type to its group, or None to ignore it.
+    """
 
     def __init__(self, key_of: Callable[[str], Hashable | None]) -> None:
         self._key_of = key_of
@@ -30,7 +32,7 @@ class Figures:
     def take(
         self, request_type: str, response_time: float, exception: Exception | None, **_: Any
     ) -> None:
-        """One request."""
+        """Add one request; a listener of Locust's `request` event."""
         key = self._key_of(request_type)
         if key is None:
             return
@@ -42,7 +44,7 @@ class Figures:
             self._failures[key].append(f"{type(exception).__name__}: {exception}")
 
     def of(self, key: Hashable) -> dict[str, Any]:
-        """What counted towards a key."""
+        """Return the figures of one group."""
         took = sorted(self._answered_s[key])
         failures = self._failures[key]
         return {
@@ -55,11 +57,11 @@ class Figures:
         }
 
     def keys(self) -> list[Hashable]:
-        """Everything that something counted towards."""
+        """Return all groups that have requests."""
         return list({**self._answered_s, **self._refused, **self._failures})
 
     def write(self, path: Path) -> None:
-        """All of it, as JSON by the key."""
+        """Write the figures of all groups as JSON."""
         path.write_text(json.dumps({str(key): self.of(key) for key in self.keys()}, indent=1))
 
 

@@ -1,10 +1,9 @@
-"""Locust users: each a way to talk to the server, sending a mix of requests.
+"""Locust users, one class per wire format, that send a mix of requests.
 
     locust -f tests/load/locustfile.py --headless -u 8 -t 30s --host http://127.0.0.1:8000
 
-`--mix` picks what is sent, `--grpc-host` where gRPC is served. Every answer is compared with the
-first that came to the same request, by whatever way: the server is deterministic, so they are equal
-to the bit.
+`--mix` selects the requests, `--grpc-host` the gRPC address. Every response is compared with the
+first one to the same request, over any wire format: they must be bitwise identical.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ from convgrad.errors import ConvgradError, Overloaded
 from tests.load.figures import Figures
 from tests.load.mixes import MIXES, Sent, requests_of
 
-# Locust's users are greenlets; gRPC's threads must know.
+# Locust's users are greenlets.
 grpc.experimental.gevent.init_gevent()
 
 _BACKOFF = Backoff()
 
-# What each request answered first, whoever sent it.
+# The first response to each request.
 _FIRST: dict[int, list[NDArray[Any]]] = {}
 
 
 @events.init_command_line_parser.add_listener
 def add_options(parser: Any) -> None:
     parser.add_argument("--mix", choices=sorted(MIXES), default="resnet50")
-    parser.add_argument("--grpc-host", default="127.0.0.1:8001", help="host and port of gRPC")
-    parser.add_argument("--retry", action="store_true", help="take 429 for a reason to try again")
+    parser.add_argument("--grpc-host", default="127.0.0.1:8001", help="host and port for gRPC")
+    parser.add_argument("--retry", action="store_true", help="retry on 429")
     parser.add_argument(
-        "--pause", type=float, default=0.005, help="seconds between two requests of a user, mean"
+        "--pause", type=float, default=0.005, help="mean seconds between two requests of a user"
     )
-    parser.add_argument("--api-key", default="", help="what to show a server that wants one")
-    parser.add_argument("--figures-out", default="", help="figures by way of sending go here")
+    parser.add_argument("--api-key", default="", help="API key, if the server requires one")
+    parser.add_argument("--figures-out", default="", help="file for the figures by wire format")
 
 
 @events.test_start.add_listener
@@ -61,34 +60,33 @@ def start(environment: Any, **_: Any) -> None:
 
 
 @lru_cache
-def _sent(mix: str) -> list[Sent]:
-    # Drawn once for all users: a network's tensors are a hundred megabytes.
+def _requests(mix: str) -> list[Sent]:
+    # Shared by all users: a network's tensors take a hundred megabytes.
     return requests_of(mix)
 
 
 @lru_cache
-def _dealt(mix: str) -> Iterator[int]:
-    """Numbers of a mix's requests for all users: shuffled decks of all of them, without end.
+def _shuffled(mix: str) -> Iterator[int]:
+    """Yield indices of a mix's requests for all users: shuffled lists of all of them, endlessly.
 
-    Drawn by lot each for itself, a few hundred requests would hold a tenth more or fewer bytes
-    than others do, by chance alone.
+    Independent draws would make the size of a few hundred requests vary by a tenth.
     """
-    deck = [number for number, one in enumerate(_sent(mix)) for _ in range(one.count)]
+    deck = [number for number, one in enumerate(_requests(mix)) for _ in range(one.count)]
     while True:
         random.shuffle(deck)
         yield from deck
 
 
 class Sender(User):  # type: ignore[misc]
-    """Sends the requests of the mix, in random order, as often as they come in it."""
+    """Sends the requests of the mix in random order, each with its frequency."""
 
     abstract = True
     wire = ""
 
     def on_start(self) -> None:
         self.options = self.environment.parsed_options
-        self.sent = _sent(self.options.mix)
-        self.dealt = _dealt(self.options.mix)
+        self.sent = _requests(self.options.mix)
+        self.order = _shuffled(self.options.mix)
         key = self.options.api_key
         self.headers = {"authorization": f"Bearer {key}"} if key else {}
         self.open()
@@ -101,12 +99,12 @@ class Sender(User):  # type: ignore[misc]
         raise NotImplementedError
 
     def call(self, one: Sent) -> list[NDArray[Any]]:
-        """Send one request; its answer's tensors. Raises the errors of convgrad's table."""
+        """Send one request; return the tensors of the response. Raises ConvgradError."""
         raise NotImplementedError
 
     @task
     def send(self) -> None:
-        number = next(self.dealt)
+        number = next(self.order)
         one = self.sent[number]
         started = time.perf_counter()
         error: Exception | None = None
@@ -126,15 +124,15 @@ class Sender(User):  # type: ignore[misc]
             context={},
         )
         if isinstance(error, Overloaded):
-            # As the SDK's own retries do: come back when the server says, or a little later.
+            # Wait as the SDK does before a retry.
             time.sleep(_BACKOFF.delay_s(1, error.retry_after_s))
 
     def _compare(self, number: int, answer: list[NDArray[Any]]) -> None:
         before = _FIRST.setdefault(number, answer)
         for a, b in zip(before, answer, strict=True):
-            bits = f"u{a.itemsize}"  # in which a NaN equals itself
+            bits = f"u{a.itemsize}"  # so that NaN equals NaN
             same = np.array_equal(a.view(bits), b.view(bits))
-            assert same, f"request {number} was answered differently before"
+            assert same, f"request {number} had a different response before"
 
 
 class SdkUser(Sender):
@@ -159,21 +157,21 @@ class SdkUser(Sender):
 
 
 class SafetensorsUser(SdkUser):
-    """The SDK's default: binary bodies."""
+    """The SDK's default wire format: binary bodies."""
 
     wire = "safetensors"
     weight = 2
 
 
 class JsonUser(SdkUser):
-    """npy in base64 in JSON."""
+    """JSON with npy in base64."""
 
     wire = "json"
     weight = 1
 
 
 class GrpcUser(Sender):
-    """Triton's own client, over gRPC."""
+    """Triton's gRPC client."""
 
     wire = "grpc"
     weight = 1
@@ -207,8 +205,8 @@ class GrpcUser(Sender):
 
 
 def _overload_in(error: InferenceServerException) -> Overloaded | None:
-    """The refusal that a call ended with, if it was one."""
-    # Triton's client shows a call's status and not its trailers, which are in what it caught.
+    """Return the Overloaded error that a call ended with, if any."""
+    # Triton's client exposes only the status; the trailers are in the exception's context.
     call = error.__context__
     if not isinstance(call, grpc.Call):
         return None

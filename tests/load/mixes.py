@@ -1,7 +1,7 @@
-"""What clients send: the backward passes of known networks, many small requests, a few huge ones.
+"""The mixes of requests: backward passes of known networks, many small requests, a few huge ones.
 
-A mix is a list of requests, each with how often it comes. Layers are those of the networks'
-papers, a batch of one at a quarter of the usual image side, so that a CPU can be the server.
+A mix is a list of requests with their frequencies. Layers are those of the networks' papers, with
+batch 1 and a quarter of the usual image size, so that a CPU can serve them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Arrays = dict[str, NDArray[np.float32]]
 
 @dataclass(frozen=True)
 class Layer:
-    """A convolution as its backward pass is asked for: C → K channels at ``side``²."""
+    """A convolution from ``channels`` to ``filters`` channels, on images of ``side`` x ``side``."""
 
     channels: int
     filters: int
@@ -49,7 +49,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Sent:
-    """One request: an operation, its tensors and parameters, and how often it comes."""
+    """One request: an operation, its tensors and parameters, and its frequency."""
 
     operation: str
     tensors: Mapping[str, NDArray[Any]]
@@ -78,7 +78,7 @@ RESNET50 = [
     *_bottleneck(256, 4, 5),
     *_bottleneck(512, 2, 3),
 ]
-# Howard et al. 2017, table 1: depthwise and pointwise in turns.
+# Howard et al. 2017, table 1: depthwise and pointwise layers alternate.
 MOBILENET = [
     Layer(3, 32, 56, stride=2),
     *(
@@ -108,9 +108,9 @@ MIXES: Mapping[str, Sequence[Layer]] = {
     "small": SMALL,
     "huge": HUGE,
 }
-"""By name; the first two are one training step each, if every request is sent ``count`` times."""
+"""By name; for the networks, every request sent ``count`` times is one training step."""
 
-# What each gradient is made from, and the size that the caller states.
+# The tensors of each gradient, and the size parameter that the client sends.
 _GRADIENTS: Mapping[str, tuple[tuple[str, str], Callable[[Layer], dict[str, int]]]] = {
     "conv_bwd_data": (("grad_output", "weight"), lambda layer: {"input_size": layer.side}),
     "grouped_conv_bwd_weight": (
@@ -121,7 +121,7 @@ _GRADIENTS: Mapping[str, tuple[tuple[str, str], Callable[[Layer], dict[str, int]
 
 
 def requests_of(mix: str, seed: int = 0) -> list[Sent]:
-    """Both gradients of every layer of a mix; that in the image itself nobody asks for."""
+    """Return both gradients of every layer of a mix, without the gradient of the image."""
     rng = np.random.default_rng(seed)
     sent = []
     for layer in MIXES[mix]:

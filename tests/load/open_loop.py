@@ -1,12 +1,11 @@
-"""Open loop: requests arrive as they do from many callers, at random times at a given rate, whether
-or not earlier ones have been answered.
+"""Open-loop load: requests arrive at random times at a given rate, answered or not.
 
     python -m tests.load.open_loop --rate 100 [--url https://host:8000] [--mix small] [--workers 2]
 
-Latency counts from when a request was to be sent: one that waits behind a server that stands still
-is not left out, as it is where each user waits for an answer before asking again. Without ``--url``
-a server is started here. `--store` keeps the figures; without it they are compared with those that
-are kept for this machine, of which no quantile may be twice as long.
+Latency counts from the time a request was due, so that a stalled server shows in the latencies of
+all requests that were due meanwhile (no coordinated omission). Without ``--url`` a server is
+started here. ``--store`` stores the figures; without it they are compared with those stored for
+this machine, and no quantile may be more than twice the stored one.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ import convgrad
 from convgrad.errors import ClientError, ServiceError
 from tests.load.mixes import MIXES, requests_of
 from tests.load.results import RESULTS, device, stamped, store
-from tests.load.served import on_cores, server, shared_out
+from tests.load.served import on_cores, server, split_cores
 
 __all__ = ["Plan", "arrivals", "compared", "figures", "run"]
 
 QUANTILES = {"p50_s": 0.5, "p90_s": 0.9, "p99_s": 0.99, "p99.9_s": 0.999}
-# Against the kept figures; below this a quantile says more of the machine than of the server.
-MOST_TIMES, LEAST_S = 2.0, 0.002
-# A generator that sends later than this, at its p99, has too little of the machine to be believed.
-MOST_LATE_S = 0.005
+# Largest ratio to a stored quantile; shorter ones than MIN_BASELINE_S count as this.
+MAX_RATIO, MIN_BASELINE_S = 2.0, 0.002
+# If the generator's p99 lateness exceeds this, the measurement is invalid.
+MAX_LATE_S = 0.005
 _STARTS_IN_S = 2.0
 PACKAGES = ("numpy", "uvicorn", "uvloop")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is sent where: ``rate`` requests a second by all workers together."""
+    """What to send where; ``rate`` is in requests per second, of all workers together."""
 
     url: str
     mix: str
@@ -63,8 +62,8 @@ class Plan:
     timeout_s: float = 60.0
 
 
-class Seen(NamedTuple):
-    """What a worker saw after its warm-up; seconds, from when each request was to be sent."""
+class Observed(NamedTuple):
+    """A worker's observations after its warm-up, in seconds from when each request was due."""
 
     answered_s: list[float]
     late_s: list[float]
@@ -72,14 +71,14 @@ class Seen(NamedTuple):
 
 
 def arrivals(rate: float, seconds: float, rng: np.random.Generator) -> np.ndarray[Any, Any]:
-    """When requests arrive within so many seconds: a Poisson process."""
+    """Draw the arrival times of a Poisson process, sorted, in seconds."""
     count = rng.poisson(rate * seconds)
     return np.sort(rng.uniform(0.0, seconds, count))
 
 
 def run(plan: Plan) -> dict[str, Any]:
-    """Send it all; the figures."""
-    # Not forked: a process with gRPC's or a server's threads must not be.
+    """Run the plan and return its figures."""
+    # Not fork: the parent may have threads, for example gRPC's.
     context = multiprocessing.get_context("spawn")
     begins_s = time.time() + _STARTS_IN_S + plan.workers * 0.5
     with context.Pool(plan.workers) as pool:
@@ -87,7 +86,7 @@ def run(plan: Plan) -> dict[str, Any]:
     return figures(plan, seen)
 
 
-def figures(plan: Plan, seen: Sequence[Seen]) -> dict[str, Any]:
+def figures(plan: Plan, seen: Sequence[Observed]) -> dict[str, Any]:
     """The workers' observations as one row of results."""
     answered = np.concatenate([one.answered_s for one in seen])
     late = np.concatenate([one.late_s for one in seen])
@@ -107,45 +106,45 @@ def figures(plan: Plan, seen: Sequence[Seen]) -> dict[str, Any]:
         "late_p99_s": float(np.quantile(late, 0.99)) if late.size else None,
     }
     for name, q in QUANTILES.items():
-        # The least that so many answers stayed within, not a value between two of them.
+        # A latency that was observed, not interpolated.
         row[name] = (
             float(np.quantile(answered, q, method="inverted_cdf")) if answered.size else None
         )
     return row
 
 
-def compared(row: Mapping[str, Any], kept: Mapping[str, Any] | None) -> list[str]:
-    """What is wrong with figures, by themselves and against those that are kept."""
+def compared(row: Mapping[str, Any], stored: Mapping[str, Any] | None) -> list[str]:
+    """Return what is wrong with the figures, alone and compared with those stored."""
     wrong = []
     if row["answered"] < row["sent"]:
         wrong.append(f"{row['sent'] - row['answered']} of {row['sent']} failed: {row['codes']}")
     if not row["answered"]:
         return [*wrong, "nothing was answered"]
-    if row["late_p99_s"] > MOST_LATE_S:
+    if row["late_p99_s"] > MAX_LATE_S:
         wrong.append(
-            f"the generator was {row['late_p99_s'] * 1e3:.1f} ms late at its p99: more workers, a "
-            "lower rate, or a machine of its own"
+            f"the load generator was {row['late_p99_s'] * 1e3:.1f} ms late at its p99: use more "
+            "workers, a lower rate, or a separate machine"
         )
-    if kept is None:
+    if stored is None:
         return wrong
     return wrong + [
-        f"{name} was {kept[name]:.4f} and is {row[name]:.4f}"
+        f"{name} was {stored[name]:.4f} and is {row[name]:.4f}"
         for name in QUANTILES
-        if row[name] > MOST_TIMES * max(kept[name], LEAST_S)
+        if row[name] > MAX_RATIO * max(stored[name], MIN_BASELINE_S)
     ]
 
 
-def _work(plan: Plan, number: int, begins_s: float) -> Seen:
+def _work(plan: Plan, number: int, begins_s: float) -> Observed:
     return asyncio.run(_send(plan, number, begins_s))
 
 
-async def _send(plan: Plan, number: int, begins_s: float) -> Seen:
+async def _send(plan: Plan, number: int, begins_s: float) -> Observed:
     rng = np.random.default_rng([plan.seed, number])
     sent = requests_of(plan.mix)
     shares = np.array([one.count for one in sent], float)
     times = arrivals(plan.rate / plan.workers, plan.warm_up + plan.seconds, rng)
     chosen = rng.choice(len(sent), len(times), p=shares / shares.sum())
-    seen = Seen([], [], {})
+    seen = Observed([], [], {})
     async with _client(plan) as client:
 
         async def ask(one: int, intended_s: float, counts: bool) -> None:
@@ -168,7 +167,7 @@ async def _send(plan: Plan, number: int, begins_s: float) -> Seen:
         async with asyncio.TaskGroup() as asking:
             for at_s, one in zip(times, chosen, strict=True):
                 wait_s = start_s + at_s - time.perf_counter()
-                # Late ones leave at once, and the wait counts.
+                # A late request is sent at once; its lateness counts.
                 await asyncio.sleep(max(wait_s, 0.0))
                 asking.create_task(ask(int(one), start_s + at_s, at_s >= plan.warm_up))
     return seen
@@ -176,11 +175,11 @@ async def _send(plan: Plan, number: int, begins_s: float) -> Seen:
 
 @asynccontextmanager
 async def _client(plan: Plan) -> AsyncIterator[convgrad.AsyncClient]:
-    """The client, with an HTTP client of its own where there is TLS."""
+    """Make the client, with its own HTTP client for TLS."""
     async with AsyncExitStack() as stack:
         http = None
         if plan.url.startswith("https:"):
-            # Of many callers each has a connection: there is no limit on how many there are.
+            # Stands for many clients, each with its own connection.
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
             verify = ssl.create_default_context(cafile=plan.ca)
             http = await stack.enter_async_context(httpx.AsyncClient(verify=verify, limits=limits))
@@ -194,8 +193,8 @@ def _run_name(mix: str, rate: float) -> str:
     return f"open loop {mix} {rate:g}/s"
 
 
-def kept_row(mix: str, rate: float, on: str) -> Mapping[str, Any] | None:
-    """The figures that are kept of this mix and rate on a device."""
+def stored_row(mix: str, rate: float, on: str) -> Mapping[str, Any] | None:
+    """Return the stored figures of this mix and rate on a device."""
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     for row in rows:
         if (row["run"], row["device"]) == (_run_name(mix, rate), on):
@@ -205,22 +204,26 @@ def kept_row(mix: str, rate: float, on: str) -> Mapping[str, Any] | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--url", help="a server that runs; without it one is started here")
+    parser.add_argument("--url", help="address of a running server; by default one is started here")
     parser.add_argument("--mix", choices=sorted(MIXES), default="resnet50")
-    parser.add_argument("--rate", type=float, required=True, help="requests a second")
+    parser.add_argument("--rate", type=float, required=True, help="requests per second")
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--warm-up", type=float, default=5.0, help="seconds that do not count")
-    parser.add_argument("--workers", type=int, default=1, help="processes that send")
+    parser.add_argument(
+        "--warm-up", type=float, default=5.0, help="seconds of warm-up, which are not measured"
+    )
+    parser.add_argument("--workers", type=int, default=1, help="number of client processes")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ca", help="file of the authority that signed the server's certificate")
-    parser.add_argument("--out", type=Path, help="append the figures to this file, too")
-    parser.add_argument("--git-sha", help="of the tree, where there is no git to ask")
-    parser.add_argument("--gpu", help="what computes, where that is not the machine's CPU")
-    parser.add_argument("--store", action="store_true", help="keep the figures as results")
+    parser.add_argument("--ca", help="file of the CA that signed the server's certificate")
+    parser.add_argument("--out", type=Path, help="also append the figures to this file")
+    parser.add_argument("--git-sha", help="commit, where git is not available")
+    parser.add_argument(
+        "--gpu", help="name of the device in the results; by default this machine's CPU"
+    )
+    parser.add_argument("--store", action="store_true", help="store the figures as results")
     options = parser.parse_args()
     with ExitStack() as stack:
         if options.url is None:
-            for_server, for_clients = shared_out(options.workers)
+            for_server, for_clients = split_cores(options.workers)
             with on_cores(for_server):
                 options.url = stack.enter_context(server()).url
             stack.enter_context(on_cores(for_clients))
@@ -236,15 +239,19 @@ def main() -> int:
             os.environ.get("CONVGRAD_API_KEY"),
         )
         row = run(plan)
-    kept = None if options.store else kept_row(plan.mix, plan.rate, options.gpu or device())
-    wrong = compared(row, kept)
+    stored = None if options.store else stored_row(plan.mix, plan.rate, options.gpu or device())
+    wrong = compared(row, stored)
     quantiles = ", ".join(
         f"{name.removesuffix('_s')} {math.nan if row[name] is None else row[name] * 1e3:.2f} ms"
         for name in QUANTILES
     )
     print(
         f"{plan.mix} at {plan.rate:g}/s: {row['answered']} of {row['sent']} answered, {quantiles}"
-        + ("" if kept or options.store else "; nothing is kept for this machine to compare with")
+        + (
+            ""
+            if stored or options.store
+            else "; no figures are stored for this machine to compare with"
+        )
     )
     for one in wrong:
         print(f"missed: {one}")

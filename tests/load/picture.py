@@ -1,11 +1,11 @@
-"""A picture of the dashboard over a real load: a server, Locust, and a real Prometheus.
+"""Draws the dashboard under a real load, with a server, Locust and a real Prometheus.
 
     python -m tests.load.picture --locust build/load-tools/bin/locust --prometheus prometheus
 
-Prometheus (Debian's package of that name has the program) scrapes the server while clients with
-three API keys load it, one of them beyond its limit; half way through, the worker is killed. Then
-every panel of deploy/helm/convgrad/dashboard.json asks that Prometheus its own queries, as
-Grafana would, and is drawn where the dashboard has it: docs/dashboard.svg.
+Prometheus (from Debian's package of that name) scrapes the server while clients with three API keys
+load it, one of them beyond its limit; half way through, the worker is killed. Then the queries of
+every panel of deploy/helm/convgrad/dashboard.json are sent to this Prometheus, as Grafana would,
+and the panels are drawn at their positions: docs/dashboard.svg.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from convgrad_service.security.keys import hash_of, new_key
 from tests.load.run import locust
 from tests.load.served import ROOT, Served, server
 
-DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "convgrad.json"
+DASHBOARD = ROOT / "deploy" / "helm" / "convgrad" / "dashboard.json"
 OUT = ROOT / "docs" / "dashboard.svg"
 SCRAPE_S = 2
-# What Grafana fills in: four scrapes for a rate, and every instance.
+# Variables that Grafana substitutes: an interval for rates, and all instances.
 VARIABLES = {"$__rate_interval": f"{5 * SCRAPE_S}s", "$instance": ".*"}
-# Who sends what, with how many users, and what its line in the file of keys says.
+# By key: its mix, number of users, and limits in the key file.
 CALLERS: Mapping[str, tuple[str, int, str]] = {
     "training": ("resnet50", 3, "max_inflight_bytes=2GiB"),
     "phones": ("mobilenet", 3, "max_inflight=4"),
@@ -61,7 +61,7 @@ _UNITS: Mapping[str, tuple[float, str]] = {
 
 @contextmanager
 def scraping(program: str, served: Served, key: str, folder: Path) -> Iterator[str]:
-    """The URL of a Prometheus that scrapes the server."""
+    """Run a Prometheus that scrapes the server; yield its URL."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -101,7 +101,7 @@ def _ready(url: str) -> bool:
 
 
 def kill_worker(process: int) -> None:
-    """Kill the process that computes; the server starts another."""
+    """Kill the worker process; the server starts another."""
     listed = subprocess.run(
         ["ps", "-o", "pid=,comm=", "--ppid", str(process)],
         capture_output=True,
@@ -115,7 +115,7 @@ def kill_worker(process: int) -> None:
 
 
 def load(program: Path, served: Served, keys: Mapping[str, str], seconds: float) -> int:
-    """All callers at once; how many requests failed."""
+    """Run all callers concurrently; return the number of failed requests."""
     found: dict[str, dict[str, Any]] = {}
 
     def send(name: str, mix: str, users: int) -> None:
@@ -137,7 +137,7 @@ def load(program: Path, served: Served, keys: Mapping[str, str], seconds: float)
 
 
 def answers(url: str, panel: Mapping[str, Any], begin: float, end: float) -> list[Any]:
-    """(legend, moments, values) of every line of a panel, asked as Grafana asks."""
+    """Yield the legend, times and values of every line of a panel."""
     lines = []
     for target in panel["targets"]:
         query = target["expr"]
@@ -160,7 +160,7 @@ def answers(url: str, panel: Mapping[str, Any], begin: float, end: float) -> lis
 
 
 def draw(url: str, begin: float, end: float) -> list[str]:
-    """Draw the dashboard; the titles of panels that had nothing to show."""
+    """Draw the dashboard; return the titles of panels without data."""
     panels = json.loads(DASHBOARD.read_text())["panels"]
     plt.rcParams.update({"font.size": 7, "svg.fonttype": "none"})
     height = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels)

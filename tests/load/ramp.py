@@ -1,11 +1,11 @@
-"""A ramp: more and more users, a step at a time, several times, and what each step's requests got.
+"""A ramp: the number of users grows step by step; figures are collected per step.
 
     locust -f tests/load/locustfile.py,tests/load/ramp.py --headless --ramp-out steps.json ...
 
-Past the knee a server should refuse what it cannot take (429) and answer the rest as fast as
-before; what it answers in a second must not fall. A machine's speed drifts within a minute, so the
-whole ramp is climbed several times and a step's rates are the medians. Beside them stands what
-server and clients used of their cores: a server that its clients are too slow for shows no knee.
+Beyond the knee a server should refuse excess requests (429) and answer the rest as fast as before;
+its throughput must not fall. Because a machine's speed drifts within a minute, the whole ramp is
+run several times, and the rates of a step are medians. The CPU use of server and clients is
+recorded as well: if the clients are too slow for the server, there is no knee.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from locust import LoadTestShape, events
 from tests.load.figures import Figures
 from tests.load.served import busy_s, cpu_s
 
-# Users at each step; the last is far past what two cores can take.
+# Users at each step; the last is far beyond what two cores can handle.
 STEPS = (1, 2, 4, 8, 16, 32, 64)
-# The start of a step, while users come or go and queues fill, is left out of its figures.
+# Not measured: the start of a step, while users start and queues fill.
 SETTLING_S = 2.0
 
 
 @events.init_command_line_parser.add_listener
 def add_options(parser: Any) -> None:
-    parser.add_argument("--ramp-out", default="ramp.json", help="the steps' figures go here")
-    parser.add_argument("--step", type=float, default=12.0, help="seconds at each number of users")
-    parser.add_argument("--climbs", type=int, default=3, help="how often the ramp is climbed")
-    parser.add_argument("--server-process", type=int, default=0, help="whose use of its cores")
+    parser.add_argument("--ramp-out", default="ramp.json", help="file for the steps' figures")
+    parser.add_argument("--step", type=float, default=12.0, help="seconds per step")
+    parser.add_argument("--climbs", type=int, default=3, help="number of runs of the ramp")
+    parser.add_argument("--server-process", type=int, default=0, help="process id of the server")
 
 
 class Ramp(LoadTestShape):  # type: ignore[misc]
-    """Locust asks for the number of users every second."""
+    """Locust's load shape: the number of users over time."""
 
     use_common_options = True
 
@@ -65,7 +65,7 @@ def prepare(environment: Any, **_: Any) -> None:
 
 
 class Used(NamedTuple):
-    """Seconds of a core that have been used so far: by the server, its clients, everything."""
+    """CPU time used so far by the server, the clients and the whole machine."""
 
     server_s: float
     clients_s: float
@@ -77,7 +77,7 @@ class Used(NamedTuple):
 
 
 class Climbing:
-    """Which step it is, and what its requests got: in each climb, and in all of them together."""
+    """The current step, and the figures of each run of the ramp and of all runs together."""
 
     def __init__(self, step_s: float, climbs: int, server: int) -> None:
         self.each = Figures(lambda _: self._now)
@@ -85,13 +85,13 @@ class Climbing:
         # None after the last step.
         self.users: int | None = STEPS[0]
         self._step_s, self._climbs, self._server = step_s, climbs, server
-        # The climb and the step that requests count towards; None while it settles.
+        # The run and step that requests count towards; None while settling.
         self._now: tuple[int, int] | None = None
-        # By climb and step: how long it was measured, and what was used meanwhile.
+        # By run and step: the seconds measured, and the CPU time used.
         self._measured: dict[tuple[int, int], tuple[float, Used]] = {}
 
     def run(self) -> None:
-        """Take the steps, one after another; Locust goes on until it ends."""
+        """Run the steps one after another, then end the test."""
         try:
             for climb in range(self._climbs):
                 for step, self.users in enumerate(STEPS):
@@ -110,7 +110,7 @@ class Climbing:
         self._measured[climb, step] = seconds, used
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """A step's figures: medians of the climbs' rates, quantiles over all of their requests."""
+        """Yield the figures of each step: median rates, quantiles over the requests of all runs."""
         for step, users in enumerate(STEPS):
             climbs = [self._climb(climb, step) for climb in range(self._climbs)]
             rates = {name: statistics.median(climb[name] for climb in climbs) for name in climbs[0]}

@@ -1,4 +1,4 @@
-"""Load results as data: `tests/perf/results/load.jsonl`, a line a measurement."""
+"""Stores load results in `tests/perf/results/load.jsonl`, one line per measurement."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ RESULTS = Path(__file__).resolve().parents[1] / "perf" / "results" / "load.jsonl
 
 
 def store(run: str, rows: Iterable[Mapping[str, Any]], packages: Sequence[str]) -> None:
-    """Put the rows of one kind of run in the place of those of the last.
+    """Replace the stored rows of one kind of run.
 
-    ``packages`` are what they depend on beside the service; those found here are noted.
+    ``packages`` are packages whose versions to record, if they are installed.
     """
     stamp = stamped(packages)
     if not _changed_beside_results():
@@ -33,7 +33,7 @@ def store(run: str, rows: Iterable[Mapping[str, Any]], packages: Sequence[str]) 
 
 
 def stamped(packages: Sequence[str]) -> dict[str, Any]:
-    """What every row says of where it comes from; ``packages`` as in `store`."""
+    """Return the provenance of a row; ``packages`` as in `store`."""
     versions = {name: metadata.version(name) for name in packages if _installed(name)}
     return {
         **origin(device(), versions),
@@ -42,12 +42,12 @@ def stamped(packages: Sequence[str]) -> dict[str, Any]:
 
 
 def device() -> str:
-    """The machine, as results name it."""
+    """Return the name of this machine in results."""
     return f"{cpu_model()}, {os.cpu_count()} cores"
 
 
 def _changed_beside_results() -> bool:
-    """Whether what was measured is not what was committed; figures stored before do not count."""
+    """Return whether the working tree has uncommitted changes other than results."""
     listed = subprocess.run(
         ["git", "diff", "--name-only", "HEAD"],
         cwd=RESULTS.parent,

@@ -1,10 +1,10 @@
-"""Starts a server, loads it with Locust, and says whether it kept its objectives.
+"""Starts a server, loads it with Locust, and checks its objectives.
 
     python -m tests.load.run --locust build/load-tools/bin/locust [--seconds 20] [--step 12]
 
-Each mix is run by itself, over every wire: no request may fail, and p99 must stay under the
-objective on each. Then a ramp: past the knee, goodput holds and what is accepted stays fast.
-Locust's reports go to build/load; `--store` puts the figures where docs/load.md is made from.
+Each mix runs separately, over every wire format: no request may fail, and p99 must meet the
+objective on each. Then a ramp: beyond the knee, goodput must hold and accepted requests must stay
+fast. Locust's reports go to build/load; `--store` stores the figures for docs/load.md.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.load.results import RESULTS, device, store
-from tests.load.served import OUT, ROOT, Served, on_cores, server, shared_out
+from tests.load.served import OUT, ROOT, Served, on_cores, server, split_cores
 
 HERE = ROOT / "tests" / "load"
 
 
 @dataclass(frozen=True)
 class Objective:
-    """How many users send a mix, and the p99 that they may expect on a machine of which no figures
-    are kept."""
+    """The number of users of a mix, and its p99 objective on machines without stored figures."""
 
     users: int
     p99_s: float
@@ -41,12 +40,12 @@ OBJECTIVES: Mapping[str, Objective] = {
     "small": Objective(users=16, p99_s=0.25),
     "huge": Objective(users=4, p99_s=20.0),
 }
-# Against what is kept of the same machine, mix and wire.
-MOST_TIMES = 2.0
+# Largest ratio of p99 to the stored one of the same machine, mix and wire format.
+MAX_RATIO = 2.0
 WIRES = ("safetensors", "json", "grpc")
-# Of the ramp: goodput past the knee against the best step's, and the p99 of what is accepted
-# against what a full queue explains.
-LEAST_GOODPUT = 0.8
+# Of the ramp: goodput at the last step relative to the best one, and p99 of accepted requests,
+# which includes the time in a full queue.
+MIN_GOODPUT = 0.8
 RAMP_P99_S = 1.0
 RAMP_SETTINGS = {"CONVGRAD_MAX_QUEUE": "8"}
 
@@ -54,7 +53,7 @@ RAMP_SETTINGS = {"CONVGRAD_MAX_QUEUE": "8"}
 def locust(
     program: Path, served: Served, name: str, *more: str, files: str = "locustfile.py"
 ) -> dict[str, dict[str, Any]]:
-    """Run Locust; figures by wire. Its HTML report and its CSV go to build/load by this name."""
+    """Run Locust and return figures by wire format; its reports go to build/load."""
     OUT.mkdir(parents=True, exist_ok=True)
     paths = ",".join(str(HERE / file) for file in files.split(","))
     figures = OUT / f"{name}.figures.json"
@@ -64,7 +63,7 @@ def locust(
     command += ["--html", str(OUT / f"{name}.html"), "--csv", str(OUT / name)]
     command += ["--figures-out", str(figures), *more]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'client'}:{ROOT}"}
-    # Its exit status says that requests failed, which is judged from the figures.
+    # A non-zero exit status means failed requests, which the figures contain.
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
     if not figures.exists():
         raise SystemExit(f"locust did not run:\n{done.stderr[-3000:]}")
@@ -73,11 +72,11 @@ def locust(
 
 
 def mixes(program: Path, seconds: float) -> tuple[list[str], list[dict[str, Any]]]:
-    """Every mix against its objective on every wire; what was missed, and the figures."""
+    """Run every mix on every wire format; return the missed objectives and the figures."""
     missed, rows = [], []
     print(
         f"{'mix':10}{'users':>6}  {'wire':12}{'answered':>9}{'failed':>7}{'per s':>8}"
-        f"{'p50 s':>8}{'p99 s':>8}  may be"
+        f"{'p50 s':>8}{'p99 s':>8}  objective"
     )
     with server() as served:
         for mix, objective in OBJECTIVES.items():
@@ -105,7 +104,7 @@ def mixes(program: Path, seconds: float) -> tuple[list[str], list[dict[str, Any]
 
 
 def objective_s(mix: str, wire: str) -> float:
-    """The p99 that may be on this machine."""
+    """Return the p99 objective on this machine."""
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     kept = [
         row["p99_s"]
@@ -113,11 +112,11 @@ def objective_s(mix: str, wire: str) -> float:
         if (row["run"], row.get("mix"), row.get("wire"), row["device"])
         == ("mixes", mix, wire, device())
     ]
-    return MOST_TIMES * kept[0] if kept else OBJECTIVES[mix].p99_s
+    return MAX_RATIO * kept[0] if kept else OBJECTIVES[mix].p99_s
 
 
 def verdict(row: Mapping[str, Any], what: str) -> list[str]:
-    """What one wire's figures miss of the objective."""
+    """Return the missed objectives of one wire format."""
     missed = []
     if not row["answered"]:
         missed.append(f"{what}: nothing was answered")
@@ -130,14 +129,13 @@ def verdict(row: Mapping[str, Any], what: str) -> list[str]:
 
 
 def ramp(program: Path, step_s: float, climbs: int = 3) -> tuple[list[str], list[dict[str, Any]]]:
-    """Ever more users; what was missed, and the figures of each step.
+    """Run the ramp; return the missed objectives and the figures of each step.
 
-    Clients have a core of their own, or the more of them there are the less they leave a server
-    to answer with.
+    The clients have their own core, so that more of them do not slow down the server.
     """
     out = OUT / "ramp.json"
     out.unlink(missing_ok=True)
-    for_server, for_clients = shared_out()
+    for_server, for_clients = split_cores()
     with ExitStack() as until_done:
         with on_cores(for_server):
             served = until_done.enter_context(server(**RAMP_SETTINGS))
@@ -164,7 +162,7 @@ def ramp(program: Path, step_s: float, climbs: int = 3) -> tuple[list[str], list
 
 
 def ramp_verdict(steps: list[dict[str, Any]]) -> list[str]:
-    """What the steps miss."""
+    """Return the missed objectives of the ramp."""
     best = max(one["answered_per_s"] for one in steps)
     last = steps[-1]
     missed = [
@@ -174,7 +172,7 @@ def ramp_verdict(steps: list[dict[str, Any]]) -> list[str]:
     ]
     if last["refused_per_s"] == 0:
         missed.append("nothing was refused at the end of the ramp: it never met the limit")
-    if last["answered_per_s"] < LEAST_GOODPUT * best:
+    if last["answered_per_s"] < MIN_GOODPUT * best:
         missed.append(f"goodput fell from {best:.1f} to {last['answered_per_s']:.1f} a second")
     if last["p99_s"] is None or last["p99_s"] > RAMP_P99_S:
         missed.append(f"p99 of what was accepted rose to {_shown(last['p99_s'])} s")
@@ -182,9 +180,9 @@ def ramp_verdict(steps: list[dict[str, Any]]) -> list[str]:
 
 
 def smoke(program: Path, seconds: float) -> tuple[list[str], list[dict[str, Any]]]:
-    """Whether every wire is answered and nothing fails, at whatever speed; what was missed.
+    """Check that every wire format is answered and nothing fails, whatever the speed.
 
-    For machines that are busy with other things: it says that the load tests work.
+    Shows that the load tests work, even on a busy machine.
     """
     with server() as served:
         found = locust(program, served, "smoke", "-u", "4", "-r", "4", "-t", f"{seconds:.0f}s")
@@ -204,18 +202,20 @@ def _shown(seconds: float | None) -> str:
 
 
 RUNS = {"mixes": mixes, "ramp": ramp}
-"""By name: takes Locust's program and the seconds that it sends each mix or number of users."""
+"""By name; called with Locust's program and the seconds per mix or step."""
 OTHER_RUNS = {"smoke": smoke}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--locust", type=Path, required=True, help="the program")
-    parser.add_argument("--seconds", type=float, default=20.0, help="for each mix")
-    parser.add_argument("--step", type=float, default=12.0, help="seconds of each step of the ramp")
+    parser.add_argument("--locust", type=Path, required=True, help="Locust's executable")
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds per mix")
+    parser.add_argument("--step", type=float, default=12.0, help="seconds per step of the ramp")
     every = {**RUNS, **OTHER_RUNS}
-    parser.add_argument("--only", choices=every, help="one; without it, the mixes and the ramp")
-    parser.add_argument("--store", action="store_true", help="keep the figures as results")
+    parser.add_argument(
+        "--only", choices=every, help="run only this; default: the mixes and the ramp"
+    )
+    parser.add_argument("--store", action="store_true", help="store the figures as results")
     options = parser.parse_args()
     missed = []
     seconds = {"ramp": options.step}

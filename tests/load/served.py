@@ -1,4 +1,4 @@
-"""A server of its own for a load to meet, and what it takes of the machine's memory and cores."""
+"""Starts a server for a load test, and measures its memory and CPU time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
     "held_bytes",
     "on_cores",
     "server",
-    "shared_out",
+    "split_cores",
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ OUT = ROOT / "build" / "load"
 
 
 class Served(NamedTuple):
-    """Where a server listens, and its process."""
+    """A server's addresses and process id."""
 
     url: str
     grpc: str
@@ -36,15 +36,15 @@ class Served(NamedTuple):
 
 @contextmanager
 def server(**settings: str) -> Iterator[Served]:
-    """`convgrad serve` with these settings beside the defaults, until the block ends."""
+    """Run `convgrad serve` with these settings until the block ends."""
     environment = {**os.environ, "CONVGRAD_LOG_LEVEL": "warning", **settings}
-    # Not the installed command, so that it is this tree's code wherever Python's is from.
+    # Not the installed command, so that this tree's code runs.
     code = "from convgrad_service.server.command import serve; raise SystemExit(serve())"
     command = [sys.executable, "-c", code, "--port", "0", "--grpc-port", "0"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
-        # One line each, once both listen.
+        # One line per port, once both listen.
         urls = [process.stdout.readline().strip().rpartition(" ")[2] for _ in range(2)]
         if not all(urls):
             raise SystemExit("the server did not start")
@@ -57,7 +57,7 @@ def server(**settings: str) -> Iterator[Served]:
 
 @contextmanager
 def on_cores(cores: Set[int]) -> Iterator[None]:
-    """What is started within the block, and what that starts, runs on these cores alone."""
+    """Pin this process, and those started within the block, to these cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -66,33 +66,35 @@ def on_cores(cores: Set[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def shared_out(clients: int = 1) -> tuple[Set[int], Set[int]]:
-    """The machine's cores for a server, and as many others for its clients, half of all at most;
-    where there is but one, it for both."""
+def split_cores(clients: int = 1) -> tuple[Set[int], Set[int]]:
+    """Divide the cores between a server and its clients.
+
+    The clients get ``clients`` cores, at most half of all. A single core is shared.
+    """
     cores = sorted(os.sched_getaffinity(0))
     split = len(cores) - max(1, min(clients, len(cores) // 2))
     return set(cores[:split]) or {cores[-1]}, set(cores[split:])
 
 
 def held_bytes(process: int) -> int:
-    """The memory of a process and all that it started; what they share counts once."""
+    """Return the memory of a process and its descendants; shared pages count once."""
     return sum(_share_bytes(pid) for pid in _family(process))
 
 
 def cpu_s(process: int) -> float:
-    """Seconds of a core that a process has used, with all that it started and that still run."""
+    """Return the CPU time of a process and its running descendants."""
     spent = (_stat(pid)[_USER_TIME : _SYSTEM_TIME + 1] for pid in _family(process))
     return sum(int(ticks) for times in spent for ticks in times) / os.sysconf("SC_CLK_TCK")
 
 
 def busy_s() -> float:
-    """Seconds of a core that everything on the machine has used since it started."""
+    """Return the CPU time of the whole machine since its start."""
     _, user, nice, system, _, _, interrupts, soft, *_ = Path("/proc/stat").read_text().split()[:9]
     return sum(map(int, (user, nice, system, interrupts, soft))) / os.sysconf("SC_CLK_TCK")
 
 
 def _family(process: int) -> set[int]:
-    # From /proc and not by ps: in a process with gRPC's threads none can safely be started.
+    # From /proc, not ps: a process with gRPC's threads cannot safely fork.
     running = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     parents = {pid: int(stat[_PARENT]) for pid in running if (stat := _stat(pid))}
     family = {process}
@@ -101,23 +103,23 @@ def _family(process: int) -> set[int]:
     return family
 
 
-# Of the fields of /proc/<pid>/stat after the program's name, see proc(5).
+# Indices of fields in /proc/PID/stat after the program's name, see proc(5).
 _PARENT, _USER_TIME, _SYSTEM_TIME = 1, 11, 12
 
 
 def _stat(process: int) -> list[str]:
-    """Those fields; none of a process that has ended meanwhile."""
+    """Return the fields of /proc/PID/stat; none if the process has ended."""
     try:
         text = Path(f"/proc/{process}/stat").read_text()
     except OSError:
         return []
-    return text.rpartition(")")[2].split()  # the name may hold anything, brackets too
+    return text.rpartition(")")[2].split()  # the name may contain parentheses
 
 
 def _share_bytes(process: int) -> int:
-    """Linux' proportional set size: a page that two processes map is half of each."""
+    """Return the proportional set size: a page mapped by two processes counts half for each."""
     try:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
     except OSError:
-        return 0  # it has ended meanwhile
+        return 0  # the process has ended
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))

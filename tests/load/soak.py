@@ -1,9 +1,9 @@
-"""A soak: realistic mixes in turns for as long as is asked, memory looked at after each.
+"""A soak test: realistic mixes in turn for a given time, measuring memory after each.
 
     python -m tests.load.soak --locust build/load-tools/bin/locust --duration 20m
 
-No request may fail, and the server may not grow: the median of what it holds in the last quarter of
-the soak is compared with that in the second. The first warms up what is kept for later requests.
+No request may fail, and memory may not grow: the median of the last quarter is compared with that
+of the second. During the first, caches fill.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tests.load.run import OBJECTIVES, locust
 from tests.load.served import held_bytes, server
 
 MIXES = ("resnet50", "mobilenet", "small")
-MOST_GROWTH_BYTES = 32 * 2**20
-# Of a user between two requests: a load that leaves the machine to others as well.
+MAX_GROWTH_BYTES = 32 * 2**20
+# Mean pause of a user between two requests, so that the machine is not saturated.
 PAUSE_S = 0.2
 _UNITS_S = {"s": 1, "m": 60, "h": 3600}
 
 
 def soak(program: Path, duration_s: float, turn_s: float) -> list[dict[str, Any]]:
-    """A row for each turn."""
+    """Run the mixes in turn; return one row per turn."""
     rows: list[dict[str, Any]] = []
     began_s = time.monotonic()
     with server() as served:
@@ -56,7 +56,7 @@ def soak(program: Path, duration_s: float, turn_s: float) -> list[dict[str, Any]
 
 
 def verdict(rows: list[dict[str, Any]]) -> list[str]:
-    """What the soak missed."""
+    """Return what failed."""
     missed = [f"{row['failed']} failed at {row['at_s']} s" for row in rows if row["failed"]]
     if len(rows) < 8:
         missed.append(f"{len(rows)} turns are too few to see growth in; expected 8 or more")
@@ -66,7 +66,7 @@ def verdict(rows: list[dict[str, Any]]) -> list[str]:
         statistics.median(row["held_bytes"] for row in some)
         for some in (rows[quarter : 2 * quarter], rows[-quarter:])
     )
-    if late - early > MOST_GROWTH_BYTES:
+    if late - early > MAX_GROWTH_BYTES:
         missed.append(f"the server grew by {(late - early) / 2**20:.0f} MiB")
     return missed
 
@@ -82,9 +82,9 @@ def _duration_s(text: str) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--locust", type=Path, required=True, help="the program")
+    parser.add_argument("--locust", type=Path, required=True, help="Locust's executable")
     parser.add_argument("--duration", type=_duration_s, default=1200.0, help="such as 20m or 8h")
-    parser.add_argument("--store", action="store_true", help="keep the figures as results")
+    parser.add_argument("--store", action="store_true", help="store the figures as results")
     options = parser.parse_args()
     turn_s = min(60.0, options.duration / 12)
     rows = soak(options.locust, options.duration, turn_s)

@@ -18,7 +18,7 @@ import numpy as np
 
 from convgrad.contract import OPERATIONS, validate
 from convgrad_service.problems import problem_from
-from convgrad_service.problems.pieces import added_up
+from convgrad_service.problems.pieces import sum_of_shares
 from tests.perf.provenance import cpu_model, origin
 
 RESULTS = Path(__file__).parent / "results" / "sums.jsonl"
@@ -36,7 +36,7 @@ def measured(shares: int) -> dict[str, object]:
     for _ in range(WARM_UP + SAMPLES):
         each = [np.full(shape, number, np.float32) for number in range(shares)]
         began = time.perf_counter()
-        total = added_up(problem, "grad_weight", each, {})
+        total = sum_of_shares(problem, "grad_weight", each, {})
         taken_s.append(time.perf_counter() - began)
         assert total.dtype == ml_dtypes.bfloat16
         assert total.flat[-1] == sum(range(shares))

@@ -1,7 +1,7 @@
-"""What the way to a replica costs, and what cutting and putting together do: medians, in seconds.
+"""Overhead of the path to a replica, and of splitting a problem: medians, in seconds.
 
-The same problems are computed by the CPU backend in this process and by the service; what differs
-is the way: HTTP, the front end, Ray's object store there and back.
+The same problems are computed by the CPU backend in this process and through the service; the
+difference is HTTP, the front end, and Ray's object store in both directions.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from convgrad.contract import OPERATIONS
 from convgrad.contract.base import validate
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.problems import problem_from
-from convgrad_service.problems.pieces import piece_tensors, put_together
+from convgrad_service.problems.pieces import assemble, piece_tensors
 
 __all__ = ["costs"]
 
 SAMPLES = 15
-SMALL, LARGE = (1, 4, 8, 8), (16, 64, 128, 128)  # 1 KiB and 64 MiB in, a quarter out
+SMALL, LARGE = (1, 4, 8, 8), (16, 64, 128, 128)  # 1 KiB and 64 MiB of input
 
 
 def costs(ray_url: str, plain_url: str) -> list[dict[str, Any]]:
-    """Rows: the way to a plain server and to a replica, and what a split costs before and after."""
+    """Return rows with the cost of a request to a plain server and a replica, and of a split."""
     backend = CpuBackend(threads=1)
     rows = []
     with convgrad.Client(ray_url, timeout=120) as ray, convgrad.Client(plain_url) as plain:
@@ -78,7 +78,7 @@ def _split_costs(backend: CpuBackend) -> list[dict[str, Any]]:
                 "bytes": problem.memory_bytes,
                 "cut_s": median_s(cut),
                 "combine_s": median_s(
-                    lambda: put_together(problem, tensors, pieces, iter(parts))  # noqa: B023
+                    lambda: assemble(problem, tensors, pieces, iter(parts))  # noqa: B023
                 ),
                 "computed_s": median_s(lambda: backend.run(problem, tensors)),  # noqa: B023
             }
@@ -87,7 +87,7 @@ def _split_costs(backend: CpuBackend) -> list[dict[str, Any]]:
 
 
 def median_s(call: Callable[[], object]) -> float:
-    """Of some calls, the first left out."""
+    """Return the median duration of some calls, without the first one."""
     taken = []
     for _ in range(SAMPLES + 1):
         started = time.perf_counter()

@@ -1,7 +1,7 @@
-"""A replica whose device is not this machine's CPU: it takes its time and none of the cores.
+"""A replica with a simulated device: computing takes time but no CPU.
 
-On one machine of few cores, replicas, front end and clients compete for them. With these, what
-grows with the replicas is the way to them alone.
+On a machine with few cores, replicas, front end and clients compete for them. These replicas do
+not, so that only the path to them is measured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEVICE_S = 0.1
 
 
 class Waiting(Compute):
-    """Answers with zeros after `DEVICE_S`, one problem at a time."""
+    """Returns zeros after `DEVICE_S`, one problem at a time."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__(settings)
@@ -33,7 +33,7 @@ class Waiting(Compute):
     async def run(
         self, problem: Problem, tensors: Mapping[str, NDArray[Any]]
     ) -> Outcome | ServiceError:
-        """See `Compute.run`."""
+        """Override `Compute.run`."""
         async with self._device:
             await asyncio.sleep(DEVICE_S)
         outputs = {

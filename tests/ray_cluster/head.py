@@ -1,8 +1,8 @@
-"""A cluster whose head dies: what its clients see, and that another takes its place.
+"""The death of a cluster's head: what clients see, and recovery with a new cluster.
 
     python -m tests.ray_cluster.head PORT    serves on PORT; a line on stdin kills the head
 
-In a process of its own, because Ray ends whatever was attached to a cluster that has gone.
+This is a separate process because Ray ends processes attached to a cluster that is gone.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from tests.load.served import ROOT
 __all__ = ["head_death"]
 
 ONES = np.ones((1, 1, 2, 2), np.float32)
-# For what was attached to the head to notice.
+# Timeout for requests to fail after the head's death.
 NOTICED_S = 30.0
 
 
 def head_death(port: int) -> float:
-    """Seconds from the head's death to the first failed request.
+    """Kill the head; return the seconds until the first request fails.
 
-    Every request until then is answered right; those after it fail with an error that says so, and
-    one that is sent while the head is started again is answered once it has been.
+    Requests before that must have correct results; after it they must fail with a connection or
+    gateway error, and succeed again once a new cluster has started.
     """
     with (
         convgrad.Client(f"http://127.0.0.1:{port}", max_retries=0, timeout=20) as client,
@@ -60,7 +60,7 @@ def head_death(port: int) -> float:
 
 @contextmanager
 def _cluster(port: int) -> Iterator[subprocess.Popen[str]]:
-    """A cluster that serves, until the block ends and every process of it is killed."""
+    """Run a cluster that serves; kill all its processes when the block ends."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.ray_cluster.head", str(port)]
     process = subprocess.Popen(
         command,

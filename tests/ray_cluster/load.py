@@ -1,4 +1,4 @@
-"""Clients that keep a service busy and check every answer."""
+"""Clients that keep a service busy and check every result."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["Load", "throughput"]
 
 @dataclass
 class Load:
-    """Clients that send one problem after another."""
+    """Clients that send one problem after another until the block ends."""
 
     url: str
     clients: int
     shape: tuple[int, int, int, int] = (4, 32, 28, 3)
-    """Batch, channels, side and kernel of a convolution's."""
+    """Batch, channels, image size and kernel size of a convolution."""
     answered: int = 0
     failed: list[str] = field(default_factory=list)
     _stop: threading.Event = field(default_factory=threading.Event)
@@ -45,7 +45,7 @@ class Load:
             thread.join()
 
     def wait_for(self, answers: int, within_s: float = 120.0) -> None:
-        """Until so many have been answered in all, or something failed."""
+        """Wait until this many requests in total have been answered, or one has failed."""
         end_s = time.monotonic() + within_s
         while self.answered < answers and not self.failed:
             assert time.monotonic() < end_s, f"{self.answered} answered, expected {answers}"
@@ -55,7 +55,7 @@ class Load:
         return client.conv_bwd_data(self._dy, self._w, padding=self._padding)
 
     def _send(self) -> None:
-        # Without retries: what is counted is what the service lost.
+        # No retries: a lost request must count as failed.
         with convgrad.Client(self.url, timeout=120, max_retries=0) as client:
             while not self._stop.is_set():
                 try:
@@ -64,12 +64,12 @@ class Load:
                     self.failed.append(f"{type(error).__name__}: {error}")
                     continue
                 if not np.array_equal(found, self._wanted):
-                    self.failed.append("a wrong answer")
+                    self.failed.append("wrong result")
                 self.answered += 1
 
 
 def throughput(url: str, clients: int, seconds: float, shape: tuple[int, int, int, int]) -> float:
-    """Answers a second."""
+    """Measure requests per second."""
     with Load(url, clients, shape) as load:
         time.sleep(1)
         before, started = load.answered, time.monotonic()

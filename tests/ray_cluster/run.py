@@ -1,12 +1,12 @@
-"""A local Ray cluster of several simulated nodes: right answers, replicas that come and go with the
-work, a node killed under load, throughput and costs.
+"""Tests the Ray Serve application on a local cluster of simulated nodes: correctness, autoscaling,
+throughput, overhead, and the death of a node and of the head.
 
     python -m tests.ray_cluster.run [--nodes 3] [--only autoscaling death] [--store]
 
-Answers of problems cut into pieces are compared with the CPU backend's; the contract's tests of
-every operation and dtype are run against it, and a load of Locust's; then replicas are added under
-load and taken away after it; then a node is killed while clients send, and no request may fail.
-`--store` puts the figures where docs/load.md is made from.
+Results of split problems are compared with the CPU backend's. The contract tests of every operation
+and dtype, and a load test with Locust, run against the application. Replicas must be added under
+load and removed afterwards. No request may fail when a node is killed under load. `--store` stores
+the figures for docs/load.md.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ from tests.ray_cluster.load import Load, throughput
 
 Array = NDArray[np.float32]
 CONFIGURATION = ROOT / "deploy" / "ray" / "serve.yaml"
-# Of tensors: small enough that the examples below are cut.
+# Small enough that the examples below are split.
 PIECE_BYTES = 2**20
 SETTINGS = {"threads": 1, "backend": "cpu", "log_level": "error"}
-# For throughput: much arithmetic for each byte (10 GFLOP, 9.6 MB), and little of either.
+# For throughput: a problem of 10 GFLOP and 9.6 MB, and a small one.
 HEAVY, SMALL = (8, 128, 28, 7), (1, 32, 28, 3)
-# How many replicas with a device of their own.
+# Numbers of replicas with their own simulated device.
 OWN = (1, 2, 4)
 LOAD_USERS, LOAD_S = 4, 12
 RUNS = ("answers", "contract", "load", "autoscaling", "measured", "death", "head")
-# For replicas to come, and to go once there is no work for them.
+# Timeout for replicas to be added or removed.
 SCALING_S = 60.0
 
 
 @contextmanager
 def served(port: int, replica: type[Compute] = Compute, **options: Any) -> Iterator[str]:
-    """The application, with replicas of this kind, on the cluster that this process has joined."""
+    """Deploy the application on the cluster that this process has joined; yield its URL."""
     ray_serve.Compute = replica  # type: ignore[misc]
     functions = ["convgrad_service.server.ray_grpc.add_open_inference"]
     serve.start(
@@ -86,15 +86,15 @@ def served(port: int, replica: type[Compute] = Compute, **options: Any) -> Itera
 
 
 def replicas() -> int:
-    """How many compute now."""
+    """Return the number of running replicas."""
     states = serve.status().applications["convgrad"].deployments[Compute.__name__].replica_states
     return int(states.get("RUNNING", 0))
 
 
 def answers(port: int, nodes: int) -> list[dict[str, Any]]:
-    """Problems of several operations, cut into pieces: the bits of one backend's answer.
+    """Check that results of split problems are bitwise identical to one backend's.
 
-    And Ray's own opinion of the configuration that is deployed.
+    Also validates the Serve configuration against Ray's schema.
     """
     ServeDeploySchema.model_validate(yaml.safe_load(CONFIGURATION.read_text()))
     backend = CpuBackend(threads=1)
@@ -102,7 +102,7 @@ def answers(port: int, nodes: int) -> list[dict[str, Any]]:
     fixed = {"min_replicas": nodes, "max_replicas": nodes, "piece_bytes": PIECE_BYTES}
     with served(port, **fixed) as url, convgrad.Client(url, timeout=120) as client:
         listed = client.operations()
-        assert set(listed) == set(OPERATIONS), "the catalogue names other operations"
+        assert set(listed) == set(OPERATIONS), "the list of operations differs"
         x = rng.standard_normal((6, 32, 48, 48), dtype=np.float32)
         dy = rng.standard_normal((6, 24, 48, 48), dtype=np.float32)
         w = rng.standard_normal((24, 32, 3, 3), dtype=np.float32)
@@ -127,7 +127,7 @@ def answers(port: int, nodes: int) -> list[dict[str, Any]]:
             (name, *_) = wanted
             np.testing.assert_array_equal(first, wanted[name], err_msg=operation)
             print(
-                f"  {operation}: {len(problem.split(parts))} pieces, equal to the bit", flush=True
+                f"  {operation}: {len(problem.split(parts))} pieces, bitwise identical", flush=True
             )
         refused = _refused(lambda: client.conv_fwd(x, w[:, :5]))
         assert "weight" in refused, refused
@@ -137,7 +137,7 @@ def answers(port: int, nodes: int) -> list[dict[str, Any]]:
 
 
 def _same_over_grpc(address: str, x: Array, w: Array, wanted: Array) -> None:
-    """Through Ray's gRPC proxy: the same bits, and the errors of the table."""
+    """Check that results through Ray's gRPC proxy are identical, and errors have their status."""
     asked = message("ModelInferRequest")(model_name="conv_fwd")
     asked.parameters["padding"].int64_param = 1
     for name, array in (("input", x), ("weight", w)):
@@ -166,7 +166,7 @@ def _same_over_grpc(address: str, x: Array, w: Array, wanted: Array) -> None:
     assert refusal is not None, "a request without its weight was answered"
     assert refusal.code() is grpc.StatusCode.INVALID_ARGUMENT, refusal
     assert "weight" in refusal.details(), refusal
-    print("  gRPC through Ray's proxy: equal to the bit", flush=True)
+    print("  gRPC through Ray's proxy: bitwise identical", flush=True)
 
 
 def _refused(call: Callable[[], object]) -> str:
@@ -174,11 +174,11 @@ def _refused(call: Callable[[], object]) -> str:
         call()
     except convgrad.InvalidProblem as error:
         return str(error)
-    return "a wrong request was answered"
+    return "an invalid request was answered"
 
 
 def contract(port: int, nodes: int, pytest: Path) -> list[dict[str, Any]]:
-    """The contract's tests of what every operation answers, against this server."""
+    """Run the contract tests of every operation against the application."""
     fixed = {"min_replicas": nodes, "max_replicas": nodes}
     tests = "tests/contract/test_operations_computed.py"
     with served(port, **fixed) as url:
@@ -190,13 +190,13 @@ def contract(port: int, nodes: int, pytest: Path) -> list[dict[str, Any]]:
 
 
 def loaded(port: int, nodes: int, program: Path) -> list[dict[str, Any]]:
-    """A training step's requests from Locust's users; none may fail."""
+    """Load the application with Locust; no request may fail."""
     fixed = {"min_replicas": nodes, "max_replicas": nodes}
     rows = []
     with served(port, **fixed) as url:
         here = Served(url, grpc="", process=os.getpid())
         length = ["-u", str(LOAD_USERS), "-r", str(LOAD_USERS), "-t", f"{LOAD_S}s"]
-        users = ["SafetensorsUser", "JsonUser"]  # Ray's proxy forwards no gRPC of ours
+        users = ["SafetensorsUser", "JsonUser"]
         found = locust(program, here, "ray", "--mix", "resnet50", *length, *users)
     for wire in ("safetensors", "json"):
         row = {"load": "resnet50", "wire": wire, "users": LOAD_USERS, "seconds": LOAD_S}
@@ -211,11 +211,11 @@ def loaded(port: int, nodes: int, program: Path) -> list[dict[str, Any]]:
 
 
 def autoscaling(port: int, nodes: int) -> list[dict[str, Any]]:
-    """One replica without work, more while work waits, one again after it."""
+    """Check that replicas are added under load and removed afterwards."""
     began_s = time.monotonic()
     rows: list[dict[str, Any]] = []
 
-    def seen(what: str) -> None:
+    def record(what: str) -> None:
         rows.append(
             {"scaling": what, "at_s": round(time.monotonic() - began_s, 1), "replicas": replicas()}
         )
@@ -231,20 +231,20 @@ def autoscaling(port: int, nodes: int) -> list[dict[str, Any]]:
     with served(port, **options) as url:
         until(1)
         began_s = time.monotonic()
-        seen("no work")
+        record("none")
         with Load(url, clients=6, shape=HEAVY) as load:
             until(2)
-            seen("six clients")
+            record("six clients")
         assert not load.failed, load.failed[:3]
-        seen("no work again")
+        record("stopped")
         until(1)
-        seen("some time later")
+        record("none for 5 s or more")
     assert [row["replicas"] for row in rows] == [1, 2, 2, 1]
     return rows
 
 
 def measured(port: int, nodes: int) -> list[dict[str, Any]]:
-    """Answers a second by replicas, and what the way to them costs."""
+    """Measure throughput by number of replicas, and the overhead of the path to them."""
     rows: list[dict[str, Any]] = []
     for device, count in [*(("cpu", n) for n in range(1, nodes + 1)), *(("own", n) for n in OWN)]:
         own = device == "own"
@@ -255,7 +255,7 @@ def measured(port: int, nodes: int) -> list[dict[str, Any]]:
             row = {"throughput": device, "replicas": count, "answered_per_s": rate}
             rows.append({**row, "device_s": DEVICE_S} if own else row)
             print(
-                f"  {count} replicas, {device}: {rate:.1f} a second, {os.cpu_count()} cores",
+                f"  {count} replicas, {device}: {rate:.1f} requests/s, {os.cpu_count()} cores",
                 flush=True,
             )
             if not rows[1:]:
@@ -268,13 +268,13 @@ def measured(port: int, nodes: int) -> list[dict[str, Any]]:
 
 
 def death(port: int, nodes: int, cluster: Cluster, victim: Any) -> list[dict[str, Any]]:
-    """A node that dies under load costs nobody an answer."""
+    """Kill a node under load; no request may fail."""
     fixed = {"min_replicas": nodes, "max_replicas": nodes}
     with served(port, **fixed) as url, Load(url, clients=4) as load:
         time.sleep(3)
         load.wait_for(20)
         cluster.remove_node(victim, allow_graceful=False)
-        # Long enough for what it held to be sent again.
+        # Long enough for its problems to be sent again.
         time.sleep(8)
         load.wait_for(load.answered + 20)
     assert not load.failed, f"{len(load.failed)} requests failed: {load.failed[:3]}"
@@ -283,28 +283,30 @@ def death(port: int, nodes: int, cluster: Cluster, victim: Any) -> list[dict[str
 
 
 def head(port: int) -> list[dict[str, Any]]:
-    """A head that dies takes its cluster along; another answers."""
+    """Kill the head: requests fail until a new cluster has started."""
     failed_s = head_death(port)
-    print(f"  the head killed: requests fail after {failed_s:.1f} s, until there is another")
+    print(f"  head killed: requests failed after {failed_s:.1f} s, until a new one had started")
     return []
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=" ".join((__doc__ or "").split("\n")[:2]))
-    parser.add_argument("--nodes", type=int, default=3, help="nodes that compute, one CPU each")
-    parser.add_argument("--only", nargs="+", choices=RUNS, default=RUNS, help="these alone")
+    parser.add_argument(
+        "--nodes", type=int, default=3, help="number of compute nodes, one CPU each"
+    )
+    parser.add_argument("--only", nargs="+", choices=RUNS, default=RUNS, help="run only these")
     parser.add_argument("--pytest", type=Path, default=ROOT / ".venv/bin/pytest")
     parser.add_argument("--locust", type=Path, default=ROOT / "build/load-tools/bin/locust")
-    parser.add_argument("--store", action="store_true", help="keep the figures as results")
+    parser.add_argument("--store", action="store_true", help="store the figures as results")
     asked = parser.parse_args()
-    # Ray lets its workers give way to everything else on a machine, this program's clients too.
+    # By default Ray runs its workers at a lower priority than this program's clients.
     os.environ.setdefault("RAY_worker_niceness", "0")
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 0, "resources": {"front": 1.0}}
     )
     nodes = [cluster.add_node(num_cpus=1) for _ in range(asked.nodes)]
     ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
-    # Once Ray's own processes have taken the ports that they want.
+    # Chosen after Ray's own processes have taken their ports.
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

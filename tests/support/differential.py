@@ -170,15 +170,21 @@ class Running:
             until(lambda: self._in_flight() == 0)
 
     def _in_flight(self) -> int:
-        return self.hub.schedule.running + self.hub.schedule.waiting
+        return self.hub.scheduler.running + self.hub.scheduler.waiting
 
     def _counts(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
         counts = {}
-        for family in text_string_to_metric_families(self.client.get("/metrics").text):
-            if family.type == "gauge" or not family.name.startswith("convgrad_"):
+        # Buckets are most of the lines, and times, which are not compared.
+        lines = [
+            line
+            for line in self.client.get("/metrics").text.splitlines()
+            if line.startswith(("# TYPE convgrad_", "convgrad_")) and "_bucket{" not in line
+        ]
+        for family in text_string_to_metric_families("\n".join([*lines, ""])):
+            if family.type == "gauge":
                 continue
             for sample in family.samples:
-                if not sample.name.endswith(("_seconds_sum", "_bucket", "_created")):
+                if not sample.name.endswith(("_seconds_sum", "_created")):
                     counts[sample.name, tuple(sorted(sample.labels.items()))] = sample.value
         return counts
 

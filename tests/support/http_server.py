@@ -83,8 +83,8 @@ class LiveServer:
         """Until no request holds memory or a slot."""
         until = time.monotonic() + timeout_s
         hub = self.hub
-        while self.held_bytes or hub.schedule.running or hub.schedule.waiting:
-            assert time.monotonic() < until, (self.held_bytes, hub.schedule.running)
+        while self.held_bytes or hub.scheduler.running or hub.scheduler.waiting:
+            assert time.monotonic() < until, (self.held_bytes, hub.scheduler.running)
             time.sleep(0.005)
 
     @property

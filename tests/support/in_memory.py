@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from convgrad_service.engine.memory.lease import Lease
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import ComputeRequest, Decoded, Result
 
-__all__ = ["InMemory", "Kept", "answer", "kept"]
+__all__ = ["InMemory", "Kept", "answer", "begun", "kept"]
 
 T = TypeVar("T")
 
@@ -33,8 +34,8 @@ def kept(result: Result) -> Kept:
 class InMemory(Generic[T]):
     """See `Transport`; both functions run in threads, ``answered`` is what ``encode`` returned."""
 
-    streams = keeps_deadline = quick = False
-    holds: Lease | None = None
+    streams = enforces_deadline = decodes_inline = False
+    body_lease: Lease | None = None
 
     def __init__(
         self,
@@ -78,3 +79,19 @@ async def answer(
     transport = InMemory(pipeline, request, decode, encode)
     await pipeline.run(request, transport)
     return transport.answered[0]
+
+
+@asynccontextmanager
+async def begun(
+    pipeline: Pipeline,
+    request: ComputeRequest,
+    decode: Callable[[], Decoded],
+    *,
+    body_lease: Lease | None = None,
+) -> AsyncIterator[Execution]:
+    """An execution whose inputs the test fills and which it computes itself."""
+    execution = await pipeline.prepare(request, decode, body_lease=body_lease)
+    try:
+        yield execution
+    finally:
+        await execution.end()

@@ -1,4 +1,4 @@
-"""A scheduler without workers: jobs, and a worker that computes nothing."""
+"""Helpers for tests of the scheduler: jobs, and a worker whose tasks the test finishes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from typing import Any
 
 from convgrad_service.engine.memory.tensor_layout import PackedTensorLayout
 from convgrad_service.engine.scheduling.cost_model import CostModel
-from convgrad_service.engine.scheduling.scheduler import Scheduler, Task
-from convgrad_service.engine.workers.execute import Finished, Job
+from convgrad_service.engine.scheduling.partition import JobResult
+from convgrad_service.engine.scheduling.scheduler import Scheduler
+from convgrad_service.engine.scheduling.task import Task
+from convgrad_service.engine.workers.execute import Job
 
-DONE = Finished("kernel", 0.0, 1, 0, 0.0, 0.0)
+DONE = JobResult("kernel", 0.0, 1, 0, 0.0, 0.0)
 
 
 @dataclass(eq=False)
 class Recorder:
-    """A worker that computes nothing until the test says that it has."""
+    """A worker whose tasks the test finishes."""
 
     slots: int = 1
     held: list[Task] = field(default_factory=list)
-    told: list[Task] = field(default_factory=list)
+    cancelled: list[Task] = field(default_factory=list)
     device: int = 0
     used: int = 0
 
@@ -30,10 +32,10 @@ class Recorder:
         self.held.append(task)
 
     def cancel(self, task: Task) -> None:
-        self.told.append(task)
+        self.cancelled.append(task)
 
     def has_used(self, job: Job) -> int:
-        return self.used
+        return self.used if job.regions else 0
 
 
 def job(cost: int = 1) -> Job:

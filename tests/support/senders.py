@@ -84,7 +84,7 @@ class Sender:
         connection = self._sent(path, headers, body)
         with contextlib.closing(connection):
             if leave:
-                until(lambda: self.hub.schedule.running > 0)
+                until(lambda: self.hub.scheduler.running > 0)
                 return None
             answer = http.client.HTTPResponse(connection)
             answer.begin()
@@ -204,7 +204,7 @@ class Sender:
         # A deadline of gRPC's own would end the call at the client, before the server's answer.
         call = self.stub.ModelInfer.future(message, timeout=60, metadata=metadata)
         if leave:
-            until(lambda: self.hub.schedule.running > 0)
+            until(lambda: self.hub.scheduler.running > 0)
             call.cancel()
             return {}
         with contextlib.suppress(grpc.RpcError):

@@ -17,7 +17,7 @@ import uvloop
 
 from convgrad_service.backends.base import ServingBackend
 from convgrad_service.engine.workers.inline_executor import InlineBackend
-from convgrad_service.engine.workers.process_worker import WorkerRecipe
+from convgrad_service.engine.workers.worker_main import WorkerRecipe
 from convgrad_service.server.http_server import listening_socket
 from convgrad_service.server.process_tree import ProcessTree
 from convgrad_service.server.settings import Settings
@@ -91,7 +91,7 @@ def serving_tree(
     grpc_ports: list[int] = []
     with listening_socket(chosen.http_host, 0) as bound:
         tree = ProcessTree(
-            chosen, bound, WorkerRecipe(make_backend, slots, beside=beside, warm_up=warm_up)
+            chosen, bound, WorkerRecipe(make_backend, slots, inline_backend=beside, warm_up=warm_up)
         )
 
         async def serve() -> None:

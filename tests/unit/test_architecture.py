@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 from collections.abc import Collection, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,19 +37,26 @@ def python_files(root: Path) -> list[Path]:
     return sorted(path for path in root.rglob("*.py") if "_native" not in path.parts)
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+@cache
+def imports(path: Path) -> tuple[tuple[int, str], ...]:
     """Every module that a file imports, wherever in it, in absolute form."""
-    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    found: list[tuple[int, str]] = []
     root = next(root for root in (CLIENT, SERVICE, ROOT) if path.is_relative_to(root))
     package = path.relative_to(root).with_suffix("").parts[:-1]
-    for node in ast.walk(tree):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join((*base, *([node.module] if node.module else [])))
-            yield node.lineno, module
-            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+            found.append((node.lineno, module))
+            found += ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+    return tuple(found)
 
 
 def tracked_files() -> list[Path]:
@@ -165,8 +173,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 def imports_at_once(path: Path, modules: Collection[str]) -> Iterator[str]:
     """The modules that a file imports as it is imported itself, or for types."""
-    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    waiting: list[ast.AST] = list(tree.body)
+    waiting: list[ast.AST] = list(parsed(path).body)
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -215,7 +222,7 @@ def test_the_environment_is_read_in_settings_alone() -> None:
     for path in (*python_files(CLIENT), *python_files(SERVICE)):
         if path.name in ENVIRONMENT_READERS:
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if not isinstance(node, ast.Attribute | ast.Name):
                 continue
             name = node.attr if isinstance(node, ast.Attribute) else node.id
@@ -229,7 +236,7 @@ def test_no_operation_is_chosen_by_comparing_its_name() -> None:
     operations = ("conv_", "grouped_conv", "maxpool", "conv3d_")
     wrong = []
     for path in (*python_files(CLIENT), *python_files(SERVICE)):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if not isinstance(node, ast.Compare) or not isinstance(node.ops[0], ast.Eq | ast.NotEq):
                 continue
             for side in (node.left, *node.comparators):

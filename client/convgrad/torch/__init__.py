@@ -5,35 +5,39 @@
     import convgrad.torch
 
     convgrad.torch.use(convgrad.torch.Local())   # kernels in this process, on the tensors' device
-    loss.backward()                              # models unchanged
+    loss.backward()                              # the model stays unchanged
 
-`use` routes the backward passes of every convolution and pooling, and convolutions' double
-backward passes, through a backend: for good or, as a context manager, in a ``with`` block. There
-are two backends of one protocol:
+`use` computes the backward passes of all convolutions and poolings, and the double backward passes
+of convolutions, on a backend: from the call on or, as a context manager, within a ``with`` block.
+There are two backends:
 
 `Local`
-    Plans and kernels in this process, on CUDA or CPU tensors, without a copy, on PyTorch's
-    current stream and from its allocator. Needs the distribution that holds the service.
+    Runs the kernels in this process, on CUDA or CPU tensors without copying them, on PyTorch's
+    current stream and with memory from its allocator. Needs the distribution that holds the
+    service.
 `Remote`
-    A convgrad server, for programs without a GPU.
+    Calls a convgrad server, for programs without a GPU.
 
-`conv1d` and its kin compute forward and backward on the backend, whatever `use` says:
+These functions compute forward and backward on the backend that `use` was given, or else on
+`Local`:
 
 =============================================  =====================================================
 `conv1d`, `conv2d`, `conv3d`                   as in ``torch.nn.functional``
 `conv_transpose1d` to `conv_transpose3d`       likewise, with ``output_padding``
 `max_pool1d`, `max_pool2d`, `max_pool3d`       likewise; the backward pass is deterministic
-`avg_pool1d` to `avg_pool3d`                   likewise, in channels last too
+`avg_pool1d` to `avg_pool3d`                   likewise
 `adaptive_avg_pool1d`, `adaptive_max_pool1d`   likewise, to 3d
 `max_unpool1d` to `max_unpool3d`               likewise
 `conv1d_input`, `conv1d_weight` to 3d          as in ``torch.nn.grad``
 `convolution_backward`                         as ``torch.ops.aten.convolution_backward``
 =============================================  =====================================================
 
-They take float16, bfloat16, float32 and float64, unbatched inputs, ``padding="same"``, and
+`nn` has modules that call these functions; ``nn.replace(model)`` converts those of a model.
+
+The functions take float16, bfloat16, float32 and float64, unbatched inputs, ``padding="same"``, and
 ``channels_last`` tensors without a conversion; they work under autocast, ``torch.compile``,
-gradient checkpointing and CUDA graphs, and have second derivatives. `report` says which layers were
-computed, by which kernel, and what was left to PyTorch.
+gradient checkpointing and CUDA graphs, and have second derivatives. `report` lists which layers
+were computed by which kernel, and which were left to PyTorch.
 
 float32 convolutions use TF32 where PyTorch's would (``torch.backends.cudnn.allow_tf32``) on a
 GPU, and true float32 elsewhere.

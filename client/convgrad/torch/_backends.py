@@ -1,4 +1,4 @@
-"""The protocol of a backend, and how a layer's passes become operations of the contract."""
+"""The backend protocol, and the operations of the contract that compute a layer's passes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """One convolution's geometry, a value per spatial dimension, as ATen's operators take it."""
+    """A convolution's geometry, one value per spatial dimension, as ATen's operators take it."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -33,7 +33,7 @@ class Geometry:
 
     @classmethod
     def of(cls, values: Sequence[Any], ndim: int) -> Geometry:
-        """From its fields as ATen passes them: with a value for each dimension, or one for all."""
+        """Make one from ATen's arguments, which hold one value per dimension or one for all."""
         stride, padding, dilation, groups, transposed, output_padding = values
         stride, padding, dilation, output_padding = (
             each * ndim if len(each) == 1 else each
@@ -43,7 +43,7 @@ class Geometry:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The geometry's fields of a request."""
+        """The fields of a request that state the geometry."""
         more = {"output_padding": self.output_padding} if self.transposed else {}
         return {
             "stride": self.stride,
@@ -54,7 +54,7 @@ class Geometry:
         }
 
     def operation(self, name: str) -> str:
-        """``conv_<name>``, or that of a transposed convolution."""
+        """Return ``conv_<name>`` or ``conv_transpose_<name>``."""
         return f"conv_transpose_{name}" if self.transposed else f"conv_{name}"
 
 
@@ -62,8 +62,8 @@ class Geometry:
 class Operation:
     """One operation of the contract on a layer's tensors.
 
-    ``inputs`` and ``outputs`` map the contract's names to the layer's (``input``, ``weight``,
-    ``grad_input`` …).
+    ``inputs`` and ``outputs`` map the contract's tensor names to the layer's (``input``,
+    ``weight``, ``grad_input``, …).
     """
 
     name: str
@@ -73,31 +73,31 @@ class Operation:
 
 
 class Runner(Protocol):
-    """One operation on tensors of one set of shapes, dtypes and one device."""
+    """An operation prepared for tensors of certain shapes, dtypes and device."""
 
     @property
     def kernel(self) -> str:
-        """What computed it last."""
+        """The name of the kernel that the last call used."""
         ...
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Compute.
+        """Compute the operation.
 
         Parameters
         ----------
         tensors : sequence of Tensor
-            Those of ``operation.inputs``, in its order, in PyTorch's order of dimensions;
-            contiguous, or all of them in a channels-last memory format.
+            The tensors of ``operation.inputs``, in that order, with PyTorch's order of dimensions:
+            all contiguous, or all in a channels-last memory format.
 
         Returns
         -------
         sequence of Tensor
-            Those of ``operation.outputs``, in its order, and in the same memory format.
+            The tensors of ``operation.outputs``, in that order and in the same memory format.
 
         Raises
         ------
         convgrad.ConvgradError
-            The backend failed, or the way to a server did.
+            The backend failed, or a server could not be reached.
         """
         ...
 
@@ -110,27 +110,27 @@ class Backend(Protocol):
     def prepare(
         self, operation: Operation, tensors: Sequence[torch.Tensor], *, channels_last: bool
     ) -> Runner:
-        """Get ready to compute an operation on tensors like these.
+        """Prepare an operation for tensors of these shapes, dtypes and device.
 
         Parameters
         ----------
         operation : Operation
             What to compute.
         tensors : sequence of Tensor
-            As `Runner` takes them; only their shapes, dtype and device are looked at.
+            As `Runner` takes them; their elements are not read.
         channels_last : bool
             Whether they are in a channels-last memory format.
 
         Raises
         ------
         convgrad.ConvgradError
-            The operation is refused.
+            The backend refuses the operation.
         """
         ...
 
 
 def convolution(geometry: Geometry, *, bias: bool) -> Operation:
-    """The forward pass: ``output`` from ``input``, ``weight`` and ``bias``."""
+    """Return the forward pass, which computes ``output`` from ``input``, ``weight``, ``bias``."""
     names = ("input", "weight", "bias") if bias else ("input", "weight")
     return Operation(
         geometry.operation("fwd"), _named(names), {"output": "output"}, geometry.parameters
@@ -143,9 +143,10 @@ def convolution_backward(
     input_size: tuple[int, ...],
     kernel_size: tuple[int, ...],
 ) -> Operation:
-    """The backward pass: those of ``grad_input``, ``grad_weight`` and ``grad_bias`` wanted.
+    """Return the backward pass that computes the ``wanted`` gradients.
 
-    It takes no tensor that it does not need, unless the convolution is transposed.
+    These are some of ``grad_input``, ``grad_weight`` and ``grad_bias``. The operation takes only
+    the tensors that these need, unless the convolution is transposed.
     """
     parameters, outputs = geometry.parameters, _named(wanted)
     asked = {"outputs": list(wanted)}
@@ -164,9 +165,10 @@ def convolution_backward(
 def convolution_double_backward(
     geometry: Geometry, given: tuple[str, ...], wanted: tuple[str, ...]
 ) -> Operation:
-    """The double backward pass: those of its three gradients that are ``wanted``.
+    """Return the double backward pass that computes the ``wanted`` gradients.
 
-    ``given`` are those there are of ``grad_grad_input``, ``grad_grad_weight``, ``grad_grad_bias``.
+    ``given`` names the incoming gradients: some of ``grad_grad_input``, ``grad_grad_weight`` and
+    ``grad_grad_bias``.
     """
     names = ("grad_output", "input", "weight", *given)
     parameters = {**geometry.parameters, "outputs": list(wanted)}
@@ -175,7 +177,7 @@ def convolution_double_backward(
 
 
 def _named(names: tuple[str, ...]) -> dict[str, str]:
-    """The layer's tensors under the contract's names, which are the same."""
+    """Map each name to itself: here the contract's names are the layer's."""
     return {name: name for name in names}
 
 
@@ -189,7 +191,7 @@ def max_pool(
     *,
     backward: bool,
 ) -> Operation:
-    """Max pooling in one to three dimensions, forward or the gradient of its input."""
+    """Return max pooling in one to three dimensions, forward or backward."""
     parameters = {
         "kernel_size": kernel_size,
         "stride": stride,

@@ -1,4 +1,4 @@
-"""Convolutions and max pooling with the signatures of ``torch.nn.functional``."""
+"""Convolution and max pooling with the signatures of ``torch.nn.functional``."""
 
 from __future__ import annotations
 
@@ -64,16 +64,16 @@ def _make_conv(ndim: int) -> Callable[..., Tensor]:
     bias : Tensor, optional
         (K,).
     stride, dilation : int or sequence of int
-        One, or one per spatial dimension.
+        One value, or one per spatial dimension.
     padding : int, sequence of int, "valid" or "same"
         Zeros on both sides; "same" needs stride 1.
     groups : int
-        Groups of channels.
+        Number of groups of channels.
 
     Returns
     -------
     Tensor
-        (N, K, *out), channels last where an input is.
+        (N, K, *out), in a channels-last memory format if ``input`` or ``weight`` is.
 
     Raises
     ------
@@ -125,9 +125,9 @@ def _make_conv_transpose(ndim: int) -> Callable[..., Tensor]:
     bias : Tensor, optional
         (K,).
     stride, padding, output_padding, dilation : int or sequence of int
-        One, or one per spatial dimension.
+        One value, or one per spatial dimension.
     groups : int
-        Groups of channels.
+        Number of groups of channels.
 
     Returns
     -------
@@ -176,7 +176,7 @@ def _make_max_pool(ndim: int) -> Callable[..., Tensor]:
     input : Tensor
         (N, C, *in), or (C, *in); float16, bfloat16, float32 or float64.
     kernel_size, stride, padding, dilation : int or sequence of int
-        One, or one per spatial dimension; ``stride`` defaults to ``kernel_size``.
+        One value, or one per spatial dimension; ``stride`` defaults to ``kernel_size``.
     ceil_mode : bool
         Round the output's size up.
 
@@ -194,12 +194,12 @@ def _make_max_pool(ndim: int) -> Callable[..., Tensor]:
 
 
 def per_dimension(value: Sizes, ndim: int) -> list[int]:
-    """One value for each of ``ndim`` dimensions.
+    """Return one value for each of ``ndim`` dimensions.
 
     Raises
     ------
     ValueError
-        There are neither one nor ``ndim`` of them.
+        There are neither one nor ``ndim`` values.
     """
     values = [value] if isinstance(value, int) else list(value)
     if len(values) not in (1, ndim):
@@ -210,7 +210,7 @@ def per_dimension(value: Sizes, ndim: int) -> list[int]:
 def _autocast(
     input: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """In the dtype that autocast gives convolutions, where it is on."""
+    """Cast the tensors to autocast's dtype if autocast is enabled."""
     kind = input.device.type
     if torch.is_autocast_enabled(kind) and input.is_floating_point():
         dtype = torch.get_autocast_dtype(kind)
@@ -219,7 +219,7 @@ def _autocast(
 
 
 def batched(input: Tensor, ndim: int) -> tuple[Tensor, bool]:
-    """With a batch dimension, and whether it was made here."""
+    """Return the input with a batch dimension, and whether that had to be added."""
     if input.dim() == ndim + 1:
         return input.unsqueeze(0), True
     if input.dim() != ndim + 2:
@@ -233,7 +233,7 @@ def batched(input: Tensor, ndim: int) -> tuple[Tensor, bool]:
 def _padded(
     input: Tensor, padding: str, weight: Tensor, stride: list[int], dilation: list[int]
 ) -> tuple[Tensor, list[int]]:
-    """The input and the padding that stand for "valid" or "same"."""
+    """Return an input and numeric padding equivalent to ``padding`` "valid" or "same"."""
     if padding == "valid":
         return input, [0] * len(stride)
     if padding != "same":
@@ -243,7 +243,7 @@ def _padded(
     total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
     uneven = [0] * (2 * len(total))
     for dim, each in enumerate(total):
-        # One more zero after than before where the sum is odd, as in PyTorch.
+        # As in PyTorch, odd padding has one more zero after the input than before it.
         uneven[2 * (len(total) - 1 - dim) + 1] = each % 2
     if any(uneven):
         input = torch.nn.functional.pad(input, uneven)

@@ -1,4 +1,4 @@
-"""Single gradients with the signatures of ``torch.nn.grad`` and ``aten::convolution_backward``."""
+"""Gradients with the signatures of ``torch.nn.grad`` and ``aten::convolution_backward``."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def convolution_backward(
     groups: int,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of a convolution that ``output_mask`` asks for, from one call.
+    """Compute the gradients of a convolution that ``output_mask`` selects, in one call.
 
-    As ``torch.ops.aten.convolution_backward``; ``bias_sizes`` is not needed and ignored.
+    As ``torch.ops.aten.convolution_backward``; ``bias_sizes`` is ignored.
 
     Parameters
     ----------
@@ -46,14 +46,14 @@ def convolution_backward(
         (N, K, *out), (N, C, *in), (K, C/groups, *kernel); for a transposed convolution the weight
         is (C, K/groups, *kernel).
     stride, padding, dilation, output_padding : sequence of int
-        One per spatial dimension.
+        One value per spatial dimension.
     output_mask : three bools
-        Whether grad_input, grad_weight and grad_bias are wanted.
+        Whether to compute grad_input, grad_weight and grad_bias.
 
     Returns
     -------
     (grad_input, grad_weight, grad_bias)
-        None for what is not wanted.
+        None for those not computed.
 
     Raises
     ------
@@ -128,7 +128,7 @@ def _steps(ndim: int, *values: Sizes) -> list[list[int]]:
 def _named(function: Any, name: str, what: str, more: str) -> Callable[..., Tensor]:
     function.__name__ = function.__qualname__ = name
     function.__doc__ = (
-        f"The gradient of a convolution with respect to its {what}, as "
+        f"Compute the gradient of a convolution with respect to its {what}, as "
         f"``torch.nn.grad.{name}``. {more}"
     )
     return function  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""`Local`: the service's plans and kernels in this process, on PyTorch's own memory."""
+"""`Local`: runs the service's kernels in this process, on PyTorch's memory."""
 
 from __future__ import annotations
 
@@ -20,30 +20,29 @@ from convgrad.torch._tensors import (
 
 __all__ = ["Local"]
 
-# What GPU kernels may rely on; PyTorch's allocations start at multiples of more.
+# GPU kernels rely on this alignment; PyTorch aligns allocations to at least as much.
 _ALIGNMENT_BYTES = 256
 _NAMES = {**DTYPES, **INDICES}
 
 
 class Local:
-    """Computes on the tensors' own device: CUDA tensors by the GPU kernels, CPU tensors by the
-    CPU's.
+    """Computes on the tensors' device, with the GPU kernels or the CPU kernels.
 
-    Nothing is copied. On a GPU, work goes to PyTorch's current stream, outputs and workspace come
-    from its allocator, and calls may be captured in a CUDA graph. The first call with new
-    shapes plans, and compiles kernels that are not cached; later ones only launch.
+    Tensors are not copied. On a GPU, kernels are launched on PyTorch's current stream, outputs and
+    workspace come from its allocator, and calls may be captured in a CUDA graph. The first call
+    with new shapes plans the operation and compiles kernels that are not cached; later calls only
+    launch.
 
     Parameters
     ----------
     wait : bool
-        Wait for kernels that have to be compiled first. Otherwise they are compiled in the
-        background, and until they are there `use` leaves their layers to PyTorch.
+        Wait until missing kernels are compiled. Otherwise they are compiled in the background, and
+        until they are ready `use` leaves their layers to PyTorch.
 
     Raises
     ------
     convgrad.DeviceUnavailable
-        The service is not installed here; or, while computing, there is no CuPy, no compiler, or
-        no such GPU.
+        The service is not installed; or, while computing, CuPy, NVRTC or the GPU is missing.
     """
 
     name = "local"
@@ -80,7 +79,7 @@ class _Launch:
     ) -> None:
         self._launch, self._device, self._last = prepared.launch, device, channels_last
         self._prepared = prepared
-        # An operation need not read all that it was given: grad_bias no input, say.
+        # An operation need not read all of its tensors: grad_bias alone needs no input.
         names = list(operation.inputs)
         self._inputs = [names.index(name) for name in prepared.inputs]
         specs = [prepared.outputs[name] for name in operation.outputs]
@@ -95,7 +94,7 @@ class _Launch:
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         like = tensors[0]
-        # In PyTorch's order of dimensions at once: a view of each would take as long again.
+        # Allocated in PyTorch's order of dimensions, since permuting each would double the time.
         results = [
             like.new_empty_strided(size, strides, dtype=dtype)
             for size, strides, dtype in self._outputs
@@ -105,9 +104,9 @@ class _Launch:
             addresses += [results[index].data_ptr() for index in self._order]
             self._launch(addresses, 0, 0)
             return results
-        moved = []  # until the launch, so that their memory stays theirs
+        moved = []  # keeps the copies alive until the launch
         for place, address in enumerate(addresses):
-            if address % _ALIGNMENT_BYTES:  # a view that starts anywhere
+            if address % _ALIGNMENT_BYTES:  # a view into another tensor
                 moved.append(tensors[self._inputs[place]].clone())
                 addresses[place] = moved[-1].data_ptr()
         addresses += [results[index].data_ptr() for index in self._order]
@@ -121,13 +120,16 @@ class _Launch:
 
 
 def _place(spec: Any, channels_last: bool) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-    """A result's size and strides in PyTorch's order, and its dtype."""
+    """Return a result's size and strides, in PyTorch's order of dimensions, and its dtype."""
     blank = torch_order(torch.empty(spec.shape, device="meta"), channels_last)
     return tuple(blank.shape), blank.stride(), getattr(torch, spec.dtype.value)
 
 
 def _stream_of(device: torch.device) -> Callable[[], int]:
-    """What tells the current stream of a CUDA device; the public way takes ten times as long."""
+    """Return a function that gives a CUDA device's current stream.
+
+    It avoids ``torch.cuda.current_stream``, which takes ten times as long.
+    """
     index = torch.cuda.current_device() if device.index is None else device.index
     direct = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     if direct is not None:

@@ -1,7 +1,7 @@
 """The operators ``convgrad::…``: implementations, fake implementations and derivatives.
 
-They compute on `default_backend`, so that ``torch.compile``, which traces them as they are, holds
-no backend in its graphs.
+They look up `default_backend` when they run, so that the graphs of ``torch.compile`` do not depend
+on the backend in use when they were traced.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _ATEN = torch.ops.aten
 
 
 def default_backend() -> Backend:
-    """What `use` was given; else `Local`.
+    """Return the backend that `use` was given, or else a `Local`.
 
     Raises
     ------
     convgrad.DeviceUnavailable
-        Neither is there.
+        `use` was given none, and the service is not installed.
     """
     return backend_in_use() or _local()
 
@@ -114,7 +114,7 @@ def _convolution_backward(
 def _as_tensors(
     found: Sequence[torch.Tensor | None], like: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """An operator's results are tensors: an empty one stands for what was not asked for."""
+    """Replace None by an empty tensor, since an operator must return tensors."""
     return tuple(like.new_empty(0) if each is None else each for each in found)
 
 
@@ -198,11 +198,11 @@ def _save_convolution_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -
 
 
 def _convolution_backward_derivative(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-    """The second derivative: one call, or compositions that can be differentiated again."""
+    """Compute in one call, or by PyTorch's composition if a third derivative may follow."""
     grad_output, input, weight = ctx.saved_tensors
     given = [each if asked else None for each, asked in zip(gradients, ctx.mask, strict=True)]
     mask = list(ctx.needs_input_grad[:3])
-    if torch.is_grad_enabled():  # a third derivative may follow
+    if torch.is_grad_enabled():
         found = _ATEN._convolution_double_backward(
             *given, grad_output, weight, input, *ctx.rest, mask
         )
@@ -230,7 +230,7 @@ def _save_max_pool_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> N
 
 
 def _max_pool_backward_derivative(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    """The gradient is routed, not scaled: what comes back is gathered from where it went."""
+    """Gather the gradient at the maxima, to which the forward pass scattered it."""
     (input,) = ctx.saved_tensors
     _, indices = _with_indices(input)(input, *ctx.rest)
     gathered = gradient.flatten(2).gather(2, indices.flatten(2)).view(indices.shape)

@@ -1,4 +1,4 @@
-"""A layer's forward and backward pass on a backend, from and to PyTorch's tensors."""
+"""A layer's forward and backward passes on a backend."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SECOND = ("grad_grad_output", "grad_input", "grad_weight")
 
 
 def computable(*tensors: torch.Tensor) -> str | None:
-    """Why a backend cannot take these tensors; None where it can."""
+    """Return why no backend can compute on these tensors, or None if one can."""
     first = tensors[0]
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
@@ -57,10 +57,19 @@ def computable(*tensors: torch.Tensor) -> str | None:
 
 
 class _Pass(NamedTuple):
-    """What one pass of one layer runs; kept, so that a later call only looks it up.
+    """A prepared pass of one layer.
 
-    ``inputs`` and ``outputs`` are the places of its tensors and results among the pass's;
-    ``scattered`` are those of its tensors that have to be brought into the memory format first.
+    Attributes
+    ----------
+    channels_last : bool
+        Whether it computes in a channels-last memory format.
+    runner : Runner
+    inputs, outputs : tuple of int
+        The indices of the runner's tensors and results among those of the pass.
+    scattered : tuple of int
+        The indices, among the runner's tensors, of those to be copied into the memory format.
+    counter : Counter
+        Counts the calls for `report`.
     """
 
     channels_last: bool
@@ -71,22 +80,22 @@ class _Pass(NamedTuple):
     counter: Counter
 
 
-# By backend, shapes, strides, dtypes, device and geometry; also what was refused for good.
+# Prepared passes, and refusals, by backend, shapes, strides, dtypes, device and geometry.
 _PASSES: dict[Any, _Pass | ServiceError] = {}
-# More layers, with their batch sizes, than a process trains; then all are prepared anew.
+# More layers and batch sizes than a process trains; beyond that the cache is cleared.
 _MOST_PASSES = 65_536
 
 
 def _key(backend: Backend, tensors: Sequence[torch.Tensor], *rest: Any) -> Any:
     first = tensors[0]
-    key = [backend, uses_tf32(first), first.device, rest]
+    key = [backend, first.is_cuda and uses_tf32(first), first.device, rest]
     for tensor in tensors:
         key += tensor.shape, tensor.stride(), tensor.dtype
     return tuple(key)
 
 
 def _prepared(key: Any, prepare: Callable[[], _Pass]) -> _Pass:
-    """What is kept under a key, or made now.
+    """Return the cached pass of a key, or prepare it.
 
     Raises
     ------
@@ -102,7 +111,7 @@ def _prepared(key: Any, prepare: Callable[[], _Pass]) -> _Pass:
         try:
             kept = prepare()
         except ServiceError as error:
-            # Not a subclass, which may mean a refusal for now.
+            # Subclasses are not cached: they may be temporary refusals, such as NotCompiled.
             if type(error) in (InvalidProblem, UnsupportedProblem):
                 _PASSES[key] = error
             raise
@@ -120,7 +129,6 @@ def _bind(
     *,
     channels_last: bool,
 ) -> _Pass:
-    # Indices have a dtype of their own.
     floating = (tensor for tensor in tensors if tensor.dim() > 1 and tensor.dtype not in INDICES)
     reason = computable(*floating)
     if reason is not None:
@@ -131,7 +139,7 @@ def _bind(
     inputs = tuple(names.index(ours) for ours in operation.inputs.values())
     outputs = tuple(results.index(ours) for ours in operation.outputs.values())
     given = [dense(tensors[index], channels_last) for index in inputs]
-    # The key holds strides: what lies as it should now always does.
+    # The key holds the strides, so that the same tensors need a copy in every call.
     scattered = tuple(
         place for place, index in enumerate(inputs) if given[place] is not tensors[index]
     )
@@ -161,7 +169,7 @@ def conv_forward(
     bias: torch.Tensor | None,
     geometry: Geometry,
 ) -> torch.Tensor:
-    """The output of a convolution, transposed or not."""
+    """Compute the output of a convolution, transposed or not."""
     tensors = (input, weight) if bias is None else (input, weight, bias)
 
     def prepare() -> _Pass:
@@ -189,9 +197,9 @@ def conv_backward(
     geometry: tuple[Any, ...],
     mask: Sequence[bool],
 ) -> Gradients:
-    """grad_input, grad_weight and grad_bias of a convolution; None for what ``mask`` leaves out.
+    """Compute grad_input, grad_weight and grad_bias; None for those that ``mask`` leaves out.
 
-    ``geometry`` holds the fields of a `Geometry`, as `Geometry.of` takes them.
+    ``geometry`` holds what `Geometry.of` takes.
     """
     tensors = grad_output, input, weight
 
@@ -220,11 +228,24 @@ def conv_double_backward(
     geometry: tuple[Any, ...],
     mask: Sequence[bool],
 ) -> Gradients:
-    """The gradients of a backward pass's grad_output, input and weight that ``mask`` asks for.
+    """Compute the gradients of a backward pass's tensors that ``mask`` selects.
 
-    None also stands for what is zero, because it is made of what was not given. ``second`` are the
-    gradients of that pass's results, ``tensors`` its grad_output, input and weight, ``geometry``
-    what `Geometry.of` takes.
+    Parameters
+    ----------
+    second : sequence of Tensor or None
+        The gradients of the backward pass's grad_input, grad_weight and grad_bias.
+    tensors : tuple of Tensor
+        The backward pass's grad_output, input and weight.
+    geometry : tuple
+        What `Geometry.of` takes.
+    mask : sequence of bool
+        Which of the gradients of ``tensors`` to compute.
+
+    Returns
+    -------
+    tuple of Tensor or None
+        None for those that ``mask`` leaves out, and for those that are zero because they depend
+        only on gradients that are None.
     """
     of_input, of_weight, _ = (each is not None for each in second)
     there = (any(each is not None for each in second), of_weight, of_input)
@@ -255,14 +276,14 @@ def conv_double_backward(
 
 
 def pool_forward(backend: Backend, input: torch.Tensor, geometry: PoolGeometry) -> torch.Tensor:
-    """The output of max pooling."""
+    """Compute the output of max pooling."""
     return _pooled(backend, (input,), geometry, backward=False)
 
 
 def pool_backward(
     backend: Backend, grad_output: torch.Tensor, input: torch.Tensor, geometry: PoolGeometry
 ) -> torch.Tensor:
-    """The gradient of max pooling's input; the maxima are found again in the input."""
+    """Compute the gradient of max pooling's input, finding the maxima in the input again."""
     return _pooled(backend, (input, grad_output), geometry, backward=True)
 
 
@@ -289,10 +310,21 @@ def compute(
     *key: Any,
     channels_last: bool,
 ) -> list[torch.Tensor]:
-    """The results of one operation on a layer's tensors, by the layer's names for them.
+    """Compute one operation on a layer's tensors.
 
-    ``make`` and ``layer`` give the operation and its name in reports, where the tensors' shapes and
-    ``key`` are new.
+    Parameters
+    ----------
+    backend : Backend
+    make : callable
+        Returns the operation; called when the tensors' shapes and ``key`` are new.
+    tensors : mapping of str to Tensor
+        By the layer's names.
+    layer : callable
+        Returns the layer's description for reports; called when ``make`` is.
+    *key
+        What distinguishes the operation from others on the same tensors.
+    channels_last : bool
+        Whether to compute in a channels-last memory format.
 
     Raises
     ------
@@ -319,7 +351,7 @@ def compute(
 
 
 def _layer(input: torch.Tensor, weight: torch.Tensor, geometry: Geometry) -> str:
-    """E.g. ``8x64x56x56 * 128x64x3x3 s2 p1 g1 bfloat16``."""
+    """Describe a layer, e.g. ``8x64x56x56 * 128x64x3x3 s2x2 p1x1 d1x1 g1 bfloat16``."""
     text = f"{_by(input.shape)} * {_by(weight.shape)} s{_by(geometry.stride)}"
     text += f" p{_by(geometry.padding)} d{_by(geometry.dilation)} g{geometry.groups}"
     return f"{text}{' transposed' if geometry.transposed else ''} {DTYPES[input.dtype]}"

@@ -65,7 +65,7 @@ def _make_avg_pool(ndim: int) -> Callable[..., Tensor]:
     input : Tensor
         {_INPUT}
     kernel_size, stride, padding : int or sequence of int
-        One, or one per spatial dimension; ``stride`` defaults to ``kernel_size``.
+        One value, or one per spatial dimension; ``stride`` defaults to ``kernel_size``.
     ceil_mode : bool
         Round the output's size up.
     count_include_pad : bool
@@ -100,7 +100,7 @@ def _make_adaptive_avg_pool(ndim: int) -> Callable[..., Tensor]:
     input : Tensor
         {_INPUT}
     output_size : int or sequence of (int or None)
-        One, or one per spatial dimension; None is the input's own.
+        One value, or one per spatial dimension; None is the input's own.
 
     Returns
     -------
@@ -133,9 +133,9 @@ def _make_adaptive_max_pool(ndim: int) -> Callable[..., Any]:
     input : Tensor
         {_INPUT}
     output_size : int or sequence of (int or None)
-        One, or one per spatial dimension; None is the input's own.
+        One value, or one per spatial dimension; None is the input's own.
     return_indices : bool
-        Also return where the maxima are, flat in each plane.
+        Also return the flat index of each maximum in its plane.
 
     Returns
     -------
@@ -173,14 +173,14 @@ def _make_max_unpool(ndim: int) -> Callable[..., Tensor]:
         f"max_unpool{ndim}d",
         f"""Max unpooling in {ndim}D, forward and backward on the backend, deterministic.
 
-    As ``torch.nn.functional.max_unpool{ndim}d``; of several elements with one index the last wins.
+    As ``torch.nn.functional.max_unpool{ndim}d``. Of elements with the same index the last one wins.
 
     Parameters
     ----------
     input, indices : Tensor
-        (N, C, *in), or (C, *in): what max pooling returned.
+        (N, C, *in), or (C, *in), as max pooling returned them.
     kernel_size, stride, padding : int or sequence of int
-        The max pooling's; ``stride`` defaults to ``kernel_size``.
+        Those of the max pooling; ``stride`` defaults to ``kernel_size``.
     output_size : sequence of int, optional
         Spatial, or the full shape.
 
@@ -194,7 +194,7 @@ def _make_max_unpool(ndim: int) -> Callable[..., Tensor]:
 
 
 def _asked(input: Tensor, output_size: int | Sequence[int | None]) -> list[int]:
-    """A size for each dimension, None the input's own."""
+    """Return a size for each spatial dimension, with None replaced by the input's."""
     extents = list(input.shape[2:])
     if isinstance(output_size, int):
         return [output_size] * len(extents)

@@ -1,4 +1,4 @@
-"""The operators ``convgrad::avg_pool`` and its kin: see `_ops` for how they are made."""
+"""The operators of average, adaptive and max un-pooling, defined as in `_ops`."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ for _schema in (
 
 
 def _window(rest: Sequence[Any]) -> tuple[Any, ...]:
-    """Lists as tuples, which can be kept."""
+    """Make lists tuples, which are hashable."""
     return tuple(tuple(each) if isinstance(each, list) else each for each in rest)
 
 
 def _blank(like: Tensor, size: Sequence[int], last: bool) -> Tensor:
-    """Of a layer's other side: the same images and channels, in a memory format."""
+    """Return an empty tensor with the same N and C and another spatial size."""
     return dense(like.new_empty((*like.shape[:2], *size)), last)
 
 
@@ -135,7 +135,7 @@ def _max_unpool_backward_fake(grad_output: Tensor, indices: Tensor) -> Tensor:
     return _blank(grad_output, indices.shape[2:], is_channels_last(grad_output, indices))
 
 
-# --- derivatives: every operator is linear in what it takes the derivative of, but for maxima ---
+# --- derivatives ---
 
 
 def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -184,7 +184,7 @@ def _save_indices(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _adaptive_max_pool_backward_derivative(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    """The gradient is routed, not scaled: what comes back is gathered from where it went."""
+    """Gather the gradient at the maxima, to which the forward pass scattered it."""
     (indices,) = ctx.saved_tensors
     return OPS.max_unpool_backward(gradient, indices), None, None, None
 
@@ -196,7 +196,7 @@ def _max_unpool_derivative(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
 
 
 def _max_unpool_backward_derivative(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    """Several elements may have been gathered from one place."""
+    """Scatter and add: indices may repeat."""
     (indices,) = ctx.saved_tensors
     plane = gradient.new_zeros((*gradient.shape[:2], *ctx.size)).flatten(2)
     found = plane.scatter_add(2, indices.flatten(2).long(), gradient.flatten(2))

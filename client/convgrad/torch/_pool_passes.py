@@ -1,4 +1,4 @@
-"""Average, adaptive and un-pooling on a backend, from and to PyTorch's tensors."""
+"""Passes of average, adaptive and max un-pooling on a backend."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ Tensor: TypeAlias = torch.Tensor
 
 
 def avg_forward(backend: Backend, input: Tensor, window: tuple[Any, ...]) -> Tensor:
-    """``window``: kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override."""
+    """Compute average pooling.
+
+    ``window`` holds kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override.
+    """
     (output,) = _run(backend, "avg_pool_fwd", {"input": input}, ("output",), _average(window))
     return output
 
@@ -35,7 +38,7 @@ def avg_forward(backend: Backend, input: Tensor, window: tuple[Any, ...]) -> Ten
 def avg_backward(
     backend: Backend, grad_output: Tensor, size: Sequence[int], window: tuple[Any, ...], last: bool
 ) -> Tensor:
-    """The gradient of an input of that spatial size, channels last or not."""
+    """Compute the gradient of an input of spatial size ``size``, channels last if ``last``."""
     parameters = {**_average(window), "input_size": tuple(size)}
     given = {"grad_output": grad_output}
     (grad,) = _run(backend, "avg_pool_bwd", given, ("grad_input",), parameters, last)
@@ -43,7 +46,7 @@ def avg_backward(
 
 
 def adaptive_avg_forward(backend: Backend, input: Tensor, size: Sequence[int]) -> Tensor:
-    """The output of an adaptive average pooling."""
+    """Compute the output of adaptive average pooling."""
     parameters = {"output_size": tuple(size)}
     (output,) = _run(backend, "adaptive_avg_pool_fwd", {"input": input}, ("output",), parameters)
     return output
@@ -52,7 +55,7 @@ def adaptive_avg_forward(backend: Backend, input: Tensor, size: Sequence[int]) -
 def adaptive_avg_backward(
     backend: Backend, grad_output: Tensor, size: Sequence[int], last: bool
 ) -> Tensor:
-    """The gradient of an input of that spatial size, channels last or not."""
+    """Compute the gradient of an input of spatial size ``size``, channels last if ``last``."""
     given, parameters = {"grad_output": grad_output}, {"input_size": tuple(size)}
     (grad,) = _run(backend, "adaptive_avg_pool_bwd", given, ("grad_input",), parameters, last)
     return grad
@@ -61,7 +64,7 @@ def adaptive_avg_backward(
 def adaptive_max_forward(
     backend: Backend, input: Tensor, size: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """The maxima, and their indices."""
+    """Compute the maxima and their indices."""
     parameters = {"output_size": tuple(size), "return_indices": True}
     results = ("output", "indices")
     output, indices = _run(backend, "adaptive_max_pool_fwd", {"input": input}, results, parameters)
@@ -71,7 +74,7 @@ def adaptive_max_forward(
 def adaptive_max_backward(
     backend: Backend, grad_output: Tensor, indices: Tensor, size: Sequence[int], last: bool
 ) -> Tensor:
-    """The gradient of an input of that spatial size, channels last or not."""
+    """Compute the gradient of an input of spatial size ``size``, channels last if ``last``."""
     given = {"grad_output": grad_output, "indices": indices}
     parameters = {"input_size": tuple(size)}
     (grad,) = _run(backend, "adaptive_max_pool_bwd", given, ("grad_input",), parameters, last)
@@ -81,7 +84,7 @@ def adaptive_max_backward(
 def unpool_forward(
     backend: Backend, input: Tensor, indices: Tensor, window: tuple[Any, ...], size: Sequence[int]
 ) -> Tensor:
-    """``window``: kernel_size, stride and padding of the max pooling."""
+    """Compute max unpooling; ``window`` holds the max pooling's kernel_size, stride, padding."""
     parameters = dict(zip(("kernel_size", "stride", "padding"), window, strict=True))
     parameters["output_size"] = tuple(size)
     given = {"input": input, "indices": indices}
@@ -90,7 +93,7 @@ def unpool_forward(
 
 
 def unpool_backward(backend: Backend, grad_output: Tensor, indices: Tensor) -> Tensor:
-    """The gradient of a max unpooling's input."""
+    """Compute the gradient of a max unpooling's input."""
     given = {"grad_output": grad_output, "indices": indices}
     (grad,) = _run(backend, "max_unpool_bwd", given, ("grad_input",), {})
     return grad
@@ -125,7 +128,7 @@ def _run(
 
 
 def _described(tensor: Tensor, parameters: dict[str, Any]) -> str:
-    """E.g. ``8x64x56x56 kernel_size 2x2 stride 2x2 … bfloat16``."""
+    """Describe a layer, e.g. ``8x64x56x56 kernel_size 2x2 stride 2x2 … bfloat16``."""
 
     def by(value: Any) -> str:
         return "x".join(map(str, value)) if isinstance(value, Sequence) else str(value)
@@ -134,7 +137,7 @@ def _described(tensor: Tensor, parameters: dict[str, Any]) -> str:
     return f"{by(tensor.shape)} {' '.join(rest)} {DTYPES[tensor.dtype]}"
 
 
-# --- aten's backward operators: None where they are PyTorch's to compute ---
+# --- ATen's backward operators; they return None to leave the call to PyTorch ---
 
 
 def _aten_avg(
@@ -147,7 +150,7 @@ def _aten_avg(
     *rest: Any,
 ) -> Tensor | None:
     ndim = input.dim() - 2
-    # An unbatched input has the rank of a batched one of a dimension less.
+    # The rank of an unbatched input is that of a batched one with a dimension less.
     if len(kernel_size) not in (1, ndim) or ndim < 2:
         return None
     kernel = _each(kernel_size, ndim)
@@ -188,4 +191,4 @@ POOL_BACKWARDS: dict[str, Callable[..., Tensor | None]] = {
     **{f"_adaptive_avg_pool{n}d_backward": _aten_adaptive_avg(n) for n in (2, 3)},
     **{f"adaptive_max_pool{n}d_backward": _aten_adaptive_max(n) for n in (2, 3)},
 }
-"""By the names of aten's operators: (backend, grad_output, input, …) -> grad_input."""
+"""Functions (backend, grad_output, input, …) -> grad_input, by the names of ATen's operators."""

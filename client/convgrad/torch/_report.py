@@ -1,4 +1,4 @@
-"""What was computed, by whom: counts for each layer that a program's backward passes met."""
+"""Counts of the calls computed, by layer, backend and kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Counter", "Report", "Row", "count_left", "report"]
 
 
 class Row(NamedTuple):
-    """One kind of call: what was asked for, who computed it by which kernel, and how often."""
+    """An operation on one layer, what computed it with which kernel, and the number of calls."""
 
     operation: str
     layer: str
@@ -19,7 +19,7 @@ class Row(NamedTuple):
 
 
 class Counter:
-    """Counts one kind of call."""
+    """Counts the calls of one operation on one layer."""
 
     __slots__ = ("calls", "computed_by", "layer", "operation", "runner")
 
@@ -31,7 +31,7 @@ class Counter:
             _COUNTERS.append(self)
 
     def row(self) -> Row:
-        # A runner knows its kernel once it has run; what was left to PyTorch, the reason at once.
+        # A runner knows its kernel after a call; of a call left to PyTorch it is the reason's text.
         kernel = self.runner if isinstance(self.runner, str) else self.runner.kernel
         return Row(self.operation, self.layer, self.computed_by, kernel, self.calls)
 
@@ -42,7 +42,7 @@ _LOCK = threading.Lock()
 
 
 def count_left(operation: str, layer: str, reason: str) -> None:
-    """Count a call that is left to PyTorch."""
+    """Count a call that is left to PyTorch, under the reason."""
     key = (operation, layer, reason)
     if key not in _LEFT:
         _LEFT[key] = Counter(operation, layer, "PyTorch", reason)
@@ -50,12 +50,12 @@ def count_left(operation: str, layer: str, reason: str) -> None:
 
 
 class Report:
-    """The calls counted so far; printing it shows a table.
+    """Counts of the calls so far; prints as a table.
 
     Attributes
     ----------
     rows : tuple of Row
-        In descending order of calls.
+        Most calls first.
     """
 
     def __init__(self, rows: tuple[Row, ...]) -> None:
@@ -76,12 +76,12 @@ class Report:
 
 
 def report(*, reset: bool = False) -> Report:
-    """Which layers were computed since the start, by which kernel, and what PyTorch computed.
+    """Return which layers were computed by which kernel, and which were left to PyTorch.
 
     Parameters
     ----------
     reset : bool
-        Start counting anew afterwards.
+        Set the counts to zero afterwards.
     """
     with _LOCK:
         counters = list(_COUNTERS)

@@ -1,4 +1,4 @@
-"""PyTorch's tensors in the contract's terms: dtypes, memory formats, NumPy arrays."""
+"""Conversion between PyTorch's dtypes, memory formats and tensors and the contract's."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ DTYPES = {
     torch.float32: "float32",
     torch.float64: "float64",
 }
-"""The dtypes that the operations take, and the contract's names for them."""
+"""The floating dtypes of the contract, with its names for them."""
 
 INDICES = {torch.int64: "int64", torch.int32: "int32"}
-"""Those of indices of maxima."""
+"""The dtypes of the indices of maxima."""
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _LAYOUTS = {4: "NHWC", 5: "NDHWC"}
@@ -40,8 +40,10 @@ _TO_FIRST = {4: (0, 3, 1, 2), 5: (0, 4, 1, 2, 3)}
 
 
 def is_channels_last(*tensors: torch.Tensor) -> bool:
-    """Whether some tensor is in a channels-last memory format and not contiguous as well: what
-    PyTorch's own convolutions go by."""
+    """Return whether any tensor is channels last and not also contiguous.
+
+    PyTorch's convolutions choose their memory format by the same rule.
+    """
     return any(
         tensor.dim() in _FORMATS
         and not tensor.is_contiguous()
@@ -51,29 +53,29 @@ def is_channels_last(*tensors: torch.Tensor) -> bool:
 
 
 def dense(tensor: torch.Tensor, channels_last: bool) -> torch.Tensor:
-    """The tensor in that memory format: itself, or a copy."""
+    """Return the tensor in a memory format; a copy unless it is in it already."""
     if channels_last and tensor.dim() in _FORMATS:
         return tensor.contiguous(memory_format=_FORMATS[tensor.dim()])
     return tensor.contiguous()
 
 
 def contract_layout(rank: int, channels_last: bool) -> dict[str, str]:
-    """The field ``layout`` of a request, left out where it is the default."""
+    """Return the field ``layout`` of a request, or nothing for the default layout."""
     return {"layout": _LAYOUTS[rank]} if channels_last else {}
 
 
 def contract_order(tensor: torch.Tensor, channels_last: bool) -> torch.Tensor:
-    """A contiguous view whose dimensions are in the order of the request's layout."""
+    """Return a contiguous view with the dimensions in the order of the request's layout."""
     return tensor.permute(_TO_LAST[tensor.dim()]) if channels_last and tensor.dim() > 1 else tensor
 
 
 def torch_order(tensor: torch.Tensor, channels_last: bool) -> torch.Tensor:
-    """The inverse of `contract_order`."""
+    """Invert `contract_order`."""
     return tensor.permute(_TO_FIRST[tensor.dim()]) if channels_last and tensor.dim() > 1 else tensor
 
 
 def uses_tf32(tensor: torch.Tensor) -> bool:
-    """Whether PyTorch's own convolutions would use TF32 for such a tensor."""
+    """Return whether PyTorch's convolutions would use TF32 for this tensor."""
     return (
         tensor.dtype is torch.float32
         and tensor.device.type == "cuda"
@@ -82,7 +84,7 @@ def uses_tf32(tensor: torch.Tensor) -> bool:
 
 
 def to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
-    """The tensor's elements on the host: a view where it lies there; bfloat16 is ml_dtypes' own."""
+    """Return a tensor as an array: a view if it is on the host, with ml_dtypes' bfloat16."""
     host = tensor.detach().cpu().contiguous()
     if host.dtype is torch.bfloat16:
         words: NDArray[Any] = host.view(torch.int16).numpy()
@@ -92,7 +94,7 @@ def to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def to_torch(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """An array's elements as a tensor on a device."""
+    """Return an array as a tensor on a device; a view if both are on the host."""
     own = array if array.flags.writeable else array.copy()
     if own.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(own.view(np.int16)).view(torch.bfloat16).to(device)

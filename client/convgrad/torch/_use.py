@@ -1,8 +1,8 @@
-"""`use`: the backward passes of every convolution and pooling through a backend.
+"""`use`: computes the backward passes of all convolutions and poolings on a backend.
 
-ATen's operators are overridden for the CPU and CUDA, once; the override asks which backend is in
-use and calls PyTorch's own kernel where there is none. It sees what autograd runs, whichever thread
-runs it, and what ``torch.compile`` leaves to ATen.
+ATen's operators are overridden for the CPU and CUDA once per process. The overrides look up the
+backend in use, and call PyTorch's own kernel if there is none. They catch what autograd runs on any
+thread, and the calls of ATen's operators in graphs of ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from convgrad.torch._report import count_left
 __all__ = ["backend_in_use", "use"]
 
 DEVICES = ("CPU", "CUDA")
-# A wrong key, a fault of the server and all else is an error of the caller's program.
+# Any other error, such as a wrong API key or a failed server, is raised to the caller.
 _DECLINED = (InvalidProblem, UnsupportedProblem, ProblemTooLarge, PayloadTooLarge)
 
 
 class _Choice:
-    """The backend in use, of the whole process: autograd runs on threads of its own."""
+    """The backend in use. Process-wide, because autograd runs on threads of its own."""
 
     def __init__(self) -> None:
         self.backend: Backend | None = None
@@ -50,21 +50,21 @@ _CHOICE = _Choice()
 class use:  # noqa: N801 - called like a function, as torch.no_grad is
     """Compute the backward passes of convolutions and poolings on a backend.
 
-    In effect from the call on, in all threads of the process; as a context manager, until the block
-    ends. ``use(None)`` gives them back to PyTorch. Forward passes stay PyTorch's.
+    It takes effect at the call, in all threads of the process; as a context manager, until the
+    block ends. After ``use(None)`` PyTorch computes them again. PyTorch computes forward passes.
 
     Parameters
     ----------
     backend : Backend or None
-        `Local` or `Remote`, or any object of the protocol.
+        A `Local`, a `Remote`, or any other object that implements `Backend`.
     fallback : bool
-        Leave to PyTorch what the backend does not take (other dtypes, empty tensors, problems that
-        it refuses), and count it in `report`. Otherwise its refusal is raised. Where a server
-        cannot be reached, that is raised either way.
+        Leave to PyTorch what the backend does not support (other dtypes, empty tensors, problems
+        that it refuses), and count it in `report`. If False, refusals are raised. An error such as
+        an unreachable server is always raised.
 
     Examples
     --------
-    >>> convgrad.torch.use(convgrad.torch.Local())          # for good
+    >>> convgrad.torch.use(convgrad.torch.Local())  # until the next call
     >>> with convgrad.torch.use(convgrad.torch.Remote("http://gpu-host:8000")):
     ...     loss.backward()
     """
@@ -87,7 +87,7 @@ class use:  # noqa: N801 - called like a function, as torch.no_grad is
 
 
 def backend_in_use() -> Backend | None:
-    """What `use` was last given."""
+    """Return the backend in use."""
     return _CHOICE.backend
 
 
@@ -103,13 +103,13 @@ def _override_once() -> None:
             for operator, make in operators.items():
                 own = torch.library.get_kernel(f"aten::{operator}", key)
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # that it overrides is what is meant
+                    warnings.simplefilter("ignore")  # the override is intended
                     library.impl(operator, make(own), key, with_keyset=True)
         _CHOICE.libraries.append(library)
 
 
 def _left_to_pytorch(error: ServiceError, input: torch.Tensor) -> bool:
-    """Whether the backend declined the problem, rather than failed to run it, and may."""
+    """Return whether the error is a refusal that `use` leaves to PyTorch."""
     return isinstance(error, _DECLINED) and (_CHOICE.fallback or input.numel() == 0)
 
 
@@ -160,7 +160,7 @@ def _convolution_double_backward(own: Any) -> Callable[..., Any]:
         backend = _CHOICE.backend
         *second, grad_output, weight, input = given[:6]
         *rest, mask = given[6:]
-        # Where a third derivative may follow, PyTorch's composition stays, which has one.
+        # A third derivative may follow, which only PyTorch's composition has.
         if backend is not None and not torch.is_grad_enabled():
             tensors = grad_output, input, weight
             try:
@@ -187,7 +187,7 @@ def _max_pool_backward(own: Any) -> Callable[..., Any]:
         indices: torch.Tensor,
     ) -> Any:
         backend = _CHOICE.backend
-        # An unbatched input has the rank of a batched one of a dimension less.
+        # The rank of an unbatched input is that of a batched one with a dimension less.
         if backend is not None and input.dim() == len(kernel_size) + 2:
             ndim = input.dim() - 2
             kernel = _per_dimension(kernel_size, ndim)
@@ -243,7 +243,7 @@ def _pool_backward(
     return make
 
 
-# The operators of a device, and those that autograd composes of others.
+# Operators overridden for each device, and those that autograd composes of other operators.
 _OVERRIDES: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "convolution_backward": _convolution_backward,
     "max_pool2d_with_indices_backward": _max_pool_backward,
@@ -265,7 +265,7 @@ def _geometry(
     output_padding: Sequence[int],
     groups: int,
 ) -> tuple[Any, ...]:
-    """The fields of a `Geometry`, from ATen's arguments."""
+    """Make ATen's arguments hashable, in the order of `Geometry`'s fields."""
     return (
         tuple(stride),
         tuple(padding),
@@ -277,7 +277,7 @@ def _geometry(
 
 
 def _per_dimension(values: Sequence[int], ndim: int) -> tuple[int, ...]:
-    """ATen's lists hold one value for all dimensions, or one for each."""
+    """Return one value per dimension; ATen's lists hold one per dimension or one for all."""
     return tuple(values) if len(values) == ndim else (values[0],) * ndim
 
 

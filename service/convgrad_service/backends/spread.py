@@ -19,7 +19,7 @@ from convgrad.errors import DeadlineExceeded
 from convgrad_service.backends.base import OnHost, Outcome
 from convgrad_service.plans.base import Plan
 from convgrad_service.problems import Piece, Problem
-from convgrad_service.problems.pieces import piece_tensors, put_together
+from convgrad_service.problems.pieces import assemble, piece_tensors
 
 __all__ = ["Spread", "Submit"]
 
@@ -68,7 +68,7 @@ class Spread(OnHost):
             if len(pieces) == 1:
                 (outputs,) = (dict(one) for one in computed())
             else:
-                outputs = put_together(problem, tensors, pieces, computed())
+                outputs = assemble(problem, tensors, pieces, computed())
         except BaseException:
             for future in waiting:
                 future.cancel()

@@ -1,8 +1,7 @@
-"""From decoded fields to an answer, whatever the transport: memory, order, execution, faults.
+"""The engine: from decoded fields to computed tensors, independent of the transport.
 
-`pipeline` is the way of one request and the place to start reading. The `hub` has what exists once:
-`memory` leases places of the arena, `scheduling` decides what runs where and what a worker's death
-means, `shm` holds clients' shared memory and stored tensors. Front ends in other processes reach it
-through `ipc`; `workers` compute. `embedded` puts all of it into one process. `telemetry` counts.
-Nothing here knows a transport.
+Start with `pipeline`, the steps of one request. The `hub` holds what exists once: leases of the
+arena (`memory`), the queue of jobs (`scheduling`), and shared memory and stored tensors (`shm`).
+Front ends in other processes reach it through `ipc`; `workers` compute. `embedded` runs everything
+in one process. `telemetry` counts, logs and traces. See docs/architecture.md.
 """

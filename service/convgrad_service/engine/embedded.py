@@ -1,33 +1,127 @@
-"""The engine inside one process: the hub on its event loop, the backend in threads.
+"""An engine within one process: the hub on its event loop and a worker made of threads.
 
-For embedding, and for tests of what surrounds the engine. `convgrad serve` puts the backend into a
-process of its own, see `supervisor`.
+For embedding and for tests. `convgrad serve` runs workers in processes, see `workers.supervisor`.
 """
 
 from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from concurrent.futures import Future
 
 from convgrad_service.backends.base import ServingBackend
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.options import EngineOptions
+from convgrad_service.engine.scheduling.partition import JobResult
 from convgrad_service.engine.scheduling.scheduler import Scheduler
-from convgrad_service.engine.workers.thread_worker import ThreadWorker
+from convgrad_service.engine.scheduling.task import Task
+from convgrad_service.engine.shm.mappings import RegionMappings
+from convgrad_service.engine.shm.registry import RegionRegistry
+from convgrad_service.engine.workers.execute import Job, compile_ahead, run_job
+from convgrad_service.thread_priority import give_way
 
-__all__ = ["embedded_hub"]
-
+__all__ = ["ThreadWorker", "embedded_hub"]
 
 _SLOTS = 2
 
 
 def embedded_hub(backend: ServingBackend, options: EngineOptions) -> Hub:
-    """A hub with one worker, which takes no jobs any more once the hub is closed."""
+    """Make a hub with one `ThreadWorker`; closing the hub ends its threads."""
     arena = Arena.create(options.arena_bytes)
-    schedule = Scheduler(options.max_queue, large_s=options.large_s)
-    hub = Hub(arena, schedule, options, backend=backend.name)
+    scheduler = Scheduler(options.max_queue, large_s=options.large_s)
+    hub = Hub(arena, scheduler, options, backend=backend.name)
     hub.fault = lambda: backend.fault
     hub.vitals = lambda: {0: backend.vitals()}
-    worker = ThreadWorker(backend, arena, hub.regions, options.slots or _SLOTS, schedule)
+    worker = ThreadWorker(backend, arena, hub.regions, options.slots or _SLOTS, scheduler)
     hub.workers = lambda: {0: worker}
-    schedule.add(worker)
+    scheduler.add(worker)
     hub.on_close.append(worker.close)
     return hub
+
+
+class ThreadWorker:
+    """A `scheduler.Worker` of ``slots`` threads; calls the scheduler on the event loop."""
+
+    def __init__(
+        self,
+        backend: ServingBackend,
+        arena: Arena,
+        regions: RegionRegistry,
+        slots: int,
+        scheduler: Scheduler,
+    ) -> None:
+        self.slots, self.device = slots, 0
+        self._backend, self._arena, self._scheduler = backend, arena, scheduler
+        self._regions, self._mappings = regions, RegionMappings(backend.open_handle)
+        regions.on_closed += [self._mappings.close, backend.forget]
+        self._cancelled: dict[Task, threading.Event] = {}
+        self._compiling: dict[Task, Future[None]] = {}
+        self._tasks: queue.SimpleQueue[
+            tuple[Task, threading.Event, asyncio.AbstractEventLoop] | None
+        ] = queue.SimpleQueue()
+        for index in range(slots):
+            # Daemons: a kernel that ignores its cancellation must not keep the process alive.
+            threading.Thread(target=self._serve, name=f"compute-{index}", daemon=True).start()
+
+    def start(self, task: Task) -> None:
+        self._cancelled[task] = threading.Event()
+        self._tasks.put((task, self._cancelled[task], asyncio.get_running_loop()))
+
+    def cancel(self, task: Task) -> None:
+        if task in self._cancelled:
+            self._cancelled[task].set()
+        else:
+            self._compiling[task].cancel()
+
+    def has_used(self, job: Job) -> int:
+        return 0  # there is no other worker to choose
+
+    async def probe(self, handle: bytes, size_bytes: int) -> None:
+        """See `ProcessWorker.probe`."""
+        self._backend.open_handle(handle, size_bytes).close()
+
+    def close(self) -> None:
+        """End the threads after their current tasks."""
+        for _ in range(self.slots):
+            self._tasks.put(None)
+
+    def _serve(self) -> None:
+        give_way()
+        while (taken := self._tasks.get()) is not None:
+            task, cancelled, loop = taken
+            result: JobResult | Future[None] | BaseException
+            compiling: Future[None] | None = None
+            try:
+                job = task.job
+                compiling = compile_ahead(self._backend, job.layout.unpack(), task.part)
+                for number in (each.region for each in job.regions):
+                    if (handle := self._regions.handle(number)) is not None:
+                        self._mappings.open_on_device(number, *handle)
+                    else:
+                        self._mappings.open(number, self._regions.descriptor(number))
+                result = compiling or run_job(
+                    self._backend, self._arena, self._mappings, job, cancelled, task.part
+                )
+            # Any error must reach the waiting request.
+            except BaseException as error:  # noqa: BLE001
+                result = error
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._report, task, result)
+            # Keep nothing of the request alive while waiting for the next one.
+            del taken, task, result, compiling
+
+    def _report(self, task: Task, result: JobResult | Future[None] | BaseException) -> None:
+        del self._cancelled[task]
+        if not isinstance(result, Future):
+            self._scheduler.finished(task, result)
+            return
+        loop = asyncio.get_running_loop()
+        self._compiling[task] = result
+        self._scheduler.compiling(task)
+        result.add_done_callback(lambda _: loop.call_soon_threadsafe(self._compiled, task))
+
+    def _compiled(self, task: Task) -> None:
+        compiled = self._compiling.pop(task)
+        self._scheduler.compiled(task, None if compiled.cancelled() else compiled.exception())

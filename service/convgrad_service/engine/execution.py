@@ -1,4 +1,4 @@
-"""One request that has its place in the arena: its inputs are filled, it is computed, and read."""
+"""One request with leased memory: filling its inputs, computing, and reading its outputs."""
 
 from __future__ import annotations
 
@@ -13,38 +13,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.contract import Report, Request
-from convgrad_service.engine.hub import Engine, JobHandle
+from convgrad_service.engine.hub import Engine, JobHandle, call_hub
 from convgrad_service.engine.memory.lease import Lease
-from convgrad_service.engine.memory.placement import names_elements
-from convgrad_service.engine.memory.tensor_layout import TensorLayout
+from convgrad_service.engine.memory.tensor_layout import TensorLayout, has_index_inputs
 from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest, Result, blank
-from convgrad_service.engine.scheduling.partition import OnPartDone
+from convgrad_service.engine.scheduling.partition import JobResult, OnPartDone
 from convgrad_service.engine.scheduling.progress import Progress
 from convgrad_service.engine.shm.registry import RegionPart
-from convgrad_service.engine.shm.stored import TensorStoreClient
-from convgrad_service.engine.telemetry.timing import Timings
-from convgrad_service.engine.workers.execute import Finished, Job
+from convgrad_service.engine.shm.stored import TensorStore
+from convgrad_service.engine.telemetry.record import Timings
+from convgrad_service.engine.workers.execute import Job
 
-__all__ = ["Execution", "Filler", "Prepared", "ResponseTemplate", "Source", "split_at"]
+__all__ = ["Execution", "Filler", "PreparedRequest", "ResponseTemplate", "Source", "split_at"]
 
 Parts = Mapping[str, RegionPart]
 Filler = Callable[[NDArray[Any]], None]
-"""Writes a tensor to the place that it is called with."""
+"""Writes a tensor into the array that it is called with."""
 Source = NDArray[Any] | Filler
 
-_NOTHING: Parts = MappingProxyType({})
+_NO_PARTS: Parts = MappingProxyType({})
 
-# Stands for the seconds of an answer that is only made to be split there.
-_MARK_S = 0.123456789
-# Kernels that one problem may be answered by: one, unless its device has changed.
+# Placeholder for the seconds in a response that is made to become a template.
+_PLACEHOLDER_S = 0.123456789
+# Normally one per problem: another kernel is used only if the device changes.
 _MAX_TEMPLATES = 4
 
 
 class ResponseTemplate(NamedTuple):
-    """An answer but for what differs between requests: the seconds it took and the outputs' bytes.
+    """An encoded response without what varies: the compute seconds and the outputs' bytes.
 
-    For each output, ``outputs`` has what stands before it, where in the request's place it begins,
-    and its size.
+    ``before`` and ``after`` enclose the seconds. ``outputs`` has, for each output, the bytes before
+    its data, its offset in the request's lease, and its size.
     """
 
     before: bytes
@@ -52,11 +51,11 @@ class ResponseTemplate(NamedTuple):
     outputs: tuple[tuple[bytes, int, int], ...] = ()
 
 
-class Prepared(NamedTuple):
-    """What is the same for every request with the same key, and remembered by it.
+class PreparedRequest(NamedTuple):
+    """What all requests with the same key share; the pipeline caches it.
 
-    ``parts`` is the shared memory that it needs, in the layout's order. ``templates`` are by how
-    its answers were computed; None where the request is not remembered.
+    ``parts`` is the shared memory used, in the layout's order. ``templates`` maps the ways in which
+    the request was computed to responses; None if it is not cached.
     """
 
     request: Request
@@ -76,33 +75,30 @@ class InThread(Protocol):
 
 
 class Execution:
-    """See the module.
+    """One request, from `fill` over `compute` to `end`.
 
-    ``inputs`` are writable; `compute` may be called once they hold the request's data. What it
-    returns lies in the arena too, and is valid until `end`. Inputs in shared memory are not among
-    them.
+    ``to_store`` maps the names of outputs to be stored on the server to their memory.
     """
 
     def __init__(
         self,
         engine: Engine,
         request: ComputeRequest,
-        prepared: Prepared,
+        prepared: PreparedRequest,
         lease: Lease,
         in_thread: InThread,
-        stored: TensorStoreClient,
-        kept: Parts = _NOTHING,
+        to_store: Parts = _NO_PARTS,
     ) -> None:
         self.request, self.layout, self.lease = prepared.request, prepared.layout, lease
         self.notes = prepared.notes
         self.is_stored = False
-        self._engine, self._call, self._prepared = engine, request, prepared
-        self._in_thread, self._stored, self._kept = in_thread, stored, kept
+        self._engine, self._compute_request, self._prepared = engine, request, prepared
+        self._in_thread, self._to_store = in_thread, to_store
         self._job = Job.of(prepared.layout, lease.offset, lease.regions)
-        self._ending: asyncio.Future[Result] | None = None
+        self._computing: asyncio.Future[Result] | None = None
 
     def input_views(self) -> dict[str, memoryview]:
-        """The bytes of the inputs that the request brings, by name."""
+        """Return the memory of the inputs that are not in shared memory, writable, by name."""
         view, base = self._engine.arena.view, self.lease.offset
         return {
             name: view(base + offset, spec.size_bytes)
@@ -112,7 +108,7 @@ class Execution:
 
     @cached_property
     def inputs(self) -> dict[str, NDArray[Any]]:
-        """The same as arrays."""
+        """`input_views` as arrays."""
         return {
             name: self._engine.arena.array(self.lease.offset + offset, spec)
             for name, spec, offset, region in self.layout.inputs
@@ -121,7 +117,7 @@ class Execution:
 
     @cached_property
     def outputs(self) -> dict[str, NDArray[Any]]:
-        """What it computes; of what goes to shared memory shape and dtype alone."""
+        """The outputs; those in shared memory are `blank`."""
         return {
             name: blank(spec.shape, spec.dtype, name=name)
             if offset is None
@@ -129,146 +125,148 @@ class Execution:
             for name, spec, offset, _ in self.layout.outputs
         }
 
-    async def fill(self, sources: Mapping[str, Source], *, holds: Lease | None = None) -> None:
-        """Write inputs: an array is copied, a function is called with the place to write to.
+    async def fill(self, sources: Mapping[str, Source], *, body_lease: Lease | None = None) -> None:
+        """Write inputs, from arrays or with functions that are called with the array to fill.
 
-        ``holds`` is what they read, if that lies in the arena too.
+        ``body_lease`` holds what they read, if that is in the arena.
         """
 
         def write() -> None:
             for name, source in sources.items():
                 if name not in self.inputs:
-                    continue  # given, and not needed: accumulate beside beta = 0
+                    continue  # given but not needed, such as accumulate with beta = 0
                 if callable(source):
                     source(self.inputs[name])
                 else:
                     np.copyto(self.inputs[name], source, casting="no")
 
         small = sum(self.inputs[name].nbytes for name in sources if name in self.inputs)
-        await self._in_thread(write, self.lease, holds, inline=small <= SMALL_BYTES)
+        await self._in_thread(write, self.lease, body_lease, inline=small <= SMALL_BYTES)
 
     async def compute(self, *, streamed: bool = False) -> Result:
-        """Compute it, or, of a large answer that may be ``streamed``, the first of its parts.
+        """Compute the outputs or, of a large response that may be ``streamed``, its first part.
 
-        If the caller goes away (the task is cancelled), waiting work is dropped and running work
-        is asked to stop.
+        Cancelling this drops a waiting job, and asks a running one to stop.
         """
         layout = self.layout
-        if not streamed or self._job.tasks == 1 or self._kept or _is_final_at_its_end(layout):
-            return await self._computed(None)
-        progress = Progress(layout.problem, layout.sizes.parts, self._call.deadline)
-        self._ending = await progress.first(self._computed(progress.told))
-        if self._ending.done():
-            return self._ending.result()
+        if not streamed or self._job.tasks == 1 or self._to_store or not _can_stream(layout):
+            return await self._compute(None)
+        progress = Progress(layout.problem, layout.sizes.parts, self._compute_request.deadline)
+        self._computing = await progress.first(self._compute(progress.part_done))
+        if self._computing.done():
+            return self._computing.result()
         return _Result(self, progress.so_far, progress)
 
     async def end(self) -> None:
-        """Ask what still computes to stop, and give the place back."""
-        if self._ending is not None:
-            self._ending.cancel()
+        """Stop computing, and release the memory."""
+        if self._computing is not None:
+            self._computing.cancel()
         self.lease.release()
-        if self._kept and not self.is_stored:
-            await asyncio.shield(self._stored.abandon(self._kept.values()))
+        if self._to_store and not self.is_stored:
+            parts = list(self._to_store.values())
+            await asyncio.shield(call_hub(self._engine, TensorStore.abandon, parts))
 
     def template(
-        self, finished: Finished, make: Callable[[Report], ResponseTemplate]
+        self, job_result: JobResult, make: Callable[[Report], ResponseTemplate]
     ) -> ResponseTemplate | None:
-        """The answer's template, made once for all requests with the same key; None without one.
+        """Return the response's template; None if the request is not cached.
 
-        ``make`` is called with a report whose seconds are to be cut out, see `split_at`.
+        ``make`` is called on a miss, with a report whose seconds are a placeholder for `split_at`.
         """
         templates = self._prepared.templates
         if templates is None:
             return None
-        key = self._engine.backend, finished.kernel, finished.pieces, finished.workspace_bytes
+        key = self._engine.backend, job_result.kernel, job_result.pieces, job_result.workspace_bytes
         template = templates.get(key)
         if template is None:
             if len(templates) >= _MAX_TEMPLATES:
                 templates.clear()
-            report = self.report(finished._replace(compute_s=_MARK_S))
+            report = self.report(job_result._replace(compute_s=_PLACEHOLDER_S))
             template = templates[key] = make(report)
         return template
 
     def output_bytes(self, template: ResponseTemplate) -> list[bytes | memoryview]:
-        """The outputs' own bytes, each after what stands before it."""
+        """Return the parts of a response after the template's text, including the outputs' data."""
         parts: list[bytes | memoryview] = []
         for before, offset, size_bytes in template.outputs:
             parts += before, self._engine.arena.view(self.lease.offset + offset, size_bytes)
         return parts
 
-    def place_of(self, output: str) -> tuple[int, int]:
-        """Where an output that is sent begins in the request's place, and its size."""
+    def extent_of(self, output: str) -> tuple[int, int]:
+        """Return the offset of an output in the request's lease, and its size."""
         for tensor in self.layout.outputs:
             if tensor.name == output and tensor.offset is not None:
                 return tensor.offset, tensor.spec.size_bytes
         raise KeyError(output)
 
-    async def _computed(self, on_part_done: OnPartDone | None) -> Result:
-        finished = self._computed_inline() or await self._computed_by_worker(on_part_done)
-        sizes, timings = self.layout.sizes, self._call.timings
+    async def _compute(self, on_part_done: OnPartDone | None) -> Result:
+        job_result = self._try_inline() or await self._compute_by_worker(on_part_done)
+        sizes, timings = self.layout.sizes, self._compute_request.timings
         timings.flops += sizes.flops
         timings.compulsory_bytes += sizes.compulsory_bytes
-        if self._kept:
-            await self._stored.commit(self._call.owner, self._kept)
+        if self._to_store:
+            owner = self._compute_request.owner
+            await call_hub(self._engine, TensorStore.commit, owner, self._to_store)
             self.is_stored = True
-        return _Result(self, finished)
+        return _Result(self, job_result)
 
-    def _computed_inline(self) -> Finished | None:
-        """How it was computed on the event loop; None where that is for a worker."""
-        inline, lease = self._engine.inline_executor, self.lease
-        if inline is None or lease.parts or self._kept or self._job.tasks > 1:
+    def _try_inline(self) -> JobResult | None:
+        """Compute on the event loop; None if a worker must do it."""
+        executor, lease = self._engine.inline_executor, self.lease
+        if executor is None or lease.unresolved or self._to_store or self._job.tasks > 1:
             return None
         began_s = time.monotonic()
-        if began_s >= self._call.deadline.at_s:
-            return None  # the scheduler says so
-        finished = inline.computed(self.layout, lease.offset, lease.regions)
-        if finished is not None:
-            self._call.timings.add("queue", 0.0, began_s)
-            self._call.timings.add("compute", time.monotonic() - began_s, began_s)
-        return finished
+        if began_s >= self._compute_request.deadline.at_s:
+            return None  # the scheduler refuses it
+        job_result = executor.try_run(self.layout, lease.offset, lease.regions)
+        if job_result is not None:
+            timings = self._compute_request.timings
+            timings.add("queue", 0.0, began_s)
+            timings.add("compute", time.monotonic() - began_s, began_s)
+        return job_result
 
-    async def _computed_by_worker(self, on_part_done: OnPartDone | None) -> Finished:
-        engine, timings = self._engine, self._call.timings
-        # Before it is submitted: a worker may be done before this task goes on.
+    async def _compute_by_worker(self, on_part_done: OnPartDone | None) -> JobResult:
+        engine, request = self._engine, self._compute_request
+        # Taken first: a worker may be done before this coroutine continues.
         submitted_s = time.monotonic()
-        handle = engine.compute(self.lease, self._job, self._call.deadline.at_s, on_part_done)
-        if self._call.submitted is not None:
-            self._call.submitted(handle)
+        handle = engine.submit(self.lease, self._job, request.deadline.at_s, on_part_done)
+        if request.submitted is not None:
+            request.submitted(handle)
         upload_s = download_s = 0.0
         try:
-            finished = await _unshielded(handle.done)
-            upload_s, download_s = finished.upload_s, finished.download_s
+            job_result = await _shielded(handle.done)
+            upload_s, download_s = job_result.upload_s, job_result.download_s
         except asyncio.CancelledError:
             engine.cancel(handle)
             raise
         finally:
-            _count_stages(timings, handle, submitted_s, upload_s, download_s)
+            _add_stages(request.timings, handle, submitted_s, upload_s, download_s)
         if engine.inline_executor is not None:
-            engine.inline_executor.learn(self.layout, finished.compute_s)
-        return finished
+            engine.inline_executor.learn(self.layout, job_result.compute_s)
+        return job_result
 
-    def report(self, finished: Finished) -> Report:
-        """How the problem was computed, for its caller."""
+    def report(self, job_result: JobResult) -> Report:
+        """Return how the problem was computed, for the client."""
         return Report(
             backend=self._engine.backend,
-            kernel=finished.kernel,
+            kernel=job_result.kernel,
             flops=self.layout.sizes.flops,
             bytes=self.layout.sizes.compulsory_bytes,
-            compute_s=finished.compute_s,
-            pieces=finished.pieces,
-            workspace_bytes=finished.workspace_bytes,
+            compute_s=job_result.compute_s,
+            pieces=job_result.pieces,
+            workspace_bytes=job_result.workspace_bytes,
         )
 
 
 class _Result:
-    """See `Result`. What a template stands for is not made."""
+    """A `Result` whose attributes are made on demand: with a template they are not needed."""
 
-    __slots__ = ("_execution", "finished", "progress")
+    __slots__ = ("_execution", "job_result", "progress")
 
     def __init__(
-        self, execution: Execution, finished: Finished, progress: Progress | None = None
+        self, execution: Execution, job_result: JobResult, progress: Progress | None = None
     ) -> None:
-        self._execution, self.finished, self.progress = execution, finished, progress
+        self._execution, self.job_result, self.progress = execution, job_result, progress
 
     @property
     def request(self) -> Request:
@@ -280,20 +278,17 @@ class _Result:
 
     @property
     def report(self) -> Report:
-        return self._execution.report(self.finished)
+        return self._execution.report(self.job_result)
 
 
-def split_at(text: bytes, spelt: Callable[[float], bytes]) -> tuple[bytes, bytes]:
-    """What stands before and after the seconds in an answer made by `Execution.template`.
-
-    ``spelt`` writes a number as the answer has it.
-    """
-    before, after = text.split(spelt(_MARK_S))
+def split_at(text: bytes, encode: Callable[[float], bytes]) -> tuple[bytes, bytes]:
+    """Split a response at the seconds, for `ResponseTemplate`; ``encode`` encodes a number."""
+    before, after = text.split(encode(_PLACEHOLDER_S))
     return before, after
 
 
-async def _unshielded(done: asyncio.Future[Finished]) -> Finished:
-    """The result of a future that a caller who leaves must not cancel: it says when memory is free.
+async def _shielded(done: asyncio.Future[JobResult]) -> JobResult:
+    """Await ``done`` without cancelling it, as it says when the job's memory is free.
 
     Like asyncio.shield(), with half the work.
     """
@@ -308,12 +303,12 @@ async def _unshielded(done: asyncio.Future[Finished]) -> Finished:
     return done.result()
 
 
-def _count_stages(
+def _add_stages(
     timings: Timings, handle: JobHandle, submitted_s: float, upload_s: float, download_s: float
 ) -> None:
-    """Count what a job that has ended now waited, computed, and was moved."""
+    """Add the stages of a job that has ended now."""
     spent_s = time.monotonic() - submitted_s
-    # Of a problem that is given up the start is known all the same, if it had one.
+    # Of a cancelled job too, the start is known if it had one.
     waited_s = spent_s if handle.waited_s is None else min(handle.waited_s, spent_s)
     compute_s = max(spent_s - waited_s - upload_s - download_s, 0.0)
     timings.add("queue", waited_s, submitted_s)
@@ -324,11 +319,10 @@ def _count_stages(
     timings.add("compute", compute_s, began_s + upload_s)
 
 
-def _is_final_at_its_end(layout: TensorLayout) -> bool:
-    """Whether no part of an answer may leave before all of it is computed.
+def _can_stream(layout: TensorLayout) -> bool:
+    """Return whether outputs can be sent before all are computed.
 
-    Where an input says which elements to write, it can be found wrong until the end; and a sum is
-    not known before all its parts are.
+    They cannot if an index in an input may turn out to be invalid, or if all are sums over parts.
     """
-    sums = {tensor.name for tensor in layout.shares}
-    return names_elements(layout.sizes) or sums >= layout.sizes.outputs.keys()
+    sums = {tensor.name for tensor in layout.partial_sums}
+    return not has_index_inputs(layout.sizes) and not sums >= layout.sizes.outputs.keys()

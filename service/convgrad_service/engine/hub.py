@@ -1,7 +1,7 @@
-"""What there is once, however many processes serve: memory, the line of jobs, counts, health.
+"""The hub: what a server has exactly once, however many processes serve its clients.
 
-`Engine` is what a front end asks for, `Hub` answers. A front end in the hub's own process calls it
-directly; one in another process through `remote_hub.RemoteHub`, which is an `Engine` too.
+`Engine` is the interface for front ends. `Hub` implements it for those in its own process, and
+`ipc.remote_hub.RemoteHub` for those in other processes.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from convgrad.errors import InvalidProblem, ServiceError
 from convgrad_service.backends.base import Vitals
@@ -18,44 +18,46 @@ from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.memory.free_list import FreeList
 from convgrad_service.engine.memory.lease import Lease, LeasePool
 from convgrad_service.engine.options import EngineOptions
-from convgrad_service.engine.protocols import Counts, Prober
-from convgrad_service.engine.scheduling.partition import OnPartDone
+from convgrad_service.engine.scheduling.partition import JobResult, OnPartDone
 from convgrad_service.engine.scheduling.quotas import Caller, Quotas, Ticket
 from convgrad_service.engine.scheduling.scheduler import Scheduler
 from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionRegistry
 from convgrad_service.engine.shm.stored import TensorStore
 from convgrad_service.engine.status import Status
-from convgrad_service.engine.submissions import Earlier, Results, Submissions
+from convgrad_service.engine.submissions import Submissions
 from convgrad_service.engine.telemetry.record import Record
-from convgrad_service.engine.telemetry.statistics import OperationStatistics, Statistics
+from convgrad_service.engine.telemetry.statistics import Statistics
 from convgrad_service.engine.workers.child_process import Children
-from convgrad_service.engine.workers.execute import Finished, Job
+from convgrad_service.engine.workers.execute import Job
 from convgrad_service.engine.workers.inline_executor import InlineBackend, InlineExecutor
 
-__all__ = ["Engine", "Hub", "JobHandle"]
+__all__ = ["Engine", "Hub", "JobHandle", "call_hub"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class JobHandle(Protocol):
-    """A job on its way. ``done`` is set once nothing touches its memory any more."""
+    """A submitted job. ``done`` is set once nothing accesses its memory any more."""
 
-    done: asyncio.Future[Finished]
+    done: asyncio.Future[JobResult]
 
     @property
     def waited_s(self) -> float | None:
-        """How long it waited to start; None while it does, or where that is not known."""
+        """Seconds from submission to start; None until it starts, or if unknown."""
         ...
 
 
 class Engine(Protocol):
-    """What a front end needs of the hub. For its loop's thread."""
+    """The hub as front ends use it. For the event loop's thread."""
 
     arena: Arena
     inline_executor: InlineExecutor | None
-    """What computes small problems in this process; None where all are for workers."""
+    """Computes small problems in this process; None if workers compute all."""
 
     @property
     def limit_bytes(self) -> int:
-        """What the tensors of all requests in flight may take."""
+        """The memory for tensors of all requests in flight."""
         ...
 
     @property
@@ -63,118 +65,141 @@ class Engine(Protocol):
 
     @property
     def backend(self) -> str:
-        """The name of what computes."""
+        """The name of the workers' backend."""
         ...
 
     @property
     def room(self) -> int:
-        """How many more requests can be queued, as far as is known."""
+        """How many more requests can be queued; an estimate."""
+        ...
+
+    @property
+    def timing(self) -> bool:
+        """Whether a timing is running, see `Status`."""
         ...
 
     def admit(self) -> None:
-        """See `Status.admit`."""
+        """Raise if a new request would be refused; see `Status.admit`."""
         ...
 
-    async def enter(self, caller: Caller) -> Ticket:
-        """See `Quotas.enter`."""
+    async def acquire_ticket(self, caller: Caller) -> Ticket:
+        """Count a request towards its key's quota; see `Quotas.acquire`."""
         ...
 
     def reserve(
         self, size_bytes: int, *, text: bool = False, regions: Sequence[RegionPart] = ()
     ) -> asyncio.Future[Lease]:
-        """A place in the arena; the caller releases it. ``text``: of the part for JSON bodies.
+        """Reserve memory for tensors or, with ``text``, a JSON body; the caller releases the lease.
 
-        ``regions`` are found and held as long; their places are the lease's ``regions``.
+        ``regions`` stay open as long as the lease; their slices are its ``regions``.
 
-        Raises, now or through the future, ProblemTooLarge and Overloaded; for a region NotFound
+        Raises, directly or through the future, ProblemTooLarge and Overloaded; for regions NotFound
         and InvalidProblem.
         """
         ...
 
-    def take(self, size_bytes: int, regions: Sequence[RegionPart] = ()) -> Lease | None:
-        """The same for tensors at once, or None where it would have to be waited for."""
+    def try_reserve(self, size_bytes: int, regions: Sequence[RegionPart] = ()) -> Lease | None:
+        """Reserve memory for tensors if it is free now."""
         ...
 
-    def compute(
-        self, lease: Lease, job: Job, deadline_s: float, told: OnPartDone | None = None
+    def submit(
+        self,
+        lease: Lease,
+        job: Job,
+        deadline_s: float,
+        on_part_done: OnPartDone | None = None,
     ) -> JobHandle:
-        """Queue a job whose places lie in ``lease``, which is held until the job is done.
+        """Queue a job whose tensors are in ``lease``, which is held until the job is done.
 
-        ``told`` hears of each part of a job that makes several tasks.
-
-        Raises, now or through ``done``, Overloaded, DeviceUnavailable, DeadlineExceeded, and
-        whatever the backend raises.
+        Raises, directly or through ``done``, Overloaded, DeviceUnavailable, DeadlineExceeded, and
+        what the backend raises.
         """
         ...
 
-    def cancel(self, running: JobHandle) -> None:
-        """Say that nobody waits for a job any more."""
+    def cancel(self, handle: JobHandle) -> None:
+        """Drop a waiting job, or ask a running one to stop."""
         ...
 
-    @property
-    def timing(self) -> bool:
-        """See `Status.timing`."""
-        ...
-
-    async def position(self, running: JobHandle) -> int | None:
-        """How many jobs stand before one in the line; None once it runs."""
-        ...
-
-    async def submitted(
-        self, owner: str, key: str, request_id: str, results: Results
-    ) -> Mapping[str, Earlier]:
-        """See `Submissions.add`."""
+    async def queue_position(self, handle: JobHandle) -> int | None:
+        """Return how many tasks are ahead of a job; None once it runs."""
         ...
 
     def observe(self, record: Record) -> None:
-        """Count one request that has been answered."""
+        """Count a finished request."""
         ...
 
-    async def exposition(self) -> bytes:
-        """All metrics of the server, in Prometheus' text format."""
+    async def invoke(
+        self, service: str, method: str, arguments: tuple[Any, ...], options: Mapping[str, Any]
+    ) -> Any:
+        """Call a method of one of the hub's services; `call_hub` is the typed form."""
         ...
 
-    async def statistics(self) -> Mapping[str, OperationStatistics]:
-        """What has been computed, by operation."""
+
+@overload
+def call_hub(
+    engine: Engine,
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+    *arguments: P.args,
+    **options: P.kwargs,
+) -> Coroutine[Any, Any, T]: ...
+
+
+@overload
+def call_hub(
+    engine: Engine,
+    method: Callable[Concatenate[Any, P], T],
+    *arguments: P.args,
+    **options: P.kwargs,
+) -> Coroutine[Any, Any, T]: ...
+
+
+def call_hub(
+    engine: Engine, method: Callable[..., Any], *arguments: Any, **options: Any
+) -> Coroutine[Any, Any, Any]:
+    """Call a method of a hub's service wherever the hub is.
+
+    ``method`` is a plain method of `TensorStore`, `RegionRegistry`, `Submissions`, `Statistics` or
+    `Hub` itself, such as ``TensorStore.find``. Arguments and result must be picklable.
+    """
+    service, name = method.__qualname__.split(".")
+    return engine.invoke(service, name, arguments, options)
+
+
+class Prober(Protocol):
+    """A worker that can check memory handles of its device."""
+
+    async def probe(self, handle: bytes, size_bytes: int) -> None:
+        """See `ProcessWorker.probe`."""
         ...
 
-    async def register_region(self, owner: str, info: RegionInfo) -> None:
-        """See `RegionRegistry.register`."""
-        ...
 
-    async def unregister_region(self, owner: str, name: str, on_device: bool) -> None:
-        """See `RegionRegistry.unregister`."""
-        ...
+class RequestCounter(Protocol):
+    """Counts requests for Prometheus; see `Metrics`."""
 
-    async def list_regions(self, owner: str, name: str, on_device: bool) -> list[RegionInfo]:
-        """See `RegionRegistry.listed`."""
-        ...
+    def count(self, record: Record) -> None: ...
 
-    async def stored(self, method: str, *arguments: Any) -> Any:
-        """Call a method of `TensorStore`; see `TensorStoreClient`."""
-        ...
+    def exposition(self) -> bytes: ...
 
 
 class Hub:
-    """The engine itself. For the loop's thread.
+    """The engine itself. For the event loop's thread.
 
-    JSON bodies have a part of the arena to themselves until they are decoded, so that a request
-    which holds text and waits for tensors can never wait for one that holds tensors and waits for
-    text.
+    JSON bodies have a part of the arena of their own. Otherwise requests that hold text and wait
+    for tensor memory could deadlock with requests that hold tensors and wait for text memory.
     """
 
     def __init__(
-        self, arena: Arena, schedule: Scheduler, options: EngineOptions, *, backend: str
+        self, arena: Arena, scheduler: Scheduler, options: EngineOptions, *, backend: str
     ) -> None:
         self.arena = arena
-        self.schedule = schedule
+        self.scheduler = scheduler
         self.backend = backend
         self.inline_executor: InlineExecutor | None = None
         self.leaving = False
-        """Soon no more requests will be taken, and whoever distributes them should send none."""
+        """Not ready any more, so that load balancers send no new requests."""
         self.draining = False
-        """No more requests are taken; those that were are finished."""
-        self.counts: Counts | None = None
+        """New requests are refused; those in flight are finished."""
+        self.counts: RequestCounter | None = None
         self.inferences = Statistics()
         self.quotas = Quotas()
         self.submissions = Submissions()
@@ -189,120 +214,151 @@ class Hub:
             budget_bytes=options.stored_bytes,
             longest_s=options.stored_longest_s,
         )
+        services = (self, self.tensors, self.regions, self.submissions, self.inferences)
+        self._services = {type(service).__name__: service for service in services}
         self.on_close: list[Callable[[], None]] = [self.regions.close]
         self.watchers: list[Callable[[Status], None]] = []
-        self._published: tuple[object, ...] = ()
+        self._published: Status | None = None
         self.children = Children()
-        schedule.changed = self.children.changed = self.publish
+        scheduler.changed = self.children.changed = self.publish
         self._wait_s = options.wait_s
 
-        def part(start: int, size_bytes: int) -> LeasePool:
+        def pool(start: int, size_bytes: int) -> LeasePool:
             return LeasePool(
                 FreeList(start, FreeList.rounded(size_bytes)),
                 max_waiting=options.max_queue,
                 keep_bytes=options.keep_bytes,
-                forget=arena.forget,
+                discard=arena.discard,
             )
 
-        self.texts = part(0, options.text_bytes)
-        self.memory = part(self.texts.limit_bytes, options.tensor_bytes)
+        self.texts = pool(0, options.text_bytes)
+        self.memory = pool(self.texts.limit_bytes, options.tensor_bytes)
 
     @property
     def limit_bytes(self) -> int:
-        """What the tensors of all requests in flight may take."""
         return self.memory.limit_bytes
 
     @property
     def status(self) -> Status:
-        """See `Status`."""
-        overload, fault = self.schedule.overload, self.fault()
+        overload, fault = self.scheduler.overload, self.fault()
         return Status(
             self.backend,
-            ready=self.schedule.workers > 0 and fault is None,
+            ready=self.scheduler.workers > 0 and fault is None,
             leaving=self.leaving,
             draining=self.draining,
             fault=fault,
             overload=None if overload is None else (overload.detail, overload.retry_after_s),
             missing=tuple(sorted(self.children.missing)),
             dead=self.dead,
-            timing=self.schedule.timing,
+            timing=self.timing,
         )
 
     @property
     def room(self) -> int:
-        """See `Engine.room`."""
-        return self.schedule.room
+        return self.scheduler.room
 
-    def compute_inline(self, beside: InlineBackend) -> None:
-        """From now on, have small problems computed in this process."""
-        self.inline_executor = InlineExecutor(self, beside, self.regions.descriptor)
+    @property
+    def timing(self) -> bool:
+        return self.scheduler.timing
+
+    def compute_inline(self, backend: InlineBackend) -> None:
+        """Compute small problems in this process from now on."""
+        self.inline_executor = InlineExecutor(self, backend, self.regions.descriptor)
 
     def admit(self) -> None:
-        """See `Engine.admit`."""
-        if self.draining or self.schedule.full or self.fault() is not None:
+        if self.draining or self.scheduler.full or self.fault() is not None:
             self.status.admit()
 
     def publish(self) -> None:
-        """Tell the front ends in other processes what has changed, if it concerns them."""
-        # How long a full line takes does not matter to them, only whether it is full.
-        concern = (
-            self.schedule.workers > 0,
-            self.schedule.full,
-            self.leaving,
-            self.draining,
-            self.fault(),
-            tuple(self.children.missing),
-            self.dead,
-            self.schedule.timing,
-        )
-        if concern != self._published:
-            self._published = concern
-            status = self.status
+        """Send the status to the front ends in other processes if it has changed."""
+        status = self.status
+        # Whether there is an overload, without its Retry-After, which changes all the time.
+        relevant = status._replace(overload=status.overload and ("", None))
+        if relevant != self._published:
+            self._published = relevant
             for watch in self.watchers:
                 watch(status)
 
-    async def enter(self, caller: Caller) -> Ticket:
-        """See `Engine.enter`."""
-        return self.quotas.enter(caller)
+    async def acquire_ticket(self, caller: Caller) -> Ticket:
+        return self.quotas.acquire(caller)
 
     def reserve(
         self, size_bytes: int, *, text: bool = False, regions: Sequence[RegionPart] = ()
     ) -> asyncio.Future[Lease]:
-        """See `Engine.reserve`."""
-        memory = self.texts if text else self.memory
-        places = self.regions.use(regions)
+        pool = self.texts if text else self.memory
+        slices = self.regions.acquire(regions)
         try:
-            future = memory.reserve(size_bytes, time.monotonic() + self._wait_s)
+            future = pool.reserve(size_bytes, time.monotonic() + self._wait_s)
         except ServiceError:
-            self.regions.release(places)
+            self.regions.release(slices)
             raise
 
-        def keep(future: asyncio.Future[Lease]) -> None:
+        def attach(future: asyncio.Future[Lease]) -> None:
             if future.cancelled() or future.exception() is not None:
-                self.regions.release(places)
+                self.regions.release(slices)
             else:
-                future.result().keep(places, self.regions.release)
+                future.result().attach(slices, self.regions.release)
 
         if future.done():
-            keep(future)
-        elif places:
-            # Called before whoever waits for the lease goes on: the first callback it has.
-            future.add_done_callback(keep)
+            attach(future)
+        elif slices:
+            # The future's first callback: it runs before whoever awaits the lease continues.
+            future.add_done_callback(attach)
         return future
 
-    def take(self, size_bytes: int, regions: Sequence[RegionPart] = ()) -> Lease | None:
-        """See `Engine.take`."""
-        lease = self.memory.take(size_bytes)
+    def try_reserve(self, size_bytes: int, regions: Sequence[RegionPart] = ()) -> Lease | None:
+        lease = self.memory.try_reserve(size_bytes)
         if lease is not None and regions:
             try:
-                lease.keep(self.regions.use(regions), self.regions.release)
+                lease.attach(self.regions.acquire(regions), self.regions.release)
             except ServiceError:
                 lease.release()
                 raise
         return lease
 
+    def submit(
+        self,
+        lease: Lease,
+        job: Job,
+        deadline_s: float,
+        on_part_done: OnPartDone | None = None,
+    ) -> JobHandle:
+        task = self.scheduler.submit(job, deadline_s, on_part_done)
+        lease.retain()
+        task.done.add_done_callback(lease.release)
+        return task
+
+    def cancel(self, handle: JobHandle) -> None:
+        self.scheduler.cancel(handle)  # type: ignore[arg-type]
+
+    async def queue_position(self, handle: JobHandle) -> int | None:
+        return self.scheduler.position(handle)  # type: ignore[arg-type]
+
+    def observe(self, record: Record) -> None:
+        if record.operation:
+            self.inferences.count(record)
+        if self.counts is not None:
+            self.counts.count(record)
+
+    async def invoke(
+        self, service: str, method: str, arguments: tuple[Any, ...], options: Mapping[str, Any]
+    ) -> Any:
+        result = getattr(self.service(service), method)(*arguments, **options)
+        return await result if inspect.isawaitable(result) else result
+
+    def service(self, name: str) -> object:
+        """Return the service of this class name."""
+        return self._services[name]
+
+    def exposition(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return b"" if self.counts is None else self.counts.exposition()
+
     async def register_region(self, owner: str, info: RegionInfo) -> None:
-        """See `RegionRegistry.register`; what a device's worker cannot open is refused here."""
+        """Register a region; device memory is refused if the device's worker cannot open it.
+
+        Raises as `RegionRegistry.register` and `ProcessWorker.probe`.
+        """
         if info.device is not None:
             workers = self.workers()
             if info.device not in workers:
@@ -313,68 +369,12 @@ class Hub:
             await workers[info.device].probe(info.handle, info.size_bytes)
         self.regions.register(owner, info)
 
-    async def unregister_region(self, owner: str, name: str, on_device: bool) -> None:
-        """See `RegionRegistry.unregister`."""
-        await self.regions.unregister(owner, name, on_device=on_device)
-
-    async def list_regions(self, owner: str, name: str, on_device: bool) -> list[RegionInfo]:
-        """See `RegionRegistry.listed`."""
-        return self.regions.listed(owner, name, on_device=on_device)
-
-    async def stored(self, method: str, *arguments: Any) -> Any:
-        """See `Engine.stored`."""
-        result = getattr(self.tensors, method)(*arguments)
-        return await result if inspect.isawaitable(result) else result
-
-    def compute(
-        self, lease: Lease, job: Job, deadline_s: float, told: OnPartDone | None = None
-    ) -> JobHandle:
-        """See `Engine.compute`."""
-        task = self.schedule.submit(job, deadline_s, told)
-        lease.retain()
-        task.done.add_done_callback(lease.release)
-        return task
-
-    def cancel(self, running: JobHandle) -> None:
-        """See `Engine.cancel`."""
-        self.schedule.cancel(running)  # type: ignore[arg-type]
-
-    @property
-    def timing(self) -> bool:
-        """See `Status.timing`."""
-        return self.schedule.timing
-
-    async def position(self, running: JobHandle) -> int | None:
-        """See `Engine.position`."""
-        return self.schedule.position(running)  # type: ignore[arg-type]
-
-    async def submitted(
-        self, owner: str, key: str, request_id: str, results: Results
-    ) -> Mapping[str, Earlier]:
-        """See `Engine.submitted`."""
-        return self.submissions.add(owner, key, request_id, results)
-
-    def observe(self, record: Record) -> None:
-        """See `Engine.observe`."""
-        if record.operation:
-            self.inferences.count(record)
-        if self.counts is not None:
-            self.counts.count(record)
-
-    async def exposition(self) -> bytes:
-        """See `Engine.exposition`."""
-        return b"" if self.counts is None else self.counts.exposition()
-
-    async def statistics(self) -> Mapping[str, OperationStatistics]:
-        """See `Engine.statistics`."""
-        return self.inferences.all()
-
     def close(self, error: ServiceError | None = None) -> None:
-        """Drop what waits, ask what runs to stop, take no more."""
+        """Drop waiting jobs, ask running ones to stop, and accept no more."""
         self.draining = True
         if error is not None:
-            self.schedule.refuse_all(error)
-        self.schedule.close()
+            self.scheduler.refuse_all(error)
+        self.scheduler.close()
         for close in self.on_close:
             close()
         self.on_close.clear()

@@ -1,25 +1,43 @@
-"""What an engine is made with, whatever processes it is made of."""
+"""The configuration of an engine, and limits on the size of a problem."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from convgrad.errors import ProblemTooLarge
 from convgrad_service.engine.memory.free_list import FreeList
+from convgrad_service.engine.memory.tensor_layout import ProblemSize
 
-__all__ = ["EngineOptions"]
+__all__ = ["ALWAYS_ALLOWED_BYTES", "EngineOptions", "Limits"]
+
+ALWAYS_ALLOWED_BYTES = 64 * 2**20
+"""Outputs up to this size are allowed for any inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """``tensor_bytes`` and ``text_bytes`` are the arena's two parts, for tensors and for JSON
-    bodies; of each, the first ``keep_bytes`` stay with the server once they were used, the rest
-    goes back to the system (None: nothing does). ``wait_s`` is how long a request may wait for its
-    place in it. ``slots`` are the jobs that one worker computes at a time (None: as many as
-    its backend likes). ``max_regions`` of shared memory may be registered. Stored tensors may take
-    ``stored_bytes``, each for ``stored_longest_s`` since it was last used. A worker's process is
-    ended that is silent for ``heartbeat_timeout_s``, or makes no progress with a problem for
-    ``progress_timeout_s``; when no device has worked for ``device_timeout_s``, the server is not
-    live any more.
+    """The configuration of an engine.
+
+    Attributes
+    ----------
+    tensor_bytes, text_bytes
+        The sizes of the arena's two parts, for tensors and for JSON bodies.
+    keep_bytes
+        The first bytes of each part that stay resident once used; None for all.
+    wait_s
+        How long a request may wait for memory.
+    slots
+        Jobs that a worker computes at a time; None for the backend's default.
+    large_s
+        Expected seconds from which a problem counts as large.
+    stored_bytes, stored_longest_s
+        The budget for stored tensors, and the longest time to live.
+    heartbeat_timeout_s
+        A worker that is silent for this long is killed.
+    progress_timeout_s
+        A worker without progress on a job for this long is killed.
+    device_timeout_s
+        The server is no longer live if no device has worked for this long.
     """
 
     tensor_bytes: int
@@ -38,5 +56,55 @@ class EngineOptions:
 
     @property
     def arena_bytes(self) -> int:
-        """Both parts, in whole pages."""
+        """The size of both parts, in whole pages."""
         return FreeList.rounded(self.text_bytes) + FreeList.rounded(self.tensor_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits on problems, checked before anything is allocated; None means unlimited.
+
+    A body of a hundred bytes can describe a petabyte of tensors. ``output_ratio`` is the bytes of
+    all outputs per byte of all inputs.
+    """
+
+    problem_bytes: int | None = None
+    problem_flops: float | None = None
+    output_ratio: float | None = None
+
+    def check(self, problem: ProblemSize) -> None:
+        """Raise ProblemTooLarge if ``problem`` exceeds a limit."""
+        needed = problem.memory_bytes
+        if self.problem_bytes is not None and needed > self.problem_bytes:
+            raise ProblemTooLarge(
+                f"the inputs and outputs of this {problem.operation} take {_shown(needed)} bytes; "
+                f"this server takes at most {self.problem_bytes:,}"
+            )
+        if self.problem_flops is not None and problem.flops > self.problem_flops:
+            raise ProblemTooLarge(
+                f"this {problem.operation} needs {_shown(problem.flops)} floating-point "
+                f"operations; this server takes at most {self.problem_flops:.3g}"
+            )
+        self._check_outputs(problem)
+
+    def _check_outputs(self, problem: ProblemSize) -> None:
+        if self.output_ratio is None:
+            return
+        inputs = sum(spec.size_bytes for spec in problem.inputs.values())
+        outputs = sum(spec.size_bytes for spec in problem.outputs.values())
+        if outputs > max(ALWAYS_ALLOWED_BYTES, self.output_ratio * inputs):
+            raise ProblemTooLarge(
+                f"the outputs of this {problem.operation} take {_shown(outputs)} bytes, and its "
+                f"inputs {_shown(inputs)}; this server gives at most {self.output_ratio:g} bytes "
+                f"for each byte that it gets, or {ALWAYS_ALLOWED_BYTES:,}. Is the padding, the "
+                "stride or the size of an output what it should be? If so, the setting is "
+                "CONVGRAD_MAX_OUTPUT_RATIO"
+            )
+
+
+def _shown(number: int) -> str:
+    # Sizes have arbitrary precision, which may exceed a float's range.
+    if number < 10**15:
+        return f"{number:,}"
+    digits = number.bit_length() * 30103 // 100000
+    return f"about 1e{digits}"

@@ -1,12 +1,12 @@
-"""The way of one request, the same for every transport.
+"""The steps of a request, in the same order for every transport.
 
-    admit → head → decode → validate → limits → place → fill → compute → send
+    wait in line → admit → head → decode → validate → limits → lease → fill → compute → send
 
-A transport reads bytes into a request and writes its result out; `Pipeline.run` is the one place
-that knows the order. The place for all inputs and outputs is leased once their shapes are known,
-the data is received or copied into it, a worker computes from place to place, and the answer is
-sent from where it lies. What follows from a request's head alone is remembered by its key: clients
-ask for the same layers again and again, with other data.
+`Pipeline.run` is the only place that knows the order. A transport reads bytes into the request and
+writes its result out. Memory for all inputs and outputs is leased once their shapes are known, the
+data is received or copied into it, a worker computes in it, and the response is sent from it. What
+depends on a request's head alone is cached by its key: clients send the same layers again and
+again, with other data.
 """
 
 from __future__ import annotations
@@ -14,76 +14,122 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from convgrad.contract import Operation, Request, validate
 from convgrad.errors import Overloaded
 from convgrad_service.engine.admission_gate import AdmissionGate
 from convgrad_service.engine.deadline import CancelScope, Deadline
-from convgrad_service.engine.execution import Execution, Prepared
-from convgrad_service.engine.hub import Engine
-from convgrad_service.engine.limits import Limits
+from convgrad_service.engine.execution import Execution, PreparedRequest
+from convgrad_service.engine.hub import Engine, call_hub
 from convgrad_service.engine.memory.lease import Lease, leased, out_of_memory
-from convgrad_service.engine.memory.placement import shared_parts, to_store
-from convgrad_service.engine.memory.problem_size import problem_size
-from convgrad_service.engine.memory.tensor_layout import tensor_layout_of
+from convgrad_service.engine.memory.tensor_layout import (
+    outputs_to_store,
+    problem_size,
+    region_parts,
+    tensor_layout_of,
+)
+from convgrad_service.engine.options import Limits
 from convgrad_service.engine.request import (
     ClientGone,
     ComputeRequest,
     Decoded,
     Fields,
+    Result,
     blank,
 )
 from convgrad_service.engine.scheduling.quotas import NO_LIMITS, Ticket
 from convgrad_service.engine.shm.registry import RegionPart
-from convgrad_service.engine.shm.stored import TensorStoreClient, stored_fields
-from convgrad_service.engine.telemetry.record import Record
-from convgrad_service.engine.telemetry.timing import Timings
-from convgrad_service.engine.transport import Transport
+from convgrad_service.engine.shm.stored import TensorStore, stored_fields
+from convgrad_service.engine.telemetry.record import Record, Timings
 from convgrad_service.problems import Problem, problem_from
 
-__all__ = ["Pipeline"]
+__all__ = ["Pipeline", "Transport"]
 
 T = TypeVar("T")
 Parts = Mapping[str, RegionPart]
 
 _MAX_PREPARED = 256
-# For requests that are all refused: the server is about to end, and nobody is to wait for that.
-_AMPLE_ROOM = 1000
+# While draining every request is refused, and none should wait in line for that.
+_ROOM_WHILE_DRAINING = 1000
+
+
+class Transport(Protocol):
+    """What a transport does for one request. `Pipeline.run` calls the methods in this order."""
+
+    streams: bool
+    """Whether the response may start before all of it is computed."""
+
+    enforces_deadline: bool
+    """Whether `head` enforces the deadline itself, and must not be cancelled at it."""
+
+    async def head(self) -> Hashable | None:
+        """Receive everything before the tensors' data.
+
+        Returns a key that is equal for requests that differ in their tensors' data alone, or None.
+        What `decode` returns is cached by the key.
+        """
+        ...
+
+    @property
+    def body_lease(self) -> Lease | None:
+        """The lease of what `decode` reads, if that is in the arena."""
+        ...
+
+    @property
+    def decodes_inline(self) -> bool:
+        """Whether `decode` is too short to be worth a thread."""
+        ...
+
+    def decode(self) -> Decoded:
+        """Decode the head. May run in a thread; not called if the key is cached."""
+        ...
+
+    async def fill(self, execution: Execution) -> None:
+        """Receive or decode the tensors' data into the inputs of ``execution``."""
+        ...
+
+    def watch(self, gone: Callable[[], None] | None) -> None:
+        """Call ``gone`` if the client disconnects, until this is called with None."""
+        ...
+
+    async def send(self, execution: Execution, result: Result) -> None:
+        """Encode and send the result; its arrays must not be used afterwards."""
+        ...
 
 
 class Pipeline:
-    """Takes requests from any transport to the engine and back."""
+    """Runs requests of any transport on an engine."""
 
     def __init__(self, engine: Engine, *, limits: Limits, codec_threads: int = 2) -> None:
         self.engine = engine
-        self.stored = TensorStoreClient(engine.stored)
         self.limits = limits
         self.draining = False
-        self.gate = AdmissionGate(lambda: engine.room if not self.draining else _AMPLE_ROOM)
-        self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
+        self.gate = AdmissionGate(
+            lambda: engine.room if not self.draining else _ROOM_WHILE_DRAINING
+        )
+        self._prepared: OrderedDict[tuple[str, Hashable], PreparedRequest] = OrderedDict()
         self._codecs = ThreadPoolExecutor(codec_threads, thread_name_prefix="codec")
 
     def require_live(self) -> None:
-        """Raise DeviceUnavailable once the server had better be started anew."""
+        """Raise DeviceUnavailable if the server must be restarted."""
         self.engine.status.require_live()
 
     def require_ready(self) -> None:
-        """Raise DeviceUnavailable unless a device works and the server is to go on."""
+        """Raise DeviceUnavailable unless a device works and the server is not shutting down."""
         self.engine.status._replace(draining=self.draining).require_ready()
 
     def admit(self) -> None:
-        """Refuse, before its body is read, a request that could not be queued now.
+        """Raise if a request would be refused, before its body is read.
 
         Raises
         ------
         Overloaded
-            As many problems wait as may.
+            The queue is full.
         DeviceUnavailable
-            The server is about to stop, or its device has failed for good.
+            The server is shutting down, or its device has failed.
         """
         if self.draining:
             self.engine.status._replace(draining=True).admit()
@@ -95,28 +141,27 @@ class Pipeline:
         Raises
         ------
         ServiceError
-            It is refused or has failed; nothing of an answer has been sent, unless it was streamed.
+            The request was refused or has failed; nothing was sent yet, unless it was streamed.
         ClientGone
-            Nobody waits for the answer any more.
+            The client has disconnected.
         """
-        arrival = self.gate.enter()
+        arrival = self.gate.try_admit()
         if arrival is None:
             arrival = await self._wait_in_line(request, transport)
         try:
             await self._run(request, transport, arrival)
         except Overloaded:
             if arrival is not None:
-                await self.gate.refusal()
+                await self.gate.wait_to_refuse()
             raise
         except MemoryError:
             raise out_of_memory() from None
 
     async def _wait_in_line(self, request: ComputeRequest, transport: Transport) -> int | None:
-        """See `AdmissionGate.turn`."""
         with CancelScope(request.deadline) as scope:
             transport.watch(lambda: scope.cancel(ClientGone()))
             try:
-                return await self.gate.turn()
+                return await self.gate.admit()
             finally:
                 transport.watch(None)
 
@@ -127,27 +172,27 @@ class Pipeline:
         try:
             self.admit()
             if request.caller.limits != NO_LIMITS:
-                ticket = await self.engine.enter(request.caller)
+                ticket = await self.engine.acquire_ticket(request.caller)
             with CancelScope() as scope:
-                if request.counts_receiving and not transport.keeps_deadline:
-                    scope.move(request.deadline)
+                if request.counts_receiving and not transport.enforces_deadline:
+                    scope.set_deadline(request.deadline)
                 with request.timings.stage("receive"):
                     key = await transport.head()
-                execution = await self._begin(
+                execution = await self.prepare(
                     request,
                     transport.decode,
                     key=key,
-                    holds=transport.holds,
-                    inline=transport.quick,
+                    body_lease=transport.body_lease,
+                    inline=transport.decodes_inline,
                     ticket=ticket,
                 )
                 try:
                     if request.counts_receiving:
-                        scope.move(request.deadline)
+                        scope.set_deadline(request.deadline)
                     await transport.fill(execution)
                     if not request.counts_receiving:
                         request.deadline = Deadline.after(request.deadline.allowed_s)
-                        scope.move(request.deadline)
+                        scope.set_deadline(request.deadline)
                     transport.watch(lambda: scope.cancel(ClientGone()))
                     if arrival is not None:
                         self.gate.arrived(arrival)
@@ -156,8 +201,8 @@ class Pipeline:
                         result = await execution.compute(streamed=transport.streams)
                     finally:
                         transport.watch(None)
-                    # How fast an answer must be taken is the transport's to say.
-                    scope.move(None)
+                    # The transport has its own limits on slow readers.
+                    scope.set_deadline(None)
                     await transport.send(execution, result)
                     if result.progress is not None:
                         await result.progress.end()
@@ -167,74 +212,63 @@ class Pipeline:
             if arrival is not None:
                 self.gate.arrived(arrival)
             if ticket is not None:
-                ticket.leave()
+                ticket.release()
 
-    @asynccontextmanager
-    async def begin(
-        self,
-        request: ComputeRequest,
-        decode: Callable[[], Decoded],
-        *,
-        holds: Lease | None = None,
-    ) -> AsyncIterator[Execution]:
-        """The part of `run` before anything is computed, for whoever does the rest itself.
-
-        ``holds`` is what ``decode`` reads, if that lies in the arena too. Raises as `run`.
-        """
-        execution = await self._begin(request, decode, holds=holds)
-        try:
-            yield execution
-        finally:
-            await execution.end()
-
-    async def _begin(
+    async def prepare(
         self,
         request: ComputeRequest,
         decode: Callable[[], Decoded],
         *,
         key: Hashable | None = None,
-        holds: Lease | None = None,
+        body_lease: Lease | None = None,
         inline: bool = False,
         ticket: Ticket | None = None,
     ) -> Execution:
-        """Make the problem that ``decode`` returns or the key is known for; lease its place."""
-        kept: Parts = {}
+        """Decode and validate a request, unless its key is cached, and lease its memory.
+
+        The caller must `end` the execution. Raises as `run`.
+        """
+        to_store: Parts = {}
         try:
             with request.timings.stage("decode"):
-                prepared = None if key is None else self._known(request, key)
+                prepared = None if key is None else self._cached(request, key)
                 if prepared is None:
-                    decoded = await self.in_thread(decode, holds, inline=inline)
+                    decoded = await self.in_thread(decode, body_lease, inline=inline)
                     fields, regions = decoded.fields, decoded.regions
-                    if named := "stored" in fields:
+                    if uses_stored := "stored" in fields:
                         fields, regions = await self._find_stored(request, fields, regions)
                     validated, problem = await self.in_thread(
-                        lambda: self._problem(request, fields, decoded), holds, inline=inline
+                        lambda: self._validate(request, fields, decoded), body_lease, inline=inline
                     )
                     if validated.store:
-                        kept = await self._make_stored(validated, problem, regions)
-                        outputs = {name: kept[validated.store[name]] for name in validated.store}
+                        specs = outputs_to_store(validated, problem_size(problem), regions)
+                        to_store = await call_hub(self.engine, TensorStore.allocate, specs)
+                        outputs = {
+                            name: to_store[validated.store[name]] for name in validated.store
+                        }
                         regions = {**regions, **outputs}
                     prepared = _prepared(validated, problem, regions, decoded)
-                    if key is not None and decoded.repeatable and not (named or kept):
-                        prepared = self._remember(request, key, prepared)
-                _allow(request, prepared.timeout_s)
-            lease = await self._place(request, prepared, ticket)
+                    if key is not None and decoded.repeatable and not (uses_stored or to_store):
+                        prepared = self._cache(request, key, prepared)
+                _apply_timeout(request, prepared.timeout_s)
+            lease = await self._lease(request, prepared, ticket)
         except BaseException:
-            if kept:
-                await asyncio.shield(self.stored.abandon(kept.values()))
+            if to_store:
+                parts = list(to_store.values())
+                await asyncio.shield(call_hub(self.engine, TensorStore.abandon, parts))
             raise
-        return Execution(self.engine, request, prepared, lease, self.in_thread, self.stored, kept)
+        return Execution(self.engine, request, prepared, lease, self.in_thread, to_store)
 
     def knows(self, operation: Operation, key: Hashable) -> bool:
-        """Whether what follows from a key is remembered."""
+        """Return whether a key is cached."""
         return (operation.name, key) in self._prepared
 
     async def in_thread(
         self, function: Callable[[], T], *leases: Lease | None, inline: bool = False
     ) -> T:
-        """Call a function in a codec thread, or at once where it is ``inline``.
+        """Call a function in a codec thread or, with ``inline``, directly.
 
-        A thread goes on after its caller has given up, and so do the leases it works on.
+        If the caller is cancelled, the thread still finishes, and ``leases`` are held until then.
         """
         if inline:
             return function()
@@ -256,35 +290,36 @@ class Pipeline:
         sent_bytes: int,
         key: str = "",
     ) -> None:
-        """Count one request of a known operation; ``code`` is "ok" or how it failed, ``key`` the
-        name of the API key that it came with."""
-        spent = timings.total_s, timings.stages_s
-        moved = received_bytes, sent_bytes
-        done = timings.flops, timings.compulsory_bytes
-        self.engine.observe(Record(operation, transport, code, *spent, *moved, *done, key))
+        """Count a finished request; see `Record`."""
+        times = timings.total_s, timings.stages_s
+        sizes = received_bytes, sent_bytes
+        work = timings.flops, timings.compulsory_bytes
+        self.engine.observe(Record(operation, transport, code, *times, *sizes, *work, key))
 
     def close(self) -> None:
-        """Let the threads end."""
+        """Refuse new requests and end the codec threads."""
         self.draining = True
         self._codecs.shutdown(wait=False, cancel_futures=True)
 
-    def _known(self, request: ComputeRequest, key: Hashable) -> Prepared | None:
+    def _cached(self, request: ComputeRequest, key: Hashable) -> PreparedRequest | None:
         assert request.operation is not None  # noqa: S101 - its head has been read
-        name = request.operation.name, key
-        known = self._prepared.get(name)
-        if known is not None:
-            self._prepared.move_to_end(name)
-        return known
+        entry = request.operation.name, key
+        prepared = self._prepared.get(entry)
+        if prepared is not None:
+            self._prepared.move_to_end(entry)
+        return prepared
 
-    def _remember(self, request: ComputeRequest, key: Hashable, prepared: Prepared) -> Prepared:
+    def _cache(
+        self, request: ComputeRequest, key: Hashable, prepared: PreparedRequest
+    ) -> PreparedRequest:
         assert request.operation is not None  # noqa: S101 - its head has been read
-        known = prepared._replace(templates={})
-        self._prepared[request.operation.name, key] = known
+        cached = prepared._replace(templates={})
+        self._prepared[request.operation.name, key] = cached
         if len(self._prepared) > _MAX_PREPARED:
             self._prepared.popitem(last=False)
-        return known
+        return cached
 
-    def _problem(
+    def _validate(
         self, request: ComputeRequest, fields: Fields, decoded: Decoded
     ) -> tuple[Request, Problem]:
         assert request.operation is not None  # noqa: S101 - its head has been read
@@ -299,10 +334,10 @@ class Pipeline:
     async def _find_stored(
         self, request: ComputeRequest, fields: Fields, regions: Parts
     ) -> tuple[Fields, Parts]:
-        """The fields with blanks for those that name stored tensors, and where those lie."""
+        """Add the stored tensors that a request names to its fields, as blanks, and regions."""
         assert request.operation is not None  # noqa: S101 - its head has been read
         named = stored_fields(request.operation, fields)
-        found = await self.stored.find(request.owner, named.values())
+        found = await call_hub(self.engine, TensorStore.find, request.owner, list(named.values()))
         blanks = {
             field: blank(found[name].spec.shape, found[name].spec.dtype, name=field)
             for field, name in named.items()
@@ -310,18 +345,14 @@ class Pipeline:
         parts = {field: found[name].part for field, name in named.items()}
         return {**fields, **blanks}, {**regions, **parts}
 
-    async def _make_stored(self, request: Request, problem: Problem, regions: Parts) -> Parts:
-        """Room for the outputs that are to be stored, by the names that they will have."""
-        return await self.stored.make(to_store(request, problem_size(problem), regions))
-
-    async def _place(
-        self, request: ComputeRequest, prepared: Prepared, ticket: Ticket | None
+    async def _lease(
+        self, request: ComputeRequest, prepared: PreparedRequest, ticket: Ticket | None
     ) -> Lease:
         size_bytes = prepared.layout.size_bytes
         if ticket is not None:
-            await ticket.hold(size_bytes, prepared.layout.sizes.flops)
+            await ticket.charge(size_bytes, prepared.layout.sizes.flops)
         if prepared.layout.sizes.parts == 1:
-            lease = self.engine.take(size_bytes, prepared.parts)
+            lease = self.engine.try_reserve(size_bytes, prepared.parts)
             if lease is not None:
                 return lease
         started_s = time.monotonic()
@@ -330,15 +361,17 @@ class Pipeline:
         return lease
 
 
-def _allow(request: ComputeRequest, timeout_s: float | None) -> None:
-    """Shorten the deadline to what the request itself allows, from when it began."""
+def _apply_timeout(request: ComputeRequest, timeout_s: float | None) -> None:
+    """Shorten the deadline to the time limit in the request, counted from its beginning."""
     if timeout_s is not None and timeout_s < request.deadline.allowed_s:
         request.deadline = Deadline(request.timings.started_s + timeout_s, timeout_s)
         request.counts_receiving = True
 
 
-def _prepared(request: Request, problem: Problem, regions: Parts, decoded: Decoded) -> Prepared:
-    shared = shared_parts(problem_size(problem), regions) if regions else {}
+def _prepared(
+    request: Request, problem: Problem, regions: Parts, decoded: Decoded
+) -> PreparedRequest:
+    shared = region_parts(problem_size(problem), regions) if regions else {}
     layout = tensor_layout_of(problem, tuple(shared))
     parts = tuple(shared.values())
-    return Prepared(request, layout, parts, decoded.timeout_s, decoded.notes, None)
+    return PreparedRequest(request, layout, parts, decoded.timeout_s, decoded.notes, None)

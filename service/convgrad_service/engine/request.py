@@ -1,4 +1,4 @@
-"""A request on its way between its transport and the pipeline."""
+"""What a transport and the pipeline exchange for one request."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest
 from convgrad_service.engine.deadline import Deadline
 from convgrad_service.engine.hub import JobHandle
-from convgrad_service.engine.scheduling.finished import Finished
+from convgrad_service.engine.scheduling.partition import JobResult
 from convgrad_service.engine.scheduling.progress import Progress
 from convgrad_service.engine.scheduling.quotas import ANYBODY, Caller
 from convgrad_service.engine.shm.registry import RegionPart
-from convgrad_service.engine.telemetry.timing import Timings
+from convgrad_service.engine.telemetry.record import Timings
 from convgrad_service.problems import Problem
 
 __all__ = [
@@ -34,21 +34,26 @@ __all__ = [
 Fields = Mapping[str, Any]
 
 SMALL_BYTES = 64 * 1024
-"""What is decoded, copied or encoded on the event loop: handing it to a thread takes longer."""
+"""Up to this size, data is decoded, copied and encoded on the event loop: a thread takes longer."""
 
 
 class ClientGone(Exception):
-    """The client went away before its answer was ready."""
+    """The client disconnected before its response was ready."""
 
 
 @dataclass(slots=True)
 class ComputeRequest:
-    """One request, as its transport hands it over.
+    """One request for a computation.
 
-    ``deadline`` counts from when the request began where ``counts_receiving``, as it does for a
-    client that has set its own. Otherwise the same time is allowed once the request has been
-    received. ``operation`` may be unknown until the transport has read the request's head.
-    ``submitted`` is called with the job once it is queued.
+    Attributes
+    ----------
+    operation
+        None until the transport has read the request's head, if that names it.
+    counts_receiving
+        Whether ``deadline`` includes receiving the body, as it does if the client set it.
+        Otherwise it starts anew once the body has been received.
+    submitted
+        Called with the job's handle once it is queued.
     """
 
     operation: Operation | None
@@ -60,19 +65,28 @@ class ComputeRequest:
 
     @property
     def owner(self) -> str:
-        """Whose stored tensors and shared memory its names mean: its API key's name, or ""."""
+        """The owner of stored tensors and regions that it names: its API key's name, or ""."""
         return self.caller.name
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What a request says, but for its tensors' data.
+    """A request's content except for its tensors' data.
 
-    A tensor whose data is still to come is `blank` in ``fields``. ``regions`` are tensors, inputs
-    and outputs, that lie in shared memory. ``refuse`` raises, before anything is computed, where
-    the answer could not be encoded. ``timeout_s`` is what the request itself allows. ``notes`` are
-    the transport's own. ``repeatable`` is False where more than tensors' data may differ between
-    two requests with the same key.
+    Attributes
+    ----------
+    fields
+        The request's fields; tensors whose data is still to come are `blank`.
+    regions
+        The tensors, inputs and outputs, that are in shared memory.
+    refuse
+        Called before anything is computed; raises if the response could not be encoded.
+    timeout_s
+        The request's own time limit.
+    notes
+        Private to the transport.
+    repeatable
+        Whether requests with the same key differ in their tensors' data alone.
     """
 
     fields: Fields
@@ -84,18 +98,13 @@ class Decoded:
 
 
 class Result(Protocol):
-    """What a transport encodes: the arrays, and how they came to be.
+    """What a transport encodes. With ``progress`` the outputs are still being computed."""
 
-    With ``progress`` they are still being computed; it says how much of them is.
-    """
-
-    finished: Finished
+    job_result: JobResult
     progress: Progress | None
 
     @property
-    def request(self) -> Request:
-        """The request that it answers."""
-        ...
+    def request(self) -> Request: ...
 
     @property
     def outputs(self) -> Mapping[str, NDArray[Any]]:
@@ -104,12 +113,12 @@ class Result(Protocol):
 
     @property
     def report(self) -> Report:
-        """How they were computed, for the caller."""
+        """How they were computed, for the client."""
         ...
 
 
 def blank(shape: tuple[int, ...], dtype: DType, *, name: str) -> NDArray[Any]:
-    """A tensor that is known by shape and dtype alone: it has no data and takes no memory."""
+    """Return a stand-in for a tensor: it has the shape and dtype, but takes no memory."""
     try:
         return np.broadcast_to(np.empty((), dtype.numpy), shape)
     except ValueError:

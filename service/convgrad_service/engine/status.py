@@ -1,4 +1,4 @@
-"""Whether the server is live, ready, and takes requests: what health checks and admission ask."""
+"""Whether the server is live, ready, and admits requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,21 @@ __all__ = ["Status"]
 
 
 class Status(NamedTuple):
-    """What every front end knows of the engine at any moment, without asking."""
+    """The state of the engine, of which every front end has a copy.
+
+    Attributes
+    ----------
+    fault
+        Why no device works any more.
+    overload
+        The error text and Retry-After for new requests while the queue is full.
+    missing
+        The names of front ends that are not serving.
+    dead
+        Why the server must be restarted to work again.
+    timing
+        Whether a timing is running, during which nothing is computed inline.
+    """
 
     backend: str
     ready: bool = True
@@ -19,21 +33,18 @@ class Status(NamedTuple):
     fault: str | None = None
     overload: tuple[str, float | None] | None = None
     missing: tuple[str, ...] = ()
-    """Front ends that do not serve at the moment."""
     dead: str | None = None
-    """Why nothing is going to work again unless the whole server is started anew."""
     timing: bool = False
-    """Whether something is timed, beside which nothing is to be computed."""
 
     def require_live(self) -> None:
-        """Raise DeviceUnavailable once the server had better be started anew."""
+        """Raise DeviceUnavailable if the server must be restarted."""
         if self.dead is not None:
             raise DeviceUnavailable(self.dead)
 
     def require_ready(self) -> None:
-        """Raise DeviceUnavailable unless some device works, and every front end serves."""
+        """Raise DeviceUnavailable unless a device works and every front end serves."""
         self.require_live()
-        self.require_hope()
+        self._require_usable()
         if self.leaving:
             raise DeviceUnavailable("the server is about to shut down", retry_after_s=5.0)
         if not self.ready:
@@ -42,19 +53,18 @@ class Status(NamedTuple):
             names = ", ".join(self.missing)
             raise DeviceUnavailable(f"{names}: not serving at the moment", retry_after_s=1.0)
 
-    def require_hope(self) -> None:
-        """Raise DeviceUnavailable if a new request could never be answered.
+    def admit(self) -> None:
+        """Raise DeviceUnavailable or Overloaded if a new request would be refused.
 
-        A device that is starting again is no reason: its requests wait for it.
+        Called before the body is read. A restarting device is no reason: requests wait for it.
         """
+        self._require_usable()
+        if self.overload is not None:
+            sentence, retry_after_s = self.overload
+            raise Overloaded(sentence, retry_after_s=retry_after_s)
+
+    def _require_usable(self) -> None:
         if self.draining:
             raise DeviceUnavailable("the server is shutting down", retry_after_s=5.0)
         if self.fault is not None:
             raise DeviceUnavailable(f"the device has failed: {self.fault}")
-
-    def admit(self) -> None:
-        """Refuse, before its body is read, a request that could not be queued now."""
-        self.require_hope()
-        if self.overload is not None:
-            sentence, retry_after_s = self.overload
-            raise Overloaded(sentence, retry_after_s=retry_after_s)

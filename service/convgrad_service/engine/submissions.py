@@ -1,4 +1,4 @@
-"""Results that were sent to be verified, as digests, so that the next of the same is compared."""
+"""Digests of results that clients had verified, to compare the next result of the same problem."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-__all__ = ["Blocks", "Earlier", "Results", "Submissions"]
+__all__ = ["BlockDigests", "Earlier", "Results", "Submissions"]
 
-_MOST = 1024
+_MAX_SUBMISSIONS = 1024
 
 
-class Blocks(NamedTuple):
-    """One result: its number of elements, and a digest of each of its equal consecutive parts."""
+class BlockDigests(NamedTuple):
+    """A tensor's number of elements, and a digest of each of its equal consecutive blocks."""
 
     elements: int
     digests: tuple[int, ...]
 
 
 Results = Mapping[str, tuple[int, tuple[int, ...]]]
-"""`Blocks` by output, as plain tuples."""
+"""`BlockDigests` by output, as plain tuples."""
 
 
 class Earlier(NamedTuple):
-    """How a result compares with the latest of the same problem and inputs."""
+    """How a result compares with the previous one of the same problem and inputs."""
 
     equal: bool
     request_id: str
@@ -32,34 +32,38 @@ class Earlier(NamedTuple):
     first_difference: tuple[int, int] | None
 
 
-class _Kept(NamedTuple):
+class _Submission(NamedTuple):
     request_id: str
     at_s: float
-    results: dict[str, Blocks]
+    results: dict[str, BlockDigests]
 
 
 class Submissions:
-    """The latest of each owner and problem, ``most`` of them in all."""
+    """The latest results of each owner and problem, at most ``max_submissions``."""
 
-    def __init__(self, most: int = _MOST, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._most, self._now_s = most, now_s
-        self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
+    def __init__(
+        self,
+        max_submissions: int = _MAX_SUBMISSIONS,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_submissions, self._now_s = max_submissions, now_s
+        self._submissions: OrderedDict[tuple[str, str], _Submission] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._submissions)
 
     def add(self, owner: str, key: str, request_id: str, results: Results) -> Mapping[str, Earlier]:
-        """Keep results in the place of earlier ones; what those said, by output.
+        """Store results and compare them with the previous ones, by output.
 
-        ``key`` is the same for the same problem on the same inputs.
+        ``key`` identifies the problem and its inputs.
         """
         now_s, name = self._now_s(), (owner, key)
-        own = {output: Blocks(*each) for output, each in results.items()}
-        before = self._kept.pop(name, None)
+        own = {output: BlockDigests(*each) for output, each in results.items()}
+        before = self._submissions.pop(name, None)
         known = {} if before is None else before.results
-        self._kept[name] = _Kept(request_id, now_s, {**known, **own})
-        if len(self._kept) > self._most:
-            self._kept.popitem(last=False)
+        self._submissions[name] = _Submission(request_id, now_s, {**known, **own})
+        if len(self._submissions) > self._max_submissions:
+            self._submissions.popitem(last=False)
         if before is None:
             return {}
         return {
@@ -69,7 +73,7 @@ class Submissions:
         }
 
 
-def _compared(new: Blocks, old: Blocks, before: _Kept, now_s: float) -> Earlier:
+def _compared(new: BlockDigests, old: BlockDigests, before: _Submission, now_s: float) -> Earlier:
     equal = new == old
     difference = None
     if not equal and len(new.digests) == len(old.digests):

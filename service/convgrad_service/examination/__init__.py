@@ -1,6 +1,6 @@
-"""What a worker does with problems about problems: it verifies, times and explains.
+"""Examinations in a worker: verifying, timing and explaining another problem.
 
-`examined` is `Backend.run` for whoever may be given those too.
+`examined` is `Backend.run` extended by these.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def examined(
     cancelled: threading.Event | None = None,
     out: Arrays | None = None,
 ) -> Outcome:
-    """See `Backend.run`; of a problem about a problem, what was found, in the outcome's words."""
+    """See `Backend.run`; the report of an examination is in the outcome's ``words``."""
     examiner = _EXAMINERS.get(type(problem))
     if examiner is None:
         return backend.run(problem, tensors, cancelled, out)
     places = dict(out or {})
-    # They have been written to as far as anybody wants them.
+    # The examiner has written those that are needed.
     return replace(examiner(backend, problem, tensors, cancelled, places), outputs=places)

@@ -1,10 +1,11 @@
-"""The plan of a problem, and what it cannot be faster than, in words."""
+"""Explains how a problem would be computed, and the fastest it could be."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from convgrad.contract.again import again
@@ -12,14 +13,14 @@ from convgrad.contract.timing import (
     PassedOver,
     PlanExplained,
     PlanReport,
+    ReferenceTime,
     TensorShape,
 )
-from convgrad_service.backends.base import Outcome, ServingBackend
-from convgrad_service.examination.roofline import reference_time
+from convgrad_service.backends.base import Outcome, Rates, ServingBackend
 from convgrad_service.problems.base import Problem, TensorSpec
 from convgrad_service.problems.examinations import Explain
 
-__all__ = ["explain", "plan_report"]
+__all__ = ["explain", "plan_report", "reference_time"]
 
 
 def explain(
@@ -29,7 +30,7 @@ def explain(
     cancelled: threading.Event | None,
     out: Mapping[str, Any],
 ) -> Outcome:
-    """Which kernel would compute the subject, and why no other."""
+    """Return which kernel would compute the subject, and why no other."""
     subject = problem.subject
     plan = plan_report(backend, subject)
     found = PlanExplained(
@@ -45,12 +46,12 @@ def explain(
         reference=reference_time(backend, subject),
         again=again(problem.name, json.loads(problem.asked)),
     )
-    said = {"answer": found.model_dump(mode="json")}
-    return Outcome({}, plan.kernel, 0.0, plan.pieces, plan.workspace_bytes, words=json.dumps(said))
+    words = json.dumps({"answer": found.model_dump(mode="json")})
+    return Outcome({}, plan.kernel, 0.0, plan.pieces, plan.workspace_bytes, words=words)
 
 
 def plan_report(backend: ServingBackend, subject: Problem) -> PlanReport:
-    """What `Backend.explain` says."""
+    """Return `Backend.explain` as a report."""
     plan = backend.explain(subject)
     return PlanReport(
         kernel=plan.kernel,
@@ -66,3 +67,24 @@ def _shapes(specs: Mapping[str, TensorSpec]) -> dict[str, TensorShape]:
     return {
         name: TensorShape(shape=spec.shape, dtype=spec.dtype.value) for name, spec in specs.items()
     }
+
+
+def reference_time(backend: ServingBackend, problem: Problem) -> ReferenceTime:
+    """Return the roofline bound, with the overhead of a launch."""
+    precision = str(getattr(problem, "precision", "highest"))
+    rates = _rates(backend, problem.dtype.value, precision)  # type: ignore[arg-type] # hashable
+    computing_s = problem.valid_flops / rates.flops_per_s
+    moving_s = problem.compulsory_bytes / rates.bytes_per_s
+    return ReferenceTime(
+        seconds=max(computing_s, moving_s) + rates.launch_s,
+        limited_by="flops" if computing_s > moving_s else "bytes",
+        flops_per_s=rates.flops_per_s,
+        bytes_per_s=rates.bytes_per_s,
+        overhead_s=rates.launch_s,
+        source=rates.source,
+    )
+
+
+@lru_cache(maxsize=64)
+def _rates(backend: ServingBackend, dtype: str, precision: str) -> Rates:
+    return backend.rates(dtype, precision)

@@ -1,4 +1,4 @@
-"""Other libraries on the same tensors, where the server's environment has them: PyTorch."""
+"""Times other installed libraries (PyTorch) on the same tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["PeerWatch", "peers_for"]
 
 
 class PeerWatch(NamedTuple):
-    """A peer's clock, or why it has none."""
+    """A peer's stopwatch, or the reason why it cannot be timed."""
 
     name: str
     watch: Stopwatch | None
@@ -30,7 +30,7 @@ class PeerWatch(NamedTuple):
 
 
 def peers_for(watch: Stopwatch, problem: Problem, parameters: Mapping[str, Any]) -> list[PeerWatch]:
-    """PyTorch, with cuDNN on a GPU and oneDNN on a CPU; nothing where it is not installed."""
+    """Return PyTorch, which uses cuDNN on a GPU and oneDNN on a CPU."""
     if importlib.util.find_spec("torch") is None:
         return [PeerWatch("PyTorch", None, "PyTorch is not installed beside this server")]
     import torch
@@ -49,7 +49,7 @@ def peers_for(watch: Stopwatch, problem: Problem, parameters: Mapping[str, Any])
         else:
             run()
         return [PeerWatch(name, watch.like(run))]
-    # Whatever a foreign library says, our own timing stands.
+    # A failure of a foreign library must not affect our own timing.
     except Exception as error:  # noqa: BLE001
         return [PeerWatch(name, None, f"PyTorch does not compute it: {error}"[:500])]
 
@@ -72,7 +72,7 @@ def _why_not(problem: Problem) -> str | None:
 
 
 def _tensors(torch: Any, watch: Stopwatch, problem: Any) -> dict[str, Any]:
-    """The same memory as PyTorch's tensors, channels first in their sizes."""
+    """Return PyTorch tensors, channels first, that share the arrays' memory."""
     last = problem.layout.channels_last
     found = {}
     for name, array in watch.tensors.items():
@@ -113,7 +113,7 @@ def _backward(
     t = _tensors(torch, watch, problem)
     stride, padding, dilation, groups = _steps(problem.conv)
     none = [0] * len(stride)
-    # An operand that is not read need only have its sizes.
+    # Only the shape of an operand that is not read matters.
     x, w = t.get("input", t.get("grad_input")), t.get("weight", t.get("grad_weight"))
     bias = [problem.conv.out_channels] if wanted[2] else None
 
@@ -168,7 +168,7 @@ _RUNS: Mapping[type[Problem], Callable[..., Callable[[], Any]]] = {
 
 
 def _recorded(torch: Any, watch: Any, run: Callable[[], Any]) -> Callable[[], Any]:
-    """What replays a CUDA graph of it on the clock's stream."""
+    """Record ``run`` as a CUDA graph; return a function that replays it on the watch's stream."""
     stream = torch.cuda.ExternalStream(watch.stream.ptr)
     with torch.cuda.stream(stream):
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""An operation timed alone on its device."""
+"""Times an operation that runs alone on its device."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from convgrad.contract.timing import Candidate, Peer, ReferenceTime, TimedPlan, 
 from convgrad.contract.verification import Inputs
 from convgrad.errors import ServiceError
 from convgrad_service.backends.base import Outcome, ServingBackend, Stopwatch
-from convgrad_service.examination.explain import plan_report
+from convgrad_service.examination.explain import plan_report, reference_time
 from convgrad_service.examination.peers import peers_for
-from convgrad_service.examination.roofline import reference_time
 from convgrad_service.examination.verifying import draw_inputs, refuse_if
 from convgrad_service.problems.base import Problem
 from convgrad_service.problems.examinations import OURS, TimeIt
 
 __all__ = ["time_it"]
 
-# However fast a mean settles, so many samples are taken, and never more than so many.
+# Fewest and most samples, however fast the mean converges.
 _LEAST, _MOST = 20, 5000
 _KEPT = 512
-# A run of many is long against the clock's own resolution.
+# A back-to-back run is long compared with the clock's resolution.
 _RUN_S, _LONGEST_RUN = 2e-3, 4096
-# Of the time for samples: ours in three ways, then the peers' in the same.
+# The ways of timing, for this server and its peers; each gets an equal share of the budget.
 _WAYS = ("cold", "warm", "back_to_back")
 _CANDIDATE_SHARE = 0.1
 
@@ -43,12 +42,12 @@ def time_it(
     cancelled: threading.Event | None,
     out: Mapping[str, Any],
 ) -> Outcome:
-    """Draw the tensors, and take samples until their mean is known well enough.
+    """Draw the tensors, and take samples until the standard error of their mean is small enough.
 
     Raises
     ------
     DeadlineExceeded
-        ``cancelled`` was set meanwhile.
+        ``cancelled`` was set.
     UnsupportedProblem, DeviceOutOfMemory
         As `Backend.run`; or the problem needs more memory than the device has.
     """
@@ -100,7 +99,7 @@ def time_it(
 
 
 class _Sampler:
-    """Takes samples until the standard error of their mean is small, or the time is up."""
+    """Takes samples until the standard error of their mean is small, or the budget is spent."""
 
     def __init__(
         self,
@@ -113,7 +112,7 @@ class _Sampler:
         self._wanted, self._check = standard_error, check
 
     def sampled(self, watch: Stopwatch, way: str, budget_s: float) -> TimingReport:
-        """Samples of one way of timing, the first ones thrown away."""
+        """Take samples in one way of timing, after discarding the first ones."""
         take: Callable[[], float] = watch.cold if way == "cold" else watch.warm
         once_s = min(take() for _ in range(2))
         if way == "back_to_back":
@@ -129,7 +128,7 @@ class _Sampler:
             spread.add(samples[-1])
             if len(samples) >= _LEAST and spread.standard_error <= self._wanted:
                 break
-            # Three in any case: of fewer nothing can be said.
+            # At least three: a standard error needs them.
             if len(samples) >= 3 and time.perf_counter() - began_s > budget_s:
                 break
         return self._report(samples, spread.standard_error)
@@ -158,7 +157,7 @@ class _Sampler:
 
 
 class _Spread:
-    """Mean and variance as samples come (Welford)."""
+    """Running mean and variance (Welford)."""
 
     def __init__(self) -> None:
         self._count, self._mean, self._squares = 0, 0.0, 0.0
@@ -171,7 +170,7 @@ class _Spread:
 
     @property
     def standard_error(self) -> float:
-        """Of the mean, as a share of it."""
+        """The standard error of the mean, relative to the mean."""
         if self._count < 2 or self._mean <= 0:
             return math.inf
         variance = self._squares / (self._count - 1)
@@ -186,7 +185,7 @@ def _candidates(
     chosen: TimingReport,
     kernel: str,
 ) -> tuple[Candidate, ...]:
-    """What the plan chose and what it passed over; those that could run are timed if asked for."""
+    """Return the chosen kernel and, if requested, the others with their times."""
     expected_s = watch.predicted_s
     own = Candidate(kernel=kernel, chosen=True, predicted_s=expected_s, measured_s=chosen.median_s)
     found = [own]

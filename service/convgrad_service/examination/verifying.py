@@ -1,4 +1,4 @@
-"""A caller's result held against float64, in a worker."""
+"""Verifies a caller's result against a float64 reference, in a worker."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["draw_inputs", "refuse_if", "verify"]
 Array = NDArray[Any]
 Arrays = Mapping[str, Any]
 
-# More parts of the reference at a time would only share the same memory bandwidth.
+# More threads would only share the same memory bandwidth.
 _MOST_THREADS = 4
 _BLOCKS = 64
 
@@ -43,12 +43,12 @@ def verify(
     cancelled: threading.Event | None,
     out: Arrays,
 ) -> Outcome:
-    """Draw what is to be drawn, compute it, and judge what the caller sent.
+    """Draw the inputs that were not sent, compute the reference, and judge the caller's results.
 
     Raises
     ------
     DeadlineExceeded
-        ``cancelled`` was set meanwhile.
+        ``cancelled`` was set.
     InvalidProblem
         The data contradict the problem.
     """
@@ -80,7 +80,7 @@ def verify(
             drawn=problem.drawn,
             digest=digest,
         ),
-        # A sample that is a part by itself is large: several at a time would take too much memory.
+        # Samples that fill a part by themselves are large: several at a time take too much memory.
         threads=min(usable_cores(), _MOST_THREADS)
         if problem.sample_elements <= PART_ELEMENTS
         else 1,
@@ -103,7 +103,7 @@ def verify(
 
 
 def refuse_if(cancelled: threading.Event | None) -> Callable[[], None]:
-    """What raises DeadlineExceeded once nobody wants the answer any more."""
+    """Return a function that raises DeadlineExceeded once ``cancelled`` is set."""
 
     def check() -> None:
         if cancelled is not None and cancelled.is_set():
@@ -115,7 +115,7 @@ def refuse_if(cancelled: threading.Event | None) -> Callable[[], None]:
 def draw_inputs(
     problem: Examination, out: Arrays, check: Callable[[], None] = lambda: None
 ) -> dict[str, Array]:
-    """The tensors that the request's seed says, in their places."""
+    """Fill the tensors that are drawn from the request's seed, in their memory."""
     drawn = {}
     for name in problem.drawn:
         check()
@@ -135,7 +135,7 @@ def _indices(subject: Problem) -> Array:
 
 
 def _of_role(role: str, problem: Verify, sent: Mapping[str, Array]) -> dict[str, Array]:
-    """The caller's tensors of one of `RESULT_ROLES`, by output."""
+    """Return the caller's tensors of one of `RESULT_ROLES`, by output."""
     before = f"{role}_"
     return {
         name.removeprefix(before): sent[name]
@@ -145,7 +145,7 @@ def _of_role(role: str, problem: Verify, sent: Mapping[str, Array]) -> dict[str,
 
 
 def _on_host(tensor: Any) -> Array:
-    """A tensor that may be kept on the device, as an array."""
+    """Return a tensor, which may be stored on the device, as an array."""
     if isinstance(tensor, np.ndarray):
         return tensor
     target: Array = np.empty(tensor.spec.shape, tensor.spec.dtype.numpy)
@@ -160,7 +160,7 @@ def _ours(
     cancelled: threading.Event | None,
     out: Arrays,
 ) -> OwnResult | None:
-    """This server's own result; None where it has no kernel."""
+    """Return this server's own result; None if it has no kernel."""
     places = {name: out[f"{OURS}{name}"] for name in problem.subject.outputs}
     try:
         outcome = backend.run(problem.subject, inputs, cancelled, places)
@@ -170,7 +170,7 @@ def _ours(
 
 
 def _digest(problem: Examination, inputs: Mapping[str, Array]) -> str:
-    """Of the problem and all that it is computed from."""
+    """Return a digest of the problem and its inputs."""
     hashed = hashlib.blake2b(digest_size=16)
     hashed.update(repr(problem.subject).encode())
     for name, array in inputs.items():

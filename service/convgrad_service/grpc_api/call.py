@@ -1,4 +1,4 @@
-"""One gRPC call: its metadata and deadline, its messages, and how it is ended."""
+"""One gRPC call: metadata, deadline, trailers, and how it is ended early."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["EOF", "Call", "Trailers", "status_of"]
 _log = logging.getLogger("convgrad.grpc")
 
 EOF = grpc.aio.EOF
-"""What is read after the last message."""
+"""What ``read`` returns after the last message."""
 
 Trailers = tuple[tuple[str, str], ...]
 
@@ -34,12 +34,12 @@ _CODE, _RETRY_AFTER = "convgrad-code", "retry-after"
 
 
 def status_of(error: ServiceError) -> grpc.StatusCode:
-    """The status of the error's row; an error that HTTP alone can make would be a fault of ours."""
+    """Return the gRPC status of an error; INTERNAL for errors that only HTTP can have."""
     return grpc.StatusCode[error.row.grpc_status or "INTERNAL"]
 
 
 class Call:
-    """A call from its metadata on. ``rpc`` is grpcio's side of it."""
+    """A call whose metadata has arrived; ``rpc`` is grpcio's servicer context."""
 
     def __init__(self, rpc: Any) -> None:
         self.rpc = rpc
@@ -51,15 +51,15 @@ class Call:
         self.context = RequestContext.begin(self.metadata(_REQUEST_ID))
 
     def metadata(self, name: str) -> list[str]:
-        """The values that came under a name."""
+        """Return all values of a metadata key."""
         return [value for key, value in self._metadata if key == name]
 
     def first(self, name: str) -> str:
-        """The first of them, "" without one."""
+        """Return the first value of a metadata key, or ""."""
         return next((value for key, value in self._metadata if key == name), "")
 
     def begin(self) -> RequestContext:
-        """A context for one more request of its stream, under the same id where it was given."""
+        """Return a context for one request of a stream, with the client's request id if given."""
         context = RequestContext.begin(self.metadata(_REQUEST_ID))
         context.caller = self.caller
         return context
@@ -72,18 +72,18 @@ class Call:
 
     @property
     def peer(self) -> str:
-        """The connection that it came on, such as ``ipv4:127.0.0.1:40000``."""
+        """The connection's remote end, such as ``ipv4:127.0.0.1:40000``."""
         if self._peer is None:
             self._peer = self.rpc.peer()
         return self._peer
 
     @property
     def address(self) -> str:
-        """The same without what kind it is and the port."""
+        """The client's IP address."""
         return unquote(self.peer).partition(":")[2].rpartition(":")[0].strip("[]")
 
     def trailers(self, error: ServiceError | None = None) -> Trailers:
-        """The metadata that the call ends with."""
+        """Return the trailing metadata."""
         found = [
             (_REQUEST_ID, self.context.request_id),
             (_SERVER_TIMING, self.context.server_timing()),
@@ -102,14 +102,14 @@ class Call:
         Raises
         ------
         grpc.aio.AbortError
-            Always: it ends the handler too.
+            Always, which ends the handler too.
         """
         await self.rpc.abort(status_of(error), error.detail, self.trailers(error))
 
     def cut(self, error: ServiceError) -> None:
-        """End the call from outside its handler, in which a read then raises AbortError.
+        """End the call from outside its handler, whose pending read then raises AbortError.
 
-        The handler is not cancelled: grpcio would leak a message that arrives just then.
+        The handler is not cancelled, because grpcio would leak a message that arrives just then.
         """
         if self.cut_by is not None or self.rpc.done():
             return
@@ -122,11 +122,10 @@ class Call:
         self._aborting = asyncio.ensure_future(abort())
 
     def disconnect(self) -> None:
-        """Shut the call's connection down. A server of grpcio has no other way to end a call whose
-        answer waits for its client."""
-        _log.warning("%s does not read its answers and is cut off", self.peer)
+        """Shut down the call's socket: grpcio cannot end a call whose answer waits to be read."""
+        _log.warning("%s does not read its answers and is disconnected", self.peer)
         for entry in Path("/proc/self/fd").iterdir():
-            # Descriptors come and go meanwhile, and not all sockets have a peer.
+            # Descriptors may close meanwhile, and not all sockets have a peer.
             with contextlib.suppress(OSError, ValueError, IndexError):
                 if not str(entry.readlink()).startswith("socket:"):
                     continue
@@ -136,7 +135,7 @@ class Call:
 
 
 def _shown(address: Sequence[Any]) -> str:
-    """An address as grpcio shows it."""
+    """Format a socket address as grpcio does."""
     host = ipaddress.ip_address(address[0])
     if isinstance(host, ipaddress.IPv6Address) and host.ipv4_mapped is not None:
         host = host.ipv4_mapped

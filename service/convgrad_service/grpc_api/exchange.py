@@ -1,7 +1,7 @@
-"""Around every call: its key, its id and timings in the trailers, errors, log and metrics.
+"""What surrounds every call: API key, request id and timings in trailers, errors, log, metrics.
 
-A failed call has the gRPC status of the error table, its sentence as details, and the trailers
-``convgrad-code`` and, where it makes sense to come again, ``retry-after`` in seconds.
+A failed call has the gRPC status of the error table, the error's sentence as details, and the
+trailers ``convgrad-code`` and, if a retry makes sense, ``retry-after`` in seconds.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = ["Exchanges"]
 
 _log = logging.getLogger("convgrad.grpc")
 
-# What a platform asks has no key.
+# Health checks need no key.
 _OPEN = frozenset({"ServerLive", "ServerReady", "Check", "Watch"})
-# Asked every few seconds, by machines.
+# Polled by machines, so logged at debug level.
 _QUIET = frozenset({"ServerLive", "ServerReady", "ModelReady"})
-# As OpenTelemetry's conventions have it; other statuses are their callers' fault.
+# OpenTelemetry's semantic conventions; other statuses are the caller's fault.
 _SERVERS_FAULT = frozenset(
     grpc.StatusCode[name]
     for name in ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE")
@@ -47,10 +47,9 @@ Streaming = Callable[[Call], Awaitable[None]]
 
 
 class Exchanges:
-    """Makes grpcio's handlers of methods, and runs their calls.
+    """Wraps methods into grpcio handlers.
 
-    Every method gets its messages by reading them itself, so that what its caller may have is
-    decided before there is a message in memory.
+    A method reads its messages itself, so that limits are checked before a message is in memory.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Exchanges:
         self.answers = Answers(settings)
 
     def unary(self, method: str, work: Unary) -> grpc.RpcMethodHandler:
-        """The handler of a method that ``work`` answers with one message."""
+        """Return the handler of a method for which ``work`` returns the one response."""
 
         async def serve(_: object, rpc: Any) -> bytes:
             return await self._run(method, Call(rpc), work)
@@ -70,7 +69,7 @@ class Exchanges:
         return grpc.stream_unary_rpc_method_handler(serve)
 
     def streaming(self, method: str, work: Streaming) -> grpc.RpcMethodHandler:
-        """The handler of a method whose ``work`` writes its answers."""
+        """Return the handler of a method for which ``work`` writes the responses."""
 
         async def serve(_: object, rpc: Any) -> None:
             await self._run(method, Call(rpc), work)
@@ -87,7 +86,7 @@ class Exchanges:
                 require_method(call.caller, method)
             return await work(call)
 
-        # Recorded once the answer has left: the caller need not wait for that.
+        # Recorded after the answer has been sent, so that the caller does not wait for it.
         try:
             answer, error = await self.attempt(method, call, context, allowed())
             if error is not None:
@@ -98,7 +97,7 @@ class Exchanges:
             asyncio.get_running_loop().call_soon(self.record, method, context)
 
     def trace(self, call: Call, context: RequestContext) -> None:
-        """Have a context know where its call comes from: its address, and its caller's trace."""
+        """Set the client's address and trace context."""
         context.client = call.address
         named = {name: call.first(name) for name in TRACE_HEADERS}
         context.trace = {name: value for name, value in named.items() if value}
@@ -106,12 +105,12 @@ class Exchanges:
             self._traces.begin(context)
 
     def authenticate(self, call: Call) -> None:
-        """Find whose key the call has; for a stream again and again, as keys may be revoked.
+        """Identify the caller by its key. Streams repeat this, since a key may be revoked.
 
         Raises
         ------
         Unauthenticated
-            A key is needed and there is none that this server knows.
+            A key is required, and the call has none that this server knows.
         """
         if self._keys is not None:
             call.caller = call.context.caller = self._keys.caller(call.first("authorization"))
@@ -119,21 +118,21 @@ class Exchanges:
     async def attempt(
         self, method: str, call: Call, context: RequestContext, work: Awaitable[T]
     ) -> tuple[T | None, ServiceError | None]:
-        """The result of ``work``, or what it failed with as the caller may know it."""
+        """Return the result of ``work``, or the error to report to the caller."""
         try:
             return await work, None
         except ServiceError as error:
             context.code = error.code
             return None, error
         except grpc.aio.AbortError:
-            # The call has been ended already, by `Call.cut` or by another request of its stream.
+            # Already ended by `Call.cut`, or by another request of its stream.
             context.code = Internal.code if call.cut_by is None else call.cut_by.code
             raise
         except (asyncio.CancelledError, grpc.aio.InternalError):
-            # The client has gone, or its deadline has passed, of which grpcio itself tells it.
+            # The client has gone, or its deadline has passed, which grpcio reports itself.
             context.code = "client-gone" if call.remaining_s > 0 else DeadlineExceeded.code
             raise
-        # Whatever went wrong, the caller gets an id and the log gets the rest.
+        # The caller learns only the request id; the log has the rest.
         except Exception:  # noqa: BLE001
             _log.exception("request_id=%s %s failed", context.request_id, method)
             context.code = Internal.code
@@ -178,7 +177,7 @@ class Exchanges:
 
 
 def _status(code: str) -> grpc.StatusCode:
-    """The status that a call with this code in the log ended with."""
+    """Return the status of a call that ended with this code."""
     if code == "ok":
         return grpc.StatusCode.OK
     row = CODES.get(code)

@@ -1,7 +1,7 @@
-"""gRPC's health checking: whether the server takes work, asked once or watched.
+"""The gRPC health checking protocol.
 
-grpcio-health-checking brings the messages. Of its servicer a watcher that leaves takes the
-notifications of all others with it (1.81), and it has no limit on watchers.
+Only the messages come from grpcio-health-checking. Its servicer has no limit on watchers, and when
+one leaves, the others get no more notifications (1.81).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Request, _Response = health_pb2.HealthCheckRequest, health_pb2.HealthCheckRespo
 
 
 class HealthMethods:
-    """``Check`` and ``Watch``, of the server as a whole ("") and of the protocol's service."""
+    """``Check`` and ``Watch``, for the server as a whole ("") and the inference service."""
 
     def __init__(self, pipeline: Pipeline, exchanges: Exchanges) -> None:
         self._pipeline, self._exchanges = pipeline, exchanges
@@ -58,16 +58,16 @@ class HealthMethods:
         request = parsed(await self._exchanges.open_arrivals.message(call), _Request)
         self._watches += 1
         if self._following is None:
-            self._following = asyncio.ensure_future(self._follow())
+            self._following = asyncio.ensure_future(self._follow(self._status("")))
         try:
-            told = None
-            # For as long as the client listens: then this task is cancelled.
+            last = None
+            # Until the client leaves, which cancels this task.
             while True:
                 changed = self._changed
                 status = self._status(request.service)
-                if status != told:
+                if status != last:
                     await call.rpc.write(_answer(status))
-                    told = status
+                    last = status
                 if self._closed:
                     return
                 await changed.wait()
@@ -78,13 +78,12 @@ class HealthMethods:
                 self._following = None
 
     def close(self) -> None:
-        """End the watches: the server is about to stop."""
+        """End all watches, because the server is about to stop."""
         self._closed = True
         self._changed.set()
 
-    async def _follow(self) -> None:
-        """Wake the watchers when the status has changed: one look for all of them."""
-        seen = self._status("")
+    async def _follow(self, seen: int) -> None:
+        """Poll the status for all watchers, and wake them when it has changed."""
         while True:
             await asyncio.sleep(_INTERVAL_S)
             if (status := self._status("")) != seen:

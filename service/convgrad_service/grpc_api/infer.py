@@ -1,4 +1,4 @@
-"""ModelInfer and ModelStreamInfer: a serialized request to a serialized answer."""
+"""ModelInfer and ModelStreamInfer, from serialized request to serialized response."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from convgrad_service.server.settings import Settings
 __all__ = ["MAX_MESSAGE_BYTES", "InferMethods"]
 
 _UNKNOWN = "unknown"
-"""The operation of a request that was refused before its message was read."""
-# Requests of one stream that are in work at once; the next is not read before.
+"""The operation logged for a request that was refused before its message was read."""
+# Requests of one stream in progress at once; no further one is read meanwhile.
 _STREAM_AHEAD = 8
 
 Send = Callable[[list[Part]], Awaitable[None]]
 
 
 class InferMethods:
-    """The two methods that compute."""
+    """The methods that compute."""
 
     def __init__(
         self,
@@ -62,10 +62,10 @@ class InferMethods:
         return sent
 
     async def stream(self, call: Call) -> None:
-        """ModelStreamInfer: answers in the order of the requests.
+        """ModelStreamInfer: responses come in the order of the requests.
 
-        While one is computed, the next is received. A request that fails gets an answer with
-        ``error_message``, and the stream goes on.
+        The next request is received while one is computed. A request that fails gets a response
+        with ``error_message``, and the stream goes on.
         """
         with self._exchanges.arrivals.stream():
             await self._answer_all(call)
@@ -106,7 +106,7 @@ class InferMethods:
             began = True
             counted = await self._exchanges.answers.counted(call, sum(map(len, parts)))
             try:
-                # Cancelled, a write would leave its message in grpcio's memory for good.
+                # A cancelled write would leak its message in grpcio.
                 await asyncio.shield(call.rpc.write(b"".join(parts)))
             finally:
                 counted.left()
@@ -115,7 +115,7 @@ class InferMethods:
         try:
             _, error = await self._exchanges.attempt("ModelStreamInfer", call, context, answering)
             if error is not None and began:
-                # Part of the answer has left: only the end of the stream can say so.
+                # Part of the answer has been sent, so only ending the stream can report the error.
                 call.cut(error)
             elif error is not None:
                 message.filled.set()

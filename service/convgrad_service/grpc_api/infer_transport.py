@@ -1,4 +1,4 @@
-"""One request for inference over gRPC: its message to a request, its result to responses."""
+"""One inference request over gRPC: message to request, result to responses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from convgrad_service.grpc_api.infer_wire import (
 )
 from convgrad_service.grpc_api.limits import Arrivals, Held
 from convgrad_service.grpc_api.request_keys import Notes, RequestKeys, SplitMessage
-from convgrad_service.oip.answer import answer_names, answer_outputs
 from convgrad_service.oip.answer_parts import MAX_PART_BYTES, AnswerParts, row_bytes
 from convgrad_service.oip.fields import described, request_fields, tensor_in
 from convgrad_service.oip.request import InferRequest, Span
@@ -38,20 +37,20 @@ from convgrad_service.problems import Problem
 __all__ = ["MAX_MESSAGE_BYTES", "InferTransport", "Message"]
 
 MAX_MESSAGE_BYTES = 2**31 - 1
-"""What protobuf and gRPC put into one message at most."""
+"""Largest message that protobuf and gRPC allow."""
 
 _ID = 0x1A  # the tag of a response's id
 _DOUBLE = struct.Struct("<d")
-# Names, shapes and the report beside an answer's tensors.
+# Room for names, shapes and the report beside an answer's tensors.
 _HEAD_BYTES = 64 * 1024
 
 Send = Callable[[list[Part]], Awaitable[None]]
 
 
 class Message:
-    """One serialized request, which is dropped once its tensors are in their places.
+    """One serialized request, freed once its tensors have been copied into the arena.
 
-    ``receive`` is called for it. ``filled`` is set when it has been dropped.
+    ``receive`` returns its bytes. ``filled`` is set once it has been freed.
     """
 
     def __init__(self, receive: Callable[[], Awaitable[bytes]]) -> None:
@@ -62,7 +61,7 @@ class Message:
 
     @classmethod
     def of(cls, body: bytes) -> Message:
-        """A message that has been received."""
+        """Return a message that has already been received."""
 
         async def received() -> bytes:
             return body
@@ -70,7 +69,7 @@ class Message:
         return cls(received)
 
     def read(self) -> InferRequest:
-        """What is asked; ``model`` and ``id`` are set as far as they can be read."""
+        """Parse the request; set ``model`` and ``id`` as far as they can be read."""
         try:
             request = read_infer_request(self.body)
         except ServiceError:
@@ -81,12 +80,12 @@ class Message:
 
 
 class InferTransport:
-    """See `Transport`. ``in_stream``: several responses may answer it, in messages of a stream."""
+    """See `Transport`. ``in_stream`` allows several responses, as messages of a stream."""
 
-    holds: Lease | None = None
-    quick = True  # shapes and parameters; elements are filled in afterwards
+    body_lease: Lease | None = None
+    decodes_inline = True  # `decode` reads shapes and parameters; `fill` reads the elements
 
-    keeps_deadline = True  # see `limits.Arrivals`: grpcio would leak a message that comes just then
+    enforces_deadline = True  # see `Call.cut`: cancelling the read could leak its message
 
     def __init__(
         self,
@@ -112,7 +111,7 @@ class InferTransport:
         self.request = ComputeRequest(None, deadline, context.timings, context.caller)
 
     async def head(self) -> Hashable | None:
-        """The message, which grpcio hands over whole."""
+        """Receive the message, which grpcio hands over whole."""
         owner, message = self._context.owner, self._message
         message.body = await message.receive()
         size_bytes = self._context.received_bytes = len(message.body)
@@ -173,12 +172,12 @@ class InferTransport:
         self._message.filled.set()
 
     def close(self) -> None:
-        """Count the message no more."""
+        """Stop counting the message."""
         if self._held is not None:
             self._held.release()
 
     def watch(self, gone: Callable[[], None] | None) -> None:
-        """Nothing to do: the task of a call whose client goes away is cancelled."""
+        """Do nothing: if the client leaves, grpcio cancels the call's task."""
 
     async def send(self, execution: Execution, result: Result) -> None:
         request = execution.notes.request
@@ -189,10 +188,10 @@ class InferTransport:
             return
         with self.request.timings.stage("encode"):
             template = execution.template(
-                result.finished, lambda report: _template(execution, report)
+                result.job_result, lambda report: _template(execution, report)
             )
             if template is not None:
-                parts = self._from_template(execution, template, result.finished.compute_s)
+                parts = self._from_template(execution, template, result.job_result.compute_s)
             else:
                 encode = encode_stream_response if self._in_stream else encode_response
                 parts = encode(request, result.outputs, result.report)
@@ -205,7 +204,7 @@ class InferTransport:
         async def all_of(name: str, _: int) -> int:
             return outputs[name].nbytes
 
-        chosen = answer_outputs(request, outputs)
+        chosen = request.answer_outputs(outputs)
         rows = AnswerParts(
             {name: array for name, array in chosen.items() if request.sends(name)},
             (lambda name: outputs[name].nbytes) if progress is None else progress.final_bytes,
@@ -243,9 +242,9 @@ def _template(execution: Execution, report: Report) -> ResponseTemplate:
     }
     text = bytes(encode_response(request, outputs, report)[0])
     placed = []
-    for name in answer_names(request, outputs):
-        # One field for each output: of one that stays here it is empty.
-        offset, size_bytes = execution.place_of(name) if request.sends(name) else (0, 0)
+    for name in request.answer_names(outputs):
+        # One field per output, empty if the output is stored or in shared memory.
+        offset, size_bytes = execution.extent_of(name) if request.sends(name) else (0, 0)
         placed.append((raw_output_prefix(size_bytes), offset, size_bytes))
     return ResponseTemplate(*split_at(text, _DOUBLE.pack), tuple(placed))
 
@@ -254,10 +253,10 @@ def _refuse_above_message(request: InferRequest, problem: Problem) -> None:
     size_of = row_bytes if request.in_parts else (lambda spec: spec.size_bytes)
     sizes = [
         size_of(problem.outputs[name])
-        for name in answer_names(request, problem.outputs)
+        for name in request.answer_names(problem.outputs)
         if request.sends(name)
     ]
-    # Of parts, each output has so many bytes or one row in a response.
+    # In parts, each output has at most one row or MAX_PART_BYTES per response.
     size_bytes = sum(max(size, MAX_PART_BYTES) if request.in_parts else size for size in sizes)
     if size_bytes + _HEAD_BYTES > MAX_MESSAGE_BYTES:
         raise ProblemTooLarge(

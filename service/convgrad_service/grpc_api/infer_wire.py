@@ -1,9 +1,9 @@
-"""ModelInferRequest and ModelInferResponse between bytes and values, copying no tensor.
+"""Zero-copy encoding and decoding of ModelInferRequest and ModelInferResponse.
 
-Protobuf copies every ``bytes`` field when it parses and again when it is read. So the tensors,
-which are fields of the outermost message, are cut out of a request by walking its field tags, and
-protobuf parses the few hundred bytes that are left. An answer is protobuf's bytes of all but the
-tensors, followed by the tensors' own fields: on the wire, a message may end with any of its fields.
+Protobuf copies every ``bytes`` field when it parses, and again when the field is read. So the
+tensors, which are fields of the outermost message, are cut out of a request by walking its field
+tags, and protobuf parses the few hundred bytes that remain. A response is protobuf's encoding of
+everything but the tensors, followed by the tensors' fields: fields may come in any order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from convgrad.errors import MalformedRequest
 from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import checked_shape, data_view, dtype_of, reshaped
 from convgrad_service.grpc_api.messages import message
-from convgrad_service.oip.answer import answer_names, answer_outputs, report_parameters
 from convgrad_service.oip.answer_parts import Rows
 from convgrad_service.oip.datatypes import dtype_named, protocol_name
 from convgrad_service.oip.fields import VERSION, operation_named
@@ -48,9 +47,9 @@ _StreamResponseMessage = message("ModelStreamInferResponse")
 _FINAL = "triton_final_response"
 _RAW_INPUT_CONTENTS, _RAW_OUTPUT_CONTENTS, _INFER_RESPONSE = 7, 6, 2
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
-# More than a request has by far; each costs a microsecond.
+# Far more than a request has; each takes a microsecond to walk.
 _MAX_FIELDS = 4096
-# Numbers in `contents` take protobuf up to eight bytes for each that was sent.
+# Protobuf expands numbers in `contents` up to eightfold.
 _MAX_PARSED_BYTES = 16 * 2**20
 
 _CONTENTS = {
@@ -65,12 +64,12 @@ Part = bytes | memoryview
 
 
 def read_infer_request(body: bytes) -> InferRequest:
-    """The request that a serialized ModelInferRequest makes; its spans lie in ``body``.
+    """Parse a ModelInferRequest; its spans refer to ``body``.
 
     Raises
     ------
     MalformedRequest
-        It is no such message, or contradicts itself.
+        The message cannot be parsed, or is inconsistent.
     NotFound
         There is no such model.
     """
@@ -99,7 +98,7 @@ def read_infer_request(body: bytes) -> InferRequest:
 
 
 def request_names(body: bytes) -> tuple[str, str]:
-    """Model name and id of a serialized ModelInferRequest, each "" where it cannot be read."""
+    """Return model name and id of a ModelInferRequest, both "" if it cannot be parsed."""
     try:
         parsed = _RequestMessage.FromString(cut_raw_contents(body)[0])
     except (DecodeError, MalformedRequest):
@@ -108,12 +107,12 @@ def request_names(body: bytes) -> tuple[str, str]:
 
 
 def cut_raw_contents(body: bytes) -> tuple[bytes, list[Span]]:
-    """A ModelInferRequest without its raw_input_contents, and where those lie in ``body``.
+    """Split a ModelInferRequest into the rest and the spans of its raw_input_contents in ``body``.
 
     Raises
     ------
     MalformedRequest
-        The bytes do not fall into fields, or what is left is too large to be parsed.
+        The bytes are not a sequence of fields, or the rest is too large to parse.
     """
     kept: list[bytes] = []
     spans: list[Span] = []
@@ -142,8 +141,7 @@ def cut_raw_contents(body: bytes) -> tuple[bytes, list[Span]]:
 
 
 def _field_at(body: bytes, at: int) -> tuple[bool, int, int]:
-    """Of the field that begins at ``at``: whether it is of raw_input_contents, where its value
-    begins, and how many bytes that has."""
+    """Return whether the field is raw_input_contents, where its value begins, and its size."""
     tag, value_at = _varint(body, at)
     kind = tag & 7
     if kind == _LENGTH:
@@ -157,7 +155,7 @@ def _field_at(body: bytes, at: int) -> tuple[bool, int, int]:
 
 
 def _refuse_long_head(size: int) -> None:
-    """Raise MalformedRequest if so many bytes beside raw_input_contents are too many."""
+    """Raise MalformedRequest if the bytes beside raw_input_contents are too many to parse."""
     if size > _MAX_PARSED_BYTES:
         raise MalformedRequest(
             f"the message holds more than {_MAX_PARSED_BYTES:,} bytes beside its "
@@ -168,15 +166,15 @@ def _refuse_long_head(size: int) -> None:
 def encode_response(
     request: InferRequest, outputs: Mapping[str, NDArray[Any]], report: Report
 ) -> list[Part]:
-    """The answer as a serialized ModelInferResponse, in parts that refer to the arrays."""
-    return list(_response_parts(request, answer_outputs(request, outputs), report))
+    """Encode a ModelInferResponse, in parts that refer to the arrays."""
+    return list(_response_parts(request, request.answer_outputs(outputs), report))
 
 
 def encode_stream_response(
     request: InferRequest, outputs: Mapping[str, NDArray[Any]], report: Report
 ) -> list[Part]:
-    """The same as a ModelStreamInferResponse, marked as its request's last."""
-    chosen = answer_outputs(request, outputs)
+    """Encode a ModelStreamInferResponse, marked as the last of its request."""
+    chosen = request.answer_outputs(outputs)
     return _stream_response(_response_parts(request, chosen, report, {_FINAL: True}))
 
 
@@ -188,11 +186,11 @@ def encode_stream_part(
     *,
     final: bool,
 ) -> list[Part]:
-    """A ModelStreamInferResponse with these rows of the outputs, which its parameters name."""
+    """Encode a ModelStreamInferResponse with some rows of the outputs."""
     found = {name: part.of(outputs[name]) for name, part in rows.items()}
     if final:
-        # What is kept here, or written to shared memory, has no rows to send.
-        kept = (name for name in answer_names(request, outputs) if not request.sends(name))
+        # Outputs that are stored or in shared memory have no rows to send.
+        kept = (name for name in request.answer_names(outputs) if not request.sends(name))
         found.update((name, outputs[name]) for name in kept)
     return _stream_response(_response_parts(request, found, report, {_FINAL: final}, rows))
 
@@ -203,7 +201,7 @@ def _stream_response(parts: Iterator[Part]) -> list[Part]:
 
 
 def encode_stream_error(model: str, request_id: str, detail: str) -> bytes:
-    """A ModelStreamInferResponse that says why one request of a stream failed."""
+    """Encode a ModelStreamInferResponse for a request that failed."""
     answer = _StreamResponseMessage(error_message=detail)
     answer.infer_response.model_name = model
     answer.infer_response.id = request_id
@@ -220,7 +218,7 @@ def _response_parts(
     rows: Mapping[str, Rows] = MappingProxyType({}),
 ) -> Iterator[Part]:
     head = _ResponseMessage(model_name=request.operation.name, model_version=VERSION, id=request.id)
-    for name, value in {**report_parameters(report), **(extra or {})}.items():
+    for name, value in {**report.model_dump(), **(extra or {})}.items():
         _set_parameter(head.parameters[name], value)
     for name, array in chosen.items():
         output = head.outputs.add(
@@ -233,14 +231,14 @@ def _response_parts(
                 _set_parameter(output.parameters[f"part_{key}"], value)
     yield head.SerializeToString()
     for name, array in chosen.items():
-        # One for each output: of one that stays here it is empty.
+        # One field per output, empty if the output is stored or in shared memory.
         data = data_view(array) if request.sends(name) else b""
         yield raw_output_prefix(len(data))
         yield data
 
 
 def raw_output_prefix(size: int) -> bytes:
-    """What stands before the bytes of an output."""
+    """Return the tag and length that precede an output's bytes."""
     return _length_prefix(_RAW_OUTPUT_CONTENTS, size)
 
 
@@ -319,7 +317,7 @@ def _parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _varint(body: bytes, at: int) -> tuple[int, int]:
-    """The varint at ``at`` and where it ends."""
+    """Return the varint at ``at``, and its end."""
     value = shift = 0
     while shift < 64:
         if at >= len(body):

@@ -1,9 +1,9 @@
-"""What gRPC messages may hold of this process's memory on their way in and out.
+"""Bounds on the memory that gRPC messages take on their way in and out.
 
-grpcio gathers a message in memory of its own before it hands it over, and tells neither its length
-nor how much of it has come. So what bounds that memory is taken before a message is read: a permit
-for each message that does not come at once. A stalled client takes no permit from small requests,
-which need none. Answers are counted by their size until grpcio has sent them.
+grpcio assembles a message in its own memory before it hands it over, and reveals neither its length
+nor its progress. So the bound is enforced before a message is read: every message that does not
+arrive at once needs a permit. Small requests need none, so stalled clients cannot block them.
+Answers count by their size until grpcio has sent them.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ from convgrad_service.server.settings import Settings
 
 __all__ = ["Answer", "Answers", "Arrivals"]
 
-# What a network brings in this time is memory enough for messages without a permit.
+# A message that arrives within this time needs no permit: the network bounds its size.
 _AT_ONCE_S = 0.1
-# Of methods that need no key: their messages are a few bytes, sent together with the headers.
+# For methods without a key, whose messages are a few bytes sent together with the headers.
 _OPEN_PERMITS, _OPEN_TIMEOUT_S = 2, 1.0
-# Streams that may be open, for each message that may be on its way.
 _STREAMS_PER_PERMIT = 8
 _RETRY_AFTER_S = 1.0
-# What is too little to be counted.
+# Smaller answers are not counted.
 _SMALL_ANSWER_BYTES = 4096
-# Of all unread answers those of one connection may take this share.
+# The share of the limit that the unread answers of one connection may take.
 _CONNECTION_SHARE = 1 / 4
 
 
 class Arrivals:
-    """Reads messages, with a permit for each that has not come after 0.1 s."""
+    """Reads messages; one that has not arrived after 0.1 s needs a permit."""
 
     def __init__(self, settings: Settings, *, needs_key: bool = True) -> None:
         permits = settings.grpc_message_permits if needs_key else _OPEN_PERMITS
@@ -47,14 +46,14 @@ class Arrivals:
         self._streams = 0
 
     async def message(self, call: Call, deadline: Deadline | None = None) -> bytes:
-        """The one message of a unary call.
+        """Return the message of a unary call.
 
         Raises
         ------
         MalformedRequest
-            There is none, or a second one.
+            There is no message, or a second one.
         grpc.aio.AbortError
-            It did not come in time, and the call has been answered with that.
+            The message did not arrive in time, and the call has been ended with that error.
         """
         with _Arrival(self, call, deadline or Deadline.after(self.longest_s)):
             message = await call.rpc.read()
@@ -66,12 +65,12 @@ class Arrivals:
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """Count an open stream, whose messages need no permit: it may be silent between them.
+        """Count an open stream. Its messages need no permit: it may pause between them.
 
         Raises
         ------
         Overloaded
-            As many are open as may be.
+            Too many streams are open.
         """
         if self._streams >= _STREAMS_PER_PERMIT * self.permits:
             raise Overloaded(
@@ -85,12 +84,12 @@ class Arrivals:
             self._streams -= 1
 
     def held(self, size_bytes: int) -> Held:
-        """Count a message that has been read until its tensors are in their places.
+        """Count a message that has been read until its tensors have been copied out of it.
 
         Raises
         ------
         Overloaded
-            Together with the others it is more than may be.
+            Together with the other such messages it exceeds the limit.
         """
         if self.held_bytes + size_bytes > self._held_limit:
             raise Overloaded(
@@ -102,7 +101,7 @@ class Arrivals:
         return Held(self, size_bytes)
 
     def enter(self, arrival: _Arrival) -> bool:
-        """Give a permit, for which one that had its time may have to go; whether there was one."""
+        """Return whether ``arrival`` gets a permit, if need be from one that had time enough."""
         now_s = asyncio.get_running_loop().time()
         if len(self._waiting) >= self.permits:
             oldest, since_s = next(iter(self._waiting.items()))
@@ -118,18 +117,18 @@ class Arrivals:
         return True
 
     def leave(self, arrival: _Arrival) -> None:
-        """Take its permit back, if it had one."""
+        """Return the permit of ``arrival``, if it has one."""
         self._waiting.pop(arrival, None)
 
 
 class Held:
-    """The bytes of a message that are counted until `release`, or the end of the block."""
+    """The bytes of a message, counted until `release` or the end of the ``with`` block."""
 
     def __init__(self, arrivals: Arrivals, size_bytes: int) -> None:
         self._arrivals, self._size_bytes = arrivals, size_bytes
 
     def release(self) -> None:
-        """The message is in memory no more; harmless when it was not before."""
+        """Stop counting the message; may be called again."""
         self._arrivals.held_bytes -= self._size_bytes
         self._size_bytes = 0
 
@@ -141,7 +140,7 @@ class Held:
 
 
 class _Arrival:
-    """While it lasts, a call's message is awaited; what takes too long cuts the call."""
+    """Ends a call whose message does not arrive in time, for the length of a ``with`` block."""
 
     __slots__ = ("_arrivals", "_call", "_deadline", "_timer")
 
@@ -169,12 +168,12 @@ class _Arrival:
             return
         remaining_s = max(self._deadline.remaining_s, 0.0)
         self._timer = asyncio.get_running_loop().call_later(
-            remaining_s, lambda: self._call.cut(self._deadline.missed())
+            remaining_s, lambda: self._call.cut(self._deadline.exceeded())
         )
 
 
 class Answers:
-    """Counts the answers that grpcio has and has not sent, and cuts off who does not read."""
+    """Counts the answers that grpcio has not sent yet, and disconnects clients that do not read."""
 
     def __init__(self, settings: Settings) -> None:
         self._limit_bytes = int(settings.grpc_max_unread_bytes)
@@ -186,7 +185,7 @@ class Answers:
         self._waiting: OrderedDict[asyncio.Future[Answer], tuple[Call, int]] = OrderedDict()
 
     async def joined(self, call: Call, parts: Sequence[bytes | memoryview]) -> bytes:
-        """The only message that answers a call, counted until the call has ended.
+        """Return the single message that answers a call, counted until the call has ended.
 
         Raises as `counted`.
         """
@@ -196,12 +195,12 @@ class Answers:
         return b"".join(parts)
 
     async def counted(self, call: Call, size_bytes: int) -> Answer:
-        """An answer of this size, once there is room for it; its caller says when it has left.
+        """Wait until an answer of this size fits; the caller calls `Answer.left` once it is sent.
 
         Raises
         ------
         Overloaded
-            The client, or others, have not read what was sent to them before.
+            This client, or others, did not read earlier answers in time.
         """
         if not self._waiting and self._fits(call, size_bytes):
             return self._count(call, size_bytes)
@@ -228,7 +227,7 @@ class Answers:
             self._waiting.pop(turn, None)
 
     def _fits(self, call: Call, size_bytes: int) -> bool:
-        """Whether there is room; for one answer there is, whatever its size, beside no other."""
+        """Whether an answer fits; an answer of any size fits if it is the only one."""
         mine, total = self._bytes[call.peer], self._bytes.total()
         share_bytes = self._limit_bytes * _CONNECTION_SHARE
         return (not mine or mine + size_bytes <= share_bytes) and (
@@ -242,13 +241,13 @@ class Answers:
         return answer
 
     def _cut_the_oldest(self, now_s: float) -> None:
-        """Where there is no room, who had time enough to read makes some."""
+        """Disconnect the client of the oldest answer if it had time enough to read it."""
         oldest = next(iter(self._unread), None)
         if oldest is not None and now_s - oldest.since_s > self._idle_s:
             oldest.cut()
 
     def remove(self, answer: Answer) -> None:
-        """It has been sent, or never will be."""
+        """Stop counting an answer."""
         if answer in self._unread:
             del self._unread[answer]
             self._bytes[answer.call.peer] -= answer.size_bytes
@@ -257,14 +256,14 @@ class Answers:
             self._serve()
 
     def _serve(self) -> None:
-        """Let those go on for whom there is room; none waits for another connection's reading."""
+        """Admit every waiting answer that fits; none waits for another connection's client."""
         for turn, (call, size_bytes) in list(self._waiting.items()):
             if not turn.done() and self._fits(call, size_bytes):
                 turn.set_result(self._count(call, size_bytes))
 
 
 class Answer:
-    """One answer that is to be sent within a time."""
+    """One answer, with a time limit for sending it."""
 
     __slots__ = ("_answers", "_timer", "call", "since_s", "size_bytes")
 
@@ -275,10 +274,10 @@ class Answer:
         self._timer = loop.call_later(longest_s, self.cut)
 
     def left(self, _: object = None) -> None:
-        """It has been sent, or never will be."""
+        """Stop counting: the answer has been sent, or never will be."""
         self._timer.cancel()
         self._answers.remove(self)
 
     def cut(self) -> None:
-        """End the connection: grpcio ends no call whose answer waits to be read."""
+        """End the connection: grpcio cannot end a call whose answer waits to be read."""
         self.call.disconnect()

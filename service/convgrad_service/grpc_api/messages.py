@@ -1,7 +1,7 @@
-"""The message classes of the Open Inference Protocol, made from its compiled form.
+"""The message classes of the Open Inference Protocol, made from its compiled descriptors.
 
-They live in a descriptor pool of their own: a program that also imports another definition of the
-protocol (tritonclient's, for one) would otherwise find every name taken.
+They have their own descriptor pool: in protobuf's default pool their names would collide with those
+of any other copy of the protocol in the process, such as tritonclient's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from convgrad.errors import MalformedRequest
 __all__ = ["POOL", "SERVICE", "message", "parsed"]
 
 POOL = DescriptorPool()
-"""Describes the protocol, for reflection too."""
+"""The protocol's descriptors."""
 
 for _file in descriptor_pb2.FileDescriptorSet.FromString(
     files(__package__).joinpath("open_inference.binpb").read_bytes()
@@ -27,23 +27,17 @@ for _file in descriptor_pb2.FileDescriptorSet.FromString(
     POOL.Add(_file)
 
 SERVICE: ServiceDescriptor = POOL.FindServiceByName("inference.GRPCInferenceService")
-"""The Open Inference Protocol: its methods, and the messages that they take and give."""
+"""The protocol's service."""
 
 
 def message(name: str) -> Any:
-    """The class of a message of the protocol, e.g. ``ModelReadyRequest``."""
+    """Return the class of a message, e.g. ``ModelReadyRequest``."""
     full_name = f"{SERVICE.file.package}.{name}"
     return message_factory.GetMessageClass(POOL.FindMessageTypeByName(full_name))
 
 
 def parsed(body: bytes, message_class: Any) -> Any:
-    """A small message from its bytes.
-
-    Raises
-    ------
-    MalformedRequest
-        The bytes are no ``message_class``.
-    """
+    """Parse a small message; raises MalformedRequest if it cannot be parsed."""
     try:
         return message_class.FromString(body)
     except DecodeError:

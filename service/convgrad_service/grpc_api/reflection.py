@@ -1,6 +1,6 @@
-"""gRPC's server reflection, by grpcio-reflection, under the names of both of its versions.
+"""gRPC server reflection under the names of both of its versions, v1alpha and v1.
 
-The messages of the two are the same; the package knows the earlier name alone.
+The messages of the two are identical, but grpcio-reflection knows v1alpha only.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _SERVICES = tuple(f"{package}.ServerReflection" for package in (_V1ALPHA, _V1))
 
 
 def reflection_handlers(exchanges: Exchanges) -> Mapping[str, grpc.RpcMethodHandler]:
-    """The handlers of ``ServerReflectionInfo``: a stream of questions, each answered in turn."""
+    """Return the handlers of ``ServerReflectionInfo``, by full method name."""
     servicer = aio.ReflectionServicer((SERVICE.full_name, HEALTH, *_SERVICES), pool=_Pool())
 
-    async def questions(call: Call) -> AsyncIterator[Any]:
+    async def requests(call: Call) -> AsyncIterator[Any]:
         while (body := await call.rpc.read()) is not EOF:
             exchanges.authenticate(call)
             yield parsed(body, reflection_pb2.ServerReflectionRequest)
 
     async def info(call: Call) -> None:
         with exchanges.arrivals.stream():
-            async for answer in servicer.ServerReflectionInfo(questions(call), call.rpc):
+            async for answer in servicer.ServerReflectionInfo(requests(call), call.rpc):
                 await call.rpc.write(answer.SerializeToString())
 
     handler = exchanges.streaming("ServerReflectionInfo", info)
@@ -46,7 +46,7 @@ def reflection_handlers(exchanges: Exchanges) -> Mapping[str, grpc.RpcMethodHand
 
 
 class _Pool:
-    """Describes every service, by the names of methods too, which protobuf's own does not find."""
+    """A descriptor pool that also finds methods by name, which protobuf's does not."""
 
     def __init__(self) -> None:
         self._pool = DescriptorPool()
@@ -66,7 +66,7 @@ class _Pool:
 
 
 def _under_v1(file: FileDescriptorProto) -> FileDescriptorProto:
-    """Reflection's description under its later name."""
+    """Rename the descriptor of the reflection service to v1."""
     file.name, file.package = f"v1/{file.name}", _V1
     for described in file.message_type:
         for field in described.field:

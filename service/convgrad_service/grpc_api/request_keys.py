@@ -1,7 +1,7 @@
-"""The keys under which small requests for inference are remembered, see `Transport.head`.
+"""Cache keys of small inference requests; see `Transport.head`.
 
-A key is all of a message but its id and its tensors' elements. Where those lie is known once a
-message like it has been parsed, so messages are compared with earlier ones of the same length.
+A key is a message without its id and its tensors' elements. The position of the elements is known
+once a similar message has been parsed, so messages are compared with earlier ones of equal length.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from convgrad_service.oip.request import InferRequest, Region, Span
 
 __all__ = ["Notes", "RequestKeys", "SplitMessage"]
 
-# The first fields of a request: texts, each with its length before it.
+# Tags of a request's first fields, which are strings.
 _NAME, _VERSION, _ID = 0x0A, 0x12, 0x1A
 _MAX_SHORT = 0x7F
 _MAX_KEY_BYTES = 4096
-# What is known is found by the length of the message, so many kinds for each.
+# Entries are looked up by message length, with a few variants for each length.
 _MAX_LENGTHS, _MAX_EACH = 256, 4
 
 
 class Extent(NamedTuple):
-    """The bytes of a message, without its id, that are one input's."""
+    """The bytes of one input in a message without its id."""
 
     name: str
     begin: int
@@ -35,15 +35,15 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """What is needed again for each request like it: the request without its id, and where its
-    tensors' elements lie in the message; None where they may lie elsewhere in the next."""
+    """What is reused for similar requests: the request without its id, and the extents of its
+    tensors in the message, or None if those may differ in the next message."""
 
     request: InferRequest
     extents: tuple[Extent, ...] | None = None
 
 
 class SplitMessage:
-    """A serialized request without its id, and the id; together where that is not plain to see."""
+    """A serialized request, split into its id (empty if it cannot be found) and the rest."""
 
     def __init__(self, message: bytes) -> None:
         self.text, self.id = message, b""
@@ -57,14 +57,14 @@ class SplitMessage:
 
 
 def _end_of(message: bytes, at: int, tag: int) -> int | None:
-    """Where a short field with this tag ends; None where another is, or the message is cut off."""
+    """Return the end of a short field with this tag; None if another one is at ``at``."""
     if message[at : at + 1] != bytes((tag,)) or at + 1 >= len(message):
         return None
     return at + 2 + message[at + 1] if message[at + 1] <= _MAX_SHORT else None
 
 
 class RequestKeys:
-    """The kinds of requests seen last."""
+    """The layouts of the latest requests."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[int, list[tuple[Operation, tuple[Extent, ...]]]] = OrderedDict()
@@ -72,7 +72,7 @@ class RequestKeys:
     def find(
         self, split: SplitMessage, owner: str, pipeline: Pipeline
     ) -> tuple[Operation, Hashable] | None:
-        """The operation and the key of a message, if what follows from it is remembered."""
+        """Return operation and key of a message, if the pipeline has cached that key."""
         for operation, extents in self._seen.get(len(split.text), ()):
             key = _key(split.text, extents, owner)
             if pipeline.knows(operation, key):
@@ -82,7 +82,7 @@ class RequestKeys:
     def learn(
         self, split: SplitMessage, request: InferRequest, owner: str
     ) -> tuple[Hashable, tuple[Extent, ...]] | None:
-        """The key of a message that has been parsed; None where none can be told."""
+        """Return the key and extents of a parsed message, or None if it cannot be cached."""
         extents = tuple(
             Extent(
                 tensor.name,
@@ -111,7 +111,7 @@ class RequestKeys:
 
 
 def _key(text: bytes, extents: tuple[Extent, ...], owner: str) -> tuple[str, bytes, int, str]:
-    """All of a request but its tensors' elements, and its length."""
+    """Return a request without its tensors' elements, and its length."""
     begins = [0, *(extent.end for extent in extents)]
     ends = [*(extent.begin for extent in extents), len(text)]
     rest = b"".join([text[begin:end] for begin, end in zip(begins, ends, strict=True)])

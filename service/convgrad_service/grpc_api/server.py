@@ -1,7 +1,8 @@
-"""The gRPC server, by grpcio: the protocol's service, health checking, reflection, on one port."""
+"""The grpcio server: the inference service, health checking and reflection on one port."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -17,20 +18,19 @@ from convgrad_service.grpc_api.infer import MAX_MESSAGE_BYTES, InferMethods
 from convgrad_service.grpc_api.messages import SERVICE, message, parsed
 from convgrad_service.grpc_api.reflection import reflection_handlers
 from convgrad_service.grpc_api.service import DescribingMethods
-from convgrad_service.oip.registered_memory import shared_memory_of
+from convgrad_service.oip.shared_memory import SharedMemory
 from convgrad_service.security.keys import KeyRing
 from convgrad_service.server.settings import Settings
 from convgrad_service.server.tls import Pem, newest_pem
 
 __all__ = ["GrpcServer"]
 
-# Calls that one connection may have open; gRPC's clients wait with more.
+# Concurrent calls per connection; clients queue further ones.
 _MAX_STREAMS = 256
-# The largest frames that HTTP/2 has: fewer of them for a large tensor.
+# The largest frame that HTTP/2 allows: a large tensor takes fewer of them.
 _FRAME_BYTES = 2**24 - 1
 _READ_BYTES = 2**20
 _NO_KEY = frozenset({"ServerLive", "ServerReady"})
-_LAST_S = 1.0
 
 
 class GrpcServer:
@@ -41,7 +41,7 @@ class GrpcServer:
         keys = KeyRing(settings.api_keys, settings.key_limits) if settings.api_keys else None
         self._traces = traces_to(settings.otlp_endpoint) if settings.otlp_endpoint else None
         self._exchanges = Exchanges(pipeline.engine, settings, keys, self._traces)
-        memory = shared_memory_of(
+        memory = SharedMemory(
             pipeline.engine,
             system=settings.system_shared_memory,
             cuda=settings.cuda_shared_memory,
@@ -64,12 +64,12 @@ class GrpcServer:
         self._server: Any = None
 
     async def start(self) -> int:
-        """Listen on the settings' host and gRPC port; the real port.
+        """Start listening, and return the port.
 
         Raises
         ------
         OSError
-            It cannot listen there.
+            The address or port is not available.
         """
         settings = self._settings
         self._server = grpc.aio.server(
@@ -90,7 +90,7 @@ class GrpcServer:
         return int(port)
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more calls, and end those that are still in work after ``grace_s``."""
+        """Refuse new calls, and end those still running after ``grace_s`` seconds."""
         if self._server is not None:
             self._health.close()
             await self._server.stop(grace_s)
@@ -103,7 +103,7 @@ class GrpcServer:
         request_class = message(SERVICE.methods_by_name[name].input_type.name)
 
         async def work(call: Call) -> bytes:
-            # What a platform asks without a key is answered without its message, which is empty.
+            # Methods without a key are answered without reading their empty message.
             body = b"" if name in _NO_KEY else await self._exchanges.arrivals.message(call)
             answer = await method(parsed(body, request_class), call.context.owner)
             encoded: bytes = answer.SerializeToString()
@@ -114,7 +114,7 @@ class GrpcServer:
 
 
 class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Handlers by the names of their methods, and one for all other names."""
+    """Handlers by method name, and one for all other names."""
 
     def __init__(
         self, handlers: Mapping[str, grpc.RpcMethodHandler], other: grpc.RpcMethodHandler
@@ -131,7 +131,7 @@ async def _no_such_method(_: Call) -> bytes:
 
 
 def _options(settings: Settings) -> list[tuple[str, int]]:
-    """What grpcio is to hold its clients to."""
+    """Return grpcio's channel arguments."""
 
     def ms(seconds: float) -> int:
         return max(1, round(1e3 * seconds))
@@ -145,7 +145,7 @@ def _options(settings: Settings) -> list[tuple[str, int]]:
         ("grpc.max_concurrent_streams", _MAX_STREAMS),
         ("grpc.max_allowed_incoming_connections", settings.max_connections),
         ("grpc.server_handshake_timeout_ms", ms(settings.header_timeout_s)),
-        # Connections that are silent are asked, and cut off without an answer.
+        # Silent connections are pinged, and closed if they do not reply.
         ("grpc.keepalive_time_ms", ms(settings.body_idle_timeout_s)),
         ("grpc.keepalive_timeout_ms", ms(settings.body_idle_timeout_s)),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -156,15 +156,30 @@ def _options(settings: Settings) -> list[tuple[str, int]]:
     ]
 
 
-def _credentials(pem: Callable[[], Pem]) -> grpc.ServerCredentials:
-    """Credentials that follow their files: a new connection gets what those hold then."""
+def _credentials(newest: Callable[[], Pem]) -> grpc.ServerCredentials:
+    """Make credentials that follow their files: a new connection gets the files' latest contents.
 
-    def configuration() -> Any:
-        certificate, key, authority = pem()
-        return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
+    While they are unchanged, grpcio must be given nothing new: it replaces its handshaker factory
+    by every configuration that it gets, which crashes the process where many handshakes are
+    pending (github.com/grpc/grpc/issues/36693).
+    """
+    served = newest()
+    renewing = threading.Lock()  # grpcio fetches on several threads
+
+    def configuration(pem: Pem) -> Any:
+        pairs = [(pem.key, pem.certificate)]
+        return grpc.ssl_server_certificate_configuration(pairs, pem.authority)
+
+    def renewed() -> Any:
+        nonlocal served
+        with renewing:
+            if (pem := newest()) is served:
+                return None
+            served = pem
+        return configuration(pem)
 
     return grpc.dynamic_ssl_server_credentials(
-        configuration(),
-        configuration,
-        require_client_authentication=pem().authority is not None,
+        configuration(served),
+        renewed,
+        require_client_authentication=served.authority is not None,
     )

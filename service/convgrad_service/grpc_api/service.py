@@ -1,4 +1,4 @@
-"""The methods that describe the server and its models, and those for shared memory."""
+"""The methods that describe the server and its models, and manage shared memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from google.protobuf.json_format import ParseDict
 from convgrad.contract import OPERATIONS
 from convgrad.errors import DeviceUnavailable, NotFound, UnsupportedProblem
 from convgrad.wire.sentences import shown
+from convgrad_service.engine.hub import call_hub
 from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.telemetry.statistics import Statistics
 from convgrad_service.grpc_api.messages import message
 from convgrad_service.oip.fields import operation_named
 from convgrad_service.oip.models import (
@@ -28,7 +30,7 @@ Method = Callable[[Any, str], Awaitable[Any]]
 
 
 class DescribingMethods:
-    """Every method but those that compute: from a parsed request to a message that answers it."""
+    """Every method that does not compute, from parsed request to response message."""
 
     def __init__(
         self, pipeline: Pipeline, shared_memory: SharedMemory, service_name: str | None = None
@@ -69,7 +71,7 @@ class DescribingMethods:
         return message("ServerMetadataResponse")(**metadata)
 
     async def _model_ready(self, request: Any, __: str) -> Any:
-        # Of a model that is not there the protocol says that it is not ready, and no more.
+        # The protocol reports an unknown model as not ready.
         try:
             if request.name != self._service_name:
                 operation_named(request.name, request.version)
@@ -85,7 +87,7 @@ class DescribingMethods:
     async def _model_config(self, request: Any, __: str) -> Any:
         operation = operation_named(request.name, request.version)
         answer = message("ModelConfigResponse")()
-        # Of the JSON's fields those that the message has; the others are empty.
+        # The message has only some of the JSON's fields.
         ParseDict(model_config(operation.name), answer.config, ignore_unknown_fields=True)
         return answer
 
@@ -94,7 +96,7 @@ class DescribingMethods:
             [operation_named(request.name, request.version).name] if request.name else OPERATIONS
         )
         answer = message("ModelStatisticsResponse")()
-        counted = model_statistics(await self._pipeline.engine.statistics(), names)
+        counted = model_statistics(await call_hub(self._pipeline.engine, Statistics.all), names)
         return ParseDict(counted, answer, ignore_unknown_fields=True)
 
     async def _repository_index(self, request: Any, __: str) -> Any:
@@ -153,7 +155,7 @@ class DescribingMethods:
         return message("CudaSharedMemoryUnregisterResponse")()
 
     def _not_ready(self) -> str | None:
-        """Why no work is taken now, or None."""
+        """Return why the server is not ready, or None."""
         try:
             self._pipeline.require_ready()
         except DeviceUnavailable as error:

@@ -1,1 +1,1 @@
-"""HTTP in front of the dataplane. `app.app_on` makes the application; start reading there."""
+"""The HTTP API. `app.app_on` builds the application; start reading there."""

@@ -1,4 +1,4 @@
-"""The application: the dataplane, the routes in front of it, and what surrounds every exchange."""
+"""Builds the ASGI application: its routes, and the middleware around every exchange."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = ["app_on", "management_app"]
 def app_on(
     pipeline: Pipeline, settings: Settings, close: Callable[[], None] | None = None
 ) -> FastAPI:
-    """The application in front of a dataplane; ``close`` is called once it has ended."""
+    """Build the application for ``pipeline``; ``close`` is called at shutdown."""
 
     traces = traces_to(settings.otlp_endpoint) if settings.otlp_endpoint else None
 
@@ -104,7 +104,7 @@ def app_on(
 def add_examinations(
     app: FastAPI, pipeline: Pipeline, settings: Settings
 ) -> dict[str, tuple[ASGIApp, Mapping[str, str]]]:
-    """Add ``/verify``, ``/time``, ``/plan`` and ``/layers``; what a POST may go straight to."""
+    """Add ``/verify``, ``/time``, ``/plan`` and ``/layers``; return the POST endpoints."""
     endpoints: dict[str, tuple[ASGIApp, Mapping[str, str]]] = {}
     kinds: tuple[tuple[Mapping[str, Operation], str, Callable[..., ASGIApp]], ...] = (
         (VERIFICATIONS, "POST", VerifyEndpoint),
@@ -123,7 +123,7 @@ def add_examinations(
 
 
 def management_app(pipeline: Pipeline) -> FastAPI:
-    """Health and metrics alone, asked without a key: for a port that only the platform reaches."""
+    """Build an application of health and metrics only, without keys, for the management port."""
     app = _App(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.pipeline = pipeline
     app.include_router(health_router(pipeline))
@@ -133,8 +133,7 @@ def management_app(pipeline: Pipeline) -> FastAPI:
 
 
 class _App(FastAPI):
-    """FastAPI within the bookkeeping of an exchange: what it does around every request itself
-    takes longer than a small request."""
+    """FastAPI without its own outer middleware, which takes longer than a small request."""
 
     exchange: ASGIApp
 
@@ -143,14 +142,14 @@ class _App(FastAPI):
         await self.exchange(scope, receive, send)
 
     def build_middleware_stack(self) -> ASGIApp:
-        """Without its outermost layer, which would answer every error before ours could."""
+        """Omit the outermost layer, which would answer errors before `ExchangeMiddleware` could."""
         outermost = super().build_middleware_stack()
         assert isinstance(outermost, ServerErrorMiddleware)  # noqa: S101 - as Starlette has it
         return outermost.app
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's and FastAPI's own refusals (404, 405), in our form and with their headers."""
+    """Convert Starlette's and FastAPI's own errors (404, 405), keeping their headers."""
     assert isinstance(error, HTTPException)  # noqa: S101 - registered for nothing else
     context = context_of(request.scope)
     ours = from_http_exception(error, request.method, request.url.path)

@@ -1,6 +1,6 @@
-"""Base64 of tensors in blocks: decoded straight into the place that a tensor has, and back.
+"""Blockwise base64 of tensors: decoded straight into a tensor's memory, and encoded from it.
 
-No more than a block is ever held beside the text and the tensor.
+At most one block is held in addition to the text and the tensor.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from convgrad_service.engine.request import SMALL_BYTES, blank
 
 __all__ = ["DeferredBase64", "EncodedLater", "b64decode", "encoded_later"]
 
-# In the cache, and whole groups of four characters for three bytes.
+# Fits the cache, and is a multiple of four characters (three bytes).
 _BLOCK_BYTES = 3 * 2**18
 _BLOCK_CHARACTERS = _BLOCK_BYTES // 3 * 4
 
 
 def b64decode(text: Base64Text) -> bytes:
-    """Strict base64, from a string or from the bytes between the quotes of a JSON text."""
+    """Decode strict base64, from a string or from the raw text of a JSON string."""
     try:
         return pybase64.b64decode(text, validate=True)
     except ValueError:
-        # JSON lets a writer escape any character: \/ is common, and rare enough to come last.
+        # JSON allows any character to be escaped; \/ occurs in practice, but rarely.
         if isinstance(text, str) or b"\\" not in (escaped := bytes(text)):
             raise
         return pybase64.b64decode(json.loads(b'"' + escaped + b'"'), validate=True)
 
 
 class DeferredBase64:
-    """Long base64 whose bytes are counted now and decoded when their place is known.
+    """Long base64 that is measured now and decoded once its destination is known.
 
-    See `convgrad.wire.shapes.Deferred`. Of text that is not base64 the count may be wrong; then
-    it fits no tensor, or `fill` refuses it.
+    See `convgrad.wire.shapes.Deferred`. The size of invalid base64 may be wrong; then it does not
+    match the shape, or `fill` refuses it.
     """
 
     def __init__(self, text: memoryview, name: str) -> None:
@@ -49,12 +49,12 @@ class DeferredBase64:
 
     @staticmethod
     def worth(text: memoryview) -> bool:
-        """Whether a text is long enough to be, and may be base64."""
+        """Whether a text is long enough to be deferred, and may be base64."""
         return len(text) > SMALL_BYTES and len(text) % 4 == 0
 
     @property
     def used(self) -> bool:
-        """Whether a tensor was made of it."""
+        """Whether a tensor refers to it."""
         return self._offset is not None
 
     def __len__(self) -> int:
@@ -73,10 +73,10 @@ class DeferredBase64:
         return blank(shape, dtype, name=self._name)
 
     def fill(self, target: NDArray[Any]) -> None:
-        """Decode what follows the offset into a contiguous array of as many bytes."""
+        """Decode what follows the offset into a contiguous array of the same size."""
         assert self._offset is not None  # noqa: S101
         place = target.reshape(-1).view(np.uint8).data
-        # Blocks begin on whole groups; what of the first one lies before the tensor is left out.
+        # Blocks start at whole groups; skip what precedes the tensor in the first one.
         before = self._offset % 3
         text = self._text[self._offset // 3 * 4 :]
         end = 0
@@ -88,7 +88,7 @@ class DeferredBase64:
                 raise self._refusal() from None
             part = memoryview(decoded)[before:]
             before = 0
-            # Padding inside of the text makes a block short.
+            # Padding within the text makes a block short.
             if len(part) > len(place) - end:
                 raise self._refusal()
             place[end : end + len(part)] = part
@@ -104,7 +104,7 @@ class DeferredBase64:
 
 
 class EncodedLater:
-    """The base64 of some bytes, made when it is sent."""
+    """The base64 of some bytes, encoded when it is sent."""
 
     def __init__(self, part: memoryview) -> None:
         self._part = part
@@ -118,7 +118,7 @@ class EncodedLater:
 
 
 def encoded_later(part: bytes | memoryview) -> Iterator[EncodedLater]:
-    """The base64 of ``part``, in blocks whose texts join."""
+    """Split ``part`` into blocks whose base64 can be concatenated."""
     view = memoryview(part).cast("B")
     for start in range(0, len(view), _BLOCK_BYTES):
         yield EncodedLater(view[start : start + _BLOCK_BYTES])

@@ -1,7 +1,6 @@
-"""A request's body as it arrives: no further than allowed, not for ever, and each byte copied once.
+"""Receives request bodies within limits of size and time, copying each byte once.
 
-Content-Length is a promise. It refuses early, and it says how much is to come; a client that does
-not keep it is cut off by the patience here.
+Content-Length allows refusing a body early. A client that then sends less runs into the timeouts.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from convgrad_service.server.settings import Settings
 
 __all__ = ["Body", "BodyLimits", "Text", "small_body"]
 
-# Less of a body arrives in one part anyway.
+# A smaller rest of a body arrives in one part anyway.
 _LANDING_BYTES = 128 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """How large a body may be and how slowly it may come."""
+    """Limits of a body's size, pauses and rate."""
 
     max_bytes: int
     idle_timeout_s: float
@@ -39,26 +38,24 @@ class BodyLimits:
 
 @dataclass(slots=True)
 class Text:
-    """A whole body, and the place in the arena that it lies in, where it is not a small one."""
+    """A whole body; ``lease`` is its place in the arena, None for small bodies."""
 
     data: memoryview
     lease: Lease | None = None
 
     def release(self) -> None:
-        """Give the place back; the data may not be looked at any more."""
+        """Free the place in the arena; ``data`` must not be used any more."""
         if self.lease is not None:
             self.lease.release()
             self.lease = None
 
 
 class Body:
-    """One body, taken in order by `at_least` and then `into`, or all at once by `whole`.
+    """One body, read by `at_least` and then `into`, or at once by `whole`.
 
-    Every method raises
-
-    - PayloadTooLarge: it is longer than the limit, or says that it will be;
-    - RequestTimeout: it pauses too long or comes too slowly;
-    - ClientGone: the connection ended before the body did.
+    Every method raises PayloadTooLarge if the body or its Content-Length exceeds the limit,
+    RequestTimeout if it pauses too long or arrives too slowly, and ClientGone if the connection
+    ends before the body does.
     """
 
     def __init__(
@@ -79,14 +76,14 @@ class Body:
         self.ended = False
         self._receive, self._limits = receive, limits
         self._connection, self._count = connection, count
-        self._ahead = b""  # received, and not yet taken
+        self._ahead = b""  # received but not consumed
         self._started_s = time.monotonic()
 
     @classmethod
     def of(
         cls, scope: Scope, receive: Receive, limits: BodyLimits, content_length: int | None
     ) -> Body:
-        """The body of an exchange, received straight to its place where the server can."""
+        """Return the body of an exchange."""
         context = context_of(scope)
 
         def count(size: int) -> None:
@@ -95,7 +92,7 @@ class Body:
         return cls(receive, content_length, limits, connection_of(scope), count)
 
     def refuse_over_limit(self, size: int) -> None:
-        """Raise PayloadTooLarge if a body of this size is not taken."""
+        """Raise PayloadTooLarge if ``size`` exceeds the limit."""
         if size > self._limits.max_bytes:
             raise PayloadTooLarge(
                 f"the body is longer than {self._limits.max_bytes:,} bytes, the most this server "
@@ -103,20 +100,20 @@ class Body:
             )
 
     async def at_least(self, size: int) -> bytes:
-        """The body's first ``size`` bytes or more, or all if it has fewer. It takes none."""
+        """Return ``size`` bytes or more without consuming them; fewer if the body is shorter."""
         while len(self._ahead) < size and (part := await self._part()) is not None:
             self._ahead = self._ahead + part if self._ahead else part
         return self._ahead
 
     async def into(self, targets: Sequence[memoryview | int], *, skip: int = 0) -> None:
-        """Take ``skip`` bytes that `at_least` has shown, and receive the rest into ``targets``.
+        """Skip ``skip`` bytes that `at_least` returned, and receive the rest into ``targets``.
 
-        They are filled one after another; a number is so many bytes to drop.
+        A number among the targets is a count of bytes to drop.
 
         Raises
         ------
         MalformedRequest
-            The body has not exactly as many bytes.
+            The body's length differs from that of the targets.
         """
         left = memoryview(self._ahead)[skip:]
         self._ahead = b""
@@ -143,12 +140,12 @@ class Body:
             raise _wrong_length(targets, self.received_bytes - skip)
 
     async def whole(self, engine: Engine) -> Text:
-        """All of it; the caller releases the text.
+        """Receive all of it; the caller must release the result.
 
         Raises
         ------
         Overloaded, ProblemTooLarge
-            Other bodies hold the memory it needs, or there is too little in all.
+            Other bodies hold the memory that it needs, or it needs more than there is.
         """
         shown = await self.at_least(min(SMALL_BYTES + 1, self.content_length or SMALL_BYTES + 1))
         if self.ended:
@@ -171,10 +168,7 @@ class Body:
         return text
 
     async def _landed(self, targets: Sequence[memoryview | int]) -> bool:
-        """Receive all that is left straight into ``targets``, if that can be done and is worth it.
-
-        ``ClientGone`` and ``RequestTimeout`` as everywhere.
-        """
+        """Receive the rest straight into ``targets``; return False if that is not worthwhile."""
         connection, length = self._connection, self.content_length
         if connection is None or length is None or self.ended:
             return False
@@ -182,7 +176,7 @@ class Body:
         if wanted != length - self.received_bytes or wanted < _LANDING_BYTES:
             return False
         if connection.body_left_bytes(length) <= 0:
-            return False  # it lies in the server's buffer already
+            return False  # already in the server's buffer
         before = self.received_bytes
         landing = connection.land(targets)
         try:
@@ -202,7 +196,7 @@ class Body:
                 self._count(landing.received_bytes)
         if not landing.landed.result():
             raise ClientGone
-        await self._part()  # there is no more, which whoever counts messages is to see
+        await self._part()  # consume the end of the body, which the middleware watches for
         return True
 
     def _idle(self) -> RequestTimeout:
@@ -212,11 +206,11 @@ class Body:
         )
 
     async def _part(self) -> bytes | None:
-        """The next bytes; None once the body has ended."""
+        """Return the next bytes; None once the body has ended."""
         if self.ended:
             return None
         if self._connection is not None and self._connection.whole_body() is not None:
-            message = await self._receive()  # all of it is there, so nothing is waited for
+            message = await self._receive()  # complete, so this does not wait
         else:
             try:
                 async with asyncio.timeout(self._limits.idle_timeout_s):
@@ -243,7 +237,7 @@ class Body:
 
 
 async def small_body(request: Request, settings: Settings, max_bytes: int) -> bytes:
-    """A whole body of at most so many bytes, with a server's usual patience. Raises as `Body`."""
+    """Receive a whole body of at most ``max_bytes``. Raises as `Body`."""
     limits = BodyLimits(max_bytes, settings.body_idle_timeout_s, settings.min_body_bytes_per_s)
     length = request.headers.get("content-length")
     body = Body.of(request.scope, request.receive, limits, None if length is None else int(length))
@@ -256,7 +250,7 @@ async def _place(engine: Engine, size: int) -> Text:
 
 
 async def _moved(engine: Engine, text: Text, size: int, wanted: int) -> Text:
-    """A larger place with the same first bytes, for a body that did not say its length."""
+    """Move a body of unknown length to a larger place."""
     larger = await _place(engine, wanted)
     larger.data[:size] = text.data[:size]
     text.release()

@@ -1,4 +1,4 @@
-"""``GET /operations``: what each operation takes and gives, and the limits of this server."""
+"""``GET /operations``: the operations' inputs and outputs, and the limits of this server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["catalogue"]
 
 
 def catalogue(pipeline: Pipeline, settings: Settings) -> dict[str, Any]:
-    """All there is to know before a request is made, as JSON-able values."""
+    """Return the operations, formats and limits as JSON-compatible values."""
     return {
         "server": "convgrad",
         "version": _version.__version__,

@@ -1,4 +1,4 @@
-"""The forms that bodies and answers can have at ``POST /<operation>``, by their media types."""
+"""The media types of request and response bodies at ``POST /<operation>``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from convgrad_service.engine.execution import (
 from convgrad_service.engine.memory.lease import Lease
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import SMALL_BYTES, Fields, Result, blank
-from convgrad_service.engine.telemetry.timing import Timings
+from convgrad_service.engine.telemetry.record import Timings
 from convgrad_service.http_api.body import Body, Text
 from convgrad_service.http_api.json_answer import (
     json_answer,
@@ -58,37 +58,37 @@ __all__ = [
 ]
 
 MAX_KEY_BYTES = 4096
-"""Requests whose heads are longer are not remembered."""
+"""Requests with longer heads are not cached."""
 
 
 class Reader(Protocol):
-    """Takes one body in; see `Transport`, whose methods call these."""
+    """Reads one request body, for the methods of `Transport` with the same names."""
 
     async def head(self, body: Body, pipeline: Pipeline) -> Hashable | None: ...
 
     @property
-    def holds(self) -> Lease | None: ...
+    def body_lease(self) -> Lease | None: ...
 
     @property
-    def quick(self) -> bool: ...
+    def decodes_inline(self) -> bool: ...
 
     def fields(self, operation: Operation) -> tuple[Fields, Any]:
-        """The request's fields, and what `fill` needs to know of each request like it."""
+        """Return the request's fields, and notes for `fill` that are shared by similar requests."""
         ...
 
     async def fill(self, body: Body, execution: Execution, timings: Timings) -> None: ...
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release all resources."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BodyForm:
-    """A media type that a body may have.
+    """A media type of request bodies.
 
-    ``limit`` names the setting that bounds a body. ``reader`` makes, of its Content-Type, what
-    takes it in. ``answered`` is the media type of the answer unless Accept asks for another.
+    ``limit`` names the setting that bounds their size, ``reader`` makes a reader from the
+    Content-Type, ``answered`` is the media type of the answer unless Accept requests another.
     """
 
     media_type: str
@@ -99,11 +99,11 @@ class BodyForm:
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """A media type that an answer may have.
+    """A media type of answers.
 
-    ``encode`` refers to the result's arrays and copies nothing large; ``refuse`` raises, before
-    anything is computed, where an answer could not be encoded; ``headers`` are those of the answer.
-    ``streams``: an answer can begin before all of it is computed.
+    ``encode`` refers to the result's arrays without copying; ``refuse`` raises, before anything is
+    computed, if the answer could not be encoded. With ``streams``, sending can begin before all of
+    the answer has been computed.
     """
 
     media_type: str
@@ -114,9 +114,9 @@ class AnswerForm:
 
 
 class _SafetensorsReader:
-    """Each tensor is received straight into its place: what comes first is the header alone."""
+    """Reads the header first, then receives each tensor straight into its memory."""
 
-    holds: Lease | None = None
+    body_lease: Lease | None = None
 
     def __init__(self, content_type: str) -> None:
         self._head = memoryview(b"")
@@ -136,7 +136,7 @@ class _SafetensorsReader:
         return None if head_bytes > MAX_KEY_BYTES else (bytes(self._head), self._data_bytes)
 
     @property
-    def quick(self) -> bool:
+    def decodes_inline(self) -> bool:
         return len(self._head) <= SMALL_BYTES
 
     def fields(self, operation: Operation) -> tuple[Fields, Any]:
@@ -161,11 +161,11 @@ class _SafetensorsReader:
             await body.into(targets, skip=len(self._head))
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing: no resources are held."""
 
 
 class _JsonReader:
-    """The text has a place of its own until its base64 has been decoded into the inputs' place."""
+    """Holds the text in the arena until its base64 has been decoded into the inputs' memory."""
 
     def __init__(self, content_type: str) -> None:
         self._text = Text(memoryview(b""))
@@ -176,11 +176,11 @@ class _JsonReader:
         return None
 
     @property
-    def holds(self) -> Lease | None:
+    def body_lease(self) -> Lease | None:
         return self._text.lease
 
     @property
-    def quick(self) -> bool:
+    def decodes_inline(self) -> bool:
         return self._text.lease is None
 
     def fields(self, operation: Operation) -> tuple[Fields, Any]:
@@ -190,7 +190,7 @@ class _JsonReader:
     async def fill(self, body: Body, execution: Execution, timings: Timings) -> None:
         sources: dict[str, Source] = {**execution.request.tensors(), **self._fillers}
         with timings.stage("decode"):
-            await execution.fill(sources, holds=self._text.lease)
+            await execution.fill(sources, body_lease=self._text.lease)
         self.close()
 
     def close(self) -> None:
@@ -213,8 +213,8 @@ def _encode_safetensors(execution: Execution, result: Result) -> Sequence[Chunk]
     progress = result.progress
     if progress is None:
         make = partial(_safetensors_template, execution)
-        if (template := execution.template(result.finished, make)) is not None:
-            text = template.before + repr(result.finished.compute_s).encode() + template.after
+        if (template := execution.template(result.job_result, make)) is not None:
+            text = template.before + repr(result.job_result.compute_s).encode() + template.after
             text += b" " * (-len(text) % 8)
             return [len(text).to_bytes(8, "little") + text, *execution.output_bytes(template)]
     store = result.request.store
@@ -236,13 +236,13 @@ def _encode_safetensors(execution: Execution, result: Result) -> Sequence[Chunk]
 def _safetensors_template(execution: Execution, report: Report) -> ResponseTemplate:
     specs = {name: (spec.dtype, spec.shape) for name, spec, *_ in execution.layout.outputs}
     head, order = safetensors.encode_header(specs, {"report": report.model_dump_json()})
-    outputs = tuple((b"", *execution.place_of(name)) for name in order)
+    outputs = tuple((b"", *execution.extent_of(name)) for name in order)
     text = head[8:].rstrip(b" ")
     return ResponseTemplate(*split_at(text, lambda seconds: repr(seconds).encode()), outputs)
 
 
 def _refuse_nothing(request: Request, problem: Problem) -> None:
-    """safetensors holds any answer."""
+    """Accept everything: safetensors can hold any answer."""
 
 
 def _content_type(media_type: str) -> Callable[[Result], Headers]:

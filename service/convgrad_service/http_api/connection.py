@@ -1,6 +1,6 @@
-"""What our HTTP protocol offers an endpoint beyond ASGI: to receive into memory and send from it.
+"""Extensions of ASGI by this server's HTTP protocol: zero-copy receiving and sending.
 
-Behind another server there is none of it, and bodies and answers are copied part by part.
+Behind any other ASGI server they are missing, and bodies and answers are copied part by part.
 """
 
 from __future__ import annotations
@@ -23,43 +23,40 @@ class Connection(Protocol):
     """See `protocol.GuardedProtocol`."""
 
     def body_left_bytes(self, content_length: int) -> int:
-        """Of the body that is being received, what the parser has not seen and `land` may take."""
+        """Return how much of the body the parser has not seen, so that `land` may receive it."""
         ...
 
     def land(self, targets: Sequence[memoryview | int]) -> ReceiveInto:
-        """Receive the rest of the present body, whose length is known, into ``targets``."""
+        """Receive the rest of the current body, whose length is known, into ``targets``."""
         ...
 
     def stop_landing(self) -> None:
-        """Write no more to what `land` was given: the rest of the body goes nowhere."""
+        """Stop writing to the targets of `land`: drop the rest of the body."""
         ...
 
     def whole_body(self) -> bytearray | None:
-        """The body, if all of it has come and no application has been given any; else None."""
+        """Return the body if it is complete and no part has been delivered yet; else None."""
         ...
 
     async def answer(self, lines: bytes, body: Iterable[bytes | memoryview]) -> None:
-        """Send a 200 with these lines of headers, whole, in one write."""
+        """Send a whole 200 response in one write; ``lines`` are its header lines."""
         ...
 
     def watch(self, gone: Callable[[], None] | None) -> None:
-        """Until it is called with None, ``gone`` is called if the client closes the connection."""
+        """Have ``gone`` called if the client closes the connection, until called with None."""
         ...
 
     def watched(self, gone: Callable[[], None]) -> AbstractContextManager[None]:
-        """While it lasts, ``gone`` is called if the client closes the connection."""
+        """Have ``gone`` called if the client closes the connection within the block."""
         ...
 
     def unbuffered(self) -> AbstractContextManager[None]:
-        """While it lasts, a write is finished only when its bytes have left."""
+        """Have writes within the block wait until their bytes have been sent."""
         ...
 
 
 def connection_of(scope: Scope) -> Connection | None:
-    """The connection of an exchange, where the server offers one.
-
-    Over TLS it does not: there what is read and written is not what lies in memory.
-    """
+    """Return the connection of an exchange if the server offers one and TLS is off."""
     if scope.get("scheme") == "https":
         return None
     connection: Connection | None = scope.get(CONNECTION)

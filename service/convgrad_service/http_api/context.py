@@ -1,19 +1,28 @@
-"""The context of an HTTP exchange, kept in its scope."""
+"""The context of an HTTP exchange, stored in its ASGI scope, and its trace span."""
 
 from __future__ import annotations
 
 from collections.abc import MutableMapping
 from typing import Any
 
+from starlette.types import Scope
+
 from convgrad_service.engine.telemetry.request_context import RequestContext
 
-__all__ = ["RequestContext", "begin_context", "context_of", "told_headers"]
+__all__ = [
+    "RequestContext",
+    "begin_context",
+    "client_of",
+    "context_headers",
+    "context_of",
+    "http_span",
+]
 
 _KEY = "convgrad.context"
 
 
 def begin_context(scope: MutableMapping[str, Any]) -> RequestContext:
-    """The context of the exchange of ``scope``, kept there for `context_of`."""
+    """Create the context of an exchange, and store it in ``scope`` for `context_of`."""
     context = RequestContext.begin(
         value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"
     )
@@ -22,13 +31,13 @@ def begin_context(scope: MutableMapping[str, Any]) -> RequestContext:
 
 
 def context_of(scope: MutableMapping[str, Any]) -> RequestContext:
-    """The context that the middleware put into ``scope``."""
+    """Return the context that the middleware stored in ``scope``."""
     context: RequestContext = scope[_KEY]
     return context
 
 
-def told_headers(context: RequestContext) -> list[tuple[bytes, bytes]]:
-    """What every answer says of its exchange."""
+def context_headers(context: RequestContext) -> list[tuple[bytes, bytes]]:
+    """Return the headers that every answer has."""
     headers = [
         (b"x-request-id", context.request_id.encode("latin-1")),
         (b"server-timing", context.server_timing().encode()),
@@ -36,3 +45,34 @@ def told_headers(context: RequestContext) -> list[tuple[bytes, bytes]]:
     if (span := context.traceresponse) is not None:
         headers.append((b"traceresponse", span.encode()))
     return headers
+
+
+def http_span(scope: Scope, context: RequestContext) -> tuple[str, dict[str, Any]]:
+    """Return name and attributes of an exchange's span, by OpenTelemetry's conventions.
+
+    Only paths of operations have spans; those are few, so the path can serve as the route.
+    """
+    method, path = scope["method"], scope["path"]
+    attributes: dict[str, Any] = {
+        "http.request.method": method,
+        "http.route": path,
+        "url.path": path,
+        "url.scheme": scope.get("scheme", "http"),
+        "network.protocol.version": scope.get("http_version", "1.1"),
+        "client.address": client_of(scope),
+        "http.request.body.size": context.received_bytes,
+        "http.response.body.size": context.sent_bytes,
+    }
+    if context.status:  # 0 if the client had gone
+        attributes["http.response.status_code"] = context.status
+    if server := scope.get("server"):
+        attributes["server.address"] = server[0]
+        if server[1] is not None:
+            attributes["server.port"] = server[1]
+    return f"{method} {path}", attributes
+
+
+def client_of(scope: Scope) -> str:
+    """Return the peer's address (the proxy's behind a proxy), or ""."""
+    client = scope.get("client")
+    return client[0] if client else ""

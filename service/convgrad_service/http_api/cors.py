@@ -1,4 +1,4 @@
-"""CORS: which other origins' scripts may read answers. Off unless a setting names some."""
+"""CORS: the origins whose scripts may read answers. Off by default."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ANSWER_HEADERS = (
 
 
 def with_cors(app: ASGIApp, origins: str) -> ASGIApp:
-    """``app`` for the origins in a list separated by commas; a preflight needs no API key."""
+    """Wrap ``app`` for a comma-separated list of origins; preflight requests need no API key."""
     return CORSMiddleware(
         app,
         allow_origins=[origin.strip() for origin in origins.split(",") if origin.strip()],

@@ -1,4 +1,4 @@
-"""``/docs``: Swagger UI with its files served from here, so that it works with no network."""
+"""``/docs``: Swagger UI, with local files so that it works offline."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _ASSETS = "/docs/assets"
 
 
 def add_docs(app: FastAPI) -> None:
-    """Add the page to ``app``; it draws whatever ``/openapi.json`` says."""
-    # The package carries Swagger UI's published files, renewed with each of its releases.
+    """Add the page to ``app``; it renders ``/openapi.json``."""
+    # The package contains Swagger UI's published files.
     directory = files("fastapi_offline") / "static"
     app.mount(_ASSETS, StaticFiles(directory=str(directory)), name="docs-assets")
 

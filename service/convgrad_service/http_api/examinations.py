@@ -1,4 +1,4 @@
-"""``/verify``, ``/time``, ``/plan``: operations examined, with words for an answer."""
+"""``/verify``, ``/time`` and ``/plan``: examine operations, and answer with a JSON report."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from convgrad.contract.verification import Earlier
 from convgrad.errors import MalformedRequest, Overloaded, ProblemTooLarge, ServiceError
 from convgrad.wire.sentences import shown
 from convgrad_service.engine.execution import Execution
-from convgrad_service.engine.hub import JobHandle
+from convgrad_service.engine.hub import JobHandle, call_hub
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import Decoded, Result, blank
 from convgrad_service.engine.scheduling.quotas import Caller, KeyLimits, Ticket
+from convgrad_service.engine.submissions import Submissions
 from convgrad_service.http_api.codecs import BODY_FORMS, JSON
 from convgrad_service.http_api.context import context_of
 from convgrad_service.http_api.negotiation import choose_accepted, match_content_type
 from convgrad_service.http_api.problem_details import problem_details
 from convgrad_service.http_api.transport import HttpTransport
-from convgrad_service.oip.registered_memory import shared_memory_of
 from convgrad_service.oip.request import Region
 from convgrad_service.oip.shared_memory import SharedMemory
 from convgrad_service.problems import Problem
@@ -37,11 +37,11 @@ from convgrad_service.server.settings import Settings
 __all__ = ["EVENT_STREAM", "PlanEndpoint", "TimeEndpoint", "VerifyEndpoint"]
 
 EVENT_STREAM = "text/event-stream"
-# How often a client that waits for its timing is told its place, if that has changed.
+# How often a waiting client is sent its queue position, if that has changed.
 _TELL_S = 0.2
-# And how often it gets something, so that nothing between the two closes the connection.
+# How often it is sent something, so that no proxy closes the connection.
 _KEEP_ALIVE_S = 10.0
-# For each element of a sample: values, magnitudes, what they are made of, and what is compared.
+# Bytes per element of a sample: values, magnitudes, their operands, and what is compared.
 _REFERENCE_BYTES = 128
 _JSON_HEADERS = [(b"content-type", b"application/json"), (b"vary", b"accept")]
 
@@ -51,7 +51,7 @@ class VerifyEndpoint:
 
     def __init__(self, operation: Operation, pipeline: Pipeline, settings: Settings) -> None:
         self.operation, self.pipeline, self.settings = operation, pipeline, settings
-        self.memory = shared_memory_of(
+        self.memory = SharedMemory(
             pipeline.engine,
             system=settings.system_shared_memory,
             cuda=settings.cuda_shared_memory,
@@ -67,7 +67,7 @@ class VerifyEndpoint:
 
 
 class _BodyTransport(HttpTransport):
-    """See `Transport`: a body in one of the codecs' forms, an answer in JSON."""
+    """See `Transport`: a body of any `BodyForm`, and an answer in JSON."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -82,32 +82,32 @@ class _BodyTransport(HttpTransport):
     async def head(self) -> Hashable | None:
         self._body = self.body(getattr(self._settings, self._form.limit))
         await self._reader.head(self._body, self.pipeline)
-        return None  # the answer depends on more than the head
+        return None  # not cacheable: the answer depends on more than the head
 
     @property
-    def holds(self) -> Any:  # type: ignore[override]
-        return self._reader.holds
+    def body_lease(self) -> Any:  # type: ignore[override]
+        return self._reader.body_lease
 
     @property
-    def quick(self) -> bool:  # type: ignore[override]
-        return False  # a layer's words are read in a thread
+    def decodes_inline(self) -> bool:  # type: ignore[override]
+        return False  # parsing a layer's notation takes a thread
 
     def decode(self) -> Decoded:
         fields, notes = self._reader.fields(self.operation)
         return Decoded(fields, refuse=self._refuse, notes=notes, repeatable=False)
 
     def _refuse(self, request: Request, problem: Problem) -> None:
-        """Raise before anything is computed that would take too long."""
+        """Refuse a problem that would take too long, before anything is computed."""
 
     async def fill(self, execution: Execution) -> None:
         await self._reader.fill(self._body, execution, self.request.timings)
 
     async def send(self, execution: Execution, result: Result) -> None:
-        said = json.loads(result.finished.words)
+        said = json.loads(result.job_result.words)
         await self.respond(_JSON_HEADERS, [_text(said["answer"])])
 
     def close(self) -> None:
-        """Give back what the body held."""
+        """Release the body's memory."""
         self._reader.close()
 
 
@@ -157,11 +157,13 @@ class _VerifyTransport(_BodyTransport):
             )
 
     async def send(self, execution: Execution, result: Result) -> None:
-        said = json.loads(result.finished.words)
+        said = json.loads(result.job_result.words)
         answer = said["answer"]
         results = {name: (each[0], tuple(each[1])) for name, each in said["results"].items()}
         request_id = self._context.request_id
-        earlier = await self.pipeline.engine.submitted(self.owner, said["key"], request_id, results)
+        earlier = await call_hub(
+            self.pipeline.engine, Submissions.add, self.owner, said["key"], request_id, results
+        )
         for name, found in earlier.items():
             told = Earlier(
                 equal=found[0],
@@ -174,7 +176,7 @@ class _VerifyTransport(_BodyTransport):
 
 
 def _smaller(problem: Verify, share: float) -> str:
-    """What would fit: fewer samples, where there are several."""
+    """Suggest a smaller problem that would fit: one with fewer samples."""
     fits = int(problem.batch * share)
     return f"; a batch of {fits} instead of {problem.batch} would fit" if fits >= 1 else ""
 
@@ -207,7 +209,7 @@ class _TimeTransport(_BodyTransport):
         self._tickets: list[Ticket] = []
         self._telling: asyncio.Task[None] | None = None
         self._begun = asyncio.Event()
-        # In the line, as the client was last told; None where it runs.
+        # The queue position last sent; None while running.
         self._place: int | None = -1
         if self._streams_events:
             self.request.submitted = self._submitted
@@ -221,15 +223,17 @@ class _TimeTransport(_BodyTransport):
         return await super().head()
 
     async def _enter(self) -> None:
-        """Count this timing: of all that wait or run, and of its key's."""
+        """Count this timing against the limits of the server and of its key."""
         settings = self._settings
-        # No key's name holds a slash, so that these are told from what keys use else.
+        # Key names contain no slash, so this entry is distinct from the key's other usage.
         quotas = [("/timings", settings.max_timings, "")]
         if self.owner:
             quotas.append((f"{self.owner}/timings", settings.key_max_timings, " of this key's"))
         for name, most, whose in quotas:
             try:
-                ticket = await self.pipeline.engine.enter(Caller(name, KeyLimits(inflight=most)))
+                ticket = await self.pipeline.engine.acquire_ticket(
+                    Caller(name, KeyLimits(inflight=most))
+                )
             except Overloaded:
                 raise Overloaded(
                     f"{most}{whose} timings wait or run already, and no more may", retry_after_s=5.0
@@ -247,7 +251,7 @@ class _TimeTransport(_BodyTransport):
 
     def decode(self) -> Decoded:
         decoded = super().decode()
-        # What the server allows is what is meant where nothing is said.
+        # The default budget is the server's limit.
         fields = {"budget_s": self._settings.timing_budget_s, **decoded.fields}
         return Decoded(fields, refuse=decoded.refuse, notes=decoded.notes, repeatable=False)
 
@@ -256,7 +260,7 @@ class _TimeTransport(_BodyTransport):
         self._telling = asyncio.ensure_future(self._tell(job))
 
     async def _tell(self, job: JobHandle) -> None:
-        """Begin the answer, and say where the job stands whenever that changes."""
+        """Begin the answer, and send the job's queue position whenever it changes."""
         try:
             await self._send(
                 {
@@ -275,7 +279,7 @@ class _TimeTransport(_BodyTransport):
         loop = asyncio.get_running_loop()
         silent_since_s = loop.time()
         while True:
-            position = await self.pipeline.engine.position(job)
+            position = await self.pipeline.engine.queue_position(job)
             if position != self._place:
                 if position is None:
                     await self._event("running", {})
@@ -295,7 +299,7 @@ class _TimeTransport(_BodyTransport):
 
     async def _stop_telling(self) -> None:
         if self._telling is not None:
-            await self._begun.wait()  # what follows needs a status before it
+            await self._begun.wait()  # events need a status first
             self._telling.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._telling
@@ -306,13 +310,13 @@ class _TimeTransport(_BodyTransport):
             await super().send(execution, result)
             return
         await self._stop_telling()
-        if self._place is not None:  # it began and ended since that was last looked at
+        if self._place is not None:  # started and finished since the last check
             await self._event("running", {})
-        await self._event("result", json.loads(result.finished.words)["answer"])
+        await self._event("result", json.loads(result.job_result.words)["answer"])
         await self._more(b"", more=False)
 
     async def fail(self, error: ServiceError) -> None:
-        """Say as an event what went wrong after the answer had begun."""
+        """Report an error as an event after the answer has begun."""
         await self._stop_telling()
         context = context_of(self._scope)
         context.code = error.code
@@ -321,11 +325,11 @@ class _TimeTransport(_BodyTransport):
         await self._more(b"", more=False)
 
     def close(self) -> None:
-        """Give back what the request held; see `_BodyTransport.close`."""
+        """Release the request's memory; see `_BodyTransport.close`."""
         if self._telling is not None:
             self._telling.cancel()
         for ticket in self._tickets:
-            ticket.leave()
+            ticket.release()
         super().close()
 
 
@@ -342,9 +346,9 @@ class PlanEndpoint:
 
 
 class _PlanTransport(HttpTransport):
-    """See `Transport`: the fields stand in the query."""
+    """See `Transport`: the fields are in the query."""
 
-    quick = False
+    decodes_inline = False
 
     async def head(self) -> Hashable | None:
         accept = self.headers.get(b"accept", "")
@@ -359,16 +363,16 @@ class _PlanTransport(HttpTransport):
         await execution.fill({})
 
     async def send(self, execution: Execution, result: Result) -> None:
-        await self.respond(_JSON_HEADERS, [_text(json.loads(result.finished.words)["answer"])])
+        await self.respond(_JSON_HEADERS, [_text(json.loads(result.job_result.words)["answer"])])
 
 
 def query_fields(query: bytes, operation: Operation) -> dict[str, Any]:
-    """A request's fields from a query: JSON where it is JSON, else the text itself.
+    """Return a request's fields from a query; values are JSON, or else plain text.
 
     Raises
     ------
     MalformedRequest
-        The query cannot be read, or names no field or one twice.
+        The query cannot be parsed, or has a field without a name or twice.
     """
     try:
         pairs = parse_qsl(

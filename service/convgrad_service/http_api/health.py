@@ -1,4 +1,4 @@
-"""``/v2/health/live``, ``/v2/health/ready`` and ``/metrics``: for the platform, not for users."""
+"""``/v2/health/live``, ``/v2/health/ready`` and ``/metrics``, for the platform."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
+from convgrad_service.engine.hub import Hub, call_hub
 from convgrad_service.engine.pipeline import Pipeline
 
 __all__ = ["health_router"]
@@ -21,7 +22,7 @@ _NOT_READY: dict[int | str, dict[str, Any]] = {
 
 
 def health_router(pipeline: Pipeline) -> APIRouter:
-    """The routes that say how the server is."""
+    """Return the routes for health and metrics."""
     router = APIRouter(tags=["health"])
 
     @router.get("/v2/health/live", summary="The process answers.", responses=_NOT_LIVE)
@@ -36,6 +37,6 @@ def health_router(pipeline: Pipeline) -> APIRouter:
 
     @router.get("/metrics", summary="Metrics for Prometheus.", response_class=Response)
     async def prometheus() -> Response:
-        return Response(await pipeline.engine.exposition(), media_type=_PROMETHEUS)
+        return Response(await call_hub(pipeline.engine, Hub.exposition), media_type=_PROMETHEUS)
 
     return router

@@ -1,6 +1,6 @@
-"""A JSON answer from arrays and a report, as chunks to send one after another.
+"""Encodes a JSON answer in chunks.
 
-Base64 is made by pybase64 from the arrays' own memory and never becomes a Python string.
+pybase64 encodes straight from the arrays' memory; the base64 never becomes a Python string.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from convgrad_service.http_api.base64_tensors import EncodedLater, encoded_later
 
 __all__ = ["encode_json_answer", "json_answer", "refuse_endless_values", "stored_tensor"]
 
-# The form is for reading by eye: an element takes some twenty characters, against five in base64,
-# and a microsecond.
+# This form is for human readers: an element takes some twenty characters and a microsecond, against
+# five characters in base64.
 _MAX_VALUES = 2**20
-# json.dumps lets no other thread run before it is done: this much takes it a few milliseconds.
+# json.dumps holds the interpreter's lock throughout: this many numbers take a few milliseconds.
 _VALUES_AT_ONCE = 4096
 
 
@@ -33,10 +33,10 @@ def json_answer(
     form: Form,
     store: Mapping[str, str] = MappingProxyType({}),
 ) -> list[bytes | memoryview | EncodedLater]:
-    """``{"grad_input": {...}, "report": {...}}`` with tensors in ``form``.
+    """Encode ``{"grad_input": {...}, "report": {...}}`` with tensors in ``form``.
 
-    The base64 of a tensor is made block by block when it is sent. Of an output in ``store`` its
-    name there is told, and its array is not looked into.
+    Base64 is encoded block by block when it is sent. Of outputs in ``store`` only the name there is
+    sent, and their elements are not read.
     """
     chunks: list[bytes | memoryview | EncodedLater] = [b"{"]
     for name, array in outputs.items():
@@ -53,7 +53,7 @@ def json_answer(
 def encode_json_answer(
     outputs: Mapping[str, NDArray[Any]], report: Report, form: Form
 ) -> list[bytes | memoryview]:
-    """`json_answer`, all of it made at once."""
+    """Encode all of `json_answer` at once."""
     return [
         chunk.encoded() if isinstance(chunk, EncodedLater) else chunk
         for chunk in json_answer(outputs, report, form)
@@ -61,12 +61,12 @@ def encode_json_answer(
 
 
 def stored_tensor(array: NDArray[Any], name: str) -> dict[str, Any]:
-    """What is told of an output that was stored."""
+    """Describe an output that was stored."""
     return {"stored": name, "dtype": dtype_of(array).value, "shape": list(array.shape)}
 
 
 class _Base64:
-    """The base64 of consecutive parts; all but the last have a multiple of 3 bytes."""
+    """The base64 of consecutive parts; the size of all but the last is a multiple of 3 bytes."""
 
     def __init__(self, parts: list[bytes | memoryview]) -> None:
         self.chunks = [block for part in parts for block in encoded_later(part)]
@@ -86,7 +86,7 @@ def _members(encoded: Mapping[str, Any]) -> Iterator[bytes | EncodedLater]:
 
 
 def _in_blocks(value: Any) -> Iterator[bytes]:
-    """The JSON text of a value, of rectangular nested lists in blocks of consecutive items."""
+    """Yield the JSON of a value, with rectangular nested lists in blocks."""
     items = _count(value)
     if items <= _VALUES_AT_ONCE:
         yield _text(value)
@@ -104,7 +104,7 @@ def _in_blocks(value: Any) -> Iterator[bytes]:
 
 
 def _count(value: Any) -> int:
-    """Numbers in rectangular nested lists."""
+    """Count the numbers in rectangular nested lists."""
     return len(value) * _count(value[0]) if isinstance(value, list) and value else 1
 
 
@@ -113,13 +113,7 @@ def _text(value: Any) -> bytes:
 
 
 def refuse_endless_values(elements: int, form: Form) -> None:
-    """Hold the number of elements that an answer will have against its form.
-
-    Raises
-    ------
-    ProblemTooLarge
-        ``values`` were asked for, of more elements than that form is meant for.
-    """
+    """Raise ProblemTooLarge if ``values`` are requested for too many elements."""
     if form == "values" and elements > _MAX_VALUES:
         raise ProblemTooLarge(
             f'response "values" is for at most {_MAX_VALUES:,} elements and the answer has '

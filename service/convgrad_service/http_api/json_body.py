@@ -1,9 +1,8 @@
-"""A JSON request body as arrays and parameters, at the speed of its base64.
+"""Parses a JSON request body at the speed of its base64.
 
-Base64 strings are nearly all of a large body, and a JSON parser would copy each at least twice.
-So the body is read in two steps: the long strings are cut out as views (finding a closing quote
-is a memory search), and the few hundred bytes that are left are parsed as JSON, strictly. Each
-view is then decoded once, straight into the place that its tensor is given.
+Base64 strings are nearly all of a large body, and a JSON parser would copy each at least twice. So
+long strings are cut out as views (finding the closing quote is a memory search), the remaining few
+hundred bytes are parsed strictly, and each view is decoded once, straight into its tensor's memory.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ __all__ = [
 # Below this the two steps cost more than they save.
 _SMALL_BODY_BYTES = 64 * 1024
 _LONG_STRING_BYTES = 1024
-# What the parser may see. It makes Python objects, up to 60 bytes for three of text, and lets no
-# other thread run before it is done: this bounds a hostile body to some fifty megabytes and a fifth
-# of a second. It holds a hundred thousand numbers, more than anybody writes by hand.
+# Limit of the text that is parsed. The parser makes up to 60 bytes of objects from three of text
+# and blocks all other threads: this bounds a hostile body to some 50 MB and 0.2 s. It is enough for
+# a hundred thousand numbers, more than anybody writes by hand.
 _MAX_TEXT_BYTES = 2 * 2**20
 _MAX_QUOTES = 200_000
 
-# Windows in which quotes are searched: they double, so that a short string costs a short copy,
-# and stay small enough for the cache.
+# Windows in which quotes are searched. They double, so that a short string costs a short copy, but
+# still fit the cache.
 _FIRST_WINDOW_BYTES = 64
 _LAST_WINDOW_BYTES = 128 * 1024
 
@@ -49,10 +48,10 @@ _LAST_WINDOW_BYTES = 128 * 1024
 def describe_json_request(
     body: bytes | bytearray | memoryview, operation: Operation
 ) -> tuple[dict[str, Any], dict[str, Callable[[NDArray[Any]], None]]]:
-    """The fields of a request, and what fills those of its tensors that are blank in them.
+    """Return a request's fields, and the fillers of those tensors that are still blank.
 
-    A tensor whose base64 is long is known by its shape and dtype alone until its filler is called
-    with the place that it is to have. The other fields are ready for `convgrad.contract.validate`.
+    A tensor with long base64 is a blank of its shape and dtype until its filler is called with its
+    memory. The fields are ready for `convgrad.contract.validate`.
 
     Raises
     ------
@@ -76,7 +75,7 @@ def describe_json_request(
     for name in operation.tensors:
         if name in stored:
             del fields[name]
-        # An optional tensor may be null; a required one that is gets its sentence from the codec.
+        # An optional tensor may be null; decoding refuses a null required one.
         if name in fields and (fields[name] is not None or name in operation.required_tensors):
             fields[name], filler = described_tensor(fields[name], name)
             if filler is not None:
@@ -85,7 +84,7 @@ def describe_json_request(
 
 
 def _form_of(fields: Mapping[str, Any], operation: Operation) -> str:
-    """The form of the first tensor that is not stored."""
+    """Return the form of the first tensor that is not stored."""
     given = (fields.get(name) for name in operation.tensors)
     forms = (form for tensor in given if isinstance(tensor, dict) for form in FORMS & tensor.keys())
     return next(forms, "npy")
@@ -104,7 +103,7 @@ def _stored_name(tensor: Mapping[str, Any], field: str) -> str:
 def decode_json_request(
     body: bytes | bytearray | memoryview, operation: Operation
 ) -> dict[str, Any]:
-    """`describe_json_request` with every tensor filled, in memory of its own."""
+    """Decode a request with all tensors filled, in newly allocated memory."""
     fields, fillers = describe_json_request(body, operation)
     for name, fill in fillers.items():
         array = np.empty(fields[name].shape, fields[name].dtype)
@@ -117,12 +116,12 @@ def decode_json_request(
 def described_tensor(
     tensor: Any, name: str
 ) -> tuple[NDArray[Any], Callable[[NDArray[Any]], None] | None]:
-    """A tensor's array, blank where a function comes with it that fills the place it shall have.
+    """Return a tensor's array and, if that is still blank, its filler.
 
     Raises
     ------
     MalformedRequest
-        It cannot be read.
+        The tensor cannot be read.
     """
     deferred: list[DeferredBase64] = []
 
@@ -135,16 +134,16 @@ def described_tensor(
     try:
         array = decode_tensor(tensor, name=name, b64decode=defer)
     except (MalformedRequest, ValueError):
-        # Its bytes were counted wrongly where the text holds escapes: then it is decoded now.
+        # Escapes in the text make the size wrong; then decode now.
         return decode_tensor(tensor, name=name, b64decode=b64decode), None
     used = [text for text in deferred if text.used]
     return array, used[0].fill if used else None
 
 
 def parse_json_body(body: bytes | bytearray | memoryview) -> dict[str, Any]:
-    """The body's JSON object, in which long strings are views of the bytes between their quotes.
+    """Parse a body; long strings become views of the bytes between their quotes.
 
-    They stand only under the keys ``npy`` and ``data``; anywhere else a long string is refused.
+    Long strings are allowed only under the keys ``npy`` and ``data``.
     """
     view = memoryview(body).cast("B")
     if len(view) <= _SMALL_BODY_BYTES:
@@ -172,13 +171,13 @@ def parse_json_body(body: bytes | bytearray | memoryview) -> dict[str, Any]:
 
 @dataclass
 class _Cut:
-    """A body without its long strings, each replaced by a placeholder string."""
+    """A body whose long strings are replaced by placeholder strings."""
 
     text: bytearray = field(default_factory=bytearray)
     strings: dict[str, memoryview] = field(default_factory=dict)
     text_positions: list[int] = field(default_factory=list)
     body_positions: list[int] = field(default_factory=list)
-    # A name that no sender can guess, so that no string of the body is taken for a placeholder.
+    # Random, so that no client can forge a placeholder.
     key: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def keep(self, part: memoryview) -> None:
@@ -197,7 +196,7 @@ class _Cut:
         self.body_positions.append(end)
 
     def position(self, index: int) -> int:
-        """Where in the body the byte at ``index`` of the text stands, roughly inside a string."""
+        """Map an index of the text to the body, approximately within strings."""
         cuts = bisect_right(self.text_positions, index)
         if cuts == 0:
             return index
@@ -205,14 +204,14 @@ class _Cut:
 
 
 def _cut_long_strings(view: memoryview) -> _Cut:
-    # Outside of a string a quote can only open one, so quotes alone tell strings from the rest,
+    # Outside of a string a quote can only open one, so quotes alone delimit strings,
     # in valid JSON; of invalid JSON enough is kept for the parser to refuse it.
     cut = _Cut()
     quotes = _Quotes(view)
     kept = 0
     while (opening := quotes.find(quotes.position)) >= 0:
         if opening - kept > _MAX_TEXT_BYTES:
-            break  # `keep` below refuses it: no need to look further
+            break  # `keep` below refuses it
         closing = quotes.closing(opening + 1)
         if closing < 0:
             raise MalformedRequest(
@@ -227,7 +226,7 @@ def _cut_long_strings(view: memoryview) -> _Cut:
 
 
 class _Quotes:
-    """Finds one quote after the other, in time linear in the body and bounded in their number."""
+    """Finds quotes in order, in time linear in the body and with a limit on their number."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
@@ -235,7 +234,7 @@ class _Quotes:
         self.position = 0
 
     def find(self, start: int) -> int:
-        """The next quote at or after ``start``, or -1; ``position`` moves past it."""
+        """Return the next quote at or after ``start``, or -1; ``position`` moves past it."""
         window_bytes = _FIRST_WINDOW_BYTES
         while start < len(self._view):
             found = bytes(self._view[start : start + window_bytes]).find(b'"')
@@ -248,7 +247,7 @@ class _Quotes:
         return -1
 
     def closing(self, start: int) -> int:
-        """The quote that ends the string whose text begins at ``start``, or -1."""
+        """Return the quote that closes the string whose text begins at ``start``, or -1."""
         quote = self.find(start)
         while quote >= 0 and self._is_escaped(start, quote):
             if quote - start > _LONG_STRING_BYTES:
@@ -260,7 +259,7 @@ class _Quotes:
         return quote
 
     def _is_escaped(self, start: int, quote: int) -> bool:
-        """Whether an odd number of backslashes stands before ``quote``."""
+        """Whether an odd number of backslashes precedes ``quote``."""
         backslashes, window_bytes, end = 0, 1, quote
         while end > start:
             window = bytes(self._view[max(start, end - window_bytes) : end])

@@ -1,4 +1,4 @@
-"""``GET /layers``: a layer in anybody's words, or the suites whose layers have names."""
+"""``GET /layers``: parses a layer's notation, or lists the suites of named layers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ __all__ = ["answer_layers"]
 
 
 async def answer_layers(request: Request) -> Response:
-    """With ``layer`` in the query its sizes and spellings, with ``suite`` its layers, else the
-    names of all suites."""
+    """Return a ``layer``'s sizes and notations, or a ``suite``'s layers, or the suites' names."""
     query = request.query_params
     for name in query:
         if name not in ("layer", "suite"):

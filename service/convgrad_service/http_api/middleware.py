@@ -1,9 +1,9 @@
-"""Around every exchange: its id and timings on the answer, errors as problem+json, log, metrics.
+"""The middleware around every exchange: request id, timings, problem+json errors, log, metrics.
 
-A pure ASGI middleware, outside of routing, so that 404s, the docs and failures get the same. It
-also ends connections whose request body nobody read: told so by ``Connection: close``, and with
-what is still arriving read and dropped for a moment, because closing a socket with unread bytes
-makes the kernel reset it, and the client would see that in place of the answer.
+It is pure ASGI and outside of routing, so that it covers 404s, the docs and failures too. It also
+ends connections whose request body was not read: with ``Connection: close``, and after reading and
+dropping for a moment what still arrives. Closing a socket with unread bytes makes the kernel send a
+reset, which the client may see before the answer.
 """
 
 from __future__ import annotations
@@ -25,11 +25,16 @@ from convgrad_service.engine.telemetry.access_log import log_exchange
 from convgrad_service.engine.telemetry.request_context import TRACE_HEADERS
 from convgrad_service.engine.telemetry.tracing import Traces
 from convgrad_service.http_api.connection import CONNECTION, Connection, connection_of
-from convgrad_service.http_api.context import RequestContext, begin_context, told_headers
+from convgrad_service.http_api.context import (
+    RequestContext,
+    begin_context,
+    client_of,
+    context_headers,
+    http_span,
+)
 from convgrad_service.http_api.problem_details import internal, problem_details
 from convgrad_service.http_api.receive_into import ReceiveInto
 from convgrad_service.http_api.response import WHOLE
-from convgrad_service.http_api.span import client_of, http_span
 from convgrad_service.security.keys import KEY_REFUSALS, KeyRing
 from convgrad_service.security.scopes import require_path
 
@@ -37,29 +42,29 @@ __all__ = ["ExchangeMiddleware"]
 
 _log = logging.getLogger("convgrad.http")
 
-# A body that nobody wanted has usually arrived already, if it is not a large one: then the
-# connection can be kept. A new one for every refusal would cost a server in overload too much.
+# Unless it is large, the body of a refused request has usually arrived already. Then the connection
+# is kept: a new one for every refusal would cost an overloaded server too much.
 _MODEST_BODY_BYTES, _MODEST_BODY_WAIT_S = 4 * 2**20, 0.05
 _LINGER_S = 2.0
 
-# What a platform asks has no key, and what a browser opens cannot have one: the description of the
-# API and the page's files, which are the same on every server.
+# Health checks need no key. Nor do the API's description and the page's files, for which a browser
+# could not send one; they are the same on every server.
 _OPEN_PATHS = ("/v2/health/live", "/v2/health/ready", "/", "/docs", "/openapi.json", "/ui")
 _OPEN_FOLDERS = ("/docs/assets/", "/ui/")
-_QUIET_PATHS = ("/v2/health/", "/metrics")  # asked every few seconds, by machines
+_QUIET_PATHS = ("/v2/health/", "/metrics")  # polled by machines, so logged at debug level
 
 
 Endpoints = Mapping[str, tuple[ASGIApp, Mapping[str, str]]]
-"""By a whole path what answers a POST to it, and the parameters that a route finds in the path."""
+"""The POST endpoint and the path parameters of each path."""
 
 
 class ExchangeMiddleware:
-    """Wraps the application in the exchange's bookkeeping.
+    """Wraps the application.
 
-    A POST to one of the paths in ``endpoints`` goes straight there. The application has routes for
-    them as well, which describe them and refuse other methods; but it asks some forty routes one
-    after another, within middleware of its own. ``wrapped`` says that other middleware is around
-    this one, so that whole answers must not go past it to the connection.
+    A POST to a path in ``endpoints`` bypasses the application, which would try some forty routes in
+    turn within middleware of its own. It has routes for these paths too, for OpenAPI and to refuse
+    other methods. ``wrapped`` means that other middleware surrounds this one, so that answers must
+    not bypass it.
     """
 
     def __init__(
@@ -84,7 +89,7 @@ class ExchangeMiddleware:
             await self.app(scope, receive, send)
             return
         if scope["method"] == "HEAD":
-            # What GET would answer; the server below, which keeps its own scope, sends no body.
+            # Answer as GET; the server, which has its own scope, omits the body.
             scope = {**scope, "method": "GET"}
         context = begin_context(scope)
         if self.traces is not None:
@@ -116,17 +121,17 @@ class ExchangeMiddleware:
         except asyncio.CancelledError:
             context.code = "cancelled"
             raise
-        # Whatever went wrong, the caller gets an id and the log gets the rest.
+        # The caller learns only the request id; the log has the rest.
         except Exception:
             _log.exception("request_id=%s %s failed", context.request_id, scope["path"])
             if exchange.started:
-                # The headers have left: only a broken connection can still say "failed".
+                # The headers have been sent: only a broken connection can still signal the failure.
                 context.code = "internal"
                 raise
             await exchange.refuse(internal(context.request_id))
 
     def _record(self, scope: Scope, context: RequestContext) -> None:
-        # Whose key does not let it in is refused before it is known what for.
+        # A bad key is refused before the operation is known.
         if context.operation is not None or context.code in KEY_REFUSALS:
             self.pipeline.observe(
                 context.operation or "",
@@ -168,7 +173,7 @@ def _authorization(scope: Scope) -> str | None:
 
 
 class _Exchange:
-    """``receive`` and ``send`` of one exchange, with its bookkeeping."""
+    """``receive`` and ``send`` of one exchange."""
 
     def __init__(
         self,
@@ -187,7 +192,7 @@ class _Exchange:
         length = headers.get(b"content-length", b"0")
         self._declared_bytes = int(length) if length.isdigit() else 0
         self._body_unread = self._declared_bytes > 0 or b"transfer-encoding" in headers
-        # A client that waits for "100 Continue" has sent nothing until we first receive.
+        # A client that waits for "100 Continue" sends nothing before our first receive.
         self._body_withheld = headers.get(b"expect", b"").lower() == b"100-continue"
         self._linger = False
         self._connection = connection_of(scope)
@@ -222,7 +227,7 @@ class _Exchange:
     async def _send_whole(self, message: Message) -> None:
         context, parts = self._context, message["parts"]
         if self._wrapped:
-            # Whoever wraps us sees the messages of ASGI alone, and adds headers of its own.
+            # Surrounding middleware handles plain ASGI messages only, and may add headers.
             body = b"".join(parts)
             headers = [*message["headers"], (b"content-length", b"%d" % len(body))]
             await self.send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -232,14 +237,14 @@ class _Exchange:
         context.status, context.sent_bytes = 200, sum(map(len, parts))
         headers = [
             *message["headers"],
-            *told_headers(context),
+            *context_headers(context),
             (b"content-length", b"%d" % context.sent_bytes),
         ]
         self.started = True
         await connection.answer(b"".join([b"%s: %s\r\n" % header for header in headers]), parts)
 
     async def refuse(self, error: ServiceError) -> None:
-        """Answer with ``error``; once headers have left, break the connection by raising it."""
+        """Answer with ``error``; raise it, to break the connection, if headers have been sent."""
         self._context.code = error.code
         if self.started:
             raise error
@@ -251,10 +256,10 @@ class _Exchange:
         if self._body_unread and not self._body_withheld:
             if 0 < self._declared_bytes <= _MODEST_BODY_BYTES:
                 await self._drop_body(_MODEST_BODY_WAIT_S)
-            # After a 408 nothing is on its way.
+            # After a 408 nothing more arrives.
             self._linger = message["status"] != 408 and self._body_unread
         headers: list[Any] = list(message.get("headers", []))
-        headers += told_headers(self._context)
+        headers += context_headers(self._context)
         if self._body_unread:
             headers.append((b"connection", b"close"))
         self._context.status = message["status"]
@@ -268,16 +273,16 @@ class _Exchange:
             while self._body_unread:
                 async with asyncio.timeout(max(until_s - time.monotonic(), 0)):
                     await self.receive()
-                # The timeout strikes only where receive() waits, which in a flood it never does.
+                # The timeout acts only while receive() waits, which it never does in a flood.
                 if time.monotonic() > until_s:
                     return
         except TimeoutError:
             return
 
     async def _dropped_unparsed(self, patience_s: float) -> bool:
-        """Receive the rest of the body to nowhere, past the parser, where that can be done.
+        """Drop the rest of the body without parsing it, if possible; return whether that is done.
 
-        Whether none is left that comes so: what then is, `receive` gets.
+        `receive` gets whatever is left then.
         """
         if self._dropping is None:
             connection = self._connection

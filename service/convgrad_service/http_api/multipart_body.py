@@ -27,7 +27,7 @@ from convgrad_service.engine.execution import Execution, Filler, Source
 from convgrad_service.engine.memory.lease import Lease
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import Fields, blank
-from convgrad_service.engine.telemetry.timing import Timings
+from convgrad_service.engine.telemetry.record import Timings
 from convgrad_service.http_api.body import Body, Text
 from convgrad_service.http_api.negotiation import content_type_parameters
 
@@ -35,12 +35,12 @@ __all__ = ["MEDIA_TYPE", "MultipartReader", "npy_dtype", "split_form"]
 
 MEDIA_TYPE = "multipart/form-data"
 
-# The parser is given copies of so many bytes: Python's `bytes` alone can be searched.
+# The parser needs `bytes`, so it gets copies of blocks of this size.
 _BLOCK_BYTES = 2**20
-# A request has some twenty fields, and none that is no tensor needs a page.
+# A request has some twenty fields, and its parameters are short.
 _MAX_FIELDS = 64
 _MAX_PARAMETER_BYTES = 16 * 1024
-# The parser logs what it refuses, and so does the server, in its own form.
+# The server logs refusals itself.
 _SILENT = logging.Logger("python_multipart", logging.CRITICAL)
 # RFC 2046 allows 70 characters.
 _MAX_BOUNDARY_BYTES = 70
@@ -48,14 +48,14 @@ _MAX_BOUNDARY_BYTES = 70
 
 @dataclass(slots=True)
 class FormField:
-    """One field: its headers, names in small letters, and where its data is in the body."""
+    """One field: its headers by lower-case name, and the position of its data in the body."""
 
     headers: dict[bytes, bytes] = field(default_factory=dict)
     begin: int = 0
     size_bytes: int = 0
 
     def name(self) -> str:
-        """What Content-Disposition calls it; raises MalformedRequest where that says nothing."""
+        """The name in Content-Disposition; raises MalformedRequest if there is none."""
         disposition, parameters = parse_options_header(self.headers.get(b"content-disposition"))
         name = parameters.get(b"name")
         if disposition != b"form-data" or not name:
@@ -84,11 +84,11 @@ class MultipartReader:
         return None
 
     @property
-    def holds(self) -> Lease | None:
+    def body_lease(self) -> Lease | None:
         return self._text.lease
 
     @property
-    def quick(self) -> bool:
+    def decodes_inline(self) -> bool:
         return self._text.lease is None
 
     def fields(self, operation: Operation) -> tuple[Fields, Any]:
@@ -99,7 +99,7 @@ class MultipartReader:
         for name, part in found.items():
             data = self._text.data[part.begin : part.begin + part.size_bytes]
             if not data:
-                continue  # a browser sends every field of a form, with nothing in what was left out
+                continue  # browsers send unused fields empty
             if name in operation.tensors:
                 content_type = _text(part.headers.get(b"content-type", b""))
                 file = _File(data, name)
@@ -112,7 +112,7 @@ class MultipartReader:
     async def fill(self, body: Body, execution: Execution, timings: Timings) -> None:
         sources: dict[str, Source] = {**execution.request.tensors(), **self._fillers}
         with timings.stage("decode"):
-            await execution.fill(sources, holds=self._text.lease)
+            await execution.fill(sources, body_lease=self._text.lease)
         self.close()
 
     def close(self) -> None:
@@ -120,13 +120,13 @@ class MultipartReader:
 
 
 def npy_dtype(content_type: str, name: str) -> DType | None:
-    """The dtype that stands beside a .npy file: ``application/x-npy; dtype=bfloat16``."""
+    """Return the dtype in a .npy file's media type: ``application/x-npy; dtype=bfloat16``."""
     dtype = content_type_parameters(content_type).get("dtype")
     return None if dtype is None else checked_dtype(dtype, name=name)
 
 
 def split_form(view: memoryview, boundary: str) -> dict[str, FormField]:
-    """The fields of a form by name.
+    """Parse a form into its fields, by name.
 
     Raises
     ------
@@ -162,7 +162,7 @@ def split_form(view: memoryview, boundary: str) -> dict[str, FormField]:
 
 
 class _Splitter:
-    """Notes where parts are while python-multipart finds them."""
+    """Records the positions of parts in callbacks of python-multipart."""
 
     def __init__(self) -> None:
         self.parts: list[FormField] = []
@@ -199,8 +199,8 @@ class _Splitter:
     def _data(self, data: bytes, start: int, end: int) -> None:
         part = self.parts[-1]
         if part.size_bytes == 0:
-            # The end of the block before may have looked like the beginning of a boundary. The
-            # parser hands such bytes over from memory of its own.
+            # The end of the last block may have looked like the start of a boundary. The parser
+            # passes such bytes from its own memory.
             part.begin = self.block_begin + (start if data is self.block else start - end)
         part.size_bytes += end - start
 
@@ -209,7 +209,7 @@ class _Splitter:
 
 
 class _File:
-    """The bytes of a file that are copied once their place is known; see `Deferred`."""
+    """The bytes of a file, copied once their destination is known; see `Deferred`."""
 
     def __init__(self, data: memoryview, name: str) -> None:
         self._data, self._name = data, name
@@ -217,7 +217,7 @@ class _File:
 
     @property
     def used(self) -> bool:
-        """Whether a tensor was made of it that has yet to be filled."""
+        """Whether a tensor refers to it that has not been filled."""
         return self._offset is not None
 
     def __len__(self) -> int:
@@ -232,7 +232,7 @@ class _File:
         return blank(shape, dtype, name=self._name)
 
     def fill(self, target: NDArray[Any]) -> None:
-        """Copy the elements to a contiguous array."""
+        """Copy the elements into a contiguous array."""
         target.reshape(-1).view(np.uint8).data[:] = self._data[self._offset :]
 
 

@@ -1,4 +1,4 @@
-"""Content-Type and Accept: which of the known media types came in, which may go out."""
+"""Chooses media types by Content-Type and Accept."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["choose_accepted", "content_type_parameters", "match_content_type"]
 _NAME = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _MEDIA_RANGE = re.compile(rf"\s*({_NAME})/({_NAME})\s*")
 _PARAMETER = re.compile(rf';\s*(?:({_NAME})\s*=\s*({_NAME}|"(?:[^"\\]|\\.)*"))?\s*')
-_MAX_RANGES = 64  # more than any client sends; each is matched against each type
+_MAX_RANGES = 64  # more than any client sends
 
 
 def match_content_type(header: str | None, known: Sequence[str]) -> str:
-    """The one of ``known`` that a Content-Type names.
+    """Return the one of ``known`` that a Content-Type names.
 
     Parameters are ignored, but for a charset: text is read as UTF-8 and in no other encoding.
 
@@ -39,14 +39,13 @@ def match_content_type(header: str | None, known: Sequence[str]) -> str:
 
 
 def content_type_parameters(header: str) -> dict[str, str]:
-    """The parameters of a Content-Type by their names in small letters; none of an unreadable
-    one."""
+    """Return a Content-Type's parameters by lower-case name; none if it cannot be parsed."""
     parsed = _parse(header)
     return {} if parsed is None else parsed[1]
 
 
 def choose_accepted(header: str | None, known: Sequence[str], preferred: str) -> str:
-    """The one of ``known`` that an Accept header likes best; ``preferred`` wins a tie.
+    """Return the one of ``known`` that an Accept header prefers; ``preferred`` wins a tie.
 
     Each type gets the q of the most specific range that covers it (RFC 9110, 12.5.1); ranges that
     cannot be read are skipped.
@@ -60,7 +59,7 @@ def choose_accepted(header: str | None, known: Sequence[str], preferred: str) ->
         return preferred
     ranges = [parsed for item in _split(header)[:_MAX_RANGES] if (parsed := _range(item))]
     order = [preferred, *(media_type for media_type in known if media_type != preferred)]
-    # max() keeps the first of equals, so the order settles ties.
+    # max() returns the first of equals, so the order decides ties.
     best = max(order, key=lambda media_type: _quality(media_type, ranges))
     if _quality(best, ranges) <= 0:
         raise NotAcceptable(
@@ -111,5 +110,5 @@ def _unquoted(value: str) -> str:
 
 
 def _split(header: str) -> list[str]:
-    # At commas outside of quoted strings.
+    # Split at commas outside of quoted strings.
     return [item for item in re.findall(r'(?:[^,"]|"(?:[^"\\]|\\.)*")+', header) if item.strip()]

@@ -1,5 +1,4 @@
-"""Answers as NumPy's own files: .npy for one tensor, .npz for any number. How they were computed
-stands in the header X-Report."""
+"""Answers as NumPy files: .npy for one tensor, .npz for any number; the report is in X-Report."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ REPORT_HEADER = "X-Report"
 
 
 def encode_npy(execution: Execution, result: Result) -> Sequence[Chunk]:
-    """The one output as a .npy file."""
+    """Encode the only output as a .npy file."""
     ((name, array),) = result.outputs.items()
     header, data = npy.encode(array)
     assert isinstance(data, memoryview)  # noqa: S101
@@ -50,11 +49,11 @@ def encode_npy(execution: Execution, result: Result) -> Sequence[Chunk]:
 
 
 def encode_npz(execution: Execution, result: Result) -> Sequence[Chunk]:
-    """All outputs as a .npz file: a zip archive of .npy files that are stored as they are."""
+    """Encode all outputs as a .npz file, uncompressed."""
     collected = _Chunks()
     with zipfile.ZipFile(collected, "w") as archive:  # type: ignore[call-overload]
         for name, array in result.outputs.items():
-            # The dates of a zip archive would make two answers to the same request differ.
+            # A fixed date, so that answers to the same request are identical.
             entry = zipfile.ZipInfo(f"{name}.npy")
             with archive.open(entry, "w", force_zip64=True) as file:
                 for part in npy.encode(array):
@@ -63,23 +62,23 @@ def encode_npz(execution: Execution, result: Result) -> Sequence[Chunk]:
 
 
 def npy_content_type(array: NDArray[Any]) -> str:
-    """The media type of an array's .npy file, with the dtype where the file cannot say it."""
+    """Return the media type of an array's .npy file, with dtypes that NumPy lacks."""
     return f"{NPY}; dtype=bfloat16" if dtype_of(array) is DType.BFLOAT16 else NPY
 
 
 def npy_headers(result: Result) -> Headers:
-    """The headers of an answer in .npy."""
+    """Return the headers of a .npy answer."""
     ((_, array),) = result.outputs.items()
     return [(b"content-type", npy_content_type(array).encode()), _report(result)]
 
 
 def npz_headers(result: Result) -> Headers:
-    """The headers of an answer in .npz."""
+    """Return the headers of a .npz answer."""
     return [(b"content-type", NPZ.encode()), _report(result)]
 
 
 def refuse_npy(request: Request, problem: Problem) -> None:
-    """Raise NotAcceptable unless there is one output, and it is sent."""
+    """Raise NotAcceptable unless there is exactly one output, and it is not stored."""
     if len(problem.outputs) > 1:
         raise NotAcceptable(
             f"{NPY} holds one tensor, and the answer has {', '.join(problem.outputs)}; accept {NPZ}"
@@ -88,7 +87,7 @@ def refuse_npy(request: Request, problem: Problem) -> None:
 
 
 def refuse_npz(request: Request, problem: Problem) -> None:
-    """Raise NotAcceptable where an output is not sent but stored."""
+    """Raise NotAcceptable if an output is stored."""
     if request.store:
         raise NotAcceptable(
             "an answer in NumPy's files cannot name the outputs that were stored; accept "
@@ -101,7 +100,7 @@ def _report(result: Result) -> tuple[bytes, bytes]:
 
 
 class _Chunks:
-    """What `zipfile` writes to: it keeps each part as it comes, and copies none."""
+    """A file for `zipfile` that collects what is written without copying."""
 
     def __init__(self) -> None:
         self.parts: list[Chunk] = []
@@ -111,4 +110,4 @@ class _Chunks:
         return len(part)
 
     def flush(self) -> None:
-        """It has all there is."""
+        """Do nothing: nothing is buffered."""

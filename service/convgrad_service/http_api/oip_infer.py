@@ -1,7 +1,7 @@
-"""``POST /v2/models/<operation>/infer``: the Open Inference Protocol's way to compute over HTTP.
+"""``POST /v2/models/<operation>/infer`` of the Open Inference Protocol.
 
-With ``Inference-Header-Content-Length`` that many bytes of JSON come first and the tensors' bytes
-follow, each received straight into its place; without it the whole body is JSON.
+``Inference-Header-Content-Length`` is the size of the JSON that precedes the tensors' bytes, which
+are received straight into place. Without it the whole body is JSON.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from convgrad_service.engine.request import SMALL_BYTES, Decoded, Result, blank
 from convgrad_service.http_api.body import Text
 from convgrad_service.http_api.codecs import MAX_KEY_BYTES
 from convgrad_service.http_api.transport import HttpTransport
-from convgrad_service.oip.answer import answer_names
 from convgrad_service.oip.fields import described, operation_named, request_fields
 from convgrad_service.oip.http_answer import HttpAnswer, encode_answer, refuse_in_json
 from convgrad_service.oip.http_head import read_infer_head
-from convgrad_service.oip.number_list import NumberList
+from convgrad_service.oip.json_text import NumberList
 from convgrad_service.oip.request import InferInput, InferRequest, Region, Span
 from convgrad_service.oip.shared_memory import SharedMemory
 from convgrad_service.server.settings import Settings
@@ -40,9 +39,9 @@ from convgrad_service.server.settings import Settings
 __all__ = ["InferEndpoint"]
 
 _HEADER_LENGTH = b"inference-header-content-length"
-# The JSON before binary data is small, unless numbers stand in it after all.
+# The JSON before binary data is small, unless it contains numbers too.
 _MAX_HEAD_BYTES = 4 * 2**20
-# An id that comes first, as clients write it, and needs no escapes.
+# An id in first position, as clients write it, without escapes.
 _ID = re.compile(rb'\{"id":"([!#-\[\]-~ ]{0,256})",')
 
 
@@ -76,7 +75,7 @@ class _InferTransport(HttpTransport):
         self._header_bytes = _header_bytes(self.headers, self._length)
 
     async def head(self) -> Hashable | None:
-        """The request's JSON, and nothing of what follows it."""
+        """Receive the request's JSON, and nothing of what follows it."""
         settings, header_bytes = self._settings, self._header_bytes
         body = self._body = self.body(
             settings.max_json_bytes if header_bytes is None else settings.max_body_bytes
@@ -99,18 +98,18 @@ class _InferTransport(HttpTransport):
         self._data_bytes = _data_bytes(self._length, header_bytes)
         if self._data_bytes is None or len(self.text.data) > MAX_KEY_BYTES:
             return None
-        # All of the request but its id, where that can be told from the rest.
+        # All of the request but its id, if that can be found.
         text = bytes(self.text.data)
         if (found := _ID.match(text)) is not None:
             self._id, text = found[1], text[found.end() :]
         return text, found is None, self._data_bytes, self.owner
 
     @property
-    def holds(self) -> Lease | None:  # type: ignore[override]
+    def body_lease(self) -> Lease | None:  # type: ignore[override]
         return self.text.lease
 
     @property
-    def quick(self) -> bool:  # type: ignore[override]
+    def decodes_inline(self) -> bool:  # type: ignore[override]
         return len(self.text.data) <= SMALL_BYTES
 
     def decode(self) -> Decoded:
@@ -133,7 +132,7 @@ class _InferTransport(HttpTransport):
         timings = self.request.timings
         if numbers := _numbers(request):
             with timings.stage("decode"):
-                await execution.fill(numbers, holds=self.text.lease)
+                await execution.fill(numbers, body_lease=self.text.lease)
         spans = [tensor for tensor in request.inputs if isinstance(tensor.source, Span)]
         if not self._body.ended or spans:
             views = execution.input_views()
@@ -146,10 +145,10 @@ class _InferTransport(HttpTransport):
         request: InferRequest = execution.notes
         with self.request.timings.stage("encode"):
             template = execution.template(
-                result.finished, lambda report: _template(execution, request, report)
+                result.job_result, lambda report: _template(execution, request, report)
             )
             if template is not None:
-                answer = self._from_template(execution, template, result.finished.compute_s)
+                answer = self._from_template(execution, template, result.job_result.compute_s)
             else:
                 if self._id:
                     request = replace(request, id=self._id.decode())
@@ -177,13 +176,13 @@ def _template(execution: Execution, request: InferRequest, report: Report) -> Re
         for name, spec, *_ in execution.layout.outputs
     }
     head = bytes(encode_answer(request, outputs, report).chunks[0])
-    sent = (name for name in answer_names(request, outputs) if request.sends(name))
-    places = tuple((b"", *execution.place_of(name)) for name in sent)
+    sent = (name for name in request.answer_names(outputs) if request.sends(name))
+    places = tuple((b"", *execution.extent_of(name)) for name in sent)
     return ResponseTemplate(*split_at(head, lambda seconds: repr(seconds).encode()), places)
 
 
 def _data_bytes(length: int | None, header_bytes: int | None) -> int | None:
-    """How much follows the JSON; None where that is not known yet."""
+    """Return how many bytes follow the JSON; None if not known yet."""
     if header_bytes is None:
         return 0
     return None if length is None else length - header_bytes
@@ -217,7 +216,7 @@ def _header_bytes(headers: Mapping[bytes, str], length: int | None) -> int | Non
 
 
 def _numbers(request: InferRequest) -> dict[str, NDArray[Any] | Filler]:
-    """What fills the inputs whose elements stood in the JSON."""
+    """Return the fillers of inputs whose elements are in the JSON."""
     sources: dict[str, NDArray[Any] | Filler] = {}
     for tensor in request.inputs:
         if isinstance(tensor.source, NumberList):
@@ -236,7 +235,7 @@ def _span_bytes(tensor: InferInput) -> int:
 
 
 def _is_quick(request: InferRequest, outputs: Mapping[str, NDArray[Any]]) -> bool:
-    """Whether no more than a few numbers are to be spelt out."""
+    """Whether the answer has at most a few numbers in JSON."""
     spelt = [
         array.nbytes
         for name, array in outputs.items()

@@ -1,7 +1,4 @@
-"""The Open Inference Protocol over HTTP: what there is, in which state, and what was counted.
-
-``POST …/infer`` has a module of its own, `oip_infer`.
-"""
+"""The Open Inference Protocol over HTTP, but for ``POST …/infer``, which is in `oip_infer`."""
 
 from __future__ import annotations
 
@@ -20,7 +17,9 @@ from convgrad.errors import (
 )
 from convgrad.wire import strict_json
 from convgrad.wire.sentences import shown
+from convgrad_service.engine.hub import call_hub
 from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.telemetry.statistics import Statistics
 from convgrad_service.http_api.body import small_body
 from convgrad_service.http_api.middleware import Endpoints
 from convgrad_service.http_api.oip_infer import InferEndpoint
@@ -32,7 +31,6 @@ from convgrad_service.oip.models import (
     repository_index,
     server_metadata,
 )
-from convgrad_service.oip.registered_memory import shared_memory_of
 from convgrad_service.oip.shared_memory import SharedMemory
 from convgrad_service.oip.statistics import model_statistics
 from convgrad_service.server.settings import Settings
@@ -45,11 +43,8 @@ _MAX_INDEX_BYTES = 4096
 
 
 def add_oip(app: FastAPI, pipeline: Pipeline, settings: Settings) -> Endpoints:
-    """Add every route of the protocol to ``app`` but those for health, which it has.
-
-    Returns those that compute.
-    """
-    memory = shared_memory_of(
+    """Add the protocol's routes but for health to ``app``; return its inference endpoints."""
+    memory = SharedMemory(
         pipeline.engine,
         system=settings.system_shared_memory,
         cuda=settings.cuda_shared_memory,
@@ -69,10 +64,12 @@ def _describing(pipeline: Pipeline, shared_memory: SharedMemory, settings: Setti
     async def server() -> JSONResponse:
         return JSONResponse(server_metadata(shared_memory.extensions))
 
-    # Before the models: it is no model's name.
+    # Before the models' routes, which would take it for a model's name.
     @router.get("/v2/models/stats", summary="Counts of every model.")
     async def all_statistics() -> JSONResponse:
-        return JSONResponse(model_statistics(await pipeline.engine.statistics(), OPERATIONS))
+        return JSONResponse(
+            model_statistics(await call_hub(pipeline.engine, Statistics.all), OPERATIONS)
+        )
 
     @router.get(_VERSION, include_in_schema=False)
     @router.get(_MODEL, summary="A model's inputs and outputs.")
@@ -96,12 +93,12 @@ def _describing(pipeline: Pipeline, shared_memory: SharedMemory, settings: Setti
     @router.get(f"{_MODEL}/stats", summary="Counts of one model.")
     async def statistics(model: str, version: str = "") -> JSONResponse:
         operation = operation_named(model, version)
-        counts = await pipeline.engine.statistics()
+        counts = await call_hub(pipeline.engine, Statistics.all)
         return JSONResponse(model_statistics(counts, [operation.name]))
 
     @router.post("/v2/repository/index", summary="All models and whether they take requests.")
     async def index(request: Request) -> JSONResponse:
-        wanted = _index_request(await small_body(request, settings, _MAX_INDEX_BYTES))
+        wanted = _only_ready(await small_body(request, settings, _MAX_INDEX_BYTES))
         try:
             pipeline.require_ready()
         except DeviceUnavailable as error:
@@ -118,8 +115,8 @@ def _describing(pipeline: Pipeline, shared_memory: SharedMemory, settings: Setti
     return router
 
 
-def _index_request(body: bytes) -> bool:
-    """Whether only models that are ready are wanted."""
+def _only_ready(body: bytes) -> bool:
+    """Return whether only ready models are requested."""
     fields: dict[str, Any] = strict_json.loads_object(body, "the request") if body else {}
     if repository := fields.get("repository_name"):
         raise NotFound(f"there is no repository {shown(repository)}; the only one has no name")

@@ -1,7 +1,7 @@
-"""``/openapi.json``: made from the contract's models, with an example of every operation.
+"""``/openapi.json``, made from the contract's models, with an example of every operation.
 
-The operations' endpoints take bytes, not parsed models, so FastAPI cannot see what they accept;
-what it can see (health, metrics) it describes itself, and the operations are added to that.
+The operations' endpoints take bytes rather than parsed models, so FastAPI does not know what they
+accept. FastAPI describes the other routes (health, metrics), and the operations are added here.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ _INFER_EXAMPLE: dict[str, Any] = {
     "parameters": {"stride": "[1, 1]"},
 }
 
-# What any operation can be refused with; the codes come from the one table of errors.
+# The errors of every operation, from the error table.
 _ERROR_STATUSES = (400, 401, 404, 406, 408, 413, 415, 422, 429, 500, 503, 504)
 
 
 def install_openapi(app: FastAPI, settings: Settings) -> None:
-    """Make ``app.openapi()`` give the whole document, built when it is first asked for."""
+    """Make ``app.openapi()`` return the whole document, built on first use."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -99,7 +99,7 @@ def _document(app: FastAPI, settings: Settings) -> dict[str, Any]:
     for methods in document["paths"].values():
         for described in methods.values():
             if "422" in described["responses"]:
-                # Of a route with parameters FastAPI believes that it refuses them as it would.
+                # FastAPI assumes that routes with parameters answer 422.
                 own = {str(status): _error_response(status) for status in _ERROR_STATUSES}
                 described["responses"] = {**own, "200": described["responses"]["200"]}
     for unused in ("HTTPValidationError", "ValidationError"):
@@ -117,7 +117,7 @@ def _path(operation: Operation, settings: Settings) -> dict[str, Any]:
             "tags": ["operations"],
             "operationId": operation.name,
             "summary": operation.summary,
-            # A docstring is laid out for a terminal; Markdown would run its lines together.
+            # Docstrings are laid out for a terminal; Markdown would join their lines.
             "description": f"```text\n{described.strip()}\n```" if described.strip() else "",
             "parameters": _PARAMETERS,
             "requestBody": {
@@ -152,7 +152,7 @@ def _path(operation: Operation, settings: Settings) -> dict[str, Any]:
 
 
 def _infer_path(settings: Settings) -> dict[str, Any]:
-    """The Open Inference Protocol's way to every operation; its own specification says the rest."""
+    """Describe the protocol's inference path; its own specification has the details."""
     answer = {"description": "The outputs, in JSON or behind it.", "headers": _ANSWER_HEADERS}
     return {
         "post": {
@@ -195,7 +195,7 @@ def _infer_path(settings: Settings) -> dict[str, Any]:
 
 
 def _form_schema(operation: Operation) -> dict[str, Any]:
-    """A form: files by the tensors' names, and parameters as text."""
+    """Describe a form: files by tensor name, and parameters as text."""
     properties: dict[str, Any] = {
         name: _BINARY | {"description": "A .npy file."}
         if name in operation.tensors
@@ -212,7 +212,7 @@ def _form_schema(operation: Operation) -> dict[str, Any]:
 
 def _answer_schema(operation: Operation) -> dict[str, Any]:
     properties = {name: {"$ref": _REF.format("OutputTensor")} for name in operation.outputs}
-    # Where outputs can be chosen, none is always there; elsewhere the first is.
+    # If outputs can be chosen, none is required; otherwise the first is.
     always = [] if "outputs" in operation.request.model_fields else [operation.outputs[0]]
     return {
         "type": "object",

@@ -1,4 +1,4 @@
-"""What ``/openapi.json`` says of ``/verify``, ``/time``, ``/plan`` and ``/layers``."""
+"""The part of ``/openapi.json`` for ``/verify``, ``/time``, ``/plan`` and ``/layers``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def examination_paths(
     headers: Mapping[str, Any],
     error: Callable[[int], Any],
 ) -> dict[str, Any]:
-    """The paths, by path; ``error`` describes an answer of a status."""
+    """Return the path items; ``error`` describes the answer of a status."""
     made: dict[str, Any] = {}
     for operations in (VERIFICATIONS, TIMINGS):
         for operation in operations.values():

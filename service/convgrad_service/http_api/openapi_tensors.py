@@ -1,5 +1,4 @@
-"""The forms of a tensor as named schemas, because generators of clients make types of names, and
-the paths of tensors that stay on the server."""
+"""Named schemas of tensors, from which client generators make types, and ``/tensors`` paths."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ from convgrad.dtypes import FLOATING, INDEX
 __all__ = ["REF", "named_tensors", "stored_tensor_paths", "with_named_tensors"]
 
 REF = "#/components/schemas/{}"
-# A tensor of any type is what an answer holds; the others are what requests take.
+# Answers hold tensors of any type; the others are for requests.
 _KINDS = {"Tensor": (*FLOATING, *INDEX), "FloatTensor": FLOATING, "IndexTensor": INDEX}
 
 
 def named_tensors() -> dict[str, Any]:
-    """Each kind of tensor as one of its forms, and each form, by name."""
+    """Return a schema for each kind of tensor, and for each of its forms, by name."""
     schemas: dict[str, Any] = {}
     for kind, dtypes in _KINDS.items():
         forms = {
@@ -61,7 +60,7 @@ def named_tensors() -> dict[str, Any]:
 
 
 def with_named_tensors(schema: Any) -> Any:
-    """``schema`` with a reference wherever a kind of tensor stands."""
+    """Replace each kind of tensor in ``schema`` by a reference."""
     if isinstance(schema, list):
         return [with_named_tensors(item) for item in schema]
     if not isinstance(schema, dict):
@@ -76,7 +75,7 @@ def with_named_tensors(schema: Any) -> Any:
 
 
 def stored_tensor_paths(error: Callable[[int], Any]) -> dict[str, Any]:
-    """The paths of tensors that stay on the server; ``error`` describes an answer of a status."""
+    """Return the path items of stored tensors; ``error`` describes the answer of a status."""
     name = {
         "name": "name",
         "in": "path",
@@ -134,7 +133,7 @@ def stored_tensor_paths(error: Callable[[int], Any]) -> dict[str, Any]:
 
 
 def _form_name(kind: str, form: str) -> str:
-    # The name of a stored tensor says nothing of its elements, so there is one form of it.
+    # A stored tensor's name does not depend on its dtype, so it has one form.
     return "StoredTensor" if form == "stored" else f"{form.capitalize()}{kind}"
 
 

@@ -38,7 +38,7 @@ class OperationEndpoint:
 
 
 class _OperationTransport(HttpTransport):
-    """See `Transport`: a body in one form, an answer in another or the same."""
+    """See `Transport`: a body of any `BodyForm`, and an answer of any `AnswerForm`."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -54,12 +54,12 @@ class _OperationTransport(HttpTransport):
         return None if key is None else (key, self._form_out.media_type)
 
     @property
-    def holds(self) -> Lease | None:  # type: ignore[override]
-        return self._reader.holds
+    def body_lease(self) -> Lease | None:  # type: ignore[override]
+        return self._reader.body_lease
 
     @property
-    def quick(self) -> bool:  # type: ignore[override]
-        return self._reader.quick
+    def decodes_inline(self) -> bool:  # type: ignore[override]
+        return self._reader.decodes_inline
 
     def decode(self) -> Decoded:
         fields, notes = self._reader.fields(self.operation)
@@ -80,7 +80,7 @@ class _OperationTransport(HttpTransport):
         await self.respond([*form.headers(result), (b"vary", b"accept")], chunks)
 
     def close(self) -> None:
-        """Give back what the body held."""
+        """Release the body's memory."""
         self._reader.close()
 
 

@@ -1,7 +1,7 @@
-"""``/ui/``: the page, whose built files are in ``page/`` (sources: ``service/ui``, `make ui`).
+"""``/ui/``: the web page, whose built files are in ``page/`` (sources: ``service/ui``, `make ui`).
 
-The files are the same on every server and need no API key; what they ask the server for does. The
-Content-Security-Policy allows scripts and styles of this server alone, none of them inline.
+The files need no API key; the requests that they send do. The Content-Security-Policy allows only
+this server's scripts and styles, none inline.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ASSETS = "assets"
 
 
 class _Page(StaticFiles):
-    """Vite names a file in ``assets`` by a hash of what it holds, so it never changes."""
+    """Serves files; those in ``assets``, named by content hash, may be cached for ever."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         answer = await super().get_response(path, scope)

@@ -1,4 +1,4 @@
-"""Errors as ``application/problem+json`` (RFC 9457), and Starlette's own turned into ours."""
+"""Errors as ``application/problem+json`` (RFC 9457)."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Headers = list[tuple[bytes, bytes]]
 def problem_details(
     error: ServiceError, request_id: str, status: int | None = None
 ) -> tuple[int, Headers, bytes]:
-    """Status, headers and body of the answer to a request that failed with ``error``.
+    """Return status, headers and body of an error answer.
 
-    The status is the one of the error's row in the table, unless another is given.
-    ``error`` repeats ``detail`` for clients of the Open Inference Protocol, who read it there.
+    The status is that of the error table unless given. The body's field ``error`` repeats
+    ``detail`` for clients of the Open Inference Protocol.
     """
     row = error.row
     status = row.http_status if status is None else status
@@ -42,12 +42,12 @@ def problem_details(
         "request_id": request_id,
         "error": error.detail,
     }
-    # ensure_ascii: a detail may quote what the client sent, lone surrogates and all.
+    # ensure_ascii: a detail may quote lone surrogates that the client sent.
     encoded = json.dumps(body).encode("ascii")
     headers = [
         (b"content-type", MEDIA_TYPE.encode()),
         (b"content-length", str(len(encoded)).encode()),
-        # An error is about this request now; a cache that kept it would answer others with it.
+        # An error applies to this request only, so it must not be cached.
         (b"cache-control", b"no-store"),
     ]
     if status == HTTPStatus.UNAUTHORIZED:
@@ -58,12 +58,12 @@ def problem_details(
 
 
 def internal(request_id: str) -> Internal:
-    """What a caller learns of a fault of ours: that it was one, and how to ask about it."""
+    """Return the error for an internal fault, with only the request id."""
     return Internal(f"an internal error; the server's log has it under request {request_id}")
 
 
 def from_http_exception(error: HTTPException, method: str, path: str) -> ServiceError:
-    """Our error for one that Starlette or FastAPI raised: 404, 405, and whatever else."""
+    """Convert an error that Starlette or FastAPI raised, such as 404 and 405."""
     if error.status_code == 404:
         return NotFound(f"there is nothing at {path[:200]!r}; GET /operations lists what there is")
     if error.status_code == 405:

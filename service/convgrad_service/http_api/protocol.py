@@ -1,4 +1,4 @@
-"""The protocol of a connection: heads seen before are not parsed again, bodies land in place.
+"""The HTTP protocol of a connection: caches parsed heads, and receives bodies in place.
 
 Its limits are in `protocol_limits`.
 """
@@ -23,11 +23,11 @@ from convgrad_service.server.settings import Settings
 
 __all__ = ["GuardedProtocol", "guarded_protocol"]
 
-# A body in more than so many parts, with fewer bytes a part than this on average, costs more to
-# take apart than it can be worth: a parser call for every byte or two.
+# A body of more parts than this, with fewer bytes per part on average, is refused: it would take a
+# parser call for every byte or two.
 _MANY_PARTS, _SMALL_PART_BYTES = 4096, 64
 
-# Requests that a client may send before it has the answer to the one before them.
+# Limit of pipelined requests.
 _MAX_SENT_AHEAD = 16
 
 
@@ -57,11 +57,11 @@ class GuardedProtocol(LimitedProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
-            return  # what was pipelined behind a refusal
+            return  # pipelined after a refused request
         if self._between and self._known_received(data):
             return
         self._first = data if self._between else b""
-        # Before parsing: the parser joins one endless header line piece by piece.
+        # Before parsing: the parser concatenates an endless header line piece by piece.
         if self._in_head:
             if self._head_bytes > self.settings.max_header_bytes:
                 self.send_400_response(self._too_large())
@@ -83,7 +83,7 @@ class GuardedProtocol(LimitedProtocol):
             self.send_400_response("this is not an HTTP request that can be read")
 
     def _known_received(self, data: bytes) -> bool:
-        """Take a whole request whose head is known, past the parser; False if it is none."""
+        """Handle a whole request whose head is cached, without the parser; return whether it is."""
         before: RequestResponseCycle | None = self.cycle  # None before the first request
         if self.pipeline or (before is not None and not before.response_complete):
             return False
@@ -127,10 +127,10 @@ class GuardedProtocol(LimitedProtocol):
         return True
 
     def _ignore_upgrade(self) -> None:
-        """Go on in HTTP/1.1, as RFC 9110 (7.8) lets a server do.
+        """Ignore an upgrade and stay with HTTP/1.1 (RFC 9110, 7.8).
 
-        The parser cannot: it takes the body for the other protocol's. Java's client offers HTTP/2
-        with every request, so another parser, told of the same body, takes over.
+        The parser would take the body for the other protocol's. Java's client offers HTTP/2 with
+        every request, so a new parser takes over for the body.
         """
         names = (b"content-length", b"transfer-encoding")
         framing = [b"%s: %s\r\n" % header for header in self.headers if header[0] in names]
@@ -168,16 +168,16 @@ class GuardedProtocol(LimitedProtocol):
         except HeadRefused as error:
             self._refusal = error
             raise
-        # For what ASGI has no word for, see connection.Connection.
+        # Extensions of ASGI; see connection.Connection.
         exchange = cast(dict[str, Any], self.scope)[CONNECTION] = _Exchange(self)
         if len(self.pipeline) >= _MAX_SENT_AHEAD:
-            # One read may hold ten thousand tiny requests, all of which would be made ready here.
+            # One read may hold ten thousand tiny requests, all of which would be prepared here.
             raise ValueError("too many requests sent ahead")
         super().on_headers_complete()
         exchange.cycle = self.cycle
         if self._first:
             self._learn_head(self._first)
-        if self.scope["method"] != "HEAD":  # whose answer is a head alone
+        if self.scope["method"] != "HEAD":  # whose answer has no body
             self.cycle.transport = cast(asyncio.Transport, CoalescedWriter(self.transport))
 
     def _learn_head(self, first: bytes) -> None:
@@ -201,13 +201,13 @@ class GuardedProtocol(LimitedProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        # Of an upgrade it means the head alone; the parser that takes over says when the body is.
+        # For an upgrade this is only the end of the head; the new parser reports the body's end.
         if not self.parser.should_upgrade():
             self._between = True
             super().on_message_complete()
 
     def begin_again(self) -> None:
-        """Parse a new request, although the parser has not seen the end of the last one's body."""
+        """Start parsing a new request, with a new parser that has not seen the last body."""
         self.parser = httptools.HttpRequestParser(self)
         self._between = True
         self.cycle.more_body = False
@@ -215,10 +215,10 @@ class GuardedProtocol(LimitedProtocol):
         self.turn_to(self)
 
     def turn_to(self, protocol: asyncio.BaseProtocol) -> None:
-        """Have what the connection receives go to a protocol."""
+        """Pass what the connection receives to another protocol."""
         if self.transport.is_closing():
             return
-        # Which kind of reading it is that a protocol wants is looked at when reading starts.
+        # The transport checks for a BufferedProtocol only when reading starts.
         self.transport.pause_reading()
         self.transport.set_protocol(protocol)
         self.transport.resume_reading()
@@ -234,12 +234,12 @@ class _Exchange:
         self.cycle: RequestResponseCycle | None = None
 
     def body_left_bytes(self, content_length: int) -> int:
-        # The next request may have begun: then this one's body has long been read. And what comes
-        # encrypted is copied as it is deciphered anyway.
+        # If the next request has begun, this one's body has been read. TLS copies the data when
+        # decrypting it anyway.
         protocol, cycle = self._protocol, self.cycle
         if cycle is None or protocol.cycle is not cycle or protocol.scheme == "https":
             return 0
-        # Behind a whole body the parser may hold a part of the next head.
+        # After a whole body the parser may hold a part of the next head.
         is_parsed = cycle.more_body and self._landing is None
         return content_length - protocol.parts_bytes if is_parsed else 0
 
@@ -253,7 +253,7 @@ class _Exchange:
 
     def stop_landing(self) -> None:
         assert self._landing is not None  # noqa: S101
-        # Not to the parser, which would take the next request for what has landed of this one.
+        # Not to the parser, which has not seen what was received in place.
         protocol, left_bytes = self._protocol, self._landing.left_bytes
         protocol.turn_to(ReceiveInto([left_bytes], protocol, protocol.begin_again))
 
@@ -273,7 +273,7 @@ class _Exchange:
         own = [b"%s: %s\r\n" % header for header in cycle.default_headers]
         end = b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n"
         protocol.transport.write(b"".join((STATUS_LINE[200], *own, lines, end, *body)))
-        # What uvicorn's cycle does at the end of an answer.
+        # As uvicorn's cycle does at the end of an answer.
         cycle.response_started = cycle.response_complete = True
         cycle.message_event.set()
         if not cycle.keep_alive:
@@ -306,6 +306,6 @@ class _Exchange:
 
 
 def guarded_protocol(settings: Settings) -> type[GuardedProtocol]:
-    """The protocol class with these settings; uvicorn makes an object for each connection."""
+    """Return a protocol class with these settings, which uvicorn instantiates per connection."""
     own = {"settings": settings, "heads": RequestHeadCache()}
     return type("GuardedProtocol", (GuardedProtocol,), own)

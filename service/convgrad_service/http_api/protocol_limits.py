@@ -1,9 +1,9 @@
-"""uvicorn's HTTP protocol, with the patience and the sizes that it leaves unlimited.
+"""uvicorn's HTTP protocol, with the limits that it lacks.
 
-uvicorn bounds idle keep-alive connections. It does not bound how long headers take or how large
-they grow, how many connections there are, nor how long a client may leave its answer unread; each
-is a way for one client to hold memory or the event loop for ever. Nor does it look at what RFC 9112
-has a server refuse of a head that its parser can read.
+uvicorn limits idle keep-alive connections. It does not limit the time and size of headers, the
+number of connections, or the time that a client leaves its answer unread; with each of these one
+client could hold memory or the event loop for ever. Nor does it refuse all the heads that RFC 9112
+forbids.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HOST = re.compile(rb"[A-Za-z0-9\-._~!$&'()*+,;=:%\[\]]*")
 
 
 class HeadRefused(MalformedRequest):
-    """A head that a server must refuse with a status of its own."""
+    """A head that must be refused with a given status."""
 
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(detail)
@@ -40,7 +40,7 @@ class HeadRefused(MalformedRequest):
 
 
 def check_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
-    """Refuse what RFC 9112 has a server refuse; names are in lower case.
+    """Refuse heads that RFC 9112 forbids; header names are in lower case.
 
     Raises
     ------
@@ -60,7 +60,7 @@ def check_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
         raise HeadRefused(400, "HTTP/1.0 has no Transfer-Encoding")
     codings = [coding.strip().lower() for coding in listed.split(b",")] if listed else []
     if codings not in ([], [b"chunked"]):
-        # Where the body ends is known by chunks alone.
+        # Only chunked, as the last coding, delimits the body.
         framed = codings[-1] == b"chunked" and codings.count(b"chunked") == 1
         raise HeadRefused(
             501 if framed else 400,
@@ -80,7 +80,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _parsed_head_bytes = 0
     _refusal: ServiceError | None = None
     _unsent: tuple[int, float] | None = None
-    """While it is being closed: the bytes left to send, and since when there are so many."""
+    """While closing: the bytes left to send, and the time since which there are that many."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -101,7 +101,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        # abort, not close: close would wait for the unread answer to be read.
+        # abort, because close would wait until the answer has been read.
         self._write_timer = self.loop.call_later(
             self.settings.answer_idle_timeout_s, self.transport.abort
         )
@@ -111,10 +111,9 @@ class LimitedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def abort_if_stuck(self, now_s: float) -> None:
-        """End a connection that is to be closed when its client takes nothing more.
+        """Abort a closing connection whose client stopped reading; to be called periodically.
 
-        To be called now and then: whoever closes it waits for the rest of an answer to be sent, and
-        a rest that is small enough pauses no writing.
+        Closing waits for the rest of an answer, and a small rest does not pause writing.
         """
         if not self.transport.is_closing():
             return
@@ -125,13 +124,13 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what could not be parsed, in the form of every other error."""
+        """Answer an unparsable request, in the form of every other error."""
         cycle: RequestResponseCycle | None = self.cycle  # None before the first request
         if cycle is not None and cycle.response_started and not cycle.response_complete:
-            # Its answer will never be whole, and closing would wait for it to be read.
+            # The answer cannot be completed, and closing would wait until it is read.
             self.transport.abort()
         elif self.pipeline:
-            # Other answers are due first; this one would be read as one of them.
+            # Other answers are due first, and this one would be taken for one of them.
             self.transport.close()
         else:
             self._close_with(self._refusal or MalformedRequest(msg))
@@ -147,7 +146,7 @@ class LimitedProtocol(HttpToolsProtocol):
         _stop(self._head_timer)
 
     def _count_head(self, size: int) -> None:
-        # Counted by what was parsed, since the bytes of one read may hold a body too.
+        # Counts parsed bytes, since one read may contain a body too.
         self._parsed_head_bytes += size
         if self._parsed_head_bytes > self.settings.max_header_bytes:
             self._refusal = MalformedRequest(self._too_large())
@@ -161,7 +160,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         cycle: RequestResponseCycle | None = self.cycle  # None before the first request
         if cycle is not None and not cycle.response_complete:
-            # A pipelined request whose head we do not read while the one before it is answered.
+            # A pipelined request, whose head is not read while the previous one is answered.
             self._head_timer = self.loop.call_later(self.settings.header_timeout_s, self._head_late)
         else:
             self._close_with(

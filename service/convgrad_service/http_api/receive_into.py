@@ -1,7 +1,6 @@
-"""The rest of a body, read by the system straight into where it belongs.
+"""Receives the rest of a body straight into its destination.
 
-While it lasts, the connection's bytes pass neither the HTTP parser nor any buffer of ours: the
-length is known from the head, so nothing in them needs looking at.
+The length is known from the head, so the bytes bypass the HTTP parser and all other buffers.
 """
 
 from __future__ import annotations
@@ -13,16 +12,15 @@ from typing import Any
 
 __all__ = ["ReceiveInto"]
 
-# What is read at once: beyond the size of a socket's buffer more gains nothing, and everything
-# else that the event loop serves waits for it.
+# Size of one read: more than a socket's buffer gains nothing, and would delay the event loop.
 _READ_BYTES = 2**20
 
 
 class ReceiveInto(asyncio.BufferedProtocol):
-    """Fills ``targets`` one after another; a number is so many bytes to drop.
+    """Fills ``targets`` in order; a number is a count of bytes to drop.
 
-    ``landed`` is set once they are full, or to False if the connection ended before. ``behind`` is
-    the connection's own protocol, which gets every other event; ``full`` is called to put it back.
+    ``landed`` becomes True once they are full, False if the connection ended before. ``behind`` is
+    the connection's own protocol, which gets all other events; ``full`` is called to restore it.
     """
 
     def __init__(
@@ -41,7 +39,7 @@ class ReceiveInto(asyncio.BufferedProtocol):
         self._at = 0
 
     def take(self, data: bytes | bytearray | memoryview) -> None:
-        """Put bytes that were read before where they belong."""
+        """Copy bytes that were received earlier to the targets."""
         view = memoryview(data)
         while view:
             place = self._piece[self._at :]

@@ -1,7 +1,7 @@
-"""Heads of requests that the parser has seen before, byte for byte: it need not see them again.
+"""A cache of parsed request heads, by their exact bytes.
 
-A client sends the same head with every request but for its id, and a parser with a call into
-Python for each header takes longer over it than a small problem takes to compute.
+A client sends the same head with every request but for its id, and parsing it, with a callback into
+Python for each header, takes longer than computing a small problem.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 __all__ = ["RequestHead", "RequestHeadCache"]
 
 _END = b"\r\n\r\n"
-# As our client writes it: a value that could not be anything but this header's.
+# As the client SDK writes it.
 _ID = re.compile(rb"\r\n[Xx]-[Rr]equest-[Ii]d: ([0-9A-Za-z-]{1,128})\r\n")
 _MAX_HEAD_BYTES, _MOST = 2048, 256
 _ID_NAME = b"x-request-id"
 
 
 class RequestHead(NamedTuple):
-    """What the parser made of a head: of a POST in HTTP/1.1, on a connection that is kept."""
+    """A parsed head: a POST in HTTP/1.1 on a keep-alive connection."""
 
     raw_path: bytes
     path: str
@@ -31,7 +31,7 @@ class RequestHead(NamedTuple):
     """Which of the headers is the request's id, if there is one."""
 
     def scope(self, request_id: bytes) -> dict[str, Any]:
-        """What an ASGI scope says of a request with this id."""
+        """Return the fields of an ASGI scope for a request with this id."""
         headers = list(self.headers)
         if self.id_at is not None:
             headers[self.id_at] = _ID_NAME, request_id
@@ -46,13 +46,13 @@ class RequestHead(NamedTuple):
 
 
 class RequestHeadCache:
-    """The heads seen last, for all connections of a process."""
+    """The latest heads, of all connections of a process."""
 
     def __init__(self) -> None:
         self._heads: OrderedDict[tuple[bytes, ...], RequestHead] = OrderedDict()
 
     def find(self, data: bytes) -> tuple[RequestHead, bytes, int] | None:
-        """The head that ``data`` begins with, the request's id, and where its body begins."""
+        """Return the cached head of ``data``, the request's id, and where the body begins."""
         split = _split(data)
         if split is None:
             return None
@@ -71,7 +71,7 @@ class RequestHeadCache:
         query: bytes,
         headers: list[tuple[bytes, bytes]],
     ) -> None:
-        """Remember what the parser made of the head that ``data`` begins with."""
+        """Cache the parsed head that ``data`` begins with."""
         split = _split(data)
         if split is None:
             return
@@ -79,7 +79,7 @@ class RequestHeadCache:
         head = data[:end]
         names = [name for name, _ in headers]
         length = dict(headers).get(b"content-length", b"")
-        # A line a header and one for the request, whole: nothing folded, lenient or left out.
+        # Exactly one line per header and one for the request: nothing folded or omitted.
         lines = head.count(b"\r\n")
         plain = lines == head.count(b"\n") == head.count(b"\r") == len(headers) + 2
         ids = [at for at, name in enumerate(names) if name == _ID_NAME]
@@ -103,7 +103,7 @@ _UNUSUAL = frozenset({b"expect", b"transfer-encoding", b"upgrade", b"connection"
 
 
 def _split(data: bytes) -> tuple[tuple[bytes, ...], bytes, int] | None:
-    """A head as what stands around its id, the id, and where the head ends."""
+    """Split a head into what surrounds its id, the id, and the head's end."""
     end = data.find(_END, 0, _MAX_HEAD_BYTES) + len(_END)
     if end < len(_END) or not data.startswith(b"POST "):
         return None

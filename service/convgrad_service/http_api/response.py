@@ -1,4 +1,4 @@
-"""A request's headers that every endpoint reads, and how an answer's body is sent."""
+"""Common request headers, and sending of response bodies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 class Arriving:
     """A part of an answer that is still being computed.
 
-    ``until`` returns how many of its bytes are final, once so many are.
+    ``until`` waits for a number of final bytes, and returns how many there are.
     """
 
     data: memoryview
@@ -46,13 +46,13 @@ Chunk = bytes | memoryview | EncodedLater | Arriving
 T = TypeVar("T")
 Wait = Callable[[Coroutine[Any, Any, int]], Awaitable[int]]
 
-# One write of a large answer: large enough to cost nothing, small enough that the protocol sees
-# within one of them that a client has stopped reading (see protocol.py).
+# Size of one write: large enough to be efficient, small enough that the protocol soon notices a
+# client that stops reading.
 _SEND_BYTES = 2**20
 
 
 def refuse_encoded(content_encoding: str | None) -> None:
-    """Raise UnsupportedMediaType unless the body comes as it is."""
+    """Raise UnsupportedMediaType if the body has a Content-Encoding."""
     encoding = (content_encoding or "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise UnsupportedMediaType(
@@ -61,8 +61,7 @@ def refuse_encoded(content_encoding: str | None) -> None:
 
 
 def requested_timeout_s(header: str | None) -> float | None:
-    """The seconds that an X-Request-Timeout header allows; raises MalformedRequest if none can be
-    read from it."""
+    """Return the seconds in an X-Request-Timeout header; raises MalformedRequest if invalid."""
     if header is None:
         return None
     try:
@@ -82,7 +81,7 @@ uvicorn would take a small one through its own machinery in two writes."""
 
 
 def whole_response(headers: Headers, chunks: Sequence[Chunk]) -> Message:
-    """A 200 with these headers and a small body, as one message; see `WHOLE`."""
+    """Return a 200 with a small body as one message; see `WHOLE`."""
     return {"type": WHOLE, "headers": headers, "parts": [_made(chunk) for chunk in chunks]}
 
 
@@ -95,11 +94,11 @@ async def send_chunks(
     in_thread: Callable[[Callable[[], bytes]], Awaitable[bytes]] | None = None,
     waiting: Wait | None = None,
 ) -> None:
-    """A 200 with these headers, Content-Length besides, and the chunks as its body.
+    """Send a 200 with these headers, Content-Length, and the chunks as its body.
 
-    When it returns, nothing refers to the chunks' memory any more: they were sent, or copied
-    where the server offers no ``connection`` that could say when they were. ``in_thread`` makes
-    what is encoded only now. ``waiting`` awaits what is still being computed.
+    When it returns, nothing refers to the chunks' memory any more: they have been sent, or copied
+    if the server offers no ``connection`` that reports completion. ``in_thread`` runs deferred
+    encoding. ``waiting`` awaits what is still being computed.
     """
     length = sum(len(chunk) for chunk in chunks)
     headers = [*headers, (b"content-length", str(length).encode())]
@@ -125,7 +124,7 @@ async def send_chunks(
                     sent = bytes(part) if connection is None else part
                     await send({"type": "http.response.body", "body": sent, "more_body": True})
                 at = end
-        # Unbuffered, so this waits until everything before it has left.
+        # Unbuffered, so this waits until everything before it has been sent.
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -1,4 +1,4 @@
-"""The protocol's extensions for shared memory over HTTP: register, list and drop regions."""
+"""The protocol's shared-memory extensions over HTTP: register, list and drop regions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PATHS: tuple[tuple[str, Kind], ...] = (
 
 
 def shared_memory_router(memory: SharedMemory, settings: Settings) -> APIRouter:
-    """The routes of both extensions; what is not switched on says so."""
+    """Return the routes of both extensions; those not enabled answer with an error."""
     router = APIRouter(tags=["open inference protocol"])
     for path, kind in _PATHS:
         _add(router, path, kind, memory, settings)

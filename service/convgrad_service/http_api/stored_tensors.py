@@ -1,4 +1,4 @@
-"""``/tensors``: tensors that stay on the server, put, fetched, dropped and listed by name."""
+"""``/tensors``: put, get, delete and list tensors stored on the server."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from convgrad.errors import MalformedRequest
 from convgrad.wire import npy, safetensors
 from convgrad.wire.json_tensors import encode_tensor
 from convgrad.wire.shapes import data_view, dtype_of
+from convgrad_service.engine.hub import call_hub
 from convgrad_service.engine.memory.lease import Lease, leased
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.scheduling.quotas import Ticket, entered
+from convgrad_service.engine.scheduling.quotas import Ticket, acquired
+from convgrad_service.engine.shm.stored import TensorStore
 from convgrad_service.http_api.body import Body, BodyLimits
 from convgrad_service.http_api.codecs import JSON, SAFETENSORS
 from convgrad_service.http_api.connection import connection_of
@@ -43,7 +45,7 @@ _Reader = Callable[[Body, Ticket | None], AbstractAsyncContextManager[tuple[Tens
 
 
 def stored_routes(pipeline: Pipeline, settings: Settings) -> list[BaseRoute]:
-    """The routes, to be added to the application's."""
+    """Return the routes."""
 
     async def listed(request: Request) -> Response:
         owner = context_of(request.scope).owner
@@ -55,13 +57,13 @@ def stored_routes(pipeline: Pipeline, settings: Settings) -> list[BaseRoute]:
                 "bytes": info.spec.size_bytes,
                 "expires_in_s": round(info.expires_in_s, 3),
             }
-            for info in await pipeline.stored.listed(owner)
+            for info in await call_hub(pipeline.engine, TensorStore.list_tensors, owner)
         ]
         return JSONResponse({"tensors": tensors})
 
     async def drop(request: Request) -> Response:
         owner = context_of(request.scope).owner
-        await pipeline.stored.drop(owner, request.path_params["name"])
+        await call_hub(pipeline.engine, TensorStore.drop, owner, request.path_params["name"])
         return JSONResponse({})
 
     one = "/tensors/{name}"
@@ -74,7 +76,7 @@ def stored_routes(pipeline: Pipeline, settings: Settings) -> list[BaseRoute]:
 
 
 class _Put:
-    """An ASGI application that keeps the tensor of a body."""
+    """An ASGI application that stores the tensor in a body."""
 
     def __init__(self, pipeline: Pipeline, settings: Settings) -> None:
         self._pipeline, self._settings = pipeline, settings
@@ -94,7 +96,7 @@ class _Put:
         )
         length = headers.get("content-length")
         body = Body.of(scope, receive, limits, None if length is None else int(length))
-        stored = self._pipeline.stored
+        engine = self._pipeline.engine
         readers: Mapping[str, _Reader] = {
             JSON: self._from_json,
             SAFETENSORS: self._from_safetensors,
@@ -103,15 +105,15 @@ class _Put:
         taken = readers[media_type]
         caller = context_of(scope).caller
         async with (
-            entered(self._pipeline.engine, caller) as ticket,
+            acquired(engine, caller) as ticket,
             taken(body, ticket) as (spec, lease),
         ):
-            made = await stored.make({name: spec}, lives_s)
+            made = await call_hub(engine, TensorStore.allocate, {name: spec}, lives_s)
             try:
-                await stored.write(made[name], lease.offset)
-                await stored.commit(context_of(scope).owner, made)
+                await call_hub(engine, TensorStore.write, made[name], lease.offset)
+                await call_hub(engine, TensorStore.commit, context_of(scope).owner, made)
             except BaseException:
-                await asyncio.shield(stored.abandon(made.values()))
+                await asyncio.shield(call_hub(engine, TensorStore.abandon, list(made.values())))
                 raise
         told = {"name": name, "dtype": spec.dtype.value, "shape": list(spec.shape)}
         await JSONResponse(told)(scope, receive, send)
@@ -171,11 +173,11 @@ class _Put:
     async def _room(
         self, spec: TensorSpec, ticket: Ticket | None
     ) -> AsyncIterator[tuple[Lease, NDArray[np.generic]]]:
-        """A place for a tensor until it has been copied to where it stays."""
+        """Reserve memory for a tensor until it has been copied to the store."""
         if spec.size_bytes == 0:
             raise MalformedRequest(f"a tensor of shape {list(spec.shape)} holds nothing to keep")
         if ticket is not None:
-            await ticket.hold(spec.size_bytes)
+            await ticket.charge(spec.size_bytes)
         engine = self._pipeline.engine
         lease = await leased(engine.reserve(spec.size_bytes))
         try:
@@ -194,10 +196,11 @@ class _Get:
         name, plane = scope["path_params"]["name"], self._pipeline
         accept = ",".join(Headers(scope=scope).getlist("accept"))
         media_type = choose_accepted(accept, _MEDIA_TYPES, SAFETENSORS)
-        spec, part = (await plane.stored.find(context_of(scope).owner, [name]))[name]
+        owner = context_of(scope).owner
+        spec, part = (await call_hub(plane.engine, TensorStore.find, owner, [name]))[name]
         lease = await leased(plane.engine.reserve(spec.size_bytes))
         try:
-            await plane.stored.read(part, lease.offset)
+            await call_hub(plane.engine, TensorStore.read, part, lease.offset)
             array = plane.engine.arena.array(lease.offset, spec)
             chunks: list[Chunk]
             if media_type == SAFETENSORS:
@@ -218,7 +221,7 @@ class _Get:
 
 
 def _put_in_c_order(array: NDArray[np.generic]) -> None:
-    """Reorder elements that came in Fortran order."""
+    """Reorder elements that were sent in Fortran order."""
     as_it_came = array.reshape(array.shape[::-1])
     array[...] = as_it_came.T.copy()
 

@@ -1,4 +1,4 @@
-"""What every endpoint that computes has in common over HTTP: its client's leaving, its answer."""
+"""The base of all HTTP endpoints that compute: body, disconnects, response."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ T = TypeVar("T")
 
 
 class HttpTransport:
-    """One exchange; see `Transport`. What reads a body and encodes an answer is in subclasses."""
+    """One exchange; see `Transport`. Subclasses decode the body and encode the answer."""
 
-    streams = keeps_deadline = False
+    streams = enforces_deadline = False
     key: Hashable | None = None
-    holds: Lease | None = None
-    quick = True
+    body_lease: Lease | None = None
+    decodes_inline = True
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class HttpTransport:
         send: Send,
     ) -> None:
         self.pipeline = pipeline
-        # Joined where one stands there several times, as HTTP reads it.
+        # Repeated headers are joined by commas.
         self.headers = headers = _headers(scope["headers"])
         self._settings = settings
         self._scope, self._receive, self._send = scope, receive, send
@@ -67,13 +67,13 @@ class HttpTransport:
             Deadline.after(min(allowed_s or math.inf, settings.max_timeout_s)),
             context.timings,
             context.caller,
-            # Only a client that set a deadline counts its own sending towards it.
+            # Sending the body counts only towards a deadline that the client set itself.
             counts_receiving=allowed_s is not None,
         )
         self.operation, self.owner = operation, context.owner
 
     def body(self, max_bytes: int) -> Body:
-        """The request's body, which may have so many bytes."""
+        """Return the request's body, of at most ``max_bytes``."""
         settings = self._settings
         limits = BodyLimits(max_bytes, settings.body_idle_timeout_s, settings.min_body_bytes_per_s)
         length = self.headers.get(b"content-length")
@@ -92,7 +92,7 @@ class HttpTransport:
             self._leaving.cancel()
 
     async def respond(self, headers: HeaderList, chunks: Sequence[Chunk]) -> None:
-        """Send a 200 with these headers and, as its body, these chunks."""
+        """Send a 200 with these headers and the chunks as its body."""
         if self._connection is not None and sum(map(len, chunks)) <= SMALL_BYTES:
             await self._send(whole_response(headers, chunks))
             return
@@ -106,13 +106,13 @@ class HttpTransport:
         )
 
     async def _left(self, gone: Callable[[], None]) -> None:
-        # After the whole body, the only thing left to receive is that the client has gone.
+        # After the whole body, the only message left is the disconnect.
         with contextlib.suppress(asyncio.CancelledError):
             await self._receive()
             gone()
 
     async def _unless_gone(self, coming: Coroutine[Any, Any, T]) -> T:
-        """What is still being computed, unless the client goes away first."""
+        """Await ``coming``; raise ClientGone if the client leaves first."""
         with CancelScope() as scope:
             self.watch(lambda: scope.cancel(ClientGone()))
             try:

@@ -1,4 +1,4 @@
-"""An answer's head and the first of its body in one write: one packet, one wake of the client."""
+"""Sends an answer's head and the start of its body in one write, thus in one packet."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from asyncio import Transport
 
 __all__ = ["CoalescedWriter"]
 
-# A longer part is not worth a copy.
+# Longer parts are not copied.
 _JOINED_BYTES = 64 * 1024
-_INTERIM = b"HTTP/1.1 1"  # 100 Continue: nothing follows it before the client has
+_INTERIM = b"HTTP/1.1 1"  # 100 Continue: nothing follows until the client sends its body
 
 
 class CoalescedWriter:
-    """What uvicorn's cycle of one answer writes to; it knows no more of a transport than this."""
+    """The part of a transport that uvicorn's cycle of one answer uses."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -20,7 +20,7 @@ class CoalescedWriter:
         self._has_head = False
 
     def write(self, data: bytes | memoryview) -> None:
-        """Write, but keep an answer's head until what comes next."""
+        """Write; hold an answer's head back until the next write."""
         if self._head is not None:
             head, self._head = self._head, None
             if len(data) <= _JOINED_BYTES:
@@ -34,7 +34,7 @@ class CoalescedWriter:
         self._transport.write(data)
 
     def close(self) -> None:
-        """Close it, once all has left."""
+        """Close the transport, after flushing."""
         if self._head is not None:
             self._transport.write(self._head)
             self._head = None

@@ -1,14 +1,14 @@
-"""The same plans and kernels inside the caller's process, on memory that the caller owns.
+"""The plans and kernels of the service in the caller's process, on memory that the caller owns.
 
-No server, no event loop, no second process. A framework bridge finds `executor` by the entry point
-``convgrad.executors``, prepares an operation once for each set of shapes, and launches it on
-addresses of its own tensors::
+There is no server, event loop or second process. A framework bridge finds `executor` by the entry
+point ``convgrad.executors``, prepares an operation once for each set of shapes, and launches it on
+the addresses of its own tensors::
 
     device = executor("cuda", 0)
     backward = device.prepare("conv_bwd_data", {"grad_output": spec, "weight": spec}, {"stride": 2})
     backward.launch(addresses, workspace, stream)
 
-The caller allocates outputs and workspace; nothing is copied, and nothing waits for the device.
+The caller allocates outputs and workspace. Nothing is copied, and no call waits for the GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Executor", "NotCompiled", "Prepared", "executor", "problem_of"]
 
 @lru_cache(maxsize=64)
 def executor(kind: str, index: int = 0) -> Executor:
-    """The executor of one device, made once for each process.
+    """Return the executor of one device, created once per process.
 
     Parameters
     ----------
@@ -35,9 +35,9 @@ def executor(kind: str, index: int = 0) -> Executor:
     Raises
     ------
     DeviceUnavailable
-        There is no such GPU, no CuPy, or no compiler for its kernels.
+        The GPU, CuPy or a compiler for its kernels is missing.
     UnsupportedProblem
-        Another kind of device.
+        The kind of device is another one.
     """
     if kind == "cpu":
         from convgrad_service.inprocess.cpu import CpuExecutor

@@ -1,4 +1,4 @@
-"""What an in-process executor offers, and the problem that shapes and parameters state."""
+"""The protocols of in-process executors, and problems made from shapes and parameters."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ class NotCompiled(UnsupportedProblem):
 
 
 class Prepared(Protocol):
-    """One operation on tensors of known shapes, ready to launch. Not to be launched by two
-    threads at once on the same stream.
+    """An operation on tensors of known shapes, ready to launch.
+
+    Two threads must not launch it on the same stream at the same time.
 
     Attributes
     ----------
     inputs, outputs : Mapping[str, TensorSpec]
-        Shapes in the layout asked for, and dtypes, in the order that `launch` takes addresses in:
-        inputs, then outputs. Every tensor is contiguous.
+        Dtypes, and shapes in the requested layout, in the order in which `launch` takes addresses:
+        inputs, then outputs. All tensors are contiguous.
     workspace_bytes : int
-        Device memory that a launch needs beside its tensors; 0 where the executor has its own.
+        Additional device memory that a launch needs; 0 if the executor has its own.
     kernel : str
         The kernels that the plan chose.
     """
@@ -44,25 +45,25 @@ class Prepared(Protocol):
     def launch(
         self, addresses: Sequence[int], workspace: int, stream: int, *, capturing: bool = True
     ) -> None:
-        """Compute from and to these addresses.
+        """Launch the operation on tensors at these addresses.
 
         Parameters
         ----------
         addresses : sequence of int
-            Of each input, then of each output; device memory for a GPU.
+            The address of each input, then of each output; in device memory for a GPU.
         workspace : int
             The address of ``workspace_bytes`` of memory, 256-byte aligned.
         stream : int
-            The CUDA stream (``cudaStream_t``) to launch on; 0 on the CPU, where the results are
-            there on return.
+            The CUDA stream (``cudaStream_t``) to launch on; 0 on the CPU, where the call returns
+            when the results are complete.
         capturing : bool
-            Whether the stream may be capturing a graph. False saves asking the driver.
+            Whether the stream may be capturing a graph. False saves a query of the driver.
         """
         ...
 
 
 class Executor(Protocol):
-    """Prepares operations for one device. Safe to call from several threads."""
+    """Prepares operations for one device. Thread-safe."""
 
     def prepare(
         self,
@@ -72,26 +73,26 @@ class Executor(Protocol):
         *,
         wait: bool = True,
     ) -> Prepared:
-        """Plan an operation, and compile and load what it needs.
+        """Plan an operation, and compile and load its kernels.
 
         Parameters
         ----------
         operation : str
             A name of the contract, e.g. ``conv_bwd_data``.
         tensors : mapping of str to (shape, dtype)
-            The tensors given, by the contract's names, shapes in the order of ``layout``.
+            The inputs, by the contract's names, with shapes in the order of ``layout``.
         parameters : mapping
             The other fields of the request, e.g. ``stride``, ``layout``, ``outputs``.
         wait : bool
-            Compile missing kernels now, side by side. Otherwise they are compiled in the
-            background, and `NotCompiled` is raised until they are there.
+            Compile missing kernels now, in parallel. Otherwise they are compiled in the
+            background, and `NotCompiled` is raised until they are ready.
 
         Raises
         ------
         MalformedRequest, InvalidProblem
-            The parameters are of the wrong kind, or the sizes contradict each other.
+            A parameter has the wrong type, or the sizes contradict each other.
         UnsupportedProblem
-            No kernel takes it; as `NotCompiled`, not yet.
+            No kernel supports it; as `NotCompiled`, its kernels are not ready yet.
         """
         ...
 
@@ -101,7 +102,7 @@ def problem_of(
     tensors: Mapping[str, tuple[tuple[int, ...], str]],
     parameters: Mapping[str, Any],
 ) -> Problem:
-    """The problem that a request with these shapes would state; no data is touched.
+    """Return the problem that a request with these shapes would state. No elements are needed.
 
     Raises
     ------

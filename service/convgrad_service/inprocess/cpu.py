@@ -1,4 +1,4 @@
-"""The CPU kernels on memory of the caller."""
+"""The CPU kernels on the caller's memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["CpuExecutor"]
 
 
 class CpuExecutor:
-    """Computes on the threads of one `CpuBackend`. See `Executor`."""
+    """An `Executor` on the threads of one `CpuBackend`."""
 
     def __init__(self) -> None:
         self._backend = CpuBackend()
@@ -35,7 +35,7 @@ class CpuExecutor:
 
 
 class PreparedOnCpu:
-    """See `Prepared`; the backend has workspace of its own."""
+    """A `Prepared` whose workspace belongs to the backend."""
 
     workspace_bytes = 0
 
@@ -47,7 +47,7 @@ class PreparedOnCpu:
     def launch(
         self, addresses: Sequence[int], workspace: int, stream: int, *, capturing: bool = False
     ) -> None:
-        """See `Prepared.launch`: the results are there on return."""
+        """See `Prepared.launch`. The results are complete when it returns."""
         specs = {**self.inputs, **self.outputs}
         arrays = {
             name: _array_at(address, spec)
@@ -58,12 +58,12 @@ class PreparedOnCpu:
         outcome = self._backend.run(self._problem, given, out=places)
         self.kernel = outcome.kernel
         for name, place in places.items():
-            if outcome.outputs[name] is not place:  # a kernel need not take the place offered
+            if outcome.outputs[name] is not place:  # a kernel may allocate its result
                 np.copyto(place, outcome.outputs[name])
 
 
 def _array_at(address: int, spec: TensorSpec) -> NDArray[Any]:
-    """The memory at an address as an array; whoever owns it keeps it alive."""
+    """Return the memory at an address as an array; its owner must keep it alive."""
     memory = memoryview((ctypes.c_byte * spec.size_bytes).from_address(address))
     array: NDArray[Any] = np.frombuffer(memory, spec.dtype.numpy)
     return array.reshape(spec.shape)

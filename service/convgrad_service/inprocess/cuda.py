@@ -1,7 +1,7 @@
-"""The GPU kernels on device memory of the caller, launched on the caller's stream.
+"""The GPU kernels on the caller's device memory and stream.
 
 A launch costs the host a few microseconds: argument structures are filled once for each set of
-addresses, which a caching allocator hands out again and again, and then only launched.
+addresses, which a caching allocator reuses, and cached.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from convgrad_service.problems.base import Problem
 __all__ = ["CudaExecutor"]
 
 Bound = Sequence[Callable[[int], None]]
-"""Launches with their arguments filled; each takes the stream."""
+"""Launches with filled arguments; each takes the stream."""
 
-# Sets of addresses whose argument structures a prepared operation keeps.
+# Sets of addresses for which a prepared operation caches argument structures.
 KEPT_ADDRESSES = 32
 # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
 _IMPLICIT = 906
-# Forking to another stream and joining it again takes the host about as long as it saves in such an
-# operation: a shorter one's branches run one after another, unless a graph is captured.
+# Below this expected duration, forking to another stream costs the host about as much as it saves:
+# the branches run one after another, unless a graph is captured.
 FORK_S = 20e-6
 FLOPS_S, BYTES_S = 400e12, 3e12
-# Buffers of zeros made ahead, because memory cannot be allocated while a stream is capturing.
+# Buffers of zeros allocated ahead, because a stream that is capturing cannot allocate.
 ZERO_BUFFERS = 64
 
 
 class CudaExecutor:
-    """Plans for one GPU, compiles, and launches where the caller says. See `Executor`.
+    """An `Executor` for one GPU.
 
     Raises
     ------
     DeviceUnavailable
-        No CuPy, no NVRTC, no such GPU, or one too old.
+        CuPy, NVRTC or the GPU is missing, or the GPU is too old.
     """
 
     def __init__(self, index: int) -> None:
@@ -79,7 +79,7 @@ class CudaExecutor:
         *,
         wait: bool = True,
     ) -> PreparedOnCuda:
-        """See `Executor.prepare`; compiling takes seconds where the kernels are not cached."""
+        """See `Executor.prepare`. Compiling kernels that are not cached takes seconds."""
         problem = problem_of(operation, tensors, parameters)
         plan = plan_for(problem, self._device, FAMILIES)
         compiling = self._kernels.compile_ahead(plan.steps)
@@ -93,10 +93,7 @@ class CudaExecutor:
 
 
 class PreparedOnCuda:
-    """A plan, where its workspace lies, and the argument structures of its latest launches.
-
-    See `Prepared`. Safe to call from several threads.
-    """
+    """A `Prepared` that caches the argument structures of its latest launches. Thread-safe."""
 
     def __init__(
         self, problem: Problem, plan: CudaPlan, kernels: Kernels, zeros: _ZeroBuffers
@@ -119,7 +116,7 @@ class PreparedOnCuda:
     def launch(
         self, addresses: Sequence[int], workspace: int, stream: int, *, capturing: bool = True
     ) -> None:
-        """See `Prepared.launch`: returns before it has run."""
+        """See `Prepared.launch`. It returns before the kernels have run."""
         capture = capture_id(stream) if capturing else 0
         key = (stream, capture, workspace, *addresses)
         with self._lock:
@@ -134,7 +131,7 @@ class PreparedOnCuda:
             self._run_side_by_side(bound[1:], stream)
 
     def _run_side_by_side(self, branches: Sequence[Bound], stream: int) -> None:
-        """The branches on streams of their own, forked from this one and joined to it again."""
+        """Run each branch on a stream of its own, forked from this one and joined to it again."""
         runtime = self._zeros.cuda.runtime
         first, *rest = branches
         start, sides = self._zeros.sides(len(rest))
@@ -155,8 +152,7 @@ class PreparedOnCuda:
     def _bind(
         self, key: tuple[int, ...], addresses: Sequence[int], workspace: int
     ) -> tuple[Bound, ...]:
-        """Launches with their arguments filled for these addresses: what runs first, then each
-        branch."""
+        """Fill arguments for these addresses; return the first steps, then each branch."""
         places = dict(zip(self._names, addresses, strict=True))
         places |= {name: workspace + offset for name, offset in self._offsets.items()}
         steps, cuts = self._plan.steps, self._plan.branches
@@ -175,10 +171,10 @@ class PreparedOnCuda:
 
 
 class _ZeroBuffers:
-    """Zeros for kernels to count in, one buffer for each stream or capture, and side streams.
+    """Zeroed counters for kernels, one buffer for each stream or capture, and side streams.
 
-    Kernels leave the zeros as they found them, and those of one stream follow each other. A graph
-    may be replayed on any stream, so each capture has buffers of its own.
+    Kernels restore the zeros, and kernels on one stream do not overlap, so they can share a buffer.
+    A graph may be replayed on any stream, so each capture has its own buffers.
     """
 
     def __init__(self, cuda: Any) -> None:
@@ -192,7 +188,7 @@ class _ZeroBuffers:
         self._lock = threading.Lock()
 
     def of(self, user: tuple[int, ...]) -> int:
-        """The address of the zeros of (stream, capture, branch)."""
+        """Return the address of the zeros of (stream, capture, branch)."""
         with self._lock:
             found = self._of.get(user)
             if found is None:
@@ -203,12 +199,12 @@ class _ZeroBuffers:
         return found
 
     def _grow(self) -> None:
-        """Another block of buffers.
+        """Allocate another block of buffers.
 
         Raises
         ------
         DeviceUnavailable
-            CUDA refuses: the stream is capturing a graph.
+            CUDA cannot allocate because the stream is capturing a graph.
         """
         size = ZERO_BUFFERS * ZEROS_BYTES
         try:
@@ -223,8 +219,10 @@ class _ZeroBuffers:
         self._left = ZERO_BUFFERS
 
     def sides(self, count: int) -> tuple[int, list[tuple[int, int]]]:
-        """An event, and so many streams beside the caller's, each after an event of its own; each
-        thread has its own, and uses them for one launch after another."""
+        """Return an event, and ``count`` pairs of an event and a stream.
+
+        Each thread has its own, which one launch after another uses.
+        """
         local = self._local.__dict__
         if not local:
             local["made"] = [self.cuda.Event(disable_timing=True)]
@@ -243,12 +241,12 @@ def _capture_info() -> Any:
 
 
 def capture_id(stream: int) -> int:
-    """The number of the graph capture that a stream takes part in; 0 where it is in none.
+    """Return the id of the graph capture that a stream takes part in, or 0.
 
     Raises
     ------
     DeviceUnavailable
-        The driver refuses to say.
+        The driver returns an error.
     """
     status, number = ctypes.c_int(0), ctypes.c_uint64(0)
     result = _capture_info()(

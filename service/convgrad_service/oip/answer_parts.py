@@ -1,4 +1,4 @@
-"""An answer as several responses, each with the rows that have become final since the last one."""
+"""Splits an answer into several responses, each with the rows that became final since the last."""
 
 from __future__ import annotations
 
@@ -12,34 +12,36 @@ from convgrad_service.problems.base import TensorSpec
 __all__ = ["MAX_PART_BYTES", "AnswerParts", "Rows", "row_bytes"]
 
 MAX_PART_BYTES = 256 * 2**20
-"""Rows of one output in one response, about, where more are final at once."""
+"""Approximate limit of the rows of one output in one response."""
 
 
-# No output has a dimension of 0, or none at all: a problem that would is refused.
 class Rows(NamedTuple):
-    """The part of an output that lies between two indices of one axis, its first that is not 1."""
+    """A range of an output's rows: indices of its first axis whose extent is not 1.
+
+    Outputs are never empty or zero-dimensional: such problems are refused.
+    """
 
     axis: int
     start: int
     stop: int
 
     def of(self, array: NDArray[Any]) -> NDArray[Any]:
-        """A view of that part."""
+        """Return a view of these rows."""
         index = (*(slice(None),) * self.axis, slice(self.start, self.stop))
         found: NDArray[Any] = array[index]
         return found
 
 
 def row_bytes(spec: TensorSpec) -> int:
-    """The least of an output that a response can hold."""
+    """Return the size of one row, the least of an output that a response can hold."""
     return spec.size_bytes // spec.shape[_axis(spec.shape)]
 
 
 class AnswerParts:
-    """Which rows of each output have been sent, and which may be sent next.
+    """Tracks which rows of each output have been sent, and which may be sent next.
 
-    ``final_bytes`` says how much of an output will not change any more, and ``until`` waits for
-    more of it: see `Progress`.
+    ``final_bytes`` returns how many bytes of an output are final, and ``until`` waits for more; see
+    `Progress`.
     """
 
     def __init__(
@@ -54,11 +56,11 @@ class AnswerParts:
 
     @property
     def complete(self) -> bool:
-        """Whether all rows were returned."""
+        """Whether `next` has returned all rows."""
         return all(self._sent[name] == _rows(array) for name, array in self._outputs.items())
 
     async def next(self) -> Mapping[str, Rows]:
-        """The rows that have become final; at least one, unless it is complete."""
+        """Wait for at least one more final row, unless complete; return all that are final."""
         for name, array in self._outputs.items():
             if self._sent[name] < _rows(array):
                 await self._until(name, _row_bytes(array) * (self._sent[name] + 1))

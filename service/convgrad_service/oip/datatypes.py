@@ -1,4 +1,4 @@
-"""The protocol's names of element types."""
+"""The protocol's names of dtypes."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 IN_JSON = frozenset({DType.FLOAT32, DType.FLOAT64, DType.INT32, DType.INT64})
-"""Element types whose values may stand as numbers; the 16-bit ones are sent as bytes alone."""
+"""Dtypes whose elements may be JSON numbers; 16-bit ones can only be sent as binary data."""
 
 
 def protocol_name(dtype: DType) -> str:
-    """The name of ``dtype`` in the protocol, e.g. ``FP32``."""
+    """Return the protocol's name of ``dtype``, e.g. ``FP32``."""
     return _NAMES[dtype]
 
 
 def dtype_named(name: Any, *, tensor: str) -> DType:
-    """The element type that the protocol names so, for the input ``tensor``.
+    """Return the dtype with the protocol's ``name``, for the input ``tensor``.
 
     Raises
     ------
     MalformedRequest
-        It names none, or one that no operation takes.
+        There is no such dtype, or no operation takes it.
     """
     dtype = _DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None:

@@ -1,4 +1,4 @@
-"""From an inference request to the operation's named fields, ready to be validated."""
+"""Turns an inference request into the operation's named fields, ready to be validated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from convgrad.errors import MalformedRequest, NotFound
 from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import Buffer
 from convgrad_service.engine.request import blank
-from convgrad_service.oip.number_list import NumberList
+from convgrad_service.oip.json_text import NumberList
 from convgrad_service.oip.parameters import parsed
 from convgrad_service.oip.request import InferInput, InferRequest, Region, Span
 
@@ -28,11 +28,11 @@ __all__ = [
 ]
 
 VERSION = "1"
-"""The one version of every model."""
+"""The only version of every model."""
 
 
 def operation_named(model: str, version: str = "") -> Operation:
-    """The operation behind a model's name; ``version`` is "" where the request leaves it open.
+    """Return the operation with a model's name; ``version`` is "" if the request has none.
 
     Raises
     ------
@@ -50,12 +50,12 @@ def operation_named(model: str, version: str = "") -> Operation:
 def request_fields(
     request: InferRequest, array_of: Callable[[InferInput], NDArray[Any]]
 ) -> dict[str, Any]:
-    """The fields of the operation's request: tensors by ``array_of``, parameters as values.
+    """Return the fields of the operation's request: parameters, and inputs by ``array_of``.
 
     Raises
     ------
     MalformedRequest
-        A parameter cannot be read, is an input's, or contradicts the outputs that are named.
+        A parameter cannot be read, has the name of an input, or contradicts the named outputs.
     """
     operation = request.operation
     parameters = parsed(request.parameters)
@@ -76,7 +76,7 @@ def request_fields(
 
 
 def output_fields(operation: Operation, names: list[str]) -> Mapping[str, Any]:
-    """The fields of a request that make its answer hold the outputs ``names``, if they are any."""
+    """Return the fields that request the outputs ``names``; none if ``names`` is empty."""
     fields = operation.request.model_fields
     if not names:
         return {}
@@ -94,7 +94,7 @@ def _agree(given: Any, named: Any) -> bool:
 
 
 def described(tensor: InferInput) -> NDArray[Any]:
-    """An input by shape and dtype alone, or its array where that came spelt out."""
+    """Return an input's array if it was sent as JSON, else a blank of its shape and dtype."""
     source = tensor.source
     if isinstance(source, Span | Region | NumberList):
         return blank(tensor.shape, tensor.dtype, name=tensor.name)
@@ -102,10 +102,10 @@ def described(tensor: InferInput) -> NDArray[Any]:
 
 
 def tensor_in(buffer: Buffer, tensor: InferInput) -> NDArray[Any]:
-    """The array of an input whose bytes came in ``buffer``: a read-only view, aligned or not."""
+    """Return an input as a read-only view of ``buffer``, which need not be aligned."""
     source = tensor.source
     if not isinstance(source, Span):
-        assert isinstance(source, np.ndarray)  # noqa: S101 - no other form comes in a message
+        assert isinstance(source, np.ndarray)  # noqa: S101 - a message holds no other form
         return source
     count = math.prod(tensor.shape)
     array: NDArray[Any] = np.frombuffer(buffer, tensor.dtype.numpy, count, source.start)

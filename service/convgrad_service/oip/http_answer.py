@@ -1,4 +1,4 @@
-"""An answer in the protocol's JSON form, with Triton's binary data extension."""
+"""Encodes an answer in the protocol's JSON form, with Triton's binary data extension."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest, ProblemTooLarge
 from convgrad.wire.json_values import values_from_array
 from convgrad.wire.shapes import data_view, dtype_of
-from convgrad_service.oip.answer import answer_names, answer_outputs, report_parameters
 from convgrad_service.oip.datatypes import IN_JSON, protocol_name
 from convgrad_service.oip.fields import VERSION
 from convgrad_service.oip.request import InferRequest
@@ -22,33 +21,32 @@ from convgrad_service.problems import Problem
 
 __all__ = ["HttpAnswer", "encode_answer", "refuse_in_json"]
 
-# Numbers spelt out take some twenty characters and a microsecond each.
+# A number in JSON takes about twenty characters and a microsecond.
 _MAX_NUMBERS = 2**20
-# json.dumps lets no other thread run before it is done: this much takes it a few milliseconds.
+# json.dumps holds the interpreter's lock throughout: this many numbers take a few milliseconds.
 _AT_ONCE = 4096
 _ASK = 'ask for binary data with the parameter "binary_data_output": true'
 
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """``chunks`` one after another are the body; ``header_bytes`` of them are JSON where binary
-    data follows it, None where all are."""
+    """A body in ``chunks``. The first ``header_bytes`` are JSON; None if everything is."""
 
     chunks: list[bytes | memoryview]
     header_bytes: int | None
 
 
 def refuse_in_json(request: InferRequest, problem: Problem) -> None:
-    """Raise, before anything is computed, where an output could not be spelt out in JSON.
+    """Refuse outputs that cannot be sent as JSON, before anything is computed.
 
     Raises
     ------
     MalformedRequest
-        It is of an element type that is sent as bytes alone.
+        An output's dtype can only be sent as binary data.
     ProblemTooLarge
-        It has more elements than is sensible.
+        An output has too many elements.
     """
-    for name in answer_names(request, problem.outputs):
+    for name in request.answer_names(problem.outputs):
         spec = problem.outputs[name]
         if request.wants_binary(name) or not request.sends(name):
             continue
@@ -67,15 +65,14 @@ def refuse_in_json(request: InferRequest, problem: Problem) -> None:
 def encode_answer(
     request: InferRequest, outputs: Mapping[str, NDArray[Any]], report: Report
 ) -> HttpAnswer:
-    """The answer to ``request``; binary data are views of the arrays.
+    """Encode the answer to ``request``; its binary data are views of the arrays.
 
-    Of an output in shared memory it says the shape, of one that is stored the name, and its array
-    is not looked into.
+    The elements of outputs in shared memory or in the tensor store are not read.
     """
     described: list[dict[str, Any]] = []
     binary: list[memoryview] = []
     numbers: dict[int, NDArray[Any]] = {}
-    for name, array in answer_outputs(request, outputs).items():
+    for name, array in request.answer_outputs(outputs).items():
         dtype: DType = dtype_of(array)
         tensor: dict[str, Any] = {
             "name": name,
@@ -90,12 +87,12 @@ def encode_answer(
             binary.append(data)
         elif request.sends(name):
             numbers[len(described)] = array
-        # In shared memory: nothing, as Triton, whose clients take parameters for binary data's.
+        # In shared memory: no parameters, as Triton, whose clients would expect binary data.
         described.append(tensor)
     head: dict[str, Any] = {"id": request.id} if request.id else {}
     head["model_name"] = request.operation.name
     head["model_version"] = VERSION
-    head["parameters"] = report_parameters(report)
+    head["parameters"] = report.model_dump()
     text = b"".join(_text(head, described, numbers))
     return HttpAnswer([text, *binary], len(text) if binary else None)
 
@@ -103,7 +100,7 @@ def encode_answer(
 def _text(
     head: Mapping[str, Any], described: list[dict[str, Any]], numbers: Mapping[int, NDArray[Any]]
 ) -> Iterator[bytes]:
-    """The JSON of the answer; lists of numbers are written block by block."""
+    """Yield the JSON of the answer, with lists of numbers in blocks."""
     yield _json(head)[:-1] + b',"outputs":['
     for index, tensor in enumerate(described):
         yield b"," if index else b""

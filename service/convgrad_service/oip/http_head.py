@@ -1,7 +1,7 @@
-"""The JSON of an HTTP inference request as an `InferRequest`, strictly.
+"""Parses the JSON of an HTTP inference request, strictly.
 
-With Triton's binary data extension the JSON is the head of a body, and the inputs' bytes follow it
-one after another; without it the JSON is the whole body and holds the elements as numbers.
+With Triton's binary data extension the JSON comes first in the body, followed by the inputs' bytes;
+without it the JSON is the whole body, and holds the elements as numbers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from convgrad.wire.json_values import array_from_values
 from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import checked_shape, reshaped
 from convgrad_service.oip.datatypes import IN_JSON, dtype_named, protocol_name
-from convgrad_service.oip.json_text import parse_request_text
-from convgrad_service.oip.number_list import NumberList
+from convgrad_service.oip.json_text import NumberList, parse_request_text
 from convgrad_service.oip.parameters import separated
 from convgrad_service.oip.regions import known_keys, region_of, size_of
 from convgrad_service.oip.request import InferInput, InferOutput, InferRequest, Span
@@ -33,15 +32,14 @@ _OUTPUT_KEYS = ("name", "parameters")
 
 
 def read_infer_head(text: memoryview, operation: Operation, data_bytes: int | None) -> InferRequest:
-    """The request that ``text`` asks for, with ``data_bytes`` of binary data behind it.
+    """Parse the JSON ``text``, which ``data_bytes`` of binary data follow; None if not known yet.
 
-    Spans count from the first byte behind the text. None means that it is not known yet how much
-    will come.
+    Spans are relative to the end of the text.
 
     Raises
     ------
     MalformedRequest
-        It is not JSON, has a key that the protocol does not know, or sizes that contradict.
+        The text is not JSON, has an unknown key, or its sizes are inconsistent.
     """
     fields = parse_request_text(text)
     known_keys(fields, _REQUEST_KEYS, "the request")
@@ -114,7 +112,7 @@ def _input(item: Mapping[str, Any], start: int) -> InferInput:
 def _numbers(
     data: Any, dtype: DType, shape: tuple[int, ...], name: str
 ) -> NDArray[Any] | NumberList:
-    """The array of JSON's numbers, nested as the shape says or flat in row-major order."""
+    """Return the array of JSON numbers, nested or flat in row-major order."""
     if dtype not in IN_JSON:
         raise MalformedRequest(
             f"{name}: {protocol_name(dtype)} cannot be sent as JSON; send it as binary data"
@@ -143,7 +141,7 @@ def _output(item: Mapping[str, Any], binary_by_default: bool) -> InferOutput:
     if not isinstance(binary, bool):
         raise MalformedRequest(f"{name}: expected binary_data to be a bool, got {shown(binary)}")
     region = region_of(parameters, name, ("binary_data", "classification"))
-    # Triton's client says binary_data: false beside a region.
+    # Triton's client sends binary_data: false together with a region.
     if region is not None and parameters.get("binary_data"):
         raise MalformedRequest(f"{name}: expected binary_data or shared_memory_region, got both")
     return InferOutput(name, binary, region)

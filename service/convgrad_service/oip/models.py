@@ -1,8 +1,8 @@
-"""The operations as the protocol describes models: metadata, configuration, index.
+"""The operations as the protocol's models: metadata, configuration, index.
 
-The lists of inputs and outputs have the dtype and the rank of the operation's example, because the
-protocol has no word for those that vary; a model's configuration has all dtypes and layouts among
-its parameters. Every extent is -1, variable.
+The protocol cannot express variable dtypes and ranks, so inputs and outputs have those of the
+operation's example; a model's configuration lists all dtypes and layouts among its parameters.
+Every extent is -1, variable.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _EXTENSIONS = (
 
 @dataclass(frozen=True, slots=True)
 class TensorMetadata:
-    """One input or output: its name, its element type by the protocol's name, its extents.
+    """One input or output.
 
-    ``optional`` inputs may be left out, though an operation may need one of two.
+    ``optional`` inputs may be omitted, though an operation may require one of two.
     """
 
     name: str
@@ -56,8 +56,7 @@ class TensorMetadata:
 
 @dataclass(frozen=True, slots=True)
 class ModelMetadata:
-    """What a model takes and gives: every input, the optional ones last, and every output that can
-    be asked for."""
+    """A model's inputs, the optional ones last, and all outputs that can be requested."""
 
     name: str
     versions: tuple[str, ...]
@@ -76,7 +75,7 @@ class ModelMetadata:
 
 
 def server_metadata(extensions: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The server's name, version and extensions; ``extensions`` are those switched on besides."""
+    """Return the server's name, version and extensions; ``extensions`` are the optional ones."""
     return {
         "name": "convgrad",
         "version": _version.__version__,
@@ -86,14 +85,14 @@ def server_metadata(extensions: tuple[str, ...] = ()) -> dict[str, Any]:
 
 @cache
 def model_metadata(operation: str) -> ModelMetadata:
-    """The metadata of one operation."""
+    """Return the metadata of one operation."""
     described = OPERATIONS[operation]
     inputs, outputs = _example_tensors(described)
     return ModelMetadata(operation, (VERSION,), PLATFORM, inputs, outputs)
 
 
 def model_config(operation: str) -> dict[str, Any]:
-    """The configuration as Triton writes it in JSON, with the fields that its clients read."""
+    """Return the configuration in Triton's JSON form, with the fields that its clients read."""
     metadata = model_metadata(operation)
     return {
         "name": operation,
@@ -101,7 +100,7 @@ def model_config(operation: str) -> dict[str, Any]:
         "backend": PLATFORM,
         "runtime": "",
         "version_policy": {"latest": {"num_versions": 1}},
-        # 0: shapes are the request's own, nothing is batched.
+        # 0: the server does not batch; shapes include the batch dimension.
         "max_batch_size": 0,
         "input": [
             {
@@ -125,7 +124,7 @@ def model_config(operation: str) -> dict[str, Any]:
         "metric_tags": {},
         "parameters": {
             name: {"string_value": value}
-            for name, value in _described_beyond_the_protocol(OPERATIONS[operation]).items()
+            for name, value in _extra_parameters(OPERATIONS[operation]).items()
         },
         "model_warmup": [],
         "model_transaction_policy": {"decoupled": False},
@@ -133,7 +132,7 @@ def model_config(operation: str) -> dict[str, Any]:
 
 
 def repository_index(*, ready: bool, reason: str = "") -> list[dict[str, str]]:
-    """All models with their state: one for all, since any device computes every operation."""
+    """Return all models, with the same state: every device computes every operation."""
     state = "READY" if ready else "UNAVAILABLE"
     return [
         {"name": name, "version": VERSION, "state": state, "reason": "" if ready else reason}
@@ -152,7 +151,7 @@ def _config_tensor(tensor: TensorMetadata) -> dict[str, Any]:
 def _example_tensors(
     operation: Operation,
 ) -> tuple[tuple[TensorMetadata, ...], tuple[TensorMetadata, ...]]:
-    """Inputs and outputs as the operation's example, asked for all of its outputs, has them."""
+    """Return the inputs and outputs of the operation's example, with all outputs requested."""
     fields: dict[str, Any] = dict(operation.example)
     for name in operation.tensors:
         if name in fields:
@@ -181,7 +180,7 @@ def _example_tensors(
     return tuple(inputs), tuple(outputs)
 
 
-# Of the optional tensors, those that are not floating or have one dimension.
+# Optional tensors that hold integers, or have one dimension.
 _INDICES = ("indices",)
 _PER_CHANNEL = ("bias", "bias0", "bias1", "grad_grad_bias")
 
@@ -190,8 +189,8 @@ def _tensor(name: str, dtype: DType, rank: int) -> TensorMetadata:
     return TensorMetadata(name, protocol_name(dtype), (-1,) * rank)
 
 
-def _described_beyond_the_protocol(operation: Operation) -> dict[str, str]:
-    """What the lists of tensors cannot say: other dtypes, layouts and with them ranks."""
+def _extra_parameters(operation: Operation) -> dict[str, str]:
+    """Return all dtypes and layouts, which the lists of tensors cannot express."""
     described = {"dtypes": ",".join(protocol_name(dtype) for dtype in operation.dtypes)}
     if operation.layouts:
         described["layouts"] = ",".join(operation.layouts)

@@ -1,7 +1,7 @@
-"""The parameters of an inference: those that the protocol keeps to itself, and the operation's.
+"""The parameters of an inference request: those reserved by the protocol, and the operation's.
 
-The protocol's parameters are booleans, ints, floats and strings; what an operation takes beyond
-those (lists of ints, objects) is written as JSON text: ``"stride": "[2, 2]"``.
+The protocol's parameters are booleans, ints, floats and strings; other values of an operation
+(lists of ints, objects) are sent as JSON text: ``"stride": "[2, 2]"``.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from convgrad.wire.sentences import shown
 
 __all__ = ["Reserved", "parsed", "separated"]
 
-# No parameter is longer than a few hundred characters; the parser lets no other thread run.
+# No parameter is longer than a few hundred characters; the parser blocks all other threads.
 _MAX_TEXT = 64 * 1024
 _MAX_MICROSECONDS = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """What the protocol's own parameters ask for.
+    """The values of the protocol's reserved parameters.
 
-    ``in_parts``, which is ours: an answer of several responses. ``operation`` holds all others.
+    ``in_parts`` is this server's extension: an answer in several responses. ``operation`` holds all
+    other parameters.
     """
 
     timeout_s: float | None = None
@@ -35,15 +36,15 @@ class Reserved:
 
 
 def separated(parameters: Mapping[str, Any]) -> Reserved:
-    """Take the protocol's own parameters out of a request's.
+    """Separate the protocol's reserved parameters from the operation's.
 
-    Those that steer sequences and priorities are checked and have no effect: every operation is a
-    pure function of its request, and requests are served in the order of their arrival.
+    Sequence and priority parameters are checked but have no effect: every operation is a pure
+    function of its request, and requests are served in order of arrival.
 
     Raises
     ------
     MalformedRequest
-        One of them has a value of the wrong type, or a key that is reserved means nothing.
+        A value has the wrong type, or a reserved key is unknown.
     """
     own: dict[str, Any] = {}
     others: dict[str, Any] = {}

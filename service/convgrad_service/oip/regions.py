@@ -1,4 +1,4 @@
-"""How a tensor's parameters name a part of a shared-memory region, in either form."""
+"""Reads the parameters by which a tensor refers to a shared-memory region."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _INT64 = 2**63
 def region_of(
     parameters: Mapping[str, Any], tensor: str, others: tuple[str, ...] = ()
 ) -> Region | None:
-    """The region that a tensor's parameters name, None if they name none.
+    """Return the region that a tensor's parameters name, or None.
 
-    ``others`` are the parameters that may stand beside it.
+    ``others`` are the other parameters that the tensor may have.
 
     Raises
     ------
@@ -43,7 +43,7 @@ def region_of(
 
 
 def size_of(value: Any, what: str) -> int:
-    """``value`` if it is a number of bytes, else MalformedRequest; ``what`` names it."""
+    """Return ``value`` if it is an int >= 0; else raise MalformedRequest, naming ``what``."""
     if type(value) is not int or not 0 <= value < _INT64:
         raise MalformedRequest(f"{what}: expected an int >= 0, got {shown(value)}")
     return value

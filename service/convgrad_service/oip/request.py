@@ -1,12 +1,12 @@
-"""One inference as it was asked, in either form of the protocol, before any tensor is touched.
+"""One inference request, from either HTTP or gRPC, before any tensor's elements are read.
 
-All of it follows from the head of a message, so memory can be made ready before data arrives.
+It is known from the head of a message, so that memory can be allocated before the data arrives.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest
 from convgrad.wire.sentences import shown
 from convgrad_service.oip.datatypes import protocol_name
-from convgrad_service.oip.number_list import NumberList
+from convgrad_service.oip.json_text import NumberList
 from convgrad_service.oip.parameters import parsed
 
 __all__ = ["InferInput", "InferOutput", "InferRequest", "Region", "Span"]
@@ -25,7 +25,7 @@ __all__ = ["InferInput", "InferOutput", "InferRequest", "Region", "Span"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where a tensor's bytes lie in the buffer that came with the request."""
+    """The position of a tensor's bytes in the request's buffer."""
 
     start: int
     size_bytes: int
@@ -33,7 +33,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A part of a shared-memory region that was registered under ``name``."""
+    """A part of the shared-memory region registered as ``name``."""
 
     name: str
     offset: int
@@ -42,10 +42,10 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class InferInput:
-    """One input: what it is, and where its elements are.
+    """One input.
 
-    ``source`` is a span of bytes, row-major and little-endian, a shared-memory region, or, where
-    the elements were spelt out as numbers, the array itself or the text of a long list of them.
+    ``source`` is a span of bytes (row-major, little-endian), a shared-memory region, or, if the
+    elements came as JSON numbers, the array itself or a long list not parsed yet.
     """
 
     name: str
@@ -54,7 +54,7 @@ class InferInput:
     source: Span | Region | NumberList | NDArray[Any]
 
     def __post_init__(self) -> None:
-        """Hold the bytes that came against those that shape and datatype need."""
+        """Check the size of the data against shape and dtype."""
         if isinstance(self.source, Span | Region):
             needed_bytes = math.prod(self.shape) * self.dtype.itemsize
             if needed_bytes != self.source.size_bytes:
@@ -66,7 +66,7 @@ class InferInput:
 
 @dataclass(frozen=True, slots=True)
 class InferOutput:
-    """One output that the answer shall hold: as raw bytes or as numbers, or into ``region``."""
+    """One requested output: as raw bytes, as numbers, or written to ``region``."""
 
     name: str
     binary: bool
@@ -75,12 +75,11 @@ class InferOutput:
 
 @dataclass(frozen=True, slots=True)
 class InferRequest:
-    """One request for inference.
+    """One inference request.
 
-    ``outputs`` is empty where the request names none: then the answer holds what the operation
-    gives by default, as raw bytes if ``binary_by_default``. ``timeout_s`` is None without one.
-    ``in_parts``: the answer may come as several responses, each with rows of its outputs.
-    ``parameters`` are the operation's own, scalars and JSON text not yet parsed.
+    If ``outputs`` is empty, the answer holds the operation's default outputs, as raw bytes if
+    ``binary_by_default``. ``in_parts`` allows several responses, each with some rows of the
+    outputs. ``parameters`` are the operation's: scalars, and JSON text not parsed yet.
     """
 
     operation: Operation
@@ -93,7 +92,7 @@ class InferRequest:
     in_parts: bool = False
 
     def __post_init__(self) -> None:
-        """Hold the names of inputs and outputs against the operation's."""
+        """Check the names of inputs and outputs."""
         operation = self.operation
         _check_names([tensor.name for tensor in self.inputs], operation.tensors, "input", operation)
         _check_names(
@@ -101,14 +100,14 @@ class InferRequest:
         )
 
     def refuse_parts(self) -> None:
-        """Raise MalformedRequest where an answer in parts is asked for and cannot be given."""
+        """Raise MalformedRequest if an answer in parts is requested."""
         if self.in_parts:
             raise MalformedRequest(
                 "in_parts: an answer in several responses comes over ModelStreamInfer alone"
             )
 
     def wants_binary(self, output: str) -> bool:
-        """Whether ``output`` shall be sent as raw bytes."""
+        """Whether ``output`` is to be sent as raw bytes."""
         for wanted in self.outputs:
             if wanted.name == output:
                 return wanted.binary
@@ -116,13 +115,21 @@ class InferRequest:
 
     @property
     def store(self) -> Mapping[str, str]:
-        """The outputs that are to be stored, each with its name there."""
+        """The outputs to be kept in the tensor store, with their names there."""
         found = parsed(self.parameters).get("store") if "store" in self.parameters else None
         return found if isinstance(found, dict) else {}
 
+    def answer_names(self, computed: Iterable[str]) -> list[str]:
+        """Return the outputs that the answer holds: those requested, in order, or all."""
+        return [wanted.name for wanted in self.outputs] or list(computed)
+
+    def answer_outputs(self, outputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Return the arrays of `answer_names`."""
+        return {name: outputs[name] for name in self.answer_names(outputs)}
+
     @property
     def regions(self) -> Mapping[str, Region]:
-        """The tensors, inputs and outputs, that lie in shared memory."""
+        """The shared-memory region of each input and output that uses one, by name."""
         places = [
             *((tensor.name, tensor.source) for tensor in self.inputs),
             *((output.name, output.region) for output in self.outputs),
@@ -130,11 +137,11 @@ class InferRequest:
         return {name: place for name, place in places if isinstance(place, Region)}
 
     def sends(self, output: str) -> bool:
-        """Whether the answer holds the elements of ``output``."""
+        """Whether the answer contains the elements of ``output``."""
         return output not in self.store and self.region_of(output) is None
 
     def region_of(self, output: str) -> Region | None:
-        """Where in shared memory ``output`` shall be written, if there."""
+        """Return the shared-memory region that ``output`` is to be written to, or None."""
         for wanted in self.outputs:
             if wanted.name == output:
                 return wanted.region

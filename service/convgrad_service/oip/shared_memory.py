@@ -1,31 +1,28 @@
-"""Shared-memory regions as both forms of the protocol register, list and drop them.
-
-A transport holds one `SharedMemory` and asks it; where shared memory is switched off that is
-`NoSharedMemory`, which says so.
-"""
+"""Shared-memory regions as both forms of the protocol register, list and drop them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal, NoReturn, Protocol
+from typing import Literal
 
 from convgrad.errors import UnsupportedProblem
 from convgrad.wire.sentences import shown
-from convgrad_service.engine.shm.registry import ANONYMOUS, RegionPart
+from convgrad_service.engine.hub import Engine, Hub, call_hub
+from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionRegistry
 from convgrad_service.oip.request import Region
 
-__all__ = ["ANONYMOUS", "Kind", "NoSharedMemory", "Registration", "SharedMemory"]
+__all__ = ["Kind", "Registration", "SharedMemory"]
 
 Kind = Literal["system", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A region under the name that requests call it by.
+    """A region under the name that requests use for it.
 
     ``key`` is the file below /dev/shm of a system region, ``handle`` the IPC handle of a CUDA one
-    on ``device``; ``offset`` and ``size_bytes`` bound the part of it that is registered.
+    on ``device``; ``offset`` and ``size_bytes`` bound the registered part.
     """
 
     kind: Kind
@@ -37,60 +34,78 @@ class Registration:
     device: int = 0
 
 
-class SharedMemory(Protocol):
-    """The regions that clients have registered; each belongs to the ``owner`` who did."""
+class SharedMemory:
+    """The regions that clients have registered; each belongs to the ``owner`` who registered it.
 
-    @property
-    def extensions(self) -> tuple[str, ...]:
-        """The names of the protocol's extensions that are switched on."""
-        ...
+    Kinds that are not enabled are refused with UnsupportedProblem.
+    """
+
+    def __init__(self, engine: Engine, *, system: bool, cuda: bool) -> None:
+        self._engine = engine
+        enabled: dict[Kind, bool] = {"system": system, "cuda": cuda}
+        self._kinds: Collection[Kind] = [kind for kind, on in enabled.items() if on]
+        self.extensions = tuple(f"{kind}_shared_memory" for kind in self._kinds)
 
     async def register(self, owner: str, registration: Registration) -> None:
-        """Map a region; raises a ServiceError if it is not what the registration says."""
-        ...
+        """Map a region; raises a ServiceError if it does not match the registration."""
+        self._require(registration.kind)
+        await call_hub(
+            self._engine,
+            Hub.register_region,
+            owner,
+            RegionInfo(
+                registration.name,
+                registration.key,
+                registration.offset,
+                registration.size_bytes,
+                registration.handle,
+                registration.device if registration.kind == "cuda" else None,
+            ),
+        )
 
     async def unregister(self, owner: str, kind: Kind, name: str) -> None:
         """Drop a region once nothing in flight uses it; a ``name`` of "" drops all of the kind."""
-        ...
+        # Triton's clients drop all regions of both kinds before they register any.
+        if name or not self._kinds:
+            self._require(kind)
+        if kind in self._kinds:
+            await call_hub(
+                self._engine, RegionRegistry.unregister, owner, name, on_device=kind == "cuda"
+            )
 
     async def status(self, owner: str, kind: Kind, name: str) -> list[Registration]:
-        """The owner's regions of a kind, or the one named; raises NotFound if that is not there."""
-        ...
+        """Return the owner's regions of a kind, or the one named; raises NotFound if missing."""
+        self._require(kind)
+        return [
+            Registration(
+                kind,
+                info.name,
+                info.size_bytes,
+                info.offset,
+                info.key,
+                device=info.device or 0,
+            )
+            for info in await call_hub(
+                self._engine, RegionRegistry.list_regions, owner, name, on_device=kind == "cuda"
+            )
+        ]
 
     def parts(self, owner: str, regions: Mapping[str, Region]) -> Mapping[str, RegionPart]:
-        """The owner's regions for these tensors; raises UnsupportedProblem if switched off."""
-        ...
-
-
-class NoSharedMemory:
-    """Shared memory switched off."""
-
-    extensions: tuple[str, ...] = ()
-
-    async def register(self, owner: str, registration: Registration) -> None:
-        """Refuse."""
-        self._refuse(registration.kind)
-
-    async def unregister(self, owner: str, kind: Kind, name: str) -> None:
-        """Refuse."""
-        self._refuse(kind)
-
-    async def status(self, owner: str, kind: Kind, name: str) -> list[Registration]:
-        """Refuse."""
-        self._refuse(kind)
-
-    def parts(self, owner: str, regions: Mapping[str, Region]) -> Mapping[str, RegionPart]:
-        """Refuse, if there are any."""
-        for name, region in regions.items():
+        """Return the owner's regions for these tensors; raises UnsupportedProblem if disabled."""
+        if regions and not self._kinds:
+            name, region = next(iter(regions.items()))
             raise UnsupportedProblem(
                 f"{name}: the region {shown(region.name)} cannot be used; shared memory is "
                 "not enabled on this server"
             )
-        return {}
+        return {
+            name: RegionPart(owner, region.name, region.offset, region.size_bytes)
+            for name, region in regions.items()
+        }
 
-    @staticmethod
-    def _refuse(kind: Kind) -> NoReturn:
-        raise UnsupportedProblem(
-            f"{kind} shared memory is not enabled on this server; "
-            f"CONVGRAD_{kind.upper()}_SHARED_MEMORY=true enables it where the server is started"
-        )
+    def _require(self, kind: Kind) -> None:
+        if kind not in self._kinds:
+            raise UnsupportedProblem(
+                f"{kind} shared memory is not enabled on this server; "
+                f"CONVGRAD_{kind.upper()}_SHARED_MEMORY=true enables it where the server is started"
+            )

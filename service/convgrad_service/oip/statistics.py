@@ -1,4 +1,4 @@
-"""The engine's counts in the protocol's statistics extension."""
+"""The engine's counters in the form of the protocol's statistics extension."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["model_statistics"]
 def model_statistics(
     counts: Mapping[str, OperationStatistics], operations: Iterable[str]
 ) -> dict[str, Any]:
-    """The counts of ``operations`` as JSON; gRPC's message has the same names.
+    """Return the counters of ``operations`` as JSON, whose names the gRPC message shares.
 
-    Nothing is batched, so one request is one execution of batch size 1; nothing is cached.
+    Nothing is batched or cached: each request is one execution of batch size 1.
     """
     return {
         "model_stats": [

@@ -79,8 +79,10 @@ def choose(
 
     ``without`` names engines that cannot, and why, for reasons beyond the sizes.
 
-    Raises:
-        ProblemTooLarge: the engine needs more work memory than the device is allowed.
+    Raises
+    ------
+    ProblemTooLarge
+        The engine needs more work memory than the device is allowed.
     """
     passed_over: list[tuple[str, str]] = []
     excluded = dict(without)

@@ -59,8 +59,10 @@ def gather_plan(
 ) -> DensePlan | None:
     """The launches of a forward pass or a gradient of the input; None where tiles are too large.
 
-    Raises:
-        ProblemTooLarge: one launch of the least size needs more than the workspace limit.
+    Raises
+    ------
+    ProblemTooLarge
+        One launch of the least size needs more than the workspace limit.
     """
     columns = 2 * device.vector_bytes // sum_bytes
     source = dense.out_channels if backward else dense.in_channels
@@ -87,8 +89,10 @@ def gather_plan(
 def weight_plan(dense: Dense, *, sum_bytes: int, device: CpuDevice) -> DensePlan | None:
     """The launches of a gradient of the weight; None where tiles are too large.
 
-    Raises:
-        ProblemTooLarge: one launch of the least size needs more than the workspace limit.
+    Raises
+    ------
+    ProblemTooLarge
+        One launch of the least size needs more than the workspace limit.
     """
     chunks = weight_chunks(dense, sum_bytes)
     lanes = device.vector_bytes // sum_bytes
@@ -114,8 +118,10 @@ def weight_plan(dense: Dense, *, sum_bytes: int, device: CpuDevice) -> DensePlan
 def first_plan(dense: Dense, *, sum_bytes: int, device: CpuDevice) -> DensePlan | None:
     """The launches of a first layer's gradient of the weight; None where tiles are too large.
 
-    Raises:
-        ProblemTooLarge: one launch of the least size needs more than the workspace limit.
+    Raises
+    ------
+    ProblemTooLarge
+        One launch of the least size needs more than the workspace limit.
     """
     chunks = first_chunks(dense, sum_bytes)
     lanes = device.vector_bytes // sum_bytes

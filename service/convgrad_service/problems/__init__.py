@@ -1,4 +1,4 @@
-"""Problems: what a request means, sized and checked, and nothing of how it is computed."""
+"""Problems: what a request asks for, with checked sizes, independent of how it is computed."""
 
 from __future__ import annotations
 
@@ -102,15 +102,17 @@ PROBLEMS: Mapping[str, _FromRequest] = MappingProxyType(
         "max_unpool_bwd": MaxUnpoolBwd,
     }
 )
-"""The problem class of every operation, by its name."""
+"""The problem class of every operation, by the operation's name."""
 
 
 def problem_from(operation: str, request: object) -> Problem:
-    """The problem that a request of this operation states.
+    """Return the problem of a request.
 
-    Raises:
-        InvalidProblem: its sizes, types or parameters contradict each other; the sentence says
-            what was found and what was expected.
+    Raises
+    ------
+    InvalidProblem
+        Sizes, types or parameters contradict each other; the message says what was found and what
+        was expected.
     """
     problem = PROBLEMS.get(operation)
     if problem is not None:

@@ -4,46 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Literal, Self
 
 from convgrad.contract import AdaptiveMaxPoolBwdRequest, AdaptiveMaxPoolFwdRequest
 from convgrad.dtypes import DType
-from convgrad.errors import InvalidProblem
 from convgrad_service.problems.avgpool import adaptive, adaptive_output_size
 from convgrad_service.problems.base import TensorSpec
 from convgrad_service.problems.layouts import Layout
 from convgrad_service.problems.planes import (
-    PlaneProblem,
+    WindowProblem,
+    check_one_source,
     check_plane,
     index_dtype_of,
     source_size,
     ungrouped,
 )
 from convgrad_service.problems.reading import read_activation, shared_dtype
-from convgrad_service.problems.sizes import Size, check_shape, require_shape
-from convgrad_service.problems.windows import WindowAxis
+from convgrad_service.problems.sizes import check_shape, require_shape
 
 __all__ = ["AdaptiveMaxPoolBwd", "AdaptiveMaxPoolFwd"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _AdaptiveMaxPool(PlaneProblem):
-    windows: tuple[WindowAxis, ...]
-
-    @property
-    def input_size(self) -> Size:
-        return tuple(axis.input for axis in self.windows)
-
-    @property
-    def output_size(self) -> Size:
-        return tuple(axis.output for axis in self.windows)
-
-    @property
-    def flops(self) -> int:
-        """One comparison a position of a window."""
-        return self.batch * self.channels * prod(axis.taps for axis in self.windows)
-
+class _AdaptiveMaxPool(WindowProblem):
     @property
     def valid_flops(self) -> int:
         return self.flops
@@ -53,8 +36,8 @@ class _AdaptiveMaxPool(PlaneProblem):
 class AdaptiveMaxPoolFwd(_AdaptiveMaxPool):
     """output[n, c, o] = the maximum of input[n, c, i] over the window of o.
 
-    The first maximum wins a tie; a NaN wins over any number, of several the last. ``indices`` are
-    flat in each (n, c) plane, in ``index_dtype``.
+    Of equal maxima the first wins; a NaN wins over any number, and of several NaNs the last.
+    ``indices`` are flat in each (n, c) plane, in ``index_dtype``.
 
     Shapes: input (N, C, *in) -> output and indices (N, C, *out).
     Dtypes: ``dtype`` and ``index_dtype``.
@@ -108,8 +91,8 @@ class AdaptiveMaxPoolFwd(_AdaptiveMaxPool):
 class AdaptiveMaxPoolBwd(_AdaptiveMaxPool):
     """grad_input[n, c, i] = sum of grad_output[n, c, o] over the windows o whose maximum is at i.
 
-    ``source`` says where the maxima are from: the input itself, or ``indices`` of the forward, in
-    ``index_dtype`` (None with an input).
+    The maxima are searched for in ``input``, or given by the forward's ``indices``, as ``source``
+    says; ``index_dtype`` is None with an input.
 
     Shapes: grad_output (N, C, *out), input (N, C, *in) or indices (N, C, *out) -> grad_input
     (N, C, *in).
@@ -126,8 +109,7 @@ class AdaptiveMaxPoolBwd(_AdaptiveMaxPool):
 
     @classmethod
     def from_request(cls, request: AdaptiveMaxPoolBwdRequest) -> Self:
-        if (request.input is None) == (request.indices is None):
-            raise InvalidProblem("there are both of input and indices; expected one of them")
+        check_one_source(request.input, request.indices)
         floating = {"grad_output": request.grad_output}
         if request.input is not None:
             floating["input"] = request.input

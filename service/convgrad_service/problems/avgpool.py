@@ -17,7 +17,7 @@ from convgrad.errors import InvalidProblem
 from convgrad_service.problems.base import TensorSpec
 from convgrad_service.problems.formulas import pool_output_size
 from convgrad_service.problems.layouts import Layout
-from convgrad_service.problems.planes import PlaneProblem, ungrouped
+from convgrad_service.problems.planes import WindowProblem, ungrouped
 from convgrad_service.problems.reading import (
     Steps,
     input_size_of,
@@ -48,25 +48,11 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _AvgPool(PlaneProblem):
-    """``windows`` are those of the outputs; a window's divisor is the product of the sizes that
-    ``counted`` gives it, or ``divisor``."""
+class _AvgPool(WindowProblem):
+    """A window's divisor is ``divisor``, or else the product of its sizes in ``counted``."""
 
-    windows: tuple[WindowAxis, ...]
     counted: tuple[WindowAxis, ...]
     divisor: int | None = None
-
-    @property
-    def input_size(self) -> Size:
-        return tuple(axis.input for axis in self.windows)
-
-    @property
-    def output_size(self) -> Size:
-        return tuple(axis.output for axis in self.windows)
-
-    @property
-    def flops(self) -> int:
-        return self.batch * self.channels * prod(axis.taps for axis in self.windows)
 
     @property
     def valid_flops(self) -> int:
@@ -131,9 +117,9 @@ class AvgPoolFwd(_AvgPool):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveAvgPoolFwd(AvgPoolFwd):
-    """output[n, c, o] = the mean of input[n, c, i] over the windows that divide the input.
+    """output[n, c, o] = the mean of input[n, c, i] over the adaptive window of o.
 
-    Shapes: input (N, C, *in) -> output (N, C, *out), as many as are asked for.
+    Shapes: input (N, C, *in) -> output (N, C, *out), as requested.
     Dtypes: ``dtype``; sums in float32 (float64 for float64), divided before the one rounding.
     Layout: ``layout``, channels first or last.
 
@@ -156,7 +142,7 @@ class AdaptiveAvgPoolFwd(AvgPoolFwd):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AvgPoolBwd(_AvgPool):
-    """grad_input[n, c, i] = sum of grad_output[n, c, o] / divisor[o] over the windows that hold i.
+    """grad_input[n, c, i] = sum of grad_output[n, c, o] / divisor[o] over windows containing i.
 
     Shapes: grad_output (N, C, *out) -> grad_input (N, C, *in).
     Dtypes: ``dtype``; sums in float32 (float64 for float64).
@@ -222,9 +208,9 @@ class AvgPoolBwd(_AvgPool):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveAvgPoolBwd(AvgPoolBwd):
-    """grad_input[n, c, i] = sum of grad_output[n, c, o] / size[o] over the windows that hold i.
+    """grad_input[n, c, i] = sum of grad_output[n, c, o] / size[o] over windows containing i.
 
-    Shapes: grad_output (N, C, *out) -> grad_input (N, C, *in), which the windows divide.
+    Shapes: grad_output (N, C, *out) -> grad_input (N, C, *in).
     Dtypes: ``dtype``; sums in float32 (float64 for float64).
     Layout: ``layout``, channels first or last.
 
@@ -246,15 +232,17 @@ class AdaptiveAvgPoolBwd(AvgPoolBwd):
 
 
 def adaptive(input_size: Size, output_size: Size) -> tuple[WindowAxis, ...]:
-    """The windows that divide an input."""
+    """Return adaptive windows for each dimension."""
     return tuple(map(WindowAxis.adaptive, input_size, output_size))
 
 
 def adaptive_output_size(asked: int | tuple[int | None, ...], input_size: Size) -> Size:
-    """An adaptive pooling's output: one number for all dimensions or one each, None the input's.
+    """Return an adaptive pooling's output size; None in a dimension means the input's size.
 
-    Raises:
-        InvalidProblem: a wrong number of them, or one below 1.
+    Raises
+    ------
+    InvalidProblem
+        The number of values is wrong, or one is less than 1.
     """
     ndim = len(input_size)
     values = (asked,) * ndim if isinstance(asked, int) else asked
@@ -272,7 +260,7 @@ def adaptive_output_size(asked: int | tuple[int | None, ...], input_size: Size) 
 def _read_gradient(
     request: AvgPoolBwdRequest | AdaptiveAvgPoolBwdRequest,
 ) -> tuple[Layout, Size]:
-    """The layout, and the size of the input."""
+    """Return the layout and the size of the input."""
     shape = request.grad_output.shape
     layout = ungrouped(Layout.of_tensor(request.layout, "grad_output", shape))
     grad = read_activation(layout, "grad_output", shape)
@@ -287,7 +275,7 @@ def _steps(request: AvgPoolFwdRequest | AvgPoolBwdRequest, ndim: int) -> Steps:
 def _sliding(
     request: AvgPoolFwdRequest | AvgPoolBwdRequest, input_size: Size
 ) -> tuple[tuple[WindowAxis, ...], tuple[WindowAxis, ...]]:
-    """The windows, and the same as their positions count in the divisor."""
+    """Return the windows, and the windows whose positions count in the divisor."""
     if request.divisor_override == 0:
         raise InvalidProblem("divisor_override is 0; expected any other integer")
     ndim = len(input_size)

@@ -1,7 +1,7 @@
-"""What every problem offers: its tensors, its cost, and how it divides.
+"""The interface of problems: their tensors, their cost, and how they are split.
 
-A Problem is a frozen dataclass that knows sizes and no data. It is made from a request, and every
-refusal about sizes is raised there; what comes after may rely on it.
+A Problem is a frozen dataclass of sizes without data. It is made from a request, whose sizes are
+checked there and nowhere else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """The shape, in the request's layout, and the element type of one tensor."""
+    """The shape of a tensor, in the request's layout, and its element type."""
 
     shape: Size
     dtype: DType
@@ -45,7 +45,7 @@ class TensorSpec:
 class Epilogue:
     """out = alpha*grad + beta*accumulate, in float32 or wider, before the one rounding.
 
-    ``accumulate`` says whether the tensor is read: it is not where it was left out or beta is 0.
+    ``accumulate`` is whether the tensor is read: it was sent, and beta is not 0.
     """
 
     alpha: float = 1.0
@@ -58,10 +58,12 @@ class Epilogue:
 
     @classmethod
     def of(cls, alpha: float, beta: float | None, accumulate: NDArray[Any] | None) -> Epilogue:
-        """From a request's fields; beta defaults to 1 where there is something to accumulate.
+        """Make an epilogue from a request's fields; beta defaults to 1 if accumulate was sent.
 
-        Raises:
-            InvalidProblem: beta without accumulate, or a number that is not finite.
+        Raises
+        ------
+        InvalidProblem
+            There is beta without accumulate, or a number that is not finite.
         """
         if beta is not None and accumulate is None:
             raise InvalidProblem(
@@ -76,7 +78,7 @@ class Epilogue:
 
 
 class Lane(IntEnum):
-    """How a problem is scheduled: by its size, as a long one whatever its size, or alone."""
+    """How a problem is scheduled: by its size, as a long one, or with nothing else running."""
 
     BY_SIZE = 0
     LONG = 1
@@ -91,7 +93,7 @@ class Problem(ABC):
     lane: ClassVar[Lane] = Lane.BY_SIZE
 
     dtype: DType
-    """The type that the floating tensors share."""
+    """The type of all floating tensors."""
 
     @property
     @abstractmethod
@@ -100,7 +102,7 @@ class Problem(ABC):
 
     @property
     def computes(self) -> tuple[Problem, ...]:
-        """The problems that kernels are needed for."""
+        """The problems whose kernels are needed."""
         return (self,)
 
     @property
@@ -111,7 +113,7 @@ class Problem(ABC):
     @property
     @abstractmethod
     def outputs(self) -> Mapping[str, TensorSpec]:
-        """The tensors that are computed, by name, in the order of the answer."""
+        """The tensors that are computed, by name, in the order of the response."""
 
     @property
     @abstractmethod
@@ -121,49 +123,56 @@ class Problem(ABC):
     @property
     @abstractmethod
     def valid_flops(self) -> int:
-        """The same without the taps that fall wholly in padding."""
+        """Floating-point operations without the taps that read padding."""
 
     def split(self, parts: int) -> tuple[Piece, ...]:
-        """Independent pieces, at least `parts` of them where the sizes allow it.
+        """Split into independent pieces, at least ``parts`` of them where the sizes allow it.
 
-        Along N first, then along the outermost spatial dimension. The boundaries follow from the
-        sizes and `parts` alone, so equal `parts` give equal sums; one part is the problem itself.
+        The split is along N first, then along the outermost spatial dimension. It depends only on
+        the sizes and ``parts``, so equal ``parts`` give equal bits.
         """
         return self._cut(parts) if parts > 1 else (Piece.whole(self),)
 
     @abstractmethod
     def _cut(self, parts: int) -> tuple[Piece, ...]:
-        """`split` for two parts or more."""
+        """Do `split` for two parts or more."""
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of all inputs and outputs."""
+        """Size of all inputs and outputs."""
         return sum(spec.size_bytes for spec in (*self.inputs.values(), *self.outputs.values()))
 
     @property
     def compulsory_bytes(self) -> int:
-        """Bytes that must move: every input read once, every output written once."""
+        """Least memory traffic: every input read once, every output written once."""
         return self.memory_bytes
 
     def finish(
         self, name: str, total: NDArray[Any], tensors: Mapping[str, NDArray[Any]]
     ) -> NDArray[Any]:
-        """What follows the sum of the pieces' parts of output `name`, before its one rounding."""
+        """Apply the epilogue to the sum of the pieces' parts of output ``name``, and round once."""
         return total
 
 
 PLAIN = Epilogue()
-"""The gradient as it is."""
+"""The epilogue that leaves the gradient unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A part of a problem, itself a problem.
 
-    ``inputs`` and ``outputs`` say which part of the whole request's arrays each of its tensors
-    is; a name that is missing there is not used. ``take`` says which part of its own output
-    counts, where it computes more than that. ``shifts`` is what to add to its index tensors to
-    make them the whole's: subtract it from an input, add it to an output.
+    Attributes
+    ----------
+    inputs, outputs : mapping of str to tuple of slice
+        The parts of the whole problem's arrays that are its tensors. Inputs that are missing are
+        not read.
+    combine : mapping of str to {"concatenate", "sum"}
+        How pieces form each output.
+    take : mapping of str to tuple of slice
+        The part of its own output to use, if it computes more than that.
+    shifts : mapping of str to int
+        What to add to its index tensors to get indices into the whole.
     """
 
     problem: Problem
@@ -175,7 +184,7 @@ class Piece:
 
     @classmethod
     def whole(cls, problem: Problem) -> Piece:
-        """The one piece of a problem that is not divided."""
+        """Return the only piece of a problem that is not split."""
         everything = {
             name: (slice(None),) * len(spec.shape)
             for name, spec in (*problem.inputs.items(), *problem.outputs.items())

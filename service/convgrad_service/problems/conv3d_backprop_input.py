@@ -1,4 +1,4 @@
-"""The problem of conv3d_backprop_input: conv_bwd_data in Ascend's formats, or a region of it."""
+"""The problem of conv3d_backprop_input: conv_bwd_data in Ascend's formats, whole or a region."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Self
 from convgrad.contract import Conv3dBackpropInputRequest, Region
 from convgrad.dtypes import DType
 from convgrad.errors import InvalidProblem
-from convgrad_service.problems.agreement import divisible
 from convgrad_service.problems.base import Piece, Problem, Slices, TensorSpec
+from convgrad_service.problems.consistency import divisible
 from convgrad_service.problems.conv_bwd_data import ConvBwdData
-from convgrad_service.problems.cutting import grid, whole
 from convgrad_service.problems.formats3d import (
     ACTIVATION_FORMATS,
     WEIGHT_FORMATS,
@@ -37,6 +36,7 @@ from convgrad_service.problems.sizes import (
     show,
     tuple_text,
 )
+from convgrad_service.problems.slicing import grid, whole
 
 __all__ = ["Conv3dBackpropInput"]
 
@@ -45,11 +45,11 @@ _PLAIN = LAYOUTS["NCDHW"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conv3dBackpropInput(Problem):
-    """grad_input of a 3D convolution, whole or for [start, stop) in depth and height alone.
+    """grad_input of a 3D convolution, whole or for a region in depth and height.
 
-    ``conv`` is the forward convolution as far as it concerns the region: its input_size is the
-    region's, its padding counts from the region's start, its output is all of grad_output. So
-    ``plain`` is a conv_bwd_data like any other, and only the formats are this problem's own.
+    ``conv`` is the forward convolution of the region: its input is the region, its padding is
+    relative to the region, and its output is all of grad_output. So ``plain`` is an ordinary
+    conv_bwd_data, and only the formats are specific to this problem.
 
     Shapes: grad_output (N, K, D, H, W), weight (K, C/G, T, R, S) -> grad_input (N, C, D, H, W),
     each in its format.
@@ -126,7 +126,7 @@ class Conv3dBackpropInput(Problem):
 
     @property
     def plain(self) -> ConvBwdData:
-        """The same on NCDHW arrays, which the formats' pack and unpack make."""
+        """The problem on NCDHW arrays, which the formats' unpack and pack convert."""
         return ConvBwdData(
             conv=self.conv,
             dtype=self.dtype,
@@ -143,7 +143,7 @@ class Conv3dBackpropInput(Problem):
 
     @property
     def _touching(self) -> ConvShape:
-        """``conv`` with the part of grad_output alone that touches the region."""
+        """``conv`` restricted to the part of grad_output that meets the region."""
         conv = self.conv
         for axis in (0, 1):
             rows = 0, conv.input_size[axis]
@@ -176,7 +176,7 @@ class Conv3dBackpropInput(Problem):
 
     @property
     def compulsory_bytes(self) -> int:
-        """Of grad_output, what touches the region."""
+        """Least memory traffic; of grad_output, only what meets the region is read."""
         if self.region is None:
             return self.memory_bytes
         unread = self._grad_output(self.conv).size_bytes
@@ -189,7 +189,7 @@ class Conv3dBackpropInput(Problem):
         return TensorSpec(shape, self.dtype)
 
     def _cut(self, parts: int) -> tuple[Piece, ...]:
-        """By N, then by depth of grad_input with the depth of grad_output that touches it."""
+        """Split by N, then by depth of grad_input with the depth of grad_output that meets it."""
         pieces = []
         for samples, rows in grid(self.conv.batch, self.conv.input_size[0], parts):
             touching = self.conv.outputs_for(0, rows)
@@ -222,13 +222,13 @@ def _narrowed(conv: ConvShape, region: tuple[Span, Span] | None) -> ConvShape:
 
 
 def _weight_sizes(format: WeightFormat, shape: Size, stated: Sequence[int] | None) -> Size:
-    """(K, C/G, T, R, S): stated, or what the weight's own shape says."""
+    """Return (K, C/G, T, R, S) as stated, or from the weight's shape."""
     if stated is None:
         if format.self_describing:
             return format.sizes(shape)
         raise InvalidProblem(
             f"weight_size is missing; expected [K, C/groups, D, H, W] beside a weight in "
-            f"{format.name}, whose shape {tuple_text(shape)} does not tell it"
+            f"{format.name}, whose shape {tuple_text(shape)} does not imply it"
         )
     if len(stated) != 5:
         raise InvalidProblem(
@@ -247,7 +247,7 @@ def _input_size(
     kernel: Size,
     steps: Steps,
 ) -> Size:
-    """The smallest input plus output_padding, or the one stated, which must agree."""
+    """Return the stated size after checking it, or the smallest input plus output_padding."""
     extra = read_output_padding(request.output_padding, steps, 3)
     if request.input_size is None:
         return minimal_input_size(output_size, kernel, *steps, extra)

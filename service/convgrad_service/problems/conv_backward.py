@@ -1,4 +1,4 @@
-"""The problem of conv_backward: any of a convolution's three gradients from one upload."""
+"""The problem of conv_backward: any of a convolution's three gradients in one request."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from numpy.typing import NDArray
 
 from convgrad.contract import ConvBackwardRequest
 from convgrad.dtypes import DType
-from convgrad_service.problems.agreement import (
+from convgrad_service.problems.base import Piece, TensorSpec
+from convgrad_service.problems.consistency import (
     agreed_groups,
     check_filter_inputs,
     check_output_size,
     same_batch,
     same_channels,
 )
-from convgrad_service.problems.base import Piece, TensorSpec
 from convgrad_service.problems.conv_bwd_data import ConvBwdData
 from convgrad_service.problems.convolution import ConvProblem
-from convgrad_service.problems.cutting import activation_slices, even_spans, whole
 from convgrad_service.problems.geometry import ConvShape, Span
 from convgrad_service.problems.grouped_conv_bwd_weight import GroupedConvBwdWeight, sum_dtype
 from convgrad_service.problems.layouts import Layout
@@ -32,6 +31,7 @@ from convgrad_service.problems.reading import (
     shared_dtype,
     wanted_outputs,
 )
+from convgrad_service.problems.slicing import activation_slices, even_spans, whole
 
 __all__ = ["ConvBackward", "gradients_shape"]
 
@@ -40,11 +40,10 @@ OUTPUTS = ("grad_input", "grad_weight", "grad_bias")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvBackward(ConvProblem):
-    """grad_input as conv_bwd_data has it, grad_weight and grad_bias as grouped_conv_bwd_weight.
+    """grad_input as in conv_bwd_data, grad_weight and grad_bias as in grouped_conv_bwd_weight.
 
-    ``wanted`` names the gradients asked for, in that order; ``parts`` are the problems that give
-    them. ``weight_dtype`` is set in pieces alone: their shares of grad_weight and grad_bias are
-    sums.
+    ``wanted`` are the requested gradients, in that order; ``parts`` are the problems that compute
+    them. ``weight_dtype`` is set only in pieces, whose grad_weight and grad_bias are partial sums.
 
     Shapes: grad_output (N, K, *out), input (N, C, *in), weight (K, C/G, *kernel) -> gradients of
     the shapes of input, weight and bias (K,).
@@ -78,7 +77,7 @@ class ConvBackward(ConvProblem):
 
     @property
     def parts(self) -> tuple[ConvBwdData | GroupedConvBwdWeight, ...]:
-        """The problems whose outputs are this one's."""
+        """The problems that compute the gradients."""
         data = ConvBwdData(
             conv=self.conv,
             dtype=self.dtype,
@@ -113,7 +112,7 @@ class ConvBackward(ConvProblem):
 
     @property
     def inputs(self) -> Mapping[str, TensorSpec]:
-        """Those that the wanted gradients need; the others of the request are not read."""
+        """The tensors that the wanted gradients need; others in the request are not read."""
         return {name: spec for part in self.parts for name, spec in part.inputs.items()}
 
     @property
@@ -121,8 +120,10 @@ class ConvBackward(ConvProblem):
         return {name: spec for part in self.parts for name, spec in part.outputs.items()}
 
     def _cut(self, parts: int) -> tuple[Piece, ...]:
-        """By N, one upload for all gradients; beyond that the pieces of each part, for rows of
-        grad_input overlap where rows of grad_output do not."""
+        """Split by N, where all gradients share a piece; further, split each part separately.
+
+        Their rows differ: pieces of grad_input read overlapping rows, those of grad_weight do not.
+        """
         if parts > self.conv.batch or len(self.parts) == 1:
             return tuple(piece for part in self.parts for piece in part.split(parts))
         partial = replace(self, weight_dtype=sum_dtype(self.dtype))
@@ -150,7 +151,7 @@ class ConvBackward(ConvProblem):
 
 
 class _Request(Protocol):
-    """What the gradients of a convolution, first and second ones, are asked from."""
+    """A request for first or second gradients of a convolution."""
 
     stride: Any
     padding: Any
@@ -166,10 +167,12 @@ class _Request(Protocol):
 
 
 def gradients_shape(layout: Layout, request: _Request) -> ConvShape:
-    """The convolution that grad_output, input and weight belong to.
+    """Return the convolution of grad_output, input and weight.
 
-    Raises:
-        InvalidProblem: they, or the geometry, contradict each other.
+    Raises
+    ------
+    InvalidProblem
+        Their sizes or the parameters contradict each other.
     """
     grad = read_activation(layout, "grad_output", request.grad_output.shape)
     input = read_activation(layout, "input", request.input.shape)

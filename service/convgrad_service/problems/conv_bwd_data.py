@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Self
 
 from convgrad.contract import ConvBwdDataRequest
-from convgrad_service.problems.agreement import (
+from convgrad_service.problems.base import PLAIN, Epilogue, Piece, TensorSpec
+from convgrad_service.problems.consistency import (
     agreed_groups,
     check_output_size,
     divisible,
     same_channels,
 )
-from convgrad_service.problems.base import PLAIN, Epilogue, Piece, TensorSpec
 from convgrad_service.problems.convolution import ConvProblem
 from convgrad_service.problems.formulas import minimal_input_size
 from convgrad_service.problems.geometry import ConvShape
@@ -106,7 +106,7 @@ class ConvBwdData(ConvProblem):
         return {"grad_input": self.input_spec}
 
     def _cut(self, parts: int) -> tuple[Piece, ...]:
-        """By N, then by rows of grad_input with the rows of grad_output that touch them."""
+        """Split by N, then by rows of grad_input with the rows of grad_output that meet them."""
         return self._cut_result(
             parts, source="grad_output", result="grad_input", backward=True, along=("accumulate",)
         )

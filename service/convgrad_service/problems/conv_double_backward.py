@@ -1,10 +1,10 @@
-"""The problems of a convolution's second derivatives, transposed or not, from one upload."""
+"""The problems of second derivatives of a convolution or transposed convolution."""
 
 from __future__ import annotations
 
 from convgrad.contract import ConvDoubleBackwardRequest, ConvTransposeDoubleBackwardRequest
 from convgrad.errors import InvalidProblem
-from convgrad_service.problems.agreement import check_bias
+from convgrad_service.problems.consistency import check_bias
 from convgrad_service.problems.conv_backward import gradients_shape
 from convgrad_service.problems.conv_transpose import transposed_gradients_shape
 from convgrad_service.problems.geometry import ConvShape
@@ -20,13 +20,13 @@ GIVEN = ("grad_grad_input", "grad_grad_weight", "grad_grad_bias")
 
 
 class ConvDoubleBackward:
-    """The gradients of conv_backward's inputs from the gradients of its outputs:
+    """The gradients of conv_backward's inputs, from the gradients of its outputs:
 
     grad_grad_output = conv(grad_grad_input, weight) + conv(input, grad_grad_weight)
                        + grad_grad_bias,
-    grad_input = what conv_bwd_data makes of grad_output and grad_grad_weight,
-    grad_weight = what grouped_conv_bwd_weight makes of grad_grad_input and grad_output.
-    What is not given counts as zero.
+    grad_input = conv_bwd_data(grad_output, grad_grad_weight),
+    grad_weight = grouped_conv_bwd_weight(grad_grad_input, grad_output).
+    Tensors that are not given count as zero.
 
     Shapes: grad_output (N, K, *out), input and grad_grad_input (N, C, *in), weight and
     grad_grad_weight (K, C/G, *kernel), grad_grad_bias (K,) -> grad_grad_output, grad_input and
@@ -35,7 +35,8 @@ class ConvDoubleBackward:
     Layout: ``layout``, any of 1D to 3D.
 
     Raises (from_request):
-        InvalidProblem: sizes, types or parameters contradict each other, or none is given.
+        InvalidProblem: sizes, types or parameters contradict each other, or there is no
+            grad_grad tensor.
     Source: PyTorch's aten::_convolution_double_backward.
     """
 
@@ -46,7 +47,7 @@ class ConvDoubleBackward:
 
 
 class ConvTransposeDoubleBackward:
-    """The same of conv_transpose_backward: the convolution's two directions change places.
+    """Like `ConvDoubleBackward` for conv_transpose_backward, with forward and bwd_data swapped.
 
     Shapes: grad_output (N, C, *out), input and grad_grad_input (N, K, *in), weight and
     grad_grad_weight (K, C/G, *kernel), grad_grad_bias (C,) -> grad_grad_output, grad_input and

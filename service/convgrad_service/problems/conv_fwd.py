@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from convgrad.contract import ConvFwdRequest
-from convgrad_service.problems.agreement import agreed_groups, check_bias, check_filter_inputs
 from convgrad_service.problems.base import Piece, TensorSpec
+from convgrad_service.problems.consistency import agreed_groups, check_bias, check_filter_inputs
 from convgrad_service.problems.convolution import ConvProblem
 from convgrad_service.problems.formulas import conv_output_size
 from convgrad_service.problems.geometry import ConvShape
@@ -84,5 +84,5 @@ class ConvFwd(ConvProblem):
         return {"output": self.output_spec}
 
     def _cut(self, parts: int) -> tuple[Piece, ...]:
-        """By N, then by rows of output with the rows of input that they read."""
+        """Split by N, then by rows of output with the rows of input that they read."""
         return self._cut_result(parts, source="input", result="output", backward=False)

@@ -11,7 +11,7 @@ from convgrad.contract import (
     ConvTransposeFwdRequest,
 )
 from convgrad.errors import InvalidProblem
-from convgrad_service.problems.agreement import agreed_groups, check_bias, divisible
+from convgrad_service.problems.consistency import agreed_groups, check_bias, divisible
 from convgrad_service.problems.formulas import minimal_input_size
 from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import Layout, activation_shape
@@ -38,8 +38,8 @@ class ConvTransposeFwd:
     """output[n, c, i] = bias[c] + sum over k, r, o of input[n, k, o] * weight[k, c, r], over the
     (r, o) that meet i.
 
-    ``conv`` is the convolution whose input gradient this is: its output y is the input here, its
-    input x the output, and its weight (K, C/G, *kernel) the weight [C_in, C_out/groups, *kernel].
+    This is the input gradient of the convolution ``conv``, whose output y is the input here, whose
+    input x is the output, and whose weight is the weight [C_in, C_out/groups, *kernel].
     out = (in - 1)*stride - pad_before - pad_after + dilation*(k-1) + output_padding + 1.
 
     Shapes: input (N, K, *in), weight (K, C/G, *kernel), bias (C,) -> output (N, C, *out).
@@ -61,11 +61,11 @@ class ConvTransposeFwd:
 
 
 class Conv3dTranspose(ConvTransposeFwd):
-    """The same in 3D, under the name that Ascend C's operation has here.
+    """`ConvTransposeFwd` in 3D, under the name of Ascend C's operation.
 
     Shapes: input (N, K, D, H, W), weight (K, C/G, T, R, S), bias (C,) -> output (N, C, *out).
     Dtypes: ``dtype`` stored, sums in float32 (float64 for float64).
-    Layout: ``layout``, one of 3D.
+    Layout: ``layout``, any of 3D.
 
     Raises (from_request):
         InvalidProblem: as `ConvTransposeFwd`.
@@ -80,10 +80,12 @@ class Conv3dTranspose(ConvTransposeFwd):
 
 
 class ConvTransposeBackward:
-    """grad_input is the convolution of grad_output with the weight, grad_weight[k, c, r] the sum
-    over n, o of input[n, k, o] * grad_output[n, c, i], grad_bias[c] that of grad_output[n, c, i].
+    """The gradients of a transposed convolution:
 
-    ``conv`` is as of `ConvTransposeFwd`.
+    grad_input = conv_fwd(grad_output, weight),
+    grad_weight[k, c, r] = sum over n, o of input[n, k, o] * grad_output[n, c, i],
+    grad_bias[c] = sum over n, i of grad_output[n, c, i].
+    ``conv`` is that of `ConvTransposeFwd`.
 
     Shapes: grad_output (N, C, *out), input (N, K, *in), weight (K, C/G, *kernel) -> gradients of
     the shapes of input, weight and bias (C,).
@@ -109,7 +111,7 @@ class ConvTransposeBackward:
 
 
 class _Request(Protocol):
-    """What a transposed convolution is asked for with."""
+    """A request for a transposed convolution."""
 
     stride: Any
     padding: Any
@@ -129,10 +131,12 @@ class _BackwardRequest(_Request, Protocol):
 
 
 def transposed_shape(layout: Layout, request: _Request, *others: Activation) -> ConvShape:
-    """The convolution that a transposed one transposes; ``others`` have the same groups.
+    """Return the convolution whose transpose is requested; ``others`` have the same groups.
 
-    Raises:
-        InvalidProblem: sizes or parameters contradict each other.
+    Raises
+    ------
+    InvalidProblem
+        Sizes or parameters contradict each other.
     """
     input = read_activation(layout, "input", request.input.shape)
     weight = read_filter(layout, "weight", request.weight.shape)
@@ -160,11 +164,13 @@ def transposed_shape(layout: Layout, request: _Request, *others: Activation) -> 
 
 
 def transposed_gradients_shape(layout: Layout, request: _BackwardRequest) -> ConvShape:
-    """The same, with grad_output held against the shape of the output.
+    """Like `transposed_shape`, and check the shape of grad_output.
 
-    Raises:
-        InvalidProblem: as `transposed_shape`; of another shape, it says which output_padding would
-            yield it.
+    Raises
+    ------
+    InvalidProblem
+        As `transposed_shape`, or grad_output has another shape; the message says which
+        output_padding would give it.
     """
     grad = read_activation(layout, "grad_output", request.grad_output.shape)
     conv = transposed_shape(layout, request, grad)

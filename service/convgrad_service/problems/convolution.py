@@ -1,4 +1,4 @@
-"""What the problems of one convolution share: fields, the shapes of tensors, the way of cutting."""
+"""What problems of one convolution share: fields, the shapes of tensors, and splitting."""
 
 from __future__ import annotations
 
@@ -6,17 +6,35 @@ from dataclasses import dataclass, replace
 
 from convgrad.dtypes import DType
 from convgrad_service.problems.base import Piece, Problem, TensorSpec
-from convgrad_service.problems.cutting import activation_slices, grid, whole
 from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import Layout, activation_shape, weight_shape
 from convgrad_service.problems.sizes import check_shape
+from convgrad_service.problems.slicing import activation_slices, grid, whole
 
-__all__ = ["ConvProblem"]
+__all__ = ["ConvProblem", "conv_input_spec", "conv_output_spec", "conv_weight_spec"]
+
+
+def conv_input_spec(conv: ConvShape, layout: Layout, dtype: DType) -> TensorSpec:
+    """Return the spec of a convolution's input, or of its gradient."""
+    sizes = conv.batch, conv.groups, conv.in_channels, conv.input_size
+    return TensorSpec(activation_shape(layout, *sizes), dtype)
+
+
+def conv_output_spec(conv: ConvShape, layout: Layout, dtype: DType) -> TensorSpec:
+    """Return the spec of a convolution's output, or of its gradient."""
+    sizes = conv.batch, conv.groups, conv.out_channels, conv.output_size
+    return TensorSpec(activation_shape(layout, *sizes), dtype)
+
+
+def conv_weight_spec(conv: ConvShape, layout: Layout, dtype: DType) -> TensorSpec:
+    """Return the spec of a convolution's weight, or of its gradient."""
+    sizes = conv.groups, conv.in_channels, conv.out_channels, conv.kernel_size
+    return TensorSpec(weight_shape(layout, *sizes), dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvProblem(Problem):
-    """A problem about one convolution, ``conv``, on tensors in one layout."""
+    """A problem of one convolution, ``conv``, on tensors in one layout."""
 
     conv: ConvShape
     dtype: DType
@@ -35,35 +53,17 @@ class ConvProblem(Problem):
     @property
     def input_spec(self) -> TensorSpec:
         """The convolution's input, or its gradient."""
-        conv = self.conv
-        return TensorSpec(
-            activation_shape(
-                self.layout, conv.batch, conv.groups, conv.in_channels, conv.input_size
-            ),
-            self.dtype,
-        )
+        return conv_input_spec(self.conv, self.layout, self.dtype)
 
     @property
     def output_spec(self) -> TensorSpec:
         """The convolution's output, or its gradient."""
-        conv = self.conv
-        return TensorSpec(
-            activation_shape(
-                self.layout, conv.batch, conv.groups, conv.out_channels, conv.output_size
-            ),
-            self.dtype,
-        )
+        return conv_output_spec(self.conv, self.layout, self.dtype)
 
     @property
     def weight_spec(self) -> TensorSpec:
         """The weight, or its gradient."""
-        conv = self.conv
-        return TensorSpec(
-            weight_shape(
-                self.layout, conv.groups, conv.in_channels, conv.out_channels, conv.kernel_size
-            ),
-            self.dtype,
-        )
+        return conv_weight_spec(self.conv, self.layout, self.dtype)
 
     @property
     def bias_spec(self) -> TensorSpec:
@@ -71,7 +71,7 @@ class ConvProblem(Problem):
         return TensorSpec((self.conv.out_channels,), self.dtype)
 
     def _check_outputs(self) -> None:
-        """Raises InvalidProblem where an output that the request implies is too large."""
+        """Raise InvalidProblem if an output is too large."""
         for name, spec in self.outputs.items():
             check_shape(name, spec.shape)
 
@@ -84,10 +84,10 @@ class ConvProblem(Problem):
         backward: bool,
         along: tuple[str, ...] = (),
     ) -> tuple[Piece, ...]:
-        """By N, then by the result's rows, each part with the rows of the source that it meets.
+        """Split by N, then by rows of the result, each with the rows of the source that they meet.
 
-        The result is the convolution's output or, `backward`, its input's gradient. Inputs named
-        in `along` are cut as the result is; those not named are read whole.
+        The result is the convolution's output or, ``backward``, its input's gradient. Inputs in
+        ``along`` are split like the result; other inputs are read whole.
         """
         conv, layout = self.conv, self.layout
         rows_of = conv.input_size if backward else conv.output_size

@@ -1,7 +1,8 @@
-"""Problems about a problem: a caller's result to verify, a computation to time, a plan to explain.
+"""Problems about a problem: a result to verify, a computation to time, a plan to explain.
 
-They take the same way as any other problem. What is drawn, and what is computed to compare with,
-are outputs: places in the request's memory that are written and not sent. The answer is words.
+They are scheduled like other problems. Random inputs, and outputs computed for comparison, are
+outputs in the sense of `Problem`: memory of the request that is written but not sent. The response
+is text.
 """
 
 from __future__ import annotations
@@ -31,18 +32,24 @@ from convgrad_service.problems.base import Lane, Piece, Problem, TensorSpec
 __all__ = ["DRAWN", "OURS", "Examination", "Explain", "TimeIt", "Verify", "examination_from"]
 
 DRAWN, OURS = "drawn_", "ours_"
-"""Before the names of tensors that are drawn, and of outputs computed to compare with."""
+"""Prefixes of the names of random inputs, and of outputs computed for comparison."""
 
-# Value, sum of magnitudes and adjoint: the reference is so many times the operation's own work.
+# The work of a reference (value, sum of magnitudes, adjoint), as a multiple of the operation's.
 _PASSES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination(Problem):
-    """What all of them have: the problem, how its tensors are drawn, and the request's words.
+    """What all of them share.
 
-    ``parameters`` is the operation's, and ``asked`` the request's own fields, as JSON texts: both
-    are for the answer, and for the reference.
+    Attributes
+    ----------
+    subject : Problem
+        The problem that is verified, timed or explained.
+    drawn : tuple of str
+        Inputs drawn at random, by ``seed`` and ``distribution``.
+    parameters, asked : str
+        The operation's parameters and the request's own fields, as JSON.
     """
 
     subject: Problem
@@ -91,8 +98,10 @@ class Examination(Problem):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verify(Examination):
-    """A caller's results held against float64; ``given`` are the operation's tensors that were
-    sent, ``judged`` the caller's."""
+    """A check of results against a float64 reference.
+
+    ``given`` are the operation's tensors in the request, ``judged`` the results to check.
+    """
 
     given: tuple[str, ...]
     judged: tuple[tuple[str, TensorSpec], ...]
@@ -103,13 +112,13 @@ class Verify(Examination):
 
     @property
     def batch(self) -> int:
-        """Samples, one after another of which the reference can be computed."""
+        """The number of samples; a reference can be computed sample by sample."""
         shapes = (getattr(self.subject, name, None) for name in ("conv", "conv0", "pool"))
         return next((int(shape.batch) for shape in shapes if shape is not None), 1)
 
     @property
     def sample_elements(self) -> int:
-        """Of one sample, those of the largest tensor."""
+        """The elements of the largest tensor in one sample."""
         specs = (*self.subject.inputs.values(), *self.subject.outputs.values())
         return max(spec.elements for spec in specs) // self.batch
 
@@ -125,7 +134,7 @@ class Verify(Examination):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeIt(Examination):
-    """A computation to be timed, with nothing beside it."""
+    """A computation to be timed, with nothing else running."""
 
     standard_error: float
     budget_s: float
@@ -149,12 +158,17 @@ class Explain(Examination):
 
 
 def examination_from(request: Any, make: Callable[[str, object], Problem]) -> Examination:
-    """The problem of a request to verify, time or explain; ``make`` makes an operation's own.
+    """Return the problem of a request to verify, time or explain.
+
+    Parameters
+    ----------
+    make : callable
+        Makes the problem of an operation's name and request.
 
     Raises
     ------
     MalformedRequest, InvalidProblem
-        The layer cannot be read, a shape is missing, or sizes contradict each other.
+        The layer cannot be parsed, a shape is missing, or sizes contradict each other.
     """
     operation = operation_examined(request.operation)
     found = ((name, _given(request, name)) for name in operation.tensors)
@@ -208,9 +222,11 @@ def _stated(
     layer: layers.Layer | None,
     given: Mapping[str, NDArray[Any]],
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
-    """The shapes of all tensors to be drawn, and the operation's parameters: the layer's, and over
-    them what the request says itself."""
-    said = {
+    """Return the shapes of tensors to draw, and the operation's parameters.
+
+    Both come from the layer; the request's own fields override it.
+    """
+    own = {
         name: getattr(request, name)
         for name in request.model_fields_set
         if name in operation.request.model_fields
@@ -220,7 +236,7 @@ def _stated(
     shapes: dict[str, tuple[int, ...]] = {}
     parameters: dict[str, Any] = {}
     if layer is not None:
-        shapes, parameters = layers.arguments(operation.name, layer, said.get("layout"))
+        shapes, parameters = layers.arguments(operation.name, layer, own.get("layout"))
     elif request.batch is not None:
         raise MalformedRequest("batch is for a layer; expected the batch in the tensors' shapes")
     for name in request.shapes:
@@ -229,13 +245,13 @@ def _stated(
                 f"shapes names {name[:64]!r}; {operation.name} takes {', '.join(operation.tensors)}"
             )
     shapes.update(request.shapes)
-    if "indices" in given:  # they stand for the input, whose size they count in
+    if "indices" in given:  # they replace the input
         shapes.pop("input", None)
         if layer is not None:
             parameters["input_size"] = list(layer.input_size)
     elif "indices" in shapes and not operation.name.startswith("max_unpool"):
         raise MalformedRequest("indices cannot be drawn; send them, or the input in their place")
-    return shapes, {**parameters, **said}
+    return shapes, {**parameters, **own}
 
 
 def _dtype(request: Any, layer: layers.Layer | None, given: Mapping[str, NDArray[Any]]) -> DType:

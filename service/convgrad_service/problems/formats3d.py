@@ -1,4 +1,4 @@
-"""The tensor formats of Ascend's 3D operations, and exact ways between them and plain arrays.
+"""The tensor formats of Ascend's 3D operations, and exact conversions to and from plain arrays.
 
 ==============  ================================================================
 NCDHW, NDHWC    activations (N, C, D, H, W) and (N, D, H, W, C); for weights the
@@ -7,8 +7,8 @@ NDC1HWC0        activations (N, D, C1, H, W, C0), channel c = c1*C0 + c0
 FRACTAL_Z_3D    weights (G * T*C1*R*S, N1, N0, C0), K/G = N1*N0, C/G = C1*C0
 ==============  ================================================================
 
-C0 is 16 for 16-bit types and 8 for float32, N0 is 16. Channels beyond the real ones are written
-as zero and ignored on reading. In FRACTAL_Z_3D the groups follow one another on the first axis.
+C0 is 16 for 16-bit types and 8 for float32, N0 is 16. Padding channels are written as zero and
+ignored on reading. In FRACTAL_Z_3D the first axis has one group after another.
 Source: Ascend C's Conv3DBackpropInput.
 """
 
@@ -41,11 +41,7 @@ _C0 = {DType.FLOAT16: 16, DType.BFLOAT16: 16, DType.FLOAT32: 8}
 
 
 def channel_block(format: str, dtype: DType) -> int:
-    """C0, the channels that lie side by side.
-
-    Raises:
-        InvalidProblem: the format does not exist for this dtype.
-    """
+    """Return C0; raise InvalidProblem if the format does not exist for this dtype."""
     if dtype not in _C0:
         raise InvalidProblem(f"{format} holds {dtype}; expected one of {', '.join(_C0)}")
     return _C0[dtype]
@@ -66,7 +62,7 @@ def _check_rank(tensor: str, shape: Sequence[int], format: str, order: str) -> S
 
 
 class ActivationFormat(ABC):
-    """How an activation lies in memory."""
+    """The format of an activation."""
 
     __slots__ = ()
 
@@ -76,22 +72,22 @@ class ActivationFormat(ABC):
 
     @abstractmethod
     def shape(self, dtype: DType, batch: int, channels: int, size: Size) -> Size:
-        """The array's shape."""
+        """Return the array's shape."""
 
     @abstractmethod
     def spatial(self, shape: Sequence[int]) -> Size:
-        """(D, H, W) of an array's shape."""
+        """Return (D, H, W) of an array's shape."""
 
     @abstractmethod
     def unpack(self, array: NDArray[Any], channels: int) -> NDArray[Any]:
-        """(N, C, D, H, W): a view where the format is plain, else a copy."""
+        """Return (N, C, D, H, W), a view if the format is plain, else a copy."""
 
     @abstractmethod
     def pack(self, plain: NDArray[Any], array: NDArray[Any]) -> None:
         """Write (N, C, D, H, W) into an array of this format, padded channels as zero."""
 
     def check_rank(self, tensor: str, shape: Sequence[int]) -> Size:
-        """Raises InvalidProblem unless the shape has this format's rank and sane extents."""
+        """Raise InvalidProblem unless the shape has this format's rank and sane extents."""
         return _check_rank(tensor, shape, self.name, self.order)
 
 
@@ -101,7 +97,7 @@ class _PlainActivation(ActivationFormat):
     order: str
     depth_axis: int
     axes: tuple[int, ...]
-    """Where N, C, D, H, W lie."""
+    """The axes of N, C, D, H, W."""
 
     def shape(self, dtype: DType, batch: int, channels: int, size: Size) -> Size:
         sizes = dict(zip(self.axes, (batch, channels, *size), strict=True))
@@ -151,33 +147,33 @@ def _blocks(channels: int, c0: int) -> list[tuple[int, int]]:
 
 
 class WeightFormat(ABC):
-    """How a weight lies in memory."""
+    """The format of a weight."""
 
     __slots__ = ()
 
     name: str
     order: str
     self_describing: bool
-    """Whether the shape alone tells K, C/G and the kernel."""
+    """Whether the shape implies K, C/G and the kernel."""
 
     @abstractmethod
     def shape(self, dtype: DType, groups: int, sizes: Size) -> Size:
-        """The array's shape, for sizes (K, C/G, T, R, S)."""
+        """Return the array's shape for sizes (K, C/G, T, R, S)."""
 
     @abstractmethod
     def sizes(self, shape: Sequence[int]) -> Size:
-        """(K, C/G, T, R, S) of an array's shape, in a format that tells them."""
+        """Return (K, C/G, T, R, S) of a shape that implies them."""
 
     @abstractmethod
     def unpack(self, array: NDArray[Any], groups: int, sizes: Size) -> NDArray[Any]:
-        """(K, C/G, T, R, S): a view where the format is plain, else a copy."""
+        """Return (K, C/G, T, R, S), a view if the format is plain, else a copy."""
 
     @abstractmethod
     def pack(self, plain: NDArray[Any], groups: int, array: NDArray[Any]) -> None:
         """Write (K, C/G, T, R, S) into an array of this format, padded channels as zero."""
 
     def check_rank(self, tensor: str, shape: Sequence[int]) -> Size:
-        """Raises InvalidProblem unless the shape has this format's rank and sane extents."""
+        """Raise InvalidProblem unless the shape has this format's rank and sane extents."""
         return _check_rank(tensor, shape, self.name, self.order)
 
 
@@ -186,7 +182,7 @@ class _PlainWeight(WeightFormat):
     name: str
     order: str
     axes: tuple[int, ...]
-    """Where K, C, T, R, S lie."""
+    """The axes of K, C, T, R, S."""
     self_describing: bool = True
 
     def shape(self, dtype: DType, groups: int, sizes: Size) -> Size:
@@ -238,11 +234,11 @@ class _FractalWeight(WeightFormat):
     def _blocks(
         array: NDArray[Any], groups: int, in_channels: int, kernel: Sequence[int]
     ) -> NDArray[Any]:
-        """A view as (G, N1, N0, C1, C0, T, R, S)."""
+        """Return a view as (G, N1, N0, C1, C0, T, R, S)."""
         depth, height, width = kernel
         _, n1, n0, c0 = array.shape
         c1 = _ceil(in_channels, c0)
-        # Splitting the first axis is a view whatever the strides of the others.
+        # Splitting the first axis gives a view for any strides of the others.
         rows = array.reshape(groups, depth, c1, height, width, n1, n0, c0)
         return rows.transpose(0, 5, 6, 2, 7, 1, 3, 4)
 

@@ -1,4 +1,4 @@
-"""From one size of a convolution or a pooling to the other, with every refusal on the way."""
+"""Sizes of outputs, inputs and kernels from one another, and the errors where they do not exist."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ __all__ = ["conv_output_size", "implied_kernel_size", "minimal_input_size", "poo
 def conv_output_size(
     name: str, input_size: Size, kernel_size: Size, stride: Size, padding: Pads, dilation: Size
 ) -> Size:
-    """out = (in + pad_before + pad_after - dilation*(k-1) - 1) // stride + 1, per dimension.
+    """Return (in + pad_before + pad_after - dilation*(k-1) - 1) // stride + 1, per dimension.
 
-    ``name`` is the tensor whose size is meant, for the sentence.
+    ``name`` is the input's name in error messages.
 
-    Raises:
-        InvalidProblem: the kernel does not fit, or an extent is beyond MAX_EXTENT.
+    Raises
+    ------
+    InvalidProblem
+        The kernel does not fit, or an extent exceeds MAX_EXTENT.
     """
     out = []
     for i, (size, k, s, (before, after), d) in enumerate(
@@ -53,13 +55,15 @@ def minimal_input_size(
     *,
     transposed: bool = False,
 ) -> Size:
-    """(out - 1)*stride + dilation*(k-1) + 1 - pad_before - pad_after, per dimension.
+    """Return (out - 1)*stride + dilation*(k-1) + 1 - pad_before - pad_after, per dimension.
 
-    The smallest input whose convolution has ``output_size``, and ``output_padding`` beyond it.
-    Of a ``transposed`` convolution it is the output, and ``output_size`` that of the input.
+    That is the smallest input whose convolution has ``output_size``; ``output_padding`` is added.
+    For error messages about a ``transposed`` convolution, it is the output.
 
-    Raises:
-        InvalidProblem: nothing is left of the input, or an extent is beyond MAX_EXTENT.
+    Raises
+    ------
+    InvalidProblem
+        The input would be empty, or an extent exceeds MAX_EXTENT.
     """
     size = tuple(
         (out - 1) * s + d * (k - 1) + 1 - before - after + extra
@@ -86,13 +90,15 @@ def minimal_input_size(
 def implied_kernel_size(
     input_size: Size, output_size: Size, stride: Size, padding: Pads, dilation: Size
 ) -> Size:
-    """The one kernel size that leads from ``input_size`` to ``output_size``.
+    """Return the only kernel size for which ``input_size`` gives ``output_size``.
 
-    A kernel that reaches over d*(k-1) + 1 positions gives ``out`` exactly where that lies in
+    A kernel that spans d*(k-1) + 1 positions gives ``out`` if and only if that is in
     (room - stride, room], with room = in + pad_before + pad_after - (out-1)*stride.
 
-    Raises:
-        InvalidProblem: no kernel does, or several do.
+    Raises
+    ------
+    InvalidProblem
+        There is no such kernel, or there are several.
     """
     kernel = []
     for i, (size, out, s, (before, after), d) in enumerate(
@@ -126,13 +132,16 @@ def pool_output_size(
     *,
     ceil_mode: bool,
 ) -> Size:
-    """The convolution's formula, or with ceil_mode the same rounded up, as PyTorch has it.
+    """Return the output size as in PyTorch: a convolution's, rounded up with ``ceil_mode``.
 
-    ceil_mode drops a last window that would start beyond the input plus its left padding.
+    With ``ceil_mode``, a last window that would start past the input and the padding before it is
+    dropped.
 
-    Raises:
-        InvalidProblem: a padding reaches the effective kernel, the kernel does not fit, an extent
-            is beyond MAX_EXTENT, or a window holds no input element (dilated ones may).
+    Raises
+    ------
+    InvalidProblem
+        The padding is not less than the effective kernel, the kernel does not fit, an extent
+        exceeds MAX_EXTENT, or a (dilated) window contains no input element.
     """
     for i, (k, d, pair) in enumerate(zip(kernel_size, dilation, padding, strict=True)):
         reach = d * (k - 1) + 1
@@ -158,11 +167,11 @@ def pool_output_size(
 def _check_windows(
     input_size: Size, output_size: Size, stride: Size, padding: Pads, dilation: Size
 ) -> None:
-    """Refuse a window with no valid element.
+    """Raise InvalidProblem if a window contains no input element.
 
-    A window that starts at a >= 0 holds its own start. One that starts in the padding steps over
-    the input when its first tap at or past zero, a mod dilation, lies past the end; only windows
-    o < pad_before/stride start there.
+    A window that starts at a >= 0 contains its start. One that starts in the padding, which only
+    windows o < pad_before/stride do, steps over the input if its first tap at or past zero,
+    a mod dilation, is past the end.
     """
     for i, (size, out, s, (before, _), d) in enumerate(
         zip(input_size, output_size, stride, padding, dilation, strict=True)

@@ -1,12 +1,12 @@
-"""The sizes of one convolution or one pooling, whatever the layout, and what follows from them.
+"""The sizes of a convolution or of a max pooling, independent of the layout.
 
-Everything rests on one identity, per spatial dimension: input coordinate i and output coordinate
-o meet at kernel tap r exactly when
+Everything follows from one identity for each spatial dimension. Output o reads input i at kernel
+tap r exactly when
 
     i = o*stride + r*dilation - pad_before,   0 <= i < input_size,  0 <= o < output_size.
 
-The sizes need not be tight: input rows past the last window meet no output and get no gradient.
-A window cut out of a larger problem keeps the identity with shifted, possibly negative, padding.
+Other modules say that i, o and r *meet*. Input rows past the last window meet no output and have no
+gradient. A part of a larger problem has the same identity with another, possibly negative, padding.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ Span = tuple[int, int]
 """A half-open range of coordinates along one dimension."""
 
 
-def _held(low: int, high: int, extent: int) -> Span:
-    """[low, high) held inside [0, extent), and never empty: a row that meets nothing is harmless,
-    a tensor with no rows is not."""
+def _clamped(low: int, high: int, extent: int) -> Span:
+    """Clamp [low, high) to [0, extent) and to at least one row: tensors may not be empty."""
     low = min(max(low, 0), extent - 1)
     return low, max(low + 1, min(high, extent))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Window:
-    """What convolution and pooling share: the identity's numbers, per spatial dimension."""
+    """What convolution and pooling share: the sizes in the identity, per spatial dimension."""
 
     input_size: Size
     kernel_size: Size
@@ -48,7 +47,7 @@ class _Window:
 
     @property
     def valid_taps(self) -> int:
-        """Pairs of output position and tap that meet an input position, over all dimensions."""
+        """The number of pairs of output position and tap that meet an input position."""
         return prod(
             count_below(size + before, out, s, k, d) - count_below(before, out, s, k, d)
             for size, out, s, k, d, (before, _) in zip(
@@ -64,7 +63,7 @@ class _Window:
 
     @property
     def geometry_text(self) -> str:
-        """``kernel 3x3, stride 1, padding 1``, with the dilation where there is one."""
+        """``kernel 3x3, stride 1, padding 1``, and the dilation if it is not 1."""
         text = (
             f"kernel {by(self.kernel_size)}, stride {one_or_by(self.stride)}, "
             f"padding {pads_text(self.padding)}"
@@ -74,27 +73,27 @@ class _Window:
         return text
 
     def reach(self, axis: int, outputs: Span) -> Span:
-        """The input coordinates that windows [start, stop) may touch, padding included."""
+        """Return the range of inputs, padding included, that outputs [start, stop) read."""
         s, d, k = self.stride[axis], self.dilation[axis], self.kernel_size[axis]
         before = self.padding[axis][0]
         return outputs[0] * s - before, (outputs[1] - 1) * s + (k - 1) * d - before + 1
 
     def inputs_for(self, axis: int, outputs: Span) -> Span:
-        """The input rows that output rows [start, stop) read; at least one row."""
-        return _held(*self.reach(axis, outputs), self.input_size[axis])
+        """Return the input rows, at least one, that output rows [start, stop) read."""
+        return _clamped(*self.reach(axis, outputs), self.input_size[axis])
 
     def outputs_for(self, axis: int, inputs: Span) -> Span:
-        """The output rows that may touch input rows [start, stop); at least one row."""
+        """Return the output rows, at least one, that may read input rows [start, stop)."""
         s, d, k = self.stride[axis], self.dilation[axis], self.kernel_size[axis]
         before = self.padding[axis][0]
         first = -((-(inputs[0] + before - (k - 1) * d)) // s)
         last = (inputs[1] - 1 + before) // s
-        return _held(first, last + 1, self.output_size[axis])
+        return _clamped(first, last + 1, self.output_size[axis])
 
     def _cut(self, axis: int, inputs: Span, outputs: Span) -> tuple[Size, Size, Pads]:
-        """Input size, output size and padding of the problem between two ranges of rows.
+        """Return input size, output size and padding of the problem between two ranges of rows.
 
-        Local coordinates count from each range's start, so pad_before becomes
+        Coordinates are relative to the start of each range, so pad_before becomes
         pad_before + inputs.start - outputs.start*stride.
         """
         s, d, k = self.stride[axis], self.dilation[axis], self.kernel_size[axis]
@@ -114,7 +113,7 @@ def _put(size: Size, axis: int, extent: int) -> Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvShape(_Window):
-    """One convolution: N, G, C, K (totals over the groups) and the identity's numbers.
+    """A convolution: N, G, C, K (C and K over all groups) and the sizes in the identity.
 
     Input (N, C, *input_size), weight (K, C/G, *kernel_size), output (N, K, *output_size). The
     gradient operations use the shape of the convolution that they differentiate.
@@ -139,16 +138,16 @@ class ConvShape(_Window):
 
     @property
     def flops(self) -> int:
-        """Nominal: 2 * N * K * C/G * prod(output_size) * prod(kernel_size)."""
+        """Nominal operations: 2 * N * K * C/G * prod(output_size) * prod(kernel_size)."""
         return self._channel_work * prod(self.output_size) * prod(self.kernel_size)
 
     @property
     def valid_flops(self) -> int:
-        """The nominal count without the taps that fall wholly in padding."""
+        """The nominal count without the taps that read padding."""
         return self._channel_work * self.valid_taps
 
     def window(self, axis: int, inputs: Span, outputs: Span) -> ConvShape:
-        """The same convolution between a range of input rows and one of output rows alone."""
+        """Return the convolution between a range of input rows and a range of output rows."""
         input_size, output_size, padding = self._cut(axis, inputs, outputs)
         return replace(self, input_size=input_size, output_size=output_size, padding=padding)
 
@@ -156,17 +155,16 @@ class ConvShape(_Window):
         return replace(self, batch=batch)
 
     def with_output_like_input(self) -> ConvShape:
-        """With the input's channels and sizes for the output's: for what is said of outputs alone,
-        and meant of the input."""
+        """Return a copy whose output is like the input, for kernels that reduce outputs."""
         return replace(self, out_channels=self.in_channels, output_size=self.input_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolShape(_Window):
-    """One max pooling: N, C and the identity's numbers.
+    """A max pooling: N, C and the sizes in the identity.
 
-    Input (N, C, *input_size), output and indices (N, C, *output_size). ``output_size`` already
-    answers to ``ceil_mode``; a last window may reach past the padding.
+    Input (N, C, *input_size), output and indices (N, C, *output_size). With ``ceil_mode``, which
+    ``output_size`` respects, a last window may extend past the padding.
     """
 
     batch: int
@@ -175,16 +173,16 @@ class PoolShape(_Window):
 
     @property
     def flops(self) -> int:
-        """One comparison a tap: N * C * prod(output_size) * prod(kernel_size)."""
+        """One comparison for each tap: N * C * prod(output_size) * prod(kernel_size)."""
         return self.batch * self.channels * prod(self.output_size) * prod(self.kernel_size)
 
     @property
     def valid_flops(self) -> int:
-        """The same, without the taps that fall in padding."""
+        """The nominal count without the taps that read padding."""
         return self.batch * self.channels * self.valid_taps
 
     def window(self, axis: int, inputs: Span, outputs: Span) -> PoolShape:
-        """The same pooling between a range of input rows and one of output rows alone."""
+        """Return the pooling between a range of input rows and a range of output rows."""
         input_size, output_size, padding = self._cut(axis, inputs, outputs)
         return replace(self, input_size=input_size, output_size=output_size, padding=padding)
 

@@ -11,15 +11,14 @@ from numpy.typing import NDArray
 from convgrad.contract import GroupedConvBwdWeightRequest
 from convgrad.dtypes import DType
 from convgrad.errors import InvalidProblem
-from convgrad_service.problems.agreement import (
+from convgrad_service.problems.base import PLAIN, Epilogue, Piece, TensorSpec
+from convgrad_service.problems.consistency import (
     agreed_groups,
     check_output_size,
     divisible,
     same_batch,
 )
-from convgrad_service.problems.base import PLAIN, Epilogue, Piece, TensorSpec
 from convgrad_service.problems.convolution import ConvProblem
-from convgrad_service.problems.cutting import activation_slices, grid, whole
 from convgrad_service.problems.formulas import implied_kernel_size
 from convgrad_service.problems.geometry import ConvShape, Span
 from convgrad_service.problems.layouts import Layout, weight_shape
@@ -37,6 +36,7 @@ from convgrad_service.problems.sizes import (
     size_of_length,
     tuple_text,
 )
+from convgrad_service.problems.slicing import activation_slices, grid, whole
 
 __all__ = ["GroupedConvBwdWeight", "sum_dtype"]
 
@@ -48,7 +48,7 @@ class GroupedConvBwdWeight(ConvProblem):
     """grad_weight[k, c, r] = alpha * sum over n, o of grad_output[n, k, o] * input[n, c, i]
     + beta * accumulate[k, c, r], i where (o, r) meet; grad_bias[k] = sum of grad_output[n, k, o].
 
-    The epilogue is grad_weight's alone. Outputs have ``weight_dtype``, and so has accumulate.
+    The epilogue applies to grad_weight only. Outputs and accumulate have ``weight_dtype``.
     ``split_k`` is None for auto.
 
     Shapes: input (N, C, *in), grad_output (N, K, *out) -> grad_weight (K, C/G, *kernel), grad_bias
@@ -133,7 +133,7 @@ class GroupedConvBwdWeight(ConvProblem):
         return self._count(self.conv.valid_flops)
 
     def _count(self, weight_flops: int) -> int:
-        """The products of grad_weight, and the additions of grad_bias."""
+        """Count the products of grad_weight and the additions of grad_bias."""
         bias_flops = self.output_spec.elements
         return weight_flops * ("grad_weight" in self.wanted) + bias_flops * (
             "grad_bias" in self.wanted
@@ -158,10 +158,10 @@ class GroupedConvBwdWeight(ConvProblem):
         }
 
     def _cut(self, parts: int) -> tuple[Piece, ...]:
-        """By N, then by rows of grad_output, each with the rows of input that they meet.
+        """Split by N, then by rows of grad_output, each with the rows of input that they meet.
 
-        The pieces' parts are plain sums in float32 (float64 for float64); the epilogue and the
-        rounding follow the sum of them all, in `finish`.
+        Pieces are plain sums in float32 (float64 for float64); `finish` applies the epilogue to
+        their sum and rounds it.
         """
         cuts = list(grid(self.conv.batch, self.conv.output_size[0], parts))
         if len(cuts) == 1:
@@ -187,7 +187,7 @@ class GroupedConvBwdWeight(ConvProblem):
         self, name: str, total: NDArray[Any], tensors: Mapping[str, NDArray[Any]]
     ) -> NDArray[Any]:
         if name == "grad_weight" and not self.epilogue.trivial:
-            # One output channel at a time, so that no second array of the weight's size is needed.
+            # One output channel at a time: a second array of the weight's size could be large.
             factor, beta = (total.dtype.type(f) for f in (self.epilogue.alpha, self.epilogue.beta))
             for k, row in enumerate(total):
                 row *= factor
@@ -197,14 +197,14 @@ class GroupedConvBwdWeight(ConvProblem):
 
 
 def sum_dtype(dtype: DType) -> DType:
-    """What sums of products of a type are kept in until they are rounded once."""
+    """Return the type in which products are summed until they are rounded once."""
     return DType.FLOAT64 if dtype is DType.FLOAT64 else DType.FLOAT32
 
 
 def _kernel(
     layout: Layout, stated: Sequence[int], groups: int, in_channels: int, out_channels: int
 ) -> Size:
-    """The kernel's size in ``weight_size``, whose full form is in the layout's own order."""
+    """Return the kernel size in ``weight_size``, which may be a full shape in the layout."""
     order = ", ".join(layout.weight)
     if not size_of_length("weight_size", stated, layout.ndim, layout.rank, order):
         return tuple(stated)
@@ -219,7 +219,7 @@ def _kernel(
 
 
 def _weight_dtype(dtype: DType, stated: str | None) -> DType:
-    """float32 from 16-bit inputs, or the inputs' own dtype."""
+    """Return the dtype of the outputs: that of the inputs, or float32 for 16-bit inputs."""
     if stated is None or stated == dtype:
         return dtype
     if stated == DType.FLOAT32 and dtype.itemsize == 2:

@@ -1,4 +1,4 @@
-"""The problem of grouped_conv_conv_fwd: two convolutions whose intermediate is not stored."""
+"""The problem of grouped_conv_conv_fwd: two convolutions whose intermediate is not an output."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import Self
 from convgrad.contract import GroupedConvConvFwdRequest
 from convgrad.contract.fused import ConvParameters
 from convgrad.dtypes import DType
-from convgrad_service.problems.agreement import agreed_groups, check_bias, check_filter_inputs
 from convgrad_service.problems.base import Piece, Problem, Slices, TensorSpec
-from convgrad_service.problems.cutting import activation_slices, grid, whole
+from convgrad_service.problems.consistency import agreed_groups, check_bias, check_filter_inputs
+from convgrad_service.problems.convolution import (
+    conv_input_spec,
+    conv_output_spec,
+    conv_weight_spec,
+)
 from convgrad_service.problems.formulas import conv_output_size
 from convgrad_service.problems.geometry import ConvShape, Span
-from convgrad_service.problems.layouts import Layout, activation_shape, weight_shape
+from convgrad_service.problems.layouts import Layout, activation_shape
 from convgrad_service.problems.reading import (
     Activation,
     Filter,
@@ -25,6 +29,7 @@ from convgrad_service.problems.reading import (
     shared_dtype,
 )
 from convgrad_service.problems.sizes import check_shape
+from convgrad_service.problems.slicing import activation_slices, grid, whole
 
 __all__ = ["GroupedConvConvFwd"]
 
@@ -34,8 +39,8 @@ class GroupedConvConvFwd(Problem):
     """output = activation1(conv1(activation0(conv0(input) + bias0)) + bias1).
 
     The intermediate is rounded once to ``dtype``, after activation0. Its rows outside
-    ``conv0.output_size`` are conv1's zero padding. Each convolution has groups of its own; a
-    grouped layout shows conv0's in the input and conv1's in the output.
+    ``conv0.output_size`` are conv1's zero padding. Each convolution has its own groups; in a
+    grouped layout, the input has those of conv0 and the output those of conv1.
 
     Shapes: input (N, C, *in), weight0 (M, C/G0, *kernel0), bias0 (M,), weight1 (K, M/G1, *kernel1),
     bias1 (K,) -> output (N, K, *out).
@@ -109,46 +114,29 @@ class GroupedConvConvFwd(Problem):
 
     @property
     def intermediate(self) -> TensorSpec:
-        """What conv0 gives to conv1; it is neither an input nor an output."""
-        conv = self.conv0
-        shape = activation_shape(
-            self.layout, conv.batch, conv.groups, conv.out_channels, conv.output_size
-        )
-        return TensorSpec(shape, self.dtype)
+        """The output of conv0, which is the input of conv1."""
+        return conv_output_spec(self.conv0, self.layout, self.dtype)
 
     @property
     def inputs(self) -> Mapping[str, TensorSpec]:
-        conv = self.conv0
-        shape = activation_shape(
-            self.layout, conv.batch, conv.groups, conv.in_channels, conv.input_size
-        )
+        layout, dtype = self.layout, self.dtype
         specs = {
-            "input": TensorSpec(shape, self.dtype),
-            "weight0": self._weight(self.conv0),
-            "weight1": self._weight(self.conv1),
+            "input": conv_input_spec(self.conv0, layout, dtype),
+            "weight0": conv_weight_spec(self.conv0, layout, dtype),
+            "weight1": conv_weight_spec(self.conv1, layout, dtype),
         }
         if self.bias0:
-            specs["bias0"] = TensorSpec((self.conv0.out_channels,), self.dtype)
+            specs["bias0"] = TensorSpec((self.conv0.out_channels,), dtype)
         if self.bias1:
-            specs["bias1"] = TensorSpec((self.conv1.out_channels,), self.dtype)
+            specs["bias1"] = TensorSpec((self.conv1.out_channels,), dtype)
         return specs
 
     @property
     def outputs(self) -> Mapping[str, TensorSpec]:
-        conv = self.conv1
-        shape = activation_shape(
-            self.layout, conv.batch, conv.groups, conv.out_channels, conv.output_size
-        )
-        return {"output": TensorSpec(shape, self.dtype)}
-
-    def _weight(self, conv: ConvShape) -> TensorSpec:
-        shape = weight_shape(
-            self.layout, conv.groups, conv.in_channels, conv.out_channels, conv.kernel_size
-        )
-        return TensorSpec(shape, self.dtype)
+        return {"output": conv_output_spec(self.conv1, self.layout, self.dtype)}
 
     def _cut(self, parts: int) -> tuple[Piece, ...]:
-        """By N, then by rows of output; rows of the intermediate at a cut are computed twice."""
+        """Split by N, then by rows of output; halo rows of the intermediate are computed twice."""
         cuts = grid(self.conv1.batch, self.conv1.output_size[0], parts)
         return tuple(self._piece(samples, rows) for samples, rows in cuts)
 

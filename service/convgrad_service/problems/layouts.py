@@ -1,4 +1,4 @@
-"""How a tensor's dimensions are ordered, and one canonical view for whoever computes.
+"""The layouts of tensors, and views in one canonical order for computing.
 
 =================  ===========================  ========================
 layout             activations                  weights
@@ -11,7 +11,7 @@ GNHWC              (G, N, H, W, C/G)            GKRSC
 =================  ===========================  ========================
 
 and the same in 1D (NCW, NWC, NGCW, NWGC, GNWC) and 3D (NCDHW, NDHWC, NGCDHW, NDHWGC, GNDHWC).
-Where a layout has no G, channel c belongs to group c // (C/G).
+In a layout without G, channel c belongs to group c // (C/G).
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _KERNEL = {1: "S", 2: "RS", 3: "TRS"}
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The order of dimensions of a request's tensors.
+    """The order of the dimensions of a request's tensors.
 
-    ``activation`` and ``weight`` name the dimensions in order, one letter each; the weight's
-    input channels are C, those of one group.
+    ``activation`` and ``weight`` have one letter for each dimension; a weight's C is the input
+    channels of one group.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Layout:
 
     @property
     def grouped(self) -> bool:
-        """Whether the groups are a dimension of their own."""
+        """Whether groups are a separate dimension."""
         return "G" in self.activation
 
     @property
@@ -62,23 +62,25 @@ class Layout:
 
     @property
     def rank(self) -> int:
-        """Dimensions of an activation, and of a weight: both have as many."""
+        """The number of dimensions of an activation, and of a weight."""
         return len(self.activation)
 
     def axis(self, letter: str) -> int:
-        """The position of an activation's dimension, e.g. ``axis("N")``."""
+        """Return the index of an activation's dimension, e.g. ``axis("N")``."""
         return self.activation.index(letter)
 
     def spatial_axis(self, index: int) -> int:
-        """The position in an activation of spatial dimension `index` (0 is the outermost)."""
+        """Return the index in an activation of spatial dimension ``index`` (0 is the outermost)."""
         return self.activation.index(_SPATIAL[self.ndim][index])
 
     @classmethod
     def parse(cls, name: str | None, ndim: int) -> Layout:
-        """The layout called `name`, or channels first in `ndim` dimensions.
+        """Return the layout ``name``, or channels first in ``ndim`` dimensions.
 
-        Raises:
-            InvalidProblem: no such layout, or not one of `ndim` spatial dimensions.
+        Raises
+        ------
+        InvalidProblem
+            There is no such layout, or it does not have ``ndim`` spatial dimensions.
         """
         if name is None:
             if ndim not in _SPATIAL:
@@ -95,10 +97,12 @@ class Layout:
 
     @classmethod
     def named(cls, name: str) -> Layout:
-        """The layout called `name`.
+        """Return the layout ``name``.
 
-        Raises:
-            InvalidProblem: no such layout.
+        Raises
+        ------
+        InvalidProblem
+            There is no such layout.
         """
         layout = LAYOUTS.get(name)
         if layout is None:
@@ -107,10 +111,12 @@ class Layout:
 
     @classmethod
     def of_tensor(cls, name: str | None, tensor: str, shape: Sequence[int]) -> Layout:
-        """The layout called `name`, or channels first as the rank of the activation says.
+        """Return the layout ``name``, or channels first in as many dimensions as an activation has.
 
-        Raises:
-            InvalidProblem: the tensor's rank is not the layout's.
+        Raises
+        ------
+        InvalidProblem
+            The tensor's rank is not the layout's.
         """
         if name is None:
             if len(shape) - 2 not in _SPATIAL:
@@ -124,10 +130,12 @@ class Layout:
         return layout
 
     def check_rank(self, tensor: str, shape: Sequence[int], letters: str) -> None:
-        """Hold a tensor's rank against the dimensions named by `letters`.
+        """Check that a tensor has the dimensions in ``letters``.
 
-        Raises:
-            InvalidProblem: they differ.
+        Raises
+        ------
+        InvalidProblem
+            It has more or fewer.
         """
         if len(shape) != len(letters):
             raise InvalidProblem(
@@ -136,7 +144,7 @@ class Layout:
             )
 
     def _batch_hint(self, rank: int, letters: str) -> str:
-        """What to add where a batch dimension may be missing, as PyTorch allows it to be."""
+        """Return a hint for a tensor without batch dimension, which PyTorch allows."""
         if self.grouped:
             return ""
         if letters == self.activation and rank == len(letters) - 1:
@@ -146,14 +154,14 @@ class Layout:
         return ""
 
     def activation_sizes(self, shape: Sequence[int]) -> tuple[int, int | None, int, Size]:
-        """(N, G or None, C in all, spatial) of an activation's shape."""
+        """Return (N, G or None, C over all groups, spatial size) of an activation's shape."""
         sizes = dict(zip(self.activation, shape, strict=True))
         groups = sizes.get("G")
         spatial = tuple(sizes[letter] for letter in _SPATIAL[self.ndim])
         return sizes["N"], groups, sizes["C"] * (groups or 1), spatial
 
     def weight_sizes(self, shape: Sequence[int]) -> tuple[int | None, int, int, Size]:
-        """(G or None, K in all, C of one group, kernel) of a weight's shape."""
+        """Return (G or None, K over all groups, C of one group, kernel) of a weight's shape."""
         sizes = dict(zip(self.weight, shape, strict=True))
         groups = sizes.get("G")
         kernel = tuple(sizes[letter] for letter in _KERNEL[self.ndim])
@@ -180,7 +188,7 @@ LAYOUTS: dict[str, Layout] = {layout.name: layout for ndim in _SPATIAL for layou
 def activation_shape(
     layout: Layout, batch: int, groups: int, channels: int, spatial: Sequence[int]
 ) -> Size:
-    """The array shape of N x `channels` (over all groups) x `spatial` in the layout."""
+    """Return the shape of an activation; ``channels`` are over all groups."""
     per_group = channels // groups if layout.grouped else channels
     sizes = {"N": batch, "G": groups, "C": per_group}
     sizes.update(zip(_SPATIAL[layout.ndim], spatial, strict=True))
@@ -190,7 +198,7 @@ def activation_shape(
 def weight_shape(
     layout: Layout, groups: int, in_channels: int, out_channels: int, kernel: Sequence[int]
 ) -> Size:
-    """The array shape of a weight of `in_channels` and `out_channels` over all groups."""
+    """Return the shape of a weight; ``in_channels`` and ``out_channels`` are over all groups."""
     outer = out_channels // groups if layout.grouped else out_channels
     sizes = {"G": groups, "K": outer, "C": in_channels // groups}
     sizes.update(zip(_KERNEL[layout.ndim], kernel, strict=True))
@@ -198,7 +206,7 @@ def weight_shape(
 
 
 def activation_view(array: NDArray[Any], layout: Layout, groups: int) -> NDArray[Any]:
-    """An activation as (N, G, C/G, *spatial): strides alone, no copy, to read and to write."""
+    """Return an activation as a writable view (N, G, C/G, *spatial)."""
     if layout.grouped:
         return _ordered(array, layout.activation, "NGC" + _SPATIAL[layout.ndim])
     view = _ordered(array, layout.activation, "NC" + _SPATIAL[layout.ndim])
@@ -206,7 +214,7 @@ def activation_view(array: NDArray[Any], layout: Layout, groups: int) -> NDArray
 
 
 def weight_view(array: NDArray[Any], layout: Layout, groups: int) -> NDArray[Any]:
-    """A weight as (G, K/G, C/G, *kernel): strides alone, no copy, to read and to write."""
+    """Return a weight as a writable view (G, K/G, C/G, *kernel)."""
     if layout.grouped:
         return _ordered(array, layout.weight, "GKC" + _KERNEL[layout.ndim])
     return _split_axis(_ordered(array, layout.weight, "KC" + _KERNEL[layout.ndim]), 0, groups)
@@ -217,6 +225,6 @@ def _ordered(array: NDArray[Any], letters: str, wanted: str) -> NDArray[Any]:
 
 
 def _split_axis(array: NDArray[Any], axis: int, groups: int) -> NDArray[Any]:
-    """One axis as (groups, rest): a view, since splitting needs no copy, whatever the strides."""
+    """Split an axis into (groups, rest), which is always a view."""
     per_group = array.shape[axis] // groups
     return array.reshape(*array.shape[:axis], groups, per_group, *array.shape[axis + 1 :])

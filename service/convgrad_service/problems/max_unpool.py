@@ -30,8 +30,7 @@ __all__ = ["MaxUnpoolBwd", "MaxUnpoolFwd"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MaxUnpool(PlaneProblem):
-    """``input_size`` is that of what is unpooled, ``output_size`` of the planes that indices count
-    positions in."""
+    """``input_size`` is the pooled size, ``output_size`` that of the planes that indices index."""
 
     input_size: Size
     output_size: Size
@@ -39,7 +38,7 @@ class _MaxUnpool(PlaneProblem):
 
     @property
     def flops(self) -> int:
-        """One copy an element of the input."""
+        """One copy for each element of the input."""
         return self.batch * self.channels * prod(self.input_size)
 
     @property
@@ -51,8 +50,7 @@ class _MaxUnpool(PlaneProblem):
 class MaxUnpoolFwd(_MaxUnpool):
     """output[n, c, indices[n, c, i]] = input[n, c, i], zero elsewhere; the last i wins.
 
-    ``windows`` are those that the indices are expected in, of each position of the input; None
-    where one of them has no position of the output.
+    ``windows`` contain the valid indices of each input position; None if one contains no output.
 
     Shapes: input and indices (N, C, *in) -> output (N, C, *out).
     Dtypes: ``dtype`` and ``index_dtype``.
@@ -76,8 +74,10 @@ class MaxUnpoolFwd(_MaxUnpool):
         padding = per_dimension("padding", request.padding, layout.ndim, minimum=0)
         size = _output_size(request, layout, input, kernel, stride, padding)
         windows = tuple(map(WindowAxis.sliding, size, input.size, kernel, stride, padding))
-        # Starts and stops never decrease, so the first and the last window tell.
-        some = all(axis.start(o) < axis.stop(o) for axis in windows for o in (0, axis.output - 1))
+        # Starts and stops are non-decreasing, so the first and last window suffice.
+        nonempty = all(
+            axis.start(o) < axis.stop(o) for axis in windows for o in (0, axis.output - 1)
+        )
         problem = cls(
             batch=input.batch,
             channels=input.channels,
@@ -87,7 +87,7 @@ class MaxUnpoolFwd(_MaxUnpool):
             input_size=input.size,
             output_size=size,
             index_dtype=index_dtype_of(request.indices),
-            windows=windows if some else None,
+            windows=windows if nonempty else None,
         )
         check_shape("output", problem.outputs["output"].shape)
         require_shape("indices", request.indices.shape, input.shape, "(input's shape)")
@@ -168,7 +168,7 @@ def _output_size(
     stride: Size,
     padding: Size,
 ) -> Size:
-    """The size asked for, within a stride of the one that the pooling implies; or that one."""
+    """Return the requested size, which is within a stride of the pooling's, or the pooling's."""
     implied = tuple(
         (size - 1) * s + k - 2 * p
         for size, k, s, p in zip(input.size, kernel, stride, padding, strict=True)

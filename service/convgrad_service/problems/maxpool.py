@@ -9,19 +9,24 @@ from typing import Literal, Self
 
 from convgrad.contract import MaxPoolBwdRequest, MaxPoolFwdRequest
 from convgrad.dtypes import DType
-from convgrad.errors import InvalidProblem
 from convgrad_service.problems.base import Piece, Problem, TensorSpec
-from convgrad_service.problems.cutting import activation_slices, grid
 from convgrad_service.problems.formulas import pool_output_size
 from convgrad_service.problems.geometry import PoolShape, Span
 from convgrad_service.problems.layouts import Layout, activation_shape
-from convgrad_service.problems.planes import check_plane, index_dtype_of, source_size, ungrouped
+from convgrad_service.problems.planes import (
+    check_one_source,
+    check_plane,
+    index_dtype_of,
+    source_size,
+    ungrouped,
+)
 from convgrad_service.problems.reading import Activation, Steps, read_activation, shared_dtype
 from convgrad_service.problems.sizes import Size, check_shape, per_dimension, require_shape
+from convgrad_service.problems.slicing import activation_slices, grid
 
 __all__ = ["MaxPoolBwd", "MaxPoolFwd"]
 
-# The operation's name holds its rank: one class serves all.
+# Spatial dimensions of each operation: one class serves all of them.
 _NDIM = {f"maxpool{ndim}d_{way}": ndim for ndim in (1, 2, 3) for way in ("fwd", "bwd")}
 
 
@@ -45,7 +50,7 @@ class _MaxPool(Problem):
         return TensorSpec(activation_shape(self.layout, pool.batch, 1, pool.channels, size), dtype)
 
     def _shift(self, row: int) -> int:
-        """The flat index, within a plane, of the first element of a row of the input."""
+        """Return the flat index in a plane of the first element of an input row."""
         return row * prod(self.pool.input_size[1:])
 
 
@@ -53,8 +58,8 @@ class _MaxPool(Problem):
 class MaxPoolFwd(_MaxPool):
     """output[n, c, o] = max over r of input[n, c, i], i where (o, r) meet.
 
-    The first maximum wins a tie; a NaN wins over any number, of several the last. ``indices`` are
-    flat in each (n, c) plane, in ``index_dtype``.
+    Of equal maxima the first wins; a NaN wins over any number, and of several NaNs the last.
+    ``indices`` are flat in each (n, c) plane, in ``index_dtype``.
 
     Shapes: input (N, C, *in) -> output and indices (N, C, *out).
     Dtypes: ``dtype`` and ``index_dtype``.
@@ -103,7 +108,7 @@ class MaxPoolFwd(_MaxPool):
         return specs
 
     def _cut(self, parts: int) -> tuple[Piece, ...]:
-        """By N, then by rows of output with the rows of input that they read."""
+        """Split by N, then by rows of output with the rows of input that they read."""
         pieces = []
         for samples, rows in grid(self.pool.batch, self.pool.output_size[0], parts):
             read = self.pool.inputs_for(0, rows)
@@ -125,8 +130,8 @@ class MaxPoolFwd(_MaxPool):
 class MaxPoolBwd(_MaxPool):
     """grad_input[n, c, i] = sum of grad_output[n, c, o] over the windows o whose maximum is at i.
 
-    ``source`` says where the maxima are from: the input itself, or ``indices`` of the forward, in
-    ``index_dtype`` (None with an input).
+    The maxima are searched for in ``input``, or given by the forward's ``indices``, as ``source``
+    says; ``index_dtype`` is None with an input.
 
     Shapes: grad_output (N, C, *out), input (N, C, *in) or indices (N, C, *out) -> grad_input
     (N, C, *in).
@@ -143,9 +148,7 @@ class MaxPoolBwd(_MaxPool):
 
     @classmethod
     def from_request(cls, request: MaxPoolBwdRequest) -> Self:
-        if (request.input is None) == (request.indices is None):
-            found = "neither" if request.input is None else "both"
-            raise InvalidProblem(f"there are {found} of input and indices; expected one of them")
+        check_one_source(request.input, request.indices)
         floating = {"grad_output": request.grad_output}
         if request.input is not None:
             floating["input"] = request.input
@@ -190,10 +193,10 @@ class MaxPoolBwd(_MaxPool):
         return {"grad_input": self._spec(self.pool.input_size, self.dtype)}
 
     def _cut(self, parts: int) -> tuple[Piece, ...]:
-        """By N, then by rows of grad_input.
+        """Split by N, then by rows of grad_input.
 
-        A piece takes every window that touches its rows, and all rows of those windows, so that
-        their maxima are found as in the whole; of the rows it computes only its own count.
+        A piece has every window that reads its rows, and all rows of those windows, so that it
+        finds the same maxima as the whole. Only its own rows of the result are used.
         """
         cuts = grid(self.pool.batch, self.pool.input_size[0], parts)
         return tuple(self._piece(samples, rows) for samples, rows in cuts)
@@ -208,14 +211,14 @@ class MaxPoolBwd(_MaxPool):
             "input": activation_slices(self.layout, samples, read),
             "indices": activation_slices(self.layout, samples, touching),
         }
-        everyone = (0, samples[1] - samples[0])
+        all_samples = (0, samples[1] - samples[0])
         own = rows[0] - read[0], rows[1] - read[0]
         return Piece(
             replace(self, pool=pool),
             {name: slices[name] for name in self.inputs},
             {"grad_input": activation_slices(self.layout, samples, rows)},
             {"grad_input": "concatenate"},
-            take={"grad_input": activation_slices(self.layout, everyone, own)},
+            take={"grad_input": activation_slices(self.layout, all_samples, own)},
             shifts={"indices": self._shift(read[0])},
         )
 
@@ -227,7 +230,7 @@ def _layout(request: MaxPoolFwdRequest | MaxPoolBwdRequest) -> Layout:
 def _pool(
     request: MaxPoolFwdRequest | MaxPoolBwdRequest, layout: Layout, tensor: Activation, size: Size
 ) -> PoolShape:
-    """The pooling of an input of `size`, with the batch and channels of `tensor`."""
+    """Return the pooling of an input of ``size`` with the batch and channels of ``tensor``."""
     kernel = per_dimension("kernel_size", request.kernel_size, layout.ndim)
     stride = request.kernel_size if request.stride is None else request.stride
     steps = Steps.checked(stride, request.padding, request.dilation, layout.ndim)

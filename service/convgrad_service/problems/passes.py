@@ -1,8 +1,7 @@
-"""Several passes of one convolution from one upload: what transposed convolutions and second
-derivatives are made of.
+"""Several passes of one convolution: transposed convolutions and second derivatives.
 
-A pass gives one tensor of the convolution (its output y, the gradient of its input x or of its
-weight w) from the other two; where it has two terms, it gives the sum of both products.
+A pass computes one tensor of the convolution (its output y, or the gradient of its input x or
+weight w) from the other two; a pass of two terms computes the sum of both products.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from convgrad.contract import ConvRequest
 from convgrad.dtypes import DType
 from convgrad_service.problems.base import Piece, Slices, TensorSpec
 from convgrad_service.problems.convolution import ConvProblem
-from convgrad_service.problems.cutting import activation_slices, even_spans, grid, whole
 from convgrad_service.problems.geometry import ConvShape, Span
 from convgrad_service.problems.grouped_conv_bwd_weight import sum_dtype
 from convgrad_service.problems.layouts import Layout
 from convgrad_service.problems.reading import check_precision, shared_dtype
+from convgrad_service.problems.slicing import activation_slices, even_spans, grid, whole
 
 __all__ = ["ConvPasses", "Direction", "Pass", "Side"]
 
@@ -39,11 +38,11 @@ _WRITTEN: Mapping[Direction, Side] = {"fwd": "y", "bwd_data": "x", "bwd_weight":
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One output: the sum of its terms, and of a bias for each of its channels.
+    """One output: the sum of its terms and of a bias for each of its channels.
 
-    ``terms`` name the tensors of each product: (x, w) of ``fwd``, (y, w) of ``bwd_data``, (x, y) of
-    ``bwd_weight``; ``input_sums`` adds up x over all but the channel. There are at most two, and
-    without any the output is the bias alone, or zero.
+    ``terms`` has the tensors of each product: (x, w) for ``fwd``, (y, w) for ``bwd_data``, (x, y)
+    for ``bwd_weight``; ``input_sums`` sums x over everything but the channel. There are at most
+    two; without any, the output is the bias, or zero.
     """
 
     direction: Direction
@@ -53,13 +52,13 @@ class Pass:
 
     @property
     def sides(self) -> dict[str, Side]:
-        """Which of the convolution's tensors each tensor read stands for, without the bias."""
+        """The convolution's tensor that each tensor read, other than the bias, represents."""
         read = _READ[self.direction]
         return {name: side for term in self.terms for name, side in zip(term, read, strict=True)}
 
     @property
     def written(self) -> Side | None:
-        """What the output stands for; None for sums over channels."""
+        """The convolution's tensor that the output represents; None for ``input_sums``."""
         return _WRITTEN.get(self.direction)
 
     @property
@@ -69,20 +68,18 @@ class Pass:
 
     @property
     def divides_input(self) -> bool:
-        """Whether rows of x are divided among the pieces, with the rows of y that they meet;
-        otherwise it is the other way round."""
+        """Whether pieces divide the rows of x, with the rows of y that meet them, or vice versa."""
         return self.direction in ("bwd_data", "input_sums")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvPasses(ConvProblem):
-    """Passes of the convolution ``conv``, each an output, in the order of the answer.
+    """Passes of the convolution ``conv``, one for each output, in the order of the response.
 
-    ``sums_dtype`` is set in pieces alone: their shares of what is summed over the batch are summed
-    in it.
+    ``sums_dtype`` is set only in pieces; it is the type of their partial sums over the batch.
 
-    Shapes: of each tensor, that of what it stands for: x (N, C, *in), w (K, C/G, *kernel),
-    y (N, K, *out); a bias and its gradient have one value for each channel.
+    Shapes: those of the convolution's tensors: x (N, C, *in), w (K, C/G, *kernel), y (N, K, *out);
+    a bias and its gradient have one value for each channel.
     Dtypes: ``dtype`` stored, sums in float32 (float64 for float64).
     Layout: ``layout``, any of 1D to 3D.
     """
@@ -95,10 +92,12 @@ class ConvPasses(ConvProblem):
     def of(
         cls, request: ConvRequest, layout: Layout, conv: ConvShape, passes: tuple[Pass, ...]
     ) -> Self:
-        """A request's passes of ``conv``.
+        """Make the problem of a request.
 
-        Raises:
-            InvalidProblem: tensors of different types, or an output that would be too large.
+        Raises
+        ------
+        InvalidProblem
+            Tensors have different types, or an output is too large.
         """
         problem = cls(
             conv=conv,
@@ -129,7 +128,7 @@ class ConvPasses(ConvProblem):
 
     @property
     def inputs(self) -> Mapping[str, TensorSpec]:
-        """Those that the passes read."""
+        """The tensors that the passes read."""
         specs: dict[str, TensorSpec] = {}
         for one in self.passes:
             specs |= {name: self.spec_of(side) for name, side in one.sides.items()}
@@ -149,7 +148,7 @@ class ConvPasses(ConvProblem):
         return specs
 
     def spec_of(self, side: Side) -> TensorSpec:
-        """Of the convolution's input, weight or output."""
+        """Return the spec of the convolution's input, weight or output."""
         return {"x": self.input_spec, "w": self.weight_spec, "y": self.output_spec}[side]
 
     def _channels(self, side: Side | None) -> TensorSpec:
@@ -157,12 +156,14 @@ class ConvPasses(ConvProblem):
         return TensorSpec((conv.out_channels if side == "y" else conv.in_channels,), self.dtype)
 
     def only(self, wanted: Iterable[str]) -> Self:
-        """The same with those outputs alone."""
+        """Return a copy with only these outputs."""
         return replace(self, passes=tuple(one for one in self.passes if one.output in wanted))
 
     def _cut(self, parts: int) -> tuple[Piece, ...]:
-        """By N, one upload for all passes; beyond that each pass by itself, for rows of its output
-        meet rows of the others that overlap."""
+        """Split by N, where all passes share a piece; further, split each pass separately.
+
+        Their rows differ: rows of one pass's output meet overlapping rows of another's.
+        """
         if len(self.passes) > 1 and parts > self.conv.batch:
             return tuple(
                 piece for one in self.passes for piece in self.only([one.output]).split(parts)
@@ -180,7 +181,7 @@ class ConvPasses(ConvProblem):
         return tuple(partial._piece(samples, span) for samples, span in cuts)
 
     def _piece(self, samples: Span, rows: Span | None) -> Piece:
-        """A range of samples, and of the one pass's rows."""
+        """Return the piece of a range of samples and, if there is one pass, of its rows."""
         conv = self.conv
         of_x, of_y = (0, conv.input_size[0]), (0, conv.output_size[0])
         if rows is not None and self.passes[0].divides_input:

@@ -1,4 +1,4 @@
-"""Running a problem in pieces, one after another, and putting the parts together."""
+"""Running a problem in pieces, one after another, and assembling its outputs."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from numpy.typing import NDArray
 
 from convgrad_service.problems.base import Piece, Problem
 
-__all__ = ["Run", "added_up", "piece_tensors", "place_part", "put_together", "run_in_pieces"]
+__all__ = ["Run", "assemble", "piece_tensors", "place_part", "run_in_pieces", "sum_of_shares"]
 
 Run = Callable[[Problem, Mapping[str, NDArray[Any]]], Mapping[str, NDArray[Any]]]
-"""Computes one problem from its tensors; the arrays that it returns are the caller's to keep."""
+"""Computes one problem from its tensors; the caller owns the arrays that it returns."""
 
 
 def run_in_pieces(
     problem: Problem, tensors: Mapping[str, NDArray[Any]], parts: int, run: Run
 ) -> dict[str, NDArray[Any]]:
-    """The outputs of `problem`, computed in its `split(parts)` one piece at a time.
+    """Compute ``problem`` in its ``split(parts)``, one piece at a time, and return its outputs.
 
-    Inputs are views of `tensors`. Beyond the outputs there is memory for one piece's, and where
-    parts are summed for one sum in float32 (float64 for float64). The order of the sum is that of
-    the pieces, so equal `parts` give equal bits.
+    Pieces read views of ``tensors``. The memory needed beside the outputs is one piece's outputs,
+    and one array in float32 (float64 for float64) for each output that is a sum. Pieces are added
+    in order, so equal ``parts`` give equal bits.
     """
     pieces = problem.split(parts)
     if len(pieces) == 1:
         return dict(run(problem, tensors))
     computed = (run(piece.problem, piece_tensors(piece, tensors)) for piece in pieces)
-    return put_together(problem, tensors, pieces, computed)
+    return assemble(problem, tensors, pieces, computed)
 
 
-def put_together(
+def assemble(
     problem: Problem,
     tensors: Mapping[str, NDArray[Any]],
     pieces: Sequence[Piece],
     computed: Iterable[Mapping[str, NDArray[Any]]],
 ) -> dict[str, NDArray[Any]]:
-    """The outputs of `problem` from those of its pieces, which come in the pieces' order."""
+    """Return the outputs of ``problem`` from those of its pieces, in the pieces' order."""
     outputs: dict[str, NDArray[Any]] = {}
     totals: dict[str, NDArray[Any]] = {}
     for piece, parts in zip(pieces, computed, strict=True):
@@ -55,15 +55,15 @@ def put_together(
     return {name: outputs[name] for name in problem.outputs}
 
 
-def added_up(
+def sum_of_shares(
     problem: Problem,
     name: str,
     shares: Iterable[NDArray[Any]],
     tensors: Mapping[str, NDArray[Any]],
 ) -> NDArray[Any]:
-    """An output of `problem` from its pieces' shares of the sum, which come in the pieces' order.
+    """Return an output of ``problem`` from its pieces' shares of the sum, in the pieces' order.
 
-    ``tensors`` are those inputs of `problem` that none of its pieces reads: its `finish` does.
+    ``tensors`` are the inputs that only `Problem.finish` reads.
     """
     totals: dict[str, NDArray[Any]] = {}
     for share in shares:
@@ -72,40 +72,40 @@ def added_up(
 
 
 def piece_tensors(piece: Piece, tensors: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """The piece's own inputs: views of the whole's, indices made its own."""
+    """Return a piece's inputs: views of the whole problem's, with indices relative to the piece."""
     own = {}
     for name, slices in piece.inputs.items():
         part = tensors[name][slices]
         shift = piece.shifts.get(name, 0)
-        # An index beyond the piece becomes one out of its range, which its kernel refuses.
+        # An index outside the piece becomes out of range, which its kernel refuses.
         own[name] = part - part.dtype.type(shift) if shift else part
     return own
 
 
 def place_part(piece: Piece, name: str, part: NDArray[Any], output: NDArray[Any]) -> None:
-    """Write what a piece computed where it belongs in the whole output."""
-    kept = part[piece.take[name]] if name in piece.take else part
+    """Write a piece's output into its part of the whole output."""
+    taken = part[piece.take[name]] if name in piece.take else part
     target = output[piece.outputs[name]]
     shift = piece.shifts.get(name, 0)
     if shift:
-        np.add(kept, output.dtype.type(shift), out=target)
+        np.add(taken, output.dtype.type(shift), out=target)
     else:
-        target[...] = kept
+        target[...] = taken
 
 
 def _add(totals: dict[str, NDArray[Any]], name: str, part: NDArray[Any]) -> None:
     if name in totals:
-        # Infinities of opposite signs are a NaN, as they are within a kernel's sum.
+        # Infinities of opposite signs give NaN, as within a kernel's sum.
         with np.errstate(invalid="ignore", over="ignore"):
             totals[name] += part
     else:
-        # The caller's array may be one that nobody may write to.
+        # The array may be read-only.
         totals[name] = part if part.flags.writeable else part.copy()
 
 
 def _finished(
     problem: Problem, name: str, total: NDArray[Any], tensors: Mapping[str, NDArray[Any]]
 ) -> NDArray[Any]:
-    # What is too large for float16 is an infinity there.
+    # Values too large for float16 become infinity.
     with np.errstate(invalid="ignore", over="ignore"):
         return problem.finish(name, total, tensors)

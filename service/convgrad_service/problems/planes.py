@@ -1,4 +1,4 @@
-"""What poolings share: every (n, c) plane is pooled by itself, and indices are flat in a plane."""
+"""What poolings share: each (n, c) plane is pooled separately, and indices are flat in a plane."""
 
 from __future__ import annotations
 
@@ -12,17 +12,26 @@ from numpy.typing import NDArray
 from convgrad.dtypes import INDEX, DType
 from convgrad.errors import InvalidProblem
 from convgrad_service.problems.base import Piece, Problem, Slices, TensorSpec
-from convgrad_service.problems.cutting import grid
 from convgrad_service.problems.layouts import Layout, activation_shape
 from convgrad_service.problems.reading import Activation, input_size_of, read_activation
 from convgrad_service.problems.sizes import Size, require_shape
+from convgrad_service.problems.slicing import grid
+from convgrad_service.problems.windows import WindowAxis
 
-__all__ = ["PlaneProblem", "check_plane", "index_dtype_of", "source_size", "ungrouped"]
+__all__ = [
+    "PlaneProblem",
+    "WindowProblem",
+    "check_one_source",
+    "check_plane",
+    "index_dtype_of",
+    "source_size",
+    "ungrouped",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaneProblem(Problem):
-    """N * C planes in ``layout``; divides along N, then along C."""
+    """A pooling of N * C planes in ``layout``, split along N, then along C."""
 
     batch: int
     channels: int
@@ -52,16 +61,39 @@ class PlaneProblem(Problem):
         return tuple(pieces)
 
 
-def ungrouped(layout: Layout) -> Layout:
-    """The layout, unless it has a dimension of groups.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowProblem(PlaneProblem):
+    """A pooling over ``windows`` of each spatial dimension."""
 
-    Raises:
-        InvalidProblem: it has.
-    """
+    windows: tuple[WindowAxis, ...]
+
+    @property
+    def input_size(self) -> Size:
+        return tuple(axis.input for axis in self.windows)
+
+    @property
+    def output_size(self) -> Size:
+        return tuple(axis.output for axis in self.windows)
+
+    @property
+    def flops(self) -> int:
+        """One operation for each position of a window."""
+        return self.batch * self.channels * prod(axis.taps for axis in self.windows)
+
+
+def ungrouped(layout: Layout) -> Layout:
+    """Return the layout; raise InvalidProblem if it has a dimension of groups."""
     if layout.grouped:
         plain = layout.activation.replace("G", "")
         raise InvalidProblem(f"layout is {layout.name}; expected one without groups, as {plain}")
     return layout
+
+
+def check_one_source(input: NDArray[Any] | None, indices: NDArray[Any] | None) -> None:
+    """Raise InvalidProblem unless a max pooling's gradient has either an input or indices."""
+    if (input is None) == (indices is None):
+        found = "neither" if input is None else "both"
+        raise InvalidProblem(f"there are {found} of input and indices; expected one of them")
 
 
 def source_size(
@@ -70,10 +102,12 @@ def source_size(
     input: NDArray[Any] | None,
     stated: Sequence[int] | None,
 ) -> Size:
-    """The size of a max pooling's input: its own, or the one stated beside the indices.
+    """Return the size of a max pooling's input, or the one stated with the indices.
 
-    Raises:
-        InvalidProblem: neither, or one that contradicts the other tensors.
+    Raises
+    ------
+    InvalidProblem
+        There is neither, or it contradicts the other tensors.
     """
     size = None
     if stated is not None:
@@ -93,11 +127,7 @@ def source_size(
 
 
 def index_dtype_of(indices: NDArray[Any]) -> DType:
-    """int32 or int64.
-
-    Raises:
-        InvalidProblem: another dtype.
-    """
+    """Return the dtype of indices; raise InvalidProblem unless it is int32 or int64."""
     dtype = DType.of(indices.dtype)
     if dtype is None or dtype not in INDEX:
         raise InvalidProblem(
@@ -107,7 +137,7 @@ def index_dtype_of(indices: NDArray[Any]) -> DType:
 
 
 def check_plane(name: str, dtype: DType | None, size: Size, of: str = "the input") -> None:
-    """Raises InvalidProblem where int32 cannot count the positions of a plane."""
+    """Raise InvalidProblem where int32 cannot count the positions of a plane."""
     if dtype is DType.INT32 and prod(size) > 2**31:
         raise InvalidProblem(
             f"{name} is int32 and a plane of {of} has {prod(size)} elements; expected int64, "

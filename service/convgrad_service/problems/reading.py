@@ -1,7 +1,4 @@
-"""From a request's arrays and parameters, one at a time, to the sizes that operations need.
-
-Whether several of them agree is `agreement`'s to say.
-"""
+"""Parsing single arrays and parameters of requests; `consistency` compares several of them."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ __all__ = [
 
 
 class Activation(NamedTuple):
-    """The sizes of an input or of a gradient of one; ``channels`` over all groups."""
+    """The sizes of an activation or of its gradient; ``channels`` over all groups."""
 
     name: str
     shape: Size
@@ -80,10 +77,12 @@ class Steps(NamedTuple):
 
     @classmethod
     def of(cls, source: _HasSteps, ndim: int, prefix: str = "") -> Steps:
-        """From a request, or from an object of it whose name is the prefix.
+        """Parse the parameters of a request, or of its member whose name is the prefix.
 
-        Raises:
-            InvalidProblem: a wrong number of values, or one out of its bounds.
+        Raises
+        ------
+        InvalidProblem
+            The number of values is wrong, or one is out of bounds.
         """
         return cls.checked(source.stride, source.padding, source.dilation, ndim, prefix)
 
@@ -104,10 +103,12 @@ class Steps(NamedTuple):
 
 
 def shared_dtype(tensors: Mapping[str, NDArray[Any]]) -> DType:
-    """The floating type that all of `tensors` have.
+    """Return the floating type of all tensors.
 
-    Raises:
-        InvalidProblem: one is not floating, or two differ.
+    Raises
+    ------
+    InvalidProblem
+        A tensor is not floating, or two types differ.
     """
     first: tuple[str, DType] | None = None
     for name, array in tensors.items():
@@ -129,10 +130,12 @@ def shared_dtype(tensors: Mapping[str, NDArray[Any]]) -> DType:
 
 
 def read_activation(layout: Layout, name: str, shape: Sequence[int]) -> Activation:
-    """The sizes in an activation's shape.
+    """Parse the shape of an activation.
 
-    Raises:
-        InvalidProblem: not of the layout's rank, or an extent out of its bounds.
+    Raises
+    ------
+    InvalidProblem
+        It does not have the layout's rank, or an extent is out of bounds.
     """
     layout.check_rank(name, shape, layout.activation)
     checked = check_shape(name, shape)
@@ -140,10 +143,12 @@ def read_activation(layout: Layout, name: str, shape: Sequence[int]) -> Activati
 
 
 def read_filter(layout: Layout, name: str, shape: Sequence[int]) -> Filter:
-    """The sizes in a weight's shape.
+    """Parse the shape of a weight.
 
-    Raises:
-        InvalidProblem: not of the layout's rank, or an extent out of its bounds.
+    Raises
+    ------
+    InvalidProblem
+        It does not have the layout's rank, or an extent is out of bounds.
     """
     layout.check_rank(name, shape, layout.weight)
     checked = check_shape(name, shape)
@@ -153,10 +158,12 @@ def read_filter(layout: Layout, name: str, shape: Sequence[int]) -> Filter:
 def input_size_of(
     layout: Layout, stated: Sequence[int], batch: int, groups: int, channels: int
 ) -> Size:
-    """The spatial size in ``input_size``, whose full form is in the layout's own order.
+    """Return the spatial size in ``input_size``, which may be a full shape in the layout.
 
-    Raises:
-        InvalidProblem: a wrong length, or a full shape that contradicts the other tensors.
+    Raises
+    ------
+    InvalidProblem
+        Its length is wrong, or the full shape contradicts the other tensors.
     """
     order = ", ".join(layout.activation)
     if not size_of_length("input_size", stated, layout.ndim, layout.rank, order):
@@ -172,17 +179,19 @@ def input_size_of(
 
 
 def check_precision(precision: str) -> str:
-    """Raises InvalidProblem unless it is ``highest`` or ``high``."""
+    """Return the precision; raise InvalidProblem unless it is ``highest`` or ``high``."""
     if precision not in ("highest", "high"):
         raise InvalidProblem(f"precision is {precision[:32]!r}; expected highest or high")
     return precision
 
 
 def wanted_outputs(stated: Sequence[str], known: tuple[str, ...]) -> tuple[str, ...]:
-    """The outputs asked for, in the order in which they are known.
+    """Return the requested outputs in the order of ``known``.
 
-    Raises:
-        InvalidProblem: none, one twice, or an unknown one.
+    Raises
+    ------
+    InvalidProblem
+        There is none, one occurs twice, or one is unknown.
     """
     if not stated or len(set(stated)) != len(stated) or not set(stated) <= set(known):
         raise InvalidProblem(
@@ -193,10 +202,12 @@ def wanted_outputs(stated: Sequence[str], known: tuple[str, ...]) -> tuple[str, 
 
 
 def read_output_padding(value: IntOrSequence, steps: Steps, ndim: int) -> Size:
-    """output_padding: rows beyond the smallest input, fewer than max(stride, dilation) of them.
+    """Parse output_padding: rows beyond the smallest input, less than max(stride, dilation).
 
-    Raises:
-        InvalidProblem: a wrong number of values, or one out of its bounds.
+    Raises
+    ------
+    InvalidProblem
+        The number of values is wrong, or one is out of bounds.
     """
     extra = per_dimension("output_padding", value, ndim, minimum=0)
     for i, (more, s, d) in enumerate(zip(extra, steps.stride, steps.dilation, strict=True)):

@@ -1,7 +1,7 @@
-"""Integers from requests: their limits, their normal form, and how sentences spell them.
+"""Integers in requests: their limits, their normal form, and how error messages spell them.
 
-Everything here works on Python ints of any size and allocates nothing, so a small body that
-states a huge geometry is refused at once.
+Everything works on Python ints of any size and allocates nothing, so a small request for a huge
+geometry is refused at once.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ Padding = int | Sequence[int | Sequence[int]]
 
 
 def show(value: object) -> str:
-    """`value` for a sentence; an integer too long to read is described, not spelled out."""
+    """Return ``value`` for a message; an integer too long to read is described instead."""
     if isinstance(value, int) and value.bit_length() > 96:
         return f"an integer of {value.bit_length()} bits"
     return str(value)
 
 
 def tuple_text(values: Iterable[object]) -> str:
-    """``(8, 64, 30, 30)``, as NumPy writes a shape."""
+    """Return ``(8, 64, 30, 30)``, as NumPy writes a shape."""
     parts = [show(value) for value in values]
     return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
 
 
 def by(values: Sequence[int]) -> str:
-    """``3x3`` for a kernel."""
+    """Return ``3x3`` for a kernel."""
     return "x".join(show(value) for value in values)
 
 
@@ -64,12 +64,12 @@ def _uniform(values: Sequence[object]) -> bool:
 
 
 def one_or_by(values: Sequence[int]) -> str:
-    """``2`` when every dimension has 2, else ``2x1``."""
+    """Return ``2`` if every dimension has 2, else ``2x1``."""
     return show(values[0]) if _uniform(values) else by(values)
 
 
 def pads_text(pads: Pads) -> str:
-    """``1``, ``1x2``, or ``[0, 1]x[1, 1]`` where the two sides differ."""
+    """Return ``1``, ``1x2``, or ``[0, 1]x[1, 1]`` if the two sides differ."""
     if all(before == after for before, after in pads):
         return one_or_by([before for before, _ in pads])
     return "x".join(f"[{show(before)}, {show(after)}]" for before, after in pads)
@@ -86,19 +86,23 @@ def _checked(name: str, value: object, minimum: int) -> int:
 
 
 def positive(name: str, value: object) -> int:
-    """`value` as a count from 1 to MAX_EXTENT.
+    """Return ``value`` if it is an integer from 1 to MAX_EXTENT.
 
-    Raises:
-        InvalidProblem: it is no integer, or outside those bounds.
+    Raises
+    ------
+    InvalidProblem
+        It is not.
     """
     return _checked(name, value, 1)
 
 
 def per_dimension(name: str, value: IntOrSequence, ndim: int, *, minimum: int = 1) -> Size:
-    """One integer per spatial dimension, in the order D, H, W.
+    """Return one integer per spatial dimension, in the order D, H, W.
 
-    Raises:
-        InvalidProblem: the wrong number of values, or one outside minimum ... MAX_EXTENT.
+    Raises
+    ------
+    InvalidProblem
+        The number of values is wrong, or one is outside minimum ... MAX_EXTENT.
     """
     if isinstance(value, int):
         return (_checked(name, value, minimum),) * ndim
@@ -111,10 +115,12 @@ def per_dimension(name: str, value: IntOrSequence, ndim: int, *, minimum: int = 
 
 
 def pairs_per_dimension(name: str, value: Padding, ndim: int) -> Pads:
-    """Padding as (before, after) for each spatial dimension, in the order D, H, W.
+    """Return padding as (before, after) for each spatial dimension, in the order D, H, W.
 
-    Raises:
-        InvalidProblem: the wrong number of values, or one outside 0 ... MAX_EXTENT.
+    Raises
+    ------
+    InvalidProblem
+        The number of values is wrong, or one is outside 0 ... MAX_EXTENT.
     """
     if isinstance(value, int):
         both = _checked(name, value, 0)
@@ -143,12 +149,14 @@ def _count(values: Sequence[object]) -> str:
 
 
 def size_of_length(name: str, value: Sequence[int], spatial: int, full: int, order: str) -> bool:
-    """Whether `value` is a full shape (True) or a spatial size (False), told by its length.
+    """Return whether ``value`` is a full shape (True) or a spatial size (False), by its length.
 
-    ``order`` names the full shape's dimensions, for the sentence.
+    ``order`` names the full shape's dimensions in the error message.
 
-    Raises:
-        InvalidProblem: any other length, or a value outside 1 ... MAX_EXTENT.
+    Raises
+    ------
+    InvalidProblem
+        It has another length, or a value outside 1 ... MAX_EXTENT.
     """
     for i, item in enumerate(value):
         positive(f"{name}[{i}]", item)
@@ -161,10 +169,12 @@ def size_of_length(name: str, value: Sequence[int], spatial: int, full: int, ord
 
 
 def check_shape(name: str, shape: Sequence[int]) -> Size:
-    """`shape`, with every extent in 1 ... MAX_EXTENT and at most MAX_ELEMENTS elements.
+    """Return ``shape`` if extents are in 1 ... MAX_EXTENT and elements at most MAX_ELEMENTS.
 
-    Raises:
-        InvalidProblem: an empty, oversized or overlong tensor.
+    Raises
+    ------
+    InvalidProblem
+        They are not.
     """
     if any(extent < 1 for extent in shape):
         raise InvalidProblem(
@@ -183,10 +193,12 @@ def check_shape(name: str, shape: Sequence[int]) -> Size:
 
 
 def require_shape(name: str, found: Sequence[int], expected: Sequence[int], source: str) -> None:
-    """Hold one shape against the one that `source`, a clause such as "from ...", implies.
+    """Check a shape; ``source`` is a clause such as "from ..." that says why it is expected.
 
-    Raises:
-        InvalidProblem: they differ.
+    Raises
+    ------
+    InvalidProblem
+        The shapes differ.
     """
     if tuple(found) != tuple(expected):
         raise InvalidProblem(

@@ -1,7 +1,8 @@
-"""The windows of a pooling along one dimension: ranges of the input's positions, one an output.
+"""The windows of a pooling along one dimension: a range of input positions for each output.
 
-Sliding windows, adaptive ones, and the transposed relation of either (which outputs' windows hold
-an input position: what gradients sum over) have one form, so one kernel computes them all.
+Sliding and adaptive windows have one form, and so has the transposed relation of either (the
+outputs whose windows contain an input position, which gradients sum over). So one kernel computes
+all of them.
 """
 
 from __future__ import annotations
@@ -16,14 +17,21 @@ __all__ = ["WindowAxis"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowAxis:
-    """Output o has the positions from ``start(o)`` up to, and without, ``stop(o)``.
+    """The window of output o is the range [``start(o)``, ``stop(o)``) of input positions.
 
         start(o) = max(low,  floor((o*step + first) / unit))
         stop(o)  = min(high, floor((o*step + last) / unit))
 
-    Neither ever decreases. ``input`` and ``output`` are the extents; ``low`` and ``high`` those of
-    the input, or of the padded input where positions are counted for a divisor. ``taps`` is how
-    many positions all windows have together, padding included, and ``valid_taps`` without it.
+    Both are non-decreasing.
+
+    Attributes
+    ----------
+    input, output : int
+        The extents.
+    low, high : int
+        The range of the input, or of the padded input where positions are counted for a divisor.
+    taps, valid_taps : int
+        The number of positions of all windows, with and without padding.
     """
 
     input: int
@@ -39,7 +47,7 @@ class WindowAxis:
 
     @classmethod
     def sliding(cls, input: int, output: int, kernel: int, stride: int, before: int) -> WindowAxis:
-        """Of ``kernel`` positions each, ``stride`` apart, ``before`` of padding in front."""
+        """Return windows of ``kernel`` positions, ``stride`` apart, with ``before`` of padding."""
         inside = count_below(input + before, output, stride, kernel, 1)
         return cls(
             input=input,
@@ -56,10 +64,10 @@ class WindowAxis:
 
     @classmethod
     def adaptive(cls, input: int, output: int) -> WindowAxis:
-        """floor(o*input/output) up to ceil((o + 1)*input/output), as PyTorch divides an input."""
+        """Return PyTorch's windows [floor(o*input/output), ceil((o + 1)*input/output))."""
         if input % output == 0:
             return cls.sliding(input, output, input // output, input // output, 0)
-        # Neighbours share a position except where the boundary between them is a whole number.
+        # Adjacent windows share a position unless the boundary between them is an integer.
         taps = input + output - gcd(input, output)
         return cls(
             input=input,
@@ -81,11 +89,11 @@ class WindowAxis:
         return min(self.high, (o * self.step + self.last) // self.unit)
 
     def counting_padding(self, before: int, after: int) -> WindowAxis:
-        """The same windows held inside the padded input."""
+        """Return the windows clamped to the padded input."""
         return replace(self, low=-before, high=self.input + after)
 
     def transposed(self) -> WindowAxis:
-        """The outputs whose windows hold each input position, as windows of that position.
+        """Return, as the window of each input position, the outputs whose windows contain it.
 
         start(o) <= i < stop(o) is o*step + first < (i + 1)*unit <= o*step + last, solved for o.
         """
@@ -103,7 +111,7 @@ class WindowAxis:
 
     @property
     def uniform_size(self) -> int | None:
-        """The size of every window, where all have the same; None where they may differ."""
+        """The size of all windows; None if sizes may differ."""
         if self.output == 1:
             return self.stop(0) - self.start(0)
         if self.step % self.unit == 0:
@@ -123,7 +131,7 @@ class WindowAxis:
 
     @property
     def is_identity(self) -> bool:
-        """Whether window o is position o alone."""
+        """Whether each window o consists of position o."""
         return (
             self.input == self.output
             and self.step == self.unit
@@ -132,10 +140,10 @@ class WindowAxis:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is one window, and it has the whole input."""
+        """Whether there is one window, the whole input."""
         return self.output == 1 and (self.start(0), self.stop(0)) == (0, self.input)
 
     @property
     def is_broadcast(self) -> bool:
-        """Whether there is one input position, and every window has it."""
+        """Whether there is one input position, which every window contains."""
         return self.input == 1 and self.start(self.output - 1) <= 0 < self.stop(0)

@@ -1,1 +1,1 @@
-"""Who may call, and with which limits."""
+"""API keys and scopes: who may call what, and with which limits."""

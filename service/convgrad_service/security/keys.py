@@ -1,17 +1,16 @@
-"""API keys: who may call, by keys whose hashes alone are stored.
+"""API keys, of which the server stores only the hashes.
 
-A key is 256 random bits, so one SHA-256 of it is as good as any slow hash: there is nothing to
-guess. For the same reason it is looked up by its hash: how long that takes may tell something of a
-hash, from which no key follows. The file has a line a key: ``name:hash``, and after it
+A key is 256 random bits, so a single SHA-256 is as good as a slow hash: it cannot be guessed. The
+timing of the lookup by hash may reveal something about a hash, but no key follows from that. The
+file has one line per key: ``name:hash``, optionally followed by
 
-- what the key may have where that is not what the settings say, as in ``max_inflight=4
-  max_inflight_bytes=1GiB max_requests_per_s=none max_flops_per_s=1e12``,
-- ``scopes=infer,metrics`` where it is not for everything, see `scopes`,
-- ``expires=2027-01-31T12:00:00Z`` where it is not for ever.
+- limits that override the settings, as in ``max_inflight=4 max_inflight_bytes=1GiB
+  max_requests_per_s=none max_flops_per_s=1e12``,
+- ``scopes=infer,metrics`` to restrict what the key may do, see `scopes`,
+- ``expires=2027-01-31T12:00:00Z``.
 
-A name may have several keys, so that one can take another's place while both are accepted; they
-share what the name may have. Lines may be added, changed and taken out while the server runs. Names
-appear in logs and metrics, keys and hashes nowhere.
+A name may have several keys, which share its limits, so that keys can be rotated. The file may be
+edited while the server runs. Names appear in logs and metrics, keys and hashes never.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ __all__ = [
 _log = logging.getLogger("convgrad.keys")
 
 KEY_REFUSALS = frozenset({Unauthenticated.code, PermissionDenied.code})
-"""The codes of requests that are refused for their key, before it is known what for."""
+"""Error codes of requests refused for their key, before their operation is known."""
 
 PREFIX = "cg_"
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _HASH = re.compile(r"[0-9a-f]{64}")
-# How often the file is looked at, at most.
+# Shortest interval between checks of the file.
 _LOOK_S = 1.0
 _LIMIT = "max_"
 _LIMITS: Mapping[str, TypeAdapter[Any]] = {
@@ -65,35 +64,35 @@ _LIMITS: Mapping[str, TypeAdapter[Any]] = {
 
 
 class Key(NamedTuple):
-    """What a line of the file says; ``expires_s`` is in seconds since the epoch."""
+    """One line of the file; ``expires_s`` is in seconds since the epoch."""
 
     caller: Caller
     expires_s: float | None = None
 
 
 class KeysError(ValueError):
-    """The file of keys cannot be used; the message says why, and where."""
+    """The key file is invalid; the message says why and where."""
 
 
 def new_key() -> str:
-    """A fresh key. It is shown once, to whom it is for; the server keeps its hash."""
+    """Return a new random key. Only its hash is ever stored."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
 def hash_of(key: str) -> str:
-    """What the file holds of a key."""
+    """Return the hash by which the file identifies a key."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 class KeyRing:
-    """The keys of one file, read again when it changes. For use in one thread.
+    """The keys of one file, reloaded when it changes. Not thread-safe.
 
-    ``limits`` are those of keys whose lines do not say otherwise.
+    ``limits`` apply to keys whose lines do not override them.
 
     Raises
     ------
     KeysError
-        The file cannot be read, or has a line that is none.
+        The file cannot be read, or has an invalid line.
     """
 
     def __init__(self, path: Path, limits: KeyLimits = NO_LIMITS) -> None:
@@ -103,12 +102,12 @@ class KeyRing:
         self._looked_s = time.monotonic()
 
     def caller(self, authorization: str | None) -> Caller:
-        """Whose key is in an Authorization header, ``Bearer <key>``, and what it may have.
+        """Return the caller whose key an Authorization header ``Bearer <key>`` holds.
 
         Raises
         ------
         Unauthenticated
-            There is none, none that the file knows, or one that has expired.
+            The key is missing, unknown or expired.
         """
         self._refresh()
         scheme, _, presented = (authorization or "").strip().partition(" ")
@@ -136,7 +135,7 @@ class KeyRing:
         try:
             self._keys = read_keys(self._path, self._limits)
         except KeysError as error:
-            # A slip in the file must neither let everybody in nor shut everybody out.
+            # A mistake in the file must neither admit nor lock out everybody.
             _log.error("the keys stay as they were: %s", error)
         else:
             _log.info("read %d keys from %s", len(self._keys), self._path)
@@ -150,12 +149,12 @@ class KeyRing:
 
 
 def read_keys(path: Path, limits: KeyLimits = NO_LIMITS) -> Mapping[str, Key]:
-    """Keys by hash. Empty lines and those that begin with # mean nothing.
+    """Read the keys, by hash. Empty lines and comments (#) are ignored.
 
     Raises
     ------
     KeysError
-        The file cannot be read, or has a line that is none.
+        The file cannot be read, or has an invalid line.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -175,27 +174,29 @@ def read_keys(path: Path, limits: KeyLimits = NO_LIMITS) -> Mapping[str, Key]:
 
 
 def read_line(line: str, limits: KeyLimits = NO_LIMITS) -> tuple[str, Key]:
-    """The hash of one line's key, and what the line says of it.
+    """Parse one line into a key's hash and properties.
 
     Raises
     ------
     KeysError
-        It is no such line; the message says what was expected.
+        The line is invalid; the message says what was expected.
     """
     key, _, words = line.partition(" ")
     name, _, digest = key.partition(":")
     if not (NAME.fullmatch(name) and _HASH.fullmatch(digest)):
-        # What was found is not shown: it may be a key that was pasted into the wrong place.
+        # The text is not quoted: it may be a key pasted into the wrong place.
         raise KeysError(
             "expected a name, a colon and 64 hexadecimal digits, as convgrad key prints them"
         )
-    limits, scopes, expires_s = _said(words, limits)
+    limits, scopes, expires_s = _properties(words, limits)
     return digest, Key(Caller(name, limits, scopes), expires_s)
 
 
-# Thousands of lines say the same, and they are read on the event loop when the file has changed.
+# Cached, because thousands of lines may repeat, and they are read on the event loop.
 @lru_cache(maxsize=1024)
-def _said(words: str, limits: KeyLimits) -> tuple[KeyLimits, frozenset[str] | None, float | None]:
+def _properties(
+    words: str, limits: KeyLimits
+) -> tuple[KeyLimits, frozenset[str] | None, float | None]:
     given: dict[str, Any] = {}
     scopes: frozenset[str] | None = None
     expires_s: float | None = None

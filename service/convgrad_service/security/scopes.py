@@ -1,4 +1,4 @@
-"""What an API key may be for: a part of the server's methods, over any transport."""
+"""Scopes restrict an API key to part of the server's methods, over HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ __all__ = ["ADMIN", "INFER", "METRICS", "SCOPES", "require_method", "require_pat
 
 INFER, METRICS, ADMIN = "infer", "metrics", "admin"
 SCOPES = frozenset({INFER, METRICS, ADMIN})
-"""``infer``: compute, and keep tensors. ``metrics``: read metrics and statistics. ``admin``: have
-the server open shared memory. What describes the server is for any key."""
+"""``infer``: compute and store tensors; ``metrics``: read metrics and statistics; ``admin``:
+register shared memory. Descriptions of the server need no scope."""
 
 _FOLDERS = (
     ("/v2/systemsharedmemory", ADMIN),
@@ -44,7 +44,7 @@ def require_method(caller: Caller, method: str) -> None:
 
 
 def _require(caller: Caller, scope: str | None) -> None:
-    assert caller.scopes is not None  # noqa: S101 - asked by those above
+    assert caller.scopes is not None  # noqa: S101 - checked by both callers
     if scope is not None and scope not in caller.scopes:
         raise PermissionDenied(
             f"the API key {caller.name!r} has the scopes {', '.join(sorted(caller.scopes))}; this "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+import resource
 import socket
 import sys
 from collections.abc import Sequence
@@ -19,6 +21,10 @@ from convgrad_service.server.settings import Settings
 
 __all__ = ["serve"]
 
+_log = logging.getLogger("convgrad.serve")
+
+# Stored tensors, pipes to the other processes, libraries.
+_OTHER_DESCRIPTORS = 512
 _ALIASES = {"http_host": "--host", "http_port": "--port"}
 _METAVARS = {"bytes": "BYTES", "s": "SECONDS", "count": "N", "FLOP": "FLOPS"}
 
@@ -75,6 +81,7 @@ def _run(settings: Settings, port_file: Path | None) -> int:
         return 1
 
     prepare_process(settings)
+    _allow_descriptors(settings)
 
     def started(grpc_port: int) -> None:
         host, port = listening.getsockname()[:2]
@@ -103,6 +110,23 @@ def _run(settings: Settings, port_file: Path | None) -> int:
             if port_file is not None:
                 port_file.unlink(missing_ok=True)
     return 0
+
+
+def _allow_descriptors(settings: Settings) -> None:
+    """Raise the soft limit of open files to what the settings may need, as far as is allowed."""
+    # HTTP's and gRPC's connections may all come to one process.
+    needed = 2 * settings.max_connections + settings.max_shared_regions + _OTHER_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < needed:
+        _log.warning(
+            "at most %d files may be open, and %d connections to each port may need %d",
+            allowed,
+            settings.max_connections,
+            needed,
+        )
 
 
 def _write_atomically(path: Path, text: str) -> None:

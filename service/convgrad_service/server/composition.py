@@ -11,14 +11,13 @@ from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.backends.selection import BackendOptions, backend_named
 from convgrad_service.engine.embedded import embedded_hub
 from convgrad_service.engine.hub import Engine, Hub
-from convgrad_service.engine.limits import Limits
-from convgrad_service.engine.options import EngineOptions
+from convgrad_service.engine.options import EngineOptions, Limits
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.scheduling.quotas import Usage
 from convgrad_service.engine.telemetry.metrics import Labelled, Metrics
 from convgrad_service.engine.telemetry.triton_metrics import TritonMetrics
 from convgrad_service.engine.workers.inline_executor import InlineBackend
-from convgrad_service.engine.workers.process_worker import WorkerRecipe
+from convgrad_service.engine.workers.worker_main import WorkerRecipe
 from convgrad_service.server.logs import configure_logs
 from convgrad_service.server.malloc import keep_large_blocks
 from convgrad_service.server.memory_budget import memory_budget
@@ -117,7 +116,7 @@ def embedded_pipeline(settings: Settings, backend: ServingBackend | None = None)
 def add_metrics(hub: Hub) -> Metrics:
     """Create the hub's Prometheus metrics."""
     metrics = Metrics(hub.backend)
-    schedule, memory = hub.schedule, hub.memory
+    schedule, memory = hub.scheduler, hub.memory
     metrics.gauge("convgrad_queue_depth", "Problems waiting.", lambda: schedule.waiting)
     metrics.gauge("convgrad_running", "Problems running.", lambda: schedule.running)
     metrics.gauge("convgrad_workers", "Workers that accept problems.", lambda: schedule.workers)

@@ -21,6 +21,7 @@ _BACKLOG = 2048
 _BATCH = 64
 # Pause before accepting again when the system is out of descriptors or memory.
 _ERROR_PAUSE_S = 0.1
+_ERROR_LOG_INTERVAL_S = 10.0
 # Pause after a connection was refused because there are too many.
 _REFUSED_PAUSE_S = 0.01
 
@@ -35,6 +36,7 @@ class Acceptor:
         self._listening, self._handler = listening, handler
         self._loop = asyncio.get_running_loop()
         self._is_open = self._is_reading = False
+        self._next_log_s = 0.0
 
     def open(self) -> None:
         """Listen and accept."""
@@ -63,6 +65,12 @@ class Acceptor:
         self._stop_reading()
         self._loop.call_later(pause_s, self._start_reading)
 
+    def _log_error(self, error: OSError) -> None:
+        now_s = self._loop.time()
+        if now_s >= self._next_log_s:
+            self._next_log_s = now_s + _ERROR_LOG_INTERVAL_S
+            _log.error("connections cannot be accepted: %s", error)
+
     def _accept(self) -> None:
         for _ in range(_BATCH):
             try:
@@ -70,7 +78,7 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                _log.error("connections cannot be accepted: %s", error)
+                self._log_error(error)
                 self._pause(_ERROR_PAUSE_S)
                 return
             if not self._handler(connection):

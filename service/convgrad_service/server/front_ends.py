@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import uvloop
 
 from convgrad_service.engine.hub import Engine
-from convgrad_service.engine.ipc.messages import Listens
+from convgrad_service.engine.ipc.messages import Listening
 from convgrad_service.engine.ipc.remote_hub import RemoteHub
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.workers.inline_executor import InlineBackend
@@ -119,7 +119,7 @@ async def _serve_http(start: FrontStart) -> None:
     await serve_http(
         engine,
         start.settings,
-        lambda port: engine.tell(Listens(port)),
+        lambda port: engine.send(Listening(port)),
         stop,
         dispatched=socket.socket(fileno=start.connections),
     )
@@ -152,9 +152,9 @@ async def _serve_grpc(start: FrontStart) -> None:
     stop = asyncio.Event()
     engine = await _remote_hub(start, stop)
     try:
-        await serve_grpc(engine, start.settings, lambda port: engine.tell(Listens(port)), stop)
+        await serve_grpc(engine, start.settings, lambda port: engine.send(Listening(port)), stop)
     except OSError as error:
-        engine.tell(Listens(0, str(error)))
+        engine.send(Listening(0, str(error)))
         await stop.wait()
 
 
@@ -164,7 +164,7 @@ async def _remote_hub(start: FrontStart, stop: asyncio.Event) -> RemoteHub:
         Arena(start.arena),
         drained=stop.set,
         lost=lambda: os._exit(1),
-        beside=start.inline_backend,
+        inline_backend=start.inline_backend,
         heartbeat_timeout_s=start.settings.heartbeat_timeout_s,
     )
     await engine.open(socket.socket(fileno=start.channel))

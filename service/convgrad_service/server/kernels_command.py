@@ -1,4 +1,4 @@
-"""``convgrad kernels``: compile every GPU kernel ahead, so that no request waits for a compiler."""
+"""``convgrad kernels``: compile GPU kernels ahead, so that no request waits for a compiler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["kernels"]
 
 
 def kernels(argv: Sequence[str] | None = None) -> int:
-    """Compile into the cache what is not there; the exit code: 0, or 1 if something was refused."""
+    """Compile kernels that the cache lacks; return the exit status, 1 if any did not compile."""
     options = _parser().parse_args(argv)
     try:
         nvrtc = find_nvrtc(_newest_cuda())
@@ -27,7 +27,7 @@ def kernels(argv: Sequence[str] | None = None) -> int:
     except (CompileError, DeviceUnavailable) as missing:
         print(f"convgrad kernels: {missing}", file=sys.stderr)
         return 1
-    refused = 0
+    failed = 0
     for architecture in architectures:
         compiler = Compiler(nvrtc, architecture, options.cache, jobs=options.jobs)
         wanted = [
@@ -36,24 +36,23 @@ def kernels(argv: Sequence[str] | None = None) -> int:
             if one.is_for(architecture) and options.match in one.name
         ]
         if not wanted:
-            # One that nobody compiled for would be found out from the time of its first requests.
             print(
                 f"convgrad kernels: no kernel for {architecture} has {options.match!r} in its name",
                 file=sys.stderr,
             )
-            refused += 1
+            failed += 1
             continue
 
         failures = compiler.compile_all(wanted)
         print(*failures, sep="\n", end="\n" if failures else "", file=sys.stderr)
         done = len(wanted) - len(failures)
         print(f"{architecture}: {done} of {len(wanted)} kernels in {options.cache}", flush=True)
-        refused += len(failures)
-    return 1 if refused else 0
+        failed += len(failures)
+    return 1 if failed else 0
 
 
 def _newest_cuda() -> int:
-    # Where there is no driver, as in an image's build, any NVRTC that is installed will do.
+    # Without a driver, as in an image build, use any installed NVRTC.
     try:
         return cuda_driver_major() or MAJORS[0]
     except DeviceUnavailable:
@@ -63,8 +62,8 @@ def _newest_cuda() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="convgrad kernels",
-        description="Compile the GPU kernels ahead, with or without a GPU. What is compiled "
-        "already stays as it is.",
+        description="Compile the GPU kernels ahead of time, with or without a GPU. Kernels that "
+        "are in the cache already are not compiled again.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -72,19 +71,23 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=ARCHITECTURES,
         metavar="ARCH",
-        help=f"one or more of {', '.join(ARCHITECTURES)}; without it, that of this machine's GPU",
+        help=f"one or more of {', '.join(ARCHITECTURES)}; by default this machine's GPU's",
     )
     parser.add_argument(
-        "--match", default="", metavar="TEXT", help="only kernels whose names hold this"
+        "--match", default="", metavar="TEXT", help="only kernels whose names contain this"
     )
     parser.add_argument(
         "--cache",
         type=Path,
         default=DEFAULT_CACHE,
         metavar="FOLDER",
-        help="where to (by default the folder inside the package)",
+        help="folder of compiled kernels (default: inside the package)",
     )
     parser.add_argument(
-        "--jobs", type=int, default=usable_cores(), metavar="N", help="compile so many at once"
+        "--jobs",
+        type=int,
+        default=usable_cores(),
+        metavar="N",
+        help="number of concurrent compilations",
     )
     return parser

@@ -1,4 +1,4 @@
-"""Log lines on stderr, as text or as JSON; one line each, tracebacks included."""
+"""Logging to stderr, as text or JSON; each record is one line, tracebacks included."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LogFormat = Literal["text", "json"]
 
 
 def configure_logs(level: str, format: LogFormat = "text") -> None:
-    """Send ours and uvicorn's to stderr, from ``level`` up. stdout is left to the command."""
+    """Send the records of convgrad and uvicorn from ``level`` up to stderr."""
     formatter = _JsonFormatter if format == "json" else _TextFormatter
     logging.config.dictConfig(
         {
@@ -38,19 +38,19 @@ class _UtcFormatter(logging.Formatter):
 
 
 class _TextFormatter(_UtcFormatter):
-    """Time, level, logger, message; a request's message is made of ``name=value`` pairs."""
+    """Time, level, logger, message; the message of a request is ``name=value`` pairs."""
 
     def __init__(self) -> None:
         line = "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s %(message)s"
         super().__init__(line, "%Y-%m-%dT%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
-        # A collector of logs takes each line for a record of its own.
+        # Log collectors treat each line as a record.
         return super().format(record).replace("\n", r"\n")
 
 
 class _JsonFormatter(_UtcFormatter):
-    """An object a line; a request's fields are members of it."""
+    """One JSON object per line; the fields of a request are its members."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {

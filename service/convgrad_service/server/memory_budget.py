@@ -1,7 +1,7 @@
-"""How a server divides the memory that it may use: its container's limit, or the host's memory.
+"""Divides the memory that the server may use: its container's limit, or the host's memory.
 
-A server that took more would be killed by the system, with every request in it; one that keeps to
-its budget refuses a request, or has it wait.
+A server that exceeds its limit is killed with all its requests; one that stays within its budget
+lets requests wait, or refuses them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from convgrad_service.server.settings import Settings
 
 __all__ = ["MemoryBudget", "memory_budget"]
 
-# Of a system that does not say how much there is.
+# Assumed if the system does not report its memory.
 _UNKNOWN_BYTES = 8 * 2**30
-# What the interpreters, libraries and threads of a server's processes take, and what malloc keeps.
+# Used by the interpreters, libraries and threads of a server's processes, and kept by malloc.
 _PROCESSES_BYTES = 384 * 2**20
-# JSON bodies that may be in memory at the same time, if each were as long as may be.
-_LONG_TEXTS = 4
+# Number of JSON bodies of the maximum size that may be in memory at the same time.
+_MAX_SIZE_TEXTS = 4
 
 
 class MemoryBudget(NamedTuple):
-    """In bytes: for tensors of requests in flight, JSON bodies that are not decoded yet, stored
-    tensors, and the workspace of one problem."""
+    """Bytes for tensors of requests in flight, JSON bodies not yet decoded, stored tensors, and the
+    workspace of one problem."""
 
     tensors: int
     texts: int
@@ -32,23 +32,25 @@ class MemoryBudget(NamedTuple):
 
 
 def memory_budget(settings: Settings, limit_bytes: int | None = None) -> MemoryBudget:
-    """What the settings say; where they say nothing, what fits into ``limit_bytes``, by default all
-    that there is.
+    """Return the budget from the settings; what they leave unset is a share of ``limit_bytes``.
 
-    Beside what processes take, half is for tensors, and an eighth each for texts, stored tensors
-    and the workspace of each of two problems.
+    ``limit_bytes`` defaults to the memory that the process may use. After subtracting what the
+    processes themselves need, half is for tensors, and an eighth each for JSON texts, stored
+    tensors and the workspace of each of two problems.
     """
     limit = limit_bytes or memory_bytes() or _UNKNOWN_BYTES
     free = max(limit - _PROCESSES_BYTES, limit // 4)
     tensors = int(settings.max_inflight_bytes or free // 2)
-    texts = max(min(_LONG_TEXTS * settings.max_json_bytes, tensors // 4), settings.max_json_bytes)
+    texts = max(
+        min(_MAX_SIZE_TEXTS * settings.max_json_bytes, tensors // 4), settings.max_json_bytes
+    )
 
-    def given_or_fitting(name: str, size_bytes: int) -> int:
+    def capped_unless_set(name: str, size_bytes: int) -> int:
         return int(size_bytes) if name in settings.model_fields_set else min(size_bytes, free // 8)
 
     return MemoryBudget(
         tensors,
-        given_or_fitting("max_json_bytes", texts),
-        given_or_fitting("max_stored_bytes", settings.max_stored_bytes),
-        given_or_fitting("workspace_bytes", settings.workspace_bytes),
+        capped_unless_set("max_json_bytes", texts),
+        capped_unless_set("max_stored_bytes", settings.max_stored_bytes),
+        capped_unless_set("workspace_bytes", settings.workspace_bytes),
     )

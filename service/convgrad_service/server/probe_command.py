@@ -1,7 +1,7 @@
-"""``convgrad probe``: whether the server that these settings describe takes work.
+"""``convgrad probe``: check whether the server that the environment's settings describe is ready.
 
-For a container's HEALTHCHECK, which runs beside the server with its environment: it speaks TLS
-where the server does, and trusts the very certificate that the server was given, whatever its name.
+For a container's HEALTHCHECK, which runs with the server's environment. It uses TLS if the server
+does, and trusts exactly the server's certificate, whatever its name.
 """
 
 from __future__ import annotations
@@ -21,40 +21,42 @@ from convgrad_service.server.settings import Settings
 
 __all__ = ["probe"]
 
-_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - compared with, not bound to
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - compared with, not bound to
 
 
 def probe(argv: Sequence[str] | None = None) -> int:
-    """Ask; the exit code: 0 if it takes work, 1 if not, 2 for bad settings."""
+    """Probe the server; return the exit status: 0 if ready, 1 if not, 2 for invalid settings."""
     parser = argparse.ArgumentParser(
         prog="convgrad probe",
-        description="Ask the server on this machine that the environment's settings describe "
-        "(CONVGRAD_HTTP_PORT, CONVGRAD_TLS_CERTIFICATE and others) whether it takes work; on "
-        "CONVGRAD_MANAGEMENT_PORT where that is set. Where there is none, and clients must show "
-        "certificates, only whether the port is open is asked: a probe has none to show.",
+        description="Check whether the server on this machine that the environment's settings "
+        "describe (CONVGRAD_HTTP_PORT, CONVGRAD_TLS_CERTIFICATE and others) is ready. Uses "
+        "CONVGRAD_MANAGEMENT_PORT if it is set. Without it, if clients need certificates, only "
+        "checks that the port is open, because a probe has no certificate.",
         allow_abbrev=False,
     )
-    parser.add_argument("--live", action="store_true", help="ask only whether the process answers")
+    parser.add_argument(
+        "--live", action="store_true", help="check only whether the process answers"
+    )
     parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS")
     options = parser.parse_args(argv)
     try:
-        # A slip in a file that the server reads again is no reason to call it ill.
+        # An error in the key file, which the server reloads, does not make the server unhealthy.
         settings = Settings(api_keys=None, otlp_endpoint=None)
     except ValidationError as error:
         print(f"convgrad probe: {error}", file=sys.stderr)
         return 2
-    question = "live" if options.live else "ready"
+    state = "live" if options.live else "ready"
     try:
-        refusal = _ask(settings, f"/v2/health/{question}", options.timeout)
+        failure = _failure(settings, f"/v2/health/{state}", options.timeout)
     except (OSError, http.client.HTTPException) as error:
-        refusal = str(error) or type(error).__name__
-    print(question if refusal is None else f"not {question}: {refusal}")
-    return 0 if refusal is None else 1
+        failure = str(error) or type(error).__name__
+    print(state if failure is None else f"not {state}: {failure}")
+    return 0 if failure is None else 1
 
 
-def _ask(settings: Settings, path: str, timeout_s: float) -> str | None:
-    """What the server says against it; None if nothing."""
-    host = _EVERYWHERE.get(settings.http_host, settings.http_host)
+def _failure(settings: Settings, path: str, timeout_s: float) -> str | None:
+    """Return why the health check failed, or None."""
+    host = _WILDCARDS.get(settings.http_host, settings.http_host)
     connection: http.client.HTTPConnection
     if settings.management_port is not None:
         connection = http.client.HTTPConnection(host, settings.management_port, timeout=timeout_s)
@@ -83,8 +85,8 @@ def _ask(settings: Settings, path: str, timeout_s: float) -> str | None:
 
 def _trusting(certificate: Path) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=certificate)
-    # Its name is its callers' business: here it is asked by an address.
+    # The probe connects to an address, not to the certificate's name.
     context.check_hostname = False
-    # The certificate itself is the anchor, whoever signed it.
+    # Trust this certificate itself, whoever signed it.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return context

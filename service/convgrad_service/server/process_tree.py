@@ -23,15 +23,15 @@ from functools import partial
 from typing import Any
 
 from convgrad_service.engine.hub import Hub
+from convgrad_service.engine.ipc.channel import MAX_MISSED
 from convgrad_service.engine.ipc.frontend import FrontEnd
-from convgrad_service.engine.ipc.heartbeat import MOST_MISSED
-from convgrad_service.engine.ipc.messages import Listens
+from convgrad_service.engine.ipc.messages import Listening
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.scheduling.scheduler import Scheduler
 from convgrad_service.engine.telemetry.metrics import Metrics
 from convgrad_service.engine.workers.child_process import Backoff, spawn
-from convgrad_service.engine.workers.process_worker import WorkerRecipe
 from convgrad_service.engine.workers.supervisor import Supervisor
+from convgrad_service.engine.workers.worker_main import WorkerRecipe
 from convgrad_service.server.composition import add_metrics, engine_options, worker_recipe
 from convgrad_service.server.connection_dispatcher import ConnectionDispatcher
 from convgrad_service.server.front_ends import (
@@ -76,9 +76,9 @@ class ProcessTree:
             backend="",
         )
         recipe = recipe or worker_recipe(settings)
-        self._inline_backend = recipe.beside
-        if recipe.beside is not None:
-            self.hub.compute_inline(recipe.beside)
+        self._inline_backend = recipe.inline_backend
+        if recipe.inline_backend is not None:
+            self.hub.compute_inline(recipe.inline_backend)
         self.supervisor = Supervisor(self.hub, recipe, options)
         self._fronts: dict[FrontEnd, tuple[str, subprocess.Popen[bytes]]] = {}
         # Tasks of the front ends, in processes of their own or here; and of all that serve here.
@@ -230,7 +230,7 @@ class ProcessTree:
         """Run a front end, and restart it when it ends, until the server drains."""
         backoff, children = Backoff(), self.hub.children
 
-        def on_listens(message: Listens) -> None:
+        def on_listening(message: Listening) -> None:
             if message.failure is None:
                 backoff.succeeded()
                 children.serves(name)
@@ -243,7 +243,7 @@ class ProcessTree:
 
         while not self.hub.draining:
             try:
-                status = await self._run_front(name, main, dispatcher, on_listens)
+                status = await self._run_front(name, main, dispatcher, on_listening)
                 ended = f"ended with {status}"
                 children.ended[name] += 1
             # Any error is retried: otherwise nobody would ever serve the port again.
@@ -260,7 +260,7 @@ class ProcessTree:
 
     async def _kill_silent_front_ends(self) -> None:
         """Kill front ends whose heartbeats have stopped; `_supervise_front` restarts them."""
-        beat_s = self._settings.heartbeat_timeout_s / MOST_MISSED
+        beat_s = self._settings.heartbeat_timeout_s / MAX_MISSED
         while True:
             await asyncio.sleep(beat_s)
             for front, (name, process) in self._fronts.items():
@@ -275,7 +275,7 @@ class ProcessTree:
         name: str,
         main: _Main,
         dispatcher: ConnectionDispatcher | None,
-        on_listens: Callable[[Listens], None],
+        on_listening: Callable[[Listening], None],
     ) -> int:
         """Start a front end's process, serve its messages until it ends, return its exit status.
 
@@ -298,12 +298,12 @@ class ProcessTree:
                 process = spawn(name, main, start, descriptors=[arena, *sockets])
             close_on_error.pop_all()
 
-        def listens(message: Listens) -> None:
+        def listens(message: Listening) -> None:
             if dispatcher is not None:
                 dispatcher.add(connections)
-            on_listens(message)
+            on_listening(message)
 
-        front = FrontEnd(self.hub, listens=listens)
+        front = FrontEnd(self.hub, on_listening=listens)
         self._fronts[front] = name, process
         try:
             await front.serve(channel)

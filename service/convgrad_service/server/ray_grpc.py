@@ -1,5 +1,6 @@
-"""The gRPC service behind Ray Serve's own gRPC proxy, which hands one message to the front end and
-takes one back: every method but the streams.
+"""The gRPC service behind Ray Serve's gRPC proxy: every unary method.
+
+The proxy passes one message to the front end and expects one back.
 
 In a Serve configuration: ``grpc_options: {port: 8001, grpc_servicer_functions:
 [convgrad_service.server.ray_grpc.add_open_inference]}``.
@@ -23,43 +24,43 @@ METHODS = [name for name in SERVICE.methods_by_name if name != "ModelStreamInfer
 
 
 def add_open_inference(_: object, server: grpc.aio.Server) -> None:
-    """What Ray's proxy calls to hear which methods there are; messages stay bytes."""
-    handlers = {name: grpc.unary_unary_rpc_method_handler(_not_here) for name in METHODS}
+    """Register the methods with Ray's proxy; messages stay bytes."""
+    handlers = {name: grpc.unary_unary_rpc_method_handler(_replaced_by_ray) for name in METHODS}
     generic = grpc.method_handlers_generic_handler(SERVICE.full_name, handlers)
     server.add_generic_rpc_handlers((generic,))
 
 
-async def _not_here(*_: object) -> bytes:
-    raise NotImplementedError("Ray's proxy puts its own way to the front end in this place")
+async def _replaced_by_ray(*_: object) -> bytes:
+    raise NotImplementedError("Ray's proxy replaces this handler with a call to the front end")
 
 
 class Answer:
-    """An encoded message, as Ray takes one from a deployment."""
+    """An encoded message in the form that Ray expects from a deployment."""
 
     def __init__(self, encoded: bytes) -> None:
         self._encoded = encoded
 
     def SerializeToString(self) -> bytes:  # noqa: N802 - protobuf's name
-        """The message."""
+        """Return the encoded message."""
         return self._encoded
 
 
 class GrpcIngress:
-    """Answers the methods with what serves them without Ray too."""
+    """Serves the methods with the handlers of `GrpcServer`."""
 
     def __init__(self, pipeline: Pipeline, settings: Settings) -> None:
         server = GrpcServer(pipeline, settings)
-        self._work: Mapping[str, Callable[[object, Any], Awaitable[bytes]]] = {
+        self._handlers: Mapping[str, Callable[[object, Any], Awaitable[bytes]]] = {
             name: server.handlers[f"/{SERVICE.full_name}/{name}"].stream_unary for name in METHODS
         }
 
     async def call(self, method: str, body: bytes, context: Any) -> Answer:
-        """One call; how it failed is in Ray's ``context``."""
-        return Answer(await self._work[method](None, _Rpc(body, context)))
+        """Serve one call; a failure is set on Ray's ``context``."""
+        return Answer(await self._handlers[method](None, _Rpc(body, context)))
 
 
 class _Rpc:
-    """What `grpc_api.call.Call` needs of grpcio, of a message that has come already."""
+    """The part of grpcio's context that `grpc_api.call.Call` uses; the message is here already."""
 
     def __init__(self, body: bytes, context: Any) -> None:
         self._messages: list[Any] = [body]
@@ -69,7 +70,7 @@ class _Rpc:
         return list(self._context.invocation_metadata())
 
     def time_remaining(self) -> None:
-        return None  # Ray keeps the deadline, and does not say how much of it is left
+        return None  # Ray enforces the deadline and does not expose it
 
     def peer(self) -> str:
         return str(self._context.peer())
@@ -78,7 +79,7 @@ class _Rpc:
         return False
 
     def add_done_callback(self, callback: Callable[[object], None]) -> None:
-        callback(self)  # the answer is Ray's from here on
+        callback(self)  # Ray sends the response
 
     async def read(self) -> Any:
         return self._messages.pop() if self._messages else grpc.aio.EOF

@@ -1,4 +1,4 @@
-"""What the Ray Serve application may be told; apart from it, for it imports Ray."""
+"""The options of the Ray Serve application, in a module that does not import Ray."""
 
 from __future__ import annotations
 
@@ -10,43 +10,46 @@ __all__ = ["Options"]
 
 
 class Options(BaseModel, extra="forbid"):
-    """What `serve run` and a Serve configuration may set, beside the server's own settings."""
+    """The arguments of `serve run` and of a Serve configuration."""
 
     min_replicas: int = Field(default=1, ge=1)
     max_replicas: int = Field(default=1, ge=1)
     cpus_per_replica: float = Field(default=1.0, ge=0)
     gpus_per_replica: float = Field(default=0.0, ge=0)
     ongoing_per_replica: int = Field(
-        default=2, ge=1, description="Problems that one replica has at a time; more wait."
+        default=2, ge=1, description="Problems sent to one replica at a time; more wait."
     )
     target_ongoing: float = Field(
         default=1.0,
         gt=0,
-        description="Replicas are added while more problems than this are sent for each of them, "
-        "those that wait included, and taken away while fewer are.",
+        description="Replicas are added while there are more problems per replica than this, "
+        "queued ones included, and removed while there are fewer.",
     )
     upscale_delay_s: float = Field(
         default=2.0, ge=0, description="How long there must be more before a replica is added."
     )
     downscale_delay_s: float = Field(
-        default=60.0, ge=0, description="How long there must be fewer before one is taken away."
+        default=60.0, ge=0, description="How long there must be fewer before a replica is removed."
     )
     piece_bytes: ByteSize = Field(
         default=ByteSize(2 * 2**30),
         gt=0,
-        description="A problem with more bytes of tensors is computed in pieces of about so many.",
+        description="Problems with more bytes of tensors are split into pieces of about this size.",
     )
     attempts: int = Field(
-        default=5, ge=1, description="Replicas that may be lost with a problem before it fails."
+        default=5,
+        ge=1,
+        description="Replicas that may be lost while computing a problem before it fails.",
     )
     front_resources: dict[str, float] = Field(
-        default_factory=dict, description="Ray resources that keep the front end on some node."
+        default_factory=dict, description="Ray resources that place the front end on a node."
     )
     settings: dict[str, Any] = Field(
         default_factory=dict, description="The server's settings by name, such as threads."
     )
     anonymous: bool = Field(
-        default=False, description="Let whoever reaches the proxies use it, without an API key."
+        default=False,
+        description="Let anyone who can reach the proxies use the service, without an API key.",
     )
 
     @model_validator(mode="after")
@@ -54,6 +57,6 @@ class Options(BaseModel, extra="forbid"):
         if not self.anonymous and not self.settings.get("api_keys"):
             raise ValueError(
                 "a cluster's proxies listen beyond loopback: expected settings with api_keys, a "
-                "file of keys that is on every node, or anonymous: true"
+                "key file present on every node, or anonymous: true"
             )
         return self

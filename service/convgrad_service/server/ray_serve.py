@@ -1,11 +1,11 @@
-"""The server as a Ray Serve application: one front end, replicas that compute.
+"""The server as a Ray Serve application: one front end, and replicas that compute.
 
     serve run convgrad_service.server.ray_serve:application max_replicas=8 anonymous=true
 
-The front end is the same application as `convgrad serve`, with a backend that sends each problem
-to a replica, and cuts one that is too large for a replica along its own `split`. Replicas come
-and go with the work that waits. Operations are pure, so what a lost replica held runs again on
-another; the bits of an answer depend on neither how many replicas there are nor which computed.
+The front end is the same application as `convgrad serve`, with a backend that sends each problem to
+a replica and splits problems that are too large for one. Replicas are added and removed with the
+load. Operations are pure, so the problems of a lost replica run again on another; results are
+bitwise independent of the number of replicas.
 """
 
 from __future__ import annotations
@@ -48,28 +48,28 @@ class Compute:
     async def run(
         self, problem: Problem, tensors: Mapping[str, NDArray[Any]]
     ) -> Outcome | ServiceError:
-        """Compute one problem; what the caller did wrong comes back as a value."""
+        """Compute one problem; a ServiceError is returned, so that Ray does not wrap it."""
         try:
             return await asyncio.to_thread(self._backend.run, problem, tensors)
-        except ServiceError as refused:
-            return refused
+        except ServiceError as error:
+            return error
 
     def check_health(self) -> None:
-        """Ray's question; a replica that fails it is replaced."""
+        """Raise if the device has failed; Ray then replaces the replica."""
         if self._backend.fault is not None:
             raise RuntimeError(self._backend.fault)
 
 
 class Front:
-    """The front end: HTTP, validation, admission; computes nothing."""
+    """The front end: HTTP, gRPC, validation and admission; computes nothing."""
 
     def __init__(self, compute: DeploymentHandle, options: Options) -> None:
         self._compute, self._options = compute, options
         slots = options.max_replicas * options.ongoing_per_replica
-        # Answers are awaited on one loop: threads that wait for some each keep the others' from
-        # being taken out of the object store, for up to a second.
-        self._sending = asyncio.new_event_loop()
-        threading.Thread(target=self._sending.run_forever, name="send", daemon=True).start()
+        # One event loop awaits all results: threads that each wait for a result block one another
+        # in the object store for up to a second.
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="replica-calls", daemon=True).start()
         settings = Settings(**{"compute_slots": slots, **options.settings})
         chosen = "cuda" if options.gpus_per_replica else "cpu"
         name = chosen if settings.backend == "auto" else settings.backend
@@ -81,18 +81,18 @@ class Front:
         return self._app
 
     def _submit(self, problem: Problem, tensors: Mapping[str, NDArray[Any]]) -> Future[Outcome]:
-        return asyncio.run_coroutine_threadsafe(self._run(problem, tensors), self._sending)
+        return asyncio.run_coroutine_threadsafe(self._run(problem, tensors), self._loop)
 
     async def _run(self, problem: Problem, tensors: Mapping[str, NDArray[Any]]) -> Outcome:
-        """On one replica; again on another where that was lost."""
+        """Compute on a replica, and again on another if it is lost."""
         for attempt in range(1, self._options.attempts + 1):
             try:
                 outcome: Outcome | ServiceError = await self._compute.run.remote(problem, tensors)
             except RayTaskError:
-                raise  # the replica lives: what failed there would fail again
-            except (RayError, RayServeException) as lost:
-                _log.warning("attempt %d: a replica or its answer was lost: %s", attempt, lost)
-                # Its successor takes a moment to start; others may be free at once.
+                raise  # the replica is alive, so the problem would fail again
+            except (RayError, RayServeException) as error:
+                _log.warning("attempt %d: a replica or its result was lost: %s", attempt, error)
+                # Its successor needs time to start; another replica may be free at once.
                 await asyncio.sleep(min(2.0, 0.1 * 2**attempt))
                 continue
             if isinstance(outcome, ServiceError):
@@ -110,13 +110,13 @@ def _grpc_method(name: str) -> Callable[[Front, bytes, Any], Awaitable[Answer]]:
     return method
 
 
-# Ray calls the front end's methods by the names of gRPC's.
+# Ray calls the front end's methods by their gRPC names.
 for _name in METHODS:
     setattr(Front, _name, _grpc_method(_name))
 
 
 def application(arguments: Mapping[str, Any]) -> serve.Application:
-    """The application, from `Options` as Serve hands them over."""
+    """Build the application from the arguments of the Serve configuration, see `Options`."""
     options = Options.model_validate(dict(arguments))
     compute = (
         serve.deployment(Compute)
@@ -129,7 +129,7 @@ def application(arguments: Mapping[str, Any]) -> serve.Application:
             autoscaling_config={
                 "min_replicas": options.min_replicas,
                 "max_replicas": options.max_replicas,
-                # What waits counts too: a queue is what replicas are added for.
+                # Queued problems count, too.
                 "target_ongoing_requests": options.target_ongoing,
                 "upscale_delay_s": options.upscale_delay_s,
                 "downscale_delay_s": options.downscale_delay_s,
@@ -137,7 +137,7 @@ def application(arguments: Mapping[str, Any]) -> serve.Application:
         )
         .bind(options.settings)
     )
-    # Without an application here, Ray asks the replica for its own.
+    # Without an argument to `ingress`, Ray calls `__serve_build_asgi_app__`.
     front = serve.deployment(serve.ingress()(Front)).options(
         ray_actor_options={"num_cpus": 0, "resources": options.front_resources},
         max_ongoing_requests=10_000,

@@ -1,4 +1,4 @@
-"""The settings one by one: for the command line, the reference and tests."""
+"""Lists the settings, for the command line, the reference and tests."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["markdown_table", "setting_fields"]
 
 
 def setting_fields() -> Iterator[tuple[str, FieldInfo, str]]:
-    """Each setting's name, its field and its unit ("" where it has none)."""
+    """Yield each setting's name, field and unit ("" if it has none)."""
     for name, field in Settings.model_fields.items():
         yield name, field, _unit(field)
 
 
 def markdown_table() -> str:
-    """All settings as the Markdown table of docs/reference/settings.md."""
+    """Return the Markdown table of docs/reference/settings.md."""
     rows = ["| variable | default | meaning |", "| --- | --- | --- |"]
     for name, field, unit in setting_fields():
-        default = _shown(field.default, unit)
+        default = _formatted(field.default, unit)
         rows.append(f"| `CONVGRAD_{name.upper()}` | {default} | {field.description} |")
     return "\n".join(rows) + "\n"
 
@@ -32,7 +32,7 @@ def _unit(field: FieldInfo) -> str:
     extra: Any = field.json_schema_extra
     if isinstance(extra, dict) and "unit" in extra:
         return str(extra["unit"])
-    # Optional fields keep the inner Annotated in their union's arguments.
+    # An optional field has its Annotated type among the members of a union.
     for member in getattr(field.annotation, "__args__", ()):
         for item in getattr(member, "__metadata__", ()):
             inner = getattr(item, "json_schema_extra", None)
@@ -41,7 +41,7 @@ def _unit(field: FieldInfo) -> str:
     return ""
 
 
-def _shown(value: Any, unit: str) -> str:
+def _formatted(value: Any, unit: str) -> str:
     if value is None:
         return "unset"
     if isinstance(value, ByteSize):

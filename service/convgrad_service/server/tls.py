@@ -1,6 +1,6 @@
-"""TLS for both ports: the server's certificate, and clients' where they are asked for one.
+"""TLS for the HTTP and gRPC ports, with client certificates if the settings ask for them.
 
-Certificates are renewed while a server runs: a new connection gets what the files hold then.
+Renewed certificate files apply to new connections without a restart.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from convgrad_service.server.settings import Settings
 
 __all__ = ["Pem", "TlsError", "newest_pem", "server_context"]
 
-# How often the files are looked at, at most.
-_LOOK_S = 5.0
+# Minimum interval between checks whether the files have changed.
+_CHECK_S = 5.0
 
 T = TypeVar("T")
-# Of the certificate, of its key, and of the authorities of clients' certificates.
+# Certificate chain, private key, and authorities of client certificates.
 _Files = tuple[Path, Path, Path | None]
 
 
 class TlsError(Exception):
-    """The settings name no certificate that can be served; the sentence says why."""
+    """The certificate that the settings name cannot be used; the message says why."""
 
 
 class Pem(NamedTuple):
-    """What the files of a certificate hold; ``authority`` is None where clients need none."""
+    """Contents of the PEM files; ``authority`` is None if clients need no certificate."""
 
     certificate: bytes
     key: bytes
@@ -37,60 +37,60 @@ class Pem(NamedTuple):
 
 
 def server_context(settings: Settings, protocol: str) -> ssl.SSLContext | None:
-    """What a port that speaks ``protocol`` (its ALPN name) needs; None where TLS is off.
+    """Make the context of a port with the ALPN protocol ``protocol``; None if TLS is off.
 
     Raises
     ------
     TlsError
-        A file cannot be read, holds no such thing, or one of certificate and key is missing.
+        A file cannot be read, is not valid PEM, or one of certificate and key is missing.
     """
     files = _files(settings)
     if files is None:
         return None
-    renewed = _Renewed(files, lambda: _made(*files, protocol))
+    reloaded = _Reloaded(files, lambda: _context(*files, protocol))
 
-    def newest(handshake: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
-        handshake.context = renewed.current()
+    def use_current(handshake: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
+        handshake.context = reloaded.current()
 
-    listening = _made(*files, protocol)
-    listening.sni_callback = newest  # called whether or not the client names one
-    return listening
+    context = _context(*files, protocol)
+    context.sni_callback = use_current  # called even if the client sends no server name
+    return context
 
 
 def newest_pem(settings: Settings) -> Callable[[], Pem] | None:
-    """What gives the contents of the files, each time anew; None where TLS is off.
+    """Return a function that returns the files' current contents; None if TLS is off.
 
-    Raises as `server_context`, at once and never later.
+    Raises like `server_context`; the returned function does not raise.
     """
     files = _files(settings)
     if files is None:
         return None
 
     def read() -> Pem:
-        _made(*files, "h2")  # a TlsError where they do not belong together
+        _context(*files, "h2")  # raises TlsError if the files do not match
         certificate, key, authority = files
-        found = None if authority is None else authority.read_bytes()
-        return Pem(certificate.read_bytes(), key.read_bytes(), found)
+        authorities = None if authority is None else authority.read_bytes()
+        return Pem(certificate.read_bytes(), key.read_bytes(), authorities)
 
-    return _Renewed(files, read).current
+    return _Reloaded(files, read).current
 
 
-class _Renewed(Generic[T]):
-    """What is made of some files, again whenever they have changed. For any thread."""
+class _Reloaded(Generic[T]):
+    """A value made from files, made again when they change. Thread-safe."""
 
     def __init__(self, files: _Files, make: Callable[[], T]) -> None:
         self._files, self._make = [file for file in files if file is not None], make
         self._current = make()
-        self._made_of, self._looked_s = _stamps(self._files), time.monotonic()
+        self._stamps, self._checked_s = _stamps(self._files), time.monotonic()
 
     def current(self) -> T:
-        """What the files hold now; while they hold nothing whole, what they held before."""
-        if time.monotonic() - self._looked_s > _LOOK_S:
-            self._looked_s = time.monotonic()
-            if (stamps := _stamps(self._files)) != self._made_of:
-                # Half written, perhaps: then it is tried again.
+        """Return the value for the files' current contents, or the last one that was valid."""
+        if time.monotonic() - self._checked_s > _CHECK_S:
+            self._checked_s = time.monotonic()
+            if (stamps := _stamps(self._files)) != self._stamps:
+                # The files may be half written; the next check tries again.
                 with contextlib.suppress(TlsError, OSError):
-                    self._current, self._made_of = self._make(), stamps
+                    self._current, self._stamps = self._make(), stamps
         return self._current
 
 
@@ -106,12 +106,12 @@ def _files(settings: Settings) -> _Files | None:
     return None
 
 
-def _made(certificate: Path, key: Path, authority: Path | None, protocol: str) -> ssl.SSLContext:
+def _context(certificate: Path, key: Path, authority: Path | None, protocol: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols([protocol])
     try:
-        # The empty password: a key that needs one is refused instead of asked for on a terminal.
+        # An empty password makes an encrypted key an error instead of a prompt on the terminal.
         context.load_cert_chain(certificate, key, password="")
         if authority is not None:
             context.load_verify_locations(authority)

@@ -1,12 +1,12 @@
 """``--warm-up FILE``: problems that a worker computes once before it is ready.
 
-So no request waits for a compiler or for what a first run allocates. The file holds requests, one
-in each line, as they are posted and with their operation:
+Requests like them then wait neither for a compiler nor for first-time allocations. The file has one
+request per line, as it would be posted, plus its operation:
 
     {"operation": "conv_fwd", "input": {"shape": [8, 64, 28, 28], "dtype": "bfloat16"}, ...}
 
-where a tensor is a shape and a dtype, or any form that a request may have. Or it holds layers of
-networks, of which every gradient is computed, and the forward:
+A tensor is a shape and a dtype, or any form valid in a request. Alternatively the file is a list of
+network layers; the forward operation and all gradients of each are computed:
 
     {"batch": 8, "dtype": "bfloat16", "layout": "NHWC", "layers": [
         {"kind": "conv", "ndim": 2, "C": 64, "K": 64, "groups": 1, "input_size": [28, 28],
@@ -14,8 +14,8 @@ networks, of which every gradient is computed, and the forward:
          "dilation": [1, 1]},
         {"kind": "maxpool", ...}]}
 
-A layer may have a batch (a number or several), dtype and layout of its own; a list of layers alone
-has batch 1 and float32, channels first.
+A layer may override batch (a number or a list), dtype and layout. The defaults are batch 1, float32
+and channels first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from convgrad.errors import ServiceError
 from convgrad.wire.json_tensors import decode_tensor
 from convgrad_service.backends.base import ServingBackend
 from convgrad_service.backends.cuda.nvrtc import CompileError
-from convgrad_service.engine.memory.problem_size import problem_size
+from convgrad_service.engine.memory.tensor_layout import problem_size
 from convgrad_service.engine.scheduling.partition import pieces_of
 from convgrad_service.problems import Problem, problem_from
 from convgrad_service.problems.layouts import LAYOUTS, activation_shape, weight_shape
@@ -49,19 +50,19 @@ _WINDOW = ("stride", "padding", "dilation")
 
 
 def read_warm_up(path: Path) -> list[Problem]:
-    """The problems that a file states, each once.
+    """Read the distinct problems in a warm-up file.
 
     Raises
     ------
     ValueError
-        It cannot be read, or states something else; the sentence says where and what.
+        The file cannot be read or is invalid; the message says where and why.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     found: dict[Problem, None] = {}
-    for where, operation, fields in _stated(text):
+    for where, operation, fields in _requests(text):
         try:
             if operation not in OPERATIONS:
                 known = ", ".join(OPERATIONS)
@@ -75,9 +76,9 @@ def read_warm_up(path: Path) -> list[Problem]:
 
 
 def warm_up(path: Path, backend: ServingBackend) -> None:
-    """Compile what the file's problems need, side by side, and compute each once.
+    """Compile the kernels of the file's problems concurrently, then compute each problem once.
 
-    One that cannot be computed is logged and left: its requests will be told.
+    Problems that cannot be computed are logged and skipped.
     """
     started_s = time.monotonic()
     problems = [
@@ -87,9 +88,9 @@ def warm_up(path: Path, backend: ServingBackend) -> None:
     ]
     problems = list(dict.fromkeys(problems))
     for problem in problems:
-        # All are begun before the first is waited for, which its run does.
-        _tried(problem, lambda problem=problem: backend.compile_ahead([problem]))
-    done = [_tried(problem, lambda problem=problem: _run(backend, problem)) for problem in problems]
+        # Start all compilations before running, and so waiting for, the first problem.
+        _attempt(problem, partial(backend.compile_ahead, [problem]))
+    done = [_attempt(problem, partial(_run, backend, problem)) for problem in problems]
     took_s = time.monotonic() - started_s
     _log.info("warmed up in %.1f s: %d of %d problems computed", took_s, sum(done), len(done))
 
@@ -101,17 +102,17 @@ def _run(backend: ServingBackend, problem: Problem) -> None:
     backend.run(problem, tensors)
 
 
-def _tried(problem: Problem, what: Any) -> bool:
+def _attempt(problem: Problem, action: Callable[[], object]) -> bool:
     try:
-        what()
+        action()
     except (ServiceError, CompileError) as error:
         _log.warning("%s of the warm-up cannot be computed: %s", problem, error)
         return False
     return True
 
 
-def _stated(text: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Of each request: where it stands, its operation, its fields."""
+def _requests(text: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Yield the location in the file, the operation and the fields of each request."""
     try:
         whole = json.loads(text)
     except json.JSONDecodeError:
@@ -119,9 +120,9 @@ def _stated(text: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     if isinstance(whole, list):
         whole = {"layers": whole}
     if isinstance(whole, dict) and "layers" in whole:
-        given = {key: value for key, value in whole.items() if key != "layers"}
+        defaults = {key: value for key, value in whole.items() if key != "layers"}
         for number, layer in enumerate(whole["layers"]):
-            yield from _of_layer(f"layer {number}", {**given, **layer})
+            yield from _layer_requests(f"layer {number}", {**defaults, **layer})
         return
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
@@ -135,7 +136,7 @@ def _stated(text: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
 
 
 def _array(name: str, value: Any) -> Any:
-    """Of a tensor that has no data an array that has none either; what is no tensor as it is."""
+    """Return a tensor's array, without memory if it has no data; return other values unchanged."""
     if not isinstance(value, Mapping) or not {"dtype", "npy"} & value.keys():
         return value
     if "shape" in value and "data" not in value:
@@ -143,15 +144,17 @@ def _array(name: str, value: Any) -> Any:
     return decode_tensor(value, name=name)
 
 
-def _of_layer(where: str, layer: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _layer_requests(
+    where: str, layer: Mapping[str, Any]
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
     where = f"{where} ({layer.get('name', 'without a name')})"
     batches = layer.get("batch", layer.get("N", 1))
     try:
         for batch in batches if isinstance(batches, list) else [batches]:
-            made = _KINDS[layer["kind"]](layer, batch)
-            yield from ((where, operation, fields) for operation, fields in made)
+            requests = _KINDS[layer["kind"]](layer, batch)
+            yield from ((where, operation, fields) for operation, fields in requests)
     except KeyError as missing:
-        raise ValueError(f"{where}: expected {missing}, which is not there") from None
+        raise ValueError(f"{where}: {missing} is missing") from None
 
 
 def _conv(layer: Mapping[str, Any], batch: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -176,7 +179,7 @@ def _pooling(layer: Mapping[str, Any], batch: int) -> Iterator[tuple[str, dict[s
 
 
 def _activations(layer: Mapping[str, Any], batch: int) -> tuple[Any, Any, dict[str, Any]]:
-    """The input, the output, and the parameters that all operations have."""
+    """Return the input, the output, and the parameters common to all operations."""
     name = layer.get("layout") or _CHANNELS_FIRST[layer["ndim"]]
     if name not in LAYOUTS:
         raise ValueError(f"expected a layout ({', '.join(LAYOUTS)}), got {name!r}")

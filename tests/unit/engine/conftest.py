@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from convgrad_service.engine.memory.tensor_layout import forget_sizes
+from convgrad_service.engine.memory.tensor_layout import clear_layout_cache
 from convgrad_service.engine.scheduling import partition as parts
 
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Parts of a sum of 32 kB, so that small problems have several."""
+    """Split sums into parts of 32 kB, so that small problems have several."""
     monkeypatch.setattr(parts, "PART_BYTES", 16_000)
-    forget_sizes()
+    clear_layout_cache()
     yield
-    forget_sizes()
+    clear_layout_cache()

@@ -1,4 +1,4 @@
-"""The line in front of an overloaded engine: who waits, who is let in, who is refused, and when."""
+"""The admission gate: who waits, is admitted or is refused, and when."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from convgrad_service.engine.admission_gate import AdmissionGate
 
 
 class Queue:
-    """As much room as a test says."""
+    """The engine's queue."""
 
     room = 0
 
@@ -23,8 +23,8 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(scenario, 20))
 
 
-async def all_that_may_be_refused_at_once(gate: AdmissionGate) -> None:
-    await asyncio.gather(*(gate.turn() for _ in range(16)))
+async def use_up_refusal_burst(gate: AdmissionGate) -> None:
+    await asyncio.gather(*(gate.admit() for _ in range(16)))
 
 
 async def settle() -> None:
@@ -32,30 +32,30 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_whoever_comes_goes_on_while_there_is_room_and_nobody_waits() -> None:
+def test_requests_are_admitted_while_there_is_room() -> None:
     async def scenario() -> None:
         queue = Queue()
         gate = AdmissionGate(lambda: queue.room)
-        assert gate.enter() is None
+        assert gate.try_admit() is None
         queue.room = 2
-        arrivals = [gate.enter() for _ in range(3)]
-        assert arrivals[2] is None  # two are on their way to the two places
+        arrivals = [gate.try_admit() for _ in range(3)]
+        assert arrivals[2] is None  # both slots are reserved
         assert arrivals[0] is not None
         gate.arrived(arrivals[0])
-        assert gate.enter() is not None
+        assert gate.try_admit() is not None
 
     run(scenario())
 
 
-def test_a_few_are_refused_at_once_and_the_others_as_time_passes(
+def test_refusals_are_rate_limited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(admission_gate, "_FEWEST_REFUSED_PER_S", 100.0)
+    monkeypatch.setattr(admission_gate, "_MIN_REFUSALS_PER_S", 100.0)
 
     async def scenario() -> None:
         gate = AdmissionGate(lambda: 0)
         began_s = time.monotonic()
-        turns = [asyncio.ensure_future(gate.turn()) for _ in range(26)]
+        turns = [asyncio.ensure_future(gate.admit()) for _ in range(26)]
         await settle()
         assert [turn.done() for turn in turns] == [True] * 16 + [False] * 10
         assert await asyncio.gather(*turns) == [None] * 26
@@ -64,19 +64,19 @@ def test_a_few_are_refused_at_once_and_the_others_as_time_passes(
     run(scenario())
 
 
-def test_whoever_waits_is_let_in_as_there_is_room_and_no_more_than_can_be_queued() -> None:
+def test_waiting_requests_are_admitted_up_to_the_room() -> None:
     async def scenario() -> None:
         queue = Queue()
         gate = AdmissionGate(lambda: queue.room)
-        await all_that_may_be_refused_at_once(gate)
-        turns = [asyncio.ensure_future(gate.turn()) for _ in range(3)]
+        await use_up_refusal_burst(gate)
+        turns = [asyncio.ensure_future(gate.admit()) for _ in range(3)]
         await settle()
         queue.room = 1
-        assert gate.enter() is None  # who comes now stands behind them
+        assert gate.try_admit() is None  # new requests queue behind the waiting ones
         arrival = await turns[0]
         assert arrival is not None
         await settle()
-        assert not turns[1].done()  # there is room for one, which is on its way
+        assert not turns[1].done()  # the only slot is reserved
         queue.room = 2
         gate.arrived(arrival)
         assert None not in [await turn for turn in turns[1:]]
@@ -84,48 +84,48 @@ def test_whoever_waits_is_let_in_as_there_is_room_and_no_more_than_can_be_queued
     run(scenario())
 
 
-def test_slow_arrivals_do_not_keep_others_out_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission_gate, "_FEWEST_REFUSED_PER_S", 0.1)
+def test_slow_bodies_do_not_block_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission_gate, "_MIN_REFUSALS_PER_S", 0.1)
 
     async def scenario() -> None:
         queue = Queue()
         gate = AdmissionGate(lambda: queue.room)
-        await all_that_may_be_refused_at_once(gate)
+        await use_up_refusal_burst(gate)
         queue.room = 8
-        assert None not in [gate.enter() for _ in range(8)]
-        assert await gate.turn() is not None
+        assert None not in [gate.try_admit() for _ in range(8)]
+        assert await gate.admit() is not None
 
     run(scenario())
 
 
-def test_whoever_leaves_the_line_is_not_waited_for() -> None:
+def test_cancelled_requests_leave_the_line() -> None:
     async def scenario() -> None:
         queue = Queue()
         gate = AdmissionGate(lambda: queue.room)
-        await all_that_may_be_refused_at_once(gate)
-        leaving, staying = (asyncio.ensure_future(gate.turn()) for _ in range(2))
+        await use_up_refusal_burst(gate)
+        leaving, staying = (asyncio.ensure_future(gate.admit()) for _ in range(2))
         await settle()
         queue.room = 2
         leaving.cancel()
-        gate.arrived(0)  # before it knows that it is cancelled
+        gate.arrived(0)  # before the cancelled task runs
         assert await staying is not None
 
     run(scenario())
 
 
-def test_what_was_let_in_and_is_refused_all_the_same_waits_before_others_are() -> None:
+def test_admitted_requests_are_refused_before_waiting_ones() -> None:
     async def scenario() -> None:
         queue = Queue()
         gate = AdmissionGate(lambda: queue.room)
-        await all_that_may_be_refused_at_once(gate)
-        turn = asyncio.ensure_future(gate.turn())
+        await use_up_refusal_burst(gate)
+        turn = asyncio.ensure_future(gate.admit())
         await settle()
-        await gate.refusal()
+        await gate.wait_to_refuse()
         assert not turn.done()
         assert await turn is None
-        # Where there is room again, nobody waits to be refused.
-        await all_that_may_be_refused_at_once(gate)
-        refusals = [asyncio.ensure_future(gate.refusal()) for _ in range(50)]
+        # Once there is room again, refusals do not wait.
+        await use_up_refusal_burst(gate)
+        refusals = [asyncio.ensure_future(gate.wait_to_refuse()) for _ in range(50)]
         await settle()
         queue.room = 1000
         gate.arrived(0)

@@ -1,4 +1,4 @@
-"""A scope ends what its task waits for: at the deadline, or when it is cancelled."""
+"""Cancel scopes: deadlines and cancellation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from convgrad_service.engine.deadline import CancelScope, Deadline
 
 
 class Gone(Exception):
-    """Why a scope was cancelled."""
+    """The error that a scope is cancelled with."""
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
@@ -27,16 +27,16 @@ async def scoped(seconds: float, cut: Exception | None = None) -> None:
         await asyncio.sleep(10)
 
 
-def test_the_deadline_ends_it() -> None:
+def test_deadline_ends_the_scope() -> None:
     async def scenario() -> None:
         with pytest.raises(DeadlineExceeded, match=r"within the 0\.02 s"):
             await scoped(0.02)
-        await asyncio.sleep(0)  # the task itself goes on
+        await asyncio.sleep(0)  # the task itself is not cancelled
 
     run(scenario())
 
 
-def test_cancelling_ends_it_with_its_own_error() -> None:
+def test_cancel_raises_the_given_error() -> None:
     async def scenario() -> None:
         with pytest.raises(Gone):
             await scoped(10, Gone())
@@ -45,7 +45,7 @@ def test_cancelling_ends_it_with_its_own_error() -> None:
     run(scenario())
 
 
-def test_what_ends_in_time_is_left_alone() -> None:
+def test_block_that_ends_in_time_is_unaffected() -> None:
     async def scenario() -> None:
         with CancelScope(Deadline.after(0.5)):
             await asyncio.sleep(0)
@@ -54,7 +54,7 @@ def test_what_ends_in_time_is_left_alone() -> None:
     run(scenario())
 
 
-def test_another_cancellation_stays_one() -> None:
+def test_external_cancellation_takes_precedence() -> None:
     async def scenario() -> None:
         async def waits() -> None:
             with CancelScope(Deadline.after(10)) as scope:

@@ -1,4 +1,4 @@
-"""The dataplane and the engine inside one process, with neither a transport nor a real backend."""
+"""The pipeline and the engine in one process, without a transport or a real backend."""
 
 from __future__ import annotations
 
@@ -24,23 +24,22 @@ from convgrad.errors import (
     ProblemTooLarge,
 )
 from convgrad_service.backends.base import Outcome
-from convgrad_service.engine.deadline import Deadline
+from convgrad_service.engine.deadline import CancelScope, Deadline
 from convgrad_service.engine.embedded import embedded_hub
 from convgrad_service.engine.hub import Hub, JobHandle
-from convgrad_service.engine.limits import Limits
-from convgrad_service.engine.options import EngineOptions
+from convgrad_service.engine.options import EngineOptions, Limits
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import ComputeRequest, Decoded, Result, blank
-from convgrad_service.engine.telemetry.timing import Timings
+from convgrad_service.engine.telemetry.record import Timings
 from tests.support.fake_backends import Blocking, Zeros
-from tests.support.in_memory import Kept, answer, kept
+from tests.support.in_memory import Kept, answer, begun, kept
 
 ONES = np.ones((1, 1, 4, 4), np.float32)
 FIELDS = {"grad_output": ONES, "weight": ONES}
 
 
 class Plane(Pipeline):
-    """A dataplane whose engine is inside it."""
+    """A pipeline on an embedded engine."""
 
     def __init__(
         self, backend: Zeros | None = None, limits: Limits | None = None, **options: Any
@@ -70,7 +69,7 @@ async def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it never came true")
 
 
-def test_an_answer_has_its_outputs_and_a_report() -> None:
+def test_result_has_outputs_and_report() -> None:
     pipeline = Plane()
     result = asyncio.run(ask(pipeline))
     assert result.outputs["grad_input"].shape == (1, 1, 7, 7)
@@ -80,7 +79,7 @@ def test_an_answer_has_its_outputs_and_a_report() -> None:
 
 
 class Adding(Zeros):
-    """Answers with the sum of its inputs in every element."""
+    """Fills its outputs with the sum of its inputs."""
 
     def run(self, problem: Any, tensors: Any, *others: Any) -> Outcome:
         outcome = super().run(problem, tensors, *others)
@@ -89,11 +88,11 @@ class Adding(Zeros):
         return outcome
 
 
-def test_inputs_are_filled_and_outputs_read_where_they_lie() -> None:
+def test_inputs_and_outputs_are_in_the_arena() -> None:
     async def scenario() -> None:
         pipeline = Plane(Adding())
         spec = {name: blank((1, 1, 4, 4), DType.FLOAT32, name=name) for name in FIELDS}
-        async with pipeline.begin(called(), lambda: Decoded(spec)) as work:
+        async with begun(pipeline, called(), lambda: Decoded(spec)) as work:
             arena = pipeline.hub.arena
             for array in work.inputs.values():
                 assert arena.address <= array.ctypes.data < arena.address + arena.size_bytes
@@ -108,7 +107,7 @@ def test_inputs_are_filled_and_outputs_read_where_they_lie() -> None:
     asyncio.run(scenario())
 
 
-def test_a_shape_that_nothing_can_hold_is_refused() -> None:
+def test_shape_too_large_for_numpy_is_refused() -> None:
     with pytest.raises(MalformedRequest, match="too large"):
         blank((2**40, 2**40), DType.FLOAT32, name="x")
 
@@ -148,7 +147,7 @@ def test_decode_and_encode_run_in_threads() -> None:
     assert len(seen) == 2
 
 
-def test_refusals_come_before_the_backend() -> None:
+def test_refused_requests_do_not_reach_the_backend() -> None:
     backend = Blocking()
     pipeline = Plane(backend, limits=Limits(problem_bytes=100))
     with pytest.raises(ProblemTooLarge):
@@ -159,14 +158,14 @@ def test_refusals_come_before_the_backend() -> None:
     assert pipeline.hub.memory.used_bytes == 0
 
 
-def test_what_has_no_place_is_refused() -> None:
+def test_request_larger_than_the_arena_is_refused() -> None:
     large = np.ones((1, 1, 40, 40), np.float32)
     with pytest.raises(ProblemTooLarge, match="4,096"):
         asyncio.run(ask(Plane(tensor_bytes=1), {"grad_output": large, "weight": ONES}))
 
 
 @pytest.mark.parametrize("filling", [True, False], ids=["filling", "decoding"])
-def test_memory_is_held_while_a_thread_still_works_on_it(filling: bool) -> None:
+def test_leases_are_held_while_a_thread_uses_them(filling: bool) -> None:
     pipeline = Plane()
     release = threading.Event()
 
@@ -184,13 +183,12 @@ def test_memory_is_held_while_a_thread_still_works_on_it(filling: bool) -> None:
 
         async def begun_and_filled() -> None:
             decode = (lambda: large) if filling else slow
-            begun = pipeline.begin(called(), lambda: Decoded(decode()), holds=text)
-            async with begun as work:
-                await work.fill({"grad_output": slowly}, holds=text)
+            execution = begun(pipeline, called(), lambda: Decoded(decode()), body_lease=text)
+            async with execution as work:
+                await work.fill({"grad_output": slowly}, body_lease=text)
 
-        with pytest.raises(DeadlineExceeded):
-            async with called(0.05).deadline.enforced():
-                await begun_and_filled()
+        with pytest.raises(DeadlineExceeded), CancelScope(called(0.05).deadline):
+            await begun_and_filled()
         text.release()
         assert pipeline.hub.texts.used_bytes > 0
         assert (pipeline.hub.memory.used_bytes > 0) == filling
@@ -201,8 +199,8 @@ def test_memory_is_held_while_a_thread_still_works_on_it(filling: bool) -> None:
     asyncio.run(scenario())
 
 
-def test_time_that_was_computed_in_vain_counts_as_compute() -> None:
-    """Past a deadline the work may still be ending; the queue is not to blame for it."""
+def test_compute_time_counts_after_a_missed_deadline() -> None:
+    """After the deadline the job may still be running; that time is not queueing."""
 
     async def scenario() -> None:
         pipeline = Plane(backend := Blocking())
@@ -215,19 +213,19 @@ def test_time_that_was_computed_in_vain_counts_as_compute() -> None:
     asyncio.run(scenario())
 
 
-def test_what_a_worker_does_before_its_submitter_goes_on_counts_as_compute(
+def test_compute_time_before_the_submitter_resumes_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On few cores the worker may run, and be done, before the submitting process runs again."""
+    """On few cores the worker may finish before the submitting thread runs again."""
     pipeline = Plane()
-    compute = pipeline.hub.compute
+    compute = pipeline.hub.submit
 
     def slow(*arguments: Any) -> JobHandle:
         handle = compute(*arguments)
         time.sleep(0.05)
         return handle
 
-    monkeypatch.setattr(pipeline.hub, "compute", slow)
+    monkeypatch.setattr(pipeline.hub, "submit", slow)
 
     async def scenario() -> Timings:
         call = called()
@@ -240,7 +238,7 @@ def test_what_a_worker_does_before_its_submitter_goes_on_counts_as_compute(
 
 
 class Lingering(Blocking):
-    """Is done when it is let go, and not before."""
+    """Ignores cancellation, and finishes when the test allows it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +250,7 @@ class Lingering(Blocking):
         return outcome
 
 
-def test_a_cancelled_caller_cancels_its_work() -> None:
+def test_cancelling_the_caller_cancels_the_job() -> None:
     backend = Lingering()
     pipeline = Plane(backend)
 
@@ -262,7 +260,7 @@ def test_a_cancelled_caller_cancels_its_work() -> None:
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        assert pipeline.hub.memory.used_bytes > 0  # until the backend has let go of it
+        assert pipeline.hub.memory.used_bytes > 0  # until the backend is done with it
         backend.let_go.set()
         await until(lambda: pipeline.hub.memory.used_bytes == 0)
 
@@ -279,7 +277,7 @@ def test_admission() -> None:
         await asyncio.to_thread(backend.started.acquire)
         pipeline.admit()
         second = asyncio.ensure_future(ask(pipeline))
-        await until(lambda: pipeline.hub.schedule.waiting == 1)
+        await until(lambda: pipeline.hub.scheduler.waiting == 1)
         with pytest.raises(Overloaded):
             pipeline.admit()
         backend.release.set()
@@ -292,7 +290,7 @@ def test_admission() -> None:
     asyncio.run(scenario())
 
 
-def test_a_failed_device_takes_no_more_work() -> None:
+def test_failed_device_refuses_requests() -> None:
     backend = Zeros()
     pipeline = Plane(backend)
     pipeline.require_ready()
@@ -302,7 +300,7 @@ def test_a_failed_device_takes_no_more_work() -> None:
             refuses()
 
 
-def test_the_way_to_a_device_and_back_is_timed_apart() -> None:
+def test_upload_and_download_are_separate_stages() -> None:
     class Remote(Zeros):
         def run(self, *arguments: Any) -> Outcome:
             time.sleep(0.02)
@@ -320,16 +318,16 @@ def test_the_way_to_a_device_and_back_is_timed_apart() -> None:
     assert 0.004 < stages_s["compute"] <= whole_s - 0.015
 
 
-def test_a_deadline_is_not_confused_with_a_timeout_inside() -> None:
+def test_deadline_is_distinct_from_an_inner_timeout() -> None:
     async def scenario() -> None:
-        with pytest.raises(TimeoutError):
-            async with Deadline.after(5).enforced():
-                raise TimeoutError
-        with pytest.raises(DeadlineExceeded, match=r"0\.01 s"):
-            async with Deadline.after(0.01).enforced():
-                await asyncio.sleep(5)
-        with pytest.raises(DeadlineExceeded):
-            async with Deadline.after(-1).enforced():
-                await asyncio.sleep(5)
+        with pytest.raises(TimeoutError), CancelScope(Deadline.after(5)):
+            raise TimeoutError
+        with (
+            pytest.raises(DeadlineExceeded, match=r"0\.01 s"),
+            CancelScope(Deadline.after(0.01)),
+        ):
+            await asyncio.sleep(5)
+        with pytest.raises(DeadlineExceeded), CancelScope(Deadline.after(-1)):
+            await asyncio.sleep(5)
 
     asyncio.run(scenario())

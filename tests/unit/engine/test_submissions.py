@@ -1,11 +1,11 @@
-"""Submitted results, remembered by their digests."""
+"""Submitted results, compared by digests."""
 
 from __future__ import annotations
 
 from convgrad_service.engine.submissions import Earlier, Submissions
 
 
-def test_the_latest_of_the_same_is_compared() -> None:
+def test_result_is_compared_with_the_previous_one() -> None:
     now = [100.0]
     kept = Submissions(now_s=lambda: now[0])
     results = {"grad_input": (640, tuple(range(64)))}
@@ -21,7 +21,7 @@ def test_the_latest_of_the_same_is_compared() -> None:
     assert kept.add("me", "another", "r5", other) == {}
 
 
-def test_outputs_are_remembered_each() -> None:
+def test_outputs_are_stored_separately() -> None:
     kept = Submissions()
     one, two = {"grad_weight": (4, (1,))}, {"grad_bias": (2, (7,))}
     kept.add("", "p", "r1", one)
@@ -33,8 +33,8 @@ def test_outputs_are_remembered_each() -> None:
     }
 
 
-def test_their_number_is_bounded() -> None:
-    kept = Submissions(most=3)
+def test_number_of_submissions_is_limited() -> None:
+    kept = Submissions(max_submissions=3)
     for number in range(10):
         kept.add("", str(number), "r", {"output": (1, (number,))})
     assert len(kept) == 3

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.load.served import busy_s, cpu_s, held_bytes, on_cores, shared_out
+from tests.load.served import busy_s, cpu_s, held_bytes, on_cores, split_cores
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc and affinity are Linux'")
 
@@ -38,7 +38,7 @@ def test_what_the_children_of_a_process_take_is_counted() -> None:
 def test_what_is_started_on_some_cores_stays_there() -> None:
     before = os.sched_getaffinity(0)
     show = [sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"]
-    for cores in shared_out():
+    for cores in split_cores():
         with on_cores(cores):
             shown = subprocess.run(show, capture_output=True, text=True, check=True).stdout
         assert shown.strip() == str(set(cores))
@@ -53,4 +53,4 @@ def test_clients_have_a_core_of_their_own(
     cores: set[int], server: set[int], clients: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
-    assert shared_out() == (server, clients)
+    assert split_cores() == (server, clients)

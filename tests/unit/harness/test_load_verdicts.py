@@ -12,9 +12,9 @@ import pytest
 from convgrad.errors import Overloaded
 from tests.load import run
 from tests.load.figures import Figures
-from tests.load.open_loop import Plan, Seen, arrivals, compared, figures
-from tests.load.run import LEAST_GOODPUT, RAMP_P99_S, ramp_verdict, verdict
-from tests.load.soak import MOST_GROWTH_BYTES
+from tests.load.open_loop import Observed, Plan, arrivals, compared, figures
+from tests.load.run import MIN_GOODPUT, RAMP_P99_S, ramp_verdict, verdict
+from tests.load.soak import MAX_GROWTH_BYTES
 from tests.load.soak import verdict as soak_verdict
 
 
@@ -65,7 +65,7 @@ def ramped(rates: list[float], refused: float = 5.0, p99_s: float = 0.1) -> list
 
 def test_a_ramp_must_meet_the_limit_and_hold() -> None:
     assert ramp_verdict(ramped([50, 100, 95])) == []
-    assert "goodput fell" in ramp_verdict(ramped([50, 100, 100 * LEAST_GOODPUT - 1]))[0]
+    assert "goodput fell" in ramp_verdict(ramped([50, 100, 100 * MIN_GOODPUT - 1]))[0]
     assert "never met the limit" in ramp_verdict(ramped([50, 100, 100], refused=0))[0]
     assert "rose to" in ramp_verdict(ramped([50, 100, 100], p99_s=RAMP_P99_S + 0.1))[0]
     failing = ramped([50, 100, 100])
@@ -80,7 +80,7 @@ def soaked(held_mib: list[float]) -> list[dict[str, Any]]:
 def test_a_soak_must_not_grow() -> None:
     warming = [100, 150, 200, 200, 200, 200, 200, 205]
     assert soak_verdict(soaked(warming)) == []
-    growing = [100 + n * (MOST_GROWTH_BYTES / 2**20) / 4 for n in range(8)]
+    growing = [100 + n * (MAX_GROWTH_BYTES / 2**20) / 4 for n in range(8)]
     assert "grew by 40 MiB" in soak_verdict(soaked([value * 1.25 for value in growing]))[0]
     assert "too few" in soak_verdict(soaked([1, 1]))[0]
     failing = soaked(warming)
@@ -101,8 +101,8 @@ PLAN = Plan("http://server", "small", rate=100.0, seconds=10.0, workers=2)
 
 
 def test_figures_of_an_open_loop_count_from_when_requests_were_due() -> None:
-    first = Seen([0.001 * n for n in range(1, 501)], [0.0001] * 500, {"ok": 500})
-    second = Seen(
+    first = Observed([0.001 * n for n in range(1, 501)], [0.0001] * 500, {"ok": 500})
+    second = Observed(
         [0.001 * n for n in range(501, 1000)], [0.0001] * 500, {"ok": 499, "overloaded": 1}
     )
     row = figures(PLAN, [first, second])
@@ -112,21 +112,21 @@ def test_figures_of_an_open_loop_count_from_when_requests_were_due() -> None:
     assert compared(row, None) == ["1 of 1000 failed: {'ok': 999, 'overloaded': 1}"]
 
 
-def test_an_open_loop_is_compared_with_what_is_kept() -> None:
-    kept = figures(PLAN, [Seen([0.010] * 1000, [0.0] * 1000, {"ok": 1000})])
-    slower = figures(PLAN, [Seen([0.019] * 999 + [0.1], [0.0] * 1000, {"ok": 1000})])
+def test_an_open_loop_is_compared_with_stored_figures() -> None:
+    kept = figures(PLAN, [Observed([0.010] * 1000, [0.0] * 1000, {"ok": 1000})])
+    slower = figures(PLAN, [Observed([0.019] * 999 + [0.1], [0.0] * 1000, {"ok": 1000})])
     assert compared(kept, kept) == []
     assert compared(slower, kept) == []
-    worst = figures(PLAN, [Seen([0.019] * 980 + [0.1] * 20, [0.0] * 1000, {"ok": 1000})])
+    worst = figures(PLAN, [Observed([0.019] * 980 + [0.1] * 20, [0.0] * 1000, {"ok": 1000})])
     assert compared(worst, kept) == [
         "p99_s was 0.0100 and is 0.1000",
         "p99.9_s was 0.0100 and is 0.1000",
     ]
     # Microseconds are the machine's.
-    tiny = figures(PLAN, [Seen([0.0001] * 1000, [0.0] * 1000, {"ok": 1000})])
-    other = figures(PLAN, [Seen([0.0009] * 1000, [0.0] * 1000, {"ok": 1000})])
+    tiny = figures(PLAN, [Observed([0.0001] * 1000, [0.0] * 1000, {"ok": 1000})])
+    other = figures(PLAN, [Observed([0.0009] * 1000, [0.0] * 1000, {"ok": 1000})])
     assert compared(other, tiny) == []
-    late = figures(PLAN, [Seen([0.01] * 1000, [0.02] * 1000, {"ok": 1000})])
+    late = figures(PLAN, [Observed([0.01] * 1000, [0.02] * 1000, {"ok": 1000})])
     assert "20.0 ms late" in compared(late, None)[0]
 
 

@@ -13,7 +13,7 @@ from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest, NotFound
 from convgrad_service.oip.fields import operation_named, request_fields
 from convgrad_service.oip.http_head import read_infer_head
-from convgrad_service.oip.number_list import NumberList
+from convgrad_service.oip.json_text import NumberList
 from convgrad_service.oip.request import InferRequest, Region, Span
 
 CONV = OPERATIONS["conv_bwd_data"]

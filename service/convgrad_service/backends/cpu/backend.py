@@ -34,8 +34,10 @@ class CpuBackend(OnHost):
     smaller steps, or a ProblemTooLarge, and never other bits. ``level`` picks an instruction-set
     level by name; the default is the best that this CPU has.
 
-    Raises:
-        DeviceUnavailable: the kernels were not built, or not for this CPU.
+    Raises
+    ------
+    DeviceUnavailable
+        The kernels were not built, or not for this CPU.
     """
 
     name = "cpu"

@@ -86,9 +86,11 @@ def machine() -> str:
 def compile_libraries(architecture: str | None = None) -> list[Path]:
     """Compile what is out of date and return every library of the architecture (default: this one).
 
-    Raises:
-        CompileError: no ziglang in this environment, an architecture without kernels, or an error
-            in a source.
+    Raises
+    ------
+    CompileError
+        No ziglang in this environment, an architecture without kernels, or an error
+        in a source.
     """
     architecture = architecture or machine()
     levels = LEVELS.get(architecture)

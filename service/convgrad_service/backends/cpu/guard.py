@@ -18,8 +18,10 @@ class Guard:
     def __init__(self, address: int, size_bytes: int) -> None:
         """Guard ``size_bytes`` from ``address``, where a page begins.
 
-        Raises:
-            DeviceUnavailable: this system cannot guard them, or too many are guarded.
+        Raises
+        ------
+        DeviceUnavailable
+            This system cannot guard them, or too many are guarded.
         """
         self._functions = _functions()
         self._number = self._functions.convgrad_guard_add(address, size_bytes)

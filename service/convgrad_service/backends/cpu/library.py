@@ -38,8 +38,10 @@ class Library:
     def kernel(self, name: str) -> Kernel:
         """The entry point ``convgrad_<name>``.
 
-        Raises:
-            DeviceUnavailable: the library has no such kernel, so it is older than this package.
+        Raises
+        ------
+        DeviceUnavailable
+            The library has no such kernel, so it is older than this package.
         """
         known = self._kernels.get(name)
         if known is not None:
@@ -68,8 +70,10 @@ _HOW_TO_BUILD = (
 def load(level: str | None = None) -> Library:
     """Load the kernels for one level, or for the best one that this CPU and system run.
 
-    Raises:
-        DeviceUnavailable: this architecture has no kernels, or they were not built.
+    Raises
+    ------
+    DeviceUnavailable
+        This architecture has no kernels, or they were not built.
     """
     architecture = {"amd64": "x86_64", "arm64": "aarch64"}.get(
         platform.machine().lower(), platform.machine().lower()
@@ -91,8 +95,10 @@ def load(level: str | None = None) -> Library:
 def team_function(name: str, arguments: int) -> Callable[..., None]:
     """``convgrad_team_<name>``, of addresses and integers; one library's serves all levels.
 
-    Raises:
-        DeviceUnavailable: as `load`.
+    Raises
+    ------
+    DeviceUnavailable
+        As `load`.
     """
     function = load().handle[f"convgrad_team_{name}"]
     function.restype = None

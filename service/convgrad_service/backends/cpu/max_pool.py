@@ -81,8 +81,10 @@ class _Launch(NamedTuple):
 def _singly(pool: PoolShape, dtype: DType, *, sums: bool) -> _Launch:
     """A launch of kernels/pool_windows.cpp; ``sums`` where it adds gradients up.
 
-    Raises:
-        UnsupportedProblem: a plane's sums, which 16-bit types keep aside, do not fit.
+    Raises
+    ------
+    UnsupportedProblem
+        A plane's sums, which 16-bit types keep aside, do not fit.
     """
     plane_bytes = prod(pool.input_size) * sum_bytes(dtype)
     aside = sums and dtype.itemsize < sum_bytes(dtype)
@@ -110,8 +112,10 @@ def backward(
 
     The maxima are searched for in ``input``, or given by ``indices`` (int32 or int64).
 
-    Raises:
-        InvalidProblem: an index is none of its window's positions inside the input.
+    Raises
+    ------
+    InvalidProblem
+        An index is none of its window's positions inside the input.
     """
     tensors = [array for array in (grad_output, grad_input, input, indices) if array is not None]
     args = _args(pool, dtype)

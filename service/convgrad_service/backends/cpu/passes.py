@@ -14,8 +14,8 @@ from convgrad_service.backends.cpu.channel_sum import channel_sum
 from convgrad_service.backends.cpu.engines import bwd_data_into, bwd_weight_into, forward_into
 from convgrad_service.backends.cpu.runner import Machine, Ran
 from convgrad_service.plans.cpu import Choice
+from convgrad_service.problems.concatenation import concatenate
 from convgrad_service.problems.geometry import ConvShape
-from convgrad_service.problems.joined import joined
 from convgrad_service.problems.layouts import activation_view, weight_view
 from convgrad_service.problems.passes import ConvPasses, Pass, Side
 
@@ -23,8 +23,8 @@ __all__ = ["run_passes"]
 
 Array = NDArray[Any]
 Tensors = Mapping[str, Array]
-# Of a piece's joined operands: a constant, so that no setting decides where the pieces are cut.
-JOINED_BYTES = 64 * 1024 * 1024
+# Size of a piece's concatenated operands; a constant, so that settings do not change the pieces.
+CONCATENATED_BYTES = 64 * 1024 * 1024
 
 
 def run_passes(
@@ -44,7 +44,7 @@ def run_passes(
 def _run(
     machine: Machine, problem: ConvPasses, tensors: Tensors, cancelled: threading.Event | None
 ) -> Ran:
-    """One pass; in pieces where its operands are joined, so that the copies stay small."""
+    """One pass; in pieces where its operands are concatenated, so that the copies stay small."""
     (one,) = problem.passes
     result = machine.output(one.output, problem.outputs[one.output])
     whole = {**tensors, one.output: result}
@@ -60,7 +60,7 @@ def _run(
     if len(one.terms) == 1:
         choice, used = _product(machine, problem, one, whole, cancelled)
         return Ran(outputs, choice.kernel, used, choice.plan.pieces, choice.passed_over)
-    return _run_joined(machine, problem, one, whole, cancelled)
+    return _run_concatenated(machine, problem, one, whole, cancelled)
 
 
 def _product(
@@ -95,7 +95,7 @@ def _into(
     return bwd_weight_into(machine, conv, problem.dtype, x, y, w, cancelled=cancelled)
 
 
-def _run_joined(
+def _run_concatenated(
     machine: Machine,
     problem: ConvPasses,
     one: Pass,
@@ -105,27 +105,27 @@ def _run_joined(
     side: Side = "x" if one.direction == "fwd" else "y"
     activations, weights = zip(*one.terms, strict=True)
     copied = 2 * problem.spec_of(side).size_bytes
-    pieces = problem.split(max(1, -(-copied // JOINED_BYTES)))
-    joined_weight: Array | None = None
+    pieces = problem.split(max(1, -(-copied // CONCATENATED_BYTES)))
+    weight: Array | None = None
     ran = Ran({one.output: tensors[one.output]}, "", 0, len(pieces))
     for piece in machine.to_run(pieces):
         part = piece.problem
         assert isinstance(part, ConvPasses)  # noqa: S101 - its own pieces
-        found = joined(part.conv, "fwd" if one.direction == "fwd" else "bwd_data")
+        found = concatenate(part.conv, "fwd" if one.direction == "fwd" else "bwd_data")
         sources = [_view(part, side, tensors[name][piece.inputs[name]]) for name in activations]
-        if joined_weight is None:
+        if weight is None:
             order = weights[::-1] if found.reversed_taps else weights
             views = [_view(part, "w", tensors[name]) for name in order]
             along = 2 if one.direction == "fwd" else 1
-            joined_weight = np.stack(views, 3) if found.by_taps else np.concatenate(views, along)
+            weight = np.stack(views, 3) if found.by_taps else np.concatenate(views, along)
         source = np.stack(sources, 3) if found.by_taps else _concatenated(sources)
         target = _view(part, one.written, tensors[one.output][piece.outputs[one.output]])
         if found.by_taps:
             target = target[:, :, :, None]
-        both: dict[str | None, Array] = {side: source, "w": joined_weight, one.written: target}
+        both: dict[str | None, Array] = {side: source, "w": weight, one.written: target}
         bias = None if one.bias is None else _by_group(part, tensors[one.bias])
         choice, used = _into(machine, found.conv, part, one, both, bias, cancelled)
-        used += source.nbytes + joined_weight.nbytes
+        used += source.nbytes + weight.nbytes
         ran = replace(
             ran,
             kernel=choice.kernel,

@@ -97,8 +97,10 @@ class Workers:
         launch with fewer tasks than threads from waking the others. Where there is ``cancelled``, a
         further thread watches it.
 
-        Raises:
-            DeadlineExceeded: ``cancelled`` was set; the outputs are incomplete.
+        Raises
+        ------
+        DeadlineExceeded
+            ``cancelled`` was set; the outputs are incomplete.
         """
         control = Control()
         threads = self.threads if tasks is None else max(1, min(self.threads, tasks))

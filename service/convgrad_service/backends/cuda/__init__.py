@@ -1,5 +1,5 @@
-"""The CUDA backend: kernels of our own, compiled at run time and launched through CuPy.
+"""The CUDA backend: CUDA C++ kernels, compiled by NVRTC at run time and launched through CuPy.
 
-CuPy is imported when a backend is made, not before: the service runs without it. This package
-imports nothing itself: a process that does not compute does not load the kernels' planning.
+CuPy is imported when a backend is created: the service runs without it. This package imports
+nothing itself, so that a process that does not compute does not load the planning of kernels.
 """

@@ -1,7 +1,6 @@
 """Kernel arguments: a ctypes structure that mirrors the kernel's own, packed once.
 
-Addresses are the only thing that changes between two runs of a plan, so they alone are written
-when it runs.
+Only addresses change between runs of a plan, so only they are written when it runs.
 """
 
 from __future__ import annotations
@@ -20,8 +19,15 @@ _ADDRESS = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A structure's bytes, and where in them a pointer into which buffer belongs, with how many
-    bytes into it."""
+    """A structure's bytes, with its pointers left out.
+
+    Attributes
+    ----------
+    template : bytes
+        The structure.
+    pointers : tuple of (int, str, int)
+        Of each pointer: its offset in the structure, the buffer, and an offset into the buffer.
+    """
 
     template: bytes
     pointers: tuple[tuple[int, str, int], ...]
@@ -45,18 +51,18 @@ class Packed:
 
 
 def pack(structure: ctypes.Structure, **pointers: Operand | str | None) -> Packed:
-    """A structure whose pointer fields get the buffers given here; None stays null.
+    """Pack a structure whose pointer fields get these buffers; None leaves a null pointer.
 
-    What a pointer field holds already is how many bytes into its buffer it points.
+    The value that a pointer field already holds is an offset in bytes into its buffer.
     """
     kind = type(structure)
-    places = tuple(
+    offsets = tuple(
         (
             getattr(kind, field).offset,
-            given if isinstance(given, str) else given.buffer,
+            target if isinstance(target, str) else target.buffer,
             getattr(structure, field),
         )
-        for field, given in pointers.items()
-        if given is not None
+        for field, target in pointers.items()
+        if target is not None
     )
-    return Packed(bytes(structure), places)
+    return Packed(bytes(structure), offsets)

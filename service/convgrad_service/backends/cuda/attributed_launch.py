@@ -1,5 +1,7 @@
-"""Launches with attributes, which CuPy cannot ask for: that may start while the kernel before them
-still runs (programmatic dependent launch), or whose blocks form clusters. From sm_90 on.
+"""Launches with attributes that CuPy does not offer, from sm_90 on.
+
+These are programmatic dependent launch (a kernel may start while the previous one runs) and thread
+block clusters.
 """
 
 from __future__ import annotations
@@ -41,15 +43,14 @@ class _Config(ctypes.Structure):
 
 
 class AttributedLaunch:
-    """A launch with its arguments filled that overlaps the one before it, or has clusters.
+    """A launch, with arguments filled in, that overlaps the previous one or has clusters.
 
-    Calling it puts it on a stream; not from two threads at once. A kernel that overlaps waits
-    itself for what the one before it writes.
+    Calling it launches the kernel on a stream. Not thread-safe.
 
     Raises
     ------
     DeviceUnavailable
-        The driver refused it.
+        The driver refused the launch.
     """
 
     __slots__ = ("_config", "_given", "_kept", "_launch", "_name")
@@ -72,10 +73,10 @@ class AttributedLaunch:
             ctypes.addressof(attributes),
             len(attributes),
         )
-        # All but the stream is made once: a launch that makes it takes four times as long.
+        # Set up everything but the stream once: doing it in each launch takes four times as long.
         self._launch = _launcher()
         self._given = ctypes.byref(self._config), function, ctypes.addressof(arguments), None
-        self._kept = attributes, structure, arguments  # what is pointed into
+        self._kept = attributes, structure, arguments  # keeps alive what is pointed into
 
     def __call__(self, stream: int) -> None:
         self._config.stream = stream

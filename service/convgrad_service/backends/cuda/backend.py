@@ -1,4 +1,4 @@
-"""`CudaBackend`: plans, memory, launches, and what happens where memory or the GPU fails."""
+"""`CudaBackend`: planning, memory, launches, and failures of memory or of the GPU."""
 
 from __future__ import annotations
 
@@ -17,14 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
-from convgrad.errors import (
-    DeviceOutOfMemory,
-    DeviceUnavailable,
-    InvalidProblem,
-    ServiceError,
-)
+from convgrad.errors import DeviceOutOfMemory, DeviceUnavailable, InvalidProblem, ServiceError
 from convgrad_service.backends.base import Outcome, Plan, Vitals
-from convgrad_service.backends.cuda.cancelling import stop_if, wait_for
+from convgrad_service.backends.cuda.cancellation import stop_if, wait_for
 from convgrad_service.backends.cuda.compile import DEFAULT_CACHE, Compiler
 from convgrad_service.backends.cuda.device import (
     cuda_driver_major,
@@ -33,40 +28,40 @@ from convgrad_service.backends.cuda.device import (
     import_cupy,
     uuid_of,
 )
-from convgrad_service.backends.cuda.examined import Examined
-from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.faults import alloc_or_none, fatal_fault
-from convgrad_service.backends.cuda.graphs import Graphs
-from convgrad_service.backends.cuda.launch import Kernels
-from convgrad_service.backends.cuda.memory import COPIERS, Arena, Lane, Turns, arena_of
-from convgrad_service.backends.cuda.nvrtc import CompileError, find_nvrtc
-from convgrad_service.backends.cuda.on_device import (
+from convgrad_service.backends.cuda.device_tensors import (
+    CudaTensor,
     IpcMemory,
-    OnDevice,
     on_the_host,
     read_in_place,
     write_in_place,
 )
+from convgrad_service.backends.cuda.diagnostics import Diagnostics
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.faults import alloc_or_none, fatal_fault
+from convgrad_service.backends.cuda.graphs import Graphs
+from convgrad_service.backends.cuda.launch import Kernels
+from convgrad_service.backends.cuda.memory import COPIERS, Arena, Lane, UploadQueue, arena_of
+from convgrad_service.backends.cuda.nvrtc import CompileError, find_nvrtc
 from convgrad_service.backends.cuda.pinned import Pinned
 from convgrad_service.backends.cuda.residents import Residents, mirrored, places_of
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Families
-from convgrad_service.plans.cuda.pieces import parts_for
 from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.plans.cuda.program import CudaPlan
+from convgrad_service.plans.cuda.splitting import parts_that_fit
 from convgrad_service.problems import run_in_pieces
 from convgrad_service.problems.base import Problem, TensorSpec
 
 __all__ = ["CudaBackend"]
 
 Tensors = Mapping[str, NDArray[Any]]
-# Of a device's memory, what the context, the kernels and other programs may take.
+# Device memory left to the context, the kernels and other programs.
 RESERVE_BYTES = 1 * 2**30
 
 
 @dataclass(slots=True)
 class _Spent:
-    """What the pieces of one request took, in seconds and bytes."""
+    """Time and memory that the pieces of one request took."""
 
     upload_s: float = 0.0
     compute_s: float = 0.0
@@ -76,20 +71,22 @@ class _Spent:
     kernel: str = ""
 
 
-class CudaBackend(Examined):
+class CudaBackend(Diagnostics):
     """Computes every operation on one GPU, deterministically.
 
-    Requests run side by side on ``lanes`` streams. A problem larger than the GPU's memory runs in
-    pieces; ``memory_limit_bytes`` makes the GPU seem smaller. ``cache`` is the folder of compiled
-    kernels. For tests, ``poison`` fills outputs and workspace with NaNs first, and in ``debug``
-    kernels a wait without an end becomes a fault.
+    Requests run concurrently on ``lanes`` streams. A problem larger than the GPU's memory, or than
+    ``memory_limit_bytes``, runs in pieces. ``cache`` is the folder of compiled kernels. For tests,
+    ``poison`` fills outputs and workspace with NaNs first, and ``debug`` kernels turn endless waits
+    into faults.
 
-    Raises:
-        DeviceUnavailable: no CuPy, no NVRTC, no such GPU, or one too old.
+    Raises
+    ------
+    DeviceUnavailable
+        No CuPy, no NVRTC, no such GPU, or one too old.
     """
 
     name = "cuda"
-    # One uploads, one computes, one downloads, and one is on its way.
+    # One request uploads, one computes, one downloads, and one arrives.
     slots = 4
     pins = True
 
@@ -128,9 +125,9 @@ class CudaBackend(Examined):
             self._pinned = Pinned()
             self._copiers = ThreadPoolExecutor(COPIERS, "convgrad-cuda-copy")
             self._lanes: queue.SimpleQueue[Lane] = queue.SimpleQueue()
-            turns = Turns()
+            uploads = UploadQueue()
             for _ in range(lanes):
-                self._lanes.put(Lane(self._copiers, self._pinned, turns))
+                self._lanes.put(Lane(self._copiers, self._pinned, uploads))
 
     def vitals(self) -> Vitals:
         """See `Backend.vitals`."""
@@ -139,12 +136,12 @@ class CudaBackend(Examined):
             with self._cuda.Device(self._index):
                 free, total = runtime.memGetInfo()
         except runtime.CUDARuntimeError:
-            free = total = 0  # a GPU that has failed does not say
+            free = total = 0  # the GPU has failed
         counts = compiler.found, compiler.compiled, compiler.compile_s
         return Vitals(total - free, total, *counts, self._uuid)
 
     def adopt(self, address: int, size_bytes: int) -> None:
-        """See `ServingBackend.adopt`: tensors there are copied from and to where they lie."""
+        """See `ServingBackend.adopt`: tensors there are copied without staging."""
         self._pinned.adopt(address, size_bytes)
 
     def disown(self, address: int) -> None:
@@ -157,7 +154,7 @@ class CudaBackend(Examined):
             return IpcMemory(handle, size_bytes)
 
     def resident(self, key: int, version: int, array: NDArray[Any]) -> Any:
-        """See `ServingBackend.resident`: uploaded the first time, if there is room."""
+        """See `ServingBackend.resident`: uploads a tensor on first use, if there is room."""
         return self._residents.of(key, version, array)
 
     def resident_place(self, key: int, version: int, array: NDArray[Any]) -> Any:
@@ -170,7 +167,7 @@ class CudaBackend(Examined):
 
     @property
     def fault(self) -> str | None:
-        """Why this process cannot use the GPU any more; None while it can."""
+        """Why this process cannot use the GPU any more; None if it can."""
         return self._fault
 
     def run(
@@ -182,13 +179,13 @@ class CudaBackend(Examined):
     ) -> Outcome:
         """See `Backend.run`.
 
-        ``compute_s`` is the GPU's own time; ``upload_s`` and ``download_s`` are the copies'.
+        ``compute_s`` is the GPU's time without copies.
         """
         spent = _Spent()
 
         def one(part: Problem, inputs: Tensors) -> dict[str, NDArray[Any]]:
             wanted = out if part is problem else None
-            # While kernels are compiled, lanes are for requests that have theirs.
+            # Take a lane only once the kernels are compiled.
             wait_for(self._kernels.compile_ahead(self._prepared(part)[0].steps), cancelled)
             with self._translated(part), self._lane() as lane:
                 return self._compute(part, inputs, wanted or {}, lane, spent, cancelled)
@@ -202,8 +199,8 @@ class CudaBackend(Examined):
             else:
                 outputs = run_in_pieces(problem, tensors, parts, one)
         except DeviceOutOfMemory:
-            # Others take memory too. What is put side by side may be cut finer, where that changes
-            # no order of sums; what is summed may not, for its bits would depend on what else runs.
+            # Other programs use memory too. Smaller pieces may be used if they give the same bits:
+            # not if pieces are summed, because results would depend on what else runs.
             finer = self._parts_by_free_memory(problem)
             if finer <= parts or _is_summed(problem) or not self._same_bits(problem, parts, finer):
                 raise
@@ -232,25 +229,25 @@ class CudaBackend(Examined):
         return Plan(plan.kernel, plan.workspace_bytes, pieces, plan.passed_over)
 
     def close(self) -> None:
-        """End compilations and threads, and give memory kept for later requests to the device."""
+        """Stop compilations and threads, and return pooled memory to the device."""
         self._compiler.close()
         self._copiers.shutdown()
         if self._fault is None:
             self._free_cached()
 
     def _parts(self, problem: Problem) -> int:
-        """By all of the device's memory: what is free changes, and answers must not."""
+        """Return the number of parts for the device's total memory: free memory changes results."""
         reserve = 0 if self._limited else RESERVE_BYTES
-        return parts_for(problem, self.device.memory_bytes - reserve, self._needed)
+        return parts_that_fit(problem, self.device.memory_bytes - reserve, self._needed)
 
     def _parts_by_free_memory(self, problem: Problem) -> int:
         with self._translated(problem), self._cuda.Device(self._index):
             self._free_cached()
             free, _ = self._cuda.runtime.memGetInfo()
-        return parts_for(problem, free - RESERVE_BYTES // 8, self._needed)
+        return parts_that_fit(problem, free - RESERVE_BYTES // 8, self._needed)
 
     def _same_bits(self, problem: Problem, parts: int, finer: int) -> bool:
-        """Whether pieces of either size add up in the same order."""
+        """Whether pieces of either size add in the same order."""
         pieces = (*problem.split(parts), *problem.split(finer))
         return len({self._prepared(piece.problem)[0].orders for piece in pieces}) == 1
 
@@ -272,7 +269,7 @@ class CudaBackend(Examined):
 
     @contextmanager
     def _translated(self, problem: Problem) -> Iterator[None]:
-        """CUDA's errors as the service's; a fatal one is remembered."""
+        """Translate CUDA's errors to the service's, and remember a fatal one."""
         try:
             yield
         except ServiceError:
@@ -305,8 +302,8 @@ class CudaBackend(Examined):
         addresses = arena.addresses(base)
         started = time.perf_counter()
         try:
-            given = {name: tensors[name] for name in problem.inputs}
-            on_host = read_in_place(given, addresses, lane.stream)
+            inputs = {name: tensors[name] for name in problem.inputs}
+            on_host = read_in_place(inputs, addresses, lane.stream)
             lane.upload(((arena.offsets[name], array) for name, array in on_host.items()), base)
             if self._poison:
                 size = arena.size_bytes - arena.input_bytes
@@ -323,7 +320,7 @@ class CudaBackend(Examined):
                 place.copy_from(addresses[name], lane.stream)
             found = {check.buffer: np.zeros(1, np.int32) for check in plan.checks}
             wanted = {**on_the_host(outputs), **found}
-            # What needs no staging follows the kernels at once: the host is not waited for.
+            # Downloads without staging are enqueued behind the kernels at once.
             rest = lane.download_soon(
                 ((addresses[name] - base, wanted[name]) for name in wanted), base
             )
@@ -333,20 +330,20 @@ class CudaBackend(Examined):
             end.synchronize()
             computed = time.perf_counter()
             stop_if(cancelled)
-            # What stays lies elsewhere on the device than what is downloaded in one go.
-            near = [each for each in rest if 0 <= each[0] < arena.size_bytes]
-            far = [[each] for each in rest if not 0 <= each[0] < arena.size_bytes]
-            for group in [near, *far] if near else far:
+            # Outputs in the arena are downloaded together, those elsewhere one by one.
+            inside = [each for each in rest if 0 <= each[0] < arena.size_bytes]
+            outside = [[each] for each in rest if not 0 <= each[0] < arena.size_bytes]
+            for group in [inside, *outside] if inside else outside:
                 lane.download(group, base)
             lane.stream.synchronize()
         finally:
-            # Nothing may still run on memory that goes back to the pool.
+            # Kernels must have ended before their memory returns to the pool.
             lane.stream.synchronize()
         for check in plan.checks:
             if found[check.buffer][0]:
                 raise InvalidProblem(check.sentence)
-        for kept in mirrored(outputs):
-            kept.written()
+        for result in mirrored(outputs):
+            result.written()
         spent.upload_s += uploaded - started
         spent.compute_s += self._cuda.get_elapsed_time(begin, end) / 1e3
         spent.download_s += time.perf_counter() - computed
@@ -355,29 +352,31 @@ class CudaBackend(Examined):
         spent.kernel = plan.kernel
         return outputs
 
-    def _uploaded(self, array: NDArray[Any]) -> OnDevice | None:
-        """A tensor on the device; None where there is no room for it."""
+    def _uploaded(self, array: NDArray[Any]) -> CudaTensor | None:
+        """Copy an array to the device; return None if there is no room."""
         with self._lane() as lane:
-            found = self._room_for(array)
-            if found is not None:
-                lane.upload([(0, array)], found.address)
+            tensor = self._room_for(array)
+            if tensor is not None:
+                lane.upload([(0, array)], tensor.address)
                 lane.stream.synchronize()
-        return found
+        return tensor
 
-    def _room_for(self, array: NDArray[Any]) -> OnDevice | None:
-        """An empty tensor on the device, like an array; None where there is no room for it."""
+    def _room_for(self, array: NDArray[Any]) -> CudaTensor | None:
+        """Allocate a tensor like an array on the device; return None if there is no room."""
         with self._cuda.Device(self._index):
             memory = alloc_or_none(self._cuda.alloc, array.nbytes)
         if memory is None:
             return None
         spec = TensorSpec(array.shape, DType(array.dtype.name))
-        return OnDevice.whole(memory.ptr, spec, memory)
+        return CudaTensor.whole(memory.ptr, spec, memory)
 
     def _allocate(self, size: int, problem: Problem) -> Any:
-        """Memory of this size; where there is too little, what is cached goes first.
+        """Allocate memory; if there is too little, drop cached tensors and try again.
 
-        Raises:
-            DeviceOutOfMemory: even then there is too little.
+        Raises
+        ------
+        DeviceOutOfMemory
+            There is still too little.
         """
         memory = alloc_or_none(self._cuda.alloc, size)
         if memory is None:

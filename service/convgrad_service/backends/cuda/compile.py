@@ -1,8 +1,8 @@
-"""From an instance to a cubin: NVRTC in processes side by side, and a cache on disk.
+"""Compiling instances to cubins by concurrent NVRTC processes, with a cache on disk.
 
-A cubin's name is a hash of everything that it depends on: the source with every header that it
-includes, the options, the architecture and the compiler's version. Processes that share a cache
-compile each cubin once. Needs no GPU, driver or CuPy.
+A cubin's file name contains a hash of everything that it depends on: the source and its headers,
+the options, the architecture and the compiler's version. Processes that share a cache compile each
+cubin once. Needs no GPU, driver or CuPy.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OPTIONS = (
 )
 WAITS = "core/bounded_wait.cuh"
 
-# As ptxas -v writes them, of one entry each.
+# In the output of ptxas -v, for each entry point.
 _FIELDS = {
     "registers": re.compile(r"Used (\d+) registers"),
     "stack_bytes": re.compile(r"(\d+) bytes stack frame"),
@@ -52,7 +52,7 @@ _FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What ptxas says that a kernel uses, a thread (registers, stack) or a block (shared)."""
+    """What a kernel uses according to ptxas: of each thread, or of each block (shared)."""
 
     registers: int = 0
     stack_bytes: int = 0
@@ -62,7 +62,7 @@ class Resources:
 
     @classmethod
     def of(cls, log: str) -> Resources:
-        """From the compiler's log; of several entries the largest of each number."""
+        """Parse the compiler's log; of several entry points, take the maximum of each number."""
         found = {
             name: max(map(int, pattern.findall(log)), default=0)
             for name, pattern in _FIELDS.items()
@@ -76,21 +76,31 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Cubin:
-    """Compiled code; ``resources`` is None where it came from the cache."""
+    """Compiled code; ``resources`` is None if it came from the cache."""
 
     code: bytes
     resources: Resources | None
 
 
 class Compiler:
-    """Compiles instances for one architecture, each once. Safe to call from several threads.
+    """Compiles instances for one architecture, each once. Thread-safe.
 
-    ``cache`` is the folder of cubins; where it cannot be written, nothing is kept. None: no cache.
-    What lies in `DEFAULT_CACHE`, compiled ahead by an image's build perhaps, is used as well.
-    ``jobs`` are compiled at a time, by default as many as there are cores. In a ``debug`` build a
-    kernel's wait without an end becomes a fault (``core/bounded_wait.cuh``). ``found`` and
-    ``compiled`` count the cubins that were asked for, ``compile_s`` is what the latter took, one
-    after another.
+    Parameters
+    ----------
+    cache : Path or None
+        Folder of cubins; None disables the cache. Cubins in `DEFAULT_CACHE`, where an image's build
+        may have put them, are used as well.
+    jobs : int, optional
+        Concurrent compilations; by default the number of cores.
+    debug : bool
+        Turn endless waits in kernels into faults (``core/bounded_wait.cuh``).
+
+    Attributes
+    ----------
+    found, compiled : int
+        Cubins requested so far that were cached, and that had to be compiled.
+    compile_s : float
+        The sum of the latter's compile times.
     """
 
     def __init__(
@@ -115,25 +125,27 @@ class Compiler:
         self.compile_s = 0.0
 
     def cubin(self, instance: Instance) -> Cubin:
-        """From the cache, or compiled and put there; waits as long as that takes.
+        """Return a cubin from the cache, or compile and cache it.
 
-        Raises:
-            CompileError: the source was refused, or its compilation was ended.
+        Raises
+        ------
+        CompileError
+            The source was rejected, or its compilation was killed.
         """
         wanted = self._want(instance)
         try:
             return wanted.cubin.result()
         finally:
-            # It is loaded now and, if it is ever wanted again, in the cache.
+            # The caller loads it now; if it is needed again, it is in the cache.
             with self._lock:
                 if self._wanted.get(instance) is wanted:
                     del self._wanted[instance]
 
     def compile_ahead(self, instances: Iterable[Instance]) -> Future[None] | None:
-        """Compile what the cache does not hold, side by side; None where it holds everything.
+        """Start to compile instances that are not cached; return None if all of them are.
 
-        Once the future is done, `cubin` does not wait; it has the first error, if there was one.
-        Cancelled, what has not begun is not compiled, unless others want it too.
+        Once the future is done, `cubin` does not wait. Its exception is the first error. Cancelling
+        it drops compilations that have not started and that nothing else waits for.
         """
         waited = [wanted for wanted in map(self._want, instances) if not wanted.cubin.done()]
         if not waited:
@@ -141,7 +153,7 @@ class Compiler:
         done: Future[None] = Future()
         counting, left = threading.Lock(), len(waited)
 
-        def one_less(_: Future[Cubin]) -> None:
+        def count_down(_: Future[Cubin]) -> None:
             nonlocal left
             with counting:
                 left -= 1
@@ -155,11 +167,11 @@ class Compiler:
 
         done.add_done_callback(lambda done: self._give_up(waited) if done.cancelled() else None)
         for wanted in waited:
-            wanted.cubin.add_done_callback(one_less)
+            wanted.cubin.add_done_callback(count_down)
         return done
 
     def compile_all(self, instances: Iterable[Instance]) -> list[str]:
-        """Have these in the cache; says which were refused, and why."""
+        """Compile everything that is not cached; return a message for each rejected instance."""
 
         def refusal(instance: Instance) -> str | None:
             try:
@@ -169,10 +181,10 @@ class Compiler:
             return None
 
         with ThreadPoolExecutor(self._jobs) as waiting:
-            return [said for said in waiting.map(refusal, instances) if said is not None]
+            return [text for text in waiting.map(refusal, instances) if text is not None]
 
     def compile(self, instance: Instance) -> Cubin:
-        """Compiled now, whatever the cache holds; raises as `cubin`."""
+        """Compile an instance, ignoring the cache; raises like `cubin`."""
         source = (KERNELS / instance.source).read_text(encoding="utf-8")
         options = [*self._options(instance), f"--include-path={KERNELS}"]
         request = Request(self._nvrtc.path, source, instance.source, options)
@@ -180,12 +192,12 @@ class Compiler:
         return Cubin(code, Resources.of(log))
 
     def close(self) -> None:
-        """End every compilation; whoever waits for one gets a CompileError."""
+        """Kill every compilation; those who wait for one get a CompileError."""
         self._processes.close()
         self._pool.shutdown(cancel_futures=True)
 
     def file_name(self, instance: Instance) -> str:
-        """Of the cubin: equal where everything that it depends on is equal."""
+        """Return the cubin's file name, equal if everything that the cubin depends on is equal."""
         key = hashlib.sha256()
         version = str(self._nvrtc.version)
         for part in (*self._options(instance), version, source_hash(instance.source)):
@@ -194,14 +206,14 @@ class Compiler:
 
     def _options(self, instance: Instance) -> list[str]:
         defines = dict(instance.defines)
-        # What does not wait is the same in both builds, and compiled once.
+        # Kernels without waits are the same in both builds and compiled once.
         if self._debug and WAITS in included(instance.source):
             defines["BOUNDED_WAITS"] = "1"
         macros = [f"--define-macro={name}={value}" for name, value in defines.items()]
         return [*OPTIONS, f"--gpu-architecture={self.architecture}", *macros]
 
     def _want(self, instance: Instance) -> _Wanted:
-        """What is or will be an instance's cubin, with one more that waits for it."""
+        """Look up or start an instance's compilation, and count one more waiter."""
         with self._lock:
             wanted = self._wanted.get(instance)
             if wanted is None:
@@ -216,7 +228,7 @@ class Compiler:
             return wanted
 
     def _give_up(self, waited: Iterable[_Wanted]) -> None:
-        """One less waits for each of these; what nobody waits for any more does not begin."""
+        """Count one waiter less for each, and cancel those that nobody waits for."""
         for wanted in waited:
             with self._lock:
                 wanted.waiting -= 1
@@ -225,19 +237,19 @@ class Compiler:
                 del self._wanted[wanted.instance]
 
     def _cached(self, instance: Instance) -> Cubin | None:
-        """From the cache; counted as found. The lock is held."""
+        """Read a cubin from the cache and count it as found; the caller holds the lock."""
         if self._cache is None:
             return None
         name = self.file_name(instance)
         for folder in (self._cache, DEFAULT_CACHE):
-            with contextlib.suppress(OSError):  # not there, or not to be read
+            with contextlib.suppress(OSError):  # missing or unreadable
                 code = (folder / name).read_bytes()
                 self.found += 1
                 return Cubin(code, None)
         return None
 
     def _found_or_compiled(self, instance: Instance) -> Cubin:
-        """Compiled and put into the cache, unless another process of this host just does so."""
+        """Compile and cache an instance, unless another process on this host has just done so."""
         try:
             if self._cache is None:
                 return self._compile_counted(instance)
@@ -250,7 +262,7 @@ class Compiler:
                     _store(path, found.code)
             return found
         except BaseException:
-            # Whoever asks again has it tried again.
+            # The next request tries again.
             with self._lock:
                 self._wanted.pop(instance, None)
             raise
@@ -266,7 +278,7 @@ class Compiler:
 
 @dataclass(slots=True)
 class _Wanted:
-    """An instance's cubin, and how many wait for it."""
+    """An instance's cubin, and the number of its waiters."""
 
     instance: Instance
     cubin: Future[Cubin]
@@ -274,13 +286,13 @@ class _Wanted:
 
 
 def _store(path: Path, code: bytes) -> None:
-    """Under a name of its own first: a process that reads meanwhile sees a whole file or none."""
+    """Write a cubin atomically: to a temporary file, which is then renamed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         (path.parent / ".gitignore").write_text("*\n", encoding="utf-8")
         handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     except OSError:
-        return  # a read-only installation: compiled again in the next process
+        return  # a read-only installation: the next process compiles it again
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(code)

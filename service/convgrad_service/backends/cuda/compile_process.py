@@ -1,7 +1,7 @@
-"""One compilation in a process of its own, and one on a host at a time of the same cubin.
+"""Compilation in a separate process, and a lock by which a host compiles each cubin once.
 
-NVRTC compiles one source at a time in a process, and a compilation cannot be interrupted in it: so
-each has a process, which runs ``nvrtc.py`` alone, gives way to what computes, and can be killed.
+NVRTC compiles one source at a time in a process and cannot be interrupted. So each compilation has
+its own process, which runs ``nvrtc.py`` at low priority and can be killed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from convgrad_service.backends.cuda.nvrtc import CompileError
 __all__ = ["CompileProcesses", "Request", "exclusive"]
 
 LONGEST_S = 600.0
-"""A compilation takes up to 15 s on a free core; one that takes this long never ends."""
+"""Timeout of a compilation, which takes up to 15 s on an idle core."""
 _POLL_S = 0.02
 
 
 class Request(NamedTuple):
-    """What one process compiles, with the NVRTC at ``library``."""
+    """What one process compiles; ``library`` is the path of NVRTC."""
 
     library: str
     source: str
@@ -38,7 +38,7 @@ class Request(NamedTuple):
 
 
 class CompileProcesses:
-    """Runs compilations, each in its process. Safe to call from several threads."""
+    """Runs compilations, each in a process of its own. Thread-safe."""
 
     def __init__(self) -> None:
         self.closed = threading.Event()
@@ -46,11 +46,13 @@ class CompileProcesses:
         self._lock = threading.Lock()
 
     def compile(self, request: Request, longest_s: float = LONGEST_S) -> tuple[bytes, str]:
-        """The cubin and the compiler's log.
+        """Compile; return the cubin and the compiler's log.
 
-        Raises:
-            CompileError: the source was refused, or the process ended, took too long or was killed
-                by `close`; the message says which.
+        Raises
+        ------
+        CompileError
+            The source was refused, or the process ended, took too long or was killed
+            by `close`; the message says which.
         """
         with self._process() as process:
             try:
@@ -72,7 +74,7 @@ class CompileProcesses:
         return code, answer["log"]
 
     def close(self) -> None:
-        """Kill what runs; nothing is compiled from now on."""
+        """Kill running compilations and refuse new ones."""
         with self._lock:
             self.closed.set()
             for process in self._running:
@@ -94,7 +96,7 @@ class CompileProcesses:
         finally:
             with self._lock:
                 self._running.remove(process)
-            # What a process that was killed has not read is still there.
+            # Closing a killed process's pipe fails where it has not read all of its input.
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     with contextlib.suppress(OSError):
@@ -107,20 +109,22 @@ def _ending(code: int) -> str:
 
 @contextlib.contextmanager
 def exclusive(path: Path, given_up: threading.Event) -> Iterator[None]:
-    """Hold the lock file at ``path``, alone of all processes of the host.
+    """Hold the lock file at ``path`` exclusively among the processes of the host.
 
-    A holder's death frees it. Where the folder cannot be written, nobody is excluded: nothing could
-    be left there for others anyway.
+    The lock is released when its holder dies. Where the folder cannot be written, there is no lock,
+    because nothing could be stored there anyway.
 
-    Raises:
-        CompileError: ``given_up`` was set while another process held it.
+    Raises
+    ------
+    CompileError
+        ``given_up`` was set while another process held it.
     """
     while (lock := _opened(path)) is not None:
         try:
             while not _locked(lock):
                 if given_up.wait(_POLL_S):
                     raise CompileError("the backend has been closed")
-            # Where its last holder has removed the file, the next one is another.
+            # If the last holder has removed the file, open the new one.
             if os.fstat(lock).st_nlink > 0:
                 try:
                     yield

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, described for plans."""
+"""The GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ OLDEST = (8, 0)
 
 
 def import_cupy() -> Any:
-    """CuPy.
+    """Import CuPy.
 
-    Raises:
-        DeviceUnavailable: it is not installed, or does not work here.
+    Raises
+    ------
+    DeviceUnavailable
+        It is not installed, or does not work here.
     """
     try:
         import cupy
@@ -47,9 +49,9 @@ def cuda_driver_major() -> int:
 
 
 def uuid_of(index: int) -> str:
-    """Of the GPU of this index, as NVIDIA's tools write it; empty where the driver does not say.
+    """Return a GPU's UUID as NVIDIA's tools write it; empty if the driver does not report one.
 
-    From the driver itself: CuPy's property is a C string, which a zero byte in it cuts short.
+    It is asked of the driver, because CuPy's property ends at the first zero byte.
     """
     raw = (ctypes.c_ubyte * 16)()
     try:
@@ -64,8 +66,10 @@ def uuid_of(index: int) -> str:
 def describe(index: int, memory_limit_bytes: int | None = None) -> CudaDevice:
     """The GPU of this index; ``memory_limit_bytes`` makes its memory seem smaller.
 
-    Raises:
-        DeviceUnavailable: there is no such GPU, or it is older than sm_80.
+    Raises
+    ------
+    DeviceUnavailable
+        There is no such GPU, or it is older than sm_80.
     """
     count = device_count()
     if index >= count:

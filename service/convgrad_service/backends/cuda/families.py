@@ -1,7 +1,8 @@
-"""The kernel families of the GPU, in order of preference: the first that applies is used, or of
-dense convolutions' the one that is expected to take the least time.
+"""The kernel families of the GPU, in order of preference.
 
-A faster kernel goes before the ones that it replaces. The last of each role takes everything.
+The first one that applies is used; for dense convolutions, the one with the least predicted time.
+A faster kernel comes before those that it replaces. The last family of each role applies to
+everything.
 """
 
 from __future__ import annotations
@@ -74,13 +75,13 @@ from convgrad_service.backends.cuda.kernels.pool.window_reduce import (
 from convgrad_service.backends.cuda.kernels.pool.window_routes import WindowRoutes
 from convgrad_service.backends.cuda.kernels.pool.window_sums import WindowSums
 from convgrad_service.backends.cuda.kernels.pool.window_tiles import WindowTiles
-from convgrad_service.plans.cuda.families import Families, LeastExpected, Overhead
+from convgrad_service.plans.cuda.families import Families, FastestExpected, Overhead
 
 __all__ = ["FAMILIES"]
 
-# Copies between orders of dimensions.
+# Copies between layouts.
 COPIES = (Transpose(), RowCopy(), StridedCopy())
-# Depthwise convolutions, forward or in the input, and in the weight.
+# Depthwise convolutions: forward and input gradient, then weight gradient.
 DEPTHWISE = (
     DepthwisePairs(),
     Depthwise(),
@@ -110,7 +111,7 @@ GROUPED_WEIGHT = (
     ConvThroughChannelsLast(HopperGroupedWeight(), COPIES),
     ConvThroughChannelsLast(GroupedWeight(), COPIES),
 )
-# Many channels, no groups or large ones, forward or in the input, and in the weight.
+# Many channels a group: forward and input gradient, then weight gradient.
 LARGE = (
     HopperPointwise(),
     ResultThroughChannelsLast(HopperHalo(), COPIES),
@@ -125,8 +126,8 @@ LARGE_WEIGHT = (
     ResultThroughChannelsLast(DenseWeight(), COPIES),
     DenseWeight(),
 )
-# Fitted on an H200 to 250 random layers, as implicit_gemm's model is; half of them held out, models
-# and these err by 12 to 20 %.
+# Fitted on an H200 to 250 random layers, like implicit_gemm's model. On the held-out half, the
+# models with these corrections err by 12 to 20 %.
 OVERHEADS = {
     "implicit_gemm": Overhead(0.0, 1.0, 4e-6),
     "pointwise_gemm": Overhead(0.0),
@@ -136,16 +137,16 @@ OVERHEADS = {
     "dense_gather": Overhead(4.7e-6, 1.09, 4.9e-6),
     "dense_weight": Overhead(8.0e-6, 0.91, 3e-6),
 }
-# In TF32 its times have not been measured.
+# Not for TF32, in which it has not been measured against the others.
 IMPLICIT_GEMM = ImplicitGemm(dtypes=(DType.FLOAT16, DType.BFLOAT16))
-# What the families of a class leave. On an H200 14 such gradients and forwards, of 16 bits or of
-# TF32 from 4 channels on, take 0.28 to 1.02 of the general kernels' time; 7 in TF32 with fewer
-# channels take 0.31 to 1.55.
+# Layers that no family above takes. On an H200, 14 of them in 16-bit types or in TF32 with at least
+# 4 channels take 0.28 to 1.02 of the fallback kernels' time; 7 in TF32 with fewer channels take
+# 0.31 to 1.55.
 ODD = (IMPLICIT_GEMM, ImplicitGemm(dtypes=(DType.FLOAT32,), least_channels=4))
-# Plain products: short ones without a look at the others, which were never faster at those.
+# Pointwise convolutions. Short ones are not compared with the others, which were never faster.
 SHORT_PRODUCTS, PRODUCTS = PointwiseGemm(most_s=25e-6), (PointwiseGemm(), IMPLICIT_GEMM)
-DENSE = (SHORT_PRODUCTS, LeastExpected(LARGE, PRODUCTS, overheads=OVERHEADS))
-DENSE_WEIGHT = (SHORT_PRODUCTS, LeastExpected(LARGE_WEIGHT, PRODUCTS, overheads=OVERHEADS))
+DENSE = (SHORT_PRODUCTS, FastestExpected(LARGE, PRODUCTS, overheads=OVERHEADS))
+DENSE_WEIGHT = (SHORT_PRODUCTS, FastestExpected(LARGE_WEIGHT, PRODUCTS, overheads=OVERHEADS))
 # First layers: few channels of the input.
 FIRST_FORWARD = (Patches(DENSE), PatchProducts(DENSE), FirstForward())
 FIRST_DATA = (
@@ -166,7 +167,7 @@ FIRST_WEIGHT = (
     PatchProducts((WeightTile(),)),
 )
 
-# Two convolutions with the intermediate on the chip.
+# Two convolutions with the intermediate on chip.
 FUSED = (
     HopperSeparable(),
     FusedThroughChannelsLast(HopperSeparable(), COPIES),

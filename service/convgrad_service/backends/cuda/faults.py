@@ -1,4 +1,4 @@
-"""What CUDA's errors mean for a request, and for the requests after it."""
+"""Classification of CUDA errors: out of memory, or fatal for the process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from convgrad_service.backends.cuda.device import import_cupy
 
 __all__ = ["FATAL", "alloc_or_none", "fatal_fault", "is_out_of_memory"]
 
-# Sticky errors: after one of these nothing works in the process any more (CUDA's cudaError_t and
-# CUresult share these numbers).
+# Sticky errors, after which the process cannot use the GPU any more. cudaError_t and CUresult share
+# these numbers.
 FATAL = {
     46: "the devices are busy or unavailable",
     100: "there is no device",
@@ -35,7 +35,7 @@ _OUT_OF_MEMORY = 2
 
 
 def fatal_fault(error: BaseException) -> str | None:
-    """What broke, where the error means that this process can use the GPU no more."""
+    """Return what failed if the error is fatal for this process, else None."""
     return FATAL.get(_status(error))
 
 
@@ -53,7 +53,7 @@ def _status(error: BaseException) -> int:
 
 
 def alloc_or_none(alloc: Callable[[int], Any], size_bytes: int) -> Any:
-    """Memory of a device; None where there is too little."""
+    """Allocate device memory; return None if there is too little."""
     try:
         return alloc(size_bytes)
     except Exception as error:

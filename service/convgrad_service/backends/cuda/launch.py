@@ -1,4 +1,4 @@
-"""Loaded kernels, and launching them: a few microseconds of the host for each."""
+"""Loading kernels and launching them, at a few microseconds of host time each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAX_DYNAMIC_SHARED = 8
 
 
 class _Addresses(dict[str, int]):
-    """Of a plan's buffers, and of the zeros, which are made as a kernel first asks for them."""
+    """Addresses of a plan's buffers, and of the zeros, which are allocated on first use."""
 
     def __init__(self, given: Mapping[str, int], zeros: Callable[[], int]) -> None:
         super().__init__(given)
@@ -40,10 +40,10 @@ class _Addresses(dict[str, int]):
 
 
 class PlainLaunch:
-    """A launch with its arguments filled.
+    """A launch with its arguments filled in.
 
-    The driver copies the structure before it returns. CuPy's own way of calling a kernel looks at
-    the types of its arguments first, which takes as long again.
+    The driver copies the structure before it returns. CuPy's own call of a kernel inspects the
+    types of its arguments first, which doubles the time.
     """
 
     __slots__ = ("_arguments", "_function", "_kept", "_launch", "_shape")
@@ -61,9 +61,9 @@ class PlainLaunch:
 
 
 class Kernels:
-    """The kernels of one device, compiled and loaded as they are first needed.
+    """The kernels of one device, compiled and loaded on first use.
 
-    The device must be current in the calling thread. Safe to call from several threads.
+    The device must be current in the calling thread. Thread-safe.
     """
 
     def __init__(self, compiler: Compiler) -> None:
@@ -75,8 +75,10 @@ class Kernels:
         self._lock = threading.Lock()
 
     def compile_ahead(self, steps: Iterable[Step]) -> Future[None] | None:
-        """Begin to compile what these steps need and neither is loaded nor lies in the cache; see
-        `Compiler.compile_ahead`. Needs no current device."""
+        """Start to compile kernels of these steps that are neither loaded nor cached.
+
+        See `Compiler.compile_ahead`. Needs no current device.
+        """
         instances = {
             step.instance: None
             for step in steps
@@ -85,13 +87,13 @@ class Kernels:
         return self._compiler.compile_ahead(instances) if instances else None
 
     def prepare(self, steps: Iterable[Step]) -> None:
-        """Compile and load what these steps need, so that running them does not wait for it."""
+        """Compile and load the kernels of these steps, so that running them does not wait."""
         for step in steps:
             if isinstance(step, Launch):
                 self._function(step)
 
     def run(self, steps: Iterable[Step], addresses: Mapping[str, int], stream: Any) -> None:
-        """Put the steps on a stream, in order; returns before they have run."""
+        """Enqueue the steps on a stream, in order."""
         addresses = _Addresses(addresses, lambda: self._zeros_of(stream))
         for step in self.bind(steps, addresses):
             step(stream.ptr)
@@ -99,10 +101,7 @@ class Kernels:
     def bind(
         self, steps: Iterable[Step], addresses: Mapping[str, int]
     ) -> list[Callable[[int], None]]:
-        """The steps with their arguments filled for these addresses.
-
-        Each takes the stream to run on and may be called again, any number of times.
-        """
+        """Fill in the steps' arguments; each step returned takes a stream, and can be repeated."""
         return [self._bound(step, addresses) for step in steps]
 
     def _bound(self, step: Step, addresses: Mapping[str, int]) -> Callable[[int], None]:
@@ -116,7 +115,7 @@ class Kernels:
         return PlainLaunch(self._cuda.driver.launchKernel, function.ptr, step, filled)
 
     def _zeros_of(self, stream: Any) -> int:
-        """The zeros of a stream, on which one kernel follows another."""
+        """Return the zeros of a stream, whose kernels run one after another."""
         with self._lock:
             zeros = self._zeros.get(stream.ptr)
             if zeros is None:
@@ -132,7 +131,7 @@ class Kernels:
 
     def _load(self, step: Launch) -> Any:
         instance = step.instance
-        # Compiling takes seconds, so other kernels are not kept waiting for it.
+        # Compiling takes seconds, so it happens outside the lock.
         cubin = self._compiler.cubin(instance)
         with self._lock:
             function = self._loaded.get(instance)
@@ -140,8 +139,7 @@ class Kernels:
                 module = self._cuda.Module()
                 module.load(cubin.code)
                 function = module.get_function(instance.entry)
-                # What a kernel may have without asking is 48 KiB less what it has statically: it
-                # is asked for every time.
+                # A kernel has 48 KiB less its static shared memory by default; always set it.
                 self._shared[instance] = 0
                 self._loaded[instance] = function
             if step.shared_bytes > self._shared[instance]:

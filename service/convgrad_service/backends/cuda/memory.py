@@ -1,4 +1,4 @@
-"""Moving tensors to a GPU and back: one allocation, one copy for what fits a staging buffer."""
+"""Moving tensors to a GPU and back: one allocation a problem, and pinned staging buffers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from convgrad_service.backends.cuda.pinned import Pinned
 from convgrad_service.plans.cuda.program import ALIGNMENT, CudaPlan, ceil_div
 from convgrad_service.problems.base import Problem
 
-__all__ = ["Arena", "Lane", "Turns", "arena_of"]
+__all__ = ["Arena", "Lane", "UploadQueue", "arena_of"]
 
 STAGING_BYTES = 32 * 2**20
-"""A pinned buffer; there are two, so that one is filled while the other travels."""
+"""Size of each of two pinned buffers: one is filled while the other is transferred."""
 
-# One core copies at a fraction of what the memory and the bus allow, so more of them share a copy
-# that is long enough to be worth telling them.
+# One core copies at a fraction of memory bandwidth, so several threads share a long copy.
 COPIERS = 4
 SHARED_COPY_BYTES = 4 * 2**20
 
@@ -33,21 +32,23 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """Where each buffer lies in one allocation: inputs, then what comes back, then the rest."""
+    """Offsets of all buffers in one allocation: inputs, outputs and checks, other workspace.
+
+    ``returned_bytes`` is the end of what is downloaded: outputs and checks.
+    """
 
     offsets: Mapping[str, int]
     input_bytes: int
     returned_bytes: int
-    """Where what comes back ends."""
     size_bytes: int
 
     def addresses(self, base: int) -> dict[str, int]:
-        """Of every buffer, in an allocation at ``base``."""
+        """Return the address of every buffer in an allocation at ``base``."""
         return {name: base + offset for name, offset in self.offsets.items()}
 
 
 def arena_of(problem: Problem, plan: CudaPlan) -> Arena:
-    """The arena of a problem: checks come back with the outputs."""
+    """Lay out the buffers of a problem's plan."""
     checks = {check.buffer for check in plan.checks}
     sizes = {name: spec.size_bytes for name, spec in problem.inputs.items()}
     of_inputs = len(sizes)
@@ -64,11 +65,11 @@ def arena_of(problem: Problem, plan: CudaPlan) -> Arena:
     )
 
 
-class Turns:
-    """Has large uploads of several streams travel one after another, in the order they were asked.
+class UploadQueue:
+    """Serializes large uploads of several streams, first come, first served.
 
-    Side by side they would share the bus and all arrive late; so the first is computed, and its
-    result on the way down, while the second travels. Safe to use from any thread.
+    Concurrent uploads would share the bus and all end late; one after another, the first problem
+    is computed while the second is uploaded. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -76,10 +77,13 @@ class Turns:
         self._last: Any = None
 
     @contextmanager
-    def taken(self, stream: Any, event: Any, size: int) -> Iterator[None]:
-        """What is copied inside, ``size`` bytes, waits for its turn; ``event`` is the stream's."""
+    def entered(self, stream: Any, event: Any, size: int) -> Iterator[None]:
+        """Make copies of ``size`` bytes, issued inside, wait for uploads of other streams.
+
+        ``event`` belongs to the stream.
+        """
         if size < SHARED_COPY_BYTES:
-            yield  # sooner there than its turn would come
+            yield  # a small copy is done sooner than the queue would be
             return
         with self._lock:
             if self._last is not None:
@@ -90,17 +94,16 @@ class Turns:
 
 
 class Lane:
-    """A stream with its staging buffers: what one request at a time computes on.
+    """A stream with its staging buffers, used by one request at a time.
 
-    ``copiers`` are at least `COPIERS` threads, which several lanes may share. What lies in
-    ``pinned`` memory is copied from and to where it is, the rest by way of staging buffers. Lanes
-    share ``turns``.
+    ``copiers`` are at least `COPIERS` threads, and lanes may share them. Tensors in ``pinned``
+    memory are copied directly, others through staging buffers. Lanes share one ``uploads`` queue.
     """
 
     def __init__(
-        self, copiers: Executor, pinned: Pinned | None = None, turns: Turns | None = None
+        self, copiers: Executor, pinned: Pinned | None = None, uploads: UploadQueue | None = None
     ) -> None:
-        self._direct, self._turns = pinned, turns or Turns()
+        self._direct, self._uploads = pinned, uploads or UploadQueue()
         self._cuda: Any = import_cupy().cuda
         self._copiers = copiers
         self.stream: Any = self._cuda.Stream(non_blocking=True)
@@ -109,56 +112,56 @@ class Lane:
         self._events: list[Any] = []
 
     def upload(self, tensors: Iterable[tuple[int, NDArray[Any]]], base: int) -> None:
-        """Tensors to their offsets from ``base``, in rising order; returns before the copy ends."""
-        given = list(tensors)
-        size = sum(array.nbytes for _, array in given)
-        with self._turns.taken(self.stream, self._uploaded, size):
-            rest = self._copy_directly(given, base, to_host=False)
+        """Start to copy tensors to offsets from ``base``, which must ascend."""
+        items = list(tensors)
+        size = sum(array.nbytes for _, array in items)
+        with self._uploads.entered(self.stream, self._uploaded, size):
+            rest = self._copy_directly(items, base, to_host=False)
         if not rest:
             return
-        places = [(offset, _flat(array)) for offset, array in given]
-        first = places[0][0]
-        size = max(offset + data.nbytes for offset, data in places) - first
-        for turn, start, stop in _windows(size):
-            staging = self._staging(turn, stop - start)
-            for begin, end, data in _within(places, first + start, first + stop):
+        parts = [(offset, _flat(array)) for offset, array in items]
+        first = parts[0][0]
+        size = max(offset + data.nbytes for offset, data in parts) - first
+        for index, start, stop in _chunks(size):
+            staging = self._staging(index, stop - start)
+            for begin, end, data in _overlaps(parts, first + start, first + stop):
                 self._put(staging[begin:end], data)
             self._copy(base + first + start, staging.ctypes.data, stop - start, to_host=False)
-            self._events[turn].record(self.stream)
+            self._events[index].record(self.stream)
 
     def download_soon(
         self, tensors: Iterable[tuple[int, NDArray[Any]]], base: int
     ) -> list[tuple[int, NDArray[Any]]]:
-        """Begin to copy what can be copied straight to its place; the others, for `download`."""
+        """Start to copy what needs no staging; return the rest, for `download`."""
         return self._copy_directly(list(tensors), base, to_host=True)
 
     def download(self, tensors: Iterable[tuple[int, NDArray[Any]]], base: int) -> None:
-        """From their offsets from ``base``, in rising order, into contiguous tensors; waits."""
-        places = [(offset, _flat(array)) for offset, array in tensors]
-        first = places[0][0]
-        size = max(offset + data.nbytes for offset, data in places) - first
-        waiting: tuple[int, int, int] | None = None
-        for window in _windows(size):
-            turn, start, stop = window
-            staging = self._staging(turn, stop - start)
+        """Copy from offsets from ``base``, which must ascend, into contiguous tensors, and wait."""
+        parts = [(offset, _flat(array)) for offset, array in tensors]
+        first = parts[0][0]
+        size = max(offset + data.nbytes for offset, data in parts) - first
+        pending: tuple[int, int, int] | None = None
+        for chunk in _chunks(size):
+            index, start, stop = chunk
+            staging = self._staging(index, stop - start)
             self._copy(staging.ctypes.data, base + first + start, stop - start, to_host=True)
-            self._events[turn].record(self.stream)
-            if waiting is not None:
-                self._unpack(places, first, *waiting)
-            waiting = window
-        if waiting is not None:
-            self._unpack(places, first, *waiting)
+            self._events[index].record(self.stream)
+            if pending is not None:
+                self._unpack(parts, first, *pending)
+            pending = chunk
+        if pending is not None:
+            self._unpack(parts, first, *pending)
 
     def _copy_directly(
         self, tensors: list[tuple[int, NDArray[Any]]], base: int, *, to_host: bool
     ) -> list[tuple[int, NDArray[Any]]]:
-        """Begin copies that need no staging; what does need it (on the way up, all or nothing)."""
+        """Start copies that need no staging; return the rest (of an upload, all or none)."""
         if self._direct is None:
             return tensors
         found = [(item, self._direct.stretches(item[1])) for item in tensors]
         others = [item for item, stretches in found if stretches is None]
         if others and not to_host:
-            return tensors  # staging fills the gaps between tensors too
+            return tensors  # one staged copy covers all of them
         for (offset, _), stretches in found:
             device = base + offset
             for address, size in stretches or ():
@@ -168,10 +171,10 @@ class Lane:
         return others
 
     def _unpack(
-        self, places: list[tuple[int, Bytes]], first: int, turn: int, start: int, stop: int
+        self, parts: list[tuple[int, Bytes]], first: int, index: int, start: int, stop: int
     ) -> None:
-        staging = self._staging(turn, stop - start)
-        for begin, end, data in _within(places, first + start, first + stop):
+        staging = self._staging(index, stop - start)
+        for begin, end, data in _overlaps(parts, first + start, first + stop):
             self._put(data, staging[begin:end])
 
     def _put(self, target: Bytes, source: Bytes) -> None:
@@ -187,13 +190,13 @@ class Lane:
         for future in futures:
             future.result()
 
-    def _staging(self, turn: int, size: int) -> Bytes:
-        """The start of a pinned buffer, once what it last carried has arrived."""
+    def _staging(self, index: int, size: int) -> Bytes:
+        """Wait until a pinned buffer's last copy is done, and return its first bytes."""
         if not self._pinned:
             self._pinned = [self._cuda.alloc_pinned_memory(STAGING_BYTES) for _ in range(2)]
             self._events = [self._cuda.Event(disable_timing=True) for _ in range(2)]
-        self._events[turn].synchronize()
-        return np.frombuffer(self._pinned[turn], np.uint8, size)
+        self._events[index].synchronize()
+        return np.frombuffer(self._pinned[index], np.uint8, size)
 
     def _copy(self, target: int, source: int, size: int, *, to_host: bool) -> None:
         runtime = self._cuda.runtime
@@ -202,21 +205,21 @@ class Lane:
 
 
 def _flat(array: NDArray[Any]) -> Bytes:
-    """Its bytes, row by row: a view where it lies so, else a copy."""
+    """Return the bytes of an array in row-major order: a view if it is contiguous, else a copy."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _windows(size: int) -> Iterator[tuple[int, int, int]]:
-    """(which staging buffer, start, stop) of each stretch of ``size`` bytes."""
+def _chunks(size: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (staging buffer, start, stop) of each chunk of ``size`` bytes."""
     for index, start in enumerate(range(0, size, STAGING_BYTES)):
         yield index % 2, start, min(start + STAGING_BYTES, size)
 
 
-def _within(
-    places: Iterable[tuple[int, Bytes]], start: int, stop: int
+def _overlaps(
+    parts: Iterable[tuple[int, Bytes]], start: int, stop: int
 ) -> Iterator[tuple[int, int, Bytes]]:
-    """What of the tensors lies in [start, stop): where, counted from start, and the bytes."""
-    for offset, data in places:
+    """Yield the parts of tensors in [start, stop): begin and end, relative to start, and bytes."""
+    for offset, data in parts:
         low, high = max(offset, start), min(offset + data.nbytes, stop)
         if low < high:
             yield low - start, high - start, data[low - offset : high - offset]

@@ -1,4 +1,4 @@
-"""A GPU's clocks, power and temperature, from NVIDIA's management library where there is one."""
+"""A GPU's clocks, power and temperature, from NVIDIA's management library (NVML)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _library() -> Any:
 
 
 def clocks_of(uuid: str) -> Clocks | None:
-    """How the GPU of this UUID runs now; None where the library is missing or does not know it."""
+    """Return the current clocks of a GPU; None if NVML is missing or does not know it."""
     library = _library()
     if library is None:
         return None

@@ -1,8 +1,8 @@
-"""NVRTC, NVIDIA's run-time compiler, through its C interface: from source to cubin, no GPU needed.
+"""NVRTC, NVIDIA's run-time compiler, through its C interface: from source to cubin without a GPU.
 
-The library comes from the ``nvidia-cuda-nvrtc`` wheel, or from a CUDA toolkit that the system's
-loader finds. Run as a program, this file compiles one source and ends (see `compile_process`), so
-it imports nothing but the standard library.
+The library comes from the ``nvidia-cuda-nvrtc`` wheel, or from a CUDA toolkit that the dynamic
+loader finds. Run as a program, this file compiles one source and exits (see `compile_process`), so
+it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from pathlib import Path
 __all__ = ["MAJORS", "CompileError", "Nvrtc", "find_nvrtc"]
 
 MAJORS = (13, 12)
-"""Of the versions known to work, the newest first."""
+"""Major versions known to work, newest first."""
 
 
 class CompileError(RuntimeError):
-    """NVRTC is missing, or it refused a source; the message holds what it said."""
+    """NVRTC is missing, or it rejected a source; the message holds its log."""
 
 
 class Nvrtc:
-    """The NVRTC library at ``path``, loaded. Safe to call from several threads, which then wait for
-    one another: it compiles one source at a time.
+    """The NVRTC library at ``path``. Thread-safe, but it compiles one source at a time.
 
-    Raises:
-        OSError: it cannot be loaded.
+    Raises
+    ------
+    OSError
+        It cannot be loaded.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
-        # NVRTC opens its builtins by name alone, which the loader knows once they are open.
+        # NVRTC opens its builtins by file name, which the loader resolves once they are loaded.
         beside = Path(path)
         if beside.is_absolute():
             for builtins in beside.parent.glob(f"libnvrtc-builtins.so{beside.suffix}.*"):
@@ -48,10 +49,12 @@ class Nvrtc:
         self.version: tuple[int, int] = (major.value, minor.value)
 
     def compile(self, source: str, name: str, options: Sequence[str]) -> tuple[bytes, str]:
-        """The cubin, and the log, of one source.
+        """Compile one source; return the cubin and the log.
 
-        Raises:
-            CompileError: the source or an option was refused; the message holds the log.
+        Raises
+        ------
+        CompileError
+            The source or an option was refused; the message holds the log.
         """
         program = ctypes.c_void_p()
         self._call(
@@ -90,10 +93,12 @@ class Nvrtc:
 
 @lru_cache(maxsize=4)
 def find_nvrtc(newest_major: int = MAJORS[0]) -> Nvrtc:
-    """The newest NVRTC here, but none newer than the driver's CUDA, which could not load its code.
+    """Load the newest NVRTC installed that is not newer than the driver, which loads its cubins.
 
-    Raises:
-        CompileError: there is none.
+    Raises
+    ------
+    CompileError
+        There is none.
     """
     majors = [major for major in MAJORS if major <= newest_major]
     for major in majors:
@@ -117,22 +122,22 @@ def _places(major: int) -> Iterator[str]:
     yield f"libnvrtc.so.{major}"
 
 
-# Below that of the threads that compute (`convgrad_service.priority`): compiling gives way to all.
+# Lower priority than computing threads have (`convgrad_service.thread_priority`).
 _NICENESS = 10
 _PR_SET_PDEATHSIG = 1
 
 
 def _main() -> None:
-    """Compile what standard input says, and write what was found to standard output.
+    """Compile the request on standard input, and write the result to standard output.
 
-    The first line is JSON: the log, or the error; the cubin follows. The argument is the parent's
-    process, with which this one ends.
+    The first line is JSON: the log, or the error; the cubin follows. The argument is the process
+    id of the parent, with which this process dies.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != int(sys.argv[1]):
-            return  # it ended before it could be watched
-    # A terminal's Ctrl-C reaches every process; the parent alone decides what it means.
+            return  # the parent died before prctl
+    # Ctrl-C in a terminal reaches every process; only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(_NICENESS)
     library, source, name, options = json.load(sys.stdin)

@@ -1,4 +1,4 @@
-"""Host memory that is not ours but that the GPU copies from and to by itself, once page-locked."""
+"""Page-locking of shared memory, so that the GPU copies from and to it without staging."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["GRANULE_BYTES", "Pinned"]
 _log = logging.getLogger("convgrad.backends.cuda")
 
 GRANULE_BYTES = 64 * 2**20
-"""What is page-locked at a time, when it is first used. Locking takes 0.2 s a GiB, and takes the
-memory from the system for good, so a server locks no more than its requests have used."""
+"""Unit of page-locking, on first use. Locking takes 0.2 s for each GiB, and locked memory cannot be
+swapped, so a server locks only what its requests use."""
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
 
@@ -30,31 +30,31 @@ class _Range:
         self.refused = False
 
     def granule(self, number: int) -> tuple[int, int]:
-        """Address and size of a granule."""
+        """Return address and size of a granule."""
         start = self.start + number * GRANULE_BYTES
         return start, min(GRANULE_BYTES, self.end - start)
 
 
 class Pinned:
-    """Ranges of host memory, page-locked piece by piece. Safe to use from any thread.
+    """Ranges of host memory, page-locked by granules. Thread-safe.
 
-    Where the system refuses to lock one, copies of what lies there go the longer way.
+    If the system refuses to lock a granule, tensors in its range are copied through staging.
     """
 
     def __init__(self) -> None:
         self._runtime: Any = import_cupy().cuda.runtime
         self._lock = threading.Lock()
-        # By where they start; replaced and never changed, so that readers need no lock.
+        # Sorted by start. The tuple is replaced and never modified, so that readers need no lock.
         self._ranges: tuple[_Range, ...] = ()
 
     def adopt(self, address: int, size_bytes: int) -> None:
-        """Take on a range, which starts on a page and stays mapped until `disown`."""
+        """Add a range, which starts at a page boundary and stays mapped until `disown`."""
         added = _Range(address, address + size_bytes)
         with self._lock:
             self._ranges = tuple(sorted((*self._ranges, added), key=_start))
 
     def disown(self, address: int) -> None:
-        """Let go of the range that starts there, which nothing copies from or to any more."""
+        """Unlock and remove the range at an address, which must not be in use."""
         with self._lock:
             (found,) = (each for each in self._ranges if each.start == address)
             self._ranges = tuple(each for each in self._ranges if each is not found)
@@ -62,12 +62,12 @@ class Pinned:
                 try:
                     self._runtime.hostUnregister(found.granule(number)[0])
                 except self._runtime.CUDARuntimeError as error:
-                    _log.warning("host memory cannot be given back: %s", error)
+                    _log.warning("host memory cannot be unlocked: %s", error)
 
     def stretches(self, array: NDArray[Any]) -> list[tuple[int, int]] | None:
-        """Address and size of each part of an array that can be copied at once.
+        """Return address and size of each part of an array that one copy may cover.
 
-        None where the array lies elsewhere, or not in one piece.
+        None if the array is not contiguous, or not in locked memory.
         """
         address, end = array.ctypes.data, array.ctypes.data + array.nbytes
         ranges = self._ranges
@@ -81,7 +81,7 @@ class Pinned:
         for number in range(first, last + 1):
             if number not in found.locked and not self._lock_granule(found, number):
                 return None
-        # A copy may not cross from one locked piece into the next.
+        # A copy may not cross from one locked granule into the next.
         cuts = [found.granule(number)[0] for number in range(first + 1, last + 1)]
         bounds = [address, *cuts, end]
         return [(low, high - low) for low, high in pairwise(bounds)]

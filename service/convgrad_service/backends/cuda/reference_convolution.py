@@ -1,4 +1,4 @@
-"""References in float64 on a GPU, by ``reference_convolution.cu``."""
+"""Reference convolutions in float64 on a GPU, by ``reference_convolution.cu``."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Both = tuple[Float, Float]
 
 SOURCE = Path(__file__).with_name("reference_convolution.cu")
 THREADS = 128
-# Threads that keep a GPU busy; a weight's gradient with fewer elements is cut along the samples.
+# Threads that fill a GPU. A weight gradient with fewer elements is split along the samples.
 _MANY = 2**18
 
 
 def packed_geometry(
     batch: int, groups: int, channels: int, out_channels: int, geometry: Geometry
 ) -> NDArray[np.int64]:
-    """The kernels' structure; dimensions that are missing have one element."""
+    """Return the kernels' argument; missing dimensions have one element."""
     missing = 3 - len(geometry.kernel_size)
 
     def three(values: Sequence[int], filler: int) -> list[int]:
@@ -55,14 +55,14 @@ def packed_geometry(
 
 
 class ReferenceKernels:
-    """The three kernels of one device, compiled when they are first needed."""
+    """The three kernels of one device, compiled on first use."""
 
     def __init__(self, nvrtc: Nvrtc, architecture: str) -> None:
         self._nvrtc, self._architecture = nvrtc, architecture
         self._loaded: Mapping[str, Any] | None = None
 
     def function(self, name: str) -> Any:
-        """One of them; the device must be current."""
+        """Return a kernel; the device must be current."""
         if self._loaded is None:
             options = (*OPTIONS, f"--gpu-architecture={self._architecture}")
             code, _ = self._nvrtc.compile(SOURCE.read_text("utf-8"), SOURCE.name, options)
@@ -75,7 +75,7 @@ class ReferenceKernels:
 
 
 class CudaConvolver:
-    """See `Convolver`. ``device`` is CuPy's, made current for each call."""
+    """See `Convolver`. ``device`` is CuPy's; each call makes it current."""
 
     name = "cuda"
 

@@ -1,4 +1,4 @@
-"""Stored tensors on the device: uploaded once, or left there by the request that computed them."""
+"""Stored tensors on the device: uploaded once, or written there by the request that stores them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["Mirrored", "Residents", "mirrored", "places_of"]
 
 @dataclass(frozen=True, slots=True)
 class Mirrored:
-    """A place on the device for a result that stays, or a part of it, and its copy on the host.
+    """A result to be stored, or a slice of it, on the device and on the host.
 
-    Whoever fills them says so by `written`, once for each byte.
+    The writer of both calls `written`, once for each byte.
     """
 
     device: Any
@@ -29,14 +29,14 @@ class Mirrored:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it lies in one piece, on both."""
+        """Whether it is contiguous."""
         return self.host.flags.c_contiguous
 
     def __getitem__(self, cut: Slices) -> Mirrored:
         return Mirrored(self.device[cut], self.host[cut], self.count)
 
     def written(self) -> None:
-        """Both hold the result."""
+        """Report that both hold the result."""
         self.count(self.host.nbytes)
 
     def fill(self, array: NDArray[Any]) -> None:
@@ -54,10 +54,10 @@ class _Resident:
 
 
 class Residents:
-    """Stored tensors on the device, by their keys. Safe to use from any thread.
+    """Stored tensors on the device, by key. Thread-safe.
 
-    How many bytes they are is bounded by whoever stores them. ``upload`` returns a tensor on the
-    device, and ``allocate`` an empty one like an array; None where there is no room for it.
+    Their total size is bounded by the store. ``upload`` copies an array to the device, and
+    ``allocate`` allocates a tensor like it; both return None if there is no room.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class Residents:
         self._found: dict[int, _Resident] = {}
 
     def __len__(self) -> int:
-        """How many there are, those included that are not written yet."""
+        """Return the number of tensors, those not yet written included."""
         return len(self._found)
 
     def of(self, key: int, version: int, array: NDArray[Any]) -> Any:
-        """The tensor on the device, uploaded if it was not; the array itself without room."""
+        """Return the tensor on the device, uploaded if needed; the array if there is no room."""
         with self._of_key(key):
             kept = self._found.get(key)
             if kept is not None and kept.version == version and not kept.missing_bytes:
@@ -88,8 +88,7 @@ class Residents:
             return found
 
     def place(self, key: int, version: int, array: NDArray[Any]) -> Mirrored | NDArray[Any]:
-        """Where to write a result that `of` is to find, and its copy, the array; without room the
-        array itself."""
+        """Return where to write a result to be stored; the array if there is no room."""
         with self._of_key(key):
             kept = self._found.get(key)
             if kept is None or kept.version != version:
@@ -101,13 +100,13 @@ class Residents:
         return Mirrored(kept.tensor, array, lambda size: self._written(kept, size))
 
     def forget(self, key: int) -> None:
-        """Let go of one that will not be used again."""
+        """Drop a tensor that will not be used again."""
         self._found.pop(key, None)
         with self._lock:
             self._uploading.pop(key, None)
 
     def clear(self) -> None:
-        """Let go of all: others need the memory. What is in use stays until it is not."""
+        """Drop all tensors to free memory; those in use are freed later."""
         self._found.clear()
 
     def _written(self, kept: _Resident, size_bytes: int) -> None:
@@ -123,8 +122,10 @@ class Residents:
 
 
 def places_of(problem: Problem, offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Where a problem's outputs are to go: to what is offered, but for the scattered parts of what
-    is on both, which one copy each would not fill."""
+    """Return where a problem's outputs are written: to the places offered, or to new arrays.
+
+    A slice of a `Mirrored` place that is not contiguous is not used: one copy could not fill it.
+    """
     places = {}
     for name, spec in problem.outputs.items():
         place = offered.get(name)
@@ -135,5 +136,5 @@ def places_of(problem: Problem, offered: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mirrored(outputs: Mapping[str, Any]) -> list[Mirrored]:
-    """Those of the outputs that are on both."""
+    """Return the outputs that are `Mirrored`."""
     return [place for place in outputs.values() if isinstance(place, Mirrored)]

@@ -1,4 +1,4 @@
-"""A kernel's sources: where they lie, what they include, and a hash of what the compiler sees."""
+"""Kernel sources: the headers that they include, and a hash of their code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STRING_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*")|//[^\n]*|/\*.*?\*/', re.
 
 
 def included(source: str, folder: Path | None = None) -> list[str]:
-    """A kernel source and every header that it includes, directly or not, in order of meeting.
+    """Return a kernel source and every header that it includes, directly or not.
 
     Names are relative to ``folder``, `KERNELS` by default.
     """
@@ -31,10 +31,10 @@ def included(source: str, folder: Path | None = None) -> list[str]:
 
 
 def source_hash(source: str, folder: Path | None = None) -> str:
-    """Of a kernel source and every header that it includes, comments and blank space aside.
+    """Hash a kernel source and every header that it includes, without comments and white space.
 
-    Equal hashes compile to the same code; what was measured or checked of one holds for the other.
-    Names of files do not count: a source that moves is still the same.
+    Sources with equal hashes compile to the same code, so measurements and checks of one hold for
+    the other. File names are not hashed, so a source may move.
     """
     key = hashlib.sha256()
     for name in included(source, folder):

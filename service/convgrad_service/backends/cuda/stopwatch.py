@@ -1,4 +1,4 @@
-"""Timing on a GPU: the replay of a plan's graph between two events, on tensors that stay there."""
+"""Timing on a GPU: replays of a plan's graph between two events, on tensors in device memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from convgrad_service.backends.cuda.nvml import clocks_of
 
 __all__ = ["CudaStopwatch", "Flusher"]
 
-# Larger than any L2: what is written goes out, and what is read last must not be written back.
+# Larger than any L2. Reading a clean buffer last evicts the lines that writing left dirty.
 _FLUSH_BYTES = 256 * 2**20
 
 Others = Callable[[], Iterator[tuple[str, AbstractContextManager["CudaStopwatch"]]]]
 
 
 class Flusher:
-    """Empties a GPU's L2 of what timed kernels have left."""
+    """Flushes a GPU's L2 cache."""
 
     def __init__(self) -> None:
         cupy = import_cupy()
@@ -27,13 +27,13 @@ class Flusher:
         self._clean = cupy.zeros(_FLUSH_BYTES // 4, cupy.float32)
 
     def __call__(self) -> None:
-        """On the current stream: write, then read."""
+        """Write, then read, on the current stream."""
         self._dirty.fill(1)
         self._clean.sum()
 
 
 class CudaStopwatch:
-    """See `Stopwatch`. ``run`` puts one run on ``stream``; ``uuid`` names the GPU."""
+    """See `Stopwatch`. ``run`` enqueues one run on ``stream``; ``uuid`` is the GPU's."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class CudaStopwatch:
         return self._timed(self._run, count)
 
     def _timed(self, before: Callable[[], Any], count: int) -> float:
-        """``before`` keeps the GPU busy while the host launches what is timed."""
+        """Time runs after ``before``, which keeps the GPU busy while the host launches them."""
         with self.stream:
             before()
             begin, end = self._cuda.Event(), self._cuda.Event()

@@ -1,7 +1,7 @@
-"""Kernel arguments as ctypes structures, read from the C++ that declares them.
+"""Kernel arguments as ctypes structures, parsed from the C++ that declares them.
 
-A structure is described once, where its kernel reads it. What may stand in one: numbers, pointers,
-tensor maps, other structures, and arrays of these.
+So each structure is declared once, beside its kernel. Its fields may be numbers, pointers, tensor
+maps, other structures, and arrays of these.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from convgrad_service.backends.cuda import sources
 __all__ = ["MAP_ALIGNMENT", "MapField", "structure"]
 
 MapField = ctypes.c_uint64 * 16
-"""The type of a tensor map's field; its offset is a multiple of `MAP_ALIGNMENT`."""
+"""The type of a tensor map field, whose offset is a multiple of `MAP_ALIGNMENT`."""
 MAP_ALIGNMENT = 64
 
 _NUMBERS: dict[str, Any] = {
@@ -41,20 +41,29 @@ _DECLARATION = re.compile(
 def structure(
     source: str, name: str, /, *, anonymous: tuple[str, ...] = (), **constants: int
 ) -> Any:
-    """The ctypes structure of a struct that ``source``, or a header that it includes, defines.
+    """Return the ctypes structure of a struct defined in ``source`` or in a header it includes.
 
-    Args:
-        source: relative to the kernels' folder, as `Instance.source`.
-        name: of the struct.
-        anonymous: fields that are structures, whose fields can be used as the whole's own.
-        constants: of the macros that lengths of arrays name.
+    Parameters
+    ----------
+    source : str
+        Relative to the folder of kernels, like `Instance.source`.
+    name : str
+        Name of the struct.
+    anonymous : tuple of str
+        Fields that are structures whose fields are accessible as the struct's own.
+    constants : int
+        Values of macros that are array lengths.
 
-    Returns:
-        A subclass of `ctypes.Structure`. Elements of an array of tensor maps are fields of their
-        own, numbered: ``source0``, ``source1``.
+    Returns
+    -------
+    type[ctypes.Structure]
+        The elements of an array of tensor maps are separate numbered fields: ``source0``,
+        ``source1``.
 
-    Raises:
-        LookupError: there is no such struct, or no such type or constant in it.
+    Raises
+    ------
+    LookupError
+        There is no such struct, or it has a field of an unknown type or length.
     """
     return _structure(source, name, anonymous, tuple(constants.items()))
 
@@ -69,7 +78,7 @@ def _structure(
         )
         if found is not None:
             if header != source:
-                # The same class, whichever source it was found by.
+                # One class, whichever source includes the header.
                 return _structure(header, name, anonymous, constants)
             return _Reader(source, dict(constants)).read(name, found[1], found[2], anonymous)
     raise LookupError(f"no struct {name} in {source} or what it includes")
@@ -81,7 +90,7 @@ def _text(header: str) -> str:
 
 
 class _Reader:
-    """Of one structure."""
+    """Parses one structure."""
 
     def __init__(self, source: str, constants: dict[str, int]) -> None:
         self._source, self._given = source, constants
@@ -95,7 +104,7 @@ class _Reader:
         return type(name, (ctypes.Structure,), {"_anonymous_": anonymous, "_fields_": self._fields})
 
     def _inherit(self, base: str) -> None:
-        """A base's fields come first; of a template, those of its argument before its own."""
+        """Add the fields of a base; of a template, its argument's before its own."""
         base, _, argument = base.removesuffix(">").partition("<")
         if argument:
             self._inherit(argument)
@@ -112,10 +121,10 @@ class _Reader:
         if found is None:
             raise LookupError(f"not a field: {declaration!r} in {self._source}")
         for one in found[2].split(","):
-            place = re.fullmatch(r"\s*(\*?)\s*(?:const\s+)?(\w+)((?:\[\w+\])*)\s*", one)
-            if place is None:
+            declarator = re.fullmatch(r"\s*(\*?)\s*(?:const\s+)?(\w+)((?:\[\w+\])*)\s*", one)
+            if declarator is None:
                 raise LookupError(f"not a field: {declaration!r} in {self._source}")
-            pointer, name, lengths = place.groups()
+            pointer, name, lengths = declarator.groups()
             counts = [self._constant(length) for length in re.findall(r"\w+", lengths)]
             if found[1] == "TensorMap":
                 names = [f"{name}{i}" for i in range(counts[0])] if counts else [name]
@@ -128,14 +137,14 @@ class _Reader:
             self._fields.append((name, kind))
 
     def _align(self) -> None:
-        """Tensor maps are aligned to more than ctypes knows."""
+        """Pad to a tensor map's alignment, which ctypes does not know."""
         probe: Any = type("_", (ctypes.Structure,), {"_fields_": [*self._fields, ("_", MapField)]})
         gap = -probe._.offset % MAP_ALIGNMENT
         if gap:
             self._fields.append((f"_before_{len(self._fields)}", ctypes.c_char * gap))
 
     def _type(self, name: str) -> Any:
-        # One class for all: macros lengthen arrays of the outermost structure alone.
+        # Without the constants, so that there is one class: they concern the outermost structure.
         return _NUMBERS[name] if name in _NUMBERS else structure(self._source, name)
 
     def _constant(self, name: str) -> int:

@@ -1,1 +1,1 @@
-"""How the hub, front ends and workers talk to each other."""
+"""Messages between the hub, front ends and workers."""

@@ -1,7 +1,7 @@
-"""Small messages between two processes of a server, in order, over a pair of sockets.
+"""Small messages between two processes of a server, in order, over a socket pair.
 
-Messages are pickled: both ends run the same code, and nothing that a client sends is ever read as
-one. Bodies never travel here; they lie in the arena.
+Messages are pickled, which is safe because both ends run this code and client data is never
+unpickled. Request bodies do not travel here; they are in the arena.
 """
 
 from __future__ import annotations
@@ -10,52 +10,69 @@ import asyncio
 import pickle
 import socket
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-__all__ = ["Channel", "Kinds", "Pipe"]
+__all__ = [
+    "MAX_INTERNED",
+    "MAX_MISSED",
+    "Channel",
+    "Heartbeat",
+    "InternTable",
+    "Interned",
+    "MessageTypes",
+    "Ping",
+    "Pipe",
+    "Pong",
+]
 
 _LENGTH_BYTES = 4
 _READ_BYTES = 64 * 1024
 
+MAX_INTERNED = 256
+MAX_MISSED = 8
+"""Pings in a row that a process may leave unanswered. They are counted, not timed: if this process
+was the one that stalled, it reads the waiting answers before it sends the next ping."""
 
-def _framed(message: Any) -> bytes:
+
+def _frame(message: Any) -> bytes:
     text = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-class Kinds:
-    """Named tuples by number: a class's name in every message takes longer than the message."""
+class MessageTypes:
+    """Encodes named tuples as (type number, *fields): pickling a class's name is expensive."""
 
-    def __init__(self, *kinds: type[tuple[Any, ...]]) -> None:
-        self._kinds = kinds
-        self._numbers = {kind: number for number, kind in enumerate(kinds)}
+    def __init__(self, *types: type[tuple[Any, ...]]) -> None:
+        self._types = types
+        self._numbers = {each: number for number, each in enumerate(types)}
 
-    def plain(self, message: Any) -> Any:
-        """What is sent for a message."""
+    def encode(self, message: Any) -> Any:
+        """Return the plain tuple for a message; other objects are returned unchanged."""
         number = self._numbers.get(type(message))
         return message if number is None else (number, *message)
 
-    def message(self, plain: Any) -> Any:
-        """The message that this was sent for."""
-        if self._kinds and type(plain) is tuple:
-            return self._kinds[plain[0]](*plain[1:])
+    def decode(self, plain: Any) -> Any:
+        """Return the message for a plain tuple."""
+        if self._types and type(plain) is tuple:
+            return self._types[plain[0]](*plain[1:])
         return plain
 
 
 class Channel(asyncio.Protocol):
-    """One end on an event loop: ``received`` is called for each message, ``lost`` once."""
+    """An end on an event loop: ``received`` is called for each message, ``lost`` at the end."""
 
     def __init__(
-        self, received: Callable[[Any], None], lost: Callable[[], None], kinds: Kinds
+        self, received: Callable[[Any], None], lost: Callable[[], None], types: MessageTypes
     ) -> None:
-        self._received, self._lost, self._kinds = received, lost, kinds
+        self._received, self._lost, self._types = received, lost, types
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._bytes = b""
-        self._to_send: list[bytes] = []
-        self._behind: list[bytes] = []
-        self._to_send_soon = False
+        self._outgoing: list[bytes] = []
+        self._lazy: list[bytes] = []
+        self._flush_scheduled = False
 
     @classmethod
     async def open(
@@ -63,90 +80,86 @@ class Channel(asyncio.Protocol):
         end: socket.socket,
         received: Callable[[Any], None],
         lost: Callable[[], None],
-        kinds: Kinds | None = None,
+        types: MessageTypes | None = None,
     ) -> Channel:
-        """The channel on a socket, which it closes in the end."""
+        """Open a channel on a socket, which the channel closes."""
         loop = asyncio.get_running_loop()
-        known = kinds or Kinds()
+        known = types or MessageTypes()
         _, channel = await loop.create_unix_connection(lambda: cls(received, lost, known), sock=end)
         return channel
 
-    def tell(self, message: Any, *, soon: bool = True) -> None:
-        """Send a message; it is dropped if the other end has gone, which ``lost`` says.
+    def send(self, message: Any) -> None:
+        """Send a message in one write with all others of this loop iteration.
 
-        What is told in one turn of the loop leaves in one write: each wakes the other process. A
-        message that is not for ``soon`` waits for one that is, and leaves behind it.
+        Each write wakes the other process. Messages are dropped if the other end is closed.
         """
-        framed = _framed(self._kinds.plain(message))
-        if not soon:
-            self._behind.append(framed)
-            return
-        if not self._to_send_soon:
-            self._to_send_soon = True
+        self._outgoing.append(_frame(self._types.encode(message)))
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
             self._loop.call_soon(self.flush)
-        self._to_send.append(framed)
 
-    def tell_now(self, message: Any) -> None:
-        """The same for a message that somebody waits for, in a write of its own."""
-        self._to_send.append(_framed(self._kinds.plain(message)))
+    def send_lazily(self, message: Any) -> None:
+        """Send a message with the next write, whenever that is."""
+        self._lazy.append(_frame(self._types.encode(message)))
+
+    def send_now(self, message: Any) -> None:
+        """Send a message immediately."""
+        self._outgoing.append(_frame(self._types.encode(message)))
         self.flush()
 
     def close(self) -> None:
-        """Close it once what was sent has left."""
+        """Close the channel after sending what is queued."""
         if self._transport is not None:
             self.flush()
             self._transport.close()
 
     def flush(self) -> None:
-        """Send what waits to be sent."""
-        self._to_send_soon = False
-        frames = self._to_send + self._behind
-        self._to_send, self._behind = [], []
+        """Write all queued messages."""
+        self._flush_scheduled = False
+        frames = self._outgoing + self._lazy
+        self._outgoing, self._lazy = [], []
         if frames and self._transport is not None and not self._transport.is_closing():
             self._transport.write(b"".join(frames))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
         data = self._bytes + data if self._bytes else data
         at = 0
         while len(data) - at >= _LENGTH_BYTES:
             end = at + _LENGTH_BYTES + int.from_bytes(data[at : at + _LENGTH_BYTES], "little")
             if end > len(data):
                 break
-            message = pickle.loads(memoryview(data)[at + _LENGTH_BYTES : end])  # noqa: S301
+            plain = pickle.loads(memoryview(data)[at + _LENGTH_BYTES : end])  # noqa: S301
             at = end
-            self._received(self._kinds.message(message))
+            self._received(self._types.decode(plain))
         self._bytes = data[at:]
 
     def connection_lost(self, error: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
         self._lost()
 
 
 class Pipe:
-    """One end for threads that wait: any number may send, one at a time receives."""
+    """A blocking end for threads: several may send, one at a time may receive."""
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
-        self._read = b""  # of messages that have come in part
+        self._bytes = b""
         self._sending = threading.Lock()
 
     def send(self, message: Any) -> None:
-        """Send a message; raises OSError if the other end has gone."""
-        framed = _framed(message)
+        """Send a message; raises OSError if the other end is closed."""
+        framed = _frame(message)
         with self._sending:
             self._socket.sendall(framed)
 
     def receive(self) -> Any:
-        """The next message; raises EOFError once the other end has gone."""
+        """Return the next message; raises EOFError if the other end is closed."""
         while True:
-            end = _LENGTH_BYTES + int.from_bytes(self._read[:_LENGTH_BYTES], "little")
-            if len(self._read) >= max(end, _LENGTH_BYTES + 1):
-                text, self._read = self._read[_LENGTH_BYTES:end], self._read[end:]
+            end = _LENGTH_BYTES + int.from_bytes(self._bytes[:_LENGTH_BYTES], "little")
+            if len(self._bytes) >= max(end, _LENGTH_BYTES + 1):
+                text, self._bytes = self._bytes[_LENGTH_BYTES:end], self._bytes[end:]
                 return pickle.loads(text)  # noqa: S301 - from one of our own processes
             try:
                 data = self._socket.recv(_READ_BYTES)
@@ -154,8 +167,60 @@ class Pipe:
                 raise EOFError from error
             if not data:
                 raise EOFError
-            self._read += data
+            self._bytes += data
 
     def close(self) -> None:
         """Close this end."""
         self._socket.close()
+
+
+Interned = tuple[int, bytes | None]
+"""The number of an interned text, and the text itself if the other end does not have it yet."""
+
+
+class InternTable:
+    """The texts that the other end has: the `MAX_INTERNED` most recently used.
+
+    The other end stores each text under its number until a new text replaces it. Messages arrive in
+    order, so both ends always agree.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: OrderedDict[bytes, int] = OrderedDict()
+
+    def intern(self, text: bytes) -> Interned:
+        """Return how to send a text in the next message."""
+        number = self._numbers.get(text)
+        if number is not None:
+            self._numbers.move_to_end(text)
+            return number, None
+        full = len(self._numbers) >= MAX_INTERNED
+        number = self._numbers.popitem(last=False)[1] if full else len(self._numbers)
+        self._numbers[text] = number
+        return number, text
+
+
+class Ping(NamedTuple):
+    """To be answered with a `Pong` at once."""
+
+
+class Pong(NamedTuple):
+    """The process is alive; ``progress`` holds (job number, steps done) of running jobs."""
+
+    progress: tuple[tuple[int, int], ...] = ()
+
+
+class Heartbeat:
+    """Counts the unanswered pings of one process."""
+
+    def __init__(self) -> None:
+        self._unanswered = 0
+
+    def count_ping(self) -> bool:
+        """Count a ping; return whether too many are unanswered."""
+        self._unanswered += 1
+        return self._unanswered > MAX_MISSED
+
+    def answered(self) -> None:
+        """Reset the count."""
+        self._unanswered = 0

@@ -1,47 +1,30 @@
-"""A front end in another process, as the hub sees it.
+"""A front end in another process, as the hub sees it; `remote_hub` is the other end.
 
-It is given a pocket: a part of the arena from which it leases small places itself, so that a small
-request is one message there and one back.
+The front end gets a pocket: a part of the arena from which it leases small blocks itself, so that
+a small request takes one message to the hub and one back.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from convgrad.errors import Overloaded
 from convgrad_service.engine.hub import Hub
-from convgrad_service.engine.ipc.channel import Channel
-from convgrad_service.engine.ipc.heartbeat import Heartbeat, Ping, Pong
-from convgrad_service.engine.ipc.messages import (
-    KINDS,
-    Ask,
-    Cancel,
-    Done,
-    Drain,
-    Enter,
-    Hold,
-    Leave,
-    Listens,
-    Locate,
-    PartDone,
-    Release,
-    Reply,
-    Reserve,
-    SubmitJob,
-    Welcome,
-)
+from convgrad_service.engine.ipc import messages as m
+from convgrad_service.engine.ipc.channel import Channel, Heartbeat, Ping, Pong
 from convgrad_service.engine.memory.lease import Lease
 from convgrad_service.engine.memory.tensor_layout import PackedTensorLayout, TensorLayout
-from convgrad_service.engine.scheduling.partition import TaskGroup
-from convgrad_service.engine.scheduling.quotas import Entered
-from convgrad_service.engine.scheduling.scheduler import Task
-from convgrad_service.engine.shm.registry import InRegion, RegionPart
+from convgrad_service.engine.scheduling.partition import JobResult
+from convgrad_service.engine.scheduling.quotas import Caller, CountedTicket
+from convgrad_service.engine.scheduling.task import Task, TaskGroup
+from convgrad_service.engine.shm.registry import RegionPart, RegionSlice
 from convgrad_service.engine.telemetry.record import Record
-from convgrad_service.engine.workers.execute import Finished, Job
+from convgrad_service.engine.workers.execute import Job
 from convgrad_service.problems.base import Lane
 
 __all__ = ["FrontEnd"]
@@ -50,222 +33,220 @@ POCKET_BYTES = 4 * 2**20
 
 
 class FrontEnd:
-    """One front end, as the hub sees it. What it holds goes back when its process ends."""
+    """One front end. What it holds is released when its process ends."""
 
-    def __init__(self, hub: Hub, *, listens: Callable[[Listens], None]) -> None:
-        self._hub, self._listens = hub, listens
+    def __init__(self, hub: Hub, *, on_listening: Callable[[m.Listening], None]) -> None:
+        self._hub, self._on_listening = hub, on_listening
         self._channel: Channel | None = None
-        self._leases: dict[int, asyncio.Future[Lease]] = {}
-        self._tasks: dict[int, Task | TaskGroup[Task]] = {}
-        self._arrangements: dict[int, TensorLayout | PackedTensorLayout] = {}
-        self._tickets: dict[int, Entered] = {}
-        self._heartbeat = Heartbeat()
         self._is_listening = False
+        self._heartbeat = Heartbeat()
+        self._leases: dict[int, asyncio.Future[Lease]] = {}
+        self._tasks: dict[int, Task | TaskGroup] = {}
+        self._layouts: dict[int, TensorLayout | PackedTensorLayout] = {}
+        self._tickets: dict[int, CountedTicket] = {}
 
     async def serve(self, channel_end: Any) -> None:
-        """Welcome it, and return once its end of the channel has closed and it holds nothing."""
+        """Serve the front end until its end of the channel is closed and its jobs are done."""
         gone = asyncio.Event()
-        pocket = await self._pocket()
+        pocket = await self._reserve_pocket()
         try:
-            self._channel = await Channel.open(channel_end, self._received, gone.set, KINDS)
-            self._hub.watchers.append(self._channel.tell)
-            place = (0, 0) if pocket is None else (pocket.offset, pocket.size_bytes)
-            self._channel.tell(Welcome(self._hub.status, self._hub.limit_bytes, place))
+            self._channel = await Channel.open(channel_end, self._received, gone.set, m.TYPES)
+            self._hub.watchers.append(self._send)
+            extent = (0, 0) if pocket is None else (pocket.offset, pocket.size_bytes)
+            self._send(m.Welcome(self._hub.status, self._hub.limit_bytes, extent))
             await gone.wait()
-            self._hub.watchers.remove(self._channel.tell)
+            self._hub.watchers.remove(self._send)
             for task in list(self._tasks.values()):
                 self._hub.cancel(task)
-            # A worker may still write to what it held.
+            # Until then, workers may still write to its leases.
             await asyncio.gather(
                 *(task.done for task in self._tasks.values()), return_exceptions=True
             )
         finally:
             for lease in self._leases.values():
-                _leave(lease)
+                _release(lease)
             for ticket in self._tickets.values():
-                ticket.leave()
+                ticket.release()
             if pocket is not None:
                 pocket.release()
 
-    async def _pocket(self) -> Lease | None:
+    async def _reserve_pocket(self) -> Lease | None:
         try:
             return await self._hub.reserve(min(POCKET_BYTES, self._hub.limit_bytes // 16))
         except Overloaded:
-            return None  # requests hold all there is; then it asks for each place
+            return None  # the arena is full: this front end reserves every block through the hub
 
     def drain(self) -> None:
-        """Tell it to finish."""
+        """Ask it to finish its requests and exit."""
         if self._channel is not None:
-            self._channel.tell(Drain())
+            self._channel.send(m.Drain())
 
     def is_silent(self) -> bool:
-        """Ask whether it is alive; whether it has missed too many such questions."""
-        if self._channel is None or not self._is_listening:
+        """Ping it; return whether too many pings are unanswered."""
+        if not self._is_listening:
             return False
-        self._channel.tell(Ping())
-        return self._heartbeat.missed()
+        self._send(Ping())
+        return self._heartbeat.count_ping()
 
     def _received(self, message: Any) -> None:
-        self._HANDLERS[type(message)](self, message)
+        try:
+            self._HANDLERS[type(message)](self, message)
+        except Exception as error:  # the front end raises it
+            if not isinstance(message, m.SubmitJob | m.Invoke):
+                raise
+            self._send(m.Reply(message.number, error=error))
 
-    def _announced(self, message: Listens) -> None:
+    def _listening(self, message: m.Listening) -> None:
         self._is_listening = True
-        self._listens(message)
+        self._on_listening(message)
 
-    def _reserve(self, message: Reserve) -> None:
-        try:
-            lease = self._hub.reserve(
-                message.size_bytes,
-                text=message.text,
-                regions=[RegionPart(*part) for part in message.regions],
-            )
-        except Exception as error:  # noqa: BLE001 - the front end raises it
-            self._tell(Reply(message.number, error=error))
+    def _invoke(self, message: m.Invoke) -> None:
+        service = self._hub.service(message.service) if message.service else self
+        result = getattr(service, message.method)(*message.arguments, **message.options)
+        if not inspect.isawaitable(result):
+            self._send(m.Reply(message.number, result))
             return
-        self._leases[message.number] = lease
-        self._reply_when_done(message.number, lease, _granted)
-
-    def _release(self, message: Release) -> None:
-        if (lease := self._leases.pop(message.number, None)) is not None:
-            _leave(lease)
-
-    def _compute(self, message: SubmitJob) -> None:
-        slot, text = message.named
-        if text is not None:
-            self._arrangements[slot] = PackedTensorLayout(text, message.cost)
-
-        def told(part: int, finished: Finished) -> None:
-            self._tell(PartDone(message.number, part, tuple(finished)))
-
-        regions = tuple(InRegion(*place) for place in message.regions)
-        found: tuple[InRegion, ...] = ()
-        try:
-            if message.parts:
-                found = self._hub.regions.use([RegionPart(*part) for part in message.parts])
-                if (finished := self._run_inline(message, found)) is not None:
-                    self._done(message.number, finished, 0.0)
-                    self._hub.regions.release(found)
-                    return
-            layout, tasks = self._arrangements[slot], (message.tasks, message.sums)
-            lane = Lane(message.lane)
-            job = Job(layout, message.base, regions or found, *tasks, lane)
-            task = self._hub.schedule.submit(job, message.deadline_s, told)
-        except Exception as error:  # noqa: BLE001 - the front end raises it
-            self._hub.regions.release(found)
-            self._tell(Reply(message.number, error=error))
-            return
-        self._tasks[message.number] = task
-        task.done.add_done_callback(partial(self._computed, message.number, task))
-        if found:
-            task.done.add_done_callback(lambda _: self._hub.regions.release(found))
-            task.done.add_done_callback(partial(self._learn, slot))
-
-    def _run_inline(self, message: SubmitJob, found: tuple[InRegion, ...]) -> Finished | None:
-        """How a small job was computed here: the front end would have, but has no regions."""
-        here, slot = self._hub.inline_executor, message.named[0]
-        if here is None or time.monotonic() >= message.deadline_s:
-            return None  # of a deadline that has passed the schedule says so
-        layout = self._arrangements[slot] = self._arrangements[slot].unpacked()
-        return here.computed(layout, message.base, found)
-
-    def _learn(self, slot: int, done: asyncio.Future[Finished]) -> None:
-        here, layout = self._hub.inline_executor, self._arrangements[slot]
-        if here is None or isinstance(layout, PackedTensorLayout):
-            return
-        if not done.cancelled() and done.exception() is None:
-            here.learn(layout, done.result().compute_s)
-
-    def _computed(
-        self, number: int, task: Task | TaskGroup[Task], done: asyncio.Future[Finished]
-    ) -> None:
-        del self._tasks[number]
-        if done.cancelled():
-            self._tell(Reply(number, cancelled=True))
-        elif (error := done.exception()) is not None:
-            self._tell(Reply(number, error=error))
+        future = asyncio.ensure_future(result)
+        if future.done():
+            self._reply(message.number, future)
         else:
-            self._done(number, done.result(), task.waited_s or 0.0)
+            future.add_done_callback(partial(self._reply, message.number))
 
-    def _done(self, number: int, finished: Finished, waited_s: float) -> None:
-        assert self._channel is not None  # noqa: S101
-        self._channel.tell_now(Done(number, tuple(finished), waited_s))
+    def _notify(self, message: m.Notify) -> None:
+        getattr(self, message.method)(message.number)
 
-    def _cancel(self, message: Cancel) -> None:
-        if (task := self._tasks.get(message.number)) is not None:
+    def reserve(
+        self, number: int, size_bytes: int, text: bool, parts: Sequence[tuple[Any, ...]]
+    ) -> asyncio.Future[Lease]:
+        """See `Engine.reserve`; the lease is known by ``number``."""
+        regions = [RegionPart(*part) for part in parts]
+        lease = self._leases[number] = self._hub.reserve(size_bytes, text=text, regions=regions)
+        return lease
+
+    def release_lease(self, number: int) -> None:
+        """Release a lease, or leave the queue for it."""
+        if (lease := self._leases.pop(number, None)) is not None:
+            _release(lease)
+
+    def acquire_ticket(self, number: int, caller: Caller) -> None:
+        """Acquire a quota ticket, known by ``number``."""
+        self._tickets[number] = self._hub.quotas.acquire(caller)
+
+    def charge_ticket(self, number: int, size_bytes: int, flops: int) -> None:
+        """See `Ticket.charge`."""
+        self._tickets[number].charge_now(size_bytes, flops)
+
+    def release_ticket(self, number: int) -> None:
+        """Release a ticket; it is absent if it was refused while its caller was cancelled."""
+        if (ticket := self._tickets.pop(number, None)) is not None:
+            ticket.release()
+
+    def cancel_job(self, number: int) -> None:
+        """Cancel a job unless it is done."""
+        if (task := self._tasks.get(number)) is not None:
             self._hub.cancel(task)
 
-    def _enter(self, message: Enter) -> None:
+    def queue_position(self, number: int) -> int | None:
+        """See `Engine.queue_position`."""
+        task = self._tasks.get(number)
+        return None if task is None else self._hub.scheduler.position(task)
+
+    def _submit(self, message: m.SubmitJob) -> None:
+        slot, packed = message.interned
+        if packed is not None:
+            self._layouts[slot] = PackedTensorLayout(packed, message.cost)
+        acquired = self._hub.regions.acquire([RegionPart(*part) for part in message.parts])
         try:
-            self._tickets[message.number] = self._hub.quotas.enter(message.caller)
-        except Exception as error:  # noqa: BLE001 - the front end raises it
-            self._tell(Reply(message.number, error=error))
-        else:
-            self._tell(Reply(message.number))
+            if acquired and (result := self._run_inline(message, acquired)) is not None:
+                self._send_done(message.number, result, 0.0)
+                self._hub.regions.release(acquired)
+                return
+            regions = tuple(RegionSlice(*each) for each in message.regions) or acquired
+            job = Job(
+                self._layouts[slot],
+                message.base,
+                regions,
+                message.tasks,
+                message.sums,
+                Lane(message.lane),
+            )
+            task = self._hub.scheduler.submit(
+                job, message.deadline_s, partial(self._part_done, message.number)
+            )
+        except BaseException:
+            self._hub.regions.release(acquired)
+            raise
+        self._tasks[message.number] = task
+        task.done.add_done_callback(partial(self._job_done, message.number, task))
+        if acquired:
+            task.done.add_done_callback(lambda _: self._hub.regions.release(acquired))
+            task.done.add_done_callback(partial(self._learn, slot))
 
-    def _hold(self, message: Hold) -> None:
-        try:
-            self._tickets[message.ticket].count(message.size_bytes, message.flops)
-        except Exception as error:  # noqa: BLE001 - the front end raises it
-            self._tell(Reply(message.number, error=error))
-        else:
-            self._tell(Reply(message.number))
+    def _run_inline(
+        self, message: m.SubmitJob, regions: tuple[RegionSlice, ...]
+    ) -> JobResult | None:
+        """Compute a small job with shared memory, which front ends have not mapped."""
+        executor, slot = self._hub.inline_executor, message.interned[0]
+        if executor is None or time.monotonic() >= message.deadline_s:
+            return None  # the scheduler refuses it
+        layout = self._layouts[slot] = self._layouts[slot].unpack()
+        return executor.try_run(layout, message.base, regions)
 
-    def _left(self, message: Leave) -> None:
-        # One that was refused as its caller left is not there.
-        if (ticket := self._tickets.pop(message.ticket, None)) is not None:
-            ticket.leave()
+    def _learn(self, slot: int, done: asyncio.Future[JobResult]) -> None:
+        executor, layout = self._hub.inline_executor, self._layouts[slot]
+        if executor is None or isinstance(layout, PackedTensorLayout):
+            return
+        if not done.cancelled() and done.exception() is None:
+            executor.learn(layout, done.result().compute_s)
 
-    def _locate(self, message: Locate) -> None:
-        task = self._tasks.get(message.job)
-        position = None if task is None else self._hub.schedule.position(task)
-        self._tell(Reply(message.number, position))
+    def _part_done(self, number: int, part: int, result: JobResult) -> None:
+        self._send(m.PartDone(number, part, tuple(result)))
 
-    def _ask(self, message: Ask) -> None:
-        asked = asyncio.ensure_future(getattr(self._hub, message.method)(*message.arguments))
-        self._reply_when_done(message.number, asked, lambda value: value)
-
-    def _reply_when_done(
-        self, number: int, future: asyncio.Future[Any], value_of: Callable[[Any], Any]
+    def _job_done(
+        self, number: int, task: Task | TaskGroup, done: asyncio.Future[JobResult]
     ) -> None:
-        def reply(done: asyncio.Future[Any]) -> None:
-            if done.cancelled():
-                self._tell(Reply(number, cancelled=True))
-            elif (error := done.exception()) is not None:
-                self._tell(Reply(number, error=error))
-            else:
-                self._tell(Reply(number, value_of(done.result())))
-
-        if future.done():
-            reply(future)
+        del self._tasks[number]
+        if done.cancelled() or done.exception() is not None:
+            self._reply(number, done)
         else:
-            future.add_done_callback(reply)
+            self._send_done(number, done.result(), task.waited_s or 0.0)
 
-    def _tell(self, message: Reply | PartDone) -> None:
+    def _send_done(self, number: int, result: JobResult, waited_s: float) -> None:
         assert self._channel is not None  # noqa: S101
-        self._channel.tell(message)
+        self._channel.send_now(m.JobDone(number, tuple(result), waited_s))
+
+    def _reply(self, number: int, done: asyncio.Future[Any]) -> None:
+        if done.cancelled():
+            reply = m.Reply(number, cancelled=True)
+        elif (error := done.exception()) is not None:
+            reply = m.Reply(number, error=error)
+        else:
+            reply = m.Reply(number, _plain(done.result()))
+        self._send(reply)
+
+    def _send(self, message: Any) -> None:
+        assert self._channel is not None  # noqa: S101
+        self._channel.send(message)
 
     _HANDLERS: Mapping[type, Callable[..., None]] = {
-        Reserve: _reserve,
-        Release: _release,
-        SubmitJob: _compute,
-        Cancel: _cancel,
-        Enter: _enter,
-        Hold: _hold,
-        Leave: _left,
-        Ask: _ask,
-        Locate: _locate,
+        m.SubmitJob: _submit,
+        m.Invoke: _invoke,
+        m.Notify: _notify,
+        m.Listening: _listening,
         Record: lambda self, record: self._hub.observe(record),
-        Listens: _announced,
-        Pong: lambda self, _: self._heartbeat.heard(),
+        Pong: lambda self, _: self._heartbeat.answered(),
     }
 
 
-def _granted(lease: Lease) -> tuple[int, list[Any]]:
-    return lease.offset, [tuple(place) for place in lease.regions]
+def _plain(value: Any) -> Any:
+    """Return what is sent for a result: leases as offset and regions."""
+    if isinstance(value, Lease):
+        return value.offset, [tuple(each) for each in value.regions]
+    return value
 
 
-def _leave(lease: asyncio.Future[Lease]) -> None:
-    """Give a lease back, or leave the line for it."""
+def _release(lease: asyncio.Future[Lease]) -> None:
+    """Release a lease, or leave the queue for it."""
     if lease.done():
         if not lease.cancelled() and lease.exception() is None:
             lease.result().release()

@@ -1,77 +1,43 @@
-"""Messages between the hub and front ends in other processes; see `remote_hub` and `frontend`."""
+"""Messages between the hub and front ends in other processes; see `remote_hub` and `frontend`.
+
+Nested named tuples are sent as plain tuples: pickling their class names would take longer than the
+rest of the message.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from convgrad_service.engine.ipc.channel import Kinds
-from convgrad_service.engine.ipc.heartbeat import Ping, Pong
-from convgrad_service.engine.ipc.interning import Named
-from convgrad_service.engine.scheduling.quotas import Caller
+from convgrad_service.engine.ipc.channel import Interned, MessageTypes, Ping, Pong
 from convgrad_service.engine.status import Status
 from convgrad_service.engine.telemetry.record import Record
 
-__all__ = [
-    "KINDS",
-    "Ask",
-    "Cancel",
-    "Done",
-    "Drain",
-    "Enter",
-    "Hold",
-    "Leave",
-    "Listens",
-    "Locate",
-    "PartDone",
-    "Release",
-    "Reply",
-    "Reserve",
-    "SubmitJob",
-    "Welcome",
-]
-
 
 class Welcome(NamedTuple):
-    """The first message to a front end."""
+    """The hub's first message; ``pocket`` is the offset and size of the front end's own memory."""
 
     status: Status
     limit_bytes: int
     pocket: tuple[int, int]
 
 
-class Listens(NamedTuple):
-    """A front end listens, on this port; or does not, for this reason."""
+class Listening(NamedTuple):
+    """The front end listens on ``port``, or cannot because of ``failure``."""
 
     port: int
     failure: str | None = None
 
 
 class Drain(NamedTuple):
-    """A front end is to finish what it has, and end."""
-
-
-class Reserve(NamedTuple):
-    """For a place. Regions are `RegionPart`, and in the reply `InRegion`, but as plain tuples: a
-    class's name takes longer to read than the rest of a message."""
-
-    number: int
-    size_bytes: int
-    text: bool
-    regions: tuple[tuple[Any, ...], ...]
-
-
-class Release(NamedTuple):
-    number: int
+    """The front end is to finish its requests and exit."""
 
 
 class SubmitJob(NamedTuple):
-    """A job, whose arrangement the hub was told before unless its text is there; see `InternTable`.
-
-    Its regions, as plain tuples, are held already, or they are ``parts`` to be found now.
-    """
+    """Submit a `Job`, with its layout interned; ``parts`` are regions to be acquired for it."""
 
     number: int
-    named: Named
+    interned: Interned
     cost: float
     tasks: int
     sums: bool
@@ -82,65 +48,41 @@ class SubmitJob(NamedTuple):
     lane: int = 0
 
 
-class Cancel(NamedTuple):
-    number: int
-
-
-class Locate(NamedTuple):
-    """For the place in the line of a job."""
+class Invoke(NamedTuple):
+    """Call a method of the `FrontEnd` (service "") or of a hub's service, see `Engine.invoke`."""
 
     number: int
-    job: int
-
-
-class Enter(NamedTuple):
-    """For a ticket of this caller's, which goes by the same number."""
-
-    number: int
-    caller: Caller
-
-
-class Hold(NamedTuple):
-    """Count so many bytes and FLOPs to a ticket."""
-
-    number: int
-    ticket: int
-    size_bytes: int
-    flops: int
-
-
-class Leave(NamedTuple):
-    """Give a ticket back."""
-
-    ticket: int
-
-
-class Ask(NamedTuple):
-    """For a method of the hub that is awaited."""
-
-    number: int
+    service: str
     method: str
     arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
 
 
-class Done(NamedTuple):
-    """To `SubmitJob`: how it was computed, and how long it waited."""
+class Notify(NamedTuple):
+    """Call a method of the `FrontEnd` without a reply."""
+
+    method: str
+    number: int
+
+
+class JobDone(NamedTuple):
+    """The reply to `SubmitJob`: the `JobResult`, and how long the job waited."""
 
     number: int
-    finished: tuple[Any, ...]
+    result: tuple[Any, ...]
     waited_s: float
 
 
 class PartDone(NamedTuple):
-    """Of `SubmitJob`, one part is: how it was computed."""
+    """The `JobResult` of one part of a job."""
 
     number: int
     part: int
-    finished: tuple[Any, ...]
+    result: tuple[Any, ...]
 
 
 class Reply(NamedTuple):
-    """To the request of this number: its value, or why there is none."""
+    """The reply to the message with this number."""
 
     number: int
     value: Any = None
@@ -148,24 +90,18 @@ class Reply(NamedTuple):
     cancelled: bool = False
 
 
-KINDS = Kinds(
+TYPES = MessageTypes(
     SubmitJob,
+    JobDone,
+    PartDone,
+    Invoke,
+    Notify,
     Reply,
     Record,
-    Reserve,
-    Release,
-    Cancel,
-    Ask,
     Status,
     Welcome,
-    Listens,
+    Listening,
     Drain,
-    Done,
-    Enter,
-    Hold,
-    Leave,
-    PartDone,
-    Locate,
     Ping,
     Pong,
 )

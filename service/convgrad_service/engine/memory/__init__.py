@@ -1,1 +1,1 @@
-"""The arena, who holds which part of it, and where each tensor of a request lies."""
+"""The arena, leases of its memory, and the layout of a request's tensors in a lease."""

@@ -1,7 +1,7 @@
-"""The memory that all processes of a server share: bodies land in it, answers leave from it.
+"""The arena: memory shared by all processes of a server, which holds the tensors of requests.
 
-An anonymous memory file, handed to each process as a descriptor. It has no name that another
-program could open, needs no room in /dev/shm, and goes when its last process does.
+It is an anonymous memory file (memfd), passed to each process as a descriptor. No other program
+can open it, it needs no space in /dev/shm, and the kernel frees it with the last process.
 """
 
 from __future__ import annotations
@@ -9,26 +9,44 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from convgrad_service.engine.bounded_cache import BoundedCache
 from convgrad_service.problems.base import TensorSpec
 
-__all__ = ["ALIGNMENT_BYTES", "Arena", "arranged"]
+__all__ = ["Arena", "BoundedCache"]
 
-ALIGNMENT_BYTES = 256
-"""Every tensor begins on a multiple of this: whole cache lines, and what GPUs copy best."""
+T = TypeVar("T")
+
+
+class BoundedCache:
+    """At most ``max_entries`` values by key; cleared when full. Safe from any thread."""
+
+    def __init__(self, max_entries: int = 128) -> None:
+        self._max_entries = max_entries
+        self._values: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the value of a key; ``make`` creates it on a miss."""
+        found: T | None = self._values.get(key)
+        if found is None:
+            if len(self._values) >= self._max_entries:
+                self._values.clear()
+            found = self._values[key] = make()
+        return found
+
+    def clear(self) -> None:
+        """Remove all values."""
+        self._values.clear()
 
 
 class Arena:
     """``size_bytes`` of shared memory, mapped into this process.
 
-    Memory is taken from the system when a page is first written, so a large arena costs nothing
-    until it is used.
+    A page takes physical memory only once it has been written, so a large arena is free until used.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -36,53 +54,41 @@ class Arena:
         self.size_bytes = os.fstat(descriptor).st_size
         self._memory = mmap.mmap(descriptor, self.size_bytes)
         self._bytes = np.frombuffer(self._memory, np.uint8)
-        self.tensors = BoundedCache()
-        """Of places that are given again and again."""
+        self.views = BoundedCache()
+        """Arrays of jobs, which often reuse the same addresses."""
 
     @classmethod
     def create(cls, size_bytes: int) -> Arena:
-        """A new arena; raises OSError where the system has no memory files."""
+        """Create an arena; raises OSError if the system has no memfd."""
         descriptor = os.memfd_create("convgrad-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(descriptor, size_bytes)
-        # A process that shrank it would make every other one fail at its next access.
-        fcntl.fcntl(
-            descriptor,
-            fcntl.F_ADD_SEALS,
-            fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL,
-        )
+        # Any process that shrank the file would make the others crash on their next access.
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
         return cls(descriptor)
 
     @property
     def address(self) -> int:
-        """Where it is mapped in this process."""
+        """The address of the mapping in this process."""
         return int(self._bytes.ctypes.data)
 
     def view(self, offset: int, size_bytes: int) -> memoryview:
-        """Writable bytes of it."""
+        """Return a range of bytes, writable."""
         return self._bytes[offset : offset + size_bytes].data
 
     def array(self, offset: int, spec: TensorSpec) -> NDArray[Any]:
-        """A writable tensor at an offset."""
+        """Return the tensor at an offset, writable."""
         flat = self._bytes[offset : offset + spec.size_bytes].view(spec.dtype.numpy)
         return flat.reshape(spec.shape)
 
-    def forget(self, offset: int, size_bytes: int) -> None:
-        """Give whole pages back to the system; they read as zeros from then on."""
+    def discard(self, offset: int, size_bytes: int) -> None:
+        """Return whole pages to the system; they read as zeros afterwards."""
         self._memory.madvise(mmap.MADV_REMOVE, offset, size_bytes)
 
     def resident_bytes(self) -> int:
-        """What the system holds for it now."""
+        """Return the physical memory in use."""
         return os.fstat(self.descriptor).st_blocks * 512
 
     def close(self) -> None:
-        """Close the descriptor; the memory goes with the last array that refers to it."""
+        """Close the descriptor; the mapping lives until its last array is gone."""
         os.close(self.descriptor)
-
-
-def arranged(specs: Iterable[TensorSpec]) -> tuple[list[int], int]:
-    """Where each tensor begins in one place that holds them all, and the size of the place."""
-    offsets, end = [], 0
-    for spec in specs:
-        offsets.append(end)
-        end += -(-spec.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return offsets, end

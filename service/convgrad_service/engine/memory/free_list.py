@@ -1,4 +1,4 @@
-"""Which parts of a range of bytes are free, and which part is given out next."""
+"""A first-fit allocator of a range of bytes, in whole pages."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from bisect import bisect_left
 __all__ = ["PAGE_BYTES", "FreeList"]
 
 PAGE_BYTES = 4096
-"""Places begin and end on pages, so that one can be given back to the system alone."""
+"""Allocations are whole pages, so that each can be returned to the system on its own."""
 
 
 class FreeList:
-    """The free parts of ``size_bytes`` bytes from ``start``: first fit, lowest first.
+    """The free blocks of ``size_bytes`` bytes from ``start``.
 
-    Lowest first, so that a server that is not full keeps using the same pages, which are mapped and
-    warm. Neighbours that are free are one free part, so nothing stays cut up once it is given back.
+    First fit from the lowest address, so that a server that is not full keeps reusing the same warm
+    pages. Adjacent free blocks are merged.
     """
 
     def __init__(self, start: int, size_bytes: int) -> None:
         self.start = start
         self.size_bytes = size_bytes // PAGE_BYTES * PAGE_BYTES
         self.used_bytes = 0
-        # Sorted, never touching each other; the sizes stand at the same index.
+        # Parallel lists, sorted by offset; no two blocks are adjacent.
         self._offsets = [start]
         self._sizes = [self.size_bytes]
 
     @staticmethod
     def rounded(size_bytes: int) -> int:
-        """What a place of ``size_bytes`` takes."""
+        """Return the bytes that an allocation of ``size_bytes`` takes."""
         return max(PAGE_BYTES, -(-size_bytes // PAGE_BYTES) * PAGE_BYTES)
 
-    def take(self, size_bytes: int) -> int | None:
-        """The offset of a place of this size, or None where none is free."""
+    def allocate(self, size_bytes: int) -> int | None:
+        """Return the offset of a new block, or None if no free block is large enough."""
         wanted = self.rounded(size_bytes)
         for index, free in enumerate(self._sizes):
             if free < wanted:
@@ -46,19 +46,19 @@ class FreeList:
             return offset
         return None
 
-    def give(self, offset: int, size_bytes: int) -> None:
-        """Take back a place that `take` gave for the same size."""
+    def free(self, offset: int, size_bytes: int) -> None:
+        """Free a block that `allocate` returned for the same size."""
         size = self.rounded(size_bytes)
         index = bisect_left(self._offsets, offset)
         self._offsets.insert(index, offset)
         self._sizes.insert(index, size)
         self.used_bytes -= size
-        self._join(index)
+        self._merge(index)
         if index > 0:
-            self._join(index - 1)
+            self._merge(index - 1)
 
-    def _join(self, index: int) -> None:
-        """Make one of the free part at ``index`` and the next, where they touch."""
+    def _merge(self, index: int) -> None:
+        """Merge the block at ``index`` with the next one if they are adjacent."""
         if index + 1 == len(self._offsets):
             return
         if self._offsets[index] + self._sizes[index] == self._offsets[index + 1]:

@@ -1,8 +1,8 @@
-"""Who holds which part of the arena, and who waits for some.
+"""Leases of the arena's memory, and the queue of requests that wait for one.
 
-A request leases one place for its inputs and outputs together, so that no request ever holds a
-part while it waits for another, and none can wait for ever. Places are given in the order in which
-they were asked for: a large request that waits is not overtaken by small ones until it starves.
+A request leases memory for all its inputs and outputs at once, so no request ever holds memory
+while it waits for more, and there is no deadlock. Leases are granted in the order of arrival: small
+requests do not overtake a large one that waits.
 """
 
 from __future__ import annotations
@@ -15,55 +15,57 @@ from dataclasses import dataclass
 
 from convgrad.errors import DeviceOutOfMemory, Overloaded, ProblemTooLarge
 from convgrad_service.engine.memory.free_list import FreeList
-from convgrad_service.engine.shm.registry import InRegion, RegionPart
+from convgrad_service.engine.shm.registry import RegionPart, RegionSlice
 
 __all__ = ["Lease", "LeasePool", "leased", "out_of_memory"]
 
-# When the memory of others will be free again cannot be known; a second is what the SDK's first
-# retries would wait anyway.
+# Nobody knows when memory will be free again; the SDK's first retries wait a second anyway.
 _RETRY_AFTER_S = 1.0
-_FORGET_AT_ONCE_BYTES = 4 * 2**20
+# Up to this size, pages are discarded on the event loop.
+_DISCARD_INLINE_BYTES = 4 * 2**20
 
 
 class Lease:
-    """A place in the arena, given back when its last holder releases it. For the loop's thread.
+    """A block of the arena, freed when its last holder releases it. For the event loop's thread.
 
-    A request holds it, and so does each thread and each worker that still touches its memory after
-    the caller has gone or the deadline has passed.
+    The request holds it, and so does every thread or worker that may still access the memory after
+    the request has been cancelled or has missed its deadline.
     """
 
-    def __init__(self, offset: int, size_bytes: int, give: Callable[[Lease], None]) -> None:
+    def __init__(self, offset: int, size_bytes: int, on_release: Callable[[Lease], None]) -> None:
         self.offset = offset
         self.size_bytes = size_bytes
-        self.regions: tuple[InRegion, ...] = ()
-        """Places in shared memory that are held with it."""
-        self.parts: tuple[RegionPart, ...] = ()
-        """Shared memory that the hub is to find and hold while a job in it runs."""
-        self._give = give
-        self._give_regions: Callable[[tuple[InRegion, ...]], None] | None = None
+        self.regions: tuple[RegionSlice, ...] = ()
+        """Shared memory that is in use as long as the lease."""
+        self.unresolved: tuple[RegionPart, ...] = ()
+        """Shared memory that the hub is to look up when a job is submitted."""
+        self._on_release = on_release
+        self._release_regions: Callable[[tuple[RegionSlice, ...]], None] | None = None
         self._holders = 1
 
-    def keep(
-        self, regions: tuple[InRegion, ...], give: Callable[[tuple[InRegion, ...]], None]
+    def attach(
+        self,
+        regions: tuple[RegionSlice, ...],
+        release: Callable[[tuple[RegionSlice, ...]], None],
     ) -> None:
-        """Hold these places too; ``give`` is called with them in the end."""
-        self.regions, self._give_regions = regions, give
+        """Hold ``regions`` as well; ``release`` is called with them at the end."""
+        self.regions, self._release_regions = regions, release
 
     def retain(self) -> None:
         """Add a holder."""
         self._holders += 1
 
     def release(self, _: object = None) -> None:
-        """Remove a holder. (What it ignores lets it be a future's callback.)"""
+        """Remove a holder; the ignored argument makes this usable as a future's callback."""
         self._holders -= 1
         if self._holders == 0:
-            if self._give_regions is not None:
-                self._give_regions(self.regions)
-            self._give(self)
+            if self._release_regions is not None:
+                self._release_regions(self.regions)
+            self._on_release(self)
 
 
 async def leased(future: asyncio.Future[Lease]) -> Lease:
-    """What a reservation comes to; a caller that leaves just as it is granted gives it back."""
+    """Await a reservation; a lease granted just as the caller is cancelled is released."""
     try:
         return await future
     except asyncio.CancelledError:
@@ -73,7 +75,7 @@ async def leased(future: asyncio.Future[Lease]) -> Lease:
 
 
 def out_of_memory() -> DeviceOutOfMemory:
-    """What a request is refused with where the machine has not the memory that the arena allows."""
+    """Return the error for a machine with less memory than the arena was configured for."""
     return DeviceOutOfMemory(
         "the server could not allocate the memory for this request", retry_after_s=1.0
     )
@@ -87,123 +89,123 @@ class _Waiting:
 
 
 class LeasePool:
-    """Leases of one range of the arena. For the loop's thread.
+    """Leases of one range of the arena. For the event loop's thread.
 
-    ``forget`` gives pages back to the system; it is called for what is freed beyond the first
-    ``keep_bytes`` of the range, which stay warm for the next request.
+    ``discard`` returns freed pages to the system, except for those in the first ``keep_bytes`` of
+    the range, which stay warm for the next request.
     """
 
     def __init__(
         self,
-        places: FreeList,
+        blocks: FreeList,
         *,
         max_waiting: int = 64,
         keep_bytes: int | None = None,
-        forget: Callable[[int, int], None] | None = None,
+        discard: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._places = places
+        self._blocks = blocks
         self._max_waiting = max_waiting
-        self._keep_end = places.start + (places.size_bytes if keep_bytes is None else keep_bytes)
-        self._forget = forget
+        self._keep_end = blocks.start + (blocks.size_bytes if keep_bytes is None else keep_bytes)
+        self._discard = discard
         self._waiting: deque[_Waiting] = deque()
 
-    def keep_all(self) -> None:
-        """Give nothing back to the system from now on."""
-        self._forget = None
+    def stop_discarding(self) -> None:
+        """Return no more pages to the system."""
+        self._discard = None
 
     @property
     def limit_bytes(self) -> int:
-        """What all leases together may hold."""
-        return self._places.size_bytes
+        """The total size of the range."""
+        return self._blocks.size_bytes
 
     @property
     def used_bytes(self) -> int:
-        """What they hold now, in whole pages."""
-        return self._places.used_bytes
+        """The size of all current leases, in whole pages."""
+        return self._blocks.used_bytes
 
     @property
     def waiting(self) -> int:
-        """Reservations that wait."""
+        """The number of waiting reservations."""
         return len(self._waiting)
 
-    def take(self, size_bytes: int) -> Lease | None:
-        """A lease at once, or None: too much is held by others, or they have waited for longer."""
+    def try_reserve(self, size_bytes: int) -> Lease | None:
+        """Return a lease, or None if it would have to wait."""
         if self._waiting:
             return None
-        offset = self._places.take(size_bytes)
-        return None if offset is None else Lease(offset, size_bytes, self._freed)
+        offset = self._blocks.allocate(size_bytes)
+        return None if offset is None else Lease(offset, size_bytes, self._released)
 
     def reserve(self, size_bytes: int, until_s: float) -> asyncio.Future[Lease]:
-        """A lease, at once or as soon as its turn has come and others have left enough.
+        """Return a future lease, granted as soon as its turn has come and memory is free.
 
-        ``until_s``, a time.monotonic(), ends the wait with Overloaded. A cancelled future leaves
-        the line.
+        At ``until_s`` (of time.monotonic()) the future fails with Overloaded. Cancelling it leaves
+        the queue.
 
         Raises
         ------
         ProblemTooLarge
-            There is less memory than that in all.
+            The pool is smaller than ``size_bytes``.
         Overloaded
-            As many wait as may.
+            The queue is full.
         """
-        if (lease := self.take(size_bytes)) is not None:
-            taken: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-            taken.set_result(lease)
-            return taken
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Lease] = loop.create_future()
+        if (lease := self.try_reserve(size_bytes)) is not None:
+            future.set_result(lease)
+            return future
         if size_bytes > self.limit_bytes:
             raise ProblemTooLarge(
                 f"the request would hold {size_bytes:,} bytes of memory, more than the "
                 f"{self.limit_bytes:,} that this server has for all requests together"
             )
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Lease] = loop.create_future()
         wait_s = until_s - time.monotonic()
         if len(self._waiting) >= self._max_waiting or wait_s <= 0:
             raise self._overloaded(size_bytes)
-        timer = loop.call_later(wait_s, self._give_up, future, size_bytes)
+        timer = loop.call_later(wait_s, self._time_out, future, size_bytes)
         self._waiting.append(_Waiting(size_bytes, future, timer))
         future.add_done_callback(self._left)
         return future
 
-    def _give_up(self, future: asyncio.Future[Lease], size_bytes: int) -> None:
+    def _time_out(self, future: asyncio.Future[Lease], size_bytes: int) -> None:
         if not future.done():
             future.set_exception(self._overloaded(size_bytes))
 
     def _left(self, future: asyncio.Future[Lease]) -> None:
-        # Whether it got its place or gave up, whoever stood behind it may be next.
+        # Granted or not, the one behind it may be next.
         for waiting in self._waiting:
             if waiting.future is future:
                 waiting.timer.cancel()
                 self._waiting.remove(waiting)
                 break
-        self._serve()
+        self._grant()
 
-    def _freed(self, lease: Lease) -> None:
+    def _released(self, lease: Lease) -> None:
         first = max(lease.offset, self._keep_end)
-        size = lease.offset + self._places.rounded(lease.size_bytes) - first
-        if self._forget is None or size <= 0:
-            self._give(lease)
-        elif size <= _FORGET_AT_ONCE_BYTES:
-            self._forget(first, size)
-            self._give(lease)
+        size = lease.offset + self._blocks.rounded(lease.size_bytes) - first
+        if self._discard is None or size <= 0:
+            self._free(lease)
+        elif size <= _DISCARD_INLINE_BYTES:
+            self._discard(first, size)
+            self._free(lease)
         else:
-            # A tenth of a second a GiB, which no other request is to wait for.
+            # In a thread: it takes a tenth of a second per GiB.
             loop = asyncio.get_running_loop()
-            gone = loop.run_in_executor(None, self._forget, first, size)
-            gone.add_done_callback(lambda _: self._give(lease))
+            discarded = loop.run_in_executor(None, self._discard, first, size)
+            discarded.add_done_callback(lambda _: self._free(lease))
 
-    def _give(self, lease: Lease) -> None:
-        self._places.give(lease.offset, lease.size_bytes)
-        self._serve()
+    def _free(self, lease: Lease) -> None:
+        self._blocks.free(lease.offset, lease.size_bytes)
+        self._grant()
 
-    def _serve(self) -> None:
+    def _grant(self) -> None:
+        """Grant leases from the front of the queue while memory lasts."""
         while self._waiting:
             first = self._waiting[0]
             if not first.future.done():
-                offset = self._places.take(first.size_bytes)
+                offset = self._blocks.allocate(first.size_bytes)
                 if offset is None:
                     return
-                first.future.set_result(Lease(offset, first.size_bytes, self._freed))
+                first.future.set_result(Lease(offset, first.size_bytes, self._released))
             first.timer.cancel()
             self._waiting.popleft()
 

@@ -1,31 +1,82 @@
-"""Where each tensor of a problem lies in a request's place: worked out once for all alike.
+"""The sizes of a problem and the layout of its tensors in a request's memory.
 
-Clients send the same few problems again and again, with other data. What does not change between
-them is made here and remembered; a request adds where its place begins, and a worker is told of an
-arrangement once and knows it by a number from then on.
+Clients send the same few problems again and again with other data, so both are computed once and
+cached. A request adds only the offset of its lease, and a worker receives each layout once.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from convgrad_service.engine.memory.arena import arranged
-from convgrad_service.engine.memory.placement import arena_specs
-from convgrad_service.engine.memory.problem_size import ProblemSize, problem_size
+from convgrad.contract import Request
+from convgrad.dtypes import DType
+from convgrad.errors import InvalidProblem
+from convgrad.wire.sentences import shown
 from convgrad_service.engine.scheduling.cost_model import CostModel
-from convgrad_service.engine.scheduling.partition import shares_of
+from convgrad_service.engine.scheduling.partition import count_parts, partial_sums_of
+from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.problems.base import Problem, TensorSpec
 
-__all__ = ["PackedTensorLayout", "Tensor", "TensorLayout", "forget_sizes", "tensor_layout_of"]
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "PackedTensorLayout",
+    "PlacedTensor",
+    "ProblemSize",
+    "TensorLayout",
+    "clear_layout_cache",
+    "has_index_inputs",
+    "outputs_to_store",
+    "pack_offsets",
+    "problem_size",
+    "region_parts",
+    "tensor_layout_of",
+]
+
+ALIGNMENT_BYTES = 256
+"""Alignment of every tensor: whole cache lines, and what GPUs copy fastest."""
+
+# Inputs of these types hold indices, which backends validate; floats may have any value.
+_INDEX_DTYPES = (DType.INT32, DType.INT64)
 
 
-class Tensor(NamedTuple):
-    """One tensor of a problem: in the arena from ``offset`` of the request's place on, in shared
-    memory as the ``region``-th of the request's regions, or, to be copied from there, both."""
+@dataclass(frozen=True, slots=True)
+class ProblemSize:
+    """The attributes of `Problem` of the same names, and the number of ``parts`` it is split in."""
+
+    operation: str
+    inputs: Mapping[str, TensorSpec]
+    outputs: Mapping[str, TensorSpec]
+    flops: int
+    memory_bytes: int
+    compulsory_bytes: int
+    parts: int = 1
+
+
+@lru_cache(maxsize=1024)
+def problem_size(problem: Problem) -> ProblemSize:
+    """Return the sizes of a problem."""
+    return ProblemSize(
+        problem.operation,
+        dict(problem.inputs),
+        dict(problem.outputs),
+        problem.flops,
+        problem.memory_bytes,
+        problem.compulsory_bytes,
+        count_parts(problem),
+    )
+
+
+class PlacedTensor(NamedTuple):
+    """A tensor of a layout.
+
+    ``offset`` is relative to the lease, None if the tensor is not in the arena. ``region`` is an
+    index into the request's regions, None if it is not in shared memory. A tensor with both is
+    copied from shared memory to the arena first.
+    """
 
     name: str
     spec: TensorSpec
@@ -35,35 +86,41 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorLayout:
-    """A problem with its sizes, and a place of ``size_bytes`` for what lies in the arena.
+    """A problem and the offsets of its tensors in ``size_bytes`` of the arena.
 
-    ``shares`` are those of outputs that are sums over the problem's parts, see `Shares`. ``text``
-    is what another process makes the same of; ``cost`` is in units of `CostModel`.
+    Attributes
+    ----------
+    partial_sums
+        The buffers for outputs that are sums over the problem's parts, see `PartialSums`.
+    cost
+        In the units of `CostModel`.
+    packed
+        What `PackedTensorLayout` rebuilds the layout from in another process.
     """
 
     problem: Problem
     sizes: ProblemSize
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    shares: tuple[Tensor, ...]
+    inputs: tuple[PlacedTensor, ...]
+    outputs: tuple[PlacedTensor, ...]
+    partial_sums: tuple[PlacedTensor, ...]
     size_bytes: int
     cost: float
-    text: bytes
+    packed: bytes
 
-    def unpacked(self) -> TensorLayout:
-        """Itself."""
+    def unpack(self) -> TensorLayout:
+        """Return the layout itself."""
         return self
 
 
 class PackedTensorLayout(NamedTuple):
-    """An arrangement as the hub passes it on, without looking into it."""
+    """A layout as the hub forwards it from a front end to a worker, without decoding it."""
 
-    text: bytes
+    packed: bytes
     cost: float = 0.0
 
-    def unpacked(self) -> TensorLayout:
-        """The arrangement itself."""
-        problem, shared, parts = pickle.loads(self.text)  # noqa: S301 - from one of our processes
+    def unpack(self) -> TensorLayout:
+        """Rebuild the layout."""
+        problem, shared, parts = pickle.loads(self.packed)  # noqa: S301 - from our own processes
         return tensor_layout_of(problem, shared, parts)
 
 
@@ -71,34 +128,34 @@ class PackedTensorLayout(NamedTuple):
 def tensor_layout_of(
     problem: Problem, shared: tuple[str, ...] = (), parts: int | None = None
 ) -> TensorLayout:
-    """Where a problem's tensors lie, of which those that are ``shared`` lie in shared memory.
+    """Lay out a problem's tensors; those named in ``shared`` are in shared memory.
 
-    ``parts`` is what `ProblemSize` says unless another process has said otherwise.
+    ``parts`` overrides the number of parts in `ProblemSize`.
     """
     sizes = problem_size(problem)
     if parts is not None and parts != sizes.parts:
         sizes = replace(sizes, parts=parts)
-    specs = arena_specs(sizes, shared)
-    shares = shares_of(problem, sizes.parts) if sizes.parts > 1 else {}
-    shared_out = [share.spec for share in shares.values()]
-    starts, size_bytes = arranged([*specs.values(), *shared_out])
+    specs = _arena_specs(sizes, shared)
+    sums = partial_sums_of(problem, sizes.parts) if sizes.parts > 1 else {}
+    starts, size_bytes = pack_offsets([*specs.values(), *(each.spec for each in sums.values())])
     offsets = dict(zip(specs, starts, strict=False))
-    behind = starts[len(specs) :]
 
-    def tensors(named: Mapping[str, TensorSpec]) -> tuple[Tensor, ...]:
+    def placed(named: Mapping[str, TensorSpec]) -> tuple[PlacedTensor, ...]:
         return tuple(
-            Tensor(name, spec, offsets.get(name), shared.index(name) if name in shared else None)
+            PlacedTensor(
+                name, spec, offsets.get(name), shared.index(name) if name in shared else None
+            )
             for name, spec in named.items()
         )
 
     return TensorLayout(
         problem,
         sizes,
-        tensors(sizes.inputs),
-        tensors(sizes.outputs),
+        placed(sizes.inputs),
+        placed(sizes.outputs),
         tuple(
-            Tensor(name, share.spec, start, None)
-            for (name, share), start in zip(shares.items(), behind, strict=True)
+            PlacedTensor(name, each.spec, start, None)
+            for (name, each), start in zip(sums.items(), starts[len(specs) :], strict=True)
         ),
         size_bytes,
         CostModel.cost(sizes),
@@ -106,7 +163,69 @@ def tensor_layout_of(
     )
 
 
-def forget_sizes() -> None:
-    """Work everything out again, as tests need that change how problems are cut."""
+def clear_layout_cache() -> None:
+    """Forget all sizes and layouts, for tests that change how problems are split."""
     problem_size.cache_clear()
     tensor_layout_of.cache_clear()
+
+
+def pack_offsets(specs: Iterable[TensorSpec]) -> tuple[list[int], int]:
+    """Return the offset of each tensor in one block, and the size of the block."""
+    offsets, end = [], 0
+    for spec in specs:
+        offsets.append(end)
+        end += -(-spec.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return offsets, end
+
+
+def _arena_specs(sizes: ProblemSize, shared: Collection[str]) -> dict[str, TensorSpec]:
+    """Return the tensors that need memory in the arena, in order.
+
+    Index inputs in shared memory are among them: they are copied before they are validated, because
+    the client can change its own memory afterwards.
+    """
+    inputs = {
+        name: spec
+        for name, spec in sizes.inputs.items()
+        if name not in shared or spec.dtype in _INDEX_DTYPES
+    }
+    return inputs | {name: spec for name, spec in sizes.outputs.items() if name not in shared}
+
+
+def has_index_inputs(sizes: ProblemSize) -> bool:
+    """Return whether an input holds indices, so that a problem can fail while it is computed."""
+    return any(spec.dtype in _INDEX_DTYPES for spec in sizes.inputs.values())
+
+
+def outputs_to_store(
+    request: Request, sizes: ProblemSize, regions: Mapping[str, RegionPart]
+) -> dict[str, TensorSpec]:
+    """Return the outputs that the request wants stored on the server, by their new names."""
+    specs: dict[str, TensorSpec] = {}
+    for output, name in request.store.items():
+        if output not in sizes.outputs:
+            computed = ", ".join(sizes.outputs)
+            raise InvalidProblem(f"store names {shown(output)}; this request computes {computed}")
+        if output in regions or name in specs:
+            raise InvalidProblem(
+                f"the output {output} can go to one place, and one output to each name; "
+                f"{shown(name)} would be a second"
+            )
+        specs[name] = sizes.outputs[output]
+    return specs
+
+
+def region_parts(sizes: ProblemSize, regions: Mapping[str, RegionPart]) -> dict[str, RegionPart]:
+    """Return the parts of regions that a problem uses, each cut to the size of its tensor."""
+    parts = {}
+    for name, spec in (*sizes.inputs.items(), *sizes.outputs.items()):
+        part = regions.get(name)
+        if part is None:
+            continue
+        if part.size_bytes < spec.size_bytes:
+            raise InvalidProblem(
+                f"{name} takes {spec.size_bytes:,} bytes; its part of shared memory has "
+                f"{part.size_bytes:,}"
+            )
+        parts[name] = part._replace(size_bytes=spec.size_bytes)
+    return parts

@@ -1,1 +1,1 @@
-"""What is computed next and where, in how many parts, and what one key may use."""
+"""The queue of jobs, the split of large ones, the cost model, and quotas of API keys."""

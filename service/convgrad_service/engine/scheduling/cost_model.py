@@ -1,4 +1,7 @@
-"""How long a problem will take, learnt from those that ran: for Retry-After and the lanes."""
+"""An estimate of how long problems take, learned from those that ran.
+
+It sets Retry-After, tells large problems from small ones, and detects hung workers.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,19 @@ from typing import Protocol
 
 __all__ = ["CostModel", "Sized"]
 
-# One byte of memory traffic is counted as this many FLOPs: the balance of a machine that does
-# 100 GFLOP/s and moves 10 GB/s. It only has to rank a pooling and a convolution sensibly.
+# One byte of memory traffic counts as this many FLOPs: the balance of a machine with 100 GFLOP/s
+# and 10 GB/s. It only has to rank pooling against convolution sensibly.
 _FLOPS_PER_BYTE = 10
 
-# What is believed before anything ran: a modest CPU. Ten microseconds' worth of it, so that the
-# first measurement of any weight replaces it.
+# The initial guess, a modest CPU. It weighs ten microseconds, so any measurement outweighs it.
 _FIRST_GUESS_PER_S = 2e10
 
-# Older measurements fade by this factor with every new one (about the last twenty count).
-_FADE = 0.95
+# Each measurement scales older ones by this factor, so about the last twenty count.
+_DECAY = 0.95
 
 
 class Sized(Protocol):
-    """What is known of a problem's size before it runs."""
+    """The size of a problem."""
 
     @property
     def flops(self) -> int: ...
@@ -39,17 +41,17 @@ class CostModel:
 
     @staticmethod
     def cost(problem: Sized) -> float:
-        """The size of ``problem`` in units in which the pace is measured."""
+        """Return the cost of ``problem``, in FLOPs and their equivalent in memory traffic."""
         return float(min(problem.flops + _FLOPS_PER_BYTE * problem.compulsory_bytes, 10**300))
 
     def estimate_s(self, cost: float) -> float:
-        """Seconds that work of this cost is expected to take."""
+        """Return the seconds that work of this cost is expected to take."""
         return cost * self._seconds / self._cost
 
     def learn(self, cost: float, seconds: float) -> None:
-        """Take in that work of this cost took so many seconds."""
+        """Record that work of this cost took ``seconds``."""
         if cost <= 0 or seconds <= 0:
             return
         with self._lock:
-            self._cost = self._cost * _FADE + cost
-            self._seconds = self._seconds * _FADE + seconds
+            self._cost = self._cost * _DECAY + cost
+            self._seconds = self._seconds * _DECAY + seconds

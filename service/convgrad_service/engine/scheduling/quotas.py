@@ -1,8 +1,8 @@
-"""What one API key may have: requests and bytes in flight, requests and FLOPs a second.
+"""Quotas of API keys: requests and bytes in flight, requests and FLOPs per second.
 
-Counted once, in the hub, however many front ends and transports a key comes through. The limits
-themselves come with each request, from whoever read the file of keys; what exceeds them is refused
-at once and not queued, so that one key's excess takes no place from another's work.
+Usage is counted in the hub, over all front ends and transports. Each request carries its key's
+limits, read from the key file. Requests over a limit are refused, not queued, so that one key's
+excess takes no queue slots from others.
 """
 
 from __future__ import annotations
@@ -20,26 +20,24 @@ __all__ = [
     "ANYBODY",
     "NO_LIMITS",
     "Caller",
-    "Entered",
+    "CountedTicket",
     "KeyLimits",
     "Quotas",
     "Ticket",
     "Usage",
-    "entered",
+    "acquired",
 ]
 
-# When another of its requests will have ended only the caller can know; a second is what the
-# SDK's first retries would wait anyway.
+# Only the caller knows when its other requests end; the SDK's first retries wait a second anyway.
 _RETRY_AFTER_S = 1.0
 
 
 class KeyLimits(NamedTuple):
-    """The most that one key may have; None means no limit.
+    """The limits of one key; None means unlimited.
 
-    ``inflight_bytes`` counts the tensors of its requests, inputs and outputs. A key that was idle
-    may send one second's worth of ``requests_per_s`` at once, or a single request. ``flops_per_s``
-    is what its problems may cost: a problem may be larger than a second's worth, and then the key
-    waits until it has been paid for.
+    ``inflight_bytes`` counts inputs and outputs. After an idle period a key may send a burst of one
+    second's ``requests_per_s``, at least one request. ``flops_per_s`` is a token bucket that may be
+    overdrawn: after a problem larger than the bucket, the key waits until it is refilled.
     """
 
     inflight: int | None = None
@@ -52,8 +50,7 @@ NO_LIMITS = KeyLimits()
 
 
 class Caller(NamedTuple):
-    """Whose key a request came with; the name is empty where none is needed. ``scopes`` are what
-    the key is for, None where it is for everything."""
+    """The owner of a request's API key; ``name`` is "" without keys, ``scopes`` None for all."""
 
     name: str
     limits: KeyLimits = NO_LIMITS
@@ -64,64 +61,63 @@ ANYBODY = Caller("")
 
 
 class Ticket(Protocol):
-    """One request's share of what its key may have, until `leave`."""
+    """One request's share of its key's quota, until `release`."""
 
-    async def hold(self, size_bytes: int, flops: int = 0) -> None:
-        """Count this many bytes of tensors to it, and the FLOPs that will be computed.
+    async def charge(self, size_bytes: int, flops: int = 0) -> None:
+        """Charge the bytes of a request's tensors and its FLOPs to the key.
 
         Raises
         ------
         Overloaded
-            With what the key's other requests hold, it is more than may be in flight; or what it
-            had computed before is not paid for yet.
+            The key's requests in flight hold too many bytes, or its FLOPs are used up for now.
         ProblemTooLarge
-            It is more by itself.
+            The request alone exceeds the bytes in flight.
         """
         ...
 
-    def leave(self) -> None:
-        """Give it all back; harmless when it has been."""
+    def release(self) -> None:
+        """Return the share; may be called again."""
         ...
 
 
-class _Enters(Protocol):
-    async def enter(self, caller: Caller) -> Ticket: ...
+class _Issuer(Protocol):
+    async def acquire_ticket(self, caller: Caller) -> Ticket: ...
 
 
 @asynccontextmanager
-async def entered(engine: _Enters, caller: Caller) -> AsyncIterator[Ticket | None]:
-    """A request's share of what its key may have, until the block ends; None without limits.
+async def acquired(engine: _Issuer, caller: Caller) -> AsyncIterator[Ticket | None]:
+    """Hold a ticket of the caller's key for the block; None without limits.
 
     Raises
     ------
     Overloaded
-        The key has as much as it may.
+        The key's requests are at a limit.
     """
     if caller.limits == NO_LIMITS:
         yield None
         return
-    ticket = await engine.enter(caller)
+    ticket = await engine.acquire_ticket(caller)
     try:
         yield ticket
     finally:
-        ticket.leave()
+        ticket.release()
 
 
 @dataclass(slots=True)
 class Usage:
-    """What one key has in flight; ``refused`` counts what it was refused, by the limit's name."""
+    """One key's usage; ``refused`` counts refusals by the name of the limit."""
 
     requests: int = 0
     size_bytes: int = 0
-    # When its next request would come if it kept exactly to its rate.
-    due_s: float = 0.0
-    # When what it had computed is paid for, at its rate of FLOPs.
+    # When the next request is due at the key's rate.
+    next_s: float = 0.0
+    # When the FLOPs charged so far are paid off at the key's rate.
     paid_s: float = 0.0
     refused: Counter[str] = field(default_factory=Counter)
 
 
 class Quotas:
-    """The usage of every key that has limits. For the loop's thread."""
+    """The usage of all keys that have limits. For the event loop's thread."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
@@ -129,16 +125,16 @@ class Quotas:
 
     @property
     def used(self) -> Mapping[str, Usage]:
-        """By the key's name."""
+        """Usage by key name."""
         return self._used
 
-    def enter(self, caller: Caller) -> Entered:
+    def acquire(self, caller: Caller) -> CountedTicket:
         """Count one more request of this caller.
 
         Raises
         ------
         Overloaded
-            It has as many in flight as may be, or they come too fast.
+            The key has too many requests in flight, or they arrive too fast.
         """
         name, limits, _ = caller
         usage = self._used.setdefault(name, Usage())
@@ -150,40 +146,39 @@ class Quotas:
                 retry_after_s=_RETRY_AFTER_S,
             )
         if limits.requests_per_s is not None:
-            self._pace(name, usage, limits.requests_per_s)
+            self._limit_rate(name, usage, limits.requests_per_s)
         usage.requests += 1
-        return Entered(name, limits, usage, self._now_s)
+        return CountedTicket(name, limits, usage, self._now_s)
 
-    def _pace(self, name: str, usage: Usage, per_s: float) -> None:
-        now_s, apart_s = self._now_s(), 1 / per_s
-        early_s = usage.due_s - max(1 - apart_s, 0.0) - now_s
-        # A hair of tolerance, or rounding refuses who keeps exactly to the rate.
-        if early_s > apart_s * 1e-6:
+    def _limit_rate(self, name: str, usage: Usage, per_s: float) -> None:
+        now_s, interval_s = self._now_s(), 1 / per_s
+        early_s = usage.next_s - max(1 - interval_s, 0.0) - now_s
+        # Tolerance for rounding, so that a key exactly at its rate is not refused.
+        if early_s > interval_s * 1e-6:
             usage.refused["requests_per_s"] += 1
             raise Overloaded(
                 f"the API key {name!r} asks faster than {per_s:g} times a second, which is what "
                 "it may",
                 retry_after_s=early_s,
             )
-        usage.due_s = max(usage.due_s, now_s) + apart_s
+        usage.next_s = max(usage.next_s, now_s) + interval_s
 
 
-class Entered:
-    """A `Ticket` where it is counted."""
+class CountedTicket:
+    """A `Ticket` in the hub's process."""
 
     def __init__(
         self, name: str, limits: KeyLimits, usage: Usage, now_s: Callable[[], float]
     ) -> None:
         self._name, self._limits, self._usage, self._now_s = name, limits, usage, now_s
         self._size_bytes = 0
-        self._left = False
+        self._released = False
 
-    async def hold(self, size_bytes: int, flops: int = 0) -> None:
-        """See `Ticket.hold`."""
-        self.count(size_bytes, flops)
+    async def charge(self, size_bytes: int, flops: int = 0) -> None:
+        self.charge_now(size_bytes, flops)
 
-    def count(self, size_bytes: int, flops: int = 0) -> None:
-        """See `Ticket.hold`."""
+    def charge_now(self, size_bytes: int, flops: int = 0) -> None:
+        """Charge without awaiting; see `Ticket.charge`."""
         limit, usage = self._limits.inflight_bytes, self._usage
         if limit is not None and size_bytes > limit:
             usage.refused["inflight_bytes"] += 1
@@ -205,7 +200,7 @@ class Entered:
 
     def _pay(self, flops: int, per_s: float) -> None:
         usage, now_s = self._usage, self._now_s()
-        # Who was idle has a second's worth to spend before anything is due.
+        # The bucket holds one second's worth.
         early_s = usage.paid_s - now_s
         if early_s > 1:
             usage.refused["flops_per_s"] += 1
@@ -216,9 +211,8 @@ class Entered:
             )
         usage.paid_s = max(usage.paid_s, now_s) + flops / per_s
 
-    def leave(self) -> None:
-        """See `Ticket.leave`."""
-        if not self._left:
-            self._left = True
+    def release(self) -> None:
+        if not self._released:
+            self._released = True
             self._usage.requests -= 1
             self._usage.size_bytes -= self._size_bytes

@@ -1,125 +1,52 @@
-"""Which waiting job computes next and where, how many may wait, and what a worker's death means.
+"""The scheduler: a queue in front of all workers, and recovery of jobs whose worker died.
 
-Two slots a worker by default: with one, a request of a millisecond would wait for a stranger's of
-a minute. The last free slot is kept for small problems, else two large ones would shut the small
-ones out just as one does; a large problem loses little by that, for it already has every core.
-Within those rules the order is that of arrival. A timing runs alone on its worker, which takes
-nothing new from when the timing's turn has come.
+A worker computes two jobs at a time by default: with one slot, a request of a millisecond would
+wait for someone else's minute. The last free slot of a worker is reserved for small problems; large
+ones lose little by that, because each uses every core anyway. Otherwise the queue is first come,
+first served. A timing runs alone on its worker, which takes no new tasks while the timing waits.
 
-A job whose kernels must be compiled first gives its slot back meanwhile: that takes seconds, which
-other processes spend, and as many such jobs as there are slots would keep all others waiting.
+A task whose kernels must first be compiled gives up its slot for those seconds; otherwise a few
+such tasks would block all others.
 
-Every job is a pure function of its inputs, which stay in the arena until it is done. So when a
-worker dies, what it held runs again. One of those jobs may have killed it: each is a suspect, and
-runs with nothing beside it, so that it can take no other along. One that is alone in two deaths is
-the cause (in one death alone it may have met someone else's kill) and is not tried again. Where a
-worker was ended because a job in it hung, that one alone is the suspect, and counts as alone.
+Jobs are pure functions of their inputs, which stay in the arena until they are done, so the jobs of
+a worker that died run again. One of them may have killed it: each becomes a suspect and runs alone,
+so that it cannot take others down. A job that was alone in two deaths is the cause and fails (a
+single death may have been an unrelated kill). If a worker was killed because one job hung, only
+that job is a suspect, and counts as alone.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Container
-from typing import Protocol
 
 from convgrad.errors import DeadlineExceeded, DeviceUnavailable, Overloaded
 from convgrad_service.engine.scheduling.cost_model import CostModel
-from convgrad_service.engine.scheduling.partition import OnPartDone, TaskGroup
-from convgrad_service.engine.workers.execute import Finished, Job
+from convgrad_service.engine.scheduling.partition import JobResult, OnPartDone
+from convgrad_service.engine.scheduling.task import Task, TaskGroup, Worker, WorkerLost
+from convgrad_service.engine.workers.execute import Job
 from convgrad_service.problems.base import Lane
 
-__all__ = ["Scheduler", "Task", "Worker", "WorkerLost"]
+__all__ = ["Scheduler"]
 
 _RETRY_AFTER_MIN_S, _RETRY_AFTER_MAX_S = 1.0, 60.0
 _DEATHS_ALONE = 2
 
 
-class WorkerLost(Exception):
-    """The worker that computed this job alone died, again."""
-
-
-class Task:
-    """One job, or one ``part`` of it: waiting, running or done.
-
-    ``done`` is set once no worker touches the job's memory any more, also when nobody waits for
-    the answer by then. ``waited_s`` is None until it starts.
-    """
-
-    def __init__(
-        self, job: Job, deadline_s: float, *, large: bool, part: int | None = None
-    ) -> None:
-        self.job, self.deadline_s, self.large, self.part = job, deadline_s, large, part
-        self.cost = _cost(job, part)
-        self.device = job.device
-        self.done: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
-        self.wanted = True
-        self.suspect = self.hung = False
-        self.lane = job.lane
-        self.deaths_alone = 0
-        self.submitted_s = time.monotonic()
-        self.started_s: float | None = None
-        self.worker: Worker | None = None
-
-    @property
-    def waited_s(self) -> float | None:
-        return None if self.started_s is None else self.started_s - self.submitted_s
-
-    @property
-    def alone(self) -> bool:
-        """Whether nothing may run beside it."""
-        return self.suspect or self.lane is Lane.ALONE
-
-    def fail(self, error: BaseException) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
-            self.done.exception()  # whoever asked may have left
-
-
-def _cost(job: Job, part: int | None) -> float:
-    if part is None:
-        return job.cost
-    # What adds up the others' results is little, and says nothing of how fast a problem computes.
-    return job.cost / job.tasks if part < job.tasks else 0.0
-
-
-class Worker(Protocol):
-    """What computes, as the schedule sees it; it calls `Scheduler.finished` for each task.
-
-    Or, where kernels are compiled first, `Scheduler.compiling` and then `Scheduler.compiled`. One
-    without ``slots`` gets no more tasks: it is about to end.
-    """
-
-    slots: int
-    device: int
-
-    def start(self, task: Task) -> None:
-        """Begin to compute a task; at most ``slots`` at a time."""
-        ...
-
-    def cancel(self, task: Task) -> None:
-        """Tell it that nobody wants a task any more that it runs or compiles kernels for."""
-        ...
-
-    def has_used(self, job: Job) -> int:
-        """How many of a job's stored tensors it has computed with, or computed."""
-        ...
-
-
 class Scheduler:
-    """The line in front of all workers. For the loop's thread.
+    """The queue in front of all workers. For the event loop's thread.
 
-    ``changed`` is called whenever what waits or who computes may have changed; ``deaths`` counts
-    the workers that were lost.
+    ``changed`` is called whenever the queue or the workers may have changed; ``deaths`` counts lost
+    workers.
     """
 
     def __init__(
-        self, max_waiting: int, *, large_s: float = 1.0, pace: CostModel | None = None
+        self, max_waiting: int, *, large_s: float = 1.0, cost_model: CostModel | None = None
     ) -> None:
         self.max_waiting = max_waiting
-        self.pace = pace or CostModel()
+        self.cost_model = cost_model or CostModel()
         self.changed: Callable[[], None] = lambda: None
         self.deaths = 0
         self._large_s = large_s
@@ -130,94 +57,93 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Jobs that wait for a slot, or for kernels; of those in parts, the ones of which none has
-        begun."""
+        """Jobs waiting for a slot or for kernels; jobs in parts count until one part starts."""
         return sum(not task.part for tasks in (self._waiting, self._compiling) for task in tasks)
 
     @property
     def running(self) -> int:
-        """Jobs that compute."""
+        """Tasks that run."""
         return sum(len(tasks) for tasks in self._running.values())
 
     @property
     def workers(self) -> int:
-        """Workers that take jobs now."""
+        """Workers that accept tasks."""
         return sum(worker.slots > 0 for worker in self._running)
 
     @property
     def room(self) -> int:
-        """How many more jobs may wait, at least."""
+        """How many more jobs may be queued."""
         left = self.max_waiting - len(self._waiting) - len(self._compiling)
         return left if left > 0 else self.max_waiting - self.waiting
 
     @property
     def timing(self) -> bool:
-        """Whether something runs that nothing may run beside."""
+        """Whether a timing is running."""
         return any(task.lane is Lane.ALONE for held in self._running.values() for task in held)
 
     @property
     def full(self) -> bool:
-        """Whether as many jobs wait as may."""
+        """Whether the queue is full."""
         return self.room <= 0
 
     @property
     def overload(self) -> Overloaded | None:
-        """What one more job would be refused with, if it would be."""
+        """The error for one more job; None if it would be queued."""
         if not self.full:
             return None
         tasks = [*self._waiting, *(task for held in self._running.values() for task in held)]
         slots = sum(worker.slots for worker in self._running) or 1
-        seconds = self.pace.estimate_s(sum(task.cost for task in tasks)) / slots
+        seconds = self.cost_model.estimate_s(sum(task.cost for task in tasks)) / slots
         return Overloaded(
             f"{self.waiting} problems wait to be computed, and no more than {self.max_waiting} may",
             retry_after_s=min(max(seconds, _RETRY_AFTER_MIN_S), _RETRY_AFTER_MAX_S),
         )
 
     def submit(
-        self, job: Job, deadline_s: float, told: OnPartDone | None = None
-    ) -> Task | TaskGroup[Task]:
-        """Queue a job; after ``deadline_s``, a time.monotonic(), it is not worth starting.
+        self, job: Job, deadline_s: float, on_part_done: OnPartDone | None = None
+    ) -> Task | TaskGroup:
+        """Queue a job, to be started before ``deadline_s`` (of time.monotonic()) or not at all.
 
-        ``told`` hears of each part of a job that makes several tasks.
+        ``on_part_done`` is called for each part of a job that is several tasks.
 
         Raises
         ------
         Overloaded
-            As many problems wait as may.
+            The queue is full.
         DeviceUnavailable
-            The server is ending.
+            The server is shutting down.
         """
         if self._closed:
             raise DeviceUnavailable("the server is shutting down", retry_after_s=5.0)
         if self.full and (overload := self.overload) is not None:
             raise overload
-        large = job.lane is not Lane.BY_SIZE or self.pace.estimate_s(job.cost) > self._large_s
+        large = job.lane is not Lane.BY_SIZE or self.cost_model.estimate_s(job.cost) > self._large_s
         if job.tasks == 1:
             task = Task(job, deadline_s, large=large)
             if not self._waiting and self._started(task):
                 if task.lane is Lane.ALONE:
                     self.changed()
-                return task  # else without having waited, which nobody else need know of
+                return task  # the queue has not changed
             self._waiting.append(task)
             self._dispatch()
             return task
         parts = [Task(job, deadline_s, large=large, part=part) for part in range(job.tasks)]
         last = (lambda: self._last(job, deadline_s)) if job.sums else None
-        whole = TaskGroup(parts, told, self.cancel, last)
+        group = TaskGroup(parts, on_part_done, self.cancel, last)
         self._waiting.extend(parts)
         self._dispatch()
-        return whole
+        return group
 
-    def position(self, task: Task | TaskGroup[Task]) -> int | None:
-        """How many tasks stand before this in the line; None once it runs or is done."""
+    def position(self, task: Task | TaskGroup) -> int | None:
+        """Return how many tasks are ahead in the queue; None once it runs or is done."""
         if isinstance(task, TaskGroup):
             task = task.tasks[0]
         if task in self._compiling:
             return 0
         return self._waiting.index(task) if task in self._waiting else None
 
-    def cancel(self, task: Task | TaskGroup[Task]) -> None:
-        """Take back a waiting job; ask a running one to stop. Harmless when it is done."""
+    def cancel(self, task: Task | TaskGroup) -> None:
+        """Drop a waiting job, or ask a running one to stop; does nothing once it is done."""
         if isinstance(task, TaskGroup):
             task.wanted = False
             for part in task.tasks:
@@ -235,12 +161,12 @@ class Scheduler:
         self._dispatch()
 
     def add(self, worker: Worker) -> None:
-        """Give a worker jobs from now on."""
+        """Add a worker."""
         self._running[worker] = []
         self._dispatch()
 
-    def finished(self, task: Task, result: Finished | BaseException) -> None:
-        """A worker is done with a task."""
+    def finished(self, task: Task, result: JobResult | BaseException) -> None:
+        """Record that a worker has finished a task."""
         assert task.worker is not None and task.started_s is not None  # noqa: PT018, S101
         self._running[task.worker].remove(task)
         task.worker = None
@@ -248,13 +174,13 @@ class Scheduler:
             task.fail(result)
         elif not task.done.done():
             if task.lane is Lane.BY_SIZE:
-                self.pace.learn(task.cost, time.monotonic() - task.started_s)
+                self.cost_model.learn(task.cost, time.monotonic() - task.started_s)
             task.done.set_result(result)
         if self._waiting or task.lane is Lane.ALONE:
             self._dispatch()
 
     def compiling(self, task: Task) -> None:
-        """A worker has put a task aside until its kernels are compiled, see `compiled`."""
+        """Free a task's slot while its kernels are compiled, until `compiled` is called."""
         assert task.worker is not None  # noqa: S101
         self._running[task.worker].remove(task)
         if task.wanted:
@@ -266,9 +192,9 @@ class Scheduler:
         self._dispatch()
 
     def compiled(self, task: Task, error: BaseException | None) -> None:
-        """A worker has compiled a task's kernels, so that any may run it next, or could not."""
+        """Requeue a task whose kernels are compiled, first in line, or fail it with ``error``."""
         if self._compiling.pop(task, None) is None:
-            return  # nobody waits for it any more
+            return  # it was cancelled
         if error is not None:
             task.fail(error)
         else:
@@ -276,16 +202,16 @@ class Scheduler:
         self._dispatch()
 
     def lost(self, worker: Worker) -> None:
-        """A worker has died: what it held runs again, or is refused for having killed it."""
+        """Remove a worker that died, and requeue or fail its tasks."""
         held = self._running.pop(worker, [])
         for task in [task for task, by in self._compiling.items() if by is worker]:
             del self._compiling[task]
             self._waiting.appendleft(task)
         self.deaths += 1
-        known = any(task.hung for task in held)
+        culprit_known = any(task.hung for task in held)
         for task in reversed(held):
             task.worker = None
-            task.suspect |= task.hung or not known
+            task.suspect |= task.hung or not culprit_known
             task.deaths_alone += task.hung or len(held) == 1
             task.hung = False
             if not task.wanted:
@@ -297,7 +223,7 @@ class Scheduler:
         self._dispatch()
 
     def refuse_all(self, error: BaseException) -> None:
-        """Fail what waits: nothing will ever compute it."""
+        """Fail all waiting tasks: no worker will ever run them."""
         waiting = [*self._waiting, *self._compiling]
         self._waiting.clear()
         self._compiling.clear()
@@ -306,15 +232,14 @@ class Scheduler:
         self.changed()
 
     def close(self) -> None:
-        """Drop what waits, ask what runs to stop, take no more."""
+        """Drop waiting jobs, ask running ones to stop, and accept no more."""
         self._closed = True
         running = (task for held in self._running.values() for task in held)
         for task in [*self._waiting, *self._compiling, *running]:
             self.cancel(task)
 
     def _last(self, job: Job, deadline_s: float) -> Task:
-        """Queue what adds up a job's parts, before all that waits: it holds more memory than
-        others, and takes less time."""
+        """Queue the task that adds up partial sums first in line: it is short, and frees memory."""
         task = Task(job, deadline_s, large=False, part=job.tasks)
         if self._closed:
             task.done.cancel()
@@ -325,13 +250,14 @@ class Scheduler:
 
     def _dispatch(self) -> None:
         if self._waiting:
-            self._start_what_may()
+            self._start_ready()
         self.changed()
 
-    def _start_what_may(self) -> None:
-        # What is to run alone would wait for ever beside those that keep coming: a worker takes
-        # nothing new until it has become idle for it.
-        kept: set[Worker] = set()
+    def _start_ready(self) -> None:
+        """Start every waiting task that a worker can take now."""
+        # A task that must run alone would never find an idle worker under load, so the least busy
+        # one is reserved for it until it is idle.
+        reserved: set[Worker] = set()
         for task in list(self._waiting):
             if time.monotonic() >= task.deadline_s:
                 self._waiting.remove(task)
@@ -344,41 +270,31 @@ class Scheduler:
                 continue
             if not self._free_slots():
                 return
-            if self._started(task, kept):
+            if self._started(task, reserved):
                 self._waiting.remove(task)
             elif task.lane is Lane.ALONE:
-                kept.update(self._idlest(task, kept))
+                able = [
+                    worker
+                    for worker in self._running
+                    if worker not in reserved and task.device in (None, worker.device)
+                ]
+                if able:
+                    reserved.add(min(able, key=lambda worker: len(self._running[worker])))
 
-    def _idlest(self, task: Task, kept: Container[Worker]) -> list[Worker]:
-        """The worker that will be the first to be idle, of those that may take a task."""
-        able = [
-            worker
-            for worker in self._running
-            if worker not in kept and task.device in (None, worker.device)
-        ]
-        return sorted(able, key=lambda worker: len(self._running[worker]))[:1]
+    def _started(self, task: Task, reserved: Container[Worker] = ()) -> bool:
+        """Start a task if a worker that is not ``reserved`` can take it now.
 
-    def _started(self, task: Task, kept: Container[Worker] = ()) -> bool:
-        """Start a task, if a worker may take it now: on the one that has the least to do, and of
-        several such on the one that may still have its stored tensors on its device.
-
-        Workers that are ``kept`` for another take none.
+        Takes the least busy worker; among several, one that may have its stored tensors on device.
         """
         now_s = time.monotonic()
         able = [
             worker
             for worker in self._running
-            if worker not in kept and self._may_start(worker, task)
+            if worker not in reserved and self._may_start(worker, task)
         ]
         if not able or now_s >= task.deadline_s:
             return False
-        worker = able[0]
-        if len(able) > 1:
-            least = min(len(self._running[each]) for each in able)
-            idlest = [each for each in able if len(self._running[each]) == least]
-            worker = idlest[0]
-            if len(idlest) > 1 and task.job.regions:
-                worker = max(idlest, key=lambda each: each.has_used(task.job))
+        worker = min(able, key=lambda each: (len(self._running[each]), -each.has_used(task.job)))
         self._running[worker].append(task)
         task.worker, task.started_s = worker, now_s
         worker.start(task)

@@ -1,1 +1,1 @@
-"""Shared memory of clients, and tensors that are stored on the server."""
+"""Shared memory of clients, and tensors stored on the server."""

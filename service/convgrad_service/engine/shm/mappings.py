@@ -1,7 +1,7 @@
-"""The shared-memory regions that this process has mapped: a worker computes in them in place.
+"""A worker's mappings of shared-memory regions, in which it computes in place.
 
-The file is the client's, who may shorten it at any moment. Every mapping is guarded: what is
-missing reads as zeros, the kernel that reads it comes to its end, and its request is refused.
+The client owns the file and may truncate it at any moment. Every mapping is guarded: missing pages
+read as zeros, so that a running kernel ends normally, and its request is then refused.
 """
 
 from __future__ import annotations
@@ -23,32 +23,31 @@ from convgrad_service.backends.base import (
     MappingGuard,
     guard_mapping,
 )
-from convgrad_service.engine.bounded_cache import BoundedCache
-from convgrad_service.engine.shm.registry import InRegion
+from convgrad_service.engine.memory.arena import BoundedCache
+from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.problems.base import TensorSpec
 
-__all__ = ["Adopter", "RegionMappings", "apart", "shortened"]
+__all__ = ["Adopter", "RegionMappings", "not_in_place", "truncated"]
 
-
-# What kernels may rely on for whole vectors.
+# Kernels may rely on this for vector loads.
 _ALIGNMENT_BYTES = 64
 
 
 class Adopter(Protocol):
-    """Who is told of memory in which tensors will lie: a `ServingBackend`, for one."""
+    """Prepares host memory for transfers, such as a `ServingBackend`."""
 
     def adopt(self, address: int, size_bytes: int) -> None: ...
 
     def disown(self, address: int) -> None: ...
 
 
-class _Segment:
+class _Mapping:
     def __init__(self, descriptor: int, adopter: Adopter | None) -> None:
         found = os.fstat(descriptor)
         try:
             memory = mmap.mmap(descriptor, found.st_size)
         except ValueError:  # it has become empty
-            raise shortened() from None
+            raise truncated() from None
         except OSError as error:
             raise InvalidProblem(
                 f"the file of a shared-memory region, {found.st_size:,} bytes, cannot be mapped: "
@@ -59,14 +58,14 @@ class _Segment:
         self.guard = guard_mapping(address, found.st_size)
         if adopter is not None:
             adopter.adopt(address, found.st_size)
-        ending = weakref.finalize(self.bytes, _let_go, memory, self.guard, adopter, address)
-        ending.atexit = False
+        finalizer = weakref.finalize(self.bytes, _unmap, memory, self.guard, adopter, address)
+        finalizer.atexit = False
 
 
-def _let_go(memory: mmap.mmap, guard: MappingGuard, adopter: Adopter | None, address: int) -> None:
-    """Called when the last tensor in a mapping has gone.
+def _unmap(memory: mmap.mmap, guard: MappingGuard, adopter: Adopter | None, address: int) -> None:
+    """Clean up once the last array of a mapping is gone.
 
-    It holds the mapping until this is done: before that, no other may have its address.
+    ``memory`` is referenced until the end so that no other mapping can get its address before.
     """
     guard.remove()
     if adopter is not None:
@@ -74,7 +73,7 @@ def _let_go(memory: mmap.mmap, guard: MappingGuard, adopter: Adopter | None, add
 
 
 class RegionMappings:
-    """Mappings by the number that the hub gave each region. Safe to use from any thread."""
+    """Mappings by the hub's region number. Safe to use from any thread."""
 
     def __init__(
         self,
@@ -82,101 +81,100 @@ class RegionMappings:
         adopter: Adopter | None = None,
     ) -> None:
         self._open_handle, self._adopter = open_handle, adopter
-        self._segments: dict[int, _Segment] = {}
+        self._mappings: dict[int, _Mapping] = {}
         self._refused: dict[int, InvalidProblem] = {}
         self._on_device: dict[int, DeviceMemory] = {}
         self._opening = threading.Lock()
-        self.tensors = BoundedCache()
-        """Of places that are used again and again, as long as no region goes."""
+        self.views = BoundedCache()
+        """Arrays of jobs; cleared when a region is closed."""
 
     def open(self, number: int, descriptor: int) -> None:
-        """Map a region's file, unless it is mapped; the caller keeps and closes the descriptor.
+        """Map a region's file unless it is mapped; the caller closes the descriptor.
 
         Raises
         ------
         InvalidProblem
-            The file has become empty, or is too large to be mapped. Until it is closed, `array`
-            raises the same.
+            The file is empty, or too large to be mapped; `array` then raises the same.
         """
         with self._opening:
-            if number in self._segments:
+            if number in self._mappings:
                 return
             try:
-                self._segments[number] = _Segment(descriptor, self._adopter)
+                self._mappings[number] = _Mapping(descriptor, self._adopter)
             except InvalidProblem as error:
                 self._refused[number] = error
                 raise
             self._refused.pop(number, None)
 
     def open_on_device(self, number: int, handle: bytes, size_bytes: int) -> None:
-        """Open a region of a device's memory, unless it is open.
+        """Open device memory by its IPC handle unless it is open.
 
         Raises
         ------
         InvalidProblem
-            It cannot be opened any more, or has become smaller.
+            It is gone, or has become smaller.
         """
         with self._opening:
             if number not in self._on_device:
                 self._on_device[number] = self._open_handle(handle, size_bytes)
 
     def close(self, number: int) -> None:
-        """Unmap a region that no job uses any more."""
-        self.tensors.clear()
-        self._segments.pop(number, None)
+        """Unmap a region that is no longer in use."""
+        self.views.clear()
+        self._mappings.pop(number, None)
         self._refused.pop(number, None)
         if (memory := self._on_device.pop(number, None)) is not None:
             memory.close()
 
-    def on_device(self, place: InRegion, spec: TensorSpec) -> DeviceTensor:
-        """A tensor in a region of a device's memory."""
-        memory = self._on_device.get(place.file)
+    def on_device(self, place: RegionSlice, spec: TensorSpec) -> DeviceTensor:
+        """Return a tensor in device memory."""
+        memory = self._on_device.get(place.region)
         if memory is None:
             raise InvalidProblem("a region of CUDA shared memory could not be opened")
         return memory.array(place.offset, spec)
 
-    def array(self, place: InRegion, spec: TensorSpec) -> NDArray[Any]:
-        """A writable tensor in a region.
+    def array(self, place: RegionSlice, spec: TensorSpec) -> NDArray[Any]:
+        """Return a tensor in a region's file, writable.
 
         Raises
         ------
         InvalidProblem
             The file is too short to hold it.
         """
-        segment = self._segments.get(place.file)
-        if segment is None:
-            raise self._refused.get(place.file) or shortened()
-        found = segment.bytes[place.offset : place.offset + spec.size_bytes]
+        mapping = self._mappings.get(place.region)
+        if mapping is None:
+            raise self._refused.get(place.region) or truncated()
+        found = mapping.bytes[place.offset : place.offset + spec.size_bytes]
         if found.size < spec.size_bytes:
-            raise shortened()
+            raise truncated()
         return found.view(spec.dtype.numpy).reshape(spec.shape)
 
     def check(self, numbers: Iterable[int]) -> None:
-        """Call it with a job's regions when the job is done.
+        """Check the regions of a finished job.
 
         Raises
         ------
         InvalidProblem
-            Something of a region was missing: what was computed from it is worth nothing.
+            Pages of a region were missing, so the result is wrong.
         """
         for number in numbers:
-            segment = self._segments.get(number)
-            if segment is not None and segment.guard.lost() is not None:
-                raise shortened()
+            mapping = self._mappings.get(number)
+            if mapping is not None and mapping.guard.lost() is not None:
+                raise truncated()
 
 
-def apart(
-    places: Mapping[str, InRegion], outputs: Collection[str], specs: Mapping[str, TensorSpec]
+def not_in_place(
+    places: Mapping[str, RegionSlice], outputs: Collection[str], specs: Mapping[str, TensorSpec]
 ) -> set[str]:
-    """Of the tensors in regions those that cannot be computed in place.
+    """Return the tensors in regions that cannot be computed in place.
 
-    Their address suits no kernel, or one of the ``outputs`` lies where another tensor lies too.
+    These are misaligned tensors, and ``outputs`` that overlap another tensor.
     """
     extents = {
         name: (place.identity, place.offset, place.offset + specs[name].size_bytes)
         for name, place in places.items()
     }
-    # Files are mapped from their start, on whole pages; of devices, backends know what suits.
+    # Files are mapped from their start, on whole pages; backends check device memory themselves.
     names = {
         name
         for name, ((device, _), start, _) in extents.items()
@@ -192,8 +190,8 @@ def apart(
     return names
 
 
-def shortened() -> InvalidProblem:
-    """What a request is refused with whose shared memory is not all there any more."""
+def truncated() -> InvalidProblem:
+    """Return the error for a request whose shared-memory file was truncated."""
     return InvalidProblem(
         "the file of a shared-memory region has been shortened since it was registered; "
         "register it again"

@@ -1,8 +1,8 @@
-"""The shared-memory regions that clients have registered: whose they are, and who uses them.
+"""Registered shared-memory regions: their owners, and which are in use.
 
-A region is a part of a file below /dev/shm. The server opens the file when it is registered and
-knows it by its descriptor from then on, so a client may remove the name at once, and nothing is
-left behind when it dies. Workers map the file and compute from and to the client's own pages.
+A region is part of a file in /dev/shm, or of a GPU's memory. The server opens the file when the
+region is registered and uses the descriptor from then on, so a client may unlink the name at once
+and leaves nothing behind when it dies. Workers map the file and compute in the client's own pages.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import NamedTuple
 from convgrad.errors import InvalidProblem, MalformedRequest, NotFound, Overloaded
 from convgrad.wire.sentences import shown
 
-__all__ = ["ANONYMOUS", "InRegion", "RegionInfo", "RegionPart", "RegionRegistry"]
+__all__ = ["ANONYMOUS", "RegionInfo", "RegionPart", "RegionRegistry", "RegionSlice"]
 
 ANONYMOUS = ""
-"""The owner of what is kept where clients have no keys: everybody."""
+"""The owner of all regions and stored tensors on a server without API keys."""
 
-_FOLDER = Path("/dev/shm")  # noqa: S108 - what shm_open's names mean on Linux
-# One file's name. Not a semaphore's, whose bytes are their owner's processes' alone.
+_SHM_DIRECTORY = Path("/dev/shm")  # noqa: S108 - where shm_open creates files on Linux
+# A file name, but not a POSIX semaphore's.
 _KEY = re.compile(r"/?(?!sem\.)[A-Za-z0-9_][A-Za-z0-9_.\-]{0,250}")
 _MAX_NAME_CHARACTERS = 256
-_OURS = "convgrad-"
-"""How the names of our own client's files begin."""
+# The prefix of files that the convgrad client creates.
+_CLIENT_PREFIX = "convgrad-"
 
 
 class RegionInfo(NamedTuple):
-    """A region as it was registered: of a file, or of a ``device``'s memory by its ``handle``."""
+    """A registered region: part of the file ``key``, or a ``device``'s memory by IPC handle."""
 
     name: str
     key: str
@@ -45,7 +45,7 @@ class RegionInfo(NamedTuple):
 
 
 class RegionPart(NamedTuple):
-    """A part of a region, as a request names it."""
+    """A part of a region, by name, as in a request."""
 
     owner: str
     name: str
@@ -53,18 +53,24 @@ class RegionPart(NamedTuple):
     size_bytes: int
 
 
-class InRegion(NamedTuple):
-    """A place in a region; ``file`` is the number that the hub gave the region.
+class RegionSlice(NamedTuple):
+    """A resolved `RegionPart`: an offset in the file, or device memory, of a region.
 
-    Regions of the same ``identity`` are parts of one file, or one allocation on a ``device``. What
-    lies in a ``kept`` one never changes, but for another ``version`` of it.
+    Attributes
+    ----------
+    region
+        The number that the hub has given the region.
+    identity
+        Equal for regions that share a file or a device allocation.
+    stored
+        Whether this is a stored tensor, whose data changes only with its ``version``.
     """
 
-    file: int
+    region: int
     offset: int
     identity: tuple[int, int] = (0, 0)
     device: int | None = None
-    kept: bool = False
+    stored: bool = False
     version: int = 0
 
 
@@ -75,39 +81,40 @@ class _Region:
     descriptor: int | None
     identity: tuple[int, int]
     uses: int = 0
-    gone: bool = False
-    leaving: list[asyncio.Future[None]] = field(default_factory=list)
-    closed: Callable[[int], bool] | None = None
+    removed: bool = False
+    unregistering: list[asyncio.Future[None]] = field(default_factory=list)
+    on_unused: Callable[[int], bool] | None = None
+    """Set for the server's own files, see `adopt`."""
     version: int = 0
 
 
 class RegionRegistry:
-    """All registered regions. For the loop's thread.
+    """All registered regions. For the event loop's thread.
 
-    ``forgotten`` are called with the number of each region that nobody will use again.
+    The callbacks in ``on_closed`` are called with the number of each region that is closed.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._numbers = 0
+    def __init__(self, max_regions: int) -> None:
+        self._max_regions = max_regions
+        self._last_number = 0
         self._regions: dict[tuple[str, str], _Region] = {}
         self._by_number: dict[int, _Region] = {}
-        self.forgotten: list[Callable[[int], None]] = []
+        self.on_closed: list[Callable[[int], None]] = []
 
     def __len__(self) -> int:
-        """How many are registered, those that were adopted apart."""
-        return sum(region.closed is None for region in self._regions.values())
+        """The number of registered regions, without adopted ones."""
+        return sum(region.on_unused is None for region in self._regions.values())
 
     def register(self, owner: str, info: RegionInfo) -> None:
-        """Open a region's file; of one on a device only a worker can, which has done it once.
+        """Register a region and open its file; device memory is opened by the workers.
 
         Raises
         ------
         MalformedRequest
-            The owner has a region of that name, the key is not a file's name, or the file is not
-            there, not ours to open, or smaller than the region.
+            The name is taken, the key is not a file name, or the file does not exist, cannot be
+            opened or is smaller than the region.
         Overloaded
-            There are as many regions as may be.
+            The server has the maximum number of regions.
         """
         if not 0 < len(info.name) <= _MAX_NAME_CHARACTERS:
             raise MalformedRequest(
@@ -117,125 +124,127 @@ class RegionRegistry:
         if (owner, info.name) in self._regions:
             raise MalformedRequest(f"the region {shown(info.name)} is registered already")
         self._drop_orphans()
-        if len(self) >= self._most:
+        if len(self) >= self._max_regions:
             raise Overloaded(
-                f"{self._most} regions are registered, the most there may be", retry_after_s=1.0
+                f"{self._max_regions} regions are registered, the most there may be",
+                retry_after_s=1.0,
             )
-        self._numbers += 1
+        self._last_number += 1
         if info.device is None:
             descriptor = _opened(info)
-            region = _Region(info, self._numbers, descriptor, _identity(descriptor))
+            region = _Region(info, self._last_number, descriptor, _identity(descriptor))
         else:
             number = int.from_bytes(info.handle, "little")
-            region = _Region(info, self._numbers, None, (-1 - info.device, number))
+            region = _Region(info, self._last_number, None, (-1 - info.device, number))
         self._regions[owner, info.name] = self._by_number[region.number] = region
 
-    def adopt(self, part: RegionPart, descriptor: int, closed: Callable[[int], bool]) -> None:
-        """Take over a file of the server's own, whole.
+    def adopt(self, part: RegionPart, descriptor: int, on_unused: Callable[[int], bool]) -> None:
+        """Register a whole file of the server's own and take over its descriptor.
 
-        ``closed`` is called with its number when it was removed and nothing uses it any more, and
-        says whether to keep it open all the same, for `adopt_again` or `discard`.
+        Once it is removed and unused, ``on_unused`` is called with its number; if that returns
+        True, the file stays open for `reuse` or `discard`.
         """
-        self._numbers += 1
+        self._last_number += 1
         info = RegionInfo(part.name, "", 0, part.size_bytes)
-        region = _Region(info, self._numbers, descriptor, _identity(descriptor), closed=closed)
+        region = _Region(
+            info, self._last_number, descriptor, _identity(descriptor), on_unused=on_unused
+        )
         self._regions[part.owner, part.name] = self._by_number[region.number] = region
 
-    def adopt_again(self, number: int, part: RegionPart, closed: Callable[[int], bool]) -> None:
-        """Use a file that was kept open for another tensor of its size.
+    def reuse(self, number: int, part: RegionPart, on_unused: Callable[[int], bool]) -> None:
+        """Adopt a file that stayed open once more, for another tensor of its size.
 
-        Workers have it mapped still, which for a GPU takes as long as to compute with it.
+        Workers still have it mapped, which for a GPU takes as long as computing with it.
         """
         region = self._by_number[number]
         region.info = RegionInfo(part.name, "", 0, part.size_bytes)
-        region.gone, region.closed = False, closed
+        region.removed, region.on_unused = False, on_unused
         region.version += 1
         self._regions[part.owner, part.name] = region
 
     def discard(self, number: int) -> None:
-        """Close a file that was kept open."""
+        """Close a file that stayed open."""
         if (region := self._by_number.get(number)) is not None:
             self._end(region)
 
     def remove(self, owner: str, name: str) -> None:
-        """Close a region, now or once nothing in flight uses it."""
+        """Close a region now, or once no request uses it."""
         region = self._regions[owner, name]
-        region.gone = True
+        region.removed = True
         if not region.uses:
             self._close((owner, name), region)
 
     async def unregister(self, owner: str, name: str, *, on_device: bool = False) -> None:
-        """Close a region, or with no name all of the owner's of its kind, once nothing in flight
-        uses it.
+        """Close a region, or with ``name`` "" all of the owner's of that kind, once unused.
 
-        No request can use it from now on. Where nothing of that name is registered, nothing is
-        done: whoever unregisters twice is right the second time too.
+        New requests cannot use it from now on. Unregistering an unknown name does nothing, so that
+        the call is idempotent.
         """
         waits: list[asyncio.Future[None]] = []
         for key, region in self._of(owner, name, on_device=on_device):
             if not region.uses:
                 self._close(key, region)
                 continue
-            region.leaving.append(asyncio.get_running_loop().create_future())
-            waits.append(region.leaving[-1])
+            region.unregistering.append(asyncio.get_running_loop().create_future())
+            waits.append(region.unregistering[-1])
         if waits:
             await asyncio.wait(waits)
 
-    def listed(self, owner: str, name: str, *, on_device: bool = False) -> list[RegionInfo]:
-        """The owner's regions of a kind, or the one of that name.
+    def list_regions(self, owner: str, name: str, *, on_device: bool = False) -> list[RegionInfo]:
+        """Return the owner's regions of a kind, or the one with that name.
 
         Raises
         ------
         NotFound
-            The owner has no region of that name.
+            The owner has no region with that name.
         """
         found = [region.info for _, region in self._of(owner, name, on_device=on_device)]
         if name and not found:
             raise _unknown(name)
         return found
 
-    def use(self, parts: Sequence[RegionPart]) -> tuple[InRegion, ...]:
-        """Where the parts are; their regions stay until `release` is called for each place.
+    def acquire(self, parts: Sequence[RegionPart]) -> tuple[RegionSlice, ...]:
+        """Resolve parts; their regions stay open until the slices are passed to `release`.
 
         Raises
         ------
         NotFound
-            A region is not registered, or is about to be closed.
+            A region is not registered, or is being unregistered.
         InvalidProblem
-            A part is not within its region, or the file has become shorter.
+            A part exceeds its region, or the file has become shorter.
         """
-        found = [(self._used(part), part) for part in parts]
+        found = [(self._resolve(part), part) for part in parts]
         for region, _ in found:
             region.uses += 1
         return tuple(
-            InRegion(
+            RegionSlice(
                 region.number,
                 region.info.offset + part.offset,
                 region.identity,
                 region.info.device,
-                region.closed is not None,
+                region.on_unused is not None,
                 region.version,
             )
             for region, part in found
         )
 
-    def release(self, places: Sequence[InRegion]) -> None:
-        """End the use of places that `use` gave."""
-        for place in places:
-            region = self._by_number[place.file]
+    def release(self, slices: Sequence[RegionSlice]) -> None:
+        """End the use of slices that `acquire` returned."""
+        for each in slices:
+            region = self._by_number[each.region]
             region.uses -= 1
-            if not region.uses and (region.leaving or region.gone):
-                key = next(key for key, each in self._regions.items() if each is region)
+            if not region.uses and (region.unregistering or region.removed):
+                key = next(key for key, other in self._regions.items() if other is region)
                 self._close(key, region)
 
     def descriptor(self, number: int) -> int:
-        """The file of a region, for a worker to map."""
+        """Return the descriptor of a region's file."""
         descriptor = self._by_number[number].descriptor
         assert descriptor is not None  # noqa: S101 - see `handle`
         return descriptor
 
     def handle(self, number: int) -> tuple[bytes, int] | None:
-        """Handle and size of a region on a device, for its worker to open; None for a file."""
+        """Return the IPC handle and size of a region on a device; None for a file."""
         info = self._by_number[number].info
         return None if info.device is None else (info.handle, info.size_bytes)
 
@@ -246,10 +255,10 @@ class RegionRegistry:
         self._regions.clear()
 
     def _drop_orphans(self) -> None:
-        """Close what clients of ours have left behind: each locks its files while it lives."""
+        """Close files left behind by convgrad clients, which lock their files while they live."""
         for key, region in list(self._regions.items()):
             name, file = region.info.key.removeprefix("/"), region.descriptor
-            if name.startswith(_OURS) and not region.uses and file and _is_unlocked(file):
+            if name.startswith(_CLIENT_PREFIX) and not region.uses and file and _is_unlocked(file):
                 self._close(key, region)
 
     def _of(
@@ -260,9 +269,9 @@ class RegionRegistry:
             if key[0] == owner and kind == on_device and (not name or key[1] == name):
                 yield key, region
 
-    def _used(self, part: RegionPart) -> _Region:
+    def _resolve(self, part: RegionPart) -> _Region:
         region = self._regions.get((part.owner, part.name))
-        if region is None or region.leaving or region.gone:
+        if region is None or region.unregistering or region.removed:
             raise _unknown(part.name)
         end = part.offset + part.size_bytes
         if end > region.info.size_bytes:
@@ -279,16 +288,16 @@ class RegionRegistry:
 
     def _close(self, key: tuple[str, str], region: _Region) -> None:
         del self._regions[key]
-        if region.closed is None or not region.closed(region.number):
+        if region.on_unused is None or not region.on_unused(region.number):
             self._end(region)
 
     def _end(self, region: _Region) -> None:
         del self._by_number[region.number]
         if region.descriptor is not None:
             os.close(region.descriptor)
-        for forget in self.forgotten:
-            forget(region.number)
-        for future in region.leaving:
+        for on_closed in self.on_closed:
+            on_closed(region.number)
+        for future in region.unregistering:
             if not future.done():
                 future.set_result(None)
 
@@ -312,15 +321,15 @@ def _unknown(name: str) -> NotFound:
 
 
 def _opened(info: RegionInfo) -> int:
-    """The file of a region, which holds all of it."""
+    """Open a region's file and check its size."""
     if not _KEY.fullmatch(info.key):
         raise MalformedRequest(
             f"the key {shown(info.key)} is not the name of a shared-memory file: expected letters, "
             "digits, _, - and . after at most one /"
         )
-    path = _FOLDER / info.key.removeprefix("/")
+    path = _SHM_DIRECTORY / info.key.removeprefix("/")
     try:
-        # Not through links, which could lead anywhere, and not waiting, as for a pipe.
+        # No symbolic links, which could lead anywhere, and no blocking, as on a pipe.
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(path, flags)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Tensors that stay on the server: by owner and name, within a budget, for a time.
+"""Tensors stored on the server by owner and name, within a budget and with a time to live.
 
-Each lies in an anonymous memory file of its own, which workers map as they map a client's shared
-memory: a request that names it reads it in place, and a result to be kept is computed into it. It
-outlives every worker, and it goes when its time is over since it was last used.
+Each is an anonymous memory file, which workers map like a client's shared memory: requests that
+name a tensor read it in place, and outputs to be stored are computed into it. Stored tensors
+outlive workers, and expire a set time after their last use.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from convgrad.contract import Operation
 from convgrad.errors import MalformedRequest, NotFound, Overloaded, ProblemTooLarge
@@ -23,31 +23,31 @@ from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.shm.registry import RegionPart, RegionRegistry
 from convgrad_service.problems.base import TensorSpec
 
-__all__ = ["Kept", "StoredInfo", "TensorStore", "TensorStoreClient", "stored_fields"]
+__all__ = ["StoredInfo", "StoredTensor", "TensorStore", "stored_fields"]
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
-# Two files each in a worker, which may have a thousand.
-_MOST = 256
-# No client can be called so.
+# A worker needs two descriptors for each, and may have a thousand.
+_MAX_TENSORS = 256
+# Not a valid name of an API key.
 _OWNER = "\0stored"
-_Move = Callable[[int, int], int]
-# How long a place for a result is held for a request that never comes to its end.
+_Transfer = Callable[[int, int], int]
+# How long memory for an output is kept if its request never ends.
 _PENDING_S = 900.0
-# Files of dropped tensors are kept for others of their size: a training step stores as much as the
-# one before, and memory that a GPU copies from takes longer to make ready than to compute with.
+# Files of dropped tensors are reused for tensors of the same size: each training step stores as
+# much as the last, and registering memory for a GPU's copies takes longer than computing with it.
 _SPARE_S = 10.0
-_MOST_SPARES = 16
+_MAX_SPARES = 16
 
 
-class Kept(NamedTuple):
-    """A stored tensor as a request uses it: what it is, and where."""
+class StoredTensor(NamedTuple):
+    """A stored tensor as requests use it: its type and its memory."""
 
     spec: TensorSpec
     part: RegionPart
 
 
 class StoredInfo(NamedTuple):
-    """A stored tensor as its owner sees it."""
+    """A stored tensor as its owner lists it."""
 
     name: str
     spec: TensorSpec
@@ -61,7 +61,6 @@ class _Tensor:
     time_to_live_s: float
     expires_s: float
     timer: asyncio.TimerHandle
-    """Drops it when its time is over."""
 
 
 class _Spare(NamedTuple):
@@ -70,9 +69,9 @@ class _Spare(NamedTuple):
 
 
 class TensorStore:
-    """All stored tensors. For the loop's thread.
+    """All stored tensors. For the event loop's thread.
 
-    ``longest_s`` bounds the time to live, and is what a tensor gets for which none was asked.
+    ``longest_s`` is the default and the maximum of the time to live.
     """
 
     def __init__(
@@ -81,42 +80,44 @@ class TensorStore:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         self._regions, self._arena, self._longest_s = regions, arena, longest_s
-        self._numbers = 0
+        self._last_number = 0
         self._count = 0
         self._tensors: dict[tuple[str, str], _Tensor] = {}
         self._pending: dict[str, _Tensor] = {}
-        # By their files' numbers, the oldest first.
+        # By region number, oldest first.
         self._spares: dict[int, _Spare] = {}
 
-    def find(self, owner: str, names: Iterable[str]) -> dict[str, Kept]:
-        """The owner's tensors of these names, whose time begins anew.
+    def find(self, owner: str, names: Iterable[str]) -> dict[str, StoredTensor]:
+        """Return the owner's tensors with these names, and restart their time to live.
 
         Raises
         ------
         NotFound
-            There is none of a name.
+            A name is unknown.
         """
         found = {}
         for name in names:
-            tensor = self._of(owner, name)
+            tensor = self._live(owner, name)
             tensor.expires_s = time.monotonic() + tensor.time_to_live_s
-            found[name] = Kept(tensor.spec, tensor.part)
+            found[name] = StoredTensor(tensor.spec, tensor.part)
         return found
 
-    def make(
-        self, specs: Mapping[str, TensorSpec], time_to_live_s: float | None
+    def allocate(
+        self, specs: Mapping[str, TensorSpec], time_to_live_s: float | None = None
     ) -> dict[str, RegionPart]:
-        """Room for tensors, which have no name until `commit` gives it to them.
+        """Allocate memory for tensors, which get their names with `commit`.
 
         Raises
         ------
         MalformedRequest
-            A name is none.
-        ProblemTooLarge, Overloaded
-            The budget could never hold them, or does not now.
+            A name is not valid.
+        ProblemTooLarge
+            The tensors exceed the whole budget.
+        Overloaded
+            The tensors exceed what is left of the budget.
         """
         for name in specs:
-            _check(name)
+            _check_name(name)
         needed_bytes = sum(spec.size_bytes for spec in specs.values())
         if needed_bytes > self.budget_bytes:
             raise ProblemTooLarge(
@@ -126,17 +127,17 @@ class TensorStore:
         self._drop_expired()
         while self._spares and self._over_budget(specs.values()):
             self._discard(next(iter(self._spares)))
-        if self.used_bytes + needed_bytes > self.budget_bytes or self._count >= _MOST:
+        if self.used_bytes + needed_bytes > self.budget_bytes or self._count >= _MAX_TENSORS:
             raise Overloaded(
                 f"{self._count} stored tensors hold {self.used_bytes:,} of {self.budget_bytes:,} "
                 f"bytes, and these need {needed_bytes:,} more",
                 retry_after_s=self._next_s(),
             )
         lives_s = min(time_to_live_s or self._longest_s, self._longest_s)
-        return {name: self._made(spec, lives_s) for name, spec in specs.items()}
+        return {name: self._allocate(spec, lives_s) for name, spec in specs.items()}
 
     def commit(self, owner: str, parts: Mapping[str, RegionPart]) -> None:
-        """Give tensors that `make` made their names, in the place of what had them before."""
+        """Name tensors from `allocate`, replacing any with the same names."""
         for name, part in parts.items():
             tensor = self._pending.pop(part.name, None)
             if tensor is None:
@@ -146,10 +147,10 @@ class TensorStore:
                 self._remove(owner, name)
             tensor.expires_s = time.monotonic() + tensor.time_to_live_s
             self._tensors[owner, name] = tensor
-            self._watch(owner, name, tensor)
+            self._expire(owner, name, tensor)
 
     def abandon(self, parts: Iterable[RegionPart]) -> None:
-        """Drop tensors that will not be committed."""
+        """Free tensors that will not be committed."""
         for part in parts:
             tensor = self._pending.pop(part.name, None)
             if tensor is not None:
@@ -157,28 +158,28 @@ class TensorStore:
                 self._regions.remove(_OWNER, part.name)
 
     async def write(self, part: RegionPart, offset: int) -> None:
-        """Copy a tensor from the arena."""
+        """Copy a tensor from the arena to the store."""
         source = self._arena.view(offset, part.size_bytes)
-        await self._moved(part, lambda file, at: os.pwrite(file, source[at:], at))
+        await self._copy(part, lambda file, at: os.pwrite(file, source[at:], at))
 
     async def read(self, part: RegionPart, offset: int) -> None:
-        """Copy a tensor to the arena."""
+        """Copy a tensor from the store to the arena."""
         target = self._arena.view(offset, part.size_bytes)
-        await self._moved(part, lambda file, at: os.preadv(file, [target[at:]], at))
+        await self._copy(part, lambda file, at: os.preadv(file, [target[at:]], at))
 
     def drop(self, owner: str, name: str) -> None:
-        """Forget a tensor; a request that uses it keeps it until it is done.
+        """Delete a tensor; requests that use it can still finish.
 
         Raises
         ------
         NotFound
-            There is none of that name.
+            The name is unknown.
         """
-        self._of(owner, name)
+        self._live(owner, name)
         self._remove(owner, name)
 
-    def listed(self, owner: str) -> list[StoredInfo]:
-        """The owner's tensors, in the order in which they came."""
+    def list_tensors(self, owner: str) -> list[StoredInfo]:
+        """Return the owner's tensors in the order in which they were stored."""
         self._drop_expired()
         now_s = time.monotonic()
         return [
@@ -187,30 +188,30 @@ class TensorStore:
             if whose == owner
         ]
 
-    def _of(self, owner: str, name: str) -> _Tensor:
+    def _live(self, owner: str, name: str) -> _Tensor:
         tensor = self._tensors.get((owner, name))
         if tensor is None or tensor.expires_s <= time.monotonic():
             raise NotFound(f"there is no stored tensor {shown(name)}")
         return tensor
 
-    def _made(self, spec: TensorSpec, lives_s: float) -> RegionPart:
-        self._numbers += 1
+    def _allocate(self, spec: TensorSpec, lives_s: float) -> RegionPart:
+        self._last_number += 1
         self._count += 1
         self.used_bytes += spec.size_bytes
-        part = RegionPart(_OWNER, str(self._numbers), 0, spec.size_bytes)
+        part = RegionPart(_OWNER, str(self._last_number), 0, spec.size_bytes)
 
-        def closed(number: int) -> bool:
+        def on_unused(number: int) -> bool:
             self._count -= 1
             self.used_bytes -= spec.size_bytes
-            return self._spare(number, spec.size_bytes)
+            return self._keep_spare(number, spec.size_bytes)
 
         for number, spare in self._spares.items():
             if spare.size_bytes == spec.size_bytes:
                 self._spares.pop(number).timer.cancel()
-                self._regions.adopt_again(number, part, closed)
+                self._regions.reuse(number, part, on_unused)
                 break
         else:
-            self._regions.adopt(part, _memory_file(spec.size_bytes), closed)
+            self._regions.adopt(part, _memory_file(spec.size_bytes), on_unused)
         timer = asyncio.get_running_loop().call_later(_PENDING_S, self.abandon, [part])
         self._pending[part.name] = _Tensor(spec, part, lives_s, 0.0, timer)
         return part
@@ -221,7 +222,7 @@ class TensorStore:
         self._regions.remove(_OWNER, tensor.part.name)
 
     def _over_budget(self, specs: Iterable[TensorSpec]) -> bool:
-        """Whether tensors and spare files together would take too much with these besides."""
+        """Return whether tensors, spare files and ``specs`` together exceed the budget."""
         spares = [spare.size_bytes for spare in self._spares.values()]
         held_bytes = self.used_bytes + sum(spares)
         for spec in specs:
@@ -231,11 +232,11 @@ class TensorStore:
                 held_bytes += spec.size_bytes
         return held_bytes > self.budget_bytes
 
-    def _spare(self, number: int, size_bytes: int) -> bool:
-        """Whether to keep the file of a dropped tensor for a while."""
+    def _keep_spare(self, number: int, size_bytes: int) -> bool:
+        """Keep the file of a dropped tensor for a while if the budget allows; return whether."""
         spare_bytes = sum(spare.size_bytes for spare in self._spares.values())
-        kept_bytes = self.used_bytes + spare_bytes + size_bytes
-        if kept_bytes > self.budget_bytes or len(self._spares) >= _MOST_SPARES:
+        held_bytes = self.used_bytes + spare_bytes + size_bytes
+        if held_bytes > self.budget_bytes or len(self._spares) >= _MAX_SPARES:
             return False
         timer = asyncio.get_running_loop().call_later(_SPARE_S, self._discard, number)
         self._spares[number] = _Spare(size_bytes, timer)
@@ -246,22 +247,22 @@ class TensorStore:
             spare.timer.cancel()
             self._regions.discard(number)
 
-    async def _moved(self, part: RegionPart, move: _Move) -> None:
-        """Copy piece by piece in a thread, the file held meanwhile."""
-        places = self._regions.use([part])
-        descriptor = self._regions.descriptor(places[0].file)
+    async def _copy(self, part: RegionPart, transfer: _Transfer) -> None:
+        """Copy in a thread, with the file in use until the end."""
+        slices = self._regions.acquire([part])
+        descriptor = self._regions.descriptor(slices[0].region)
 
         def copy() -> None:
             done = 0
             while done < part.size_bytes:
-                done += move(descriptor, done)
+                done += transfer(descriptor, done)
 
         copying = asyncio.get_running_loop().run_in_executor(None, copy)
-        copying.add_done_callback(lambda _: self._regions.release(places))
+        copying.add_done_callback(lambda _: self._regions.release(slices))
         await asyncio.shield(copying)
 
-    def _watch(self, owner: str, name: str, tensor: _Tensor) -> None:
-        """Drop a tensor when its time is over, as a use may have put it off."""
+    def _expire(self, owner: str, name: str, tensor: _Tensor) -> None:
+        """Drop a tensor if it has expired; otherwise check again when it will have."""
         if self._tensors.get((owner, name)) is not tensor:
             return
         left_s = tensor.expires_s - time.monotonic()
@@ -269,76 +270,26 @@ class TensorStore:
             self._remove(owner, name)
         else:
             loop = asyncio.get_running_loop()
-            tensor.timer = loop.call_later(left_s, self._watch, owner, name, tensor)
+            tensor.timer = loop.call_later(left_s, self._expire, owner, name, tensor)
 
     def _drop_expired(self) -> None:
         for (owner, name), tensor in list(self._tensors.items()):
             if tensor.expires_s <= time.monotonic():
-                self._watch(owner, name, tensor)
+                self._expire(owner, name, tensor)
 
     def _next_s(self) -> float:
-        """Seconds until something expires."""
+        """Return the seconds until a tensor expires, from 1 to 60."""
         soonest_s = min((tensor.expires_s for tensor in self._tensors.values()), default=0.0)
         return min(max(soonest_s - time.monotonic(), 1.0), 60.0)
 
 
-class Ask(Protocol):
-    """Calls a method of the hub's `TensorStore`, wherever that is."""
-
-    async def __call__(self, method: str, *arguments: Any) -> Any: ...
-
-
-class TensorStoreClient:
-    """`TensorStore` as a front end asks it: the same methods, awaited."""
-
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
-
-    async def find(self, owner: str, names: Iterable[str]) -> Mapping[str, Kept]:
-        """See `TensorStore.find`."""
-        found: Mapping[str, Kept] = await self._ask("find", owner, list(names))
-        return found
-
-    async def make(
-        self, specs: Mapping[str, TensorSpec], time_to_live_s: float | None = None
-    ) -> Mapping[str, RegionPart]:
-        """See `TensorStore.make`."""
-        made: Mapping[str, RegionPart] = await self._ask("make", dict(specs), time_to_live_s)
-        return made
-
-    async def commit(self, owner: str, parts: Mapping[str, RegionPart]) -> None:
-        """See `TensorStore.commit`."""
-        await self._ask("commit", owner, dict(parts))
-
-    async def abandon(self, parts: Iterable[RegionPart]) -> None:
-        """See `TensorStore.abandon`."""
-        await self._ask("abandon", list(parts))
-
-    async def write(self, part: RegionPart, offset: int) -> None:
-        """See `TensorStore.write`."""
-        await self._ask("write", part, offset)
-
-    async def read(self, part: RegionPart, offset: int) -> None:
-        """See `TensorStore.read`."""
-        await self._ask("read", part, offset)
-
-    async def drop(self, owner: str, name: str) -> None:
-        """See `TensorStore.drop`."""
-        await self._ask("drop", owner, name)
-
-    async def listed(self, owner: str) -> list[StoredInfo]:
-        """See `TensorStore.listed`."""
-        infos: list[StoredInfo] = await self._ask("listed", owner)
-        return infos
-
-
 def stored_fields(operation: Operation, fields: Mapping[str, Any]) -> dict[str, str]:
-    """The tensors of a request that name stored ones.
+    """Return the names of stored tensors in a request's fields, by field.
 
     Raises
     ------
     MalformedRequest
-        What names them is no object of names, or a tensor is no such field or is given as well.
+        ``stored`` is not a mapping of names, names an unknown field, or a field that is also given.
     """
     named = fields["stored"]
     if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named.values()):
@@ -357,7 +308,7 @@ def stored_fields(operation: Operation, fields: Mapping[str, Any]) -> dict[str, 
 
 
 def _memory_file(size_bytes: int) -> int:
-    """An anonymous file that nobody can make shorter."""
+    """Create a memory file whose size is sealed."""
     descriptor = os.memfd_create("convgrad-stored", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, size_bytes)
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -365,7 +316,7 @@ def _memory_file(size_bytes: int) -> int:
     return descriptor
 
 
-def _check(name: str) -> None:
+def _check_name(name: str) -> None:
     if not _NAME.fullmatch(name):
         raise MalformedRequest(
             f"a stored tensor cannot be called {shown(name)}: expected 1 to 128 letters, digits, "

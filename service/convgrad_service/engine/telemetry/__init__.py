@@ -1,1 +1,1 @@
-"""What is measured and counted of each request, and how it is exported."""
+"""Measuring, counting, logging and tracing of requests."""

@@ -1,4 +1,4 @@
-"""What is known of one exchange while it lasts, over any transport: id, timings, how it ended."""
+"""The state of one exchange over any transport: id, caller, timings and outcome."""
 
 from __future__ import annotations
 
@@ -9,27 +9,40 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from convgrad_service.engine.scheduling.quotas import ANYBODY, Caller
-from convgrad_service.engine.telemetry.timing import Timings
+from convgrad_service.engine.telemetry.record import Timings
 
 __all__ = ["TRACE_HEADERS", "RequestContext"]
 
 TRACE_HEADERS = ("traceparent", "tracestate")
-"""W3C's headers, whose names are the same in gRPC's metadata."""
+"""The W3C trace context headers; gRPC metadata uses the same names."""
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
 
-# Printable ASCII, spaces included: it goes back in a header and into log lines as it came.
+# Printable ASCII: the id is echoed in a header and in log lines.
 _ACCEPTABLE_ID = re.compile(r"[ -~]{1,128}")
-# Seeded by the system for each process, which is asked for nothing more: an id is no secret.
+# One seed from the system per process, no system call per id: ids are not secret.
 _ids = random.Random()  # noqa: S311
 
 
 @dataclass(slots=True)
 class RequestContext:
-    """One exchange. ``operation`` is set once it is known that one is asked for; ``code`` is "ok"
-    or the code of the error it was answered with; ``caller`` is whose API key it came with.
-    ``trace`` are the headers that name the caller's trace, ``span`` is OpenTelemetry's of this
-    exchange, where traces are kept, and ``client`` the address that it came from."""
+    """One exchange.
+
+    Attributes
+    ----------
+    operation
+        None for exchanges that do not compute, such as health checks, or before routing.
+    caller
+        The owner of the API key.
+    trace
+        The incoming trace context headers.
+    span
+        The OpenTelemetry span, if tracing is on.
+    client
+        The peer's address.
+    code
+        "ok", or the code of the error that was returned.
+    """
 
     request_id: str
     timings: Timings = field(default_factory=Timings)
@@ -45,12 +58,12 @@ class RequestContext:
 
     @property
     def owner(self) -> str:
-        """The name of the caller's API key, "" where none is needed."""
+        """The name of the caller's API key, or "" without keys."""
         return self.caller.name
 
     @property
     def trace_id(self) -> str:
-        """The trace that it belongs to, in hexadecimal digits; "" where it is in none."""
+        """The trace id in hexadecimal digits, or "" outside any trace."""
         if self.span is not None:
             return f"{self.span.get_span_context().trace_id:032x}"
         if not self.trace:
@@ -60,7 +73,7 @@ class RequestContext:
 
     @property
     def traceresponse(self) -> str | None:
-        """What an answer says of its span, as W3C's draft has it; None without one."""
+        """The value of W3C's draft header ``traceresponse``; None without a span."""
         if self.span is None:
             return None
         span = self.span.get_span_context()
@@ -68,13 +81,13 @@ class RequestContext:
 
     @classmethod
     def begin(cls, given_ids: Iterable[str]) -> RequestContext:
-        """A context under the first acceptable of the ids that came, or under a new one."""
+        """Make a context with the first acceptable of the client's ids, or with a new id."""
         for given in given_ids:
             if _ACCEPTABLE_ID.fullmatch(given):
                 return cls(given)
         return cls(f"{_ids.getrandbits(128):032x}")
 
     def server_timing(self) -> str:
-        """The value of Server-Timing: milliseconds, as that header has them."""
+        """Return the value of the Server-Timing header, in milliseconds."""
         stages = [*self.timings.stages_s.items(), ("total", self.timings.total_s)]
         return ", ".join([f"{name};dur={seconds * 1e3:.3f}" for name, seconds in stages])

@@ -1,7 +1,6 @@
-"""What has been computed, counted by operation as Triton counts its models.
+"""Statistics of each operation, counted as Triton counts its models, over all transports.
 
-Every transport's requests count alike. What was refused for what it asked was no inference and
-does not count.
+Requests that were refused for what they ask are not inferences and do not count.
 """
 
 from __future__ import annotations
@@ -15,35 +14,34 @@ from convgrad_service.engine.telemetry.record import Record
 
 __all__ = ["Duration", "OperationStatistics", "Statistics"]
 
-# From 429 on, a status says that the request was a good one.
-_NOT_THE_REQUESTS_FAULT = 429
+# Statuses from here on say that the server, not the request, was at fault.
+_SERVER_AT_FAULT = 429
 
 
 @dataclass(slots=True)
 class Duration:
-    """How often something was timed, and seconds in all."""
+    """A count of intervals, and their total length."""
 
     count: int = 0
     total_s: float = 0.0
 
     @property
     def ns(self) -> int:
-        """Nanoseconds in all."""
+        """The total in nanoseconds."""
         return round(self.total_s * 1e9)
 
     def add(self, seconds: float) -> None:
-        """Count one more."""
+        """Count one interval."""
         self.count += 1
         self.total_s += seconds
 
 
 @dataclass(slots=True)
 class OperationStatistics:
-    """One operation's counts since the server began.
+    """One operation's statistics since the server started.
 
-    ``input`` is making arrays of what was received and taking them to the device, ``output``
-    the way back; these, ``queue`` and ``infer`` count requests that succeeded.
-    ``last_inference_ms`` is since the epoch, 0 before the first.
+    ``queue``, ``input`` (decode and upload), ``infer`` and ``output`` (download and encode) count
+    successful requests only. ``last_inference_ms`` is in Unix time, 0 before the first request.
     """
 
     last_inference_ms: int = 0
@@ -56,21 +54,21 @@ class OperationStatistics:
 
 
 class Statistics:
-    """All operations' counts."""
+    """The statistics of all operations."""
 
     def __init__(self) -> None:
         self._operations: dict[str, OperationStatistics] = {}
 
     def all(self) -> Mapping[str, OperationStatistics]:
-        """The counts by operation, without those that were never asked for."""
+        """Return the statistics by operation; those never called are missing."""
         return self._operations
 
     def count(self, record: Record) -> None:
-        """Count one request that has been answered, or will not be."""
+        """Count one finished request."""
         ok = record.code == "ok"
         if not ok:
             row = CODES.get(record.code)
-            if row is not None and row.http_status < _NOT_THE_REQUESTS_FAULT:
+            if row is not None and row.http_status < _SERVER_AT_FAULT:
                 return
         counts = self._operations.get(record.operation)
         if counts is None:

@@ -1,8 +1,8 @@
-"""OpenTelemetry: a span for each request, under the caller's trace, and one for each of its stages.
+"""OpenTelemetry tracing: a span per request, in the caller's trace, with a child span per stage.
 
-Off unless asked for. The caller's trace comes in the W3C header ``traceparent``; the spans go to a
-collector over OTLP, from a thread of its own, in batches. Whether a trace is sampled its caller
-decides; of a request without one, OpenTelemetry's own variable ``OTEL_TRACES_SAMPLER``.
+Off by default. The caller's trace comes in the W3C header ``traceparent``; spans are exported over
+OTLP in batches, by a background thread. The caller decides whether its trace is sampled; requests
+without a trace follow OpenTelemetry's ``OTEL_TRACES_SAMPLER``.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class TracingUnavailable(RuntimeError):
 
 @lru_cache(maxsize=1)
 def traces_to(endpoint: str) -> Traces:
-    """The traces of this process, which all of its transports share."""
+    """Return the exporter of this process, which all of its transports share."""
     return Traces(endpoint)
 
 
 class Traces:
-    """Sends spans to the OTLP collector at ``endpoint`` (``http://host:4318/v1/traces``).
+    """Exports spans to the OTLP collector at ``endpoint`` (``http://host:4318/v1/traces``).
 
     Raises
     ------
@@ -65,7 +65,7 @@ class Traces:
         self._closed = False
 
     def begin(self, context: RequestContext) -> None:
-        """Start the span of a request, so that its answer and its log lines can name it."""
+        """Start a request's span early, so that its response and log lines can name it."""
         parent = self._propagator.extract(context.trace)
         context.span = self._tracer.start_span(
             "request", context=parent, kind=self._server, start_time=time.time_ns()
@@ -76,9 +76,9 @@ class Traces:
     def end(
         self, context: RequestContext, name: str, attributes: Mapping[str, Any], *, failed: bool
     ) -> None:
-        """End it, with spans for its stages; one of no operation (health, metadata) is dropped.
+        """End the span and add one per stage; spans without an operation are dropped.
 
-        ``failed`` means by the server's fault.
+        ``failed`` marks failures that are the server's fault.
         """
         span, intervals = context.span, context.timings.intervals
         if span is None or intervals is None or context.operation is None or self._closed:
@@ -106,7 +106,7 @@ class Traces:
         span.end(began_ns + round(timings.total_s * 1e9))
 
     def close(self) -> None:
-        """Send what waits, and end; once, however many transports share this."""
+        """Export pending spans and shut down; further calls do nothing."""
         if not self._closed:
             self._closed = True
             self._provider.shutdown()

@@ -1,12 +1,12 @@
-"""The counts of `engine.statistics` under Triton's metric names, for dashboards that know those.
+"""The statistics of each operation under Triton's metric names, for existing dashboards.
 
-Names, labels and units (microseconds) are those of Triton's metrics documentation; an operation
-is a model, always version 1.
+Names, labels and units (microseconds) are those of Triton's documentation; an operation is a
+model, always version 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from convgrad_service.engine.telemetry.statistics import OperationStatistics
 
@@ -16,49 +16,46 @@ _WAITING = (
     "nv_inference_pending_request_count",
     "Instantaneous number of pending requests awaiting execution",
 )
-_COUNTERS: Mapping[str, tuple[str, Callable[[OperationStatistics], float]]] = {
-    "nv_inference_request_success": (
-        "Number of successful inference requests",
-        lambda one: one.success.count,
-    ),
-    "nv_inference_request_failure": (
-        "Number of failed inference requests",
-        lambda one: one.fail.count,
-    ),
-    # Requests are never put together here, so one of each is one request.
-    "nv_inference_count": ("Number of inferences performed", lambda one: one.success.count),
-    "nv_inference_exec_count": (
-        "Number of model executions performed",
-        lambda one: one.success.count,
-    ),
-    "nv_inference_request_duration_us": (
+_Read = Callable[[OperationStatistics], float]
+_COUNTERS: Sequence[tuple[str, str, _Read]] = (
+    ("request_success", "Number of successful inference requests", lambda s: s.success.count),
+    ("request_failure", "Number of failed inference requests", lambda s: s.fail.count),
+    # Requests are never batched, so an execution is a request.
+    ("count", "Number of inferences performed", lambda s: s.success.count),
+    ("exec_count", "Number of model executions performed", lambda s: s.success.count),
+    (
+        "request_duration_us",
         "Cumulative inference request duration in microseconds",
-        lambda one: one.success.ns / 1e3,
+        lambda s: s.success.ns / 1e3,
     ),
-    "nv_inference_queue_duration_us": (
+    (
+        "queue_duration_us",
         "Cumulative inference queuing duration in microseconds",
-        lambda one: one.queue.ns / 1e3,
+        lambda s: s.queue.ns / 1e3,
     ),
-    "nv_inference_compute_input_duration_us": (
+    (
+        "compute_input_duration_us",
         "Cumulative compute input duration in microseconds",
-        lambda one: one.input.ns / 1e3,
+        lambda s: s.input.ns / 1e3,
     ),
-    "nv_inference_compute_infer_duration_us": (
+    (
+        "compute_infer_duration_us",
         "Cumulative compute inference duration in microseconds",
-        lambda one: one.infer.ns / 1e3,
+        lambda s: s.infer.ns / 1e3,
     ),
-    "nv_inference_compute_output_duration_us": (
+    (
+        "compute_output_duration_us",
         "Cumulative inference compute output duration in microseconds",
-        lambda one: one.output.ns / 1e3,
+        lambda s: s.output.ns / 1e3,
     ),
-}
+)
 
 
 class TritonMetrics:
-    """Reads ``statistics`` and ``waiting`` when Prometheus asks.
+    """Reads ``statistics`` and the number of ``waiting`` problems on each scrape.
 
-    Triton's counters have no suffix ``_total``, which Prometheus' own client would put into the
-    line of their type: they are written here.
+    Formats the text itself: Prometheus' client would add the suffix ``_total``, which Triton's
+    counters do not have.
     """
 
     def __init__(
@@ -69,16 +66,17 @@ class TritonMetrics:
         self._statistics, self._waiting = statistics, waiting
 
     def exposition(self) -> bytes:
-        """All of them in Prometheus' text format 0.0.4."""
+        """Return the metrics in Prometheus' text format 0.0.4."""
         statistics = self._statistics()
         lines: list[str] = []
-        for name, (text, read) in _COUNTERS.items():
+        for suffix, text, read in _COUNTERS:
+            name = f"nv_inference_{suffix}"
             lines += [f"# HELP {name} {text}", f"# TYPE {name} counter"]
             lines += [
                 f'{name}{{model="{operation}",version="1"}} {float(read(counts))!r}'
                 for operation, counts in statistics.items()
             ]
-        # Triton counts what waits by model; one queue serves all operations here.
+        # Without a model label: one queue serves all operations.
         name, text = _WAITING
         lines += [f"# HELP {name} {text}", f"# TYPE {name} gauge"]
         lines.append(f"{name} {self._waiting()!r}")

@@ -1,1 +1,1 @@
-"""What computes: a process, a thread or the event loop itself, and what keeps processes alive."""
+"""Workers, which compute jobs in a process, a thread or on the event loop, and their supervisor."""

@@ -1,8 +1,7 @@
-"""Processes that belong to this one: started afresh, never forked, and never left behind.
+"""Child processes: started from scratch, not forked, and never orphaned.
 
-A fork would copy threads' locks and a GPU's context in whatever state they are in. A child ends
-when its channel to the parent closes; should it be stuck where it cannot notice, the system ends
-it with the parent.
+A fork would copy locks and GPU contexts in whatever state they are. A child exits when its channel
+to the parent closes; if it is stuck, the kernel kills it when the parent dies.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from typing import Any
 __all__ = ["Backoff", "Children", "DescriptorReserve", "main", "spawn"]
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
-# What starting a child takes for a moment: three pairs of sockets, and the pipes of Popen.
+# What starting a child needs temporarily: three socket pairs and Popen's pipes.
 _RESERVED_DESCRIPTORS = 16
 
-# The parent's path, so that the child finds the same code wherever it was imported from.
+# Passes on sys.path, so that the child imports the same code.
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from convgrad_service.engine.workers.child_process import main; main()"
@@ -36,9 +35,9 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 def spawn(
     name: str, target: Callable[..., None], *arguments: Any, descriptors: Sequence[int]
 ) -> subprocess.Popen[bytes]:
-    """Start ``target(*arguments)`` in a process that keeps these descriptors, by their numbers.
+    """Start ``target(*arguments)`` in a process that inherits ``descriptors``.
 
-    ``target`` is a function of a module. ``name`` is for the system's list of processes.
+    ``target`` must be importable. ``name`` is the process name that ``ps`` shows.
     """
     process = subprocess.Popen(  # noqa: S603 - this interpreter, our own code
         [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path), name],
@@ -52,26 +51,26 @@ def spawn(
 
 
 class Backoff:
-    """Pauses between attempts that fail: longer and longer, and never the last."""
+    """Exponential backoff without an end."""
 
     def __init__(self) -> None:
         self.failures = 0
 
     def failed(self) -> float:
-        """Count a failure; how long to wait before the next attempt, in seconds."""
+        """Count a failure; return the seconds to wait before the next attempt."""
         self.failures += 1
         return float(min(_FIRST_PAUSE_S * 2 ** min(self.failures - 1, 10), _LONGEST_PAUSE_S))
 
     def succeeded(self) -> None:
-        """Begin with short pauses again."""
+        """Start again with the shortest pause."""
         self.failures = 0
 
 
 class Children:
-    """What is known of the processes that a server keeps alive, for health and metrics.
+    """The state of a server's child processes, for health checks and metrics.
 
-    ``missing`` are front ends that do not serve; a worker that is missing the scheduler knows of.
-    ``changed`` is called when they have changed. Counters are by the child's name.
+    ``missing`` holds the front ends that are not serving; the scheduler tracks workers. ``changed``
+    is called when it changes. The counters are by process name.
     """
 
     def __init__(self) -> None:
@@ -82,18 +81,18 @@ class Children:
         self.changed: Callable[[], None] = lambda: None
 
     def lost(self, name: str) -> None:
-        """A front end does not serve any more, or not yet again."""
+        """Record that a front end is not serving."""
         self.missing.add(name)
         self.changed()
 
     def serves(self, name: str) -> None:
-        """A front end serves."""
+        """Record that a front end is serving."""
         self.missing.discard(name)
         self.changed()
 
 
 class DescriptorReserve:
-    """File descriptors kept so that a child can be started when connections have taken the rest."""
+    """Descriptors held back so that children can start when connections use up the rest."""
 
     def __init__(self) -> None:
         self._held: list[int] = []
@@ -101,7 +100,7 @@ class DescriptorReserve:
 
     @contextlib.contextmanager
     def spent(self) -> Iterator[None]:
-        """While it lasts the descriptors are free; nothing may be awaited in it."""
+        """Free the descriptors for the block, in which nothing may be awaited."""
         self.close()
         try:
             yield
@@ -109,28 +108,28 @@ class DescriptorReserve:
             self._fill()
 
     def close(self) -> None:
-        """Keep none any more."""
+        """Free the descriptors for good."""
         for descriptor in self._held:
             os.close(descriptor)
         self._held.clear()
 
     def _fill(self) -> None:
-        # As many as there are: what a child has kept comes back when it ends.
+        # As many as there are now; more become free as children exit.
         with contextlib.suppress(OSError):
             while len(self._held) < _RESERVED_DESCRIPTORS:
                 self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
 
 def main() -> None:
-    """What a child runs: the function that its parent sent."""
+    """Run the function that the parent has sent; the child's entry point."""
     parent, name, target, arguments = pickle.load(sys.stdin.buffer)  # noqa: S301
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         libc.prctl(_PR_SET_NAME, name.encode()[:15])
     if os.getppid() != parent:
-        return  # it ended before it could be watched
-    # A terminal's Ctrl-C reaches every process; the parent alone decides what it means.
+        return  # it died before PR_SET_PDEATHSIG took effect
+    # A terminal sends Ctrl-C to every process; the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     target(*arguments)

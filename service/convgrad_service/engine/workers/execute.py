@@ -1,4 +1,4 @@
-"""What a worker is given to do, and what it says when it is done: sizes and places, no data."""
+"""Jobs, and how a worker runs one: the tensors are already in memory that all processes share."""
 
 from __future__ import annotations
 
@@ -14,91 +14,108 @@ import numpy as np
 from convgrad.errors import InvalidProblem
 from convgrad_service.backends.base import Outcome, ServingBackend
 from convgrad_service.engine.memory.arena import Arena
-from convgrad_service.engine.memory.tensor_layout import PackedTensorLayout, Tensor, TensorLayout
-from convgrad_service.engine.scheduling.finished import Finished
-from convgrad_service.engine.scheduling.partition import joined, pieces_of, shares_of
-from convgrad_service.engine.shm.mappings import RegionMappings, apart
-from convgrad_service.engine.shm.registry import InRegion
+from convgrad_service.engine.memory.tensor_layout import (
+    PackedTensorLayout,
+    PlacedTensor,
+    TensorLayout,
+)
+from convgrad_service.engine.scheduling.partition import (
+    JobResult,
+    merge_results,
+    partial_sums_of,
+    pieces_of,
+)
+from convgrad_service.engine.shm.mappings import RegionMappings, not_in_place
+from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.examination import examined
 from convgrad_service.problems.base import Lane, Piece
-from convgrad_service.problems.pieces import added_up, piece_tensors, place_part
+from convgrad_service.problems.pieces import piece_tensors, place_part, sum_of_shares
 
-__all__ = ["Finished", "Job", "compile_ahead", "run_job"]
+__all__ = ["Job", "compile_ahead", "run_job"]
 
 Arrays = Mapping[str, Any]
-"""Arrays by name; of those on a device `DeviceTensor`s."""
+"""Arrays by name; `DeviceTensor` for those in device memory."""
 
 
 class Job(NamedTuple):
-    """An arrangement, where its place in the arena begins, and the shared memory that it uses.
+    """A problem to compute: its layout, and where that is in memory.
 
-    It makes so many ``tasks``, each a part of it. ``sums`` says that one more follows them, which
-    adds up what they leave.
+    Attributes
+    ----------
+    base
+        The offset of the lease in the arena.
+    regions
+        The shared memory that it uses, in the layout's order.
+    tasks
+        The number of parts that are scheduled separately.
+    sums
+        Whether a last task adds up partial sums.
     """
 
     layout: TensorLayout | PackedTensorLayout
     base: int
-    regions: tuple[InRegion, ...] = ()
+    regions: tuple[RegionSlice, ...] = ()
     tasks: int = 1
     sums: bool = False
     lane: Lane = Lane.BY_SIZE
 
     @property
     def cost(self) -> float:
-        """In units of `Pace`."""
+        """In the units of `CostModel`."""
         return self.layout.cost
 
     @property
     def device(self) -> int | None:
-        """The one on which it must be computed; None where any will do.
+        """The device whose memory it uses, None if any will do.
 
-        Raises InvalidProblem where its tensors lie on several.
+        Raises InvalidProblem if it uses the memory of several.
         """
         if not self.regions:
             return None
-        devices = {place.device for place in self.regions} - {None}
+        devices = {each.device for each in self.regions} - {None}
         if len(devices) > 1:
             listed = " and ".join(map(str, sorted(each for each in devices if each is not None)))
             raise InvalidProblem(f"the tensors lie on the devices {listed}; expected one device")
         return next(iter(devices), None)
 
     @classmethod
-    def of(cls, layout: TensorLayout, base: int, regions: tuple[InRegion, ...]) -> Job:
-        """A job of as many tasks as it can be."""
+    def of(cls, layout: TensorLayout, base: int, regions: tuple[RegionSlice, ...]) -> Job:
+        """Make a job with as many tasks as possible."""
         tasks = 1
         if layout.sizes.parts > 1:
             outputs = {tensor.name for tensor in layout.outputs}
-            # A part could overwrite what another has still to read: outputs in a client's memory
-            # may lie where inputs do. And what is copied from there first is copied once.
-            taken = any(_is_taken(tensor) for tensor in layout.inputs)
-            if not taken and not outputs & _unfit(layout, regions):
+            # A single task if outputs may overlap inputs in a client's memory, which one part could
+            # overwrite before another reads them, or if inputs must first be copied to the arena.
+            copies = any(_is_copied(tensor) for tensor in layout.inputs)
+            if not copies and not outputs & _not_in_place(layout, regions):
                 tasks = len(pieces_of(layout.problem, layout.sizes.parts))
-        sums = tasks > 1 and bool(layout.shares)
+        sums = tasks > 1 and bool(layout.partial_sums)
         return cls(layout, base, regions, tasks, sums, layout.problem.lane)
 
 
-def _is_taken(tensor: Tensor) -> bool:
-    """Whether a tensor is copied out of shared memory before anything is made of it."""
+def _is_copied(tensor: PlacedTensor) -> bool:
+    """Return whether a tensor in shared memory is copied to the arena before it is used."""
     return tensor.offset is not None and tensor.region is not None
 
 
-def _in_region(tensor: Tensor, regions: tuple[InRegion, ...], segments: RegionMappings) -> Any:
-    """A tensor in shared memory; on a device a `DeviceTensor`."""
+def _in_region(
+    tensor: PlacedTensor, regions: tuple[RegionSlice, ...], mappings: RegionMappings
+) -> Any:
+    """Return a tensor in shared memory, as a `DeviceTensor` if that is on a device."""
     assert tensor.region is not None  # noqa: S101
-    place = regions[tensor.region]
-    if place.device is not None:
-        return segments.on_device(place, tensor.spec)
-    return segments.array(place, tensor.spec)
+    where = regions[tensor.region]
+    if where.device is not None:
+        return mappings.on_device(where, tensor.spec)
+    return mappings.array(where, tensor.spec)
 
 
 @lru_cache(maxsize=256)
-def _unfit(layout: TensorLayout, regions: tuple[InRegion, ...]) -> frozenset[str]:
-    """The tensors in shared memory that cannot be computed where they lie."""
-    inside = [tensor for tensor in (*layout.inputs, *layout.outputs) if tensor.offset is None]
-    found = apart(
-        {name: regions[region] for name, _, _, region in inside if region is not None},
+def _not_in_place(layout: TensorLayout, regions: tuple[RegionSlice, ...]) -> frozenset[str]:
+    shared = [tensor for tensor in (*layout.inputs, *layout.outputs) if tensor.offset is None]
+    found = not_in_place(
+        {name: regions[region] for name, _, _, region in shared if region is not None},
         layout.sizes.outputs,
-        {tensor.name: tensor.spec for tensor in inside},
+        {tensor.name: tensor.spec for tensor in shared},
     )
     return frozenset(found)
 
@@ -106,80 +123,68 @@ def _unfit(layout: TensorLayout, regions: tuple[InRegion, ...]) -> frozenset[str
 def compile_ahead(
     backend: ServingBackend, layout: TensorLayout, part: int | None = None
 ) -> Future[None] | None:
-    """See `ServingBackend.compile_ahead`; of what `run_job` would compute."""
-    chosen = _chosen(layout, part).values()
+    """Start compiling what `run_job` needs; see `ServingBackend.compile_ahead`."""
+    pieces = _pieces_of_part(layout, part).values()
     whole = layout.problem.computes if layout.sizes.parts == 1 else ()
-    return backend.compile_ahead([*whole, *(piece.problem for piece in chosen)])
+    return backend.compile_ahead([*whole, *(piece.problem for piece in pieces)])
 
 
 def run_job(
     backend: ServingBackend,
     arena: Arena,
-    segments: RegionMappings,
+    mappings: RegionMappings,
     job: Job,
     cancelled: threading.Event,
     part: int | None = None,
-) -> Finished:
-    """Compute a job, or one ``part`` of it, in the calling thread, with its regions open.
+) -> JobResult:
+    """Compute a job, or one ``part`` of it, in the calling thread.
 
-    The part behind the last piece is to add up what the others left.
+    Its regions must be open. The part after the last piece adds up partial sums.
 
-    Raises what the backend raises, and InvalidProblem if a client shortened its shared memory.
+    Raises what the backend raises, and InvalidProblem if a client truncated its shared memory.
     """
-    layout = job.layout.unpacked()
-    chosen = _chosen(layout, part)
+    layout = job.layout.unpack()
+    pieces = _pieces_of_part(layout, part)
     if job.regions:
-        inputs, outputs = _with_regions(backend, arena, segments, layout, job, chosen)
-        unfit = _unfit(layout, job.regions)
+        inputs, outputs = _region_arrays(backend, arena, mappings, layout, job, pieces)
+        not_direct = _not_in_place(layout, job.regions)
     else:
-        inputs, outputs = _in_arena(arena, layout, job.base)
-        unfit = frozenset()
-    # Rare: places that kernels cannot take as they are. They get a copy, or make one.
-    direct = dict(outputs)
-    for name in unfit & outputs.keys():
+        inputs, outputs = _arena_arrays(arena, layout, job.base)
+        not_direct = frozenset()
+    # Rarely, kernels cannot use a tensor where it is: they get a copy, or compute into one.
+    targets = dict(outputs)
+    for name in not_direct & outputs.keys():
         if not isinstance(outputs[name], np.ndarray):
             raise InvalidProblem(
                 f"{name} is to be written where another tensor of the request lies"
             )
-        direct[name] = np.empty_like(outputs[name])
+        targets[name] = np.empty_like(outputs[name])
     if layout.sizes.parts == 1:
-        given = {name: array.copy() if name in unfit else array for name, array in inputs.items()}
-        outcome = examined(backend, layout.problem, given, cancelled, direct)
-        found: Arrays = outcome.outputs
-        finished = _finished(outcome)
-    else:
-        shares = {
-            name: arena.array(job.base + offset, spec)
-            for name, spec, offset, _ in layout.shares
-            if offset is not None
+        own = {
+            name: array.copy() if name in not_direct else array for name, array in inputs.items()
         }
-        done = []
-        for number, piece in chosen.items():
-            own = {**direct, **_own_shares(layout, shares, number)}
-            done.append(_run_piece(backend, piece, inputs, unfit, own, cancelled))
-        found = direct
-        if shares and (part is None or not chosen):
-            began_s = time.perf_counter()
-            found = {**direct, **_sums(layout, shares, inputs)}
-            added_s = time.perf_counter() - began_s
-            held_bytes = sum(each.nbytes for each in shares.values())
-            done.append(Finished("", added_s, 0, held_bytes, 0.0, 0.0))
-        finished = joined(done)
-    for name, place in outputs.items():
-        # A backend may compute where it likes; most write to the place itself.
-        if found[name] is place:
+        outcome = examined(backend, layout.problem, own, cancelled, targets)
+        computed: Arrays = outcome.outputs
+        result = _result(outcome)
+    else:
+        computed, result = _run_pieces(
+            backend, arena, layout, job.base, pieces, part, inputs, not_direct, targets, cancelled
+        )
+    for name, target in outputs.items():
+        # Backends may compute elsewhere, but most use the target they are given.
+        if computed[name] is target:
             continue
-        if isinstance(place, np.ndarray):
-            np.copyto(place, found[name], casting="no")
+        if isinstance(target, np.ndarray):
+            np.copyto(target, computed[name], casting="no")
         else:
-            place.fill(found[name])
+            target.fill(computed[name])
     if job.regions:
-        segments.check({region.file for region in job.regions})
-    return finished
+        mappings.check({each.region for each in job.regions})
+    return result
 
 
-def _chosen(layout: TensorLayout, part: int | None) -> Mapping[int, Piece]:
-    """The pieces to be computed, by their numbers."""
+def _pieces_of_part(layout: TensorLayout, part: int | None) -> Mapping[int, Piece]:
+    """Return the pieces of one part, or of all, by number; nothing for an unsplit problem."""
     if layout.sizes.parts == 1:
         return {}
     pieces = dict(enumerate(pieces_of(layout.problem, layout.sizes.parts)))
@@ -188,43 +193,67 @@ def _chosen(layout: TensorLayout, part: int | None) -> Mapping[int, Piece]:
     return {part: pieces[part]} if part in pieces else {}
 
 
-def _own_shares(layout: TensorLayout, shares: Arrays, number: int) -> Arrays:
-    """Where a piece leaves its shares of sums."""
-    known = shares_of(layout.problem, layout.sizes.parts)
-    return {
-        name: array[known[name].places[number]]
-        for name, array in shares.items()
-        if number in known[name].places
+def _run_pieces(
+    backend: ServingBackend,
+    arena: Arena,
+    layout: TensorLayout,
+    base: int,
+    pieces: Mapping[int, Piece],
+    part: int | None,
+    inputs: Arrays,
+    not_direct: frozenset[str],
+    targets: Arrays,
+    cancelled: threading.Event,
+) -> tuple[Arrays, JobResult]:
+    """Compute pieces and, in the last part or the whole, add up partial sums."""
+    sums = {
+        name: arena.array(base + offset, spec)
+        for name, spec, offset, _ in layout.partial_sums
+        if offset is not None
     }
+    sums_of = partial_sums_of(layout.problem, layout.sizes.parts)
+    results = []
+    for number, piece in pieces.items():
+        own_sums = {
+            name: array[sums_of[name].positions[number]]
+            for name, array in sums.items()
+            if number in sums_of[name].positions
+        }
+        own = {**targets, **own_sums}
+        results.append(_run_piece(backend, piece, inputs, not_direct, own, cancelled))
+    computed: Arrays = targets
+    if sums and (part is None or not pieces):
+        began_s = time.perf_counter()
+        computed = {**targets, **_add_up(layout, sums, inputs)}
+        added_s = time.perf_counter() - began_s
+        sum_bytes = sum(each.nbytes for each in sums.values())
+        results.append(JobResult("", added_s, 0, sum_bytes, 0.0, 0.0))
+    return computed, merge_results(results)
 
 
-def _sums(layout: TensorLayout, shares: Arrays, inputs: Arrays) -> Arrays:
-    """Outputs from the shares that all pieces have left, which stay as they are: if the worker
-    dies meanwhile, another one begins again."""
+def _add_up(layout: TensorLayout, sums: Arrays, inputs: Arrays) -> Arrays:
+    """Add up partial sums, leaving them unchanged so that another worker can start again."""
     problem = layout.problem
     pieces = pieces_of(problem, layout.sizes.parts)
-    read = {name for piece in pieces for name in piece.inputs}
+    read_by_pieces = {name for piece in pieces for name in piece.inputs}
     others = {}
-    for name in problem.inputs.keys() - read:
+    for name in problem.inputs.keys() - read_by_pieces:
         others[name] = inputs[name]
         if not isinstance(inputs[name], np.ndarray):
             spec = problem.inputs[name]
             others[name] = np.empty(spec.shape, spec.dtype.numpy)
             inputs[name].read(others[name])
-    result = {}
-    for name, array in shares.items():
+    totals = {}
+    for name, array in sums.items():
         array.flags.writeable = False
-        result[name] = added_up(problem, name, array, others)
-    return result
+        totals[name] = sum_of_shares(problem, name, array, others)
+    return totals
 
 
-def _in_arena(arena: Arena, layout: TensorLayout, base: int) -> tuple[Arrays, Arrays]:
-    """Inputs, which may not be written, and outputs of a job that lies in the arena alone.
+def _arena_arrays(arena: Arena, layout: TensorLayout, base: int) -> tuple[Arrays, Arrays]:
+    """Return the read-only inputs and the outputs of a job without shared memory, cached."""
 
-    One request after another is given the same place, so they are remembered.
-    """
-
-    def made() -> tuple[Arrays, Arrays]:
+    def make() -> tuple[Arrays, Arrays]:
         inputs, outputs = (
             {
                 name: arena.array(base + offset, spec)
@@ -237,55 +266,57 @@ def _in_arena(arena: Arena, layout: TensorLayout, base: int) -> tuple[Arrays, Ar
             array.flags.writeable = False
         return inputs, outputs
 
-    return arena.tensors.get((layout, base), made)
+    return arena.views.get((layout, base), make)
 
 
-def _with_regions(
+def _region_arrays(
     backend: ServingBackend,
     arena: Arena,
-    segments: RegionMappings,
+    mappings: RegionMappings,
     layout: TensorLayout,
     job: Job,
-    chosen: Mapping[int, Piece],
+    pieces: Mapping[int, Piece],
 ) -> tuple[Arrays, Arrays]:
-    """The same of a job of which something lies in shared memory; its ``chosen`` pieces, if it has
-    any, are to be computed."""
+    """Return the inputs and outputs of a job with shared memory, of which ``pieces`` are computed.
 
-    def array(tensor: Tensor) -> Any:
+    Stored tensors are replaced by the backend's resident copies.
+    """
+
+    def array(tensor: PlacedTensor) -> Any:
         if tensor.offset is not None:
             return arena.array(job.base + tensor.offset, tensor.spec)
-        return _in_region(tensor, job.regions, segments)
+        return _in_region(tensor, job.regions, mappings)
 
-    def made() -> tuple[dict[str, Any], dict[str, Any]]:
+    def make() -> tuple[dict[str, Any], dict[str, Any]]:
         inputs = {tensor.name: array(tensor) for tensor in layout.inputs}
-        for given in inputs.values():
-            if isinstance(given, np.ndarray):
-                given.flags.writeable = False
+        for each in inputs.values():
+            if isinstance(each, np.ndarray):
+                each.flags.writeable = False
         return inputs, {tensor.name: array(tensor) for tensor in layout.outputs}
 
-    for tensor in filter(_is_taken, layout.inputs):
-        source = _in_region(tensor, job.regions, segments)
+    for tensor in filter(_is_copied, layout.inputs):
+        source = _in_region(tensor, job.regions, mappings)
         if isinstance(source, np.ndarray):
             np.copyto(array(tensor), source)
         else:
             source.read(array(tensor))
-    if all(place.device is None and not place.kept for place in job.regions):
-        return segments.tensors.get((layout, job.base, job.regions), made)
-    inputs, outputs = made()
+    if all(each.device is None and not each.stored for each in job.regions):
+        return mappings.views.get((layout, job.base, job.regions), make)
+    inputs, outputs = make()
     whole = layout.sizes.parts == 1
-    read = {name for piece in chosen.values() for name in piece.inputs}
+    read = {name for piece in pieces.values() for name in piece.inputs}
     for name, _, offset, region in layout.inputs:
         if offset is not None or region is None or not (whole or name in read):
             continue
-        if (place := job.regions[region]).kept:
-            inputs[name] = backend.resident(place.file, place.version, inputs[name])
-    sums = {tensor.name for tensor in layout.shares}
+        if (where := job.regions[region]).stored:
+            inputs[name] = backend.resident(where.region, where.version, inputs[name])
+    sums = {tensor.name for tensor in layout.partial_sums}
     for name, _, offset, region in layout.outputs:
-        if offset is not None or region is None or not (place := job.regions[region]).kept:
+        if offset is not None or region is None or not (where := job.regions[region]).stored:
             continue
-        # A result whose parts come from several devices is on none of them.
-        if whole or (not chosen if name in sums else backend.devices == 1):
-            outputs[name] = backend.resident_place(place.file, place.version, outputs[name])
+        # An output whose parts are computed by several devices is complete on none of them.
+        if whole or (not pieces if name in sums else backend.devices == 1):
+            outputs[name] = backend.resident_place(where.region, where.version, outputs[name])
     return inputs, outputs
 
 
@@ -293,46 +324,37 @@ def _run_piece(
     backend: ServingBackend,
     piece: Piece,
     inputs: Arrays,
-    unfit: frozenset[str],
+    not_direct: frozenset[str],
     outputs: Arrays,
     cancelled: threading.Event,
-) -> Finished:
-    """Compute a piece of a problem from the whole's inputs into its place in the outputs, of which
-    sums are those of the piece alone."""
+) -> JobResult:
+    """Compute one piece from the whole inputs into its slices of the whole outputs."""
     own = {
-        name: array.copy() if name in unfit else array
+        name: array.copy() if name in not_direct else array
         for name, array in piece_tensors(piece, inputs).items()
     }
-    places = {
-        name: outputs[name][slices]
-        for name, slices in piece.outputs.items()
+    slices = {
+        name: outputs[name][each]
+        for name, each in piece.outputs.items()
         if name not in piece.take and not piece.shifts.get(name)
     }
-    # Rows of one sample, say, do not lie side by side; a backend computes those elsewhere.
-    offered = {
-        name: place
-        for name, place in places.items()
-        if not isinstance(place, np.ndarray) or place.flags.c_contiguous
+    # Slices that are not contiguous, such as rows of one sample, are computed elsewhere.
+    targets = {
+        name: target
+        for name, target in slices.items()
+        if not isinstance(target, np.ndarray) or target.flags.c_contiguous
     }
-    outcome = backend.run(piece.problem, own, cancelled, offered)
+    outcome = backend.run(piece.problem, own, cancelled, targets)
     for name, array in outcome.outputs.items():
-        if array is offered.get(name):
+        if array is targets.get(name):
             continue
         if isinstance(outputs[name], np.ndarray):
             place_part(piece, name, array, outputs[name])
         else:
-            kept = array[piece.take[name]] if name in piece.take else array
-            outputs[name][piece.outputs[name]].fill(kept)
-    return _finished(outcome)
+            taken = array[piece.take[name]] if name in piece.take else array
+            outputs[name][piece.outputs[name]].fill(taken)
+    return _result(outcome)
 
 
-def _finished(outcome: Outcome) -> Finished:
-    return Finished(
-        outcome.kernel,
-        outcome.compute_s,
-        outcome.pieces,
-        outcome.workspace_bytes,
-        outcome.upload_s,
-        outcome.download_s,
-        outcome.words,
-    )
+def _result(outcome: Outcome) -> JobResult:
+    return JobResult(*(getattr(outcome, name) for name in JobResult._fields))

@@ -1,11 +1,10 @@
-"""Small problems on the CPU, computed by the process that was asked for them.
+"""Small CPU problems, computed on the event loop of the process that received them.
 
-A worker is two wakes of a process away, which takes longer than a small problem does. What workers
-are for stays as it is: only that is computed here which a worker has computed before, in the same
-arrangement, without harm and in no time to speak of, and whose data names no elements of others.
-A kernel that is given the same sizes stays within the same memory, so it does no harm here either.
-Shared memory is read and written as the file that it is: where its client has just cut it off,
-reading is an error and writing makes it longer again, and neither is a signal.
+Waking a worker and being woken takes longer than computing a small problem. Inline execution keeps
+the safety of workers: a problem runs here only after a worker has computed the same layout without
+crashing and fast enough, and if no input holds indices. With the same sizes a kernel then accesses
+the same memory. Shared memory is read and written with file calls, not mapped: if the client has
+truncated the file, they return errors instead of raising SIGBUS.
 """
 
 from __future__ import annotations
@@ -17,30 +16,34 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from convgrad_service.backends.base import ServingBackend
-from convgrad_service.engine.bounded_cache import BoundedCache
-from convgrad_service.engine.memory.arena import Arena
-from convgrad_service.engine.memory.placement import names_elements
-from convgrad_service.engine.memory.tensor_layout import Tensor, TensorLayout, tensor_layout_of
-from convgrad_service.engine.shm.mappings import RegionMappings, shortened
-from convgrad_service.engine.shm.registry import InRegion
-from convgrad_service.engine.workers.execute import Finished, Job, run_job
+from convgrad_service.engine.memory.arena import Arena, BoundedCache
+from convgrad_service.engine.memory.tensor_layout import (
+    PlacedTensor,
+    TensorLayout,
+    has_index_inputs,
+    tensor_layout_of,
+)
+from convgrad_service.engine.scheduling.partition import JobResult
+from convgrad_service.engine.shm.mappings import RegionMappings, truncated
+from convgrad_service.engine.shm.registry import RegionSlice
+from convgrad_service.engine.workers.execute import Job, run_job
 
 __all__ = ["InlineBackend", "InlineExecutor"]
 
-# About what the way to a worker and back costs (tests/perf/results/serve.jsonl, 1 KiB over HTTP,
-# with and without): up to here nobody waits longer for a loop that computes than for a worker.
-_LONGEST_S = 100e-6
-_LARGEST_BYTES = 64 * 1024
-# A worker has more threads; so often it is tried whether this process is as quick.
-_TRIES = 4
-_MOST_LEARNT = 1024
+# About the cost of a round trip to a worker (tests/perf/results/serve.jsonl, 1 KiB over HTTP, with
+# and without); up to here a busy event loop delays nobody more than a worker would.
+_MAX_SECONDS = 100e-6
+_MAX_BYTES = 64 * 1024
+# Workers use more threads, so a problem is given up here only after this many slow runs.
+_TRIALS = 4
+_MAX_LAYOUTS = 1024
 _NEVER = threading.Event()
 
 
 class InlineBackend(NamedTuple):
-    """What computes on the spot where workers run a backend of the same name, and how it is made.
+    """The backend for inline execution, used if the workers' backend has the same ``name``.
 
-    It is to start no threads: what it computes is over before one would have woken.
+    ``make`` should return one that starts no threads: waking one takes longer than computing.
     """
 
     name: str
@@ -58,138 +61,136 @@ class _Engine(Protocol):
 
 
 class _Copies(NamedTuple):
-    """Where copies of an arrangement's tensors lie that are computed with in its stead."""
+    """Copies of a layout's tensors in the executor's own arena."""
 
-    inside: TensorLayout
+    layout: TensorLayout
     inputs: list[memoryview]
     outputs: list[memoryview]
 
 
-class _Tried:
-    """How often a problem was computed here, and the least time that it took: what others do on
-    the same cores only adds to it."""
+class _Trials:
+    """The runs of one layout. The minimum counts: other load on the cores only adds to it."""
 
-    __slots__ = ("least_s", "times")
+    __slots__ = ("best_s", "runs")
 
     def __init__(self) -> None:
-        self.times, self.least_s = 0, math.inf
+        self.runs, self.best_s = 0, math.inf
 
-    def took(self, seconds: float) -> None:
-        self.times, self.least_s = self.times + 1, min(self.least_s, seconds)
+    def add(self, seconds: float) -> None:
+        self.runs, self.best_s = self.runs + 1, min(self.best_s, seconds)
 
     @property
-    def is_too_long(self) -> bool:
-        return self.least_s > _LONGEST_S and self.times >= _TRIES
+    def too_slow(self) -> bool:
+        return self.best_s > _MAX_SECONDS and self.runs >= _TRIALS
 
 
 class InlineExecutor:
-    """Computes what it may in the calling thread, the loop's.
+    """Computes eligible jobs in the calling thread, the event loop's.
 
-    ``region_file`` gives the file of a region by its number, in the process that has them.
+    ``region_file`` returns the descriptor of a region; None in processes that do not have them.
     """
 
     def __init__(
         self,
         engine: _Engine,
-        beside: InlineBackend,
+        inline_backend: InlineBackend,
         region_file: Callable[[int], int] | None = None,
     ) -> None:
-        self._engine, self._beside, self._region_file = engine, beside, region_file
-        self._tried: dict[TensorLayout, _Tried] = {}
-        # One problem at a time has it to itself.
-        self._own = Arena.create(_LARGEST_BYTES)
-        self._own.close()
+        self._engine, self._inline_backend = engine, inline_backend
+        self._region_file = region_file
+        self._trials: dict[TensorLayout, _Trials] = {}
+        # Enough for one problem at a time.
+        self._own_arena = Arena.create(_MAX_BYTES)
+        self._own_arena.close()
         self._copies = BoundedCache()
         self._backend: ServingBackend | None = None
-        self._segments: RegionMappings
+        self._mappings: RegionMappings
 
     def learn(self, layout: TensorLayout, compute_s: float) -> None:
-        """A worker has computed this, in so many seconds."""
-        if compute_s > _LONGEST_S or layout in self._tried:
+        """Record that a worker computed this layout in ``compute_s``."""
+        if compute_s > _MAX_SECONDS or layout in self._trials:
             return
         if layout.problem.computes != (layout.problem,):
-            return  # a problem about another, which takes longer than it says
-        inside = tensor_layout_of(layout.problem)
-        if inside.size_bytes > _LARGEST_BYTES or names_elements(layout.sizes):
+            return  # an examination, which takes longer than its compute_s
+        in_arena = tensor_layout_of(layout.problem)
+        if in_arena.size_bytes > _MAX_BYTES or has_index_inputs(layout.sizes):
             return
-        if len(self._tried) >= _MOST_LEARNT:
-            self._tried.clear()
-        self._tried[layout] = _Tried()
+        if len(self._trials) >= _MAX_LAYOUTS:
+            self._trials.clear()
+        self._trials[layout] = _Trials()
 
-    def computed(
-        self, layout: TensorLayout, base: int, regions: Sequence[InRegion] = ()
-    ) -> Finished | None:
-        """How the tensors whose place begins at ``base`` were computed; None where that is for a
-        worker.
+    def try_run(
+        self, layout: TensorLayout, base: int, regions: Sequence[RegionSlice] = ()
+    ) -> JobResult | None:
+        """Compute a layout whose lease starts at ``base``; None if a worker must compute it.
 
-        Raises what the backend raises, and InvalidProblem if a client shortened its shared memory.
+        Raises what the backend raises, and InvalidProblem if a client truncated its shared memory.
         """
-        tried = self._tried.get(layout)
-        if tried is None or tried.is_too_long or self._engine.backend != self._beside.name:
+        trials = self._trials.get(layout)
+        if trials is None or trials.too_slow or self._engine.backend != self._inline_backend.name:
             return None
         if self._engine.timing:
-            return None  # it waits for a worker: beside a timing nothing is computed
+            return None  # computing would disturb it
         if not regions:
-            finished = self._run(self._engine.arena, layout, base)
+            result = self._run(self._engine.arena, layout, base)
         elif self._region_file is not None:
-            finished = self._run_copied(layout, base, regions, self._region_file)
+            result = self._run_copied(layout, base, regions, self._region_file)
         else:
             return None
-        tried.took(finished.compute_s)
-        return finished
+        trials.add(result.compute_s)
+        return result
 
     def _run_copied(
         self,
         layout: TensorLayout,
         base: int,
-        regions: Sequence[InRegion],
-        file_of: Callable[[int], int],
-    ) -> Finished:
-        """The same with copies of the tensors, some of which lie in shared memory."""
-        copies = self._copies.get(layout, lambda: self._places(layout))
+        regions: Sequence[RegionSlice],
+        region_file: Callable[[int], int],
+    ) -> JobResult:
+        """Compute in copies of the tensors, some of which are in shared memory."""
+        copies = self._copies.get(layout, lambda: self._make_copies(layout))
         for tensor, copy in zip(layout.inputs, copies.inputs, strict=True):
             if tensor.region is None:
                 copy[:] = _view(self._engine.arena, base, tensor)
             else:
-                place = regions[tensor.region]
-                _move(os.preadv, file_of(place.file), copy, place.offset)
-        finished = self._run(self._own, copies.inside, 0)
+                where = regions[tensor.region]
+                _transfer(os.preadv, region_file(where.region), copy, where.offset)
+        result = self._run(self._own_arena, copies.layout, 0)
         for tensor, copy in zip(layout.outputs, copies.outputs, strict=True):
             if tensor.region is None:
                 _view(self._engine.arena, base, tensor)[:] = copy
             else:
-                place = regions[tensor.region]
-                _move(os.pwritev, file_of(place.file), copy, place.offset)
-        return finished
+                where = regions[tensor.region]
+                _transfer(os.pwritev, region_file(where.region), copy, where.offset)
+        return result
 
-    def _places(self, layout: TensorLayout) -> _Copies:
-        inside = tensor_layout_of(layout.problem)
+    def _make_copies(self, layout: TensorLayout) -> _Copies:
+        in_arena = tensor_layout_of(layout.problem)
         inputs, outputs = (
-            [_view(self._own, 0, tensor) for tensor in tensors]
-            for tensors in (inside.inputs, inside.outputs)
+            [_view(self._own_arena, 0, tensor) for tensor in tensors]
+            for tensors in (in_arena.inputs, in_arena.outputs)
         )
-        return _Copies(inside, inputs, outputs)
+        return _Copies(in_arena, inputs, outputs)
 
-    def _run(self, arena: Arena, layout: TensorLayout, base: int) -> Finished:
+    def _run(self, arena: Arena, layout: TensorLayout, base: int) -> JobResult:
         if self._backend is None:
-            self._backend = self._beside.make()
-            self._segments = RegionMappings(self._backend.open_handle)
-        return run_job(self._backend, arena, self._segments, Job(layout, base), _NEVER)
+            self._backend = self._inline_backend.make()
+            self._mappings = RegionMappings(self._backend.open_handle)
+        return run_job(self._backend, arena, self._mappings, Job(layout, base), _NEVER)
 
 
-def _view(arena: Arena, base: int, tensor: Tensor) -> memoryview:
-    assert tensor.offset is not None  # noqa: S101 - it lies in the arena
+def _view(arena: Arena, base: int, tensor: PlacedTensor) -> memoryview:
+    assert tensor.offset is not None  # noqa: S101 - it is in the arena
     return arena.view(base + tensor.offset, tensor.spec.size_bytes)
 
 
-def _move(
-    move: Callable[[int, list[memoryview], int], int], file: int, copy: memoryview, offset: int
+def _transfer(
+    call: Callable[[int, list[memoryview], int], int], file: int, copy: memoryview, offset: int
 ) -> None:
-    """Read or write all of a copy, or refuse the request as a worker would, which finds no memory
-    where the file has been cut off or its file system is full."""
+    """Read or write a whole tensor, or raise as a worker does if the file was truncated."""
     try:
-        moved_bytes = move(file, [copy], offset)
+        moved_bytes = call(file, [copy], offset)
     except OSError:
-        raise shortened() from None
+        raise truncated() from None
     if moved_bytes != len(copy):
-        raise shortened()
+        raise truncated()

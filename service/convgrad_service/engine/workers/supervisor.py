@@ -1,4 +1,4 @@
-"""Keeping a worker alive for every device, whatever happens to the last one."""
+"""Keeps a worker process alive for every device."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import logging
 
 from convgrad.errors import DeviceUnavailable, ServiceError
 from convgrad_service.engine.hub import Hub
-from convgrad_service.engine.ipc.heartbeat import MOST_MISSED
+from convgrad_service.engine.ipc.channel import MAX_MISSED
 from convgrad_service.engine.options import EngineOptions
 from convgrad_service.engine.workers.child_process import Backoff, DescriptorReserve
-from convgrad_service.engine.workers.process_worker import ProcessWorker, WorkerRecipe
+from convgrad_service.engine.workers.process_worker import ProcessWorker
+from convgrad_service.engine.workers.worker_main import WorkerRecipe
 
 __all__ = ["Supervisor"]
 
 _log = logging.getLogger("convgrad.supervisor")
 
-# Starts in a row that fail before a device is given up for broken; it is tried again all the same.
+# Failed starts in a row after which a device counts as broken; starts are still retried.
 _BROKEN_AFTER = 4
 
 
 class Supervisor:
-    """Starts a worker for each device, and another whenever one has died or hangs."""
+    """Starts a worker for each device, and replaces workers that die or hang."""
 
     def __init__(self, hub: Hub, recipe: WorkerRecipe, options: EngineOptions) -> None:
         self.workers: dict[int, ProcessWorker] = {}
@@ -30,7 +31,7 @@ class Supervisor:
         self._devices = 1
         self._broken: dict[int, str] = {}
         self._keeping: list[asyncio.Task[None]] = []
-        # How long each device has had no worker, or none that computed anything after one hung.
+        # How long each device has had no worker, or a busy one without a result after a hang.
         self._failing_s: dict[int, float] = {}
         self._hung: set[int] = set()
         hub.fault = lambda: self.fault
@@ -39,30 +40,30 @@ class Supervisor:
 
     @property
     def fault(self) -> str | None:
-        """Why no device works or is going to soon; None while one does."""
+        """Why all devices are broken; None while one is not."""
         if len(self._broken) < self._devices:
             return None
         return next(iter(self._broken.values()), None)
 
     async def start(self) -> None:
-        """Return once every device has a worker.
+        """Start a worker for every device and wait until all are ready.
 
         Raises
         ------
         DeviceUnavailable
-            A device cannot be used at all; the sentence says why.
+            A device cannot be used.
         """
         first = await self._started(0, self._recipe)
         self._devices = first.greeting.devices
         if first.greeting.pins:
-            self._hub.memory.keep_all()
+            self._hub.memory.stop_discarding()
         others = [self._started(index, self._recipe) for index in range(1, self._devices)]
         for index, worker in enumerate([first, *await asyncio.gather(*others)]):
             self._keeping.append(asyncio.ensure_future(self._keep(index, worker)))
         self._keeping.append(asyncio.ensure_future(self._watch()))
 
     async def stop(self) -> None:
-        """End every worker, and start no other."""
+        """End all workers and start no more."""
         for task in self._keeping:
             task.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
@@ -75,12 +76,12 @@ class Supervisor:
             index,
             self._hub.arena,
             self._hub.regions,
-            self._hub.schedule,
+            self._hub.scheduler,
             self.reserve,
         )
         self.workers[index] = worker
         self._hub.backend = worker.greeting.backend
-        self._hub.schedule.add(worker)
+        self._hub.scheduler.add(worker)
         _log.info(
             "worker %d is process %d on %s", index, worker.process_id, worker.greeting.backend
         )
@@ -92,52 +93,57 @@ class Supervisor:
             _log.error("worker %d (process %d) ended with %d", index, worker.process_id, code)
             del self.workers[index]
             self._hub.children.ended["convgrad-worker"] += 1
-            self._hub.schedule.lost(worker)
-            worker = await self._another(index)
+            self._hub.scheduler.lost(worker)
+            worker = await self._restart(index)
 
-    async def _another(self, index: int) -> ProcessWorker:
-        """A worker in the place of one that has died, however often its start fails."""
+    async def _restart(self, index: int) -> ProcessWorker:
+        """Start a worker to replace a dead one, retrying until it succeeds."""
         backoff = Backoff()
         while True:
             try:
-                # What warmed the first up may be what ended it; its kernels lie in the cache.
+                # No warm-up: it may be what killed the worker, and its kernels are cached.
                 worker = await self._started(index, self._recipe._replace(warm_up=None))
-            # Whatever it was: a device without a worker would stay so for good.
+            # Any error must be retried: otherwise the device would never get a worker again.
             except Exception as error:  # noqa: BLE001
                 pause_s = backoff.failed()
                 why = error.detail if isinstance(error, ServiceError) else str(error)
                 _log.error("worker %d cannot start (tried again in %g s): %s", index, pause_s, why)
                 self._hub.children.failed_starts["convgrad-worker"] += 1
-                # What the machine lacks now says nothing of the device.
+                # An OSError is a shortage of the machine, not a fault of the device.
                 if backoff.failures >= _BROKEN_AFTER and isinstance(error, ServiceError):
                     self._broken[index] = why
-                    self._give_up_hope()
+                    self._refuse_if_broken()
                 await asyncio.sleep(pause_s)
             else:
                 self._broken.pop(index, None)
                 return worker
 
     async def _watch(self) -> None:
-        """End workers that hang, and notice when no device has worked for long."""
-        beat_s = self._options.heartbeat_timeout_s / MOST_MISSED
+        """Kill workers that hang, and detect that no device has worked for long."""
+        beat_s = self._options.heartbeat_timeout_s / MAX_MISSED
         self._failing_s = dict.fromkeys(range(self._devices), 0.0)
         while True:
             await asyncio.sleep(beat_s)
             for index in range(self._devices):
-                self._look_at(index, beat_s)
+                self._check(index, beat_s)
             self._hub.dead = self._dead()
             self._hub.publish()
 
-    def _look_at(self, index: int, beat_s: float) -> None:
-        worker = self.workers.get(index)
+    def _check(self, index: int, beat_s: float) -> None:
+        worker, failing_s = self.workers.get(index), self._failing_s[index]
         if worker is None or worker.slots == 0:
-            self._failing_s[index] += beat_s
+            self._failing_s[index] = min(failing_s + beat_s, self._options.device_timeout_s)
             return
-        if worker.finished or index not in self._hung:
-            self._hung.discard(index)
-            self._failing_s[index] = 0.0
+        if index not in self._hung or worker.finished:
+            failing_s = 0.0
+        elif worker.busy:
+            failing_s = min(failing_s + beat_s, self._options.device_timeout_s)
         else:
-            self._failing_s[index] += beat_s
+            # It answers, but idle: the longer it does, the less the hang counts.
+            failing_s = max(failing_s - beat_s, 0.0)
+        self._failing_s[index] = failing_s
+        if failing_s == 0:
+            self._hung.discard(index)
         if (why := worker.check(beat_s, self._options.progress_timeout_s)) is not None:
             _log.error("worker %d (process %d) %s; it is ended", index, worker.process_id, why)
             self._hub.children.hung["convgrad-worker"] += 1
@@ -145,15 +151,17 @@ class Supervisor:
             worker.end()
 
     def _dead(self) -> str | None:
-        """Why the server is not live. One that hung may have had a bad request: it is dead if the
-        next one hangs as well."""
+        """Return why the server is not live, or None.
+
+        A worker may have hung because of one bad request, so that alone does not make it dead.
+        """
         longest_s = self._options.device_timeout_s
         if min(self._failing_s.values()) < longest_s:
             return None
-        if self._hub.schedule.workers and self._hub.dead is None:
+        if self._hub.scheduler.workers and self._hub.dead is None:
             return None
         return f"no device has worked for {longest_s:g} s"
 
-    def _give_up_hope(self) -> None:
+    def _refuse_if_broken(self) -> None:
         if (fault := self.fault) is not None:
-            self._hub.schedule.refuse_all(DeviceUnavailable(f"the device has failed: {fault}"))
+            self._hub.scheduler.refuse_all(DeviceUnavailable(f"the device has failed: {fault}"))

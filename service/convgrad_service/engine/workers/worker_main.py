@@ -1,9 +1,10 @@
-"""A worker's own process: a backend, the arena, and threads that compute from place to place."""
+"""The main program of a worker process, and the messages between it and the hub."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import logging
 import os
 import socket
@@ -16,14 +17,14 @@ from typing import Any, NamedTuple
 
 from convgrad.errors import ServiceError
 from convgrad_service.backends.base import Cancellation, ServingBackend, Vitals
-from convgrad_service.engine.ipc.channel import Pipe
-from convgrad_service.engine.ipc.heartbeat import Ping, Pong
-from convgrad_service.engine.ipc.interning import Named
+from convgrad_service.engine.ipc.channel import Interned, Ping, Pipe, Pong
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.memory.tensor_layout import PackedTensorLayout, TensorLayout
+from convgrad_service.engine.scheduling.partition import JobResult
 from convgrad_service.engine.shm.mappings import RegionMappings
-from convgrad_service.engine.shm.registry import InRegion
-from convgrad_service.engine.workers.execute import Finished, Job, compile_ahead, run_job
+from convgrad_service.engine.shm.registry import RegionSlice
+from convgrad_service.engine.workers.execute import Job, compile_ahead, run_job
+from convgrad_service.engine.workers.inline_executor import InlineBackend
 from convgrad_service.thread_priority import give_way
 
 __all__ = [
@@ -34,24 +35,46 @@ __all__ = [
     "Hello",
     "NewRegion",
     "Probe",
-    "Probed",
+    "ProbeResult",
     "RunTask",
     "Start",
     "WorkerFailed",
+    "WorkerRecipe",
     "worker_main",
 ]
 
 _log = logging.getLogger("convgrad.worker")
 
 
-class Start(NamedTuple):
-    """What a worker needs to begin; the last four numbers are descriptors that it was given."""
+class WorkerRecipe(NamedTuple):
+    """How to start a worker.
+
+    Attributes
+    ----------
+    make_backend
+        Called in the worker with its device's number.
+    slots
+        Jobs at a time; None for the backend's default.
+    prepare
+        Called in the worker first.
+    inline_backend
+        What front ends may compute small problems with.
+    warm_up
+        Called with the backend of each device's first worker before it is ready; may take long.
+    """
 
     make_backend: Callable[[int], ServingBackend]
-    prepare: Callable[[], None]
-    warm_up: Callable[[ServingBackend], None] | None
+    slots: int | None = None
+    prepare: Callable[[], None] = gc.enable  # a picklable no-op: it is enabled anyway
+    inline_backend: InlineBackend | None = None
+    warm_up: Callable[[ServingBackend], None] | None = None
+
+
+class Start(NamedTuple):
+    """What a worker process starts with; the last four fields are inherited descriptors."""
+
+    recipe: WorkerRecipe
     device: int
-    slots: int | None
     arena: int
     jobs: int
     control: int
@@ -59,10 +82,10 @@ class Start(NamedTuple):
 
 
 class Hello(NamedTuple):
-    """A worker is ready to compute, so many jobs at a time.
+    """The worker is ready to compute ``slots`` jobs at a time.
 
-    There are ``devices`` like its own, itself included; ``pins`` says that what it has used of the
-    arena may not be given back to the system.
+    ``devices`` is the number of devices of this backend. With ``pins`` the arena's pages are
+    registered with the device and must not be returned to the system.
     """
 
     backend: str
@@ -72,18 +95,18 @@ class Hello(NamedTuple):
 
 
 NewRegion = tuple[int, tuple[bytes, int] | None]
-"""A region that a worker is to open: its number, and handle and size of one on its device."""
+"""A region to be opened: its number, and IPC handle and size of device memory."""
 
 
 class RunTask(NamedTuple):
-    """One job for a worker: see `Job`, whose arrangement goes by a name here.
+    """One task: a `Job` with its layout interned, or one ``part`` of it.
 
-    The files of ``new_regions`` have been sent before. ``brief`` says that it takes no time worth
-    another thread's waiting for the next one meanwhile.
+    The files of ``new_regions`` have been sent before. A ``brief`` task is so short that the thread
+    that receives it runs it before any other thread receives the next.
     """
 
     number: int
-    named: Named
+    interned: Interned
     base: int
     regions: tuple[tuple[Any, ...], ...]
     part: int | None
@@ -92,51 +115,49 @@ class RunTask(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """Nobody wants a job any more."""
+    """Stop a task."""
 
     number: int
 
 
 class Forget(NamedTuple):
-    """No job uses a region any more."""
+    """Close a region: no job uses it any more."""
 
     region: int
 
 
 class Probe(NamedTuple):
-    """Try to open a handle of the device's memory."""
+    """Check that a device memory handle can be opened."""
 
     number: int
     handle: bytes
     size_bytes: int
 
 
-class Probed(NamedTuple):
-    """How that went."""
+class ProbeResult(NamedTuple):
+    """The reply to `Probe`."""
 
     number: int
     error: ServiceError | None
 
 
 class Compiling(NamedTuple):
-    """Of a job, in place of its result: its kernels are being compiled. `Compiled` follows."""
+    """In place of a task's result: its kernels are being compiled, and `Compiled` follows."""
 
 
 class Compiled(NamedTuple):
-    """They are, and the job may be sent again; or they cannot be."""
+    """The kernels are compiled and the task can be sent again, or they cannot be compiled."""
 
     error: BaseException | None
 
 
-# How often the hub is told how the device is, where that has changed.
+# How often the device's vitals are read, and sent to the hub if they have changed.
 _VITALS_S = 2.0
-
-
 _NEVER = threading.Event()
 
 
 class WorkerFailed(Exception):
-    """What a backend raised that is none of the service's errors, with its traceback as text."""
+    """An unexpected error of a backend, with its traceback as text."""
 
     @classmethod
     def of(cls, error: BaseException) -> WorkerFailed:
@@ -144,13 +165,13 @@ class WorkerFailed(Exception):
 
 
 def worker_main(start: Start) -> None:
-    """Serve until the hub closes its end."""
-    control = Pipe(start.control)
-    start.prepare()
+    """Compute tasks until the hub closes the control channel."""
+    control, recipe = Pipe(start.control), start.recipe
+    recipe.prepare()
     try:
-        backend = start.make_backend(start.device)
-        if start.warm_up is not None:
-            start.warm_up(backend)
+        backend = recipe.make_backend(start.device)
+        if recipe.warm_up is not None:
+            recipe.warm_up(backend)
     except ServiceError as error:
         control.send(error)
         return
@@ -158,29 +179,29 @@ def worker_main(start: Start) -> None:
     arena = Arena(start.arena)
     backend.adopt(arena.address, arena.size_bytes)
     worker = _Worker(backend, arena, Pipe(start.jobs), control, files)
-    slots = start.slots or backend.slots
+    slots = recipe.slots or backend.slots
     for index in range(slots):
         threading.Thread(target=worker.serve, name=f"compute-{index}", daemon=True).start()
     control.send(Hello(backend.name, slots, backend.devices, backend.pins))
-    threading.Thread(target=_tell_vitals, args=(backend, control), daemon=True).start()
+    threading.Thread(target=_send_vitals, args=(backend, control), daemon=True).start()
     try:
         while True:
-            worker.told(control.receive())
+            worker.handle_control(control.receive())
     except EOFError:
-        # Whatever still computes is of no use to anybody.
+        # Nobody needs the tasks that are still running.
         os._exit(0)
 
 
-def _tell_vitals(backend: ServingBackend, control: Pipe) -> None:
-    told: Vitals | None = None
+def _send_vitals(backend: ServingBackend, control: Pipe) -> None:
+    last: Vitals | None = None
     while backend.fault is None:
         vitals = backend.vitals()
-        if vitals != told:
+        if vitals != last:
             try:
                 control.send(vitals)
             except OSError:
-                return  # the hub has gone
-            told = vitals
+                return  # the hub is gone
+            last = vitals
         time.sleep(_VITALS_S)
 
 
@@ -195,171 +216,171 @@ class _Worker:
     ) -> None:
         self._backend, self._arena = backend, arena
         self._jobs, self._control, self._files = jobs, control, files
-        self._segments = RegionMappings(backend.open_handle, backend)
-        self._arrangements: dict[int, TensorLayout] = {}
-        self._turn = threading.Lock()
+        self._mappings = RegionMappings(backend.open_handle, backend)
+        self._layouts: dict[int, TensorLayout] = {}
+        self._receiving = threading.Lock()
+        # Guards the attributes below, except for `_compiled`.
         self._lock = threading.Lock()
-        self._cancelled: dict[int, Cancellation] = {}
+        self._running: dict[int, Cancellation] = {}
         self._compiling: dict[int, Future[None]] = {}
-        # Of arrangements by their names, the parts of which nothing needs to be compiled.
+        # (interned layout, part) that need no compilation.
         self._compiled: set[tuple[int, int | None]] = set()
-        self._early: set[int] = set()
-        self._last = -1
+        # Tasks that were cancelled before they were received; control messages may overtake tasks.
+        self._cancelled_early: set[int] = set()
+        self._last_number = -1
 
     def serve(self) -> None:
-        """Compute one job after another; the hub sends no more than there are such threads.
+        """Compute tasks in this thread; the hub sends no more at a time than there are threads.
 
-        What goes wrong with a job is its own error. Should anything else go wrong, the process
-        ends: the hub sees that, runs on another worker what this one held, and would never see
-        that a thread is missing.
+        Errors of a task are its result. On any other error the process exits, so that the hub runs
+        its tasks elsewhere; a missing thread would go unnoticed.
         """
         give_way()
         try:
             self._serve()
         except EOFError:
-            return  # the control channel's end says the rest
-        except BaseException:  # noqa: BLE001 - whatever it was, the hub must notice
+            return  # the main thread notices the closed control channel
+        except BaseException:  # noqa: BLE001 - the hub must notice any error
             _log.exception("a thread that computes has failed; the worker ends")
             os._exit(1)
 
     def _serve(self) -> None:
         while True:
-            with self._turn:
-                order, opened, cancelled = self._next()
-                while order.brief:
-                    # Done sooner than another thread would have woken to wait for the next.
-                    self._run(order, opened, cancelled)
-                    order, opened, cancelled = self._next()
-            self._run(order, opened, cancelled)
+            with self._receiving:
+                task, layout, cancelled = self._next()
+                while task.brief:
+                    # It takes less time than waking another thread to receive the next task.
+                    self._run(task, layout, cancelled)
+                    task, layout, cancelled = self._next()
+            self._run(task, layout, cancelled)
 
     def _next(self) -> tuple[RunTask, TensorLayout | ServiceError, threading.Event]:
-        order = RunTask(*self._jobs.receive())
-        # What is brief is done before anybody could have it stopped.
-        cancelled = _NEVER if order.brief else self._begin(order.number)
-        return order, self._learn(order), cancelled
+        task = RunTask(*self._jobs.receive())
+        # A brief task is done before it could be cancelled.
+        cancelled = _NEVER if task.brief else self._register(task.number)
+        return task, self._open(task), cancelled
 
     def _run(
-        self, order: RunTask, opened: TensorLayout | ServiceError, cancelled: threading.Event
+        self, task: RunTask, layout: TensorLayout | ServiceError, cancelled: threading.Event
     ) -> None:
-        result: Finished | BaseException
+        result: JobResult | BaseException
         try:
-            if isinstance(opened, ServiceError):
-                raise opened
-            if (compiling := self._compile_ahead(order, opened)) is not None:
-                self._put_aside(order.number, compiling)
+            if isinstance(layout, ServiceError):
+                raise layout
+            if (compiling := self._compile_ahead(task, layout)) is not None:
+                self._suspend(task.number, compiling)
                 return
-            job = Job(opened, order.base, tuple(InRegion(*each) for each in order.regions))
-            result = run_job(self._backend, self._arena, self._segments, job, cancelled, order.part)
+            job = Job(layout, task.base, tuple(RegionSlice(*each) for each in task.regions))
+            result = run_job(self._backend, self._arena, self._mappings, job, cancelled, task.part)
         except ServiceError as error:
             result = error
-        # Whatever it was, the request that waits must hear of it.
+        # Any error must reach the waiting request.
         except BaseException as error:  # noqa: BLE001
             result = WorkerFailed.of(error)
         if self._backend.fault is not None:
-            # Nothing will work here again. Unanswered, the job runs on a fresh worker.
+            # The device is lost for this process. Without a reply, the hub runs the task elsewhere.
             _log.error("the device has failed: %s", self._backend.fault)
             os._exit(1)
-        if not order.brief:
+        if not task.brief:
             with self._lock:
-                del self._cancelled[order.number]
-        # A plain tuple: a class's name takes longer to read than all the rest.
-        plain = tuple(result) if isinstance(result, Finished) else result
-        self._jobs.send((order.number, plain))
+                del self._running[task.number]
+        # A plain tuple: pickling the class's name would take longer than the rest.
+        plain = tuple(result) if isinstance(result, JobResult) else result
+        self._jobs.send((task.number, plain))
 
-    def _compile_ahead(self, order: RunTask, layout: TensorLayout) -> Future[None] | None:
-        key = order.named[0], order.part
-        if order.brief or key in self._compiled:
+    def _compile_ahead(self, task: RunTask, layout: TensorLayout) -> Future[None] | None:
+        key = task.interned[0], task.part
+        if task.brief or key in self._compiled:
             return None
-        compiling = compile_ahead(self._backend, layout, order.part)
+        compiling = compile_ahead(self._backend, layout, task.part)
         if compiling is None:
             self._compiled.add(key)
         return compiling
 
-    def _put_aside(self, number: int, compiling: Future[None]) -> None:
-        """Leave a job until its kernels are compiled, then have the hub send it again."""
+    def _suspend(self, number: int, compiling: Future[None]) -> None:
+        """Give up a task while its kernels are compiled; the hub sends it again afterwards."""
 
-        def tell(compiled: Future[None]) -> None:
+        def report(compiled: Future[None]) -> None:
             with self._lock:
                 del self._compiling[number]
             error = None if compiled.cancelled() else compiled.exception()
             if error is not None and not isinstance(error, ServiceError):
                 error = WorkerFailed.of(error)
-            with contextlib.suppress(OSError):  # the hub has gone
+            with contextlib.suppress(OSError):  # the hub is gone
                 self._jobs.send((number, Compiled(error)))
 
         with self._lock:
-            cancelled = self._cancelled.pop(number)
+            cancelled = self._running.pop(number)
             self._compiling[number] = compiling
         self._jobs.send((number, Compiling()))
         if cancelled.is_set():
             compiling.cancel()
-        compiling.add_done_callback(tell)
+        compiling.add_done_callback(report)
 
-    def told(self, message: Cancel | Forget | Ping | Probe) -> None:
-        """Do what the hub says beside jobs."""
+    def handle_control(self, message: Cancel | Forget | Ping | Probe) -> None:
+        """Handle a message of the control channel."""
         if isinstance(message, Ping):
             with self._lock:
-                running = tuple((number, each.progress) for number, each in self._cancelled.items())
+                running = tuple((number, each.progress) for number, each in self._running.items())
             self._control.send(Pong(running))
         elif isinstance(message, Forget):
-            self._segments.close(message.region)
+            self._mappings.close(message.region)
             self._backend.forget(message.region)
         elif isinstance(message, Probe):
-            self._control.send(Probed(message.number, self._tried(message)))
+            self._control.send(ProbeResult(message.number, self._probe(message)))
         else:
-            self._cancel(message)
+            self._cancel(message.number)
 
-    def _tried(self, probe: Probe) -> ServiceError | None:
+    def _probe(self, probe: Probe) -> ServiceError | None:
         try:
             self._backend.open_handle(probe.handle, probe.size_bytes).close()
         except ServiceError as error:
             return error
         return None
 
-    def _cancel(self, message: Cancel) -> None:
-        """Nobody wants a job, which may not have begun or may have ended."""
+    def _cancel(self, number: int) -> None:
+        """Stop a task, which may not have arrived yet or may be done."""
         with self._lock:
-            compiling = self._compiling.get(message.number)
-            if message.number in self._cancelled:
-                self._cancelled[message.number].set()
-            elif message.number > self._last:
-                self._early.add(message.number)
+            compiling = self._compiling.get(number)
+            if number in self._running:
+                self._running[number].set()
+            elif number > self._last_number:
+                self._cancelled_early.add(number)
         if compiling is not None:
             compiling.cancel()
 
-    def _learn(self, order: RunTask) -> TensorLayout | ServiceError:
-        """What is to be computed, with the regions opened whose files or handles came with it; or
-        what is wrong with one."""
+    def _open(self, task: RunTask) -> TensorLayout | ServiceError:
+        """Open a task's new regions and return its layout, or the error of a region."""
         refusal = None
-        for region, handle in order.new_regions:
+        for region, handle in task.new_regions:
             if handle is not None:
                 try:
-                    self._segments.open_on_device(region, *handle)
+                    self._mappings.open_on_device(region, *handle)
                 except ServiceError as error:
                     refusal = error
                 continue
             _, descriptors, _, _ = socket.recv_fds(self._files, 1, 1)
             if not descriptors:
-                # The system drops what a process without a free descriptor is sent. Another worker
-                # has all of them free, and is sent every region anew.
+                # Out of descriptors, so the kernel dropped the file. Exit: a new worker starts with
+                # free descriptors and gets every region again.
                 raise OSError(errno.EMFILE, "no descriptor is free for a region")
             try:
-                self._segments.open(region, descriptors[0])
+                self._mappings.open(region, descriptors[0])
             except ServiceError as error:
                 refusal = error
             finally:
                 os.close(descriptors[0])
-        number, text = order.named
-        if text is not None:
-            self._arrangements[number] = PackedTensorLayout(text).unpacked()
-            self._compiled = {key for key in self._compiled if key[0] != number}
-        return refusal or self._arrangements[number]
+        slot, packed = task.interned
+        if packed is not None:
+            self._layouts[slot] = PackedTensorLayout(packed).unpack()
+            self._compiled = {key for key in self._compiled if key[0] != slot}
+        return refusal or self._layouts[slot]
 
-    def _begin(self, number: int) -> threading.Event:
+    def _register(self, number: int) -> threading.Event:
         with self._lock:
-            event = self._cancelled[number] = Cancellation()
-            self._last = number
-            if number in self._early:
+            event = self._running[number] = Cancellation()
+            self._last_number = number
+            if number in self._cancelled_early:
                 event.set()
-            self._early = {early for early in self._early if early > number}
+            self._cancelled_early = {each for each in self._cancelled_early if each > number}
         return event

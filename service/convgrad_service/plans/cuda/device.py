@@ -1,4 +1,4 @@
-"""What a plan needs to know of a GPU."""
+"""GPU models and architectures, as far as plans depend on them."""
 
 from __future__ import annotations
 
@@ -29,25 +29,28 @@ SHARED_BYTES = {
     "sm_100": 232_448,
     "sm_120": 101_376,
 }
-"""Of shared memory, that one block may have, by architecture."""
+"""The most shared memory of one block, by architecture."""
 
 ARCHITECTURES = tuple(SHARED_BYTES)
-"""What kernels are compiled for where no device says otherwise, the oldest first: Ampere to
-Blackwell."""
+"""The architectures that kernels are compiled for, oldest first: Ampere to Blackwell."""
 
 HOPPER = ("sm_90a",)
-"""The one architecture of wgmma and its kin."""
+"""The only architecture with wgmma."""
 
 OVERLAPPING = (9, 0)
-"""From this capability on, a launch may overlap the one before it."""
+"""The first compute capability with programmatic dependent launch."""
 
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """One GPU model: what decides how a problem is computed, and nothing that changes meanwhile.
+    """The constant properties of a GPU that decide how a problem is computed.
 
-    ``shared_bytes_per_block`` is what one block may ask for, dynamic memory included.
-    ``memory_bytes`` is all of the memory that may be used, free or not.
+    Attributes
+    ----------
+    shared_bytes_per_block : int
+        The most static and dynamic shared memory of a block.
+    memory_bytes : int
+        Memory that may be used, free or not.
     """
 
     name: str
@@ -60,11 +63,11 @@ class CudaDevice:
 
     @property
     def architecture(self) -> str:
-        """What its kernels are compiled for."""
+        """The architecture that its kernels are compiled for."""
         return architecture_of(self.capability)
 
     def why_not_shared(self, needed_bytes: int) -> str | None:
-        """Why a block cannot have so much shared memory."""
+        """Return why a block cannot have this much shared memory; None if it can."""
         if needed_bytes <= self.shared_bytes_per_block:
             return None
         return (
@@ -73,16 +76,15 @@ class CudaDevice:
         )
 
 
-# Beside a chip of their own kind they run no other's code, though their capability says so.
+# They do not run code for other chips of their major version, despite their compute capability.
 _SYSTEMS_ON_CHIP = {(8, 7), (10, 1), (11, 0)}
 
 
 def architecture_of(capability: tuple[int, int]) -> str:
-    """What the kernels of a device are compiled for, as the compiler takes it.
+    """Return the architecture, as NVRTC spells it, that a device's kernels are compiled for.
 
-    The newest of `ARCHITECTURES` whose code the device runs: one of the same major version, and no
-    later minor one; ``sm_90a`` for Hopper, whose own instructions need it. Where none is, the
-    device's own.
+    It is the newest of `ARCHITECTURES` whose code the device runs (the same major version and no
+    later minor one), or the device's own if there is none.
     """
     if capability not in _SYSTEMS_ON_CHIP:
         for name in reversed(ARCHITECTURES):
@@ -93,8 +95,10 @@ def architecture_of(capability: tuple[int, int]) -> str:
 
 
 def listed_architecture(architecture: str) -> str:
-    """The one of `ARCHITECTURES` whose instances are compiled for this one: itself, or the newest
-    before it that has no instructions of its own."""
+    """Return the member of `ARCHITECTURES` whose instances a device of this architecture uses.
+
+    It is the architecture itself, or the newest older one whose code is portable.
+    """
     if architecture in ARCHITECTURES:
         return architecture
     capability = _capability_of(architecture)
@@ -103,12 +107,12 @@ def listed_architecture(architecture: str) -> str:
 
 
 def architectures_before(capability: tuple[int, int]) -> tuple[str, ...]:
-    """Those of `ARCHITECTURES` that are older."""
+    """Return the members of `ARCHITECTURES` that are older than a compute capability."""
     return tuple(name for name in ARCHITECTURES if _capability_of(name) < capability)
 
 
 def architectures_since(capability: tuple[int, int]) -> tuple[str, ...]:
-    """The others of `ARCHITECTURES`."""
+    """Return the members of `ARCHITECTURES` from a compute capability on."""
     return tuple(name for name in ARCHITECTURES if _capability_of(name) >= capability)
 
 
@@ -121,10 +125,10 @@ H200 = CudaDevice("NVIDIA H200", (9, 0), 132, 232448, 233472, 60 * 2**20, 150_00
 
 
 def with_shared_bytes(needed: int) -> tuple[str, ...]:
-    """The architectures on which a block may have so much shared memory."""
+    """Return the architectures on which a block may have this much shared memory."""
     return tuple(name for name in ARCHITECTURES if SHARED_BYTES[name] >= needed)
 
 
 def sum_dtype(dtype: DType) -> DType:
-    """What elements of this type are summed in."""
+    """Return the type in which elements of this type are accumulated."""
     return DType.FLOAT64 if dtype is DType.FLOAT64 else DType.FLOAT32

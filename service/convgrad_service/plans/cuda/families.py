@@ -1,15 +1,16 @@
-"""What a kernel family is, and how the first one that applies is found.
+"""Kernel families, and how one is chosen for a piece of work.
 
-A family is one kernel source and its host side: it says why it does not take a piece of work, or
-which launches do it. Families of a role stand in order of preference; the last of each takes
-everything.
+A family is one kernel source and its host side: for a piece of work it returns the launches that
+compute it, or the reason why it does not apply. The families of a role are in order of preference;
+the last one applies to everything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from itertools import chain
+from typing import Any, Generic, Protocol, TypeVar
 
 from convgrad.errors import UnsupportedProblem
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -24,7 +25,7 @@ from convgrad_service.plans.cuda.works import (
     WindowWork,
 )
 
-__all__ = ["Chosen", "Families", "Family", "LeastExpected", "Overhead", "Work", "choose"]
+__all__ = ["Chosen", "Families", "Family", "FastestExpected", "Overhead", "Work", "choose"]
 
 Work = ConvWork | FusedWork | ChannelSums | PoolWork | WindowWork | UnpoolWork | Copy
 W = TypeVar("W", bound=Work, contravariant=True)
@@ -37,24 +38,21 @@ class Family(Protocol[W]):
     name: str
 
     def why_not(self, work: W, device: CudaDevice) -> str | None:
-        """Why this family does not compute this work, in words; None where it does."""
+        """Return in words why this family does not compute this work; None if it does."""
         ...
 
     def launches(self, work: W, device: CudaDevice) -> Fragment:
-        """The launches that compute it; only asked where `why_not` is None."""
+        """Return the launches that compute it; called only if `why_not` returned None."""
         ...
 
     def instances(self) -> Iterable[Instance]:
-        """Every instance that `launches` can name, each once."""
+        """Return every instance that `launches` can use, each once."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Families:
-    """The families of each role, in order of preference.
-
-    ``fused`` may be empty: then two convolutions run.
-    """
+    """The families of each role, in order of preference; ``fused`` may be empty."""
 
     fwd: Sequence[Family[ConvWork]]
     bwd_data: Sequence[Family[ConvWork]]
@@ -68,12 +66,12 @@ class Families:
     copy: Sequence[Family[Copy]]
 
     def of(self, work: ConvWork) -> Sequence[Family[ConvWork]]:
-        """Those of a convolution's direction."""
+        """Return the families of a convolution's direction."""
         roles = {"fwd": self.fwd, "bwd_data": self.bwd_data, "bwd_weight": self.bwd_weight}
         return roles[work.direction]
 
     def instances(self) -> list[Instance]:
-        """Every instance of every family, each once."""
+        """Return every instance of every family, each once."""
         found: dict[Instance, None] = {}
         for role in self.__slots__:
             for family in getattr(self, role):
@@ -81,25 +79,22 @@ class Families:
         return list(found)
 
     def without(self, names: Collection[str]) -> Families:
-        """The same but for the families of these names."""
-        kept = {
-            role: tuple(
-                left
-                for family in getattr(self, role)
-                for left in (
-                    family.without(names)
-                    if isinstance(family, LeastExpected)
-                    else (() if family.name in names else (family,))
-                )
-            )
-            for role in self.__slots__
-        }
-        return Families(**kept)
+        """Return a copy without the families of these names."""
+
+        def left(family: Any) -> tuple[Any, ...]:
+            if isinstance(family, FastestExpected):
+                return family.without(names)
+            return () if family.name in names else (family,)
+
+        roles = {role: getattr(self, role) for role in self.__slots__}
+        return Families(
+            **{role: tuple(chain(*map(left, families))) for role, families in roles.items()}
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A family's launches, and the families before it with the reason for each."""
+    """A family's launches, and the families passed over, each with the reason."""
 
     family: str
     fragment: Fragment
@@ -107,14 +102,16 @@ class Chosen:
 
 
 def choose(families: Sequence[Family[V]], work: V, device: CudaDevice) -> Chosen:
-    """The first family that takes this work.
+    """Return the launches of the first family that computes this work.
 
-    Raises:
-        UnsupportedProblem: none does; the sentence has the reason of each.
+    Raises
+    ------
+    UnsupportedProblem
+        No family does; the message has the reason of each.
     """
     passed_over: list[tuple[str, str]] = []
     for family in families:
-        if isinstance(family, LeastExpected):
+        if isinstance(family, FastestExpected):
             chosen, reasons = family.choice(work, device)
             passed_over += reasons
             if chosen is not None:
@@ -130,10 +127,16 @@ def choose(families: Sequence[Family[V]], work: V, device: CudaDevice) -> Chosen
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """What a family's launches take in a graph, from what its kernel is expected to take.
+    """A correction of a family's performance model, from its kernel's time to that in a graph.
 
-    ``start_s`` is the launch itself, and ``scale`` what the family's model is off by; ``copy_s`` is
-    each launch beside the kernel, with its bytes, where the model does not count them.
+    Attributes
+    ----------
+    start_s : float
+        Time of the launch itself.
+    scale : float
+        Factor on the model's prediction.
+    copy_s : float
+        Time of each other launch, to which its bytes are added; 0 if the model includes them.
     """
 
     start_s: float
@@ -141,7 +144,7 @@ class Overhead:
     copy_s: float = 0.0
 
     def total_s(self, fragment: Fragment) -> float | None:
-        """None where the family has no model."""
+        """Return the corrected time; None if the family has no performance model."""
         if fragment.expected_s is None:
             return None
         total = self.start_s + self.scale * fragment.expected_s
@@ -154,30 +157,30 @@ class Overhead:
 COPY_BYTES_S = 3e12
 
 
-class LeastExpected(Generic[V]):
-    """Of several sequences of families, each in order of preference, the one whose first family
-    that applies is expected to take the least time.
+class FastestExpected(Generic[V]):
+    """Chooses between several sequences of families by predicted time.
 
-    Only work that the first sequence computes is considered.
+    Of each sequence, which is in order of preference, the first family that applies is a candidate.
+    The fastest candidate is chosen. Work that the first sequence does not compute is refused.
     """
 
-    name = "least_expected"
+    name = "fastest_expected"
 
     def __init__(self, *sides: Sequence[Family[V]], overheads: Mapping[str, Overhead]) -> None:
-        """``overheads`` are the families', by name; one without is not compared."""
+        """``overheads`` are by family name; a family without one is never the fastest."""
         self._sides = sides
         self._overheads = overheads
 
     def without(self, names: Collection[str]) -> tuple[Family[V], ...]:
-        """What is left of it but for the families of these names."""
+        """Return what remains of it without the families of these names."""
         sides = [tuple(one for one in side if one.name not in names) for side in self._sides]
         left = [side for side in sides if side]
         if len(left) < 2 or not sides[0]:
             return tuple(family for side in left for family in side)
-        return (LeastExpected(*left, overheads=self._overheads),)
+        return (FastestExpected(*left, overheads=self._overheads),)
 
     def choice(self, work: V, device: CudaDevice) -> tuple[Chosen | None, list[tuple[str, str]]]:
-        """What is chosen, unless nothing applies, and why not each of the others."""
+        """Return the fastest candidate, if any, and why each other family was passed over."""
         reasons: list[tuple[str, str]] = []
         found: list[Chosen] = []
         for side in self._sides:
@@ -221,4 +224,4 @@ class LeastExpected(Generic[V]):
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
-        return [instance for side in self._sides for one in side for instance in one.instances()]
+        return [instance for one in chain(*self._sides) for instance in one.instances()]

@@ -1,4 +1,4 @@
-"""From a problem to what runs on a GPU: pure functions of the problem and the device."""
+"""From a problem to a plan for a GPU: pure functions of the problem and the device."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 from convgrad.errors import UnsupportedProblem
-from convgrad_service.plans.cuda import windows
-from convgrad_service.plans.cuda.branches import shared_out
+from convgrad_service.plans.cuda import pooling
+from convgrad_service.plans.cuda.assembly import (
+    choose_conv,
+    concurrent_plan,
+    conv_work,
+    sequential_plan,
+)
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Chosen, Families, choose
-from convgrad_service.plans.cuda.formats import plan_formats
-from convgrad_service.plans.cuda.parts import (
-    choose_conv,
-    conv_work,
-    put_together,
-    side_by_side,
-)
+from convgrad_service.plans.cuda.formats3d import convert_formats
 from convgrad_service.plans.cuda.passes import plan_passes
 from convgrad_service.plans.cuda.program import CudaPlan, Workspace, ceil_div
+from convgrad_service.plans.cuda.sm_partition import partition_multiprocessors
 from convgrad_service.plans.cuda.works import (
     ChannelSums,
     ConvWork,
@@ -57,15 +57,17 @@ __all__ = ["PLANNERS", "plan_for"]
 Planner = Callable[[Any, CudaDevice, Families], CudaPlan]
 
 LINE_BYTES = 128
-"""Of a GPU's caches: an intermediate's pixels start at whole lines, or the copy engine reads two
-for one (728 channels: 102 us became 84)."""
+"""Cache line of a GPU. An intermediate's pixels start at whole lines; otherwise the copy engine
+reads two lines for one (728 channels: 102 us instead of 84)."""
 
 
 def plan_for(problem: Problem, device: CudaDevice, families: Families) -> CudaPlan:
-    """The launches that compute a problem, whole.
+    """Return the plan of a whole problem.
 
-    Raises:
-        UnsupportedProblem: no kernel does.
+    Raises
+    ------
+    UnsupportedProblem
+        No kernel family takes part of its work.
     """
     planner = PLANNERS.get(type(problem))
     if planner is None:
@@ -74,7 +76,7 @@ def plan_for(problem: Problem, device: CudaDevice, families: Families) -> CudaPl
 
 
 def _plan_bwd_data(problem: ConvBwdData, device: CudaDevice, families: Families) -> CudaPlan:
-    return put_together([_bwd_data(problem, device, families)])
+    return sequential_plan([_bwd_data(problem, device, families)])
 
 
 def _bwd_data(problem: ConvBwdData, device: CudaDevice, families: Families) -> Chosen:
@@ -101,13 +103,13 @@ def _bwd_data(problem: ConvBwdData, device: CudaDevice, families: Families) -> C
 def _plan_fwd(problem: ConvFwd, device: CudaDevice, families: Families) -> CudaPlan:
     bias = "bias" if problem.bias else None
     work = conv_work(problem, "fwd", "input", "weight", "output", bias=bias)
-    return put_together([choose_conv(work, device, families)])
+    return sequential_plan([choose_conv(work, device, families)])
 
 
 def _plan_bwd_weight(
     problem: GroupedConvBwdWeight, device: CudaDevice, families: Families
 ) -> CudaPlan:
-    return put_together(_bwd_weight(problem, device, families))
+    return sequential_plan(_bwd_weight(problem, device, families))
 
 
 def _bwd_weight(
@@ -142,8 +144,11 @@ def _bwd_weight(
 
 
 def _plan_backward(problem: ConvBackward, device: CudaDevice, families: Families) -> CudaPlan:
-    """Both gradients side by side, the weight's first: on an H200 up to 26 % faster than one after
-    the other on the suite's dense layers, while the other way round gained nothing."""
+    """Plan both gradients as concurrent branches, the weight's first.
+
+    On an H200 this is up to 26 % faster than one after the other on the suite's dense layers; with
+    the input's gradient first nothing was gained.
+    """
     data = next((part for part in problem.parts if isinstance(part, ConvBwdData)), None)
     weight = next((part for part in problem.parts if isinstance(part, GroupedConvBwdWeight)), None)
     chosen: list[Chosen] = []
@@ -152,18 +157,18 @@ def _plan_backward(problem: ConvBackward, device: CudaDevice, families: Families
     if data is not None:
         chosen.append(_bwd_data(data, device, families))
     if weight is not None and data is not None and "grad_weight" in weight.wanted:
-        asked = replace(weight, wanted=("grad_weight",))
-        chosen[0], chosen[-1] = shared_out(
-            lambda share: next(iter(_bwd_weight(asked, share, families, "weight."))),
-            lambda share: _bwd_data(data, share, families),
+        without_bias = replace(weight, wanted=("grad_weight",))
+        chosen[0], chosen[-1] = partition_multiprocessors(
+            lambda part: next(iter(_bwd_weight(without_bias, part, families, "weight."))),
+            lambda part: _bwd_data(data, part, families),
             device,
         )
-    return side_by_side([[part] for part in chosen], problem)
+    return concurrent_plan([[part] for part in chosen], problem)
 
 
 def _plan_fused(problem: GroupedConvConvFwd, device: CudaDevice, families: Families) -> CudaPlan:
-    """One kernel where a family fuses them, else two around a workspace."""
-    between, layout, dtype = problem.intermediate, problem.layout, problem.dtype
+    """Plan one kernel where a family fuses both convolutions, otherwise two and a workspace."""
+    layout, dtype = problem.layout, problem.dtype
     inputs, output = problem.inputs, problem.outputs["output"]
     prefix = "fused."
 
@@ -190,43 +195,40 @@ def _plan_fused(problem: GroupedConvConvFwd, device: CudaDevice, families: Famil
             leads=index == 0,
         )
 
-    middle = f"{prefix}intermediate"
-    # Channels last, as fast kernels take it, and without a dimension for groups: a view for either
-    # convolution's.
+    intermediate = f"{prefix}intermediate"
+    # Channels last, which fast kernels use, and without a dimension for groups, because the two
+    # convolutions may have different groups.
     last, conv0 = LAYOUTS[f"N{'DHW'[-layout.ndim :]}C"], problem.conv0
     line, channels = LINE_BYTES // dtype.itemsize, conv0.out_channels
     pitch = channels if channels < line else ceil_div(channels, line) * line
     shape = activation_shape(last, conv0.batch, 1, pitch, conv0.output_size)
-    between_bytes = between.size_bytes // channels * pitch
+    intermediate_bytes = problem.intermediate.size_bytes // channels * pitch
 
     def view(groups: int) -> Operand:
-        whole = activation_operand(middle, dtype, last, shape, 1)
+        whole = activation_operand(intermediate, dtype, last, shape, 1)
         n, _, c, d, h, w = whole.strides
         return replace(whole, strides=(n, channels // groups * c, c, d, h, w))
 
     first_y, second_x = view(conv0.groups), view(problem.conv1.groups)
     first = work(0, operand("input", inputs["input"], conv0.groups), first_y)
     second = work(1, second_x, operand("output", output, problem.conv1.groups))
-    fused = FusedWork(first=first, second=second, intermediate_bytes=between_bytes)
+    fused = FusedWork(first=first, second=second, intermediate_bytes=intermediate_bytes)
     reasons: list[tuple[str, str]] = []
     for family in families.fused:
         reason = family.why_not(fused, device)
         if reason is None:
             chosen = Chosen(family.name, family.launches(fused, device), tuple(reasons))
-            return put_together([chosen])
+            return sequential_plan([chosen])
         reasons.append((family.name, reason))
     two = [choose_conv(part, device, families) for part in (first, second)]
     two[0] = replace(two[0], passed_over=(*reasons, *two[0].passed_over))
-    return put_together(two, [Workspace(middle, between_bytes)])
+    return sequential_plan(two, [Workspace(intermediate, intermediate_bytes)])
 
 
 def _plan_pool_fwd(problem: MaxPoolFwd, device: CudaDevice, families: Families) -> CudaPlan:
     if problem.pool.ndim == 1 and problem.pool.dilation == (1,):
-        return put_together([windows.max_forward(problem, device, families)])
-    operands = {
-        name: activation_operand(name, spec.dtype, problem.layout, spec.shape, 1)
-        for name, spec in (*problem.inputs.items(), *problem.outputs.items())
-    }
+        return sequential_plan([pooling.max_forward(problem, device, families)])
+    operands = _pool_operands(problem)
     work = PoolWork(
         direction="fwd",
         pool=problem.pool,
@@ -235,16 +237,13 @@ def _plan_pool_fwd(problem: MaxPoolFwd, device: CudaDevice, families: Families) 
         y=operands["output"],
         indices=operands.get("indices"),
     )
-    return put_together([choose(families.pool_fwd, work, device)])
+    return sequential_plan([choose(families.pool_fwd, work, device)])
 
 
 def _plan_pool_bwd(problem: MaxPoolBwd, device: CudaDevice, families: Families) -> CudaPlan:
     if problem.source == "indices" and set(problem.pool.dilation) == {1}:
-        return put_together([windows.max_backward_from_indices(problem, device, families)])
-    operands = {
-        name: activation_operand(name, spec.dtype, problem.layout, spec.shape, 1)
-        for name, spec in (*problem.inputs.items(), *problem.outputs.items())
-    }
+        return sequential_plan([pooling.max_backward_from_indices(problem, device, families)])
+    operands = _pool_operands(problem)
     work = PoolWork(
         direction="bwd",
         pool=problem.pool,
@@ -254,33 +253,40 @@ def _plan_pool_bwd(problem: MaxPoolBwd, device: CudaDevice, families: Families) 
         indices=operands.get("indices"),
         source=operands.get("input"),
     )
-    return put_together([choose(families.pool_bwd, work, device)])
+    return sequential_plan([choose(families.pool_bwd, work, device)])
+
+
+def _pool_operands(problem: MaxPoolFwd | MaxPoolBwd) -> dict[str, Operand]:
+    return {
+        name: activation_operand(name, spec.dtype, problem.layout, spec.shape, 1)
+        for name, spec in (*problem.inputs.items(), *problem.outputs.items())
+    }
 
 
 def _plan_backprop_input(
     problem: Conv3dBackpropInput, device: CudaDevice, families: Families
 ) -> CudaPlan:
-    """A plain bwd_data between copies out of and into the formats that have blocks."""
-    formats = plan_formats(problem)
+    """Plan a bwd_data on plain layouts, between copies from and to blocked formats."""
+    converted = convert_formats(problem)
     work = ConvWork(
         direction="bwd_data",
         conv=problem.conv,
         dtype=problem.dtype,
         result_dtype=problem.dtype,
-        x=formats.grad_input,
-        w=formats.weight,
-        y=formats.grad_output,
+        x=converted.grad_input,
+        w=converted.weight,
+        y=converted.grad_output,
         precision=problem.precision,
         deterministic=problem.deterministic,
     )
-    chosen = [choose(families.copy, copy, device) for copy in formats.before]
+    chosen = [choose(families.copy, copy, device) for copy in converted.before]
     chosen.append(choose_conv(work, device, families))
-    chosen += [choose(families.copy, copy, device) for copy in formats.after]
-    return put_together(chosen, formats.workspace)
+    chosen += [choose(families.copy, copy, device) for copy in converted.after]
+    return sequential_plan(chosen, converted.workspace)
 
 
-def _in_parts(parts: Callable[[Any, CudaDevice, Families], windows.Parts]) -> Planner:
-    return lambda problem, device, families: put_together(*parts(problem, device, families))
+def _sequential(steps: Callable[[Any, CudaDevice, Families], pooling.Sequential]) -> Planner:
+    return lambda problem, device, families: sequential_plan(*steps(problem, device, families))
 
 
 PLANNERS: Mapping[type[Problem], Planner] = {
@@ -293,13 +299,13 @@ PLANNERS: Mapping[type[Problem], Planner] = {
     ConvFwd: _plan_fwd,
     ConvBackward: _plan_backward,
     ConvPasses: plan_passes,
-    AvgPoolFwd: _in_parts(windows.average_forward),
-    AvgPoolBwd: _in_parts(windows.average_backward),
-    AdaptiveAvgPoolFwd: _in_parts(windows.average_forward),
-    AdaptiveAvgPoolBwd: _in_parts(windows.average_backward),
-    AdaptiveMaxPoolFwd: _in_parts(windows.adaptive_max_forward),
-    AdaptiveMaxPoolBwd: _in_parts(windows.adaptive_max_backward),
-    MaxUnpoolFwd: _in_parts(windows.unpool_forward),
-    MaxUnpoolBwd: _in_parts(windows.unpool_backward),
+    AvgPoolFwd: _sequential(pooling.average_forward),
+    AvgPoolBwd: _sequential(pooling.average_backward),
+    AdaptiveAvgPoolFwd: _sequential(pooling.average_forward),
+    AdaptiveAvgPoolBwd: _sequential(pooling.average_backward),
+    AdaptiveMaxPoolFwd: _sequential(pooling.adaptive_max_forward),
+    AdaptiveMaxPoolBwd: _sequential(pooling.adaptive_max_backward),
+    MaxUnpoolFwd: _sequential(pooling.unpool_forward),
+    MaxUnpoolBwd: _sequential(pooling.unpool_backward),
 }
-"""The planner of each class of problems."""
+"""The planner of each problem class."""

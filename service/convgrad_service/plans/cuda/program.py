@@ -1,8 +1,8 @@
-"""What runs on a GPU: launches over named buffers, as data.
+"""A plan for a GPU: kernel launches over named buffers, as data.
 
-A plan is made without a GPU and without memory: its steps name buffers, and addresses are filled
-in when it runs. A buffer is an input or an output of the problem, by the problem's own name, or a
-piece of workspace that the plan lists.
+Planning needs no GPU and no memory: steps name buffers, and addresses are filled in when a plan
+runs. A buffer is an input or output of the problem, by its name there, or workspace that the plan
+lists.
 """
 
 from __future__ import annotations
@@ -34,19 +34,27 @@ __all__ = [
 ]
 
 ALIGNMENT = 256
-"""Every buffer starts at a multiple of so many bytes."""
+"""Alignment of every buffer, in bytes."""
 
 ZEROS, ZEROS_BYTES = "zeros", 2**16
-"""A buffer that every plan has beside its own: zeros, that kernels leave as they found them. Blocks
-count in it how many of them are done; clearing such counters would cost a launch each time."""
+"""A buffer of zeros that every plan may use and that every kernel leaves zero. Blocks count their
+arrivals in it; clearing such counters would cost a launch each time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One compilation of one kernel source: a cubin, and the entry in it.
+    """One compilation of one kernel source: a cubin, and the entry point in it.
 
-    ``defines`` are the preprocessor's names and values. ``architectures`` are those that it can
-    be compiled for.
+    Attributes
+    ----------
+    source : str
+        Path of the ``.cu`` file, relative to ``backends/cuda/kernels``.
+    entry : str
+        Name of the kernel.
+    defines : tuple of (str, str)
+        Preprocessor macros and their values.
+    architectures : tuple of str
+        The members of `ARCHITECTURES` that it can be compiled for.
     """
 
     source: str
@@ -61,7 +69,7 @@ class Instance:
         defines: Mapping[str, object],
         architectures: tuple[str, ...] = ARCHITECTURES,
     ) -> Instance:
-        """Of the kernel that is named as its source is, but for the suffix."""
+        """Return an instance of the kernel that has the name of its source file."""
         values = tuple((name, str(value)) for name, value in defines.items())
         return cls(source, PurePosixPath(source).stem, values, architectures)
 
@@ -71,38 +79,45 @@ class Instance:
         return f"{self.entry}<{values}>" if values else self.entry
 
     def is_for(self, architecture: str) -> bool:
-        """Whether plans for devices of this architecture may name it."""
+        """Whether plans for devices of this architecture may use it."""
         return listed_architecture(architecture) in self.architectures
 
     def runs_on(self, device: CudaDevice) -> bool:
-        """Whether ``architectures`` leaves this device in: those of before it without a suffix."""
+        """Whether this device runs it; Hopper's own instructions run on Hopper alone."""
         return self.architectures != ("sm_90a",) or device.architecture == "sm_90a"
 
 
 class Arguments(Protocol):
-    """The one argument of a kernel: a structure, passed by value."""
+    """The only argument of a kernel: a structure passed by value."""
 
     @property
     def buffers(self) -> tuple[str, ...]:
-        """The names of the buffers that it points to."""
+        """The names of the buffers that it points into."""
         ...
 
     def renamed(self, names: Mapping[str, str]) -> Arguments:
-        """The same with these names for those of some of its buffers."""
+        """Return a copy in which buffers in ``names`` are replaced by their values there."""
         ...
 
     def fill(self, addresses: Mapping[str, int]) -> bytearray:
-        """Its bytes, with the addresses of the buffers that it points to."""
+        """Return its bytes with pointers into buffers at these addresses."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch. ``shared_bytes`` is dynamic shared memory. ``cluster`` is how many blocks
-    along the grid's first dimension form a cluster, where the kernel leaves that to the launch.
+    """One kernel launch.
 
-    One that ``overlaps`` may start while the kernel before it still runs, and waits itself for what
-    that one writes (``ptx/tma.cuh``: start_next, wait_for_previous).
+    Attributes
+    ----------
+    shared_bytes : int
+        Dynamic shared memory of a block.
+    overlaps : bool
+        Programmatic dependent launch: it may start while the previous kernel runs, and itself
+        waits for what that one writes (``ptx/pdl.cuh``).
+    cluster : int
+        Blocks of a cluster along the grid's first dimension, for kernels that do not fix it
+        themselves.
     """
 
     instance: Instance
@@ -116,7 +131,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """Zero the first ``size_bytes`` of a buffer."""
+    """A memset to zero of the first ``size_bytes`` of a buffer."""
 
     buffer: str
     size_bytes: int
@@ -127,7 +142,7 @@ Step = Launch | Clear
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """A buffer that lives as long as the plan runs."""
+    """A buffer that exists while the plan runs."""
 
     name: str
     size_bytes: int
@@ -135,8 +150,10 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """An int32 at the start of a buffer which, where it is not 0 afterwards, means that the data
-    contradict the problem: ``sentence`` is what the caller is told."""
+    """An int32 at the start of a buffer that a kernel sets where the data contradict the problem.
+
+    ``sentence`` is the message of the resulting error.
+    """
 
     buffer: str
     sentence: str
@@ -144,11 +161,14 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """What one kernel family does for one piece of work: part of a plan.
+    """The part of a plan by which one kernel family computes one piece of work.
 
-    ``expected_s`` is what its kernel should take on the device it was planned for, where the family
-    has a model of that. ``order`` is what decides, beside the family, in which order products are
-    added up, where the sizes of a batch or an image have a say in it.
+    Attributes
+    ----------
+    expected_s : float or None
+        Predicted time of its kernel; None if the family has no performance model.
+    order : str
+        What determines the order of additions beside the family, if batch or image size affect it.
     """
 
     kernel: str
@@ -161,13 +181,18 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class CudaPlan(Plan):
-    """A problem's steps, in order, and the memory that they need beside inputs and outputs.
+    """A problem's steps, in order, and their workspace.
 
-    ``branches`` are the places in the steps where work begins that may run beside the other
-    branches: it needs what stands before the first of them, and nothing of theirs. ``orders`` are
-    the families, and in which order each adds up: of one problem's pieces those that have the same
-    put the same bits side by side. ``expected_s`` is what all of it should take, where every family
-    has a model.
+    Attributes
+    ----------
+    branches : tuple of int
+        Indices into ``steps`` at which a branch starts. Branches may run concurrently: each depends
+        on the steps before the first branch and on no other branch.
+    orders : tuple of str
+        Each family and its order of additions (`Fragment.order`). Pieces of one problem with equal
+        orders give the same bits as the whole.
+    expected_s : float or None
+        Predicted time of all steps; None if a family has no performance model.
     """
 
     steps: tuple[Step, ...] = ()
@@ -179,10 +204,10 @@ class CudaPlan(Plan):
 
     @property
     def families(self) -> frozenset[str]:
-        """The names of the families whose kernels run."""
+        """Names of the families whose kernels run."""
         return frozenset(order.partition(" ")[0] for order in self.orders)
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Return a / b, rounded up."""
     return -(-a // b)

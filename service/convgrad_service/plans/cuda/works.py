@@ -1,7 +1,7 @@
-"""The pieces of work that kernel families take on, in canonical views and three dimensions.
+"""Pieces of work: the operations that kernel families compute, always in three dimensions.
 
-Every problem becomes one or a few of them. Fewer than three spatial dimensions get leading ones of
-extent 1, stride 1, dilation 1 and padding 0. Strides count elements.
+A problem becomes one or several of them. One or two spatial dimensions become three by leading
+dimensions of extent 1, stride 1, dilation 1 and padding 0. Strides count elements.
 """
 
 from __future__ import annotations
@@ -41,13 +41,16 @@ _KERNEL = {1: "S", 2: "RS", 3: "TRS"}
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor in a buffer, as its canonical view.
+    """A six-dimensional view of a tensor at the start of a buffer.
 
-    ``strides`` are of (N, G, C/G, D, H, W) for activations and pooling's tensors (G = 1 there),
-    of (G, K/G, C/G, T, R, S) for weights; a dimension of extent 1 that the tensor lacks has 0.
-    The first element is at the buffer's start, which is aligned to 256 bytes. The channels of a
-    pixel of a ``padded`` activation are followed by room up to a multiple of 16 bytes, which may
-    be read and written.
+    Attributes
+    ----------
+    strides : tuple of int
+        In elements, of (N, G, C/G, D, H, W) for activations (G = 1 in pooling), of
+        (G, K/G, C/G, T, R, S) for weights; 0 for a dimension that the tensor lacks.
+    padded : bool
+        Each pixel's channels are followed by padding up to a multiple of 16 bytes, which kernels
+        may read and write.
     """
 
     buffer: str
@@ -57,19 +60,19 @@ class Operand:
 
     @property
     def channels_last(self) -> bool:
-        """Whether an activation's channels of one group lie side by side."""
+        """Whether an activation's channels of one group are contiguous."""
         return self.strides[2] == 1
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a row-major array."""
+    """Return the strides of a row-major array, in elements."""
     return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def activation_operand(
     buffer: str, dtype: DType, layout: Layout, shape: tuple[int, ...], groups: int
 ) -> Operand:
-    """A row-major activation of this layout and shape."""
+    """Return the view of a row-major activation of this layout and shape."""
     strides = dict(zip(layout.activation, contiguous_strides(shape), strict=True))
     sizes = dict(zip(layout.activation, shape, strict=True))
     group = strides["G"] if layout.grouped else sizes["C"] // groups * strides["C"]
@@ -80,7 +83,7 @@ def activation_operand(
 def weight_operand(
     buffer: str, dtype: DType, layout: Layout, shape: tuple[int, ...], groups: int
 ) -> Operand:
-    """A row-major weight of this layout and shape."""
+    """Return the view of a row-major weight of this layout and shape."""
     strides = dict(zip(layout.weight, contiguous_strides(shape), strict=True))
     sizes = dict(zip(layout.weight, shape, strict=True))
     group = strides["G"] if layout.grouped else sizes["K"] // groups * strides["K"]
@@ -94,7 +97,7 @@ def _operand(buffer: str, dtype: DType, lead: tuple[int, int, int], spatial: lis
 
 
 class _Geometry:
-    """The identity's numbers in three dimensions, whatever the rank of ``_shape``."""
+    """The sizes of ``_shape``, which has one to three spatial dimensions, in three."""
 
     __slots__ = ()
 
@@ -128,7 +131,7 @@ class _Geometry:
 
     @property
     def pad(self) -> Size3:
-        """Before each dimension; what is after follows from the sizes. May be negative."""
+        """Padding before each dimension, possibly negative; the sizes imply the padding after."""
         return size3(tuple(before for before, _ in self._shape.padding), 0)
 
     @property
@@ -137,23 +140,34 @@ class _Geometry:
 
 
 def size3(values: tuple[int, ...], lead: int = 1) -> Size3:
-    """Values of one to three dimensions in three, with ``lead`` for those missing in front."""
+    """Return one to three values as three, with ``lead`` for the missing leading ones."""
     padded = (*[lead] * (3 - len(values)), *values)
     return padded[0], padded[1], padded[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvWork(_Geometry):
-    """One direction of one convolution: fwd writes y, bwd_data x, bwd_weight w, from the others.
+    """One direction of a convolution: fwd writes y, bwd_data x, bwd_weight w, from the other two.
 
     result = activation(alpha * sum + beta * accumulate + bias), in float32 (float64 for float64),
-    rounded once. ``accumulate`` has the result's view; ``bias`` names a buffer with one value for
-    each of the result's channels (in x or y) and is None for bwd_weight. ``x``, ``w`` and ``y``
-    that are read share ``dtype``; what is written has ``result_dtype``.
-    ``prefix`` starts the names of workspace buffers, so that two works in one plan keep apart.
-    ``split_k`` is what the caller asked for, None for auto. ``follows`` is whether the launch
-    before it, of the same plan, writes what it reads, and nothing else is before it that it needs.
-    ``leads`` is whether the one after it so follows it.
+    rounded once.
+
+    Attributes
+    ----------
+    dtype, result_dtype : DType
+        Of the operands read, and of the result.
+    accumulate : Operand or None
+        Has the strides of the result.
+    bias : str or None
+        A buffer with one value for each channel of the result; None for bwd_weight.
+    split_k : int or None
+        As the caller requested; None for auto.
+    prefix : str
+        Start of its workspace buffers' names, which makes them unique in a plan.
+    follows : bool
+        It depends on the previous launch of the plan and on no earlier one.
+    leads : bool
+        The next work ``follows`` it.
     """
 
     direction: Direction
@@ -195,12 +209,12 @@ class ConvWork(_Geometry):
 
     @property
     def pixels(self) -> int:
-        """Positions of the output, over the batch: what bwd_weight sums over."""
+        """Positions of the output over the batch, which bwd_weight sums over."""
         return self.batch * prod(self.output)
 
     @property
     def epilogue_free(self) -> bool:
-        """Whether the result is the sum itself."""
+        """Whether the result is the rounded sum."""
         return (
             self.alpha == 1.0
             and self.accumulate is None
@@ -213,8 +227,8 @@ class ConvWork(_Geometry):
 class FusedWork:
     """Two convolutions whose intermediate is rounded once to ``first.dtype``, after its activation.
 
-    ``first.y`` and ``second.x`` are the intermediate, in a buffer of ``intermediate_bytes`` which
-    a family that keeps it on the chip does not allocate.
+    ``first.y`` and ``second.x`` are the intermediate, a buffer of ``intermediate_bytes``. A family
+    that keeps it on chip does not allocate it.
     """
 
     first: ConvWork
@@ -272,14 +286,15 @@ class PoolWork(_Geometry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowWork:
-    """A pooling over ``windows``: of each position of y, ranges of positions of x, in every plane.
+    """A pooling in which each position of y has a window of positions of x, in every plane.
 
-    ``sums``: y is the sum of x over the window, divided by ``divisor``, or where that is None by
-    the product of the sizes that ``counted`` gives the window of y (``by`` outputs), or each
-    term by that of x's window (``by`` inputs).
-    ``maxima``: y, unless None, is the maximum, and ``indices``, unless None, where it is.
-    ``routes``: y at a position is the sum of x over the window where the index there is the
-    position; ``checked`` where indices may be wrong, which is found out.
+    ``sums``: y is the sum of x over its window, divided by ``divisor``. If that is None, the sum is
+    divided by the size of y's window in ``counted`` (``by`` outputs), or each term is divided by
+    the size of x's window there (``by`` inputs).
+    ``maxima``: y is the maximum of x over its window, and ``indices`` its position; either may be
+    None.
+    ``routes``: y is the sum of x over those positions of its window whose index is y's position.
+    With ``checked`` the kernel reports invalid indices.
 
     Tensors are contiguous buffers of ``batch`` by ``channels`` planes, channels first or last.
     """
@@ -303,9 +318,11 @@ class WindowWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnpoolWork:
-    """Max unpooling: ``scatter`` is y[indices[i]] = x[i] with zeros elsewhere, the last i winning;
-    ``gather`` is y[i] = x[indices[i]]. ``size`` is that of the indices, ``plane`` of the planes
-    that they count positions in. ``windows`` as `MaxUnpoolFwd` has it.
+    """Max unpooling.
+
+    ``scatter`` is y[indices[i]] = x[i] with zeros elsewhere, the last i winning; ``gather`` is
+    y[i] = x[indices[i]]. ``size`` is the spatial size of the indices, ``plane`` that of the planes
+    they index. ``windows`` are those of `MaxUnpoolFwd`.
 
     Tensors are contiguous buffers of ``batch`` by ``channels`` planes, channels first or last.
     """
@@ -327,7 +344,7 @@ class UnpoolWork:
 
 @dataclass(frozen=True, slots=True)
 class CopyAxis:
-    """One dimension of a copy: its extent, and the strides on both sides."""
+    """One dimension of a copy: its extent, and the strides of source and target."""
 
     extent: int
     source: int
@@ -336,11 +353,19 @@ class CopyAxis:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """target[i] = source[i] over a box of at most eight dimensions, outermost first.
+    """target[i] = source[i] over at most eight dimensions, outermost first.
 
-    ``bounds`` are (outer axis, inner axis, limit): where outer*extent(inner) + inner >= limit, the
-    source has no element, and the target, where it has one (``pads``), gets zero. Unless it
-    ``follows``, it reads nothing that the step before it writes.
+    Attributes
+    ----------
+    bounds : tuple of (int, int, int)
+        (outer axis, inner axis, limit): where outer*extent(inner) + inner >= limit, the source has
+        no element.
+    pads : bool
+        The target has elements beyond ``bounds``, which get zero.
+    follows : bool
+        It may read what the previous step writes.
+    source_start, target_start : int
+        Offsets of the first elements.
     """
 
     source: str

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from convgrad.contract import OPERATIONS, validate
 from convgrad.errors import DeadlineExceeded
 from convgrad_service.backends.cuda import backend as module
-from convgrad_service.backends.cuda import memory, on_device, pinned
+from convgrad_service.backends.cuda import device_tensors, memory, pinned
 from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.memory import Lane, arena_of
 from convgrad_service.backends.cuda.nvrtc import CompileError
@@ -110,7 +110,7 @@ def backend(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> Iterator[C
         alloc_pinned_memory=lambda size: (ctypes.c_ubyte * size)(),
         get_elapsed_time=lambda begin, end: 1.0,
     )
-    for each in (module, memory, on_device, pinned):
+    for each in (module, memory, device_tensors, pinned):
         monkeypatch.setattr(each, "import_cupy", lambda: SimpleNamespace(cuda=cuda))
     made = object.__new__(CudaBackend)
     made._cuda, made._index, made._poison, made._fault = cuda, 0, False, None

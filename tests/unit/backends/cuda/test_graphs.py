@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from convgrad_service.backends.cuda.graphs import KEPT, Graphs
+from convgrad_service.backends.cuda.graphs import MAX_GRAPHS, Graphs
 from convgrad_service.backends.cuda.launch import Kernels
 from convgrad_service.plans.cuda.program import Clear, CudaPlan, Step
 
@@ -96,13 +96,13 @@ def test_other_addresses_and_other_plans_are_others(graphs: Graphs) -> None:
 
 def test_only_the_latest_are_remembered(graphs: Graphs) -> None:
     stream, plan = Stream(), plan_of("a")
-    for address in range(KEPT + 1):
+    for address in range(MAX_GRAPHS + 1):
         graphs.run(plan, {"a": address}, stream)
     stream.done.clear()
     graphs.run(plan, {"a": 0}, stream)
     assert stream.done == ["a@0", "a@0"], "forgotten"
-    graphs.run(plan, {"a": KEPT}, stream)
-    assert stream.done[2:] == [f"graph of a@{KEPT} a@{KEPT}"]
+    graphs.run(plan, {"a": MAX_GRAPHS}, stream)
+    assert stream.done[2:] == [f"graph of a@{MAX_GRAPHS} a@{MAX_GRAPHS}"]
 
 
 def test_a_recording_that_fails_ends(graphs: Graphs, steppers: Steppers) -> None:

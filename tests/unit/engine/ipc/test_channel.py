@@ -1,16 +1,23 @@
-"""Messages between processes: whole, in order, few writes, and an end that is noticed."""
+"""Channels between processes: framing, batching, the end of a channel, and interning."""
 
 from __future__ import annotations
 
 import asyncio
 import pickle
+import random
 import socket
 from collections.abc import Coroutine
 from typing import Any, NamedTuple
 
 import pytest
 
-from convgrad_service.engine.ipc.channel import Channel, Kinds, Pipe
+from convgrad_service.engine.ipc.channel import (
+    MAX_INTERNED,
+    Channel,
+    InternTable,
+    MessageTypes,
+    Pipe,
+)
 
 
 class Point(NamedTuple):
@@ -22,7 +29,7 @@ class Name(NamedTuple):
     text: str
 
 
-KINDS = Kinds(Point, Name)
+TYPES = MessageTypes(Point, Name)
 MESSAGES: list[Any] = [Point(1, b"a" * 100_000), Name("b"), ValueError("c"), Point(2, b"")]
 
 
@@ -35,25 +42,25 @@ def test_messages_arrive_whole_and_in_order() -> None:
         ours, theirs = socket.socketpair()
         seen: list[Any] = []
         ended = asyncio.Event()
-        sender = await Channel.open(ours, lambda _: None, lambda: None, KINDS)
-        await Channel.open(theirs, seen.append, ended.set, KINDS)
+        sender = await Channel.open(ours, lambda _: None, lambda: None, TYPES)
+        await Channel.open(theirs, seen.append, ended.set, TYPES)
         for message in MESSAGES:
-            sender.tell(message)
+            sender.send(message)
         sender.close()
         await ended.wait()
         assert [type(message) for message in seen] == [type(message) for message in MESSAGES]
         assert [seen[0], seen[1], seen[3]] == [MESSAGES[0], MESSAGES[1], MESSAGES[3]]
-        sender.tell(Name("too late"))  # dropped, and nothing raised
+        sender.send(Name("too late"))  # dropped, and nothing raised
 
     run(scenario())
 
 
 @pytest.mark.parametrize("step", [1, 3, 7, 10_000])
-def test_however_the_bytes_are_cut(step: int) -> None:
+def test_messages_split_at_any_byte(step: int) -> None:
     async def scenario() -> None:
         seen: list[Any] = []
-        channel = Channel(seen.append, lambda: None, KINDS)
-        texts = [pickle.dumps(KINDS.plain(Name(str(at)))) for at in range(20)]
+        channel = Channel(seen.append, lambda: None, TYPES)
+        texts = [pickle.dumps(TYPES.encode(Name(str(at)))) for at in range(20)]
         sent = b"".join(len(text).to_bytes(4, "little") + text for text in texts)
         for at in range(0, len(sent), step):
             channel.data_received(sent[at : at + step])
@@ -62,7 +69,7 @@ def test_however_the_bytes_are_cut(step: int) -> None:
     run(scenario())
 
 
-def test_what_one_turn_tells_is_one_write_and_what_may_wait_rides_along() -> None:
+def test_messages_of_one_iteration_are_one_write_with_lazy_ones() -> None:
     class Transport:
         def __init__(self) -> None:
             self.writes: list[bytes] = []
@@ -74,26 +81,26 @@ def test_what_one_turn_tells_is_one_write_and_what_may_wait_rides_along() -> Non
             return False
 
     async def scenario() -> None:
-        channel = Channel(lambda _: None, lambda: None, KINDS)
+        channel = Channel(lambda _: None, lambda: None, TYPES)
         transport: Any = Transport()
         channel.connection_made(transport)
-        channel.tell(Name("later"), soon=False)
+        channel.send_lazily(Name("later"))
         await asyncio.sleep(0.01)
         assert transport.writes == []
-        channel.tell(Name("a"))
-        channel.tell(Name("b"))
+        channel.send(Name("a"))
+        channel.send(Name("b"))
         assert transport.writes == []
         await asyncio.sleep(0.01)
         assert len(transport.writes) == 1
         assert [transport.writes[0].count(word) for word in (b"later", b"a", b"b")] == [1, 2, 1]
-        channel.tell(Name("flushed"), soon=False)
+        channel.send_lazily(Name("flushed"))
         channel.flush()
         assert len(transport.writes) == 2
 
     run(scenario())
 
 
-def test_a_pipe_receives_what_a_pipe_sends_and_notices_the_end() -> None:
+def test_pipe_receives_messages_and_eof() -> None:
     ours, theirs = socket.socketpair()
     sender, receiver = Pipe(ours.detach()), Pipe(theirs.detach())
     sender.send((1, "a"))
@@ -104,3 +111,24 @@ def test_a_pipe_receives_what_a_pipe_sends_and_notices_the_end() -> None:
     with pytest.raises(EOFError):
         receiver.receive()
     receiver.close()
+
+
+def test_text_is_sent_once() -> None:
+    table = InternTable()
+    number, text = table.intern(b"layer")
+    assert text == b"layer"
+    assert table.intern(b"layer") == (number, None)
+
+
+def test_both_ends_agree(seed: int) -> None:
+    table, other_end, draw = InternTable(), dict[int, bytes](), random.Random(seed)
+    sent_texts = 0
+    for _ in range(5000):
+        text = b"%d" % int(draw.expovariate(1 / MAX_INTERNED))
+        number, sent = table.intern(text)
+        assert 0 <= number < MAX_INTERNED
+        if sent is not None:
+            other_end[number] = sent
+            sent_texts += 1
+        assert other_end[number] == text
+    assert MAX_INTERNED < sent_texts < 5000

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from convgrad.dtypes import DType
-from convgrad_service.engine.memory.arena import ALIGNMENT_BYTES, Arena, arranged
+from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.memory.free_list import PAGE_BYTES, FreeList
+from convgrad_service.engine.memory.tensor_layout import ALIGNMENT_BYTES, pack_offsets
 from convgrad_service.problems.base import TensorSpec
 
 PAGES = 40
@@ -20,7 +21,7 @@ START = 3 * PAGE_BYTES
 
 
 class Taking(RuleBasedStateMachine):
-    """Any order of taking and giving, beside a map of the pages that says whose each one is."""
+    """Random allocations and frees, checked against a map of the owners of all pages."""
 
     places = Bundle("places")
 
@@ -34,7 +35,7 @@ class Taking(RuleBasedStateMachine):
     def take(self, size: int) -> tuple[int, int] | None:
         pages = -(-size // PAGE_BYTES)
         longest = max(len(run) for run in self._map().split("x"))
-        offset = self.subject.take(size)
+        offset = self.subject.allocate(size)
         if offset is None:
             assert longest < pages, "refused although there is room"
             return None
@@ -51,7 +52,7 @@ class Taking(RuleBasedStateMachine):
         if place is None:
             return
         offset, size = place
-        self.subject.give(offset, size)
+        self.subject.free(offset, size)
         first, pages = (offset - START) // PAGE_BYTES, -(-size // PAGE_BYTES)
         self.owner[first : first + pages] = [None] * pages
 
@@ -64,8 +65,8 @@ class Taking(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for offset, size in self._held():
-            self.subject.give(offset, size)
-        assert self.subject.take(PAGES * PAGE_BYTES) == START, "still cut up"
+            self.subject.free(offset, size)
+        assert self.subject.allocate(PAGES * PAGE_BYTES) == START, "still cut up"
 
     def _held(self) -> list[tuple[int, int]]:
         held = []
@@ -79,9 +80,9 @@ TestTaking = Taking.TestCase
 
 
 @given(st.lists(st.integers(1, 10**6), max_size=8))
-def test_tensors_of_one_place_are_aligned_and_apart(sizes: list[int]) -> None:
+def test_packed_tensors_are_aligned_and_disjoint(sizes: list[int]) -> None:
     specs = [TensorSpec((size,), DType.BFLOAT16) for size in sizes]
-    offsets, total = arranged(specs)
+    offsets, total = pack_offsets(specs)
     end = 0
     for offset, spec in zip(offsets, specs, strict=True):
         assert offset >= end
@@ -90,7 +91,7 @@ def test_tensors_of_one_place_are_aligned_and_apart(sizes: list[int]) -> None:
     assert end <= total < end + ALIGNMENT_BYTES
 
 
-def test_two_mappings_share_what_is_written() -> None:
+def test_mappings_share_memory() -> None:
     arena = Arena.create(16 * PAGE_BYTES)
     other = Arena(os.dup(arena.descriptor))
     spec = TensorSpec((2, 3), DType.FLOAT32)
@@ -102,7 +103,7 @@ def test_two_mappings_share_what_is_written() -> None:
     arena.close()
 
 
-def test_nobody_can_resize_it() -> None:
+def test_arena_cannot_be_resized() -> None:
     arena = Arena.create(16 * PAGE_BYTES)
     for size in (PAGE_BYTES, 32 * PAGE_BYTES):
         with pytest.raises(PermissionError):
@@ -110,12 +111,12 @@ def test_nobody_can_resize_it() -> None:
     arena.close()
 
 
-def test_memory_is_taken_when_written_and_given_back() -> None:
+def test_pages_are_resident_from_write_to_discard() -> None:
     arena = Arena.create(2**40)  # more than any machine has
     assert arena.resident_bytes() == 0
     arena.view(2**39, 2**20)[:] = b"x" * 2**20
     assert arena.resident_bytes() == 2**20
-    arena.forget(2**39, 2**20)
+    arena.discard(2**39, 2**20)
     assert arena.resident_bytes() == 0
     assert bytes(arena.view(2**39, 4)) == bytes(4)
     arena.close()

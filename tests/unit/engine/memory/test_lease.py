@@ -1,4 +1,4 @@
-"""Leases of the arena and the limits: what is held, waited for, refused and given back."""
+"""Leases of the arena, and limits on problems."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from convgrad.errors import Overloaded, ProblemTooLarge
-from convgrad_service.engine.limits import Limits
 from convgrad_service.engine.memory.free_list import PAGE_BYTES, FreeList
 from convgrad_service.engine.memory.lease import LeasePool
+from convgrad_service.engine.options import Limits
 
 PAGES = 10
 
@@ -31,7 +31,7 @@ def soon() -> float:
     return time.monotonic() + 60
 
 
-def test_the_last_holder_gives_it_back() -> None:
+def test_last_holder_frees_the_lease() -> None:
     async def scenario() -> None:
         subject = memory()
         lease = await subject.reserve(3 * PAGE_BYTES - 1, soon())
@@ -45,7 +45,7 @@ def test_the_last_holder_gives_it_back() -> None:
     run(scenario())
 
 
-def test_too_much_is_too_large_and_what_others_hold_is_waited_for_in_order() -> None:
+def test_reservations_wait_in_order() -> None:
     async def scenario() -> None:
         subject = memory()
         with pytest.raises(ProblemTooLarge):
@@ -64,7 +64,7 @@ def test_too_much_is_too_large_and_what_others_hold_is_waited_for_in_order() -> 
     run(scenario())
 
 
-def test_waiting_ends_with_overloaded_and_lets_the_next_one_in() -> None:
+def test_timeout_raises_overloaded_and_grants_the_next() -> None:
     async def scenario() -> None:
         subject = memory(max_waiting=2)
         first = await subject.reserve(6 * PAGE_BYTES, soon())
@@ -82,7 +82,7 @@ def test_waiting_ends_with_overloaded_and_lets_the_next_one_in() -> None:
     run(scenario())
 
 
-def test_who_leaves_the_line_gets_nothing() -> None:
+def test_cancelled_reservations_get_no_lease() -> None:
     async def scenario() -> None:
         subject = memory()
         first = await subject.reserve(6 * PAGE_BYTES, soon())
@@ -95,11 +95,11 @@ def test_who_leaves_the_line_gets_nothing() -> None:
     run(scenario())
 
 
-def test_only_what_is_beyond_the_warm_part_goes_back_to_the_system() -> None:
+def test_only_pages_beyond_keep_bytes_are_discarded() -> None:
     async def scenario() -> None:
         gone: list[tuple[int, int]] = []
         subject = memory(
-            keep_bytes=4 * PAGE_BYTES, forget=lambda offset, size: gone.append((offset, size))
+            keep_bytes=4 * PAGE_BYTES, discard=lambda offset, size: gone.append((offset, size))
         )
         leases = [await subject.reserve(3 * PAGE_BYTES, soon()) for _ in range(3)]
         for lease in leases:
@@ -109,22 +109,22 @@ def test_only_what_is_beyond_the_warm_part_goes_back_to_the_system() -> None:
     run(scenario())
 
 
-def test_much_memory_goes_back_in_a_thread_and_is_not_given_out_before() -> None:
+def test_large_blocks_are_discarded_in_a_thread_before_reuse() -> None:
     async def scenario() -> None:
         size, seen = 64 * 2**20, threading.Event()
 
-        def forget(offset: int, length: int) -> None:
+        def discard(offset: int, length: int) -> None:
             assert threading.current_thread() is not threading.main_thread()
             seen.wait(60)
 
-        subject = LeasePool(FreeList(0, size), keep_bytes=0, forget=forget)
+        subject = LeasePool(FreeList(0, size), keep_bytes=0, discard=discard)
         (await subject.reserve(size, soon())).release()
         again = subject.reserve(size, soon())
         await asyncio.sleep(0.01)
         assert not again.done()
         seen.set()
         lease = await again
-        subject.keep_all()
+        subject.stop_discarding()
         lease.release()
         assert subject.used_bytes == 0
 
@@ -153,6 +153,6 @@ def test_limits() -> None:
     check(Limits(), memory_bytes=10**30, flops=10**30)
 
 
-def test_a_size_of_thousands_of_digits_can_be_refused() -> None:
+def test_sizes_with_thousands_of_digits_are_refused() -> None:
     with pytest.raises(ProblemTooLarge, match="about 1e9999"):
         check(Limits(problem_bytes=1000), memory_bytes=10**9999)

@@ -1,4 +1,4 @@
-"""Jobs that run with nothing beside them, as timings do."""
+"""Jobs that run alone on their worker, such as timings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def alone_job() -> Job:
     return Job(PackedTensorLayout(b"", 1), 0, lane=Lane.ALONE)
 
 
-def test_what_is_to_run_alone_waits_for_a_worker_and_keeps_it() -> None:
+def test_exclusive_job_reserves_a_worker() -> None:
     async def scenario() -> None:
         schedule = Scheduler(16)
         worker = Recorder(slots=2)
@@ -24,7 +24,7 @@ def test_what_is_to_run_alone_waits_for_a_worker_and_keeps_it() -> None:
         first = submit(schedule)
         timing = schedule.submit(alone_job(), deadline_s)
         later = submit(schedule)
-        # A slot is free, but it is kept: else what comes later would go before it for ever.
+        # The free slot is reserved; otherwise later jobs would overtake it forever.
         assert worker.held == [first]
         assert schedule.position(timing) == 0
         assert schedule.position(later) == 1
@@ -39,7 +39,7 @@ def test_what_is_to_run_alone_waits_for_a_worker_and_keeps_it() -> None:
     run(scenario())
 
 
-def test_of_two_workers_one_alone_waits_for_what_runs_alone() -> None:
+def test_exclusive_job_reserves_only_one_worker() -> None:
     async def scenario() -> None:
         schedule = Scheduler(16)
         one, other = Recorder(slots=1), Recorder(slots=1, device=1)
@@ -51,7 +51,7 @@ def test_of_two_workers_one_alone_waits_for_what_runs_alone() -> None:
         assert schedule.position(timing) == 0
         more = submit(schedule)
         schedule.finished(held[1], DONE)
-        # Whichever is idle first takes the timing, the other goes on with what comes.
+        # The first idle worker takes the timing; the other continues with other jobs.
         assert timing in one.held + other.held
         schedule.finished(held[0], DONE)
         assert more in one.held + other.held
@@ -59,7 +59,7 @@ def test_of_two_workers_one_alone_waits_for_what_runs_alone() -> None:
     run(scenario())
 
 
-def test_cancelling_what_waits_to_run_alone_lets_others_go_on() -> None:
+def test_cancelling_an_exclusive_job_frees_its_reserved_worker() -> None:
     async def scenario() -> None:
         schedule = Scheduler(16)
         worker = Recorder(slots=2)
@@ -74,15 +74,15 @@ def test_cancelling_what_waits_to_run_alone_lets_others_go_on() -> None:
     run(scenario())
 
 
-def test_the_pace_is_not_learnt_of_timings() -> None:
+def test_cost_model_does_not_learn_from_timings() -> None:
     async def scenario() -> None:
-        schedule = Scheduler(16, pace=known_pace(1000.0))
+        schedule = Scheduler(16, cost_model=known_pace(1000.0))
         worker = Recorder()
         schedule.add(worker)
-        before_s = schedule.pace.estimate_s(1000)
+        before_s = schedule.cost_model.estimate_s(1000)
         timing = schedule.submit(alone_job(), time.monotonic() + 60)
         assert timing.worker is worker
         schedule.finished(timing, DONE)
-        assert schedule.pace.estimate_s(1000) == before_s
+        assert schedule.cost_model.estimate_s(1000) == before_s
 
     run(scenario())

@@ -1,4 +1,4 @@
-"""Large problems in parts: the same bits wherever each part runs, and progress that can be sent."""
+"""Large problems in parts: the same bits on any workers, and streaming progress."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ from convgrad.contract.base import validate
 from convgrad.errors import DeadlineExceeded, InvalidProblem
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.engine.deadline import Deadline
-from convgrad_service.engine.embedded import embedded_hub
-from convgrad_service.engine.limits import Limits
-from convgrad_service.engine.memory.tensor_layout import forget_sizes, tensor_layout_of
-from convgrad_service.engine.options import EngineOptions
+from convgrad_service.engine.embedded import ThreadWorker, embedded_hub
+from convgrad_service.engine.memory.tensor_layout import clear_layout_cache, tensor_layout_of
+from convgrad_service.engine.options import EngineOptions, Limits
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import ComputeRequest, Decoded
 from convgrad_service.engine.scheduling import partition as parts
-from convgrad_service.engine.scheduling.finished import Finished
+from convgrad_service.engine.scheduling.partition import JobResult
 from convgrad_service.engine.scheduling.progress import Progress
-from convgrad_service.engine.shm.registry import InRegion
-from convgrad_service.engine.telemetry.timing import Timings
+from convgrad_service.engine.shm.registry import RegionSlice
+from convgrad_service.engine.telemetry.record import Timings
 from convgrad_service.engine.workers.execute import Job
-from convgrad_service.engine.workers.thread_worker import ThreadWorker
 from convgrad_service.problems import Problem, problem_from
 from tests.support.fake_backends import Gated
-from tests.support.in_memory import answer, kept
+from tests.support.in_memory import answer, begun, kept
+from tests.support.scheduling import Recorder
 
-DONE = Finished("k", 1.0, 1, 0, 0.0, 0.0)
+DONE = JobResult("k", 1.0, 1, 0, 0.0, 0.0)
 GRAD = np.random.default_rng(0).standard_normal((8, 4, 12, 12), np.float32)
 WEIGHT = np.random.default_rng(1).standard_normal((4, 6, 3, 3), np.float32)
 FIELDS = {"grad_output": GRAD, "weight": WEIGHT, "padding": 1}
@@ -41,11 +40,11 @@ FIELDS = {"grad_output": GRAD, "weight": WEIGHT, "padding": 1}
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Parts of 8 KiB, so that small problems have several."""
+    """Split problems into parts of 8 KiB, so that small ones have several."""
     monkeypatch.setattr(parts, "PART_BYTES", 8 * 1024)
-    forget_sizes()
+    clear_layout_cache()
     yield
-    forget_sizes()
+    clear_layout_cache()
 
 
 def problem(operation: str = "conv_bwd_data", **fields: Any) -> Problem:
@@ -54,7 +53,7 @@ def problem(operation: str = "conv_bwd_data", **fields: Any) -> Problem:
 
 
 class Plane(Pipeline):
-    """A dataplane with an engine of one worker inside."""
+    """A pipeline on an embedded engine with one worker."""
 
     def __init__(self, backend: Gated, slots: int = 1) -> None:
         self.hub = embedded_hub(backend, EngineOptions(10**7, 10**5, slots=slots, max_queue=2))
@@ -70,18 +69,18 @@ def whole() -> NDArray[Any]:
     return outcome.outputs["grad_input"]
 
 
-def test_what_is_small_is_one_part() -> None:
-    assert parts.parts_of(problem()) == 5
+def test_small_problems_are_not_split() -> None:
+    assert parts.count_parts(problem()) == 5
     tiny = np.zeros((1, 4, 4, 4), np.float32)
-    assert parts.parts_of(problem(grad_output=tiny, weight=WEIGHT)) == 1
+    assert parts.count_parts(problem(grad_output=tiny, weight=WEIGHT)) == 1
 
 
-def test_a_huge_problem_is_not_cut_into_crumbs() -> None:
+def test_number_of_parts_is_limited() -> None:
     images = np.broadcast_to(np.zeros((), np.float32), (4096, 6, 12, 12))
-    assert parts.parts_of(problem("conv_fwd", input=images, weight=WEIGHT, padding=1)) == 64
+    assert parts.count_parts(problem("conv_fwd", input=images, weight=WEIGHT, padding=1)) == 64
 
 
-def test_all_parts_give_the_bits_of_the_whole() -> None:
+def test_parts_compute_the_same_bits_as_the_whole() -> None:
     async def scenario() -> None:
         backend = Gated(open_from_start=True)
         plane = Plane(backend, slots=3)
@@ -98,7 +97,7 @@ def test_parts_run_on_every_worker() -> None:
         first, second = Gated(), Gated()
         plane = Plane(first)
         hub = plane.hub
-        hub.schedule.add(ThreadWorker(second, hub.arena, hub.regions, 1, hub.schedule))
+        hub.scheduler.add(ThreadWorker(second, hub.arena, hub.regions, 1, hub.scheduler))
         asking = asyncio.ensure_future(answer(plane, called(), lambda: FIELDS, kept))
         for backend in (first, second):
             backend.gate.release()
@@ -112,11 +111,11 @@ def test_parts_run_on_every_worker() -> None:
     asyncio.run(scenario())
 
 
-def test_the_first_bytes_are_final_before_the_last_part_is_computed() -> None:
+def test_first_bytes_are_final_before_the_last_part() -> None:
     async def scenario() -> None:
         backend = Gated()
         plane = Plane(backend)
-        async with plane.begin(called(), lambda: Decoded(FIELDS)) as work:
+        async with begun(plane, called(), lambda: Decoded(FIELDS)) as work:
             await work.fill(work.request.tensors())
             backend.gate.release()
             result = await work.compute(streamed=True)
@@ -142,12 +141,12 @@ def test_the_first_bytes_are_final_before_the_last_part_is_computed() -> None:
     asyncio.run(scenario())
 
 
-def test_a_part_that_fails_ends_the_answer_and_frees_its_memory() -> None:
+def test_failed_part_fails_the_request_and_frees_its_memory() -> None:
     async def scenario() -> None:
         backend = Gated()
         backend.fail_at = 3
         plane = Plane(backend)
-        async with plane.begin(called(), lambda: Decoded(FIELDS)) as work:
+        async with begun(plane, called(), lambda: Decoded(FIELDS)) as work:
             await work.fill(work.request.tensors())
             backend.gate.release(3)
             result = await work.compute(streamed=True)
@@ -160,12 +159,12 @@ def test_a_part_that_fails_ends_the_answer_and_frees_its_memory() -> None:
     asyncio.run(scenario())
 
 
-def test_a_failure_before_the_first_part_is_an_error_as_ever() -> None:
+def test_failure_before_the_first_part_is_raised() -> None:
     async def scenario() -> None:
         backend = Gated(open_from_start=True)
         backend.fail_at = 1
         plane = Plane(backend)
-        async with plane.begin(called(), lambda: Decoded(FIELDS)) as work:
+        async with begun(plane, called(), lambda: Decoded(FIELDS)) as work:
             await work.fill(work.request.tensors())
             with pytest.raises(InvalidProblem, match="it failed"):
                 await work.compute(streamed=True)
@@ -174,11 +173,11 @@ def test_a_failure_before_the_first_part_is_an_error_as_ever() -> None:
     asyncio.run(scenario())
 
 
-def test_who_leaves_in_the_middle_frees_all() -> None:
+def test_cancellation_between_parts_frees_memory() -> None:
     async def scenario() -> None:
         backend = Gated()
         plane = Plane(backend)
-        async with plane.begin(called(), lambda: Decoded(FIELDS)) as work:
+        async with begun(plane, called(), lambda: Decoded(FIELDS)) as work:
             await work.fill(work.request.tensors())
             backend.gate.release()
             await work.compute(streamed=True)
@@ -188,11 +187,11 @@ def test_who_leaves_in_the_middle_frees_all() -> None:
     asyncio.run(scenario())
 
 
-def test_a_deadline_ends_a_wait_for_the_next_part() -> None:
+def test_deadline_while_waiting_for_the_next_part() -> None:
     async def scenario() -> None:
         backend = Gated()
         plane = Plane(backend)
-        async with plane.begin(called(timeout_s=1.5), lambda: Decoded(FIELDS)) as work:
+        async with begun(plane, called(timeout_s=1.5), lambda: Decoded(FIELDS)) as work:
             await work.fill(work.request.tensors())
             backend.gate.release()
             result = await work.compute(streamed=True)
@@ -204,15 +203,15 @@ def test_a_deadline_ends_a_wait_for_the_next_part() -> None:
     asyncio.run(scenario())
 
 
-def test_parts_of_one_job_take_one_place_in_the_line() -> None:
+def test_job_in_parts_counts_once_in_the_queue() -> None:
     async def scenario() -> None:
         backend = Gated()
         plane = Plane(backend)
         asking = [
             asyncio.ensure_future(answer(plane, called(), lambda: FIELDS, kept)) for _ in range(3)
         ]
-        await _until(lambda: plane.hub.schedule.waiting == 2)
-        assert plane.hub.schedule.full  # two may wait, and one runs
+        await _until(lambda: plane.hub.scheduler.waiting == 2)
+        assert plane.hub.scheduler.full  # two may wait, and one runs
         backend.gate.release(15)
         for result in await asyncio.gather(*asking):
             assert (result.outputs["grad_input"] == whole()).all()
@@ -220,23 +219,23 @@ def test_parts_of_one_job_take_one_place_in_the_line() -> None:
     asyncio.run(scenario())
 
 
-def test_an_output_that_lies_where_an_input_does_is_computed_by_one_task() -> None:
+def test_overlapping_input_and_output_make_a_single_task() -> None:
     cut, file = problem(), (1, 2)
     size = cut.inputs["grad_output"].size_bytes
 
-    def tasks(*regions: InRegion) -> int:
+    def tasks(*regions: RegionSlice) -> int:
         arranged = tensor_layout_of(cut, ("grad_output", "grad_input"))
         sizes = replace(arranged.sizes, parts=5)
         return Job.of(replace(arranged, sizes=sizes), 0, regions).tasks
 
-    given = InRegion(1, 0, file)
-    assert tasks(given, InRegion(2, 0, (1, 3))) == 5  # in another file
-    assert tasks(given, InRegion(1, -(-size // 64) * 64, file)) == 5  # behind the input
-    assert tasks(given, InRegion(2, 64, file)) == 1  # the same file under another number
-    assert tasks(given, InRegion(2, 4, (1, 3))) == 1  # where no kernel can write
+    given = RegionSlice(1, 0, file)
+    assert tasks(given, RegionSlice(2, 0, (1, 3))) == 5  # in another file
+    assert tasks(given, RegionSlice(1, -(-size // 64) * 64, file)) == 5  # after the input
+    assert tasks(given, RegionSlice(2, 64, file)) == 1  # the same file under another number
+    assert tasks(given, RegionSlice(2, 4, (1, 3))) == 1  # misaligned
 
 
-def test_what_iskept_out_of_shared_memory_first_iskept_by_one_task() -> None:
+def test_inputs_copied_from_shared_memory_make_a_single_task() -> None:
     cut = problem_from(
         "maxpool2d_bwd",
         validate(
@@ -251,35 +250,21 @@ def test_what_iskept_out_of_shared_memory_first_iskept_by_one_task() -> None:
     )
     arranged = tensor_layout_of(cut, ("indices",))
     several = replace(arranged, sizes=replace(arranged.sizes, parts=5))
-    assert Job.of(several, 0, (InRegion(1, 0, (1, 2)),)).tasks == 1
+    assert Job.of(several, 0, (RegionSlice(1, 0, (1, 2)),)).tasks == 1
     apart = tensor_layout_of(cut, ("grad_output",))
     several = replace(apart, sizes=replace(apart.sizes, parts=5))
-    assert Job.of(several, 0, (InRegion(1, 0, (1, 2)),)).tasks == 5
+    assert Job.of(several, 0, (RegionSlice(1, 0, (1, 2)),)).tasks == 5
 
 
-class Mortal:
-    """A worker of which the test decides when it is done, and with what."""
-
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
-        self.held: list[Any] = []
-
-    def start(self, task: Any) -> None:
-        self.held.append(task)
-
-    def cancel(self, task: Any) -> None:
-        pass
-
-
-def test_of_a_worker_that_dies_only_the_parts_that_it_held_run_again() -> None:
+def test_only_parts_of_a_dead_worker_run_again() -> None:
     async def scenario() -> None:
         plane = Plane(Gated())
-        schedule = plane.hub.schedule
+        schedule = plane.hub.scheduler
         (only,) = schedule._running
         schedule.lost(only)
-        dying, next_one = Mortal(2), Mortal(5)
+        dying, next_one = Recorder(2), Recorder(5)
         schedule.add(dying)
-        async with plane.begin(called(), lambda: Decoded(FIELDS)) as work:
+        async with begun(plane, called(), lambda: Decoded(FIELDS)) as work:
             await work.fill(work.request.tensors())
             computing = asyncio.ensure_future(work.compute())
             await _until(lambda: len(dying.held) == 2)
@@ -299,28 +284,28 @@ def test_of_a_worker_that_dies_only_the_parts_that_it_held_run_again() -> None:
     asyncio.run(scenario())
 
 
-def test_rows_that_lie_apart_wait_for_what_precedes_them() -> None:
+def test_non_contiguous_parts_wait_for_preceding_bytes() -> None:
     image = np.zeros((1, 6, 64, 64), np.float32)
     cut = problem("conv_fwd", input=image, weight=WEIGHT, padding=1)
     count = len(parts.pieces_of(cut, 4))
     progress = Progress(cut, 4, Deadline.after(9))
     for part in range(count - 1):
-        progress.told(part, DONE)
-    # Channels lie apart: of the first one only the last rows are missing.
+        progress.part_done(part, DONE)
+    # Channels are not adjacent: only the last rows of the first one are missing.
     row_bytes = 4 * 64
     rows = cut.outputs["output"].shape[2] * (count - 1) // count
     assert progress.final_bytes("output") == rows * row_bytes
-    progress.told(count - 1, DONE)
+    progress.part_done(count - 1, DONE)
     assert progress.final_bytes("output") == cut.outputs["output"].size_bytes
     last = problem("conv_fwd", input=image, weight=WEIGHT, padding=1, layout="NCHW")
     backwards = Progress(last, 4, Deadline.after(9))
     for part in reversed(range(1, count)):
-        backwards.told(part, DONE)
+        backwards.part_done(part, DONE)
         assert backwards.final_bytes("output") == 0
 
 
 async def _until_idle(plane: Plane) -> None:
-    await _until(lambda: not (plane.hub.memory.used_bytes or plane.hub.schedule.running))
+    await _until(lambda: not (plane.hub.memory.used_bytes or plane.hub.scheduler.running))
 
 
 async def _until(condition: Callable[[], bool]) -> None:

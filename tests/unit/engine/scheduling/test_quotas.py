@@ -1,4 +1,4 @@
-"""What one key may have: counted exactly, refused in words, and given back whatever happens."""
+"""Quotas of API keys: counting, refusals, and release."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import contextlib
 import pytest
 
 from convgrad.errors import Overloaded, ProblemTooLarge
-from convgrad_service.engine.scheduling.quotas import ANYBODY, Caller, KeyLimits, Quotas, entered
+from convgrad_service.engine.scheduling.quotas import ANYBODY, Caller, KeyLimits, Quotas, acquired
 
 
 def test_requests_in_flight() -> None:
     quotas, ada = Quotas(), Caller("ada", KeyLimits(inflight=2))
-    first, _ = quotas.enter(ada), quotas.enter(ada)
+    first, _ = quotas.acquire(ada), quotas.acquire(ada)
     with pytest.raises(Overloaded, match="key 'ada' has 2 requests in flight, and no more than 2"):
-        quotas.enter(ada)
-    quotas.enter(Caller("bob", KeyLimits(inflight=1)))
-    first.leave()
-    first.leave()
-    quotas.enter(ada)
+        quotas.acquire(ada)
+    quotas.acquire(Caller("bob", KeyLimits(inflight=1)))
+    first.release()
+    first.release()
+    quotas.acquire(ada)
     with pytest.raises(Overloaded) as refused:
-        quotas.enter(ada)
+        quotas.acquire(ada)
     assert refused.value.retry_after_s == 1
     assert quotas.used["ada"].refused == {"inflight": 2}
     assert not quotas.used["bob"].refused
@@ -29,19 +29,19 @@ def test_requests_in_flight() -> None:
 
 def test_bytes_in_flight() -> None:
     quotas, ada = Quotas(), Caller("ada", KeyLimits(inflight_bytes=1000))
-    first, second = quotas.enter(ada), quotas.enter(ada)
-    first.count(600)
-    second.count(400)
+    first, second = quotas.acquire(ada), quotas.acquire(ada)
+    first.charge_now(600)
+    second.charge_now(400)
     with pytest.raises(Overloaded, match=r"hold 1,000 of the 1,000 bytes .* this one needs 1"):
-        quotas.enter(ada).count(1)
+        quotas.acquire(ada).charge_now(1)
     with pytest.raises(ProblemTooLarge, match="1,001 bytes, more than the 1,000 that the API key"):
-        second.count(1001)
-    first.leave()
+        second.charge_now(1001)
+    first.release()
     assert quotas.used["ada"].size_bytes == 400
-    quotas.enter(ada).count(600)
+    quotas.acquire(ada).charge_now(600)
 
 
-def test_a_rate_lets_a_second_s_worth_through_and_then_keeps_its_pace() -> None:
+def test_request_rate_allows_a_burst_of_one_second() -> None:
     now_s = 100.0
     quotas, ada = Quotas(lambda: now_s), Caller("ada", KeyLimits(requests_per_s=4))
     refused: list[Overloaded] = []
@@ -51,49 +51,49 @@ def test_a_rate_lets_a_second_s_worth_through_and_then_keeps_its_pace() -> None:
         count, until_s = 0, now_s + seconds
         while now_s < until_s:
             try:
-                quotas.enter(ada).leave()
+                quotas.acquire(ada).release()
                 count += 1
             except Overloaded as error:
                 refused.append(error)
             now_s += every_s
         return count
 
-    assert answered(10, 1 / 64) == 4 + 39  # a burst, then four a second
+    assert answered(10, 1 / 64) == 4 + 39  # a burst, then four per second
     assert all(0 < (error.retry_after_s or 0) <= 0.25 for error in refused)
     assert "'ada' asks faster than 4 times a second" in refused[0].detail
     now_s += 60
-    assert answered(10, 1 / 4) == 40  # who keeps to it is never refused
+    assert answered(10, 1 / 4) == 40  # at the rate, nothing is refused
     now_s += 60
-    assert answered(0.01, 0.001) == 4  # what was not used is not saved up
+    assert answered(0.01, 0.001) == 4  # the burst does not grow while idle
 
 
-def test_what_was_computed_is_paid_for_at_a_rate_of_flops() -> None:
+def test_flops_rate() -> None:
     now_s = 100.0
     quotas, ada = Quotas(lambda: now_s), Caller("ada", KeyLimits(flops_per_s=1e9))
-    # Larger than a second's worth by itself, which is no reason to refuse it for good.
-    quotas.enter(ada).count(0, 5 * 10**9)
+    # Larger than the bucket, which must not be refused for good.
+    quotas.acquire(ada).charge_now(0, 5 * 10**9)
     now_s += 3.9
     with pytest.raises(Overloaded, match=r"'ada' may have 1e\+09 FLOPs.* for 1.1 s") as refused:
-        quotas.enter(ada).count(0, 1)
+        quotas.acquire(ada).charge_now(0, 1)
     assert refused.value.retry_after_s == pytest.approx(0.1)
     assert quotas.used["ada"].refused == {"flops_per_s": 1}
     now_s += 0.1
-    for _ in range(10):  # once it has been paid for but for a second's worth, on average the rate
-        quotas.enter(ada).count(0, 10**9)
+    for _ in range(10):  # from the refill on, the average is the rate
+        quotas.acquire(ada).charge_now(0, 10**9)
         now_s += 1
-    quotas.enter(ada).count(2**40)  # what stores a tensor computes nothing
+    quotas.acquire(ada).charge_now(2**40)  # storing a tensor charges no FLOPs
 
 
-def test_a_slow_rate_is_one_request_at_a_time() -> None:
+def test_slow_request_rate_allows_single_requests() -> None:
     now_s = 0.0
     quotas, ada = Quotas(lambda: now_s), Caller("ada", KeyLimits(requests_per_s=0.1))
-    quotas.enter(ada)
+    quotas.acquire(ada)
     now_s = 4.0
     with pytest.raises(Overloaded) as refused:
-        quotas.enter(ada)
+        quotas.acquire(ada)
     assert refused.value.retry_after_s == pytest.approx(6)
     now_s = 10.0
-    quotas.enter(ada)
+    quotas.acquire(ada)
 
 
 class Engine:
@@ -101,18 +101,18 @@ class Engine:
         self.quotas = Quotas()
         self.asked = 0
 
-    async def enter(self, caller: Caller):  # type: ignore[no-untyped-def]
+    async def acquire_ticket(self, caller: Caller):  # type: ignore[no-untyped-def]
         self.asked += 1
-        return self.quotas.enter(caller)
+        return self.quotas.acquire(caller)
 
 
-def test_a_request_gives_back_what_it_had_however_it_ends() -> None:
+def test_ticket_is_released_however_the_request_ends() -> None:
     async def run() -> None:
         engine, ada = Engine(), Caller("ada", KeyLimits(inflight=1, inflight_bytes=10))
         with contextlib.suppress(RuntimeError):
-            async with entered(engine, ada) as ticket:
+            async with acquired(engine, ada) as ticket:
                 assert ticket is not None
-                await ticket.hold(10)
+                await ticket.charge(10)
                 raise RuntimeError
         usage = engine.quotas.used["ada"]
         assert (usage.requests, usage.size_bytes) == (0, 0)
@@ -120,11 +120,11 @@ def test_a_request_gives_back_what_it_had_however_it_ends() -> None:
     asyncio.run(run())
 
 
-def test_without_limits_the_hub_is_not_asked() -> None:
+def test_no_ticket_without_limits() -> None:
     async def run() -> None:
         engine = Engine()
         for caller in (ANYBODY, Caller("ada")):
-            async with entered(engine, caller) as ticket:
+            async with acquired(engine, caller) as ticket:
                 assert ticket is None
         assert engine.asked == 0
 

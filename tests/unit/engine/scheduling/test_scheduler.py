@@ -1,4 +1,4 @@
-"""The schedule: order, lanes, bounds, cancellation, deadlines, and the deaths of workers."""
+"""The scheduler: order, lanes, limits, cancellation, deadlines, and worker deaths."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 from convgrad.errors import DeadlineExceeded, DeviceUnavailable, Overloaded
 from convgrad_service.engine.memory.tensor_layout import PackedTensorLayout
 from convgrad_service.engine.scheduling.cost_model import CostModel
-from convgrad_service.engine.scheduling.scheduler import Scheduler, Task, WorkerLost
-from convgrad_service.engine.shm.registry import InRegion
+from convgrad_service.engine.scheduling.scheduler import Scheduler
+from convgrad_service.engine.scheduling.task import Task, WorkerLost
+from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.engine.workers.execute import Job
 from tests.support.scheduling import DONE, Recorder, known_pace, run, submit
 
@@ -23,7 +24,7 @@ def finish(schedule: Scheduler, worker: Recorder, result: Any = DONE) -> Task:
     return task
 
 
-def test_jobs_run_in_order_of_arrival_and_results_come_through() -> None:
+def test_jobs_run_in_order_and_return_results() -> None:
     async def scenario() -> None:
         schedule, worker = Scheduler(10), Recorder()
         early = submit(schedule)
@@ -40,9 +41,9 @@ def test_jobs_run_in_order_of_arrival_and_results_come_through() -> None:
     run(scenario())
 
 
-def test_more_than_may_wait_is_refused_with_an_estimate() -> None:
+def test_full_queue_refuses_with_retry_after() -> None:
     async def scenario() -> None:
-        schedule, worker = Scheduler(2, pace=known_pace(100.0), large_s=100.0), Recorder()
+        schedule, worker = Scheduler(2, cost_model=known_pace(100.0), large_s=100.0), Recorder()
         schedule.add(worker)
         submit(schedule, 500)
         submit(schedule, 300)
@@ -58,14 +59,14 @@ def test_more_than_may_wait_is_refused_with_an_estimate() -> None:
 
 def test_large_jobs_leave_the_last_slot_free() -> None:
     async def scenario() -> None:
-        schedule, worker = Scheduler(10, pace=known_pace(1.0)), Recorder(slots=2)
+        schedule, worker = Scheduler(10, cost_model=known_pace(1.0)), Recorder(slots=2)
         schedule.add(worker)
         first, second, small = submit(schedule, 10), submit(schedule, 10), submit(schedule, 0)
         assert worker.held == [first, small]
         finish(schedule, worker)
         assert worker.held == [small, second]
         alone = Recorder(slots=1)
-        only = Scheduler(10, pace=known_pace(1.0))
+        only = Scheduler(10, cost_model=known_pace(1.0))
         only.add(alone)
         assert alone.held == [submit(only, 100)]
 
@@ -86,7 +87,7 @@ def test_the_least_busy_worker_is_next() -> None:
     run(scenario())
 
 
-def test_cancelled_while_waiting_never_runs_and_while_running_is_told() -> None:
+def test_cancelling_waiting_and_running_jobs() -> None:
     async def scenario() -> None:
         schedule, worker = Scheduler(10), Recorder()
         schedule.add(worker)
@@ -94,7 +95,7 @@ def test_cancelled_while_waiting_never_runs_and_while_running_is_told() -> None:
         schedule.cancel(waiting)
         assert waiting.done.cancelled()
         schedule.cancel(running)
-        assert worker.told == [running]
+        assert worker.cancelled == [running]
         assert not running.done.done()  # its memory is still in use
         finish(schedule, worker)
         assert running.done.done()
@@ -117,13 +118,13 @@ def test_a_job_past_its_deadline_does_not_start() -> None:
     run(scenario())
 
 
-def test_closing_cancels_what_waits_and_what_runs() -> None:
+def test_close_cancels_waiting_and_running_jobs() -> None:
     async def scenario() -> None:
         schedule, worker = Scheduler(10), Recorder()
         schedule.add(worker)
         running, waiting = submit(schedule), submit(schedule)
         schedule.close()
-        assert worker.told == [running]
+        assert worker.cancelled == [running]
         assert waiting.done.cancelled()
         with pytest.raises(DeviceUnavailable, match="shutting down"):
             submit(schedule)
@@ -131,7 +132,7 @@ def test_closing_cancels_what_waits_and_what_runs() -> None:
     run(scenario())
 
 
-def test_what_a_dead_worker_held_runs_again_one_at_a_time_and_first() -> None:
+def test_tasks_of_a_dead_worker_run_again_first_and_alone() -> None:
     async def scenario() -> None:
         schedule, first = Scheduler(10), Recorder(slots=3)
         schedule.add(first)
@@ -139,10 +140,10 @@ def test_what_a_dead_worker_held_runs_again_one_at_a_time_and_first() -> None:
         waiting = submit(schedule)
         schedule.cancel(held[1])
         schedule.lost(first)
-        assert held[1].done.cancelled()  # nobody wants it: it is not tried again
+        assert held[1].done.cancelled()  # it was cancelled, so it does not run again
         fresh = Recorder(slots=3)
         schedule.add(fresh)
-        assert fresh.held == [held[0]]  # alone, although there are slots
+        assert fresh.held == [held[0]]  # alone, although there are free slots
         finish(schedule, fresh)
         assert fresh.held == [held[2]]
         finish(schedule, fresh)
@@ -151,7 +152,7 @@ def test_what_a_dead_worker_held_runs_again_one_at_a_time_and_first() -> None:
     run(scenario())
 
 
-def test_a_job_that_is_alone_in_two_deaths_is_not_tried_again() -> None:
+def test_job_alone_in_two_deaths_fails() -> None:
     async def scenario() -> None:
         schedule, worker = Scheduler(10), Recorder(slots=2)
         schedule.add(worker)
@@ -165,7 +166,7 @@ def test_a_job_that_is_alone_in_two_deaths_is_not_tried_again() -> None:
             assert deaths < 9
             if not killer.done.done():
                 assert worker.held == [killer]
-        assert deaths == 3  # one in company, two alone
+        assert deaths == 3  # once with others, twice alone
         assert isinstance(killer.done.exception(), WorkerLost)
         assert worker.held == [other]
         finish(schedule, worker)
@@ -174,7 +175,7 @@ def test_a_job_that_is_alone_in_two_deaths_is_not_tried_again() -> None:
     run(scenario())
 
 
-def test_of_a_worker_with_a_job_that_hung_that_job_alone_is_a_suspect() -> None:
+def test_only_the_hung_job_is_a_suspect() -> None:
     async def scenario() -> None:
         schedule, worker = Scheduler(10), Recorder(slots=2)
         schedule.add(worker)
@@ -186,7 +187,7 @@ def test_of_a_worker_with_a_job_that_hung_that_job_alone_is_a_suspect() -> None:
         assert (hung.suspect, other.suspect) == (True, False)
         assert fresh.held == [hung]
         schedule.lost(fresh)
-        assert isinstance(hung.done.exception(), WorkerLost)  # it hung once beside, and died alone
+        assert isinstance(hung.done.exception(), WorkerLost)  # it hung once and died alone once
         last = Recorder(slots=2)
         schedule.add(last)
         assert last.held == [other]
@@ -194,7 +195,7 @@ def test_of_a_worker_with_a_job_that_hung_that_job_alone_is_a_suspect() -> None:
     run(scenario())
 
 
-def test_a_worker_that_is_about_to_end_gets_no_more_jobs() -> None:
+def test_worker_without_slots_gets_no_tasks() -> None:
     async def scenario() -> None:
         schedule, ending = Scheduler(10), Recorder(slots=2)
         schedule.add(ending)
@@ -209,7 +210,7 @@ def test_a_worker_that_is_about_to_end_gets_no_more_jobs() -> None:
     run(scenario())
 
 
-def test_without_a_worker_jobs_wait_until_there_is_no_hope() -> None:
+def test_jobs_wait_without_workers_until_refused() -> None:
     async def scenario() -> None:
         schedule = Scheduler(10)
         task = submit(schedule)
@@ -221,7 +222,7 @@ def test_without_a_worker_jobs_wait_until_there_is_no_hope() -> None:
     run(scenario())
 
 
-def test_the_pace_follows_what_was_measured() -> None:
+def test_cost_model_follows_measurements() -> None:
     pace = CostModel()
     for _ in range(100):
         pace.learn(cost=1e9, seconds=2.0)
@@ -231,25 +232,25 @@ def test_the_pace_follows_what_was_measured() -> None:
     assert pace.estimate_s(5e8) == pytest.approx(0.25, rel=0.05)
 
 
-def test_of_idle_workers_that_which_has_a_job_s_tensors_takes_it() -> None:
+def test_idle_worker_with_the_stored_tensors_is_preferred() -> None:
     async def scenario() -> None:
         schedule = Scheduler(9)
         workers = [Recorder(2), Recorder(2, used=1), Recorder(2, used=2)]
         for worker in workers:
             schedule.add(worker)
-        with_tensors = Job(PackedTensorLayout(b"", 1), 0, (InRegion(1, 0, kept=True),))
+        with_tensors = Job(PackedTensorLayout(b"", 1), 0, (RegionSlice(1, 0, stored=True),))
         until_s = time.monotonic() + 60
         for expected in (2, 1, 0, 2):
             before = len(workers[expected].held)
             schedule.submit(with_tensors, until_s)
             assert len(workers[expected].held) == before + 1
-        submit(schedule)  # of no stored tensor: the first of those with the least to do
+        submit(schedule)  # without stored tensors: the first of the least busy
         assert [len(worker.held) for worker in workers] == [2, 1, 2]
 
     run(scenario())
 
 
-def test_a_job_whose_kernels_are_compiled_leaves_its_slot_to_others() -> None:
+def test_compiling_job_frees_its_slot() -> None:
     async def scenario() -> None:
         schedule, worker = Scheduler(2), Recorder()
         schedule.add(worker)
@@ -257,7 +258,7 @@ def test_a_job_whose_kernels_are_compiled_leaves_its_slot_to_others() -> None:
         schedule.compiling(worker.held.pop(0))
         assert worker.held == [warm]
         assert cold.waited_s is None
-        # It is one of those that wait, of which there may be so many.
+        # It counts as waiting.
         later = submit(schedule)
         assert schedule.waiting == 2
         with pytest.raises(Overloaded):
@@ -272,7 +273,7 @@ def test_a_job_whose_kernels_are_compiled_leaves_its_slot_to_others() -> None:
     run(scenario())
 
 
-def test_a_job_whose_kernels_are_refused_fails() -> None:
+def test_job_fails_if_its_kernels_do_not_compile() -> None:
     async def scenario() -> None:
         schedule, worker = Scheduler(10), Recorder()
         schedule.add(worker)
@@ -285,7 +286,7 @@ def test_a_job_whose_kernels_are_refused_fails() -> None:
     run(scenario())
 
 
-def test_cancelled_while_its_kernels_are_compiled_never_runs() -> None:
+def test_job_cancelled_while_compiling_never_runs() -> None:
     async def scenario() -> None:
         schedule, worker = Scheduler(10), Recorder()
         schedule.add(worker)
@@ -293,9 +294,9 @@ def test_cancelled_while_its_kernels_are_compiled_never_runs() -> None:
         schedule.compiling(worker.held.pop())
         schedule.cancel(cold)
         assert cold.done.cancelled()
-        assert worker.told == [cold]
+        assert worker.cancelled == [cold]
         schedule.compiled(cold, None)
-        # One that was cancelled just before the worker said so.
+        # Cancelled just before the worker reported that it compiles.
         other = submit(schedule)
         schedule.cancel(other)
         schedule.compiling(worker.held.pop())
@@ -306,7 +307,7 @@ def test_cancelled_while_its_kernels_are_compiled_never_runs() -> None:
     run(scenario())
 
 
-def test_kernels_that_a_dead_worker_compiled_are_compiled_by_another() -> None:
+def test_compiling_job_of_a_dead_worker_runs_elsewhere() -> None:
     async def scenario() -> None:
         schedule, dying, other = Scheduler(10), Recorder(), Recorder()
         schedule.add(dying)

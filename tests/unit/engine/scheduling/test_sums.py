@@ -1,4 +1,4 @@
-"""Sums over parts: shares computed anywhere and in any order, added up in one order at the end."""
+"""Sums over parts: partial sums in any order give the same bits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.memory.tensor_layout import (
     TensorLayout,
-    forget_sizes,
+    clear_layout_cache,
     tensor_layout_of,
 )
 from convgrad_service.engine.scheduling import partition as parts
@@ -43,7 +43,7 @@ def stated(case: Case, tensors: Arrays, **more: Any) -> Problem:
 
 
 def computed(layout: TensorLayout, tensors: Arrays, order: list[int] | None) -> Arrays:
-    """A job's tasks one by one in this order, and what adds up; with None all by one task."""
+    """Run a job's parts in this order and add them up; with None, run it as a single task."""
     arena = Arena.create(max(4096, layout.size_bytes))
     segments = RegionMappings(BACKEND.open_handle)
     try:
@@ -71,7 +71,7 @@ def computed(layout: TensorLayout, tensors: Arrays, order: list[int] | None) -> 
     st.randoms(use_true_random=False),
 )
 @QUICK
-def test_shares_give_the_definition_in_any_order(
+def test_partial_sums_match_the_reference_in_any_order(
     conv: Any, operation: str, count: int, dtype: str, shuffled: random.Random
 ) -> None:
     case = FROM_CONV[operation]("random", conv)
@@ -113,8 +113,8 @@ def test_the_epilogue_applies_once_to_the_whole_sum(seed: int, case: Case, dtype
         gate(found["grad_weight"], longer, case.id)
 
 
-def test_sums_of_16_bit_shares_round_once() -> None:
-    """Shares of 256 and 3 in bfloat16, one by one, would stay 256."""
+def test_sums_of_16_bit_outputs_round_once() -> None:
+    """Adding ones to 256 in bfloat16 one at a time would stay at 256."""
     bf16 = DTYPES["bfloat16"]
     fields = {
         "input": np.ones((4, 1, 1), bf16),
@@ -128,10 +128,10 @@ def test_sums_of_16_bit_shares_round_once() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_what_is_not_finite_stays_so(dtype: str) -> None:
+def test_non_finite_values_propagate(dtype: str) -> None:
     images, grad = IMAGES.astype(dtype), np.abs(GRAD).astype(dtype) + DTYPES[dtype].type(0.1)
     images[:, 0] = 1
-    images[0, 0, 7, 7], images[23, 0, 7, 7] = np.inf, -np.inf  # of different parts
+    images[0, 0, 7, 7], images[23, 0, 7, 7] = np.inf, -np.inf  # in different parts
     images[:, 1] = 0
     images[5, 1, 7, 7] = np.inf
     cut = problem(
@@ -144,45 +144,47 @@ def test_what_is_not_finite_stays_so(dtype: str) -> None:
     assert np.isfinite(found[:, 2]).all()
 
 
-def test_what_overflows_float16_is_an_infinity() -> None:
+def test_float16_overflow_is_infinity() -> None:
     ones = np.full((8, 1, 16, 16), 8, np.float16)
     cut = problem("grouped_conv_bwd_weight", input=ones, grad_output=ones, weight_size=(1, 1))
     tensors = {"input": ones, "grad_output": ones}
     found = computed(tensor_layout_of(cut, (), 8), tensors, list(range(8)))["grad_weight"]
-    assert np.isposinf(found).all()  # 131,072, of which no part has more than 16,384
+    assert np.isposinf(found).all()  # 131,072, from parts of at most 16,384
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_a_sum_is_cut_where_adding_up_costs_less_than_is_gained(
+def test_sums_are_split_only_if_it_saves_time(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert parts.cut_of(problem()) == (4, None)
-    assert parts.cut_of(problem("conv_backward", **BACKWARD)).parts > 2
+    assert parts.partition_of(problem()) == (4, None)
+    assert parts.partition_of(problem("conv_backward", **BACKWARD)).parts > 2
     wide = {**FIELDS, "grad_output": np.zeros((24, 4, 8, 8), np.float32), "weight_size": (9, 9)}
-    cut = parts.cut_of(problem("grouped_conv_bwd_weight", **wide, stride=1))
+    cut = parts.partition_of(problem("grouped_conv_bwd_weight", **wide, stride=1))
     assert cut.parts == 1
-    assert "adding up" in (cut.why_not or "")
-    few = parts.cut_of(problem("grouped_conv_bwd_weight", **{**FIELDS, "input": IMAGES[:2],
+    assert "adding up" in (cut.reason or "")
+    few = parts.partition_of(problem("grouped_conv_bwd_weight", **{**FIELDS, "input": IMAGES[:2],
                                                              "grad_output": GRAD[:2]}))  # fmt: skip
     assert few.parts == 1
-    assert "no two parts" in (few.why_not or "")
+    assert "less than 2 x" in (few.reason or "")
     asked = problem("grouped_conv_bwd_weight", **FIELDS, split_k=2)
-    assert parts.cut_of(asked) == (1, "split_k says in how many parts it is to be added up")
+    assert parts.partition_of(asked) == (1, "split_k sets the number of partial sums")
     with caplog.at_level("DEBUG", "convgrad.parts"):
-        assert parts.parts_of(asked) == 1
-    assert "computed whole: split_k says" in caplog.text
+        assert parts.count_parts(asked) == 1
+    assert "not split: split_k sets" in caplog.text
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_another_process_cuts_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = tensor_layout_of(problem())
+def test_other_processes_use_the_layouts_number_of_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = tensor_layout_of(problem())
     monkeypatch.setattr(parts, "PART_BYTES", 2**30)
-    forget_sizes()
-    found = told.unpacked().text
+    clear_layout_cache()
+    found = original.unpack().packed
     assert tensor_layout_of(problem()).sizes.parts == 1
     from convgrad_service.engine.memory.tensor_layout import PackedTensorLayout
 
-    unpacked = PackedTensorLayout(found).unpacked()
-    assert unpacked.sizes.parts == told.sizes.parts == 4
-    assert unpacked.shares == told.shares
-    assert unpacked.size_bytes == told.size_bytes
+    unpacked = PackedTensorLayout(found).unpack()
+    assert unpacked.sizes.parts == original.sizes.parts == 4
+    assert unpacked.partial_sums == original.partial_sums
+    assert unpacked.size_bytes == original.size_bytes

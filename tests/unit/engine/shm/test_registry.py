@@ -1,4 +1,4 @@
-"""Shared-memory regions: who may name what, what unregistering waits for, what truncation does."""
+"""Shared-memory regions: ownership, unregistration, and truncated files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from convgrad.dtypes import DType
 from convgrad.errors import InvalidProblem, MalformedRequest, NotFound, Overloaded
 from convgrad_service.engine.shm.mappings import RegionMappings
-from convgrad_service.engine.shm.registry import InRegion, RegionInfo, RegionPart, RegionRegistry
+from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionRegistry, RegionSlice
 from convgrad_service.problems.base import TensorSpec
 from tests.support.fake_backends import Zeros
 
@@ -47,24 +47,22 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), 10))
 
 
-def test_what_is_registered_is_listed_for_its_owner_alone(
-    regions: RegionRegistry, key: str
-) -> None:
+def test_regions_are_listed_for_their_owner_only(regions: RegionRegistry, key: str) -> None:
     mine = RegionInfo("a", key, PAGE, 100)
     regions.register("me", mine)
     regions.register("you", RegionInfo("a", key, 0, 4 * PAGE))
-    assert regions.listed("me", "") == regions.listed("me", "a") == [mine]
-    assert regions.listed("her", "") == []
+    assert regions.list_regions("me", "") == regions.list_regions("me", "a") == [mine]
+    assert regions.list_regions("her", "") == []
     with pytest.raises(NotFound, match='no region "b"'):
-        regions.listed("me", "b")
+        regions.list_regions("me", "b")
     with pytest.raises(MalformedRequest, match='"a" is registered already'):
         regions.register("me", mine)
     with pytest.raises(NotFound):
-        regions.use([RegionPart("her", "a", 0, 1)])
+        regions.acquire([RegionPart("her", "a", 0, 1)])
 
     async def test() -> None:
         await regions.unregister("me", "")
-        assert len(regions.listed("you", "")) == 1
+        assert len(regions.list_regions("you", "")) == 1
         await regions.unregister("me", "a")  # again
         regions.register("me", mine)
 
@@ -87,9 +85,7 @@ def test_what_is_registered_is_listed_for_its_owner_alone(
         ("convgrad-not-there", "cannot be opened: No such file"),
     ],
 )
-def test_a_key_names_one_file_that_is_there(
-    regions: RegionRegistry, bad: str, sentence: str
-) -> None:
+def test_invalid_keys_are_refused(regions: RegionRegistry, bad: str, sentence: str) -> None:
     with pytest.raises(MalformedRequest, match=sentence):
         regions.register("", RegionInfo("a", bad, 0, 1))
     assert len(regions) == 0
@@ -113,7 +109,7 @@ def test_only_plain_files_are_opened(regions: RegionRegistry, key: str) -> None:
 @pytest.mark.parametrize(
     ("offset", "size"), [(0, 0), (0, 4 * PAGE + 1), (4 * PAGE, 1), (PAGE, 4 * PAGE), (0, 2**62)]
 )
-def test_a_region_lies_within_its_file(
+def test_regions_outside_their_file_are_refused(
     regions: RegionRegistry, key: str, offset: int, size: int
 ) -> None:
     with pytest.raises(MalformedRequest, match=f"has {4 * PAGE:,} bytes"):
@@ -124,41 +120,41 @@ def test_a_region_lies_within_its_file(
 def _target(path: Path) -> Path:
     try:
         return path.readlink()
-    except FileNotFoundError:  # the descriptor that listed the folder
+    except FileNotFoundError:  # the descriptor of iterdir itself
         return path
 
 
-def test_a_use_lies_within_its_region(regions: RegionRegistry, key: str) -> None:
+def test_parts_outside_their_region_are_refused(regions: RegionRegistry, key: str) -> None:
     regions.register("", RegionInfo("a", key, PAGE, 100))
-    (place,) = regions.use([RegionPart("", "a", 10, 90)])
+    (place,) = regions.acquire([RegionPart("", "a", 10, 90)])
     assert place.offset == PAGE + 10
     with pytest.raises(InvalidProblem, match="bytes 10 to 101"):
-        regions.use([RegionPart("", "a", 10, 91)])
+        regions.acquire([RegionPart("", "a", 10, 91)])
     os.truncate(SHM / key[1:], PAGE)
     with pytest.raises(InvalidProblem, match="shorter than when it was registered"):
-        regions.use([RegionPart("", "a", 0, 1)])
+        regions.acquire([RegionPart("", "a", 0, 1)])
     regions.release([place])
 
 
-def test_there_are_only_so_many(regions: RegionRegistry, key: str) -> None:
+def test_number_of_regions_is_limited(regions: RegionRegistry, key: str) -> None:
     for name in "abc":
         regions.register("", RegionInfo(name, key, 0, 1))
     with pytest.raises(Overloaded, match="3 regions are registered"):
         regions.register("", RegionInfo("d", key, 0, 1))
 
 
-def test_unregistering_waits_for_what_is_in_flight(regions: RegionRegistry, key: str) -> None:
+def test_unregister_waits_for_requests_in_flight(regions: RegionRegistry, key: str) -> None:
     forgotten: list[int] = []
-    regions.forgotten.append(forgotten.append)
+    regions.on_closed.append(forgotten.append)
     regions.register("", RegionInfo("a", key, 0, PAGE))
 
     async def test() -> None:
         part = RegionPart("", "a", 0, 1)
-        places = regions.use([part, part])
+        places = regions.acquire([part, part])
         leaving = [asyncio.create_task(regions.unregister("", "a")) for _ in range(2)]
         await asyncio.sleep(0.01)
         with pytest.raises(NotFound):
-            regions.use([part])
+            regions.acquire([part])
         with pytest.raises(MalformedRequest, match="registered already"):
             regions.register("", RegionInfo("a", key, 0, PAGE))
         regions.release(places[:1])
@@ -167,44 +163,44 @@ def test_unregistering_waits_for_what_is_in_flight(regions: RegionRegistry, key:
         assert not forgotten
         regions.release(places[1:])
         await asyncio.gather(*leaving)
-        assert forgotten == [places[0].file]
+        assert forgotten == [places[0].region]
         regions.register("", RegionInfo("a", key, 0, PAGE))
 
     run(test)
 
 
-def test_a_name_may_go_once_it_is_registered(regions: RegionRegistry, key: str) -> None:
+def test_file_may_be_unlinked_after_registration(regions: RegionRegistry, key: str) -> None:
     regions.register("", RegionInfo("a", key, 0, PAGE))
     (SHM / key[1:]).unlink()
-    (place,) = regions.use([RegionPart("", "a", 8, 8)])
-    segments = RegionMappings(Zeros().open_handle)
-    segments.open(place.file, regions.descriptor(place.file))
-    array = segments.array(place, TensorSpec((2,), DType.FLOAT32))
+    (place,) = regions.acquire([RegionPart("", "a", 8, 8)])
+    mappings = RegionMappings(Zeros().open_handle)
+    mappings.open(place.region, regions.descriptor(place.region))
+    array = mappings.array(place, TensorSpec((2,), DType.FLOAT32))
     array[:] = (1, 2)
-    assert os.pread(regions.descriptor(place.file), 8, 8) == array.tobytes()
-    segments.check([place.file])
+    assert os.pread(regions.descriptor(place.region), 8, 8) == array.tobytes()
+    mappings.check([place.region])
     regions.release([place])
 
 
-def test_a_shortened_file_reads_as_zeros_and_is_told(regions: RegionRegistry, key: str) -> None:
+def test_truncated_file_reads_as_zeros_and_is_detected(regions: RegionRegistry, key: str) -> None:
     regions.register("", RegionInfo("a", key, 0, 4 * PAGE))
-    (place,) = regions.use([RegionPart("", "a", 0, 4 * PAGE)])
-    segments = RegionMappings(Zeros().open_handle)
-    segments.open(place.file, regions.descriptor(place.file))
-    array = segments.array(place, TensorSpec((PAGE,), DType.FLOAT32))
+    (place,) = regions.acquire([RegionPart("", "a", 0, 4 * PAGE)])
+    mappings = RegionMappings(Zeros().open_handle)
+    mappings.open(place.region, regions.descriptor(place.region))
+    array = mappings.array(place, TensorSpec((PAGE,), DType.FLOAT32))
     array[:] = 1
-    segments.check([place.file])
+    mappings.check([place.region])
     os.truncate(SHM / key[1:], 2 * PAGE)
-    assert array.sum() == PAGE // 2  # and this process goes on
+    assert array.sum() == PAGE // 2  # and this process has survived
     array[-1] = 5
     with pytest.raises(InvalidProblem, match="register it again"):
-        segments.check([place.file])
-    other = InRegion(place.file, 3 * PAGE)
-    assert not segments.array(other, TensorSpec((4,), DType.FLOAT32)).any()
+        mappings.check([place.region])
+    other = RegionSlice(place.region, 3 * PAGE)
+    assert not mappings.array(other, TensorSpec((4,), DType.FLOAT32)).any()
     regions.release([place])
 
 
-def test_a_bus_error_elsewhere_still_ends_the_process() -> None:
+def test_bus_error_elsewhere_still_kills_the_process() -> None:
     code = """
 import ctypes, mmap, os, sys
 from convgrad_service.backends.cpu.guard import Guard
@@ -228,7 +224,7 @@ memory[0]
     assert done.returncode == -signal.SIGBUS
 
 
-def test_a_device_is_told_of_memory_before_it_is_used_and_before_it_goes(
+def test_adopter_is_called_before_first_use_and_before_unmapping(
     regions: RegionRegistry, key: str
 ) -> None:
     class Adopter:
@@ -242,15 +238,15 @@ def test_a_device_is_told_of_memory_before_it_is_used_and_before_it_goes(
             del self.held[address]
 
     adopter = Adopter()
-    segments = RegionMappings(Zeros().open_handle, adopter)
+    mappings = RegionMappings(Zeros().open_handle, adopter)
     regions.register("", RegionInfo("a", key, 0, PAGE))
-    (place,) = regions.use([RegionPart("", "a", 0, 4)])
-    segments.open(place.file, regions.descriptor(place.file))
-    segments.open(place.file, regions.descriptor(place.file))  # again: it is there
-    array = segments.array(place, TensorSpec((1,), DType.FLOAT32))
+    (place,) = regions.acquire([RegionPart("", "a", 0, 4)])
+    mappings.open(place.region, regions.descriptor(place.region))
+    mappings.open(place.region, regions.descriptor(place.region))  # a second open does nothing
+    array = mappings.array(place, TensorSpec((1,), DType.FLOAT32))
     assert adopter.held == {array.ctypes.data: 4 * PAGE}
-    segments.close(place.file)
-    assert adopter.held  # a kernel may be at it still
+    mappings.close(place.region)
+    assert adopter.held  # a kernel may still use it
     del array
     assert not adopter.held
     regions.release([place])

@@ -1,4 +1,4 @@
-"""Stored tensors: names and owners, the budget, the time, and what is in flight meanwhile."""
+"""Stored tensors: names, owners, budget, expiry, and use while dropped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest, NotFound, Overloaded, ProblemTooLarge
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.shm import stored as stored_module
-from convgrad_service.engine.shm.registry import InRegion, RegionRegistry
+from convgrad_service.engine.shm.registry import RegionRegistry, RegionSlice
 from convgrad_service.engine.shm.stored import TensorStore
 from convgrad_service.problems.base import TensorSpec
 
@@ -51,18 +51,18 @@ def _open_files() -> set[str]:
 def _target(path: Path) -> Path | None:
     try:
         return path.readlink()
-    except FileNotFoundError:  # the descriptor that listed the folder
+    except FileNotFoundError:  # the descriptor of iterdir itself
         return None
 
 
 def kept(stored: TensorStore, owner: str, name: str, lives_s: float | None = None) -> None:
-    stored.commit(owner, stored.make({name: SPEC}, lives_s))
+    stored.commit(owner, stored.allocate({name: SPEC}, lives_s))
 
 
-def test_what_was_written_is_read() -> None:
+def test_write_then_read() -> None:
     async def test(stored: TensorStore, regions: RegionRegistry, arena: Arena) -> None:
         arena.array(4096, SPEC)[:] = np.arange(6).reshape(2, 3)
-        made = stored.make({"w": SPEC}, None)
+        made = stored.allocate({"w": SPEC}, None)
         await stored.write(made["w"], 4096)
         with pytest.raises(NotFound, match='no stored tensor "w"'):
             stored.find("me", ["w"])
@@ -73,38 +73,38 @@ def test_what_was_written_is_read() -> None:
         np.testing.assert_array_equal(arena.array(8192, SPEC), arena.array(4096, SPEC))
         with pytest.raises(NotFound):
             stored.find("you", ["w"])
-        assert [info.name for info in stored.listed("me")] == ["w"]
-        assert stored.listed("you") == []
-        assert len(regions) == 0  # of those that clients have registered
+        assert [info.name for info in stored.list_tensors("me")] == ["w"]
+        assert stored.list_tensors("you") == []
+        assert len(regions) == 0  # stored tensors do not count
 
     run(test)
 
 
-def test_a_name_given_again_is_the_new_tensors() -> None:
+def test_storing_a_name_again_replaces_the_tensor() -> None:
     async def test(stored: TensorStore, regions: RegionRegistry, arena: Arena) -> None:
         kept(stored, "", "w")
         before = stored.find("", ["w"])["w"]
-        places = regions.use([before.part])
+        places = regions.acquire([before.part])
         kept(stored, "", "w")
         assert stored.find("", ["w"])["w"].part != before.part
-        assert stored.used_bytes == 2 * SPEC.size_bytes  # the first is in use still
+        assert stored.used_bytes == 2 * SPEC.size_bytes  # the first is still in use
         regions.release(places)
         assert stored.used_bytes == SPEC.size_bytes
 
     run(test)
 
 
-def test_the_budget_is_kept() -> None:
+def test_budget_is_enforced() -> None:
     async def test(stored: TensorStore, regions: RegionRegistry, arena: Arena) -> None:
         for name in "abcd":
             kept(stored, "", name)
         with pytest.raises(
             Overloaded, match="hold 96 of 100 bytes, and these need 24 more"
-        ) as told:
+        ) as caught:
             kept(stored, "", "e")
-        assert 1 <= (told.value.retry_after_s or 0) <= 60
+        assert 1 <= (caught.value.retry_after_s or 0) <= 60
         with pytest.raises(ProblemTooLarge, match="keeps at most 100"):
-            stored.make({"x": TensorSpec((26,), DType.FLOAT32)}, None)
+            stored.allocate({"x": TensorSpec((26,), DType.FLOAT32)}, None)
         stored.drop("", "a")
         kept(stored, "", "e")
         with pytest.raises(NotFound):
@@ -113,9 +113,9 @@ def test_the_budget_is_kept() -> None:
     run(test)
 
 
-def test_what_is_never_committed_is_given_back() -> None:
+def test_abandoned_tensors_are_freed() -> None:
     async def test(stored: TensorStore, regions: RegionRegistry, arena: Arena) -> None:
-        made = stored.make({"a": SPEC, "b": SPEC}, None)
+        made = stored.allocate({"a": SPEC, "b": SPEC}, None)
         assert stored.used_bytes == 2 * SPEC.size_bytes
         stored.abandon(made.values())
         stored.abandon(made.values())
@@ -126,7 +126,7 @@ def test_what_is_never_committed_is_given_back() -> None:
     run(test)
 
 
-def test_time_ends_and_begins_anew_with_each_use() -> None:
+def test_tensors_expire_after_their_last_use() -> None:
     async def test(stored: TensorStore, regions: RegionRegistry, arena: Arena) -> None:
         kept(stored, "", "used", 50)
         kept(stored, "", "idle", 0.2)
@@ -136,81 +136,81 @@ def test_time_ends_and_begins_anew_with_each_use() -> None:
                 await asyncio.sleep(0.01)
         with pytest.raises(NotFound):
             stored.find("", ["idle"])
-        used, long = stored.listed("")
+        used, long = stored.list_tensors("")
         assert used.name == "used"
         assert used.expires_in_s < 49.9
         assert long.expires_in_s <= 60
         stored.find("", ["used"])
-        anew, _ = stored.listed("")
+        anew, _ = stored.list_tensors("")
         assert used.expires_in_s < anew.expires_in_s <= 50
 
     run(test)
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "-x", "a/b", "a b", "ä", "x" * 129, "a\n"])
-def test_names(name: str) -> None:
+def test_invalid_names_are_refused(name: str) -> None:
     async def test(stored: TensorStore, regions: RegionRegistry, arena: Arena) -> None:
         with pytest.raises(MalformedRequest, match="cannot be called"):
-            stored.make({name: SPEC}, None)
+            stored.allocate({name: SPEC}, None)
         assert stored.used_bytes == 0
 
     run(test)
 
 
-def test_files_cannot_be_shortened() -> None:
+def test_files_are_sealed_against_truncation() -> None:
     async def test(stored: TensorStore, regions: RegionRegistry, arena: Arena) -> None:
-        made: dict[str, Any] = stored.make({"a": SPEC}, None)
-        (place,) = regions.use(list(made.values()))
+        made: dict[str, Any] = stored.allocate({"a": SPEC}, None)
+        (place,) = regions.acquire(list(made.values()))
         with pytest.raises(PermissionError):
-            os.ftruncate(regions.descriptor(place.file), 0)
+            os.ftruncate(regions.descriptor(place.region), 0)
         regions.release([place])
 
     run(test)
 
 
-def place(stored: TensorStore, regions: RegionRegistry, name: str) -> InRegion:
-    """Where a tensor lies now."""
-    (found,) = regions.use([stored.find("", [name])[name].part])
+def place(stored: TensorStore, regions: RegionRegistry, name: str) -> RegionSlice:
+    """Return the slice of a stored tensor."""
+    (found,) = regions.acquire([stored.find("", [name])[name].part])
     regions.release([found])
     return found
 
 
-def test_the_file_of_a_dropped_tensor_serves_the_next_of_its_size() -> None:
+def test_file_of_a_dropped_tensor_is_reused_for_the_same_size() -> None:
     async def test(stored: TensorStore, regions: RegionRegistry, arena: Arena) -> None:
         forgotten: list[int] = []
-        regions.forgotten.append(forgotten.append)
+        regions.on_closed.append(forgotten.append)
         kept(stored, "", "a")
         first = place(stored, regions, "a")
         stored.drop("", "a")
         assert stored.used_bytes == 0
         kept(stored, "", "b")
         second = place(stored, regions, "b")
-        # Workers have it mapped still; what they keep on a device is of another version.
-        assert (second.file, second.version) == (first.file, first.version + 1)
-        assert second.kept
+        # Workers still have it mapped; copies on a device are recognized by their version.
+        assert (second.region, second.version) == (first.region, first.version + 1)
+        assert second.stored
         assert not forgotten
-        # One that is in use while it is dropped is kept for others when it is not any more.
-        held = regions.use([stored.find("", ["b"])["b"].part])
+        # A tensor dropped while in use becomes a spare once it is unused.
+        held = regions.acquire([stored.find("", ["b"])["b"].part])
         stored.drop("", "b")
         kept(stored, "", "c")
-        assert place(stored, regions, "c").file != first.file
+        assert place(stored, regions, "c").region != first.region
         regions.release(held)
         kept(stored, "", "d")
-        assert place(stored, regions, "d").file == first.file
+        assert place(stored, regions, "d").region == first.region
 
     run(test)
 
 
-def test_spare_files_give_way_to_the_budget() -> None:
+def test_spare_files_are_closed_when_the_budget_is_needed() -> None:
     async def test(stored: TensorStore, regions: RegionRegistry, arena: Arena) -> None:
         forgotten: list[int] = []
-        regions.forgotten.append(forgotten.append)
+        regions.on_closed.append(forgotten.append)
         for name in "abcd":
             kept(stored, "", name)
         for name in "abcd":
             stored.drop("", name)
         assert not forgotten
-        stored.make({"x": TensorSpec((20,), DType.FLOAT32)}, None)  # 80 of 100 bytes
+        stored.allocate({"x": TensorSpec((20,), DType.FLOAT32)}, None)  # 80 of 100 bytes
         assert len(forgotten) == 4
         assert stored.used_bytes == 80
 

@@ -1,4 +1,4 @@
-"""Requests counted as plain numbers give the series that Prometheus' own client would."""
+"""Request metrics give the same series as Prometheus' own client."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECONDS = (
 
 
 def samples(registry: CollectorRegistry, *names: str) -> dict[str, float]:
-    """The lines of some metrics, by name and labels."""
+    """Return the samples of some metrics, by name and labels."""
     lines = generate_latest(registry).decode().splitlines()
     return {
         line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
@@ -26,7 +26,7 @@ def samples(registry: CollectorRegistry, *names: str) -> dict[str, float]:
     }
 
 
-def test_they_are_what_the_library_counts(seed: int) -> None:
+def test_series_match_prometheus_client(seed: int) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     tallies = RequestMetrics()
     ours.register(tallies)
@@ -47,7 +47,7 @@ def test_they_are_what_the_library_counts(seed: int) -> None:
             draw.choice(["http", "grpc"]),
         )
         code = draw.choice(["ok", "overloaded"])
-        # On a bound, between two, and beyond the last.
+        # On a bucket's bound, between two, and beyond the last.
         spent_s = draw.choice([*SECONDS, draw.expovariate(10), 1e3])
         queue_s = draw.expovariate(100)
         size = draw.randrange(10**6)
@@ -85,7 +85,7 @@ def test_they_are_what_the_library_counts(seed: int) -> None:
 
 
 def test_every_code_has_a_series_from_the_start() -> None:
-    """Else the first internal error would be the beginning of a series and no increase."""
+    """Otherwise the first error would start a series, which rate() does not count."""
     registry, metrics = CollectorRegistry(), RequestMetrics()
     registry.register(metrics)
     found = samples(registry, "convgrad_requests_by_code_total")

@@ -1,4 +1,4 @@
-"""Which problems are computed by the process that was asked, and that nothing else differs."""
+"""Which problems run inline, with the same results as in a worker."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from convgrad_service.engine.embedded import embedded_hub
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, tensor_layout_of
 from convgrad_service.engine.options import EngineOptions
-from convgrad_service.engine.scheduling.scheduler import Task
-from convgrad_service.engine.shm.registry import InRegion
+from convgrad_service.engine.scheduling.task import Task
+from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.engine.workers.execute import Job
 from convgrad_service.engine.workers.inline_executor import InlineBackend, InlineExecutor
 from convgrad_service.problems import problem_from
@@ -47,20 +47,20 @@ def arranged(name: str, fields: Mapping[str, Any], shared: tuple[str, ...] = ())
 
 @contextmanager
 def inline_executor(
-    beside: Callable[[], Zeros] = Sums,
+    backend: Callable[[], Zeros] = Sums,
     name: str = "sums",
     files: Mapping[int, int] = MappingProxyType({}),
 ) -> Iterator[tuple[Hub, InlineExecutor]]:
-    """Beside a hub whose workers run a backend of the name "sums"."""
+    """Make an executor next to a hub whose workers run a backend named "sums"."""
     options = EngineOptions(tensor_bytes=10**6, text_bytes=10**5)
     hub = embedded_hub(Sums(), options)
-    yield hub, InlineExecutor(hub, InlineBackend(name, beside), files.__getitem__)
+    yield hub, InlineExecutor(hub, InlineBackend(name, backend), files.__getitem__)
     hub.close()
     assert hub.memory.used_bytes == 0
 
 
 def run(test: Callable[[], None]) -> None:
-    """In a loop, whose thread the hub is for."""
+    """Run a scenario on an event loop, which the hub needs."""
 
     async def inside() -> None:
         test()
@@ -68,19 +68,19 @@ def run(test: Callable[[], None]) -> None:
     asyncio.run(inside())
 
 
-def test_what_a_worker_has_computed_in_no_time_is_computed_here() -> None:
+def test_layouts_that_a_worker_computed_fast_run_inline() -> None:
     def test() -> None:
-        with inline_executor() as (hub, here):
+        with inline_executor() as (hub, executor):
             layout = arranged("maxpool2d_fwd", POOL)
-            lease = hub.take(layout.size_bytes)
+            lease = hub.try_reserve(layout.size_bytes)
             assert lease is not None
             given, made = layout.inputs[0], layout.outputs[0]
             assert given.offset is not None
             assert made.offset is not None
             hub.arena.array(lease.offset + given.offset, given.spec)[...] = ARRAY
-            assert here.computed(layout, lease.offset) is None  # no worker has
-            here.learn(layout, 1e-6)
-            finished = here.computed(layout, lease.offset)
+            assert executor.try_run(layout, lease.offset) is None  # no worker has computed it
+            executor.learn(layout, 1e-6)
+            finished = executor.try_run(layout, lease.offset)
             assert finished is not None
             assert finished.kernel == "zeros"
             found = hub.arena.array(lease.offset + made.offset, made.spec)
@@ -91,24 +91,24 @@ def test_what_a_worker_has_computed_in_no_time_is_computed_here() -> None:
 
 
 class Slow(Sums):
-    """Says that it takes longer than a worker does."""
+    """Reports times longer than a worker's."""
 
     def run(self, *arguments: Any) -> Outcome:
         return replace(super().run(*arguments), compute_s=1e-3)
 
 
-def test_what_takes_long_goes_back_to_workers() -> None:
+def test_slow_layouts_return_to_workers() -> None:
     def test() -> None:
-        with inline_executor(Slow) as (_, here):
+        with inline_executor(Slow) as (_, executor):
             layout = arranged("maxpool2d_fwd", POOL)
-            here.learn(layout, 1e-3)
-            assert here.computed(layout, 0) is None  # it takes a worker long
-            here.learn(layout, 1e-6)
+            executor.learn(layout, 1e-3)
+            assert executor.try_run(layout, 0) is None  # a worker took long
+            executor.learn(layout, 1e-6)
             tries = 0
-            while here.computed(layout, 0) is not None:
+            while executor.try_run(layout, 0) is not None:
                 tries += 1
-                here.learn(layout, 1e-6)
-            assert tries > 1  # once proves nothing on a busy machine
+                executor.learn(layout, 1e-6)
+            assert tries > 1  # a single run proves nothing on a busy machine
 
     run(test)
 
@@ -121,29 +121,29 @@ def test_what_takes_long_goes_back_to_workers() -> None:
     ],
     ids=["its data names elements", "it is large"],
 )
-def test_what_is_always_a_workers(name: str, fields: Mapping[str, Any]) -> None:
+def test_large_or_indexed_problems_never_run_inline(name: str, fields: Mapping[str, Any]) -> None:
     def test() -> None:
-        with inline_executor() as (_, here):
+        with inline_executor() as (_, executor):
             layout = arranged(name, fields)
-            here.learn(layout, 1e-6)
-            assert here.computed(layout, 0) is None
+            executor.learn(layout, 1e-6)
+            assert executor.try_run(layout, 0) is None
 
     run(test)
 
 
-def test_where_workers_compute_with_something_else_all_is_theirs() -> None:
+def test_nothing_runs_inline_if_workers_use_another_backend() -> None:
     def test() -> None:
-        with inline_executor(name="cpu") as (_, here):
+        with inline_executor(name="cpu") as (_, executor):
             layout = arranged("maxpool2d_fwd", POOL)
-            here.learn(layout, 1e-6)
-            assert here.computed(layout, 0) is None
+            executor.learn(layout, 1e-6)
+            assert executor.try_run(layout, 0) is None
 
     run(test)
 
 
 @pytest.fixture
 def file() -> Iterator[Callable[[bytes], int]]:
-    """Makes a file of these bytes."""
+    """Return a function that creates a file with given bytes."""
     made: list[int] = []
 
     def make(data: bytes) -> int:
@@ -156,19 +156,19 @@ def file() -> Iterator[Callable[[bytes], int]]:
         os.close(descriptor)
 
 
-SHARED = InRegion(1, 0), InRegion(2, 8)
+SHARED = RegionSlice(1, 0), RegionSlice(2, 8)
 
 
-def test_shared_memory_is_read_and_written_where_it_was_asked_for(
+def test_shared_memory_is_read_and_written_at_its_offsets(
     file: Callable[[bytes], int],
 ) -> None:
     files = {1: file(ARRAY.tobytes()), 2: file(bytes(32))}
 
     def test() -> None:
-        with inline_executor(files=files) as (_, here):
+        with inline_executor(files=files) as (_, executor):
             layout = arranged("maxpool2d_fwd", POOL, ("input", "output"))
-            here.learn(layout, 1e-6)
-            assert here.computed(layout, 0, SHARED) is not None
+            executor.learn(layout, 1e-6)
+            assert executor.try_run(layout, 0, SHARED) is not None
 
     run(test)
     found = np.frombuffer(os.pread(files[2], 32, 0), np.float32)
@@ -176,41 +176,44 @@ def test_shared_memory_is_read_and_written_where_it_was_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("kept_bytes", "beside", "sentence"),
+    ("kept_bytes", "backend", "sentence"),
     [
         (40, Sums, "has been shortened"),
         (64, lambda: Failing(InvalidProblem("this is wrong")), "this is wrong"),
     ],
     ids=["its file was cut off", "the backend refuses it"],
 )
-def test_what_goes_wrong_is_an_error_of_its_request(
-    file: Callable[[bytes], int], kept_bytes: int, beside: Callable[[], Zeros], sentence: str
+def test_errors_are_raised_to_the_request(
+    file: Callable[[bytes], int], kept_bytes: int, backend: Callable[[], Zeros], sentence: str
 ) -> None:
     files = {1: file(ARRAY.tobytes()[:kept_bytes]), 2: file(bytes(32))}
 
     def test() -> None:
-        with inline_executor(beside, files=files) as (_, here):  # where at the end nothing is held
+        with inline_executor(backend, files=files) as (
+            _,
+            executor,
+        ):  # regions are not released here
             layout = arranged("maxpool2d_fwd", POOL, ("input", "output"))
-            here.learn(layout, 1e-6)
+            executor.learn(layout, 1e-6)
             with pytest.raises(InvalidProblem, match=sentence):
-                here.computed(layout, 0, SHARED)
+                executor.try_run(layout, 0, SHARED)
 
     run(test)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="of Linux")
-def test_a_result_for_which_there_is_no_room_is_an_error_of_its_request(
+def test_full_file_system_is_an_error_of_the_request(
     file: Callable[[bytes], int],
 ) -> None:
-    full = os.open("/dev/full", os.O_RDWR)  # as /dev/shm may be, where a client's file has holes
+    full = os.open("/dev/full", os.O_RDWR)  # like /dev/shm, if a client's file is sparse
     files = {1: file(ARRAY.tobytes()), 2: full}
 
     def test() -> None:
-        with inline_executor(files=files) as (_, here):
+        with inline_executor(files=files) as (_, executor):
             layout = arranged("maxpool2d_fwd", POOL, ("input", "output"))
-            here.learn(layout, 1e-6)
+            executor.learn(layout, 1e-6)
             with pytest.raises(InvalidProblem, match="has been shortened"):
-                here.computed(layout, 0, SHARED)
+                executor.try_run(layout, 0, SHARED)
 
     try:
         run(test)
@@ -218,30 +221,30 @@ def test_a_result_for_which_there_is_no_room_is_an_error_of_its_request(
         os.close(full)
 
 
-def test_what_examines_another_problem_is_for_workers() -> None:
+def test_examinations_never_run_inline() -> None:
     def test() -> None:
-        with inline_executor() as (_, here):
+        with inline_executor() as (_, executor):
             plan = PLANS["conv_fwd"]
             request = validate(plan.request, plan.example)
             layout = tensor_layout_of(problem_from(plan.name, request))
-            here.learn(layout, 1e-6)
-            assert here.computed(layout, 0) is None
+            executor.learn(layout, 1e-6)
+            assert executor.try_run(layout, 0) is None
 
     run(test)
 
 
-def test_nothing_is_computed_here_beside_a_timing() -> None:
+def test_nothing_runs_inline_during_a_timing() -> None:
     def test() -> None:
-        with inline_executor() as (hub, here):
+        with inline_executor() as (hub, executor):
             layout = arranged("maxpool2d_fwd", POOL)
-            here.learn(layout, 1e-6)
-            assert here.computed(layout, 0) is not None
-            (worker,) = hub.schedule._running
+            executor.learn(layout, 1e-6)
+            assert executor.try_run(layout, 0) is not None
+            (worker,) = hub.scheduler._running
             timing = Task(Job.of(layout, 0, ())._replace(lane=Lane.ALONE), 0.0, large=True)
-            hub.schedule._running[worker].append(timing)
+            hub.scheduler._running[worker].append(timing)
             assert hub.status.timing
-            assert here.computed(layout, 0) is None
-            hub.schedule._running[worker].remove(timing)
-            assert here.computed(layout, 0) is not None
+            assert executor.try_run(layout, 0) is None
+            hub.scheduler._running[worker].remove(timing)
+            assert executor.try_run(layout, 0) is not None
 
     run(test)

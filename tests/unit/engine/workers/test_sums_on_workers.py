@@ -1,4 +1,4 @@
-"""Sums over parts on several workers: added up at the end, and what of that may go wrong."""
+"""Sums over parts on several workers, and their failures."""
 
 from __future__ import annotations
 
@@ -13,35 +13,34 @@ from convgrad.contract.base import validate
 from convgrad.errors import DeadlineExceeded, InvalidProblem
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.engine.deadline import Deadline
-from convgrad_service.engine.embedded import embedded_hub
-from convgrad_service.engine.limits import Limits
+from convgrad_service.engine.embedded import ThreadWorker, embedded_hub
 from convgrad_service.engine.memory.tensor_layout import tensor_layout_of
-from convgrad_service.engine.options import EngineOptions
+from convgrad_service.engine.options import EngineOptions, Limits
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import ComputeRequest, Decoded
 from convgrad_service.engine.scheduling import partition as parts
-from convgrad_service.engine.scheduling.finished import Finished
-from convgrad_service.engine.telemetry.timing import Timings
-from convgrad_service.engine.workers.thread_worker import ThreadWorker
+from convgrad_service.engine.scheduling.partition import JobResult
+from convgrad_service.engine.telemetry.record import Timings
 from convgrad_service.problems import run_in_pieces
 from tests.support.fake_backends import Gated
-from tests.support.in_memory import answer, kept
+from tests.support.in_memory import answer, begun, kept
 from tests.support.numerics.arrays import Arrays
 from tests.support.numerics.bounds import assert_same_bits
+from tests.support.scheduling import Recorder
 from tests.support.split_sums import BACKWARD, FIELDS, problem
 
 BACKEND = CpuBackend(threads=1)
-DONE = Finished("k", 1.0, 1, 0, 0.0, 0.0)
+DONE = JobResult("k", 1.0, 1, 0, 0.0, 0.0)
 
 
 class Plane(Pipeline):
-    """A dataplane with an engine of workers inside, each with its own backend."""
+    """A pipeline on an embedded engine with several workers, each with its own backend."""
 
     def __init__(self, *backends: Gated) -> None:
         self.hub = embedded_hub(backends[0], EngineOptions(10**7, 10**5, slots=1, max_queue=2))
         hub = self.hub
         for backend in backends[1:]:
-            hub.schedule.add(ThreadWorker(backend, hub.arena, hub.regions, 1, hub.schedule))
+            hub.scheduler.add(ThreadWorker(backend, hub.arena, hub.regions, 1, hub.scheduler))
         super().__init__(hub, limits=Limits())
 
 
@@ -59,7 +58,7 @@ def in_parts(fields: Any, operation: str = "grouped_conv_bwd_weight") -> Arrays:
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("devices", [1, 2, 3])
-def test_the_number_of_devices_changes_no_bit(devices: int) -> None:
+def test_result_does_not_depend_on_the_number_of_devices(devices: int) -> None:
     async def scenario() -> None:
         backends = [Gated(open_from_start=True) for _ in range(devices)]
         plane = Plane(*backends)
@@ -76,7 +75,7 @@ def test_the_number_of_devices_changes_no_bit(devices: int) -> None:
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_whichever_device_is_first_the_bits_are_the_same() -> None:
+def test_result_does_not_depend_on_completion_order() -> None:
     async def scenario() -> None:
         wanted = in_parts(FIELDS)["grad_weight"]
         for first in (0, 1):
@@ -92,20 +91,20 @@ def test_whichever_device_is_first_the_bits_are_the_same() -> None:
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_the_data_s_gradient_may_leave_before_the_weight_s_is_added_up() -> None:
+def test_data_gradient_streams_before_weight_gradient_is_added_up() -> None:
     async def scenario() -> None:
         backend = Gated()
         plane = Plane(backend)
         wanted = in_parts(BACKWARD, "conv_backward")
         call = called("conv_backward")
-        async with plane.begin(call, lambda: Decoded(BACKWARD)) as work:
+        async with begun(plane, call, lambda: Decoded(BACKWARD)) as work:
             await work.fill(work.request.tensors())
             backend.gate.release()
             result = await work.compute(streamed=True)
             progress = result.progress
             assert progress is not None
             cut = problem("conv_backward", **BACKWARD)
-            pieces = len(parts.pieces_of(cut, parts.parts_of(cut)))
+            pieces = len(parts.pieces_of(cut, parts.count_parts(cut)))
             one_sample = wanted["grad_input"][0].nbytes
             assert progress.final_bytes("grad_input") == 24 // pieces * one_sample
             assert progress.final_bytes("grad_weight") == 0
@@ -121,10 +120,10 @@ def test_the_data_s_gradient_may_leave_before_the_weight_s_is_added_up() -> None
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_nothing_of_a_sum_alone_leaves_early() -> None:
+def test_sums_are_not_streamed() -> None:
     async def scenario() -> None:
         plane = Plane(Gated(open_from_start=True))
-        async with plane.begin(called(), lambda: Decoded(FIELDS)) as work:
+        async with begun(plane, called(), lambda: Decoded(FIELDS)) as work:
             await work.fill(work.request.tensors())
             result = await work.compute(streamed=True)
             assert result.progress is None
@@ -133,36 +132,19 @@ def test_nothing_of_a_sum_alone_leaves_early() -> None:
     asyncio.run(scenario())
 
 
-class Mortal:
-    """A worker of which the test decides when it is done, and with what."""
-
-    device = 0
-
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
-        self.held: list[Any] = []
-        self.cancelled: list[Any] = []
-
-    def start(self, task: Any) -> None:
-        self.held.append(task)
-
-    def cancel(self, task: Any) -> None:
-        self.cancelled.append(task)
-
-
-def _with(plane: Plane, worker: Mortal) -> None:
-    (only,) = plane.hub.schedule._running
-    plane.hub.schedule.lost(only)
-    plane.hub.schedule.add(worker)
+def _with(plane: Plane, worker: Recorder) -> None:
+    (only,) = plane.hub.scheduler._running
+    plane.hub.scheduler.lost(only)
+    plane.hub.scheduler.add(worker)
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_what_adds_up_waits_for_all_and_runs_again_where_its_worker_dies() -> None:
+def test_last_task_waits_for_all_and_survives_a_worker_death() -> None:
     async def scenario() -> None:
         plane = Plane(Gated())
-        schedule, dying = plane.hub.schedule, Mortal(9)
+        schedule, dying = plane.hub.scheduler, Recorder(9)
         _with(plane, dying)
-        async with plane.begin(called(), lambda: Decoded(FIELDS)) as work:
+        async with begun(plane, called(), lambda: Decoded(FIELDS)) as work:
             await work.fill(work.request.tensors())
             computing = asyncio.ensure_future(work.compute())
             await _until(lambda: len(dying.held) == 4)
@@ -170,12 +152,12 @@ def test_what_adds_up_waits_for_all_and_runs_again_where_its_worker_dies() -> No
             for task in others:
                 schedule.finished(task, DONE)
             await asyncio.sleep(0.05)
-            assert len(dying.held) == 4  # one share is missing
+            assert len(dying.held) == 4  # one partial sum is missing
             schedule.finished(last, DONE)
             await _until(lambda: len(dying.held) == 5)
             assert dying.held[4].part == 4
             schedule.lost(dying)
-            fresh = Mortal(9)
+            fresh = Recorder(9)
             schedule.add(fresh)
             (again,) = fresh.held
             assert again is dying.held[4]
@@ -187,13 +169,13 @@ def test_what_adds_up_waits_for_all_and_runs_again_where_its_worker_dies() -> No
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_who_leaves_before_it_is_added_up_frees_all() -> None:
+def test_cancellation_before_the_last_task_frees_memory() -> None:
     async def scenario() -> None:
         for when in ("computing", "adding up"):
             plane = Plane(Gated())
-            schedule, worker = plane.hub.schedule, Mortal(9)
+            schedule, worker = plane.hub.scheduler, Recorder(9)
             _with(plane, worker)
-            async with plane.begin(called(), lambda: Decoded(FIELDS)) as work:
+            async with begun(plane, called(), lambda: Decoded(FIELDS)) as work:
                 await work.fill(work.request.tensors())
                 computing = asyncio.ensure_future(work.compute())
                 await _until(lambda: len(worker.held) == 4)  # noqa: B023
@@ -206,7 +188,7 @@ def test_who_leaves_before_it_is_added_up_frees_all() -> None:
                 running = [task for task in worker.held if not task.done.done()]
                 assert worker.cancelled == running
                 for task in running:
-                    schedule.finished(task, DeadlineExceeded("nobody waits"))
+                    schedule.finished(task, DeadlineExceeded("the deadline passed"))
             await _until_idle(plane)
             assert len(worker.held) == (5 if when == "adding up" else 4)
 
@@ -214,7 +196,7 @@ def test_who_leaves_before_it_is_added_up_frees_all() -> None:
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_a_share_that_fails_fails_the_sum() -> None:
+def test_failed_part_fails_the_sum() -> None:
     async def scenario() -> None:
         backend = Gated(open_from_start=True)
         backend.fail_at = 2
@@ -227,7 +209,7 @@ def test_a_share_that_fails_fails_the_sum() -> None:
 
 
 async def _until_idle(plane: Plane) -> None:
-    await _until(lambda: not (plane.hub.memory.used_bytes or plane.hub.schedule.running))
+    await _until(lambda: not (plane.hub.memory.used_bytes or plane.hub.scheduler.running))
 
 
 async def _until(condition: Any) -> None:

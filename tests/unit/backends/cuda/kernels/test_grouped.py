@@ -100,9 +100,9 @@ def test_reasons_are_given(direction: Direction) -> None:
         (work_of(direction, channels=(64, 64)), H200, "one group"),
         (few, TURING, "older than sm_80"),
         (grouped(direction, (72, 8)), H200, "more than 64"),
-        (grouped(direction, (4, 4), 3), H200, "no multiple of 8"),
+        (grouped(direction, (4, 4), 3), H200, "not a multiple of 8"),
         (grouped(direction, (64, 56)), H200, "dense"),
-        (work_of(direction, channels=(8, 8), groups=4, layout="NCHW"), H200, "side by side"),
+        (work_of(direction, channels=(8, 8), groups=4, layout="NCHW"), H200, "contiguous"),
         (replace(few, dtype=DType.FLOAT64), H200, "float64"),
     ]
     assert family.why_not(few, H200) is None

@@ -80,7 +80,7 @@ def plain(channels: int) -> Problem:
 
 def test_other_problems_are_left_to_others() -> None:
     assert "dilation" in why_not(separable(64, 64, kernel=5))
-    assert "16 bits" in why_not(separable(64, 64, dtype=DType.FLOAT32))
+    assert "16-bit" in why_not(separable(64, 64, dtype=DType.FLOAT32))
     assert "16-byte chunks" in why_not(separable(64, 67))
     assert "warpgroups" in why_not(separable(64, 64), replace(H200, capability=(8, 0)))
 

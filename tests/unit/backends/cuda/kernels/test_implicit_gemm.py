@@ -16,7 +16,7 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_model import (
 )
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import TILES, Gemm
 from convgrad_service.plans.cuda.device import H200, CudaDevice
-from convgrad_service.plans.cuda.families import LeastExpected, Overhead, choose
+from convgrad_service.plans.cuda.families import FastestExpected, Overhead, choose
 from convgrad_service.plans.cuda.program import Fragment, Launch
 from convgrad_service.plans.cuda.works import ConvWork
 from tests.perf.random_layers import random_layers
@@ -108,7 +108,7 @@ OVERHEADS = {"first": Overhead(1e-6), "second": Overhead(2e-6), "none": Overhead
     ],
 )
 def test_least_expected(first: Timed, second: Timed, winner: str) -> None:
-    both = LeastExpected([first], [second], overheads=OVERHEADS)  # type: ignore[list-item]
+    both = FastestExpected([first], [second], overheads=OVERHEADS)  # type: ignore[list-item]
     found = choose([both], pointwise(1, (64, 64), 7), H200)  # type: ignore[list-item]
     assert found.family == winner
     loser = {first.name, second.name} - {winner}
@@ -117,7 +117,9 @@ def test_least_expected(first: Timed, second: Timed, winner: str) -> None:
 
 
 def test_second_is_not_considered_where_the_first_refuses() -> None:
-    both = LeastExpected([Timed("first", 1e-6, "no")], [Timed("second", 1e-6)], overheads=OVERHEADS)  # type: ignore[list-item]
+    both = FastestExpected(
+        [Timed("first", 1e-6, "no")], [Timed("second", 1e-6)], overheads=OVERHEADS
+    )  # type: ignore[list-item]
     last = Timed("last", None)
     found = choose([both, last], pointwise(1, (64, 64), 7), H200)  # type: ignore[list-item]
     assert found.family == "last"

@@ -117,8 +117,8 @@ def test_what_depthwise_leaves_to_others() -> None:
     first = ConvBwdData(conv=conv_of(layer), dtype=DType.BFLOAT16, layout=LAYOUTS["NCHW"])
     double = ConvBwdData(conv=conv_of(layer), dtype=DType.FLOAT64, layout=LAYOUTS["NHWC"])
     for problem, reason in (
-        (odd, "97 channels are no multiple of 2"),
-        (first, "the channels do not lie side by side"),
+        (odd, "97 channels are not a multiple of 2"),
+        (first, "the channels are not contiguous"),
         (double, "float64"),
     ):
         passed_over = dict(plan_for(problem, H200, FAMILIES).passed_over)

@@ -40,7 +40,7 @@ struct ChannelSumsArgs {
 namespace {
 
 constexpr int kThreads = 256, kUnroll = 4;
-// Sums that a column ends in.
+// Sums of a column.
 constexpr int kSums = CHANNELS ? VECTOR : 1;
 
 }  // namespace

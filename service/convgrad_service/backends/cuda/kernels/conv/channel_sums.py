@@ -1,4 +1,4 @@
-"""The gradient of a bias: sums over everything but the channel."""
+"""Gradient of a bias: sums over everything but the channel (channel_sums.cu)."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = ["ChannelSumsKernel"]
 
 THREADS, WIDEST = 256, 32
 VECTOR_BYTES = 16
-# Two blocks a multiprocessor keep enough loads in flight; more leave more partial sums to add up.
+# Two blocks per SM keep enough loads in flight; more would leave more partial sums to reduce.
 BLOCKS_PER_MULTIPROCESSOR = 2
 MOST_SPLITS = 256
-# Units that a thread adds up at least, so that its block's own sums are worth their time.
+# The fewest units per thread, so that the block's reduction is amortised.
 LEAST_UNITS_A_THREAD = 4
 
 
@@ -53,7 +53,7 @@ class _View:
 
     @classmethod
     def of(cls, work: ChannelSums) -> _View:
-        """The view of a tensor whose spatial dimensions lie one inside the other."""
+        """View a tensor whose spatial dimensions are contiguous with each other."""
         n, g, k, _, _, w = work.y.strides
         pixels, samples = prod(work.output), work.batch
         channels, groups = work.conv.out_channels_per_group, work.conv.groups
@@ -100,7 +100,7 @@ class ChannelSumsKernel:
     def launches(self, work: ChannelSums, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
         view = _View.of(work)
-        # Along pixels, neighbouring threads take neighbouring vectors of one channel.
+        # Along pixels, consecutive threads take consecutive vectors of one channel.
         width = min(WIDEST, view.columns) if view.along_channels else 1
         tiles = ceil_div(view.columns, width)
         wanted = ceil_div(BLOCKS_PER_MULTIPROCESSOR * device.multiprocessors, tiles)

@@ -1,4 +1,4 @@
-// From a block's finished sums in shared memory to dense_gather.cu's results.
+// The epilogue of dense_gather.cu, from accumulators in shared memory.
 #pragma once
 
 #include "conv/dense_gather_args.cuh"
@@ -7,8 +7,8 @@
 
 namespace convgrad {
 
-// Sums of a tile lie apart by so much that neither four neighbouring pixels of eight runs and four
-// channels, nor what a warp's mma leaves, meet in a bank.
+// The pitch of a tile's sums avoids bank conflicts both for four consecutive pixels of eight runs x four
+// channels, and for a warp's mma fragments.
 template <int kPixels, int kChannels>
 struct FinishedSums {
   static constexpr int kPitch = kChannels + 8, kBytes = kPixels * (kPitch + 1) * 4;
@@ -18,19 +18,19 @@ struct FinishedSums {
   }
 };
 
-// So many results side by side, of pixels or of channels.
+// A run of consecutive results, of pixels or of channels.
 template <int kCount_, bool kOfPixels_>
 struct Run {
   static constexpr int kCount = kCount_;
   static constexpr bool kOfPixels = kOfPixels_;
 };
 
-// What a sum becomes before it is rounded. Where there is an activation, all is done at once by
-// `activate_sums`, and what follows finds nothing left to do: the code of an activation in every
-// element of a run would not fit into the instruction cache.
+// The epilogue before rounding. With an activation, `activate_sums` applies everything beforehand and
+// nothing is left to do here: an activation's code for every element of a run would not fit into the
+// instruction cache.
 template <class T>
 struct Finisher {
-  const T* accumulate;  // of this group, or null
+  const T* accumulate;  // this group's, or null
   const T* bias;        // likewise
   float alpha, beta;
 
@@ -52,7 +52,7 @@ struct Finisher {
   }
 };
 
-// All sums of a tile by kThreads threads together, in place.
+// Applies the whole epilogue to all sums of a tile, in place, by kThreads threads together.
 template <class T, int kPixels, int kChannels, int kThreads>
 __device__ __forceinline__ void activate_sums(const DenseGatherArgs& args, float* sums,
                                               const i64* result_at, int group, int first_channel) {
@@ -68,8 +68,8 @@ __device__ __forceinline__ void activate_sums(const DenseGatherArgs& args, float
   __syncthreads();
 }
 
-// Stores all results of a tile of kPixels x kChannels, in runs of neighbours, by kThreads threads
-// together. `result_at` says where a pixel's channel 0 is; negative past the last pixel.
+// Stores the kPixels x kChannels results of a tile in runs, by kThreads threads together. `result_at`
+// gives the offset of a pixel's channel 0; negative past the last pixel.
 template <class T, int kPixels, int kChannels, int kThreads, class Run>
 __device__ __forceinline__ void store_runs(const DenseGatherArgs& args, const float* sums,
                                            const i64* result_at, int group, int first_channel) {
@@ -79,11 +79,11 @@ __device__ __forceinline__ void store_runs(const DenseGatherArgs& args, const fl
   T* const y = static_cast<T*>(args.y) + group * args.y_stride[1];
   const Finisher<T> finished(args, group, args.activation != kNone);
   using Neighbours = Vector<T, kRun>;
-  // Runs of pixels are taken eight of a channel and four channels at a time: from all banks.
+  // Runs of pixels: eight of a channel and four channels at a time, from all banks.
   constexpr int kAlong = (kOfPixels ? kPixels : kChannels) / kRun;
   constexpr int kGroup = kOfPixels && kRun > 1 ? 8 : kAlong;
   constexpr int kBeside = kOfPixels && kRun > 1 ? 4 : 1;
-  // So many runs of a thread are under way together.
+  // Runs of a thread that are in flight together.
   constexpr int kBatch = kRun == 1 ? 8 : 4;
   static_assert(kPixels * kChannels / kRun % (kThreads * kBatch) == 0, "whole batches");
 #pragma unroll 1
@@ -102,7 +102,7 @@ __device__ __forceinline__ void store_runs(const DenseGatherArgs& args, const fl
       const i64 pixel_at = result_at[pixel[r]];
       at[r] = pixel_at + (first_channel + column[r]) * args.y_stride[2];
       there[r] = pixel_at >= 0 && first_channel + column[r] < args.out_channels;
-      // Pixels may go on in another row, or end.
+      // Pixels may continue in another row, or end.
       whole[r] = kRun == 1 || !kOfPixels ||
                  (result_at[pixel[r] + kRun - 1] - pixel_at == kRun - 1 &&
                   reinterpret_cast<u64>(y + at[r]) % sizeof(Neighbours) == 0);

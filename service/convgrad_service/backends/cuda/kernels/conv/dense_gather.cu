@@ -30,7 +30,7 @@ using Index = int;
 
 namespace {
 
-// A tap: where it finds what a pixel finds at offset 0, in the source and in the weight.
+// A tap: its displacement in the source and its offset in the weight.
 struct Tap {
   Index x, w;
   int number;
@@ -44,7 +44,7 @@ constexpr int kSteps = BK * static_cast<int>(sizeof(ELEMENT)) / 32;
 using TileA = Tile<ELEMENT, BM, BK, false>;
 using TileB = Choose<ACROSS, Tile<ELEMENT, BK, BN, true>, Tile<ELEMENT, BN, BK, false>>::type;
 constexpr int kRingBytes = STAGES * (TileA::kBytes + TileB::kBytes);
-// Finished sums take the place of the ring.
+// The result's staging reuses the pipeline's stages.
 using Sums = FinishedSums<BM, BN>;
 constexpr int kRoomBytes = kRingBytes > Sums::kBytes ? kRingBytes : Sums::kBytes;
 
@@ -76,8 +76,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int all_taps = phase0.taps * phase1.taps * phase2.taps, words = (all_taps + 31) / 32;
   i64* const result_at = reinterpret_cast<i64*>(base + kRoomBytes);  // negative past the end
   Tap* const tap_at = reinterpret_cast<Tap*>(result_at + BM);
-  Index* const source_at = reinterpret_cast<Index*>(tap_at + all_taps);  // of a pixel at offset 0
-  u32* const kept = reinterpret_cast<u32*>(source_at + BM);  // a bit for each tap that is left
+  Index* const source_at = reinterpret_cast<Index*>(tap_at + all_taps);  // of a pixel at displacement 0
+  u32* const kept = reinterpret_cast<u32*>(source_at + BM);  // one bit per tap that is not skipped
   u32* const meets = kept + words;                           // likewise for each pixel: [words][BM]
   auto* const flags = reinterpret_cast<ScalingFlags*>(meets + words * BM);
 
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const Index w_result = static_cast<Index>(args.w_stride[1]);
   const Index w_source = static_cast<Index>(args.w_stride[2]);
 
-  // This thread's chunks: the same column of several rows, in both operands.
+  // This thread's chunks: one chunk column, several rows, in both operands.
   constexpr int kARows = kThreads / kRowChunks, kACount = BM / kARows;
   constexpr int kBChunks = TileB::kChunks, kBRows = kThreads / kBChunks;
   constexpr int kBCount = TileB::kRows / kBRows;
@@ -190,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   Index a_from[kACount];
 #pragma unroll
   for (int i = 0; i < kACount; ++i) a_from[i] = source_at[a_row + i * kARows] + a_channel;
-  // Which of B's chunks hold result channels: all or none across, a bit a row along.
+  // Which of B's chunks hold result channels: N-major all or none, K-major one bit per row.
   const int b_left = args.out_channels - first_channel - (ACROSS ? b_chunk * kChunk : b_row);
   const Index b_step = kBRows * (ACROSS ? w_source : w_result);
 
@@ -225,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   };
   auto fetch = [](int) {};
   auto own = [&](int i) {
-    // Rows so many apart that the permutation is the same.
+    // Rows this far apart have the same swizzle.
     static_assert(kARows % 8 == 0, "whole turns of the permutation");
     const int row = b_row + (i - kACount) * kBRows;
     return i < kACount ? a_to + i * kARows * TileA::kRowBytes : TileA::kBytes + TileB::at(row, b_chunk);
@@ -247,13 +247,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       sum, shared_address(base), tiles, warp_row, warp_column, prepare, fetch, copy, own,
       flags);
 
-  // From here on what follows from the group is computed again: it would keep registers that the
-  // products need.
+  // Recomputed from here on, to save registers during the mainloop.
   const int own_group = opaque_value(static_cast<int>(blockIdx.y));
   T* const y = static_cast<T*>(args.y) + own_group * args.y_stride[1];
-  // Most results are sums that only need to be rounded: they pass through the ring as such.
+  // Plain results are rounded and pass through the stages.
   if (args.plain && args.wide_stores) {
-    // Rows a chunk apart meet in fewer banks.
+    // Padding rows by a chunk reduces bank conflicts.
     constexpr int kPitch = BM * (BN + kChunk) * sizeof(T) <= kRingBytes ? BN + kChunk : BN;
     static_assert(BM * kPitch * sizeof(T) <= kRingBytes, "a tile of results");
     T* const slab = reinterpret_cast<T*>(base);
@@ -282,8 +281,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     return;
   }
 
-  // Any other results pass through shared memory as sums, and are finished in runs of neighbours: of
-  // channels or of pixels, whichever lie side by side in the result.
+  // Other results pass through shared memory as float32 and are finished in runs of channels or pixels,
+  // whichever are contiguous in the result.
   float* const slab = reinterpret_cast<float*>(base);
 #pragma unroll
   for (int i = 0; i < kRowFragments; ++i) {

@@ -1,4 +1,4 @@
-"""A dense convolution forward or backward in its input, on tensor cores."""
+"""Dense fprop and dgrad on tensor cores by mma.sync (dense_gather.cu)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["DenseGather"]
 
-# Channels of one group on either side, where there are groups; the product of both otherwise.
+# The fewest channels per group on either side of a grouped problem; else the least product of
+# both.
 LEAST_GROUPED, LEAST_PRODUCT = 16, 64
 MAX_TAPS = 1024
 MAX_INDEX = 2**31 - 1
@@ -48,16 +49,18 @@ DenseGatherArgs = structure("conv/dense_gather.cu", "DenseGatherArgs")
 
 
 class DenseGather:
-    """fwd and bwd_data where a group's channels fill tensor-core tiles: 16 bits, float32 in TF32
-    (``precision: high``), or true float32 in three products of TF32."""
+    """fwd and bwd_data whose groups fill tensor-core tiles.
+
+    Takes 16-bit types, float32 as TF32 (``precision: high``), and float32 as three TF32 products.
+    """
 
     name = "dense_gather"
 
     def __init__(
         self, least_grouped: int = LEAST_GROUPED, least_product: int = LEAST_PRODUCT
     ) -> None:
-        """Where there are groups, the fewest channels of one on either side; where there are none,
-        the least product of both."""
+        """With groups, the fewest channels of one on either side; without, the least product of
+        both."""
         self._least_grouped = least_grouped
         self._least_product = least_product
 
@@ -89,7 +92,7 @@ class DenseGather:
     def launches(
         self, work: ConvWork, device: CudaDevice, tile: DenseTile | None = None
     ) -> Fragment:
-        """See `Family.launches`; ``tile`` where another than the chosen one is tried."""
+        """See `Family.launches`. ``tile`` overrides the chosen one."""
         backward = work.direction == "bwd_data"
         source, result = gather_sides(work)
         read, written = _channels(work)
@@ -112,7 +115,7 @@ class DenseGather:
             f"{work.prefix}weight_channels_last",
             device,
         )
-        # Offsets of positions outside the source are computed too.
+        # Offsets are computed for positions outside the source too.
         source_shape = (work.batch, work.groups, read, *(axis.x_size for axis in axes))
         weight_shape = (work.groups, work.out_channels, work.in_channels, *work.kernel)
         wide = (
@@ -191,7 +194,7 @@ class DenseGather:
         ]
 
 
-# The last ones have the registers to spare that 64-bit offsets take.
+# The last ones have registers left for 64-bit offsets.
 TILES = (
     DenseTile(128, 128, 64, 64, 128, 3, 2, flops=504e12, start_s=4.6e-6),
     DenseTile(64, 128, 32, 64, 128, 3, 3, flops=433e12, start_s=4.0e-6),
@@ -200,7 +203,7 @@ TILES = (
     DenseTile(256, 32, 64, 32, 64, 4, 2, flops=305e12, start_s=4.5e-6),
     DenseTile(128, 128, 64, 64, 64, 4, 2, flops=460e12, start_s=4.7e-6),
 )
-# Of one depth, after which sums are added up, so that all give the same bits.
+# All have the same depth of partial accumulation, so that all give the same bits.
 SPLIT_TILES = (
     DenseTile(128, 128, 32, 64, 128, 3, 1, flops=126e12, start_s=3e-6, split=True),
     DenseTile(64, 64, 32, 32, 128, 3, 2, flops=122e12, start_s=3e-6, split=True),
@@ -213,7 +216,7 @@ DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 def expected_s(
     work: ConvWork, axes: list[Axis], device: CudaDevice, wide: bool, tile: DenseTile
 ) -> float:
-    """What a tile should take."""
+    """Return the expected time of a tile, in seconds."""
     read, written = _channels(work)
     # Pixels and taps of each phase.
     phases = [
@@ -232,7 +235,7 @@ def expected_s(
 
 
 def gather_tile(work: ConvWork, axes: list[Axis], device: CudaDevice, wide: bool) -> DenseTile:
-    """The one that should take the least time. Every tile gives the same bits."""
+    """Return the tile with the least expected time. All tiles give the same bits."""
     tiles = SPLIT_TILES if splits_factors(work) else TILES
     if wide:
         return tiles[-1]
@@ -241,7 +244,7 @@ def gather_tile(work: ConvWork, axes: list[Axis], device: CudaDevice, wide: bool
 
 
 def _channels(work: ConvWork) -> tuple[int, int]:
-    """What is read and what is written, in one group."""
+    """Return the operands read and written, in one group."""
     channels = work.in_channels, work.out_channels
     return channels[::-1] if work.direction == "bwd_data" else channels
 
@@ -252,7 +255,8 @@ def _instance(tile: DenseTile, dtype: DType, backward: bool, wide: bool) -> Inst
 
 
 def shared_bytes(tile: DenseTile, axes: list[Axis], wide: bool) -> int:
-    """The ring, or the sums; two offsets a pixel and three numbers a tap; bits for both."""
+    """Bytes of shared memory: the pipeline or the sums; per pixel two offsets, per tap three
+    numbers; bits for both."""
     tap, offset = (24, 8) if wide else (12, 4)
     taps = prod(max(phase.taps for phase in axis.phases) for axis in axes)
     bits = ceil_div(taps, 32) * 4 * (1 + tile.m)
@@ -261,12 +265,12 @@ def shared_bytes(tile: DenseTile, axes: list[Axis], wide: bool) -> int:
 
 
 def _most_pixels(work: ConvWork, axes: list[Axis]) -> int:
-    """Of the largest phase."""
+    """Pixels of the largest phase."""
     return work.batch * prod(max(phase.count for phase in axis.phases) for axis in axes)
 
 
 def _last(operand: Operand, shape: tuple[int, ...]) -> int:
-    """The offset of the last element, rounded up to a whole chunk."""
+    """Offset of the last element, rounded up to a whole chunk."""
     return (
         sum((extent - 1) * stride for extent, stride in zip(shape, operand.strides, strict=True))
         + 16
@@ -286,7 +290,7 @@ def _margin(operand: Operand, axes: list[Axis]) -> int:
 
 
 def _runs_of_pixels(result: Operand, axes: list[Axis], size: tuple[int, int, int]) -> bool:
-    """Whether rows of the result, one after another without a gap, are whole runs of four."""
+    """Whether consecutive rows of the result form contiguous runs of whole groups of four."""
     if result.strides[5] != 1 or axes[2].y_step != 1:
         return False
     run = 1

@@ -23,9 +23,9 @@ struct Choose<false, A, B> {
   using type = B;
 };
 
-// Which chunk of its row a chunk is stored at. Eight neighbouring rows of one chunk, which a matrix
-// load reads, land in eight different 16-byte banks; so do the four rows x two chunks that a
-// transposing load of 32-bit elements reads one by one.
+// The swizzled position of a chunk in its row. Eight consecutive rows of one chunk, which ldmatrix reads,
+// are in eight different 16-byte banks; so are the four rows x two chunks that a transposing load of
+// 32-bit elements reads one by one.
 template <int kRowBytes, bool kWordsAcross>
 __device__ __forceinline__ int permuted(int row, int chunk) {
   if (kRowBytes == 64) return chunk ^ (row >> 1 & 3);
@@ -33,7 +33,7 @@ __device__ __forceinline__ int permuted(int row, int chunk) {
   return chunk ^ (row & 7);
 }
 
-// A tile of ROWS x COLUMNS elements in shared memory.
+// An operand tile in shared memory.
 template <class T, int kRows_, int kColumns_, bool kAcross_>
 struct Tile {
   static constexpr bool kAcross = kAcross_;
@@ -49,11 +49,10 @@ struct Tile {
   }
 };
 
-// Where this lane finds its part of the fragments from row (or column) `first` of M or N on, in step
-// 0 of a tile. A tile starts at a multiple of 128 bytes, and what steps and fragments add to the
-// number of a chunk never carries, so elsewhere it is this with some bits flipped, plus whole rows.
-// Of the four 8 x 16-byte matrices of a fragment, A's second is further along M (rows first), B's
-// further along the reduction.
+// This lane's offset in a tile for the fragments from row (or column) `first` of M or N on, at mma step
+// 0. Tiles start at multiples of 128 bytes, and what steps and fragments add to a chunk index never
+// carries, so other positions differ by an XOR, plus whole rows. The second of a fragment's four 8 x
+// 16-byte matrices follows along M for A, along K for B.
 template <class T, class Tile, bool kRowsFirst>
 __device__ __forceinline__ u32 lane_offset(int first) {
   const int lane = threadIdx.x & 31;
@@ -70,8 +69,8 @@ __device__ __forceinline__ u32 lane_offset(int first) {
   }
 }
 
-// Fragments of one step for 16 rows (or columns), the `index`-th from where `from` points in a tile.
-// Float32 is rounded to TF32, unless it will be split.
+// Loads the fragments of one mma step for 16 rows (or columns), number `index` from `from` on. float32 is
+// rounded to TF32, unless it will be split.
 template <class T, class Tile, bool kRowsFirst, bool kSplit>
 __device__ __forceinline__ void load_fragment(u32 (&to)[4], u32 from, int index, int step) {
   if constexpr (!Tile::kAcross) {
@@ -83,7 +82,7 @@ __device__ __forceinline__ void load_fragment(u32 (&to)[4], u32 from, int index,
   } else {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      // A's second register is 8 rows of M on, B's 4 of the reduction.
+      // A's second register is 8 rows of M further, B's 4 elements of K.
       const int beyond = kRowsFirst ? j & 1 : j >> 1, deeper = kRowsFirst ? j >> 1 : j & 1;
       const int chunks = index * 4 + beyond * 2;
       to[j] = ld_shared_u32((from ^ (chunks & 7) * 16) + chunks / 8 * 128 +
@@ -117,7 +116,7 @@ __device__ __forceinline__ void split(const u32 (&words)[4], u32 (&high)[4], u32
     low[i] = __float_as_uint(__uint_as_float(words[i]) - __uint_as_float(high[i]));
   }
 }
-// Two neighbouring results, rounded.
+// Two consecutive results, rounded.
 template <class T>
 __device__ __forceinline__ void store_two(T* to, float first, float second) {
   *reinterpret_cast<u32*>(to) = narrow_x2<T>(first, second);
@@ -162,8 +161,7 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
   __syncthreads();
   if constexpr (kSplit) scaling.update(flags, ring, own);
 
-  // Fragments are loaded one ahead: A by the step, B, of which there is not room for two steps, by
-  // 16 columns.
+  // Fragments are loaded one ahead: A by mma step; B, for lack of registers, by 16 columns.
   u32 a[2][kRowFragments][4], b[2][4];
   const u32 a_lane = lane_offset<T, TileA, true>(warp_row);
   const u32 b_lane = TileA::kBytes + lane_offset<T, TileB, false>(warp_column);
@@ -172,10 +170,11 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
   static_assert(kSteps % 2 == 0, "a tile starts with the first of the two");
   load_a<T, TileA, kSplit>(a[0], read + a_lane, 0);
   load_fragment<T, TileB, false, kSplit>(b[0], read + b_lane, 0, 0);
-  // Copies go in groups: each group costs some waiting, and so do addresses all at once.
+  // Copies are issued in batches: each batch costs some waiting, and so does computing all addresses at
+  // once.
   constexpr int kTurns = kSteps * kColumnPairs, kApart = kTurns / kGroups;
   constexpr int kGroup = (kCopies + kGroups - 1) / kGroups;
-  // The next tile's copies are looked at in the second half of the turns.
+  // The next tile's chunks are inspected in the second half of the steps.
   constexpr int kLookFrom = kTurns / 2, kLookTurns = kTurns - 1 - kLookFrom;
   constexpr int kLooks = (kCopies + kLookTurns - 1) / kLookTurns;
 #pragma unroll 1
@@ -215,7 +214,7 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
           cp_async_commit();
           write += kStageBytes;
           if (write == end) write = ring;
-          // The next tile has landed for everyone, and everyone has read all of this one.
+          // The next tile is complete for all threads, and all have finished reading this one.
           cp_async_wait<kStages - 2>();
           if constexpr (kSplit) scaling.apply(flags, next, own);
           __syncthreads();
@@ -225,7 +224,7 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
           load_fragment<T, TileB, false, kSplit>(b[0], read + b_lane, 0, 0);
         }
         if constexpr (kSplit) {
-          // Copies of this tile that are under way belong to no group yet, and are not waited for.
+          // This tile's copies in flight are in no group yet, and are not waited for.
           if (turn == kLookFrom) cp_async_wait<kStages - 3>();
 #pragma unroll
           for (int i = (turn - kLookFrom) * kLooks; i < (turn - kLookFrom + 1) * kLooks; ++i) {
@@ -239,7 +238,7 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
           }
           u32 b_high[4], b_low[4];
           split(b[now], b_high, b_low);
-          // The small products first, and no two of one sum one after another.
+          // The small products first, and no two products of one accumulator in succession.
 #pragma unroll
           for (int i = 0; i < kRowFragments; ++i) {
             mma<T>(part[i][pair * 2], a_low[i], b_high[0], b_high[1]);

@@ -1,4 +1,4 @@
-"""Tiles of the dense tensor-core kernels, and the time that one is expected to take."""
+"""Tile shapes of the dense mma.sync kernels and their cost model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from convgrad_service.plans.cuda.works import ConvWork
 __all__ = ["LAUNCH_S", "DenseTile", "few_terms", "splits_factors"]
 
 LAUNCH_S = 3e-6
-# Split factors err by 2^-21 of each product, float32 sums by 2^-24 for each of their terms.
+# Splitting errs by 2^-21 of each product, float32 accumulation by 2^-24 per term.
 _LEAST_TERMS = 16
-# What a multiprocessor does with one block where two would fit, and with one or two of three.
+# Throughput of an SM with one resident block where two would fit, and with one or two of three.
 _ALONE = {1: (1.0,), 2: (0.65, 1.0), 3: (0.55, 0.8, 1.0)}
-# The multiprocessors, and the shared memory of each, that the rates below were measured with.
+# The number of SMs, and the shared memory of each, for which the rates below were measured.
 _MEASURED_ON = 132
 _RESERVED_BYTES = 1024
 
@@ -55,15 +55,15 @@ class DenseTile:
 
     @property
     def flag_bytes(self) -> int:
-        """``ScalingFlags`` of core/operand_scaling.cuh, where factors are split."""
+        """Bytes of ``ScalingFlags`` (core/operand_scaling.cuh), where operands are split."""
         return 24 if self.split else 0
 
     def depth(self, dtype: DType) -> int:
-        """Elements of the reduction in a step."""
+        """Elements along K of a k-tile."""
         return self.step_bytes // dtype.itemsize
 
     def defines(self, dtype: DType, wide: bool) -> tuple[tuple[str, str], ...]:
-        """What the CUDA sources expect."""
+        """The macros of an instance."""
         return (
             ("ELEMENT", CUDA_TYPES[dtype]),
             ("WIDE", str(int(wide))),
@@ -96,7 +96,8 @@ class DenseTile:
         room = device.shared_bytes_per_multiprocessor // (shared_bytes + _RESERVED_BYTES)
         together = max(1, min(self.blocks, room))
         shares = _ALONE[self.blocks]
-        # A step holds as many bytes whatever the type, and TF32 is half as fast on half as many.
+        # A k-tile has the same bytes for every type, and TF32 is half as fast on half as many
+        # elements.
         step_flops = 2 * self.m * self.n * self.step_bytes // 2
         step_s = step_flops * self.blocks * _MEASURED_ON / self.flops + extra_s
         block_s = self.start_s + steps * step_s
@@ -107,13 +108,12 @@ class DenseTile:
 
 
 def splits_factors(work: ConvWork) -> bool:
-    """Whether each product takes three, of factors split in two: true float32."""
+    """Whether float32 is computed as three TF32 products of split operands."""
     return work.dtype is DType.FLOAT32 and work.precision != "high"
 
 
 def few_terms(work: ConvWork, terms: int) -> str | None:
-    """Why factors are not split where no sum has more than so many products; None where they are,
-    or need not be."""
+    """Return why operands are not split for sums of that many products, or None."""
     if not splits_factors(work) or terms >= _LEAST_TERMS:
         return None
     return f"float32's own sums of {terms} products may be more exact than those of split factors"

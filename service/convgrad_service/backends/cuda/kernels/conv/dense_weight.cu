@@ -54,7 +54,7 @@ struct DenseWeightArgs {
 
 namespace {
 
-// A tap of the tile: how far it shifts every pixel, in positions and in offsets of x.
+// A tap of the tile: its displacement in positions and in offsets of x.
 struct alignas(16) Shift {
   int d, h, w;
   Index x;
@@ -66,7 +66,7 @@ constexpr int kThreads = kWarps * 32;
 constexpr int kChunk = 16 / static_cast<int>(sizeof(ELEMENT));
 constexpr int kSteps = BK * static_cast<int>(sizeof(ELEMENT)) / 32;
 
-// Pixels are looked up by the batch: at least as many tiles as are under way, and whole rounds.
+// Pixels are located in batches: at least as many k-tiles as are in flight, and whole rounds.
 constexpr int kRound = kThreads >= BK ? kThreads / BK : 1;
 constexpr int kBatch = (STAGES - 2 + kRound) / kRound * kRound;
 
@@ -74,7 +74,8 @@ using TileA = Tile<ELEMENT, BK, BM, true>;
 using TileB = Tile<ELEMENT, BK, BN, true>;
 constexpr int kRingBytes = STAGES * (TileA::kBytes + TileB::kBytes);
 
-// The outputs [low, low + count) that a tap, or any tap, meets along one dimension.
+// The outputs [low, low + count) that read inside the input with one tap, or with any tap, along one
+// dimension.
 struct Span {
   int low, count;
 };
@@ -114,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const T* const x = static_cast<const T*>(args.x) + group * args.x_stride[1];
   const T* const y = static_cast<const T*>(args.y) + group * args.y_stride[1];
 
-  // This thread's chunks: the same column of several rows, in both operands. One tap in B.
+  // This thread's chunks: one chunk column, several rows, in both operands; in B they have one tap.
   constexpr int kARows = kThreads / TileA::kChunks, kACount = BK / kARows;
   constexpr int kBRows = kThreads / TileB::kChunks, kBCount = BK / kBRows;
   static_assert(kACount * kARows == BK && kBCount * kBRows == BK, "whole rounds");
@@ -128,14 +129,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int first_tap = first_column / channels;
   const int tile_taps = (min(first_column + BN, columns) - 1) / channels - first_tap + 1;
   const int b_tap = b_real ? b_column / channels - first_tap : 0;
-  Span* const span = reinterpret_cast<Span*>(base + kRingBytes);  // one a dimension
+  Span* const span = reinterpret_cast<Span*>(base + kRingBytes);  // one per dimension
   Shift* const shifts = reinterpret_cast<Shift*>(span + 4);
   // Offsets of the pixels of two batches of steps: in y, then in x for each tap; kNowhere outside.
   Index* const y_at = reinterpret_cast<Index*>(shifts + tile_taps);
   Index* const x_at = y_at + 2 * kBatch * BK;
   auto* const flags = reinterpret_cast<ScalingFlags*>(x_at + tile_taps * (2 * kBatch * BK));
 
-  // The pixels to count: all, or where the tile has one tap, those that it meets.
+  // The pixels of K: all, or if the tile has one tap, those that read inside the input.
   const bool one_tap = channels % BN == 0;
   auto tap_of = [&](int tap, int dim) {
     const int outer = tap / args.kernel[2];
@@ -163,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int tiles = static_cast<int>(all_steps * (blockIdx.z + 1) / args.splits) - first_step;
   const int end = min(static_cast<i64>(first_step + tiles) * BK, static_cast<i64>(pixels));
 
-  // A pixel at the taps' shift 0: its position in x, and its offsets in x and y.
+  // A pixel at displacement 0: its position in x, and its offsets in x and y.
   struct Place {
     int d, h, w;
     Index x, y;
@@ -207,14 +208,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const T* const x_here = x + (b_real ? b_column % channels : 0);
   const Index* const x_mine = x_at + b_tap * (2 * kBatch * BK) + b_row;
   const Index* const y_mine = y_at + a_row;
-  int slot = -1;  // of the tile among those of two batches
+  int slot = -1;  // slot of the k-tile in the two batches
   // Offsets from here on are nowhere.
   const Index a_limit = a_real ? kNowhere : 0, b_limit = b_real ? kNowhere : 0;
   Index from[kACount + kBCount];
   auto prepare = [&](int tile) {
     if (++slot == 2 * kBatch) slot = 0;
-    // All warps together note the next batch where the last one was, which a barrier lies between.
-    // The first two batches are there, and the second one is not begun before the first barrier.
+    // All warps locate the next batch in the slots of the previous one, with a barrier between. The first
+    // two batches are complete, and the second one is not used before the first barrier.
     if (tile >= kBatch && slot % kBatch == 0) {
       const int next = slot == 0 ? kBatch : 0;
       for (int i = thread; i < kBatch * BK; i += kThreads) {
@@ -250,8 +251,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const i64 group_row = static_cast<i64>(group) * args.out_channels;
   float* const partials =
       args.partials + blockIdx.z * args.groups * args.out_channels * columns_of_all;
-  // Sums of taps and channels lie side by side among partial sums, and in most results: then a
-  // column of the tile is a column there.
+  // In the partial sums, and in most results, taps and channels are contiguous: a column of the tile is a
+  // column there.
   const bool direct = channels == args.in_channels && (args.splits > 1 || args.plain);
   if (direct) {
 #pragma unroll
@@ -279,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     return;
   }
 
-  // Any other sums go one at a time, through shared memory.
+  // Otherwise element by element through shared memory.
   auto put = [&](int t, int c, int k, i64 row, float value) {
     const int t01 = t / args.kernel[2], t0 = t01 / args.kernel[1];
     const int t1 = t01 - t0 * args.kernel[1], t2 = t - t01 * args.kernel[2];
@@ -308,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       store_two(to + 8 * kSlabPitch, sum[part][j][2], sum[part][j][3]);
     }
     __syncthreads();
-    // Slab row r holds row r / 16 * WM + part * 16 + r % 16 of the tile.
+    // Row r of the staging tile holds row r / 16 * WM + part * 16 + r % 16 of the tile.
 #pragma unroll 1
     for (int i = thread; i < kSlabRows * BN; i += kThreads) {
       const int row = i / BN, k = first_row + row / 16 * WM + part * 16 + row % 16;

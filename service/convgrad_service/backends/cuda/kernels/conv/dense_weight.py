@@ -1,4 +1,4 @@
-"""The gradient of a dense convolution's weight, on tensor cores."""
+"""Dense wgrad on tensor cores by mma.sync (dense_weight.cu)."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand, contiguous_stri
 
 __all__ = ["DenseWeight", "weight_expected_s"]
 
-# Channels of one group on either side, where there are groups; else the product of output channels
-# and of taps x input channels.
+# The fewest channels per group on either side of a grouped problem; else the least product of
+# output channels and of taps x input channels.
 LEAST_GROUPED, LEAST_PRODUCT = 16, 64
 MAX_INDEX = 2**31 - 1
 SPAN_BYTES = 32
-# Of flat_sum.cu: a thread's results, threads, and the slices of a block that share many splits.
+# flat_sum.cu: results per thread, threads per block, and the most slices of a block.
 SUM_RESULTS, SUM_BLOCK, SUM_SLICES, MANY_SPLITS = 4, 256, 8, 16
 
 
@@ -55,16 +55,18 @@ FlatSumArgs = structure("core/flat_sum.cu", "FlatSumArgs")
 
 
 class DenseWeight:
-    """bwd_weight where a group's channels fill tensor-core tiles: 16 bits, float32 in TF32
-    (``precision: high``), or true float32 in three products of TF32."""
+    """bwd_weight whose groups fill tensor-core tiles.
+
+    Takes 16-bit types, float32 as TF32 (``precision: high``), and float32 as three TF32 products.
+    """
 
     name = "dense_weight"
 
     def __init__(
         self, least_grouped: int = LEAST_GROUPED, least_product: int = LEAST_PRODUCT
     ) -> None:
-        """Where there are groups, the fewest channels of one on either side; where there are none,
-        the least product of output channels and of taps x input channels."""
+        """With groups, the fewest channels of one on either side; without, the least product of
+        output channels and taps x input channels."""
         self._least_grouped = least_grouped
         self._least_product = least_product
 
@@ -94,7 +96,7 @@ class DenseWeight:
         tile: DenseTile | None = None,
         splits: int | None = None,
     ) -> Fragment:
-        """See `Family.launches`; ``tile`` and ``splits`` where others than the chosen are tried."""
+        """See `Family.launches`. ``tile`` and ``splits`` override the chosen ones."""
         x = _prepared(work, work.x, work.in_channels, work.input, "input", device)
         y = _prepared(work, work.y, work.out_channels, work.output, "grad_output", device)
         wide = any(
@@ -163,7 +165,7 @@ class DenseWeight:
 
 
 def _sum(work: ConvWork, partials: str, splits: int) -> Launch:
-    """Adds up the partial sums and finishes them."""
+    """The launch that reduces the partial sums and applies the epilogue."""
     results = work.groups * work.out_channels * work.taps * work.in_channels
     accumulate = work.accumulate
     if _in_order(work) and results % SUM_RESULTS == 0:
@@ -192,7 +194,7 @@ def _sum_instance(dtype: DType) -> Instance:
     return Instance("core/flat_sum.cu", "flat_sum", (("RESULT", CUDA_TYPES[dtype]),))
 
 
-# The last ones have the registers to spare that 64-bit offsets take.
+# The last ones have registers left for 64-bit offsets.
 TILES = (
     DenseTile(128, 128, 64, 64, 128, 3, 2, flops=400e12, start_s=1e-6),
     DenseTile(128, 256, 64, 64, 128, 3, 1, flops=450e12, start_s=2e-6),
@@ -209,17 +211,19 @@ SPLIT_TILES = (
     DenseTile(128, 64, 32, 64, 128, 3, 2, flops=116e12, start_s=3e-6, split=True),
 )
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
-# A split has at least so many steps, and partial sums take at most so much, unless asked for more.
+# The fewest k-tiles of a split, and the most bytes of partial sums, unless the caller asks for
+# more.
 LEAST_STEPS = 4
 PARTIAL_BYTES = 256 * 2**20
 MOST_WAVES = 3
 COPY_BYTES_PER_S = 3e12
-# A thread looks up one pixel at one more tap; fitted to a first layer, of 49 taps of 8 channels.
+# Clocks for a thread to locate one pixel at one more tap; fitted to a first layer of 49 taps x 8
+# channels.
 NOTING_S = 0.14e-6
 
 
 def _tiles_of(dtype: DType, split: bool, wide: bool) -> Sequence[DenseTile]:
-    """Those whose products leave no register over."""
+    """The tiles whose registers leave none for 64-bit offsets."""
     tiles = SPLIT_TILES if split else TILES
     if wide:
         return tiles[-1:]
@@ -227,14 +231,14 @@ def _tiles_of(dtype: DType, split: bool, wide: bool) -> Sequence[DenseTile]:
 
 
 def weight_expected_s(work: ConvWork, device: CudaDevice) -> float:
-    """What the chosen tile should take."""
+    """Return the expected time of the chosen tile, in seconds."""
     return _expected(work, device, False)[0]
 
 
 def _expected(work: ConvWork, device: CudaDevice, wide: bool) -> tuple[float, DenseTile, int]:
-    """The least time, the tile and the number of splits.
+    """Return the least expected time, its tile and its number of splits.
 
-    They follow from the problem and the device model alone, so equal requests give equal bits.
+    They depend on the problem and the device model only, so equal requests give equal bits.
     """
     results = work.groups * work.out_channels * work.in_channels * work.taps
     channels = _columns(work) // work.taps
@@ -245,7 +249,7 @@ def _expected(work: ConvWork, device: CudaDevice, wide: bool) -> tuple[float, De
             continue
         pixels = work.pixels
         if channels % tile.n == 0:
-            # Only those that a tap meets are counted.
+            # Only pixels that the tap reads inside the input count.
             pixels = ceil_div(pixels * work.conv.valid_flops, work.conv.flops)
         all_steps = ceil_div(pixels, tile.depth(work.dtype))
         tiles = _tiles(work, tile) * work.groups
@@ -296,7 +300,7 @@ def _columns(work: ConvWork) -> int:
 
 
 def _tiles(work: ConvWork, tile: DenseTile) -> int:
-    """Of one group and one split."""
+    """Tiles of one group and one split."""
     return ceil_div(work.out_channels, tile.m) * ceil_div(_columns(work), tile.n)
 
 
@@ -309,7 +313,8 @@ def _tile_taps(work: ConvWork, tile: DenseTile) -> int:
 
 
 def _shared_bytes(work: ConvWork, tile: DenseTile, wide: bool) -> int:
-    """The ring, a shift for each tap of a tile, and a pixel's offsets in y and at each tap in x."""
+    """Bytes of shared memory: the pipeline, a shift per tap of a tile, and a pixel's offsets in y
+    and per tap in x."""
     taps = _tile_taps(work, tile)
     shift, offset = (32, 8) if wide else (16, 4)
     depth = tile.depth(work.dtype)
@@ -320,10 +325,10 @@ def _shared_bytes(work: ConvWork, tile: DenseTile, wide: bool) -> int:
 
 
 def _least_terms(work: ConvWork) -> int:
-    """The fewest products that one result sums, where it sums any."""
+    """The fewest products of any result that has products."""
 
     def meets(dim: int, tap: int) -> int:
-        """How many outputs a tap meets along one dimension."""
+        """Number of outputs that a tap contributes to along one dimension."""
         first = tap * work.dilation[dim] - work.pad[dim]
         low = max(0, ceil_div(-first, work.stride[dim]))
         high = min(work.output[dim], (work.input[dim] - 1 - first) // work.stride[dim] + 1)
@@ -339,20 +344,20 @@ def _partial_bytes(work: ConvWork) -> int:
 
 
 def _in_order(work: ConvWork) -> bool:
-    """Whether the result lies as partial sums do: (G, K, T, R, S, C), row by row."""
+    """Whether the result has the partial sums' layout: (G, K, T, R, S, C), contiguous."""
     shape = (work.groups, work.out_channels, *work.kernel, work.in_channels)
     strides = zip(shape, _channel_last(work.w).strides, contiguous_strides(shape), strict=True)
     return all(stride == wanted for extent, stride, wanted in strides if extent > 1)
 
 
 def _channel_last(operand: Operand) -> Operand:
-    """A weight's view as the partial sums are ordered: (G, K, T, R, S, C)."""
+    """A weight's strides in the order of the partial sums: (G, K, T, R, S, C)."""
     g, k, c, t, r, s = operand.strides
     return Operand(operand.buffer, operand.dtype, (g, k, t, r, s, c))
 
 
 def _last(operand: Operand, shape: tuple[int, ...]) -> int:
-    """The offset of the last element, rounded up to a whole chunk."""
+    """Offset of the last element, rounded up to a whole chunk."""
     return (
         sum((extent - 1) * stride for extent, stride in zip(shape, operand.strides, strict=True))
         + 16

@@ -1,4 +1,4 @@
-"""The gradient of a first layer's input, on tensor cores: few input channels, any kernel width."""
+"""dgrad of a first layer (few input channels, any kernel width) by mma.sync (first_data.cu)."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ STEP_BYTES = 32
 # Of a row of sums, that a 16-bit offset reaches.
 MOST_SUMS = 2**16
 MAX_OFFSET = 2**31 - 1
-# Rows of a kernel that an instance has sums for, and for which numbers of steps along the channels
-# a warp keeps their weights in registers.
+# Kernel rows that an instance has accumulators for, and the numbers of channel steps for which a
+# warp keeps their weights in registers.
 RESIDENT = {1: (), 3: (2, 4, 8), 5: (4,), 7: (2, 4)}
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
-# Products of 16 x 8 that a multiprocessor does in a clock, and clocks that a row of y costs a block
-# beside them: what the cuts are weighed with.
+# Cost model of the partitions: 16 x 8 mma per SM and clock, and clocks per row of y and block
+# besides.
 PRODUCTS_PER_CLOCK, ROW_CLOCKS = 0.7, 500
 
 
@@ -44,8 +44,8 @@ FirstDataArgs = structure("conv/first_data.cu", "FirstDataArgs")
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How x is cut into blocks: warps along W, positions and segments along W, rows and segments
-    along H."""
+    """How x is partitioned into blocks: warps along W, positions and segments along W, rows and
+    segments along H."""
 
     warp_rows: int
     segment: int
@@ -60,7 +60,7 @@ class FirstData:
     name = "first_data"
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`. Judged by what a cut along N, D or H does not change."""
+        """See `Family.why_not`. Independent of what a split along N, D or H changes."""
         reason = why_not_first(work, device)
         if reason is not None:
             return reason
@@ -82,7 +82,7 @@ class FirstData:
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
-        """See `Family.launches`; ``cut`` where another than the chosen one is tried."""
+        """See `Family.launches`. ``cut`` overrides the chosen one."""
         y = prepare_activation(
             work.y,
             work.batch,
@@ -141,7 +141,7 @@ def _rows(work: ConvWork) -> int:
 
 
 def _resident(work: ConvWork) -> int | None:
-    """For how many steps weights stay in registers; None where they do not."""
+    """Return for how many steps weights stay in registers, or None."""
     needed = ceil_div(work.out_channels * work.dtype.itemsize, STEP_BYTES)
     fitting = [depth for depth in RESIDENT[_rows(work)] if depth >= needed]
     if work.dtype.itemsize > 2 or work.kernel[0] > 1 or not fitting:
@@ -154,7 +154,8 @@ def _steps(work: ConvWork) -> int:
 
 
 def _shared_bytes(work: ConvWork, warp_rows: int, segment: int) -> int:
-    """The ring, the weights, two sets of finished rows, and a place for each position of x."""
+    """Bytes of shared memory: the pipeline, the weights, two sets of finished rows, a table entry
+    per position of x."""
     tiles, steps, positions = column_tiles(work), _steps(work), warp_rows * 32
     ring = STAGES * positions * (2 * steps + 1) * CHUNK_BYTES
     weights = steps * STEP_BYTES * ((work.kernel[0] * _rows(work) * tiles) | 1) * 8
@@ -163,13 +164,13 @@ def _shared_bytes(work: ConvWork, warp_rows: int, segment: int) -> int:
 
 
 def _cuts(work: ConvWork, device: CudaDevice) -> list[Cut]:
-    """Those that fit."""
+    """Yield the partitions that fit."""
     tiles, stride, pad = column_tiles(work), work.stride, work.pad
     rows = (work.input[1] - 1 + pad[1]) // stride[1] - pad[1] // stride[1] + 1
     found = []
     for warp_rows in range(1, MOST_WARPS // tiles + 1):
         positions = 32 * warp_rows
-        # So many positions of x are met by that many of y.
+        # Positions of y that contribute to so many of x.
         longest = positions * stride[2] - work.kernel[2] + 1
         if work.output[2] <= positions:
             longest = work.input[2]
@@ -192,7 +193,7 @@ def _blocks(work: ConvWork, cut: Cut) -> int:
 
 
 def _expected_clocks(work: ConvWork, cut: Cut, device: CudaDevice) -> float:
-    """Of all waves of blocks."""
+    """Clocks over all waves of blocks."""
     tiles, blocks = column_tiles(work), _blocks(work, cut)
     threads = 32 * tiles * cut.warp_rows
     shared = _shared_bytes(work, cut.warp_rows, cut.segment)
@@ -201,7 +202,7 @@ def _expected_clocks(work: ConvWork, cut: Cut, device: CudaDevice) -> float:
     taps = ceil_div(work.kernel[0], work.stride[0])
     products = cut.warp_rows * 2 * tiles * _rows(work) * _steps(work) * taps
     row = max(together * products / PRODUCTS_PER_CLOCK, products / PRODUCTS_PER_CLOCK + ROW_CLOCKS)
-    # Rows that only lead to the first of a segment, and the start.
+    # Rows that only precede the first of a segment, and start-up.
     walked = cut.segment_rows + (work.kernel[1] - 1) // work.stride[1] + 3
     return ceil_div(blocks, device.multiprocessors * together) * walked * row
 

@@ -1,4 +1,4 @@
-"""A first layer forward, on tensor cores: few input channels."""
+"""fprop of a first layer (few input channels) by mma.sync (first_forward.cu)."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from convgrad_service.plans.cuda.works import ConvWork
 __all__ = ["FirstForward"]
 
 CHANNELS = 32
-"""Of a warp, and so many positions."""
+"""Channels of a warp, and positions."""
 MOST_WARP_CHANNELS = 4
 MOST_TILES = 256
-# Pairs of columns' tiles whose weights a warp keeps in registers, by instance.
+# Pairs of column tiles whose weights a warp keeps in registers, per instance.
 RESIDENT = (4, 11)
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 
@@ -114,12 +114,12 @@ class FirstForward:
 
 
 def _plain(work: ConvWork) -> bool:
-    """Whether the result is the sum, with the bias if there is one."""
+    """Whether the result is the sum, plus the bias if there is one."""
     return work.alpha == 1.0 and work.accumulate is None and work.activation == "none"
 
 
 def _pairs(work: ConvWork) -> int:
-    """Products along K for one tap along D: two tiles of columns each, of 32-bit types one."""
+    """mma steps along K per tap along D: two column tiles each, one for 32-bit types."""
     return ceil_div(work.kernel[1] * column_tiles(work), 2 if work.dtype.itemsize == 2 else 1)
 
 
@@ -135,14 +135,14 @@ def _resident(work: ConvWork, device: CudaDevice) -> int | None:
 
 
 def _weight_bytes(work: ConvWork, warp_channels: int) -> int:
-    """A row of shared memory for each channel, with what keeps neighbours in different banks."""
+    """Bytes of a channel's row of weights in shared memory, padded against bank conflicts."""
     columns = work.kernel[0] * _pairs(work)
     row = columns * 32 + 16 if work.dtype.itemsize == 4 else (columns * 2 | 1) * 16
     return warp_channels * CHANNELS * row
 
 
 def _cut(work: ConvWork, device: CudaDevice) -> Cut | None:
-    """The largest units that fit, None where none does."""
+    """Return the largest units that fit, or None."""
     rows = work.kernel[1]
     for warp_channels in range(min(MOST_WARP_CHANNELS, ceil_div(work.out_channels, 32)), 0, -1):
         places = MOST_WARPS // warp_channels

@@ -19,7 +19,7 @@ struct FirstGroupsArgs {
   const void* w;
   void* x;
   const void* accumulate;  // like x, or null
-  const void* bias;        // one for each channel of x, or null
+  const void* bias;        // one per channel of x, or null
   i64 y_stride[6];         // N G C D H W, in elements
   i64 x_stride[6];
   i64 w_stride[6];  // G K C T R S
@@ -41,8 +41,8 @@ struct FirstGroupsArgs {
   int first_tap;
   int taps;  // steps along W
   int warp_groups;
-  int positions;     // of y, that a block's groups meet
-  int row_segments;  // along H
+  int positions;     // positions of y that a block's groups read
+  int row_segments;  // row segments along H
   int segment_rows;  // rows of y that a segment moves on by
   int segments;      // along W
 };

@@ -1,4 +1,4 @@
-"""The gradient of a first layer's input, several positions at a time, in common shapes."""
+"""dgrad of a first layer by groups of positions, for common shapes (first_groups.cu)."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ __all__ = ["Cut", "FirstGroups", "FirstGroupsArgs", "groups_args", "why_not_grou
 
 MOST_WARPS = 8
 MAX_OFFSET = 2**31 - 1
-# What the cuts are weighed with: products of 16 x 8 that a multiprocessor does in a clock, clocks
-# that a row of y costs a block beside them, and clocks that a block takes to start.
+# Cost model of the partitions: 16 x 8 mma per SM and clock, clocks per row of y and block
+# besides, and clocks to start a block.
 PRODUCTS_PER_CLOCK, ROW_CLOCKS, START_CLOCKS = 0.55, 800, 8000
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Kernel rows of one class, steps along W, steps of 16 channels and tiles of 8 columns whose
-    weights a warp keeps in registers; blocks on a multiprocessor."""
+    """An instance: kernel rows of one residue, steps along W, steps of 16 channels and tiles of 8
+    columns whose weights a warp keeps in registers; blocks per SM."""
 
     slots: int
     taps: int
@@ -47,7 +47,7 @@ class Shape:
 
     @property
     def products(self) -> int:
-        """For 16 groups and one row of y, in one class."""
+        """mma for 16 groups and one row of y, in one residue."""
         return self.slots * self.taps * self.steps * self.tiles
 
 
@@ -63,8 +63,7 @@ SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Positions of a group, those of y from one group to the next, and its first and number of
-    steps."""
+    """Positions of a group, positions of y between groups, and the first step and their number."""
 
     group: int
     hop: int
@@ -75,7 +74,7 @@ class Grouping:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Warps along W, rows of y that a block moves on by, and such segments."""
+    """Warps along W, rows of y that a block advances by, and the number of such segments."""
 
     warp_groups: int
     segment_rows: int
@@ -86,12 +85,12 @@ FirstGroupsArgs = structure("conv/first_groups.cu", "FirstGroupsArgs")
 
 
 class FirstGroups:
-    """bwd_data of first layers in 16 bits, where one of ``SHAPES`` fits."""
+    """bwd_data of first layers in 16-bit types, where one of ``SHAPES`` fits."""
 
     name = "first_groups"
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`. Judged by what a cut along N, D or H does not change."""
+        """See `Family.why_not`. Independent of what a split along N, D or H changes."""
         reason = why_not_groups(work, device)
         if reason is not None:
             return reason
@@ -107,7 +106,7 @@ class FirstGroups:
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
-        """See `Family.launches`; ``cut`` where another than the chosen one is tried."""
+        """See `Family.launches`. ``cut`` overrides the chosen one."""
         grouping = _grouping(work, device)
         if grouping is None:
             raise ValueError("no grouping of positions fits")
@@ -154,7 +153,7 @@ class FirstGroups:
 def why_not_groups(
     work: ConvWork, device: CudaDevice, dtypes: tuple[DType, ...] = DTYPES
 ) -> str | None:
-    """Why a convolution's gradient is not taken by groups of positions, whatever the kernel."""
+    """Return why dgrad is not computed by groups of positions, for any kernel, or None."""
     reason = why_not_first(work, device, exact=DType.FLOAT32 in dtypes)
     if reason is not None:
         return reason
@@ -169,7 +168,7 @@ def why_not_groups(
 
 
 def groups_args(args: Any, work: ConvWork, y: Operand, group: int, cut: Cut) -> None:
-    """What the work alone says, and its cut along H."""
+    """The argument's fields that depend on the work and its partition along H."""
     args.y_stride[:], args.x_stride[:] = y.strides, work.x.strides
     args.w_stride[:] = work.w.strides
     args.alpha, args.beta = work.alpha, work.beta
@@ -184,7 +183,7 @@ def groups_args(args: Any, work: ConvWork, y: Operand, group: int, cut: Cut) -> 
 
 
 def _grouping(work: ConvWork, device: CudaDevice) -> Grouping | None:
-    """The one with the fewest products for a position, None where none fits."""
+    """Return the shape with the fewest mma per position, or None."""
     stride, pad, taps = work.stride[2], work.pad[2], work.kernel[2]
     steps = ceil_div(work.out_channels, 16)
     slots = ceil_div(work.kernel[1], work.stride[1])
@@ -206,8 +205,11 @@ def _grouping(work: ConvWork, device: CudaDevice) -> Grouping | None:
 
 
 def _plain(work: ConvWork, group: int) -> int:
-    """1 where the sums are the result, 2 where neighbouring columns are neighbours in x besides, 3
-    where two of them always lie at even offsets; else 0."""
+    """Code of the epilogue.
+
+    1 where the sums are the result, 2 where adjacent columns are also adjacent in x, 3 where two
+    of them always start at even offsets; else 0.
+    """
     if not work.epilogue_free:
         return 0
     n, _, c, d, h, w = work.x.strides
@@ -232,7 +234,7 @@ def _flat(work: ConvWork) -> bool:
 
 
 def _positions(grouping: Grouping, warp_groups: int) -> int:
-    """Of y, that the groups of a block meet."""
+    """Positions of y that a block's groups read."""
     return (warp_groups * 32 - 1) * grouping.hop + grouping.taps
 
 
@@ -241,7 +243,7 @@ def _segments(work: ConvWork, grouping: Grouping, warp_groups: int) -> int:
 
 
 def _shared_bytes(work: ConvWork, grouping: Grouping, warp_groups: int) -> int:
-    """The ring and the weights."""
+    """Bytes of shared memory: the pipeline and the weights."""
     shape = grouping.shape
     ring = STAGES * _positions(grouping, warp_groups) * (2 * shape.steps + 1) * CHUNK_BYTES
     weights = work.out_channels * work.taps * work.in_channels * work.dtype.itemsize
@@ -255,7 +257,7 @@ def _blocks(work: ConvWork, grouping: Grouping, cut: Cut) -> int:
 
 
 def _cut(work: ConvWork, grouping: Grouping, device: CudaDevice) -> Cut | None:
-    """The one that should take the least time, None where none fits."""
+    """Return the partition with the least expected time, or None."""
     stride, pad = work.stride[1], work.pad[1]
     rows = (work.input[1] - 1 + pad) // stride - pad // stride + 1
     best: tuple[float, Cut] | None = None
@@ -279,7 +281,7 @@ def _cut(work: ConvWork, grouping: Grouping, device: CudaDevice) -> Cut | None:
                 continue
             filled = min(together, ceil_div(blocks, device.multiprocessors))
             row = max(filled * products, products + ROW_CLOCKS)
-            # With rows that only lead to the first of a segment.
+            # With rows that only precede the first of a segment.
             walked = segment_rows + (work.kernel[1] - 1) // stride
             waves = ceil_div(blocks, device.multiprocessors * filled)
             clocks = waves * (walked * row + START_CLOCKS)

@@ -1,4 +1,4 @@
-"""The gradient of a first layer's weight, on tensor cores: few input channels."""
+"""wgrad of a first layer (few input channels) by mma.sync (first_weight.cu)."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ WARP_TILES = 6
 MOST_UNIT_ROWS = 4
 SUM_WARPS = 8
 SUM_RESULTS = 32
-# A block may count past the last one.
+# A block may count past the last unit.
 MOST_RESULTS = 2**31 - SUM_RESULTS
-# Partial sums together take at most so much, unless the caller asks for more splits.
+# The most bytes of partial sums, unless the caller asks for more splits.
 PARTIAL_BYTES = 256 * 2**20
-# Positions of a unit, the best first.
+# Positions of a unit, in order of preference.
 SEGMENTS = (64, 32)
-# Sixteens of channels in a block.
+# Units of 16 channels per block.
 ROWS = (2, 4)
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 
@@ -61,7 +61,7 @@ FirstSumArgs = structure("conv/first_sum.cu", "FirstSumArgs")
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Sixteens of channels and kernel rows of a block, warps along columns; rows and positions of a
+    """Units of 16 channels and kernel rows of a block, warps along columns; rows and positions of a
     unit."""
 
     sixteens: int
@@ -89,7 +89,7 @@ class FirstWeight:
         return reason
 
     def launches(self, work: ConvWork, device: CudaDevice, splits: int | None = None) -> Fragment:
-        """See `Family.launches`; ``splits`` where another number than the chosen one is tried."""
+        """See `Family.launches`. ``splits`` overrides the chosen number."""
         cut = _cut(work, device)
         if cut is None:
             raise ValueError("windows of a row do not fit into shared memory")
@@ -145,7 +145,7 @@ class FirstWeight:
 
 
 def _along_w(work: ConvWork) -> bool:
-    """Whether grad_output's rows are read as they lie: channels first, in whole chunks."""
+    """Whether grad_output's rows are read directly: channels first, in whole chunks."""
     extents = (work.batch, 1, work.out_channels, *work.output)
     return work.y.strides[2] != 1 and in_whole_chunks(work.y, extents, 5)
 
@@ -160,10 +160,10 @@ def _results(work: ConvWork) -> int:
 
 
 def _cut(work: ConvWork, device: CudaDevice) -> Cut | None:
-    """The largest units that fit, None where none does."""
+    """Return the largest units that fit, or None."""
     tiles = column_tiles(work)
     rows = min(work.kernel[1], MOST_WARPS * WARP_TILES // tiles)
-    # As many in each group.
+    # The same number in each group.
     rows = ceil_div(work.kernel[1], ceil_div(work.kernel[1], rows))
     sixteens = ROWS[0] if work.out_channels <= 16 * ROWS[0] else ROWS[1]
     warp_columns = ceil_div(rows * tiles, WARP_TILES)
@@ -190,9 +190,9 @@ def _y_bytes(work: ConvWork, sixteens: int, unit_rows: int, segment: int) -> int
 
 
 def _splits(work: ConvWork, units: int, parts: int, cut: Cut, device: CudaDevice) -> int:
-    """As many as fill the device once, where a split is ``parts`` blocks.
+    """The number of splits that fills the device once, where a split is ``parts`` blocks.
 
-    Follows from the problem and the device model alone, so equal requests give equal bits.
+    It depends on the problem and the device model only, so equal requests give equal bits.
     """
     if work.split_k is not None:
         return min(work.split_k, units, MAX_BLOCKS // parts)
@@ -202,14 +202,14 @@ def _splits(work: ConvWork, units: int, parts: int, cut: Cut, device: CudaDevice
 
 
 def why_not_summed(work: ConvWork) -> str | None:
-    """Why `first_sum` cannot add up the results; None where it can."""
+    """Return why `first_sum` cannot reduce the partial sums, or None."""
     if _results(work) > MOST_RESULTS:
         return f"{_results(work)} results are more than {MOST_RESULTS}"
     return None
 
 
 def first_sum(work: ConvWork, partials: str, splits: int, device: CudaDevice) -> Launch:
-    """Adds up the partial sums and finishes them."""
+    """The launch that reduces the partial sums and applies the epilogue."""
     _, k, c, *kernel = work.w.strides
     args = FirstSumArgs()
     args.extent[:] = (work.out_channels, *work.kernel, work.in_channels)
@@ -226,7 +226,7 @@ def first_sum(work: ConvWork, partials: str, splits: int, device: CudaDevice) ->
 
 
 def first_sum_instances() -> Iterable[Instance]:
-    """By the type of the result."""
+    """One instance per result type."""
     return map(_sum_instance, DTYPES)
 
 

@@ -16,28 +16,28 @@
 namespace convgrad {
 
 struct WindowArgs {
-  i64 x_end;  // one beyond the last element of x
+  i64 x_end;  // one past the last element of x
   int channels;
   int x_size[3];
   int y_size[3];
   int kernel[3];
   int stride[3];
   int pad[3];
-  int column_tiles;  // of a kernel row
-  int rows;          // kernel rows of a block, at most
+  int column_tiles;  // column tiles of a kernel row
+  int rows;          // the most kernel rows of a block
   int unit_rows;
   int segment;  // 32 or 64
   int segments;
   int row_units;  // units along H
   int units;
-  int row_words;  // of shared memory, for a row of x as it comes
+  int row_words;  // words of shared memory for a row of x as loaded
 };
 
-// Where a unit is in x and y, for one tap along D.
+// The coordinates of a unit in x and y, for one tap along D.
 struct Unit {
   int n, z, d, q0, width, p0, h0;
-  bool inside;  // whether the tap meets x
-  bool fresh;   // whether it shares no rows of x with the one before
+  bool inside;  // whether the tap reads inside x
+  bool fresh;   // whether it shares no rows of x with the previous unit
 };
 
 template <class T>
@@ -53,7 +53,7 @@ struct Windows {
   char* windows;
   char* raws;
 
-  // Rows of x that a unit meets, and those that the next one down adds.
+  // Rows of x that a unit reads, and those that the next one down adds.
   __device__ __forceinline__ int met() const {
     return args.stride[1] * (args.unit_rows - 1) + rows;
   }
@@ -66,7 +66,7 @@ struct Windows {
   __device__ __forceinline__ u32 raw_bytes() const {
     return (args.stride[1] * (args.unit_rows - 1) + args.rows) * args.row_words * 4;
   }
-  // Of the ring, in the largest block.
+  // Rows of the windows' ring, for the largest block.
   __device__ __forceinline__ u32 ring_bytes() const {
     return (args.stride[1] * (2 * args.unit_rows - 1) + args.rows) * row_bytes();
   }
@@ -90,7 +90,7 @@ struct Windows {
   __device__ __forceinline__ i64 row_of(const Unit& unit, int h) const {
     return unit.n * stride[0] + unit.d * stride[3] + h * stride[4];
   }
-  // Of a row, where a position's window begins; may be outside.
+  // The first element of a position's window in a row; may be outside.
   __device__ __forceinline__ int window_at(int q) const {
     return (q * args.stride[2] - args.pad[2]) * args.channels;
   }
@@ -101,12 +101,12 @@ struct Windows {
     return unit.fresh ? 0 : met() - min(met(), ahead());
   }
 
-  // The low word of two neighbours, `shift` bits on.
+  // The low word of two adjacent words shifted right by `shift` bits.
   __device__ static __forceinline__ u32 shifted(u32 low, u32 high, u32 shift) {
     return static_cast<u32>((static_cast<u64>(high) << 32 | low) >> shift);
   }
-  // Starts the copies of a unit's new rows, a warp each: in whole chunks, so that they bring
-  // neighbours along, which nobody looks at.
+  // Starts the copies of a unit's new rows, one warp per row, in whole chunks, which may include unused
+  // neighbours.
   __device__ __forceinline__ void copy(const Unit& unit, int stage) const {
     const int first = first_element(unit), skip = skipped(unit);
     const int last = min(row_elements(), window_at(unit.q0 + unit.width - 1) + columns());
@@ -123,20 +123,20 @@ struct Windows {
       for (int at = lane * kChunk; at < count; at += 32 * kChunk) {
         if (start + at + kChunk <= args.x_end) {
           cp_async<16>(shared_address(to + at), row_x + at);
-        } else {  // x's last elements: no whole chunk
+        } else {  // x's last elements: not a whole chunk
           for (int i = at; i < count; ++i) to[i] = row_x[i];
         }
       }
     }
   }
 
-  // A unit's new rows, as they came, become windows from slot `ring` on: a warp has 32 positions of a
-  // row. With `kExact` columns beyond the last are zeros, else anything.
+  // Converts a unit's new rows to windows, from slot `ring` on: a warp has 32 positions of a row. With
+  // `kExact` columns past the last are zeros, else arbitrary.
   template <bool kExact>
   __device__ __forceinline__ void lay_out(const Unit& unit, int stage, int ring) const {
     const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
     const int skip = skipped(unit), first = first_element(unit);
-    const int parts_log = args.segment >> 6;  // one 32 of positions or two
+    const int parts_log = args.segment >> 6;  // 32 positions or 64
     const int row_chunks = args.column_tiles * 8 / kChunk;
     const int first_row_at = static_cast<int>(row_of(unit, unit.h0 + skip) + first);
     const int row_step = static_cast<int>(stride[4]);
@@ -149,7 +149,7 @@ struct Windows {
       if (slot >= ring_rows()) slot -= ring_rows();
       T* const to = reinterpret_cast<T*>(windows + slot * row_bytes() + q * pitch());
       const int element = window_at(unit.q0 + q);
-      // Columns from `low` on and below `high` are in the row.
+      // Columns in [low, high) are in the row.
       int low = max(0, -element), high = row_elements() - element;
       if (kExact) high = min(high, columns());
       if (h < 0 || h >= args.x_size[1] || q >= unit.width) high = 0;
@@ -158,7 +158,7 @@ struct Windows {
       const u32* words = reinterpret_cast<const u32*>(raw + row * (args.row_words * 4)) +
                          (kWide ? at : at >> 1);
       const u32 shift = (at & 1) * 16;
-      if (high <= low) {  // nothing of it: not even of what lies beside
+      if (high <= low) {  // none of it, nor of its neighbours
         for (int chunk = 0; chunk < row_chunks; ++chunk) {
           Vector<T, kChunk>::zero().store(to + chunk * kChunk);
         }
@@ -187,7 +187,7 @@ struct Windows {
     }
   }
 
-  // A word that begins with column `column`, zeros where that is not in [low, high).
+  // The word that begins with column `column`, zero outside [low, high).
   __device__ static __forceinline__ u32 inside_of(u32 word, int column, int low, int high) {
     const bool first = column >= low && column < high;
     if constexpr (kWide) return first ? word : 0;

@@ -1,4 +1,4 @@
-"""What the kernels of first layers that read the input share: ``first_windows.cuh`` mirrored."""
+"""Host side of ``first_windows.cuh``, shared by the first-layer kernels that read the input."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ __all__ = [
 ]
 
 MOST_CHANNELS = 4
-"""Of the input, with which a layer counts as a first one."""
+"""The most input channels of a first layer."""
 
 MOST_WARPS = 12
 BLACKWELL = (10, 0)
 BEFORE_BLACKWELL = architectures_before(BLACKWELL)
-"""Where the compiler finds registers enough for the instances that need the most."""
+"""Architectures with enough registers for the largest instances."""
 
 STAGES = 4
-"""Units of which rows of the input may be under way to shared memory, or be there."""
+"""Units whose input rows may be in flight to shared memory, or be there."""
 
 STATIC_BYTES = 4096
 REGISTERS = 65536
@@ -91,7 +91,7 @@ def why_not_first(work: ConvWork, device: CudaDevice, exact: bool = False) -> st
 
 
 def column_tiles(work: ConvWork) -> int:
-    """Tiles of 8 columns, the taps x channels of a kernel row."""
+    """Tiles of 8 columns (taps x channels) of a kernel row."""
     return ceil_div(work.kernel[2] * work.in_channels, 8)
 
 
@@ -115,7 +115,7 @@ def window_args(work: ConvWork, x: Operand, rows: int, unit_rows: int, segment: 
 
 
 def window_bytes(work: ConvWork, rows: int, unit_rows: int, segment: int) -> int:
-    """Of shared memory: the windows' ring, rows as they come, and what is static."""
+    """Bytes of shared memory: the windows' pipeline, rows as loaded, and static arrays."""
     size, stride = work.dtype.itemsize, work.stride[1]
     met = stride * (unit_rows - 1) + rows
     windows = (met + stride * unit_rows) * segment * (column_tiles(work) | 1) * 8 * size
@@ -123,20 +123,20 @@ def window_bytes(work: ConvWork, rows: int, unit_rows: int, segment: int) -> int
 
 
 def _row_words(work: ConvWork, segment: int) -> int:
-    """Of 4 bytes, of a row of x that a unit's windows reach, with what whole chunks read beyond."""
+    """32-bit words of a row of x that a unit's windows reach, with the rest of whole chunks."""
     size = work.dtype.itemsize
     elements = (segment - 1) * work.stride[2] * work.in_channels + column_tiles(work) * 8
     return ceil_div(elements * size + 2 * CHUNK_BYTES + 4, CHUNK_BYTES) * (CHUNK_BYTES // 4)
 
 
 def blocks_together(device: CudaDevice, threads: int, shared_bytes: int) -> int:
-    """On one multiprocessor."""
+    """Blocks per SM."""
     by_shared = device.shared_bytes_per_multiprocessor // (shared_bytes + 1024)
     return max(1, min(by_shared, REGISTERS // (threads * REGISTERS_OF_THREAD)))
 
 
 def prepare_rows(work: ConvWork, device: CudaDevice) -> Prepared:
-    """The input with channels and W side by side, so that a row is one vector."""
+    """The input with channels and W contiguous, so that a row is one vector."""
     x, channels = work.x, work.in_channels
     shape = (work.batch, *work.input, channels)
     n, d, h, w, c = contiguous_strides(shape)

@@ -10,16 +10,16 @@ namespace convgrad {
 
 struct HopperFirstDataArgs : FirstGroupsArgs {
   alignas(64) TensorMap y_map;  // K W H D N
-  u32 sub_bytes;                // of a stage: 128 bytes of each position, in whole patterns
+  u32 sub_bytes;                // 128 bytes of each position of a stage, in whole swizzle atoms
   int row_step;                 // between a block's kernel rows: 1, or the stride, and blockIdx.y the first
-  u32 w_bytes;                  // of the weights as they come, 0 if they are read where they are
+  u32 w_bytes;                  // bytes of the weights as loaded; 0 if they are read from global memory
 };
 
 using FirstElement = ELEMENT;
 constexpr bool kWide = sizeof(FirstElement) == 4, kSplit = SPLIT;
 // Eights of columns of a kernel row, and of all.
 constexpr int kEights = EIGHTS, kAll = ROWS * kEights;
-// Whether there are registers for what is written beside the next row's products.
+// Whether registers suffice to store results while the next row's wgmmas run.
 constexpr bool kLater = kEights == 1;
 constexpr int kMostFinished = 2;  // of rows of x by one of y, in that case
 constexpr int kColumns = kAll * 8, kRowColumns = kEights * 8;
@@ -46,17 +46,17 @@ __device__ __forceinline__ u32 chunk_at(u32 row, u32 chunk) {
   return row * kRowBytes + (chunk ^ (row & 7)) * 16;
 }
 
-// Channels of a product's 16 that lie side by side in y are a lane's operand, four of them: so that
-// it loads them at once, they are the first and the second pair of the halves.
+// A lane's A operand is four contiguous channels of y, so that it loads them at once: the first and
+// second pair of the K halves.
 __device__ __forceinline__ constexpr int channel_of(int place) {
   return place / 2 % 4 * 4 + place / 8 * 2 + place % 2;
 }
-// Which of eight rows a lane has, so that neighbours find theirs in different banks.
+// The row of eight that a lane has, chosen against bank conflicts.
 __device__ __forceinline__ constexpr int row_of(int of_eight) {
   return kSplit ? of_eight / 2 + of_eight % 2 * 4 : of_eight;
 }
 
-// Rounded, two neighbours or one.
+// Two consecutive elements, or one, rounded.
 template <class E>
 __device__ __forceinline__ void put_two(bool wanted, E* to, float first, float second) {
   store_if(wanted, to, narrow_x2<E>(first, second));
@@ -72,7 +72,7 @@ __device__ __forceinline__ void put_one(bool wanted, float* to, float value) {
   store_if(wanted, to, __float_as_uint(value));
 }
 
-// Weights as a chunk of a product's operand, or of three, which are scaled before.
+// A chunk of a weight operand, or of its three parts, scaled.
 template <class E>
 __device__ __forceinline__ void pack(const E (&values)[8], u32 (&words)[1][4], float) {
 #pragma unroll
@@ -94,8 +94,8 @@ __device__ __forceinline__ void pack(const float (&values)[8], u32 (&words)[3][4
   }
 }
 
-// The weights, as the products read them: columns are kernel rows x (b, c), 8 of them each. Those that are
-// split are multiplied by `by`; returns what this thread has seen of them.
+// Writes the weights' operands: columns are kernel rows x (b, c), 8 of each. Weights to be split are
+// multiplied by `by`; returns the extremes that this thread has seen.
 __device__ __forceinline__ Extremes lay_weights(const HopperFirstDataArgs& args, const FirstElement* w,
                                                 char* to, int thread, int threads, float by = 1) {
   Extremes seen = Extremes::none();

@@ -1,4 +1,5 @@
-"""The gradient of a first layer's input on Hopper: groups of positions, all kernel rows at once."""
+"""dgrad of a first layer on Hopper by groups of positions, all kernel rows at once
+(hopper_first_data.cu)."""
 
 from __future__ import annotations
 
@@ -31,17 +32,16 @@ __all__ = ["HopperFirstData"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 CHANNELS, LEAST_CHANNELS = 64, 16
-"""Of grad_output."""
+"""The most channels of grad_output."""
 GROUPS = 64
-"""Of a warpgroup."""
-# Fragments of eight columns that sums may have where float32 is split, and steps along W.
+"""Groups of positions per warpgroup."""
+# The most fragments of eight columns per warpgroup with split float32, and steps along W.
 MOST_SPLIT, MOST_SPLIT_TAPS = 7, 7
 MOST_FINISHED = 4
 ROW_BYTES, ALIGNMENT, STATIC_BYTES = 128, 1024, 1024
 MAX_BYTES = 2**31 - 1
-# What the cuts are weighed with, clocks fitted to an H200: what a row of y takes of a
-# multiprocessor beside its products; that a block alone waits in it; that a block takes to start;
-# how much longer products take beside splitting.
+# Cost model, in clocks fitted to an H200: of an SM per row of y besides the wgmmas; that a single
+# block waits per row; to start a block; and the slowdown of wgmmas that overlap splitting.
 ROW_CLOCKS, WAIT_CLOCKS, START_CLOCKS, SPLIT_CLOCKS = 300, 500, 6000, 1.5
 
 
@@ -50,8 +50,8 @@ HopperFirstDataArgs = structure("conv/hopper_first_data.cuh", "HopperFirstDataAr
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What an instance has room for: kernel rows, eights of columns of each, steps along W, steps
-    of 16 channels."""
+    """The capacity of an instance: kernel rows, eights of columns of each, steps along W, steps of
+    16 channels."""
 
     rows: int
     eights: int
@@ -69,7 +69,7 @@ class Shape:
 
     @property
     def most_warpgroups(self) -> int:
-        """The sums of more do not fit into the registers."""
+        """The accumulators of more do not fit into the registers."""
         return 2 if self.eights == 1 else 1
 
 
@@ -82,8 +82,8 @@ SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """An instance: of a type, whether float32 is split, and of what shape; and how many blocks
-    share the kernel's rows, 1 or the stride along H."""
+    """An instance: its type, whether float32 is split, its shape, and how many blocks share the
+    kernel rows (1 or the stride along H)."""
 
     dtype: DType
     split: bool
@@ -100,16 +100,16 @@ class Form:
 
     @property
     def blocks(self) -> int:
-        """Together on a multiprocessor, the largest."""
+        """Blocks per SM, for the largest block."""
         return 1 if self.wide else 2
 
     def together(self, warpgroups: int) -> int:
-        """The same of so many warpgroups each, as registers go."""
+        """Blocks per SM with that many warpgroups each, limited by registers."""
         return 1 if self.split else self.blocks * self.shape.most_warpgroups // warpgroups
 
     @property
     def loaders(self) -> int:
-        """Threads beside those that multiply; those that split take a warpgroup's registers."""
+        """Producer threads; those that split get a warpgroup's registers."""
         return 128 if self.split else 32
 
     @property
@@ -119,7 +119,7 @@ class Form:
 
     @property
     def product_clocks(self) -> float:
-        """Of all that 64 groups have with a row of y."""
+        """Clocks of all wgmmas of 64 groups for a row of y."""
         shape = self.shape
         each = max(shape.columns / 2, 16 + shape.columns / 4)
         return (
@@ -130,7 +130,7 @@ class Form:
         )
 
     def positions(self, warpgroups: int) -> int:
-        """Of y, that so many warpgroups' groups meet."""
+        """Positions of y that that many warpgroups' groups read."""
         return warpgroups * GROUPS + self.shape.taps - 1
 
     def sub_bytes(self, warpgroups: int) -> int:
@@ -140,13 +140,16 @@ class Form:
         return self.sub_bytes(warpgroups) * (2 if self.wide else 1)
 
     def shared_bytes(self, warpgroups: int) -> int:
-        """What aligns it, the ring, and the weights of each step."""
+        """Bytes of shared memory: alignment, the pipeline, and the weights of each step."""
         return ALIGNMENT + self.stages * self.stage_bytes(warpgroups) + self.weight_bytes
 
 
 class HopperFirstData:
-    """bwd_data of first layers with up to ``CHANNELS`` channels, as products of warpgroups: 16
-    bits, float32 in TF32 (``precision: high``), or true float32 in six products of bfloat16."""
+    """bwd_data of first layers with up to ``CHANNELS`` channels, by wgmma.
+
+    Takes 16-bit types, float32 as TF32 (``precision: high``), and float32 as six bfloat16
+    products.
+    """
 
     name = "hopper_first_data"
 
@@ -223,7 +226,7 @@ class HopperFirstData:
 
 
 def _form(work: ConvWork) -> Form | None:
-    """The one with the fewest products, None where none has the room."""
+    """Return the instance with the fewest products that has the capacity, or None."""
     split, stride = _splits(work), work.stride[1]
     forms = (
         Form(work.dtype, split, shape, row_step)
@@ -245,7 +248,7 @@ def _form(work: ConvWork) -> Form | None:
 
 
 def _fits(form: Form) -> bool:
-    """Into the registers and shared memory."""
+    """Whether the instance fits into registers and shared memory."""
     shape = form.shape
     small = shape.rows * shape.eights <= MOST_SPLIT and shape.taps <= MOST_SPLIT_TAPS
     shared = form.shared_bytes(1) + STATIC_BYTES <= SHARED_BYTES[HOPPER[0]]
@@ -253,19 +256,20 @@ def _fits(form: Form) -> bool:
 
 
 def _splits(work: ConvWork) -> bool:
-    """Whether true float32 is asked for."""
+    """Whether full float32 precision is requested."""
     return work.dtype is DType.FLOAT32 and work.precision != "high"
 
 
 def _taps(work: ConvWork) -> tuple[int, int]:
-    """The first step along W at which a group meets y, and how many there are."""
+    """The first step along W at which a group reads y, and their number."""
     stride, pad = work.stride[2], work.pad[2]
     first = ceil_div(pad - work.kernel[2] + 1, stride)
     return first, (stride - 1 + pad) // stride - first + 1
 
 
 def _whole_bytes(work: ConvWork, room: int) -> int:
-    """Of the weights, where they are whole 16 bytes side by side in any order and fit; else 0."""
+    """Bytes of the weights that one bulk copy can load: contiguous in any order, whole 16 bytes,
+    and fitting; else 0."""
     extents = (1, work.out_channels, work.in_channels, *work.kernel)
     reach = 1 + sum(
         (extent - 1) * stride for extent, stride in zip(extents, work.w.strides, strict=True)
@@ -276,11 +280,12 @@ def _whole_bytes(work: ConvWork, room: int) -> int:
 
 
 def _map(work: ConvWork, y: Operand, form: Form, cut: Cut) -> TiledMap:
-    """Of grad_output: channels, W, H, D, images; a row's positions that a block meets."""
+    """Tensor map of grad_output: channels, W, H, D, images; a box is a row's positions that a block
+    reads."""
     item = work.dtype.itemsize
     n, _, _, d, h, w = y.strides
     sizes = (work.out_channels, *work.output[::-1], work.batch)
-    # The stride of what there is one of may be anything; the hardware takes multiples of 16.
+    # The stride of a dimension of one position is arbitrary, but TMA requires multiples of 16.
     strides = tuple(
         item * stride if size > 1 else ROW_BYTES
         for stride, size in zip((w, h, d, n), sizes[1:], strict=True)
@@ -304,7 +309,7 @@ def _blocks(work: ConvWork, cut: Cut) -> int:
 
 
 def _cut(work: ConvWork, form: Form, device: CudaDevice) -> Cut | None:
-    """The one that should take the least time, None where none fits."""
+    """Return the partition with the least expected time, or None."""
     stride, pad = work.stride[1], work.pad[1]
     rows = (work.input[1] - 1 + pad) // stride - pad // stride + 1
     best: tuple[float, Cut] | None = None
@@ -323,7 +328,7 @@ def _cut(work: ConvWork, form: Form, device: CudaDevice) -> Cut | None:
                 continue
             # One warpgroup that splits is as slow as two.
             alone = (2 if form.split else warpgroups) * form.product_clocks
-            # With rows that only lead to the first of a segment.
+            # With rows that only precede the first of a segment.
             walked = segment_rows + (work.kernel[1] - 1) // stride
             each = ceil_div(blocks * form.row_step, device.multiprocessors)
             turns = ceil_div(each, together)

@@ -35,11 +35,11 @@ constexpr int kMostStages = 16, kMostThreads = 640, kMadeStages = 2;
 constexpr int kSums = 1, kSplit = 2;  // barriers
 constexpr bool kExact = PARTS == 3;
 constexpr int kChannels = CHANNELS, kFragments = kChannels / 8, kSubs = kChannels / 32;
-constexpr int kRowBytes = kChannels * 2;       // of a column's numbers of bfloat16
-constexpr u32 kDepthBytes = 16 * kRowBytes;    // that a product takes
-constexpr int kHalf = (PRODUCTS + 1) / 2;      // of a row's products
+constexpr int kRowBytes = kChannels * 2;       // bytes of a column's bfloat16 parts
+constexpr u32 kDepthBytes = 16 * kRowBytes;    // bytes of a part per wgmma
+constexpr int kHalf = (PRODUCTS + 1) / 2;      // half of a row's wgmmas
 
-// How a row of y is scaled: the power, and the biased exponent of the largest then.
+// The scale of a row of y: its exponent, and the biased exponent of the largest scaled element.
 struct Scaled {
   int lift, most;
 };
@@ -51,9 +51,9 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
   extern __shared__ uint4 shared[];
   __shared__ u64 barriers[6 * kMostStages];
   __shared__ Scaled scaled[kMadeStages];
-  __shared__ Extremes of_rows[3];  // of a row, cleared before its turn comes again
+  __shared__ Extremes of_rows[3];  // of a row; cleared before it is used again
   const int thread = threadIdx.x, lane = thread & 31;
-  // The same in all lanes, which the compiler knows of a shuffle alone.
+  // Uniform over lanes; the compiler infers that only from a shuffle.
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
   const int consumers = blockDim.x / 32 - 8;  // warps, then four that split and four that load
   char* const base = reinterpret_cast<char*>(shared) + (-shared_address(shared) & 1023);
@@ -79,44 +79,44 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
   __syncthreads();
 
   const int tile = warp / 4 % args.tiles, part = warp / 4 / args.tiles;
-  const int own = tile * 64 + warp % 4 * 16 + (lane >> 2) * 2;  // of the block's rows of the product
+  const int own = tile * 64 + warp % 4 * 16 + (lane >> 2) * 2;  // this lane's rows of M in the block
   const int pitch = args.tiles * 64 + 4;
   float* const sums = reinterpret_cast<float*>(base);
   if (warp >= consumers + 4) {
     setmaxnreg_dec<40>();
-    // A thread for either tensor: starting a copy takes longer than many copies.
+    // One producer thread per tensor: issuing a copy takes longer than many copies.
     const bool of_x = warp == consumers + 4, of_y = warp == consumers + 5;
     if (lane == 0 && of_x) {
       copy_rows_of_x(args, block, ring, x_full, x_empty);
     } else if (lane == 0 && of_y) {
-      Place at;
+      PipelineState state;
       for (Steps step(args, block.line, block.end); step.there(); step.next()) {
         if (!step.multiplies()) continue;
-        const u32 full = y_full + at.at * 8;
-        mbarrier_wait(y_empty + at.at * 8, at.parity ^ 1);
+        const u32 full = y_full + state.index * 8;
+        mbarrier_wait(y_empty + state.index * 8, state.parity ^ 1);
         mbarrier_arrive_expect_tx(full, kSubs * sub_bytes);
 #pragma unroll
         for (int sub = 0; sub < kSubs; ++sub) {
           const int corner[4] = {block.first_channel + sub * 32, step.segment * args.segment,
                                  step.p, step.n};
-          tma_load(ring + at.at * args.y_stage + sub * sub_bytes, args.y_map, full, corner);
+          tma_load(ring + state.index * args.y_stage + sub * sub_bytes, args.y_map, full, corner);
         }
-        at.advance(args.y_stages);
+        state.advance(args.y_stages);
       }
     }
     return;
   } else if (warp >= consumers) {
     setmaxnreg_dec<80>();
     const int first = thread - consumers * 32;
-    Place y_at, at;
+    PipelineState y_state, state;
     SplitScale power;
     int turn = 0;
     for (Steps step(args, block.line, block.end); step.there(); step.next()) {
       if (!step.multiplies()) continue;
-      mbarrier_wait(y_full + y_at.at * 8, y_at.parity);
-      mbarrier_wait(used + at.at * 8, at.parity ^ 1);
-      const u32 from = ring + y_at.at * args.y_stage;
-      char* const to = base + args.made_at + at.at * PARTS * part_bytes;
+      mbarrier_wait(y_full + y_state.index * 8, y_state.parity);
+      mbarrier_wait(used + state.index * 8, state.parity ^ 1);
+      const u32 from = ring + y_state.index * args.y_stage;
+      char* const to = base + args.made_at + state.index * PARTS * part_bytes;
       constexpr int kChunks = kRowBytes / 16;
       const auto split_row = [&](float by) {
         Extremes seen = Extremes::none();
@@ -161,22 +161,22 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
         power.choose(row, 0, false);
         split_row(power.scale());
       }
-      if (first == 0) scaled[at.at] = {power.exponent, row.exponent() + power.exponent};
+      if (first == 0) scaled[state.index] = {power.exponent, row.exponent() + power.exponent};
       fence_proxy_async();
       __syncwarp();
       if (lane == 0) {
-        mbarrier_arrive(y_empty + y_at.at * 8);
-        mbarrier_arrive(made + at.at * 8);
+        mbarrier_arrive(y_empty + y_state.index * 8);
+        mbarrier_arrive(made + state.index * 8);
       }
-      y_at.advance(args.y_stages);
-      at.advance(kMadeStages);
+      y_state.advance(args.y_stages);
+      state.advance(kMadeStages);
     }
     return;
   } else {
     setmaxnreg_inc<120>();
     launch_dependent_grids();
-    // Two neighbours of a window: how many steps before a row of y their row of x came, and where in
-    // that step's rows they are.
+    // Two consecutive elements of a window: how many steps before a row of y their row of x was loaded,
+    // and their offset in that step's rows.
     const int place = block.first_tile * 64 + own;
     const int row = min(place / args.window, args.kernel[0] - 1);
     const int before_last = args.kernel[0] - 1 - row, lag = before_last / args.added;
@@ -185,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
                        (place % args.window) * static_cast<int>(sizeof(T)) + (lane & 3) * 2 * apart;
     const u64 b_first = mn_major_descriptor<kRowBytes>(ring + args.made_at);
 
-    Place at, made_at;
+    PipelineState state, parts_state;
     int freed = 0, freed_at = 0, index = 0;  // of steps, counted from the block's first
     const auto free_to = [&](int until) {
       for (; freed < until; ++freed) {
@@ -195,15 +195,15 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     };
     u32 a[2][PARTS][4];
     float sum[kFragments][4] = {};
-    // Products of the largest numbers, by halves of a row, where those are apart; and all others, which
-    // are scaled by 2^small_lift.
+    // Accumulators of the largest parts' products, by halves of a row, where those are separate; and of
+    // all others, scaled by 2^small_lift.
     [[maybe_unused]] float large[2][kFragments][4], small[kFragments][4] = {};
     SplitScale power;
     int small_lift = 0;
     for (Steps step(args, block.line, block.end); step.there(); step.next()) {
-      mbarrier_wait(x_full + at.at * 8, at.parity);
+      mbarrier_wait(x_full + state.index * 8, state.parity);
       if (step.multiplies()) {
-        int stage = at.at - lag;
+        int stage = state.index - lag;
         if (stage < 0) stage += args.x_stages;
         const u32 from = ring + args.raws_at + stage * args.x_stage + own_at + step.lead +
                          part * PRODUCTS * 16 * apart;
@@ -224,8 +224,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
           for (int e = 0; e < 8; ++e) seen.add(words[e / 4][e % 4]);
         }
         load(0);
-        mbarrier_wait(made + made_at.at * 8, made_at.parity);
-        const Scaled row = scaled[made_at.at];
+        mbarrier_wait(made + parts_state.index * 8, parts_state.parity);
+        const Scaled row = scaled[parts_state.index];
         if (__any_sync(0xffffffff, !power.covers(seen, row.most, row.lift > 0))) {
           power.choose(seen.of_warp(), row.most, row.lift > 0);
         }
@@ -237,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
           for (int i = 0; i < 4 * kFragments; ++i) small[i / 4][i % 4] = 0;
           small_lift = power.exponent + row.lift;
         }
-        const u64 b = advance_descriptor(b_first, made_at.at * PARTS * part_bytes +
+        const u64 b = advance_descriptor(b_first, parts_state.index * PARTS * part_bytes +
                                            part * PRODUCTS * kDepthBytes);
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) {
@@ -252,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
           }
 #pragma unroll
           for (int of = 0; of < PARTS; ++of) fence_registers(a[turn][of]);
-          // The next ones, beside these products.
+          // Prepares the next operands while these wgmmas run.
           if (i + 1 < PRODUCTS) load(i + 1);
           wgmma_fence();
           const auto start = [&](float(&to)[kFragments][4], int of_a, int of_b, int add) {
@@ -285,20 +285,20 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
         }
         fence_accumulators(small);
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(used + made_at.at * 8);
-        made_at.advance(kMadeStages);
-        // What this row of y alone met.
+        if (lane == 0) mbarrier_arrive(used + parts_state.index * 8);
+        parts_state.advance(kMadeStages);
+        // Releases the rows of x that only this row of y needed.
         free_to(index - args.before + 1);
       } else if (step.begins()) {
         __syncwarp();
         free_to(index);
       }
       ++index;
-      at.advance(args.x_stages);
+      state.advance(args.x_stages);
     }
     accumulate_scaled(sum, small, power_of_two(-small_lift));
-    // No copy is under way, for every row was waited for, but others may still read. Warpgroups that
-    // share a tile add their sums up one after another.
+    // All copies have been waited for, but other warps may still read. Warpgroups that share a tile add
+    // their sums one after another.
     for (int turn = 0; turn < args.parts; ++turn) {
       named_barrier_sync(kSums, consumers * 32);
       if (part != turn) continue;

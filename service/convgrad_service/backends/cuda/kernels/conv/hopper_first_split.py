@@ -1,4 +1,4 @@
-"""The gradient of a first layer's weight on Hopper in float32, as products of bfloat16."""
+"""wgrad of a first layer on Hopper in float32, as bfloat16 products (hopper_first_split.cu)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["HopperFirstSplit"]
 
-# Numbers of bfloat16 that a float32 is taken as, and channels of a block: with three there are no
-# registers for the sums of 64.
+# bfloat16 parts of a float32, and channels of a block: with three parts the accumulators of 64
+# channels exceed the registers.
 KINDS = [
     Kind(4, channels, 256, made=parts, made_stages=2)
     for parts, channels in ((2, 64), (2, 32), (3, 32))
@@ -60,7 +60,7 @@ class HopperFirstSplit:
 
 
 def _kind(work: ConvWork) -> Kind:
-    """The widest that leaves no whole 32 channels empty."""
+    """The widest channel block that leaves no whole 32 channels empty."""
     parts = 2 if work.precision == "high" else 3
     widest = 64 if ceil_div(work.out_channels, 32) % 2 == 0 else 32
     return next(one for one in KINDS if one.made == parts and one.channels <= widest)

@@ -1,5 +1,5 @@
-// The end of hopper_first_taps.cu and hopper_first_split.cu: a block's sums, from registers by way of
-// shared memory to its own part of `partials`.
+// The epilogue of hopper_first_taps.cu and hopper_first_split.cu: accumulators through shared memory to
+// the block's part of `partials`.
 #pragma once
 
 #include "conv/hopper_first_taps.cuh"
@@ -8,8 +8,8 @@ namespace convgrad {
 
 using T = ELEMENT;
 
-// A lane's sums to shared memory, added to those that are there if they are not the `first`: rows of a
-// channel each, `pitch` apart, of two neighbours of a window.
+// Stores a lane's sums to shared memory, or adds them unless `first`: one row per channel, `pitch` apart,
+// two consecutive elements of a window.
 template <int kFragments>
 __device__ __forceinline__ void leave_sums(float* to, const float (&sum)[kFragments][4], int pitch,
                                            bool first) {
@@ -21,8 +21,8 @@ __device__ __forceinline__ void leave_sums(float* to, const float (&sum)[kFragme
   }
 }
 
-// The block's sums to its part, by the `warps` warps that multiply: lanes have neighbouring places,
-// warps channels.
+// Writes the block's sums by the `warps` consumer warps: lanes to consecutive elements, warps to
+// channels.
 template <int kChannels>
 __device__ __forceinline__ void put_partials(const HopperFirstTapsArgs& args, const BlockAt& block,
                                              const float* sums, int pitch, int warp, int warps,

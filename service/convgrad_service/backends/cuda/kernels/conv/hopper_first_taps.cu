@@ -31,9 +31,9 @@ namespace {
 constexpr int kMostStages = 16, kMostThreads = 448;
 constexpr int kSums = 1;  // a barrier
 constexpr int kChannels = 64;
-constexpr u32 kDepthBytes = 16 * 128;  // of y, that a product takes
+constexpr u32 kDepthBytes = 16 * 128;  // bytes of y per wgmma
 
-// Of two words, the low halves and the high ones.
+// Packs the low halves of two words, and their high halves.
 __device__ __forceinline__ u32 lows(u32 first, u32 second) { return __byte_perm(first, second, 0x5410); }
 __device__ __forceinline__ u32 highs(u32 first, u32 second) { return __byte_perm(first, second, 0x7632); }
 
@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
   extern __shared__ uint4 shared[];
   __shared__ u64 barriers[4 * kMostStages];
   const int thread = threadIdx.x, lane = thread & 31;
-  // The same in all lanes, which the compiler knows of a shuffle alone.
+  // Uniform over lanes; the compiler infers that only from a shuffle.
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
   const int consumers = blockDim.x / 32 - 2;  // warps
   char* const base = reinterpret_cast<char*>(shared) + (-shared_address(shared) & 1023);
@@ -64,30 +64,30 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
   __syncthreads();
 
   const int tile = warp / 4 % args.tiles, part = warp / 4 / args.tiles;
-  const int own = tile * 64 + warp % 4 * 16 + (lane >> 2) * 2;  // of the block's rows of the product
+  const int own = tile * 64 + warp % 4 * 16 + (lane >> 2) * 2;  // this lane's rows of M in the block
   float sum[8][4] = {};
   if (warp >= consumers) {
-    // A thread for either tensor: starting a copy takes longer than many copies.
+    // One producer thread per tensor: issuing a copy takes longer than many copies.
     const bool of_x = warp == consumers;
     if (lane == 0 && of_x) {
       copy_rows_of_x(args, block, ring, x_full, x_empty);
     } else if (lane == 0) {
-      Place at;
+      PipelineState state;
       for (Steps step(args, block.line, block.end); step.there(); step.next()) {
         if (!step.multiplies()) continue;
-        const u32 full = y_full + at.at * 8;
-        mbarrier_wait(y_empty + at.at * 8, at.parity ^ 1);
+        const u32 full = y_full + state.index * 8;
+        mbarrier_wait(y_empty + state.index * 8, state.parity ^ 1);
         mbarrier_arrive_expect_tx(full, args.segment * 128);
         const int corner[4] = {block.first_channel, step.segment * args.segment, step.p, step.n};
-        tma_load(ring + at.at * args.y_stage, args.y_map, full, corner);
-        at.advance(args.y_stages);
+        tma_load(ring + state.index * args.y_stage, args.y_map, full, corner);
+        state.advance(args.y_stages);
       }
     }
     return;
   } else {
     launch_dependent_grids();
-    // Two neighbours of a window: how many steps before a row of y their row of x came, and where in
-    // that step's rows they are.
+    // Two consecutive elements of a window: how many steps before a row of y their row of x was loaded,
+    // and their offset in that step's rows.
     const int place = block.first_tile * 64 + own;
     const int row = min(place / args.window, args.kernel[0] - 1);
     const int before_last = args.kernel[0] - 1 - row, lag = before_last / args.added;
@@ -96,9 +96,9 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
                        (place % args.window) * static_cast<int>(sizeof(T)) + (lane & 3) * 2 * apart;
     const u64 b_first = mn_major_descriptor<128>(ring);
 
-    Place at, y_at;
+    PipelineState state, y_state;
     int freed = 0, freed_at = 0, index = 0;  // of steps, counted from the block's first
-    int y_last = -1;                         // the row of y that is under way
+    int y_last = -1;                         // the row of y that wgmmas in flight read
     const auto free_to = [&](int until) {
       for (; freed < until; ++freed) {
         if (lane == 0) mbarrier_arrive(x_empty + freed_at * 8);
@@ -108,13 +108,13 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     u32 a[PRODUCTS][4];
     fence_accumulators(sum);
     for (Steps step(args, block.line, block.end); step.there(); step.next()) {
-      mbarrier_wait(x_full + at.at * 8, at.parity);
+      mbarrier_wait(x_full + state.index * 8, state.parity);
       if (step.multiplies()) {
-        int stage = at.at - lag;
+        int stage = state.index - lag;
         if (stage < 0) stage += args.x_stages;
         const u32 from = ring + args.raws_at + stage * args.x_stage + own_at + step.lead +
                          part * PRODUCTS * 16 * apart;
-        // Beside the products of the row of y before.
+        // While the wgmmas of the previous row of y run.
         u32 words[PRODUCTS][4];
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) {
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
           words[i][2] = ld_shared_u32(from + (16 * i + 8) * apart);
           words[i][3] = ld_shared_u32(from + (16 * i + 9) * apart);
         }
-        mbarrier_wait(y_full + y_at.at * 8, y_at.parity);
+        mbarrier_wait(y_full + y_state.index * 8, y_state.parity);
         wgmma_wait<0>();
         fence_accumulators(sum);
         if (y_last >= 0 && lane == 0) mbarrier_arrive(y_empty + y_last * 8);
@@ -135,30 +135,30 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
           fence_registers(a[i]);
         }
         wgmma_fence();
-        const u64 b = advance_descriptor(b_first, y_at.at * args.y_stage + part * PRODUCTS * kDepthBytes);
+        const u64 b =
+            advance_descriptor(b_first, y_state.index * args.y_stage + part * PRODUCTS * kDepthBytes);
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) {
           wgmma<T, kMajorMn>(sum, a[i], advance_descriptor(b, i * kDepthBytes), 1);
         }
         wgmma_commit();
-        y_last = y_at.at;
-        y_at.advance(args.y_stages);
+        y_last = y_state.index;
+        y_state.advance(args.y_stages);
         __syncwarp();
-        // What this row of y alone met.
+        // Releases the rows of x that only this row of y needed.
         free_to(index - args.before + 1);
       } else if (step.begins()) {
         __syncwarp();
         free_to(index);
       }
       ++index;
-      at.advance(args.x_stages);
+      state.advance(args.x_stages);
     }
     wgmma_wait<0>();
     fence_accumulators(sum);
   }
   named_barrier_sync(kSums, consumers * 32);
-  // No copy is under way, for every row was waited for. Warpgroups that share a tile add their sums
-  // up one after another.
+  // All copies have been waited for. Warpgroups that share a tile add their sums one after another.
   const int pitch = args.tiles * 64 + 4;
   float* const sums = reinterpret_cast<float*>(base);
   for (int turn = 0; turn < args.parts; ++turn) {

@@ -1,7 +1,8 @@
-// What hopper_first_taps.cu and hopper_first_split.cu begin with: arguments, what a block has, its
-// steps, its rows of x. Their end is in hopper_first_sums.cuh.
+// Shared by hopper_first_taps.cu and hopper_first_split.cu: arguments, a block's work, its steps, the
+// producer of x's rows. Their epilogue is in hopper_first_sums.cuh.
 #pragma once
 
+#include "core/pipeline_state.cuh"
 #include "ptx/tma.cuh"
 
 namespace convgrad {
@@ -20,19 +21,19 @@ struct HopperFirstTapsArgs {
   int kernel[2];
   int stride[2];
   int pad[2];
-  int odd;                // numbers before a window's first, so that it starts at an even one
-  int window;             // numbers of it, an even number
-  int tiles, groups;      // of 64 of all windows' numbers, in a block; and such groups
+  int odd;                // elements before a window's first, so that it starts at an even one
+  int window;             // elements of a window, an even number
+  int tiles, groups;      // 64-row tiles of M in a block; and groups of that many tiles
   int parts;              // warpgroups that share a tile
-  int segment, segments;  // columns of y, whole sixteens, and how many of them a row has
-  int lines, more;        // rows of y of a share, and one more of so many, the first ones
+  int segment, segments;  // columns of y (a multiple of 16), and segments of a row
+  int lines, more;        // rows of y of a share; the first `more` shares have one more
   int added;              // rows of x that a step adds
   int before;             // steps of a walk before its first row of y
   int y_stages, x_stages;
   int part;   // elements of a part of x's row
   u32 x_row;  // bytes of a row of x
   u32 x_stage, y_stage;
-  u32 made_at;  // float32: rows of y as numbers of bfloat16
+  u32 made_at;  // float32: offset of y's bfloat16 parts
   u32 raws_at;
 };
 
@@ -41,8 +42,7 @@ __device__ __forceinline__ int window_of(const HopperFirstTapsArgs& args, int q)
   return (q * args.stride[1] - args.pad[1]) * args.channels - args.odd;
 }
 
-// What a block has: a group of tiles of 64 of all windows' numbers, channels of y, and a share of the
-// rows of y, from `line` to `end`.
+// A block's work: a group of 64-row tiles, channels of y, and rows `line` to `end` of y.
 struct BlockAt {
   int first_tile, first_channel, share, line, end;
 
@@ -56,7 +56,8 @@ struct BlockAt {
   }
 };
 
-// Where a step is. All roles go through the same ones. Divides where a walk begins, and then counts.
+// A step's coordinates. All warp roles iterate over the same steps; divides where a walk begins, counts
+// otherwise.
 struct Steps {
   const HopperFirstTapsArgs& args;
   int line, end;      // of y's rows, counted over segments of images
@@ -81,7 +82,7 @@ struct Steps {
   __device__ __forceinline__ bool there() const { return line < end; }
   __device__ __forceinline__ bool begins() const { return left == args.before && left > 0; }
   __device__ __forceinline__ bool multiplies() const { return left == 0; }
-  // The first row of x that it adds.
+  // The first row of x that the step adds.
   __device__ __forceinline__ int row() const {
     return (p - left) * args.stride[0] - args.pad[0] + args.kernel[0] - args.added;
   }
@@ -98,28 +99,18 @@ struct Steps {
   }
 };
 
-// A place in a ring, and the parity of its turn.
-struct Place {
-  int at = 0;
-  u32 parity = 0;
-
-  __device__ __forceinline__ void advance(int size) {
-    if (++at == size) at = 0, parity ^= 1;
-  }
-};
-
-// One thread brings the rows of x that the block's steps add into their ring, whose barriers are at
-// `full` and `empty`.
+// The producer thread of the rows of x that the block's steps add; the pipeline's mbarriers are at `full`
+// and `empty`.
 __device__ __forceinline__ void copy_rows_of_x(const HopperFirstTapsArgs& args, const BlockAt& block,
                                                u32 ring, u32 full, u32 empty) {
-  Place at;
+  PipelineState state;
   for (Steps step(args, block.line, block.end); step.there(); step.next()) {
-    const u32 barrier = full + at.at * 8;
-    mbarrier_wait(empty + at.at * 8, at.parity ^ 1);
+    const u32 barrier = full + state.index * 8;
+    mbarrier_wait(empty + state.index * 8, state.parity ^ 1);
     mbarrier_arrive_expect_tx(barrier, args.added * args.x_row);
     const int corner[4] = {0, step.part, step.row(), step.n};
-    tma_load(ring + args.raws_at + at.at * args.x_stage, args.x_map, barrier, corner);
-    at.advance(args.x_stages);
+    tma_load(ring + args.raws_at + state.index * args.x_stage, args.x_map, barrier, corner);
+    state.advance(args.x_stages);
   }
 }
 

@@ -1,4 +1,5 @@
-"""The gradient of a first layer's weight on Hopper: windows from rows of the input to registers."""
+"""wgrad of a first layer on Hopper: windows are read from rows of the input into registers
+(hopper_first_taps.cu)."""
 
 from __future__ import annotations
 
@@ -27,20 +28,20 @@ __all__ = ["PRODUCTS", "HopperFirstTaps", "Kind", "taps_launches", "why_not_taps
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 EVEN = 2
-"""Numbers of a window that are read together."""
+"""Elements of a window that are read together."""
 DEPTH, TILE = 16, 64
-"""Columns of y in a product; of all windows' numbers in a warpgroup."""
+"""Columns of y per wgmma; window elements of a warpgroup."""
 WARPGROUPS = 3
-"""That multiply, at most."""
+"""The most consumer warpgroups."""
 ROW_BYTES, ALIGNMENT, STATIC_BYTES = 128, 1024, 1024
 PRODUCTS = range(2, 9)
-"""Of a warpgroup for a row of y."""
+"""The most wgmmas of a warpgroup per row of y."""
 MOST_BOX, MOST_SEGMENT, MOST_PART = 256, 128, 256
 MOST_STAGES = 16
-# Steps ahead that rings hold, the best first.
+# Pipeline depths in steps, in order of preference.
 AHEAD = (6, 5, 4, 3, 2)
 MAX_INDEX, MAX_GRID_Y = 2**31 - 1, 65535
-# Partial sums together take at most so much, unless the caller asks for more shares.
+# The most bytes of partial sums, unless the caller asks for more shares.
 PARTIAL_BYTES = 256 * 2**20
 
 
@@ -49,8 +50,8 @@ HopperFirstTapsArgs = structure("conv/hopper_first_taps.cuh", "HopperFirstTapsAr
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kernel that goes by these steps: bytes of an element, channels of y in a block, threads
-    beside those that multiply; as how many numbers of bfloat16 y is taken, for how many rows."""
+    """A kernel with these steps: bytes of an element, channels of y per block, producer threads,
+    the number of bfloat16 parts of y and of rows that hold them."""
 
     item: int
     channels: int
@@ -60,7 +61,7 @@ class Kind:
 
     @property
     def chunk(self) -> int:
-        """Elements of 16 bytes."""
+        """Elements per 16 bytes."""
         return CHUNK_BYTES // self.item
 
 
@@ -69,8 +70,8 @@ SIXTEEN_BITS = Kind(2, 64, 64)
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How windows are cut into tiles, columns of y of a step, parts of x's rows, and what rings
-    hold."""
+    """The partition: windows into tiles, columns of y per step, parts of x's rows, and pipeline
+    stages."""
 
     kind: Kind
     odd: int
@@ -154,7 +155,7 @@ class HopperFirstTaps:
 
 
 def why_not_taps(work: ConvWork, device: CudaDevice, kind: Kind) -> str | None:
-    """Why not, whatever the type. Judged by what a cut along N or H does not change."""
+    """Return why not, for any type, or None. Independent of what a split along N or H changes."""
     if device.architecture not in HOPPER:
         return f"{device.name} has no products of warpgroups"
     if work.groups != 1 or work.in_channels > MOST_CHANNELS:
@@ -196,7 +197,7 @@ def taps_launches(
     instance_of: Callable[[int], Instance],
     splits: int | None,
 ) -> Fragment:
-    """The launches of a kernel of this kind, whose instances go by their number of products."""
+    """The launches of a kernel of this kind; its instances differ in the number of wgmmas."""
     cut = _cut(work, device, kind)
     if cut is None:
         raise ValueError("rows do not fit into shared memory")
@@ -229,7 +230,7 @@ def taps_launches(
 
 
 def _cut(work: ConvWork, device: CudaDevice, kind: Kind) -> Cut | None:
-    """The one with the fewest columns in vain whose rings fit; None where none does."""
+    """Return the partition with the fewest wasted columns whose pipelines fit, or None."""
     odd = work.pad[2] * work.in_channels % EVEN
     window = ceil_div(work.kernel[2] * work.in_channels + odd, EVEN) * EVEN
     all_tiles = ceil_div(work.kernel[1] * window, TILE)
@@ -273,7 +274,7 @@ def _cut(work: ConvWork, device: CudaDevice, kind: Kind) -> Cut | None:
 def _part(
     work: ConvWork, kind: Kind, segment: int, count: int, window: int, odd: int
 ) -> tuple[int, int]:
-    """Elements of a part of x's row, by which the copy engine counts, and how many parts a
+    """Elements of a part of x's row (the unit of TMA coordinates), and the number of parts that a
     segment's windows reach."""
     row = work.input[2] * work.in_channels
     step = work.stride[2] * work.in_channels
@@ -289,13 +290,13 @@ def _part(
     sizes = [
         size for size in range(kind.chunk, min(row, MOST_PART) + 1, kind.chunk) if row % size == 0
     ]
-    # A part costs the copy engine about as much as 64 bytes.
+    # A part costs TMA about as much as 64 bytes.
     part = min(sizes, key=lambda size: reached(size) * (size * kind.item + 64))
     return part, reached(part)
 
 
 def _splits(work: ConvWork, lines: int, blocks: int, results: int, device: CudaDevice) -> int:
-    """As many as fill the device once, where a share is so many blocks."""
+    """The number of shares that fills the device once, where a share is ``blocks`` blocks."""
     if work.split_k is not None:
         return max(1, min(work.split_k, lines, MAX_GRID_Y))
     room = max(1, PARTIAL_BYTES // (results * 4))
@@ -319,7 +320,10 @@ def _args(work: ConvWork, cut: Cut) -> Any:
 
 
 def _maps(work: ConvWork, cut: Cut) -> tuple[TiledMap, TiledMap]:
-    """Of the input: a part of a row, parts, H, images. Of grad_output: channels, W, H, images."""
+    """Tensor maps.
+
+    Input: a part of a row, parts, H, images; grad_output: channels, W, H, images.
+    """
     row = work.input[2] * work.in_channels
     x = work.x.strides[4], work.x.strides[0]
     y = work.y.strides[5], work.y.strides[4], work.y.strides[0]
@@ -343,7 +347,7 @@ def _maps(work: ConvWork, cut: Cut) -> tuple[TiledMap, TiledMap]:
 
 
 def _bytes(kind: Kind, strides: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The stride of what there is one of may be anything; the hardware takes multiples of 16."""
+    """A stride that TMA accepts: that of a dimension of one position is arbitrary."""
     return tuple(
         kind.item * (stride if size > 1 else prod(sizes[:axis]))
         for axis, (stride, size) in enumerate(zip(strides, sizes[1:], strict=True), start=1)

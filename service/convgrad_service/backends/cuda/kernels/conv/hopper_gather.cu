@@ -37,172 +37,172 @@ namespace {
 constexpr Major kWeights = ACROSS ? kMajorMn : kMajorK;
 constexpr int kArgumentWords = (sizeof(HopperGatherArgs) - sizeof(TensorMap) * (MAPS + 1)) / 4 - 1;
 
-// Starts the products of one step.
-__device__ __forceinline__ void multiply_step(float (&sum)[kParts][kFragments][4], u32 rows,
+// Issues the wgmmas of one k-tile.
+__device__ __forceinline__ void issue_k_tile(float (&accum)[kMmasM][kFragmentsN][4], u32 rows,
                                               u32 weights, int add) {
   auto one = [&](int i, int adds) {
     const u64 b =
-        ACROSS ? advance_descriptor(mn_major_descriptor<128>(weights, kBoxBytes), i * kDeep * kRowBytes)
+        ACROSS ? advance_descriptor(mn_major_descriptor<128>(weights, kBoxBytes), i * kMmaK * kRowBytes)
                : advance_descriptor(k_major_descriptor<128>(weights), i * 32);
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
+    for (int part = 0; part < kMmasM; ++part) {
       const u64 a = advance_descriptor(k_major_descriptor<128>(rows + part * 64 * kRowBytes), i * 32);
-      wgmma<T, kMajorK, kWeights>(sum[part], a, b, adds);
+      wgmma<T, kMajorK, kWeights>(accum[part], a, b, adds);
     }
   };
 #pragma unroll
-  for (int i = 0; i < kProducts; ++i) one(i, i > 0 ? 1 : add);
+  for (int i = 0; i < kMmasK; ++i) one(i, i > 0 ? 1 : add);
 }
 
-// Warps of a warpgroup say that its products have read a stage.
-__device__ __forceinline__ void release(const Place& place, int stage) {
+// Each warp signals that its warpgroup's wgmmas have read a stage.
+__device__ __forceinline__ void release_stage(const SharedLayout& smem, int stage) {
   const int lane = threadIdx.x & 31;
   if constexpr (SHARING > 1) {
-    if (lane < SHARING) mbarrier_arrive_cluster(place.read(stage), lane);
+    if (lane < SHARING) mbarrier_arrive_cluster(smem.empty_barrier(stage), lane);
   } else {
-    if (lane == 0) mbarrier_arrive(place.read(stage));
+    if (lane == 0) mbarrier_arrive(smem.empty_barrier(stage));
   }
 }
 
-__device__ __forceinline__ void clear(float (&sum)[kParts][kFragments][4]) {
+__device__ __forceinline__ void clear(float (&accum)[kMmasM][kFragmentsN][4]) {
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) {
+  for (int part = 0; part < kMmasM; ++part) {
 #pragma unroll
-    for (int j = 0; j < kFragments; ++j) {
+    for (int j = 0; j < kFragmentsN; ++j) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) sum[part][j][e] = 0.0f;
+      for (int e = 0; e < 4; ++e) accum[part][j][e] = 0.0f;
     }
   }
 }
 
 #if !PINGPONG
-// Starts the products of a tile's steps; the last are under way still. Its last stage.
-__device__ __forceinline__ int multiply_steps(const Place& place, Turning<STAGES>& ring, int steps,
+// Mainloop; the last k-tile's wgmmas are still in flight on return. Returns their stage.
+__device__ __forceinline__ int mainloop(const SharedLayout& smem, PipelineState& state, int steps,
                                               int first_row,
-                                              float (&sum)[kParts][kFragments][4]) {
-  if (steps == 0) clear(sum);
-  int before = 0;  // the stage whose products are under way
+                                              float (&accum)[kMmasM][kFragmentsN][4]) {
+  if (steps == 0) clear(accum);
+  int previous = 0;  // the stage whose products are under way
 #pragma unroll 1
   for (int i = 0; i < steps; ++i) {
-    mbarrier_wait(place.filled(ring.at), ring.parity);
+    mbarrier_wait(smem.full_barrier(state.index), state.parity);
     wgmma_fence();
-    const u32 rows = place.stage(ring.at) + first_row * kRowBytes;
-    multiply_step(sum, rows, place.stage(ring.at) + kABytes, i > 0);
+    const u32 rows = smem.stage(state.index) + first_row * kRowBytes;
+    issue_k_tile(accum, rows, smem.stage(state.index) + kABytes, i > 0);
     wgmma_commit();
     wgmma_wait<1>();
-    if (i > 0) release(place, before);
-    before = ring.at;
-    ring.step();
+    if (i > 0) release_stage(smem, previous);
+    previous = state.index;
+    state.advance(STAGES);
   }
-  return before;
+  return previous;
 }
 
-// All warpgroups multiply each tile together, some of its rows each.
-__device__ __forceinline__ void consume(const HopperGatherArgs& args, const Place& place) {
+// Cooperative consumers: all warpgroups work on each tile, each on its rows.
+__device__ __forceinline__ void consume(const HopperGatherArgs& args, const SharedLayout& smem) {
   const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x & 31;
-  Turning<kTileQueue> turning(0);
-  Turning<STAGES> ring(0);
+  PipelineState queue_state;
+  PipelineState state;
 #pragma unroll 1
   for (;;) {
-    mbarrier_wait(place.queued(turning.at), turning.parity);
-    const QueuedTile& ahead = place.queue[turning.at];
-    const int steps = ahead.steps;
-    const GatherTile tile = {ahead.phase, ahead.first_pixel + place.row * BM + warpgroup * kRowsOf,
-                             ahead.first_channel};
+    mbarrier_wait(smem.tile_full_barrier(queue_state.index), queue_state.parity);
+    const QueuedTile& queued = smem.queue[queue_state.index];
+    const int steps = queued.steps;
+    const GatherTile tile = {queued.phase, queued.first_pixel + smem.row * BM + warpgroup * kWarpgroupRows,
+                             queued.first_channel};
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(place.taken(turning.at));
-    turning.step();
+    if (lane == 0) mbarrier_arrive(smem.tile_empty_barrier(queue_state.index));
+    queue_state.advance(kTileQueue);
     if (steps < 0) break;
-    float sum[kParts][kFragments][4];
-    const int last = multiply_steps(place, ring, steps, warpgroup * kRowsOf, sum);
-    // Where its rows go is found while the last products run.
-    const Results<T, kParts, kFragments> results(args, tile,
-                                                 place.staging + warpgroup * kStagingBytes);
+    float accum[kMmasM][kFragmentsN][4];
+    const int last = mainloop(smem, state, steps, warpgroup * kWarpgroupRows, accum);
+    // Result addresses are computed while the last wgmmas run.
+    const Results<T, kMmasM, kFragmentsN> results(args, tile,
+                                                 smem.staging + warpgroup * kStagingBytes);
     wgmma_wait<0>();
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) fence_accumulators(sum[part]);
-    if (steps > 0) release(place, last);
+    for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
+    if (steps > 0) release_stage(smem, last);
     if constexpr (SPLIT > 1) {
-      // The ring's place is theirs once no product reads it, in this block and the others.
+      // The stages are reused for partial sums once no wgmma of the cluster reads them.
       named_barrier_sync(1, CONSUMERS * 128);
       cluster_arrive();
-      keep_sums<BN>(place.ring, warpgroup * kRowsOf, sum);
+      store_partials<BN>(smem.ring, warpgroup * kWarpgroupRows, accum);
     } else if constexpr (PLANES) {
-      store_planes(results, sum, 8 + warpgroup);
+      store_planes(results, accum, 8 + warpgroup);
     } else {
-      results.store(sum);
+      results.store(accum);
     }
   }
 }
 
 #else
-// Starts the products of a tile's steps and has the other warpgroup follow once it has started the
-// last; they are under way still. Its last stage.
-__device__ __forceinline__ int multiply_in_turn(const Place& place, Turning<STAGES>& ring, int steps,
-                                                u32 others_turn,
-                                                float (&sum)[kParts][kFragments][4]) {
+// Mainloop that lets the other warpgroup start its own once the last k-tile's wgmmas are issued; they are
+// still in flight on return. Returns their stage.
+__device__ __forceinline__ int ordered_mainloop(const SharedLayout& smem, PipelineState& state, int steps,
+                                                u32 next_order_barrier,
+                                                float (&accum)[kMmasM][kFragmentsN][4]) {
   const int lane = threadIdx.x & 31;
-  if (steps == 0 && lane == 0) mbarrier_arrive(others_turn);
-  int before = 0;  // the stage whose products are under way
+  if (steps == 0 && lane == 0) mbarrier_arrive(next_order_barrier);
+  int previous = 0;  // the stage whose products are under way
 #pragma unroll 1
   for (int i = 0; i < steps; ++i) {
-    mbarrier_wait(place.filled(ring.at), ring.parity);
+    mbarrier_wait(smem.full_barrier(state.index), state.parity);
     wgmma_fence();
-    multiply_step(sum, place.stage(ring.at), place.stage(ring.at) + kABytes, 1);
+    issue_k_tile(accum, smem.stage(state.index), smem.stage(state.index) + kABytes, 1);
     wgmma_commit();
-    if (i == steps - 1 && lane == 0) mbarrier_arrive(others_turn);
+    if (i == steps - 1 && lane == 0) mbarrier_arrive(next_order_barrier);
     wgmma_wait<1>();
-    if (i > 0) release(place, before);
-    before = ring.at;
-    ring.step();
+    if (i > 0) release_stage(smem, previous);
+    previous = state.index;
+    state.advance(STAGES);
   }
-  return before;
+  return previous;
 }
 
-// Two warpgroups have every other tile to themselves: one stores while the other multiplies, at the
-// full rate, for steps are long enough to have the next one's products started in time.
-__device__ __forceinline__ void consume(const HopperGatherArgs& args, const Place& place) {
+// Ping-pong consumers: two warpgroups take alternate tiles, and one's epilogue overlaps the other's mainloop,
+// which runs at the full rate: a k-tile is long enough to issue the next one's wgmmas in time.
+__device__ __forceinline__ void consume(const HopperGatherArgs& args, const SharedLayout& smem) {
   const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x & 31;
-  Turning<STAGES> ring(0);
-  // How many tiles it has taken from the queue, the other warpgroup's included: its turn is every other one.
+  PipelineState state;
+  // Tiles taken from the queue, the other warpgroup's included.
   u32 count_taken = 0;
   auto take = [&](GatherTile& tile) {
     const u32 at = count_taken % kTileQueue;
-    mbarrier_wait(place.queued(at), count_taken / kTileQueue & 1);
-    const QueuedTile& ahead = place.queue[at];
-    const int steps = ahead.steps;
-    tile = {ahead.phase, ahead.first_pixel + place.row * BM, ahead.first_channel};
+    mbarrier_wait(smem.tile_full_barrier(at), count_taken / kTileQueue & 1);
+    const QueuedTile& queued = smem.queue[at];
+    const int steps = queued.steps;
+    tile = {queued.phase, queued.first_pixel + smem.row * BM, queued.first_channel};
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(place.taken(at));
+    if (lane == 0) mbarrier_arrive(smem.tile_empty_barrier(at));
     ++count_taken;
     return steps;
   };
-  // What the other warpgroup has, and then its own.
+  // Skips the other warpgroup's tile and takes the next.
   auto skip_and_take = [&](GatherTile& tile) {
-    const int others = take(tile);
-    if (others < 0) return others;
-    ring.step_by(others);
+    const int clusters = take(tile);
+    if (clusters < 0) return clusters;
+    state.advance_by<STAGES>(clusters);
     return take(tile);
   };
   GatherTile tile;
   int steps = warpgroup == 0 ? take(tile) : skip_and_take(tile);
 #pragma unroll 1
   while (steps >= 0) {
-    // Cleared, while the other multiplies: a first product that ignores what they were would have them
-    // keep their registers from one tile to the next.
-    float sum[kParts][kFragments][4];
-    clear(sum);
-    mbarrier_wait(place.turn(warpgroup), ((count_taken - 1) / 2 & 1) ^ 1 ^ warpgroup);
-    const int last = multiply_in_turn(place, ring, steps, place.turn(warpgroup ^ 1), sum);
-    // While they run: where its rows go, and what comes next.
-    const PartRows<T, kParts> rows(args, tile);
+    // Cleared while the other warpgroup runs its mainloop: a first wgmma with scale_d = 0 would keep the
+    // accumulators' registers alive from one tile to the next.
+    float accum[kMmasM][kFragmentsN][4];
+    clear(accum);
+    mbarrier_wait(smem.order_barrier(warpgroup), ((count_taken - 1) / 2 & 1) ^ 1 ^ warpgroup);
+    const int last = ordered_mainloop(smem, state, steps, smem.order_barrier(warpgroup ^ 1), accum);
+    // While they run, compute the result addresses and take the next tile.
+    const PartRows<T, kMmasM> rows(args, tile);
     GatherTile next;
     const int next_steps = skip_and_take(next);
     wgmma_wait<0>();
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) fence_accumulators(sum[part]);
-    if (steps > 0) release(place, last);
-    store_parts<T>(args, tile, rows, place.staging + warpgroup * kStagingBytes, sum);
+    for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
+    if (steps > 0) release_stage(smem, last);
+    store_parts<T>(args, tile, rows, smem.staging + warpgroup * kStagingBytes, accum);
     tile = next, steps = next_steps;
   }
 }
@@ -216,58 +216,58 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
 #endif
         hopper_gather(const __grid_constant__ HopperGatherArgs args) {
   extern __shared__ uint4 shared[];
-  Place place;
+  SharedLayout smem;
   const u32 padding = -shared_address(shared) & 1023;
-  place.ring = shared_address(shared) + padding;
-  place.staging = place.ring + STAGES * kStageBytes;
-  place.barriers = place.staging + CONSUMERS * kStagingBytes;
-  char* const after = reinterpret_cast<char*>(shared) + (place.barriers - place.ring) + padding;
-  place.queue = reinterpret_cast<QueuedTile*>(after + kBarriers * 8);
+  smem.ring = shared_address(shared) + padding;
+  smem.staging = smem.ring + STAGES * kStageBytes;
+  smem.barriers = smem.staging + CONSUMERS * kStagingBytes;
+  char* const after = reinterpret_cast<char*>(shared) + (smem.barriers - smem.ring) + padding;
+  smem.queue = reinterpret_cast<QueuedTile*>(after + kBarriers * 8);
   const int rank = CLUSTER > 1 ? static_cast<int>(cluster_rank()) : 0;
-  place.row = rank % SHARING, place.part = rank / SHARING;
-  const Turns turns = {static_cast<int>(blockIdx.x) / CLUSTER,
+  smem.row = rank % SHARING, smem.part = rank / SHARING;
+  const TileSchedule schedule = {static_cast<int>(blockIdx.x) / CLUSTER,
                        static_cast<int>(gridDim.x) / CLUSTER, args.rounds * args.slots};
   const int warp = threadIdx.x / 32;
-  // Each warp has some of the argument fetched, so that nobody waits for one line after another.
-  const int ahead = reinterpret_cast<const int*>(&args.y)[min(warp * 16, kArgumentWords)];
+  // Each warp prefetches a part of the argument into the constant cache.
+  const int queued = reinterpret_cast<const int*>(&args.y)[min(warp * 16, kArgumentWords)];
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
-      mbarrier_init(place.filled(i), 2);
-      mbarrier_init(place.read(i), SHARING * kTogether * 4);
+      mbarrier_init(smem.full_barrier(i), 2);
+      mbarrier_init(smem.empty_barrier(i), SHARING * kWarpgroupsPerTile * 4);
     }
     for (int i = 0; i < kTileQueue; ++i) {
-      mbarrier_init(place.queued(i), 1);
-      mbarrier_init(place.taken(i), 2 + CONSUMERS * 4);
+      mbarrier_init(smem.tile_full_barrier(i), 1);
+      mbarrier_init(smem.tile_empty_barrier(i), 2 + CONSUMERS * 4);
     }
     if constexpr (PINGPONG) {
-      for (int i = 0; i < CONSUMERS; ++i) mbarrier_init(place.turn(i), 4);
+      for (int i = 0; i < CONSUMERS; ++i) mbarrier_init(smem.order_barrier(i), 4);
     }
     if constexpr (SPLIT > 1) {
-      mbarrier_init(place.joined(), 1);
+      mbarrier_init(smem.reduce_barrier(), 1);
     }
     fence_mbarrier_init();
     if constexpr (SPLIT > 1) {
-      mbarrier_arrive_expect_tx(place.joined(),
-                                Joined<BM, BN, SPLIT>::slab_bytes(place.part) * (SPLIT - 1));
+      mbarrier_arrive_expect_tx(smem.reduce_barrier(),
+                                SplitReduce<BM, BN, SPLIT>::partial_bytes(smem.part) * (SPLIT - 1));
     }
   }
   if (threadIdx.x == 128) prefetch_tensor_map(args.weight), prefetch_tensor_map(args.source[0]);
-  opaque_use(ahead);
+  opaque_use(queued);
   if constexpr (SHARING > 1) {
     cluster_sync();
   } else {
     __syncthreads();
   }
-  // Who looks ahead at tiles reads arguments alone.
+  // The scheduler warp reads arguments only.
   if (warp != 2) wait_on_dependent_grids();
   if (threadIdx.x < 128) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (warp == 0) {
-      if (elect_one()) copy_pixels(args, place);
+      if (elect_one()) load_pixels(args, smem);
     } else if (warp == 1) {
-      if (elect_one()) copy_weights(args, place);
+      if (elect_one()) load_weights(args, smem);
     } else if (warp == 2) {
-      look_ahead(args, place, turns);
+      schedule_tiles(args, smem, schedule);
     }
     __syncwarp();
     if constexpr (SPLIT > 1) {
@@ -278,24 +278,24 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     }
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    consume(args, place);
+    consume(args, smem);
     if constexpr (SPLIT > 1) {
-      using Slabs = Joined<BM, BN, SPLIT>;
-      static_assert((BM + (SPLIT - 1) * Slabs::kMost) * Slabs::kRowBytes <= STAGES * kStageBytes,
-                    "sums and slabs have room where the ring was");
+      using Partials = SplitReduce<BM, BN, SPLIT>;
+      static_assert((BM + (SPLIT - 1) * Partials::kMaxRows) * Partials::kRowBytes <= STAGES * kStageBytes,
+                    "partial sums fit into the stages");
       fence_proxy_async();
       named_barrier_sync(1, CONSUMERS * 128);
       cluster_wait();
-      Slabs::send(place.ring, place.joined(), place.part, threadIdx.x - 128);
+      Partials::send(smem.ring, smem.reduce_barrier(), smem.part, threadIdx.x - 128);
       GatherTile tile;
-      tile_at<BM, BN>(args, turns.place(0), turns.all, tile);
-      const Results<T, kParts, kFragments> results(args, tile, place.staging);
-      mbarrier_wait(place.joined(), 0);
+      tile_at<BM, BN>(args, schedule.smem(0), schedule.all, tile);
+      const Results<T, kMmasM, kFragmentsN> results(args, tile, smem.staging);
+      mbarrier_wait(smem.reduce_barrier(), 0);
       cluster_arrive();
-      results.template store_joined<BM, BN, SPLIT, CONSUMERS * 128>(place.ring, place.part);
+      results.template store_reduced<BM, BN, SPLIT, CONSUMERS * 128>(smem.ring, smem.part);
       cluster_wait();
     }
   }
-  // A block's shared memory stays until others of its cluster have been there for the last time.
+  // A block must not exit while others of its cluster may still access its shared memory.
   if constexpr (SHARING > 1) cluster_sync();
 }

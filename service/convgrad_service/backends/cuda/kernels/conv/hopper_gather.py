@@ -1,4 +1,4 @@
-"""A dense convolution, forward or in its input, by Hopper's copy engine and tensor cores."""
+"""Dense fprop and dgrad on Hopper by TMA im2col and wgmma (hopper_gather.cu)."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand
 __all__ = ["HopperGather"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
-# With fewer on either side most of a tile or of a step would be empty.
+# With fewer channels on either side most of a tile or k-tile would be empty.
 LEAST_CHANNELS = 48
-# In TF32 a row of shared memory is 32 channels, and there is a tile as narrow for plain results.
+# In TF32 a k-tile is 32 channels, and plain results have a tile as narrow.
 LEAST_CHANNELS_TF32 = 32
-# Results with an epilogue, and those with channels in no whole chunks, are stored more slowly
-# than by dense_gather: with sums of so many products it is worth it (measured on an H200).
+# The fewest products per sum with an epilogue, or with channels in no whole chunks: such results
+# are stored more slowly than by dense_gather (measured on an H200).
 LEAST_TERMS_FINISHED, LEAST_TERMS_APART = 512, 1152
-# Of one kernel: its argument holds a map a phase.
+# The most phases: the kernel's argument holds a map for each.
 MAPS = (1, 8, 32)
-# A dimension's taps in one phase: a bit each.
+# The most taps of a phase along one dimension: one bit each.
 MAX_TAPS = 32
 MAX_PIXELS = 2**31 - 2048
 UNBOUNDED = 2**31 - 1
@@ -67,8 +67,10 @@ class HopperGather:
     name = "hopper_gather"
 
     def __init__(self, everything: bool = False, schedule: Schedule | None = None) -> None:
-        """``everything`` that it can compute, though others may be faster; a schedule for all, in
-        place of the best one."""
+        """``everything``: take all that it can compute, even where others are faster.
+
+        ``schedule`` overrides the best one.
+        """
         self._everything = everything
         self._schedule = schedule
 
@@ -159,7 +161,7 @@ class HopperGather:
             counts = [along.count for along in reversed(phase)]
             extents = counts
             if schedule.images_first:
-                # The slowest goes on past its end, where nothing is stored.
+                # The slowest coordinate may pass its end, where nothing is stored.
                 extents = [work.batch, *counts[:2]]
                 if work.conv.ndim < 3:
                     extents[work.conv.ndim] = UNBOUNDED
@@ -214,7 +216,7 @@ def _least_channels(work: ConvWork) -> int:
 
 
 def _least_terms(work: ConvWork, axes: Sequence[Axis], written: int) -> int:
-    """Products that a sum has at least, by how its result is stored."""
+    """The fewest products per sum, by how the result is stored."""
     result = gather_sides(work)[1]
     size = work.input if work.direction == "bwd_data" else work.output
     if stores_planes(work):
@@ -227,7 +229,7 @@ def _least_terms(work: ConvWork, axes: Sequence[Axis], written: int) -> int:
 
 
 def _channels(work: ConvWork) -> tuple[int, int]:
-    """What is read and what is written."""
+    """The operands read and written."""
     channels = work.in_channels, work.out_channels
     return channels[::-1] if work.direction == "bwd_data" else channels
 

@@ -1,149 +1,136 @@
-// How hopper_gather.cu's operands come: what a stage of its ring holds, the warp that looks ahead at
-// tiles, and the threads that start the copies.
+// hopper_gather.cu's tile shapes and shared-memory layout, its tile scheduler warp, and its producer threads.
 #pragma once
 
 #include "conv/hopper_gather.cuh"
+#include "core/pipeline_state.cuh"
 
 namespace convgrad {
 namespace {
 
 using T = ELEMENT;
-constexpr int kRowBytes = 128, kDepth = kRowBytes / static_cast<int>(sizeof(T));
-constexpr int kDeep = 32 / static_cast<int>(sizeof(T));  // of one product
-constexpr int kProducts = kDepth / kDeep;
-// Weights come in boxes of 64 rows, or columns: the last of an odd width is not all used.
+constexpr int kRowBytes = 128, kTileK = kRowBytes / static_cast<int>(sizeof(T));
+constexpr int kMmaK = 32 / static_cast<int>(sizeof(T));  // of one wgmma
+constexpr int kMmasK = kTileK / kMmaK;
+// Weights are loaded in boxes of 64 channels; the last one may be partly unused.
 constexpr int kBoxColumns = 64, kBoxes = (BN + kBoxColumns - 1) / kBoxColumns;
 constexpr u32 kABytes = BM * kRowBytes, kBBytes = kBoxes * kBoxColumns * kRowBytes;
 constexpr u32 kStageBytes = kABytes + kBBytes;
-constexpr u32 kLoadedBytes = kABytes + (ACROSS ? kBBytes : BN * kRowBytes);
-// Warpgroups that multiply a tile together; by turns each has one to itself.
-constexpr int kTogether = PINGPONG ? 1 : CONSUMERS;
-constexpr int kRowsOf = BM / kTogether;  // of a warpgroup
-constexpr int kParts = kRowsOf / 64, kFragments = BN / 8;
-// Of the weights across: how far apart boxes lie.
-constexpr int kBoxBytes = kDepth * kRowBytes;
+constexpr u32 kTransactionBytes = kABytes + (ACROSS ? kBBytes : BN * kRowBytes);
+// Warpgroups that share a tile; with PINGPONG each has its own.
+constexpr int kWarpgroupsPerTile = PINGPONG ? 1 : CONSUMERS;
+constexpr int kWarpgroupRows = BM / kWarpgroupsPerTile;  // pixels per warpgroup
+constexpr int kMmasM = kWarpgroupRows / 64, kFragmentsN = BN / 8;
+// Distance between boxes of N-major weights.
+constexpr int kBoxBytes = kTileK * kRowBytes;
 
-// Of a step's weights, what one block copies to all that share them: whole boxes, or of weights
-// across, where boxes do not come out even, a part of each.
-constexpr int kOwnChannels = BN / SHARING;
+// The part of a k-tile's weights that one block multicasts to all that share them: whole boxes, or, of N-major
+// weights whose boxes cannot be divided evenly, a part of each.
+constexpr int kLoadedChannels = BN / SHARING;
 constexpr bool kWholeBoxes = kBoxes % SHARING == 0;
-constexpr int kOwnBoxes = kWholeBoxes ? kBoxes / SHARING : kBoxes;
-constexpr int kOwnDepth = kWholeBoxes ? kDepth : kDepth / SHARING;
+constexpr int kLoadedBoxes = kWholeBoxes ? kBoxes / SHARING : kBoxes;
+constexpr int kLoadedK = kWholeBoxes ? kTileK : kTileK / SHARING;
 
-static_assert(kRowsOf % 64 == 0 && kRowsOf * kTogether == BM, "whole products for each");
+static_assert(kWarpgroupRows % 64 == 0 && kWarpgroupRows * kWarpgroupsPerTile == BM,
+              "whole products for each");
 static_assert(!PINGPONG || (CONSUMERS == 2 && SPLIT == 1), "two take turns, with whole tiles");
 static_assert(CLUSTER == SHARING * SPLIT && (SPLIT == 1 || SHARING == 1),
               "blocks of a cluster share operands, or a reduction");
-static_assert(BN % 32 == 0 && (ACROSS || kOwnChannels % 8 == 0), "whole boxes for each");
+static_assert(BN % 32 == 0 && (ACROSS || kLoadedChannels % 8 == 0), "whole boxes for each");
 
-// Tiles that are worked out ahead.
+// Entries of the tile queue.
 constexpr int kTileQueue = 4;
-// Of a stage, two; of a place in the queue, two; and where warpgroups take turns, one each, or where a
-// reduction is split, one.
+// mbarriers: full and empty per stage and per queue entry; with PINGPONG one per warpgroup; with SPLIT one.
 constexpr int kBarriers = 2 * STAGES + 2 * kTileQueue + (PINGPONG ? CONSUMERS : SPLIT > 1 ? 1 : 0);
-struct Place {
+struct SharedLayout {
   u32 ring, staging, barriers;  // shared addresses
   QueuedTile* queue;
-  int row;   // of the block in its cluster: which pixels
-  int part;  // of the reduction
+  int row;   // which of the cluster's pixels this block has (SHARING)
+  int part;  // which part of K (SPLIT)
 
   __device__ __forceinline__ u32 stage(int i) const { return ring + i * kStageBytes; }
-  // Barriers: a stage's operands are there, or have been read; likewise a place in the queue.
-  __device__ __forceinline__ u32 filled(int i) const { return barriers + i * 8; }
-  __device__ __forceinline__ u32 read(int i) const { return barriers + (STAGES + i) * 8; }
-  __device__ __forceinline__ u32 queued(int i) const { return barriers + (2 * STAGES + i) * 8; }
-  __device__ __forceinline__ u32 taken(int i) const {
+  // mbarriers of a stage and of an entry of the tile queue.
+  __device__ __forceinline__ u32 full_barrier(int i) const { return barriers + i * 8; }
+  __device__ __forceinline__ u32 empty_barrier(int i) const { return barriers + (STAGES + i) * 8; }
+  __device__ __forceinline__ u32 tile_full_barrier(int i) const { return barriers + (2 * STAGES + i) * 8; }
+  __device__ __forceinline__ u32 tile_empty_barrier(int i) const {
     return barriers + (2 * STAGES + kTileQueue + i) * 8;
   }
-  // The other blocks' sums of this one's rows are there.
-  __device__ __forceinline__ u32 joined() const { return barriers + (2 * STAGES + 2 * kTileQueue) * 8; }
-  // It is this warpgroup's turn to multiply.
-  __device__ __forceinline__ u32 turn(int warpgroup) const {
+  // SPLIT: the other blocks' partial sums of this block's rows have arrived.
+  __device__ __forceinline__ u32 reduce_barrier() const {
+    return barriers + (2 * STAGES + 2 * kTileQueue) * 8;
+  }
+  // PINGPONG: this warpgroup may start its mainloop.
+  __device__ __forceinline__ u32 order_barrier(int warpgroup) const {
     return barriers + (2 * STAGES + 2 * kTileQueue + warpgroup) * 8;
   }
 };
 
-// A block's (or a cluster's) places in the schedule: one of every turn, forwards and backwards by
-// turns, so that who had a long tile first gets a short one next.
-struct Turns {
-  int own, others, all;
+// A cluster's slots in the schedule: one in each wave, in alternating direction, so that a cluster with a long
+// tile in one wave gets a short one in the next.
+struct TileSchedule {
+  int own, clusters, all;
 
-  __device__ __forceinline__ int count() const { return (all + others - 1) / others; }
-  __device__ __forceinline__ int place(int turn) const {
-    return turn * others + (turn & 1 ? others - 1 - own : own);
+  __device__ __forceinline__ int count() const { return (all + clusters - 1) / clusters; }
+  __device__ __forceinline__ int smem(int order_barrier) const {
+    return order_barrier * clusters + (order_barrier & 1 ? clusters - 1 - own : own);
   }
 };
 
-// A place in a ring of so many, and the parity of the phase that it is in.
-template <int kCount>
-struct Turning {
-  int at = 0;
-  u32 parity;
-
-  __device__ __forceinline__ explicit Turning(u32 parity) : parity(parity) {}
-  __device__ __forceinline__ void step() {
-    if (++at == kCount) at = 0, parity ^= 1;
-  }
-  __device__ __forceinline__ void step_by(int places) {
-    const u32 there = at + places, rounds = there / kCount;
-    at = there - rounds * kCount, parity ^= rounds & 1;
-  }
-};
-
-// One warp looks ahead at tiles, so that others need not wait for where they lie.
-__device__ __forceinline__ void look_ahead(const HopperGatherArgs& args, const Place& place,
-                                           const Turns& turns) {
-  Turning<kTileQueue> turning(1);
-  const int chunks = (args.in_channels + kDepth - 1) / kDepth;
-  auto enqueue = [&](const QueuedTile& ahead) {
-    mbarrier_wait(place.taken(turning.at), turning.parity);
+// The scheduler warp: computes tiles ahead of the producers and consumers, and queues them.
+__device__ __forceinline__ void schedule_tiles(const HopperGatherArgs& args, const SharedLayout& smem,
+                                           const TileSchedule& schedule) {
+  PipelineState queue_state{0, 1};
+  const int chunks = (args.in_channels + kTileK - 1) / kTileK;
+  auto enqueue = [&](const QueuedTile& queued) {
+    mbarrier_wait(smem.tile_empty_barrier(queue_state.index), queue_state.parity);
     if ((threadIdx.x & 31) == 0) {
-      place.queue[turning.at] = ahead;
-      mbarrier_arrive(place.queued(turning.at));
+      smem.queue[queue_state.index] = queued;
+      mbarrier_arrive(smem.tile_full_barrier(queue_state.index));
     }
-    turning.step();
+    queue_state.advance(kTileQueue);
   };
-  QueuedTile ahead;
+  QueuedTile queued;
 #pragma unroll 1
-  for (int turn = 0; turn < turns.count(); ++turn) {
+  for (int order_barrier = 0; order_barrier < schedule.count(); ++order_barrier) {
     GatherTile tile;
-    if (!tile_at<BM * SHARING, BN>(args, turns.place(turn), turns.all, tile)) {
+    if (!tile_at<BM * SHARING, BN>(args, schedule.smem(order_barrier), schedule.all, tile)) {
       continue;
     }
     const GatherPhase& phase = phase_of(args, tile.phase);
     const int past = min(tile.first_pixel + BM * SHARING, phase.pixels);
     const PixelAt first = pixel_at(phase, tile.first_pixel), last = pixel_at(phase, past - 1);
-    const PixelAt own = pixel_at(phase, tile.first_pixel + place.row * BM);
-    ahead.phase = tile.phase, ahead.first_pixel = tile.first_pixel;
-    ahead.first_channel = tile.first_channel;
+    const PixelAt own = pixel_at(phase, tile.first_pixel + smem.row * BM);
+    queued.phase = tile.phase, queued.first_pixel = tile.first_pixel;
+    queued.first_channel = tile.first_channel;
     int steps = chunks;
 #pragma unroll
     for (int d = 0; d < 3; ++d) {
-      ahead.taps[d] = met_taps(args, phase, first, last, d);
-      ahead.at[d] = phase.axis[d].low + position(own, d, args.images_first) * args.x_step[d];
-      steps *= __popc(ahead.taps[d]);
+      queued.taps[d] = taps_inside(args, phase, first, last, d);
+      queued.at[d] = phase.axis[d].low + position(own, d, args.images_first) * args.x_step[d];
+      steps *= __popc(queued.taps[d]);
     }
-    ahead.image = image(own, args.images_first);
-    ahead.steps = steps;
+    queued.image = image(own, args.images_first);
+    queued.steps = steps;
     if constexpr (SPLIT > 1) {
       const int all = chunks * phase.axis[0].taps * phase.axis[1].taps * phase.axis[2].taps;
-      ahead.first_step = all * place.part / SPLIT, ahead.end_step = all * (place.part + 1) / SPLIT;
-      ahead.steps = kept_steps(phase, ahead);
+      queued.first_step = all * smem.part / SPLIT, queued.end_step = all * (smem.part + 1) / SPLIT;
+      queued.steps = count_steps(phase, queued);
     }
-    enqueue(ahead);
+    enqueue(queued);
   }
-  ahead.steps = -1;
-  enqueue(ahead);
+  queued.steps = -1;
+  enqueue(queued);
 }
 
-// Calls `copy(channel, t, r, s)` for each step of this block: chunks of channels, and in each the
-// taps that are kept. A part of them is not walked up to: that takes 80 ns a step.
+// Calls load(channel, t, r, s) for each k-tile of this block: chunks of channels (outer) and taps that are not
+// skipped (inner). With SPLIT it starts at the block's first k-tile directly: iterating up to it would take
+// 80 ns per k-tile.
 template <class Copy>
 __device__ __forceinline__ void for_each_step(const GatherPhase& phase, const QueuedTile& tile,
                                               int channels, const Copy& copy) {
   const int taps1 = phase.axis[1].taps, taps2 = phase.axis[2].taps;
   const int taps = phase.axis[0].taps * taps1 * taps2;
-  // Where the first chunk starts: those after it start at the first tap.
+  // The first tap of the first chunk; later chunks start at tap 0.
   int first = 0, first_t = 0, first_r = 0, first_s = 0;
   if constexpr (SPLIT > 1) {
     if (tile.steps == 0) return;
@@ -152,7 +139,7 @@ __device__ __forceinline__ void for_each_step(const GatherPhase& phase, const Qu
     first_t = outer / taps1, first_r = outer - first_t * taps1, first_s = tap - outer * taps2;
   }
 #pragma unroll 1
-  for (int channel = first * kDepth; channel < channels; channel += kDepth) {
+  for (int channel = first * kTileK; channel < channels; channel += kTileK) {
 #pragma unroll 1
     for (int t = next_bit(tile.taps[0], first_t - 1); t < 32; t = next_bit(tile.taps[0], t)) {
       if (t != first_t) first_r = first_s = 0;
@@ -162,7 +149,7 @@ __device__ __forceinline__ void for_each_step(const GatherPhase& phase, const Qu
 #pragma unroll 1
         for (int s = next_bit(tile.taps[2], first_s - 1); s < 32; s = next_bit(tile.taps[2], s)) {
           if constexpr (SPLIT > 1) {
-            const int step = channel / kDepth * taps + (t * taps1 + r) * taps2 + s;
+            const int step = channel / kTileK * taps + (t * taps1 + r) * taps2 + s;
             if (step >= tile.end_step) return;
           }
           copy(channel, t, r, s);
@@ -171,37 +158,38 @@ __device__ __forceinline__ void for_each_step(const GatherPhase& phase, const Qu
       }
       first_r = first_s = 0;
     }
-    // Also where no tap is kept from the first one on.
+    // Needed where all taps from the first one on are skipped.
     first_t = first_r = first_s = 0;
   }
 }
 
-// One thread starts the copies of the pixels.
-__device__ __forceinline__ void copy_pixels(const HopperGatherArgs& args, const Place& place) {
-  Turning<kTileQueue> turning(0);
-  Turning<STAGES> ring(1);
-  const int channels = args.in_channels, way = args.dims + (args.images_first ? 3 : 0);
+// Producer thread of the source pixels.
+__device__ __forceinline__ void load_pixels(const HopperGatherArgs& args, const SharedLayout& smem) {
+  PipelineState queue_state;
+  PipelineState state{0, 1};
+  const int channels = args.in_channels, mode = args.dims + (args.images_first ? 3 : 0);
   const int x_tap[3] = {args.x_tap[0], args.x_tap[1], args.x_tap[2]};
 #pragma unroll 1
   for (;;) {
-    mbarrier_wait(place.queued(turning.at), turning.parity);
-    const QueuedTile tile = place.queue[turning.at];
-    mbarrier_arrive(place.taken(turning.at));
-    turning.step();
+    mbarrier_wait(smem.tile_full_barrier(queue_state.index), queue_state.parity);
+    const QueuedTile tile = smem.queue[queue_state.index];
+    mbarrier_arrive(smem.tile_empty_barrier(queue_state.index));
+    queue_state.advance(kTileQueue);
     if (tile.steps < 0) return;
     const GatherPhase& phase = phase_of(args, tile.phase);
     const TensorMap& map = args.source[MAPS == 1 ? 0 : tile.phase];
     const int d = tile.at[0], h = tile.at[1], w = tile.at[2], n = tile.image;
-    int by[3];
+    int base_offset[3];
 #pragma unroll
-    for (int axis = 0; axis < 3; ++axis) by[axis] = phase.axis[axis].x0 - phase.axis[axis].low;
+    for (int axis = 0; axis < 3; ++axis) base_offset[axis] = phase.axis[axis].x0 - phase.axis[axis].low;
     for_each_step(phase, tile, channels, [&](int channel, int t, int r, int s) {
-      mbarrier_wait(place.read(ring.at), ring.parity);
-      const u32 barrier = place.filled(ring.at), to = place.stage(ring.at);
+      mbarrier_wait(smem.empty_barrier(state.index), state.parity);
+      const u32 barrier = smem.full_barrier(state.index), to = smem.stage(state.index);
       mbarrier_arrive_expect_tx(barrier, kABytes);
-      const int dd = by[0] + t * x_tap[0], dh = by[1] + r * x_tap[1], dw = by[2] + s * x_tap[2];
-      // Of the slowest dimension there are no corners: what moves it is part of where it is.
-      switch (way) {
+      const int dd = base_offset[0] + t * x_tap[0], dh = base_offset[1] + r * x_tap[1],
+                dw = base_offset[2] + s * x_tap[2];
+      // The slowest dimension has no im2col offset: its displacement is added to the coordinate.
+      switch (mode) {
         case 3: tma_load_im2col<3>(to, map, barrier, {channel, w, n}, {dw}); break;
         case 4: tma_load_im2col<4>(to, map, barrier, {channel, w, h, n}, {dw, dh}); break;
         case 5: tma_load_im2col<5>(to, map, barrier, {channel, w, h, d, n}, {dw, dh, dd}); break;
@@ -209,30 +197,30 @@ __device__ __forceinline__ void copy_pixels(const HopperGatherArgs& args, const 
         case 7: tma_load_im2col<4>(to, map, barrier, {channel, n, w, h + dh}, {0, dw}); break;
         default: tma_load_im2col<5>(to, map, barrier, {channel, n, w, h, d + dd}, {0, dw, dh});
       }
-      ring.step();
+      state.advance(STAGES);
     });
   }
 }
 
-// One thread starts the copies of this block's part of the weights, to all that share them.
-__device__ __forceinline__ void copy_weights(const HopperGatherArgs& args, const Place& place) {
-  Turning<kTileQueue> turning(0);
-  Turning<STAGES> ring(1);
+// Producer thread of this block's part of the weights, multicast to the blocks that share them.
+__device__ __forceinline__ void load_weights(const HopperGatherArgs& args, const SharedLayout& smem) {
+  PipelineState queue_state;
+  PipelineState state{0, 1};
   const int channels = args.in_channels;
   const int r_step[3] = {args.r_step[0], args.r_step[1], args.r_step[2]};
 #pragma unroll 1
   for (;;) {
-    mbarrier_wait(place.queued(turning.at), turning.parity);
-    const QueuedTile tile = place.queue[turning.at];
-    mbarrier_arrive(place.taken(turning.at));
-    turning.step();
+    mbarrier_wait(smem.tile_full_barrier(queue_state.index), queue_state.parity);
+    const QueuedTile tile = smem.queue[queue_state.index];
+    mbarrier_arrive(smem.tile_empty_barrier(queue_state.index));
+    queue_state.advance(kTileQueue);
     if (tile.steps < 0) return;
     const GatherPhase& phase = phase_of(args, tile.phase);
     const int r0[3] = {phase.axis[0].r0, phase.axis[1].r0, phase.axis[2].r0};
     for_each_step(phase, tile, channels, [&](int channel, int j0, int j1, int j2) {
-      mbarrier_wait(place.read(ring.at), ring.parity);
-      const u32 barrier = place.filled(ring.at), to = place.stage(ring.at) + kABytes;
-      mbarrier_arrive_expect_tx(barrier, kLoadedBytes - kABytes);
+      mbarrier_wait(smem.empty_barrier(state.index), state.parity);
+      const u32 barrier = smem.full_barrier(state.index), to = smem.stage(state.index) + kABytes;
+      mbarrier_arrive_expect_tx(barrier, kTransactionBytes - kABytes);
       const int t = r0[0] + j0 * r_step[0], r = r0[1] + j1 * r_step[1], s = r0[2] + j2 * r_step[2];
       auto load = [&](u32 there, const int (&at)[5]) {
         if constexpr (SHARING > 1) {
@@ -243,17 +231,17 @@ __device__ __forceinline__ void copy_weights(const HopperGatherArgs& args, const
       };
       if constexpr (ACROSS) {
 #pragma unroll
-        for (int i = 0; i < kOwnBoxes; ++i) {
-          const int box = kWholeBoxes ? place.row * kOwnBoxes + i : i;
-          const int own = kWholeBoxes ? 0 : place.row * kOwnDepth;
+        for (int i = 0; i < kLoadedBoxes; ++i) {
+          const int box = kWholeBoxes ? smem.row * kLoadedBoxes + i : i;
+          const int own = kWholeBoxes ? 0 : smem.row * kLoadedK;
           load(to + box * kBoxBytes + own * kRowBytes,
                {tile.first_channel + box * kBoxColumns, s, r, t, channel + own});
         }
       } else {
-        const int own = place.row * kOwnChannels;
+        const int own = smem.row * kLoadedChannels;
         load(to + own * kRowBytes, {channel, s, r, t, tile.first_channel + own});
       }
-      ring.step();
+      state.advance(STAGES);
     });
   }
 }

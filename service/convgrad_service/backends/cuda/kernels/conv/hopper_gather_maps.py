@@ -1,4 +1,4 @@
-"""Tensor maps of a convolution: for hopper_gather."""
+"""The operands of hopper_gather and their tensor maps."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand
 __all__ = ["Combined", "Sides", "combined", "lowest", "sides_of"]
 
 Combined = tuple[Phase, Phase, Phase]
-"""A phase along each of D, H and W."""
+"""A phase along D, H and W."""
 
-# The largest offset of a tap from the first, by the map's dimensions.
+# The largest im2col offset of a tap from the first one, by the map's dimensions.
 MOST_OFFSET = {3: 65535, 4: 255, 5: 31}
 
 
 def combined(axes: Sequence[Axis]) -> list[Combined]:
-    """The phases of a convolution, that with the most taps first."""
+    """The phases of a convolution, those with the most taps first."""
     every = [(d, h, w) for d, h, w in product(*(axis.phases for axis in axes))]
     return sorted(every, key=lambda each: -each[0].taps * each[1].taps * each[2].taps)
 
 
 def lowest(axis: Axis, phase: Phase) -> int:
-    """The source position that a phase's first result meets with its lowest tap."""
+    """The source position that a phase's first result reads with its lowest tap."""
     return min(phase.x0, phase.x0 + (phase.taps - 1) * axis.x_tap) if phase.taps else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """The operands as they are read and written, and the steps that make those that are not the
+    """The operands as the kernel reads and writes them, and the steps that prepare copies of the
     request's own."""
 
     work: ConvWork
@@ -55,24 +55,24 @@ class Sides:
 
     @property
     def _channels(self) -> tuple[int, int]:
-        """Read and written."""
+        """The source and the result."""
         channels = self.work.in_channels, self.work.out_channels
         return channels[::-1] if self.work.direction == "bwd_data" else channels
 
     @property
     def across(self) -> bool:
-        """Whether the weight's rows run along the result's channels, not along the source's."""
+        """Whether the weight is N-major: contiguous along result channels."""
         return self.work.direction == "bwd_data" and not _turned(self.work)
 
     @property
     def _dims(self) -> int:
-        """Spatial ones."""
+        """Spatial dimensions of the maps."""
         return self.work.conv.ndim
 
     def source_map(
         self, axes: Sequence[Axis], phase: Combined, tile: HopperTile, images_first: bool
     ) -> Im2colMap:
-        """The pixels that a phase reads for its lowest tap."""
+        """Tensor map of the pixels that a phase reads with its lowest tap."""
         x, channels = self.x, self._channels[0]
         item = x.dtype.itemsize
         dims = []  # size, stride, step, corners
@@ -99,11 +99,12 @@ class Sides:
         )
 
     def weight_map(self, tile: HopperTile) -> TiledMap:
-        """A chunk of channels of one tap, for a block's part of the result's channels."""
+        """Tensor map of the weight: a chunk of channels of one tap, for a block's part of the
+        result channels."""
         item = self.w.dtype.itemsize
         _, k, c, *kernel = self.w.strides
         work = self.work
-        # Innermost, and outermost with its stride.
+        # Innermost, or outermost with its stride.
         channels, others, step = work.in_channels, work.out_channels, k
         if _turned(work):
             channels, others, step = work.out_channels, work.in_channels, c
@@ -124,7 +125,7 @@ class Sides:
         )
 
     def why_not(self, axes: Sequence[Axis], tile: HopperTile) -> str | None:
-        """What the copy engine refuses of the pixels, in their own order."""
+        """Return why TMA cannot read the pixels in their own order, or None."""
         for phase in combined(axes):
             reason = self.source_map(axes, phase, tile, images_first=False).why_not()
             if reason is not None:
@@ -136,8 +137,7 @@ class Sides:
 
 
 def _turned(work: ConvWork) -> bool:
-    """Whether the weight's out_channels lie side by side: float32's products read both operands
-    along the reduction alone."""
+    """Whether the weight's out_channels are contiguous. float32 wgmma requires K-major operands."""
     return work.direction == "bwd_data" and work.dtype is DType.FLOAT32
 
 
@@ -176,5 +176,5 @@ def sides_of(work: ConvWork, device: CudaDevice) -> Sides:
 
 
 def _row_bytes(operand: Operand, channels: int) -> int:
-    """A stride that the copy engine takes, for a dimension of one position."""
+    """A stride that TMA accepts, for a dimension of one position."""
     return ceil_div(channels * operand.dtype.itemsize, CHUNK_BYTES) * CHUNK_BYTES

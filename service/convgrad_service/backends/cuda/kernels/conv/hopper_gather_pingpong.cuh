@@ -1,5 +1,5 @@
-// Plain results of hopper_gather.cu where each warpgroup has a tile to itself: 64 pixels after another,
-// so that what storing takes of registers is there beside 192 sums a thread.
+// The epilogue of hopper_gather.cu with PINGPONG (plain results), 64 pixels at a time to limit registers: a
+// thread holds up to 192 accumulators.
 #pragma once
 
 #include "conv/hopper_gather_result.cuh"
@@ -8,7 +8,7 @@ namespace convgrad {
 
 constexpr u32 kNowhere = ~0u;
 
-// Where a pixel's channel 0 is in the result.
+// Element offset of a pixel's channel 0 in the result.
 __device__ __forceinline__ i64 result_of(const HopperGatherArgs& args, const GatherPhase& phase,
                                          const PixelAt& pixel) {
   i64 at = image(pixel, args.images_first) * args.y_stride[0];
@@ -20,18 +20,18 @@ __device__ __forceinline__ i64 result_of(const HopperGatherArgs& args, const Gat
   return at;
 }
 
-// Where the result has channel 0 of each of a warp's rows, 16 of each part: in chunks of 16 bytes, a
-// lane one of two parts; kNowhere past the last pixel.
-template <class T, int kParts>
+// Offsets of channel 0 of the warp's rows, 16 per 64 pixels, in units of 16 bytes; kNowhere past the last
+// pixel. Lanes 0-15 and 16-31 hold those of two consecutive parts.
+template <class T, int kMmasM>
 struct PartRows {
   static constexpr int kChunk = 16 / static_cast<int>(sizeof(T));
-  u32 at[(kParts + 1) / 2];
+  u32 at[(kMmasM + 1) / 2];
 
   __device__ __forceinline__ PartRows(const HopperGatherArgs& args, const GatherTile& tile) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
     const GatherPhase& phase = phase_of(args, tile.phase);
 #pragma unroll
-    for (int i = 0; i < (kParts + 1) / 2; ++i) {
+    for (int i = 0; i < (kMmasM + 1) / 2; ++i) {
       const int pixel = tile.first_pixel + (i * 2 + lane / 16) * 64 + warp * 16 + lane % 16;
       const i64 element = result_of(args, phase, pixel_at(phase, pixel));
       at[i] = pixel < phase.pixels ? static_cast<u32>(element / kChunk) : kNowhere;
@@ -42,31 +42,31 @@ struct PartRows {
   }
 };
 
-// One part's rows: through shared memory, where a warp has its own patch, so that eight lanes store
-// 128 bytes. All of a patch is read before any of it is stored: a store keeps its registers for long.
-template <class T, int kFragments>
-__device__ __forceinline__ void store_part(const Results<T, 1, kFragments>& results,
+// Stores 64 pixels through the warp's staging buffer, eight lanes per 128-byte row. Reads all before storing
+// any: a store holds its registers for long.
+template <class T, int kFragmentsN>
+__device__ __forceinline__ void store_part(const Results<T, 1, kFragmentsN>& results,
                                            const u32 (&rows)[4],
-                                           const float (&sum)[1][kFragments][4]) {
-  using Part = Results<T, 1, kFragments>;
+                                           const float (&accum)[1][kFragmentsN][4]) {
+  using Part = Results<T, 1, kFragmentsN>;
   constexpr int kOfBuffer = Part::kRowOf / 8;
-  constexpr int kBuffers = (kFragments + kOfBuffer - 1) / kOfBuffer;
+  constexpr int kBuffers = (kFragmentsN + kOfBuffer - 1) / kOfBuffer;
   const int lane = results.lane, column = lane % 8 * Part::kChunk;
-  const u32 patch = results.staging + results.warp * kPatchBytes;
+  const u32 staging_rows = results.staging + results.warp * kWarpStagingBytes;
   uint4* const y = reinterpret_cast<uint4*>(static_cast<T*>(results.args.y)) +
                    (results.first_channel + column) / Part::kChunk;
 #pragma unroll
   for (int j = 0; j < kBuffers; ++j) {
     __syncwarp();
-    results.write_rows(patch, sum[0], j * kOfBuffer);
+    results.write_rows(staging_rows, accum[0], j * kOfBuffer);
     __syncwarp();
     const bool inside = results.first_channel + j * Part::kRowOf + column < results.args.out_channels &&
-                        j * Part::kRowOf + column < kFragments * 8;
+                        j * Part::kRowOf + column < kFragmentsN * 8;
     u32 words[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = i * 4 + lane / 8;
-      ld_shared_v4(words[i], patch + row * 128 + (lane % 8 ^ (row & 7)) * 16);
+      ld_shared_v4(words[i], staging_rows + row * 128 + (lane % 8 ^ (row & 7)) * 16);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -76,16 +76,16 @@ __device__ __forceinline__ void store_part(const Results<T, 1, kFragments>& resu
   }
 }
 
-// Every thread of a warp together.
-template <class T, int kParts, int kFragments>
+// Warp.
+template <class T, int kMmasM, int kFragmentsN>
 __device__ __forceinline__ void store_parts(const HopperGatherArgs& args, const GatherTile& tile,
-                                            const PartRows<T, kParts>& rows, u32 staging,
-                                            const float (&sum)[kParts][kFragments][4]) {
-  using Part = Results<T, 1, kFragments>;
+                                            const PartRows<T, kMmasM>& rows, u32 staging,
+                                            const float (&accum)[kMmasM][kFragmentsN][4]) {
+  using Part = Results<T, 1, kFragmentsN>;
   const Part results(args, tile, staging);
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    const auto& own = reinterpret_cast<const float(&)[1][kFragments][4]>(sum[part]);
+  for (int part = 0; part < kMmasM; ++part) {
+    const auto& own = reinterpret_cast<const float(&)[1][kFragmentsN][4]>(accum[part]);
     u32 to[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) to[i] = rows.of(part, i * 4 + results.lane / 8);

@@ -41,25 +41,26 @@ __all__ = [
     "stores_planes",
 ]
 
-# Activations that results in rows can have: comparisons, which leave the sums where they are.
+# Activations that plain results can have: clamps, which leave finite sums' bits unchanged.
 CLAMPING = ("none", "relu", "relu6")
-# Of the source, what is read by all phases of a round should stay in the L2 cache.
+# Bytes of the source that all phases of a round read: they should stay in the L2 cache.
 ROUND_BYTES = 8 * 2**20
-# Turns of all multiprocessors that a round has at least.
+# The fewest waves of a round.
 ROUND_TURNS = 3
 MOST_COUNTED = 1 << 16
-# What pixels of neighbouring images take more where warpgroups take turns: 1.1 to 1.4 measured.
+# Slowdown of PINGPONG with images as the fastest coordinate: 1.1 to 1.4 measured.
 PINGPONG_BY_IMAGE = 1.13
-# Of 16 bytes, that warpgroups which take turns count in 32 bits; the last number is nowhere.
+# PINGPONG addresses results in 32-bit counts of 16 bytes; the last value means nowhere.
 MOST_CHUNKS = 2**32 - 1
-# With a larger one, a phase's pixels lie too far apart to be stored as they lie.
+# With a larger stride, a phase's pixels are too far apart for runs of pixels to be stored
+# directly.
 MOST_STRIDE = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How a convolution runs: its tile, whether neighbouring pixels are those of neighbouring
-    images, and in how many rounds over the phases."""
+    """A convolution's schedule: its tile, whether images are the fastest coordinate of pixels, and
+    the number of rounds over the phases."""
 
     tile: HopperTile
     images_first: bool = False
@@ -70,8 +71,8 @@ class Schedule:
 
 
 def stores_planes(work: ConvWork) -> bool:
-    """Whether results are stored as runs of pixels: where channels lie apart and pixels, of which
-    neighbours in a tile are neighbours in the result, side by side."""
+    """Whether results are stored as runs of pixels: channels first, with a tile's adjacent pixels
+    adjacent in the result."""
     stride = work.stride if work.direction == "bwd_data" else (1, 1, 1)
     return (
         work.epilogue_free
@@ -82,8 +83,11 @@ def stores_planes(work: ConvWork) -> bool:
 
 
 def pixels_beside(work: ConvWork) -> int:
-    """Of the result, how many pixels a store may have: whole numbers of them in each image and
-    channel, side by side and aligned. 0 where pixels do not lie side by side."""
+    """The number of pixels per store.
+
+    They are contiguous, aligned, and divide each image and channel; 0 where pixels are not
+    contiguous.
+    """
     result = gather_sides(work)[1]
     size = work.input if work.direction == "bwd_data" else work.output
     inner = 1
@@ -98,8 +102,10 @@ def pixels_beside(work: ConvWork) -> int:
 
 
 def may_start_with_images(work: ConvWork, axes: Sequence[Axis]) -> bool:
-    """Whether neighbouring images can be neighbouring pixels: the copy engine takes no steps along
-    the slowest dimension, which images would be otherwise."""
+    """Whether images can be the fastest coordinate of pixels.
+
+    They cannot with a stride along the slowest dimension, where TMA has no traversal stride.
+    """
     return axes[3 - work.conv.ndim].x_step == 1
 
 
@@ -109,7 +115,7 @@ def may_split(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, tile: Ho
 
 
 def is_plain(work: ConvWork) -> bool:
-    """Whether results are the sums themselves, in whole, aligned chunks of channels."""
+    """Whether results are plain sums, in whole, aligned chunks of channels."""
     backward = work.direction == "bwd_data"
     size = work.input if backward else work.output
     written = work.in_channels if backward else work.out_channels
@@ -118,8 +124,10 @@ def is_plain(work: ConvWork) -> bool:
 
 
 def finishes_rows(work: ConvWork, axes: Sequence[Axis]) -> bool:
-    """Whether results take a plain one's way, after a bias or an activation that clamps: in whole,
-    aligned chunks of channels of 16 bits, in one phase."""
+    """Whether results with a bias or a clamping activation can be stored like plain ones.
+
+    They need 16-bit types, whole, aligned chunks of channels, and one phase.
+    """
     plain = replace(work, bias=None, activation="none")
     return (
         is_plain(plain)
@@ -131,8 +139,10 @@ def finishes_rows(work: ConvWork, axes: Sequence[Axis]) -> bool:
 
 
 def may_pingpong(work: ConvWork, axes: Sequence[Axis]) -> bool:
-    """Whether warpgroups can take turns: they have results that need no more than rows of sums, and
-    count these in chunks."""
+    """Whether the tile can run ping-pong.
+
+    Results must be plain and addressable in 32-bit counts of chunks.
+    """
     result = gather_sides(work)[1]
     size = work.input if work.direction == "bwd_data" else work.output
     extents = (work.batch, *size)
@@ -143,7 +153,7 @@ def may_pingpong(work: ConvWork, axes: Sequence[Axis]) -> bool:
 
 
 def count_tiles(work: ConvWork, axes: Sequence[Axis], tile: HopperTile) -> int:
-    """Of clusters, over all phases."""
+    """Tiles of clusters, over all phases."""
     written = work.in_channels if work.direction == "bwd_data" else work.out_channels
     pixels = [
         ceil_div(work.batch * prod(along.count for along in phase), tile.pixels)
@@ -155,7 +165,8 @@ def count_tiles(work: ConvWork, axes: Sequence[Axis], tile: HopperTile) -> int:
 def kept_taps(
     axes: Sequence[Axis], phase: Combined, batch: int, pixels: int, images_first: bool
 ) -> NDArray[np.int64]:
-    """How many taps each tile of so many pixels meets: `kept_taps` of hopper_gather.cuh."""
+    """The number of taps that each tile of so many pixels reads: ``taps_inside`` of
+    hopper_gather.cuh."""
     counts = [along.count for along in reversed(phase)]
     extents = [batch, *counts[:2]] if images_first else counts
     everything = batch * prod(counts)
@@ -204,7 +215,10 @@ def _taps_of_tiles(
 
 
 def choose_schedule(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Schedule:
-    """The one that should take the least time. All give the same bits but those that split."""
+    """Return the schedule with the least expected time.
+
+    All give the same bits except those with SPLIT.
+    """
     return min(
         candidates(work, axes, device),
         key=lambda schedule: expected_s(work, axes, device, schedule),
@@ -247,7 +261,7 @@ def candidates(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Iter
 def expected_s(
     work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: Schedule
 ) -> float:
-    """The time of the busiest multiprocessor, and not less than memory takes."""
+    """The time of the busiest SM, but at least that of the memory traffic."""
     tile = schedule.tile
     backward = work.direction == "bwd_data"
     read = work.out_channels if backward else work.in_channels
@@ -272,7 +286,7 @@ def expected_s(
     worker = np.where(turn % 2, workers - 1 - place, place)
     if not tile.pingpong:
         return float(np.bincount(worker, weights=products + beside).max())
-    # Products follow one another, and what each warpgroup does beside them its own.
+    # Mainloops run one after another; each warpgroup's epilogue overlaps the other's.
     together = float(np.bincount(worker, weights=products).max()) + beside
     alone = float(np.bincount(worker * 2 + turn % 2, weights=products + beside).max())
     return max(together, alone)

@@ -1,6 +1,6 @@
-// From a warpgroup's sums to results whose pixels lie side by side and whose channels lie apart
-// (channels first), for hopper_gather.cu with PLANES: through shared memory, where sums of 64 pixels
-// are turned round, 128 bytes of channels at a time, so that a warp's stores are runs of pixels.
+// The epilogue of hopper_gather.cu with PLANES, for channels-first results (contiguous pixels): accumulators
+// of 64 pixels are transposed through shared memory, 128 bytes of channels at a time, so that a warp stores
+// runs of pixels.
 #pragma once
 
 #include "conv/hopper_gather_result.cuh"
@@ -11,9 +11,8 @@
 
 namespace convgrad {
 
-// Of a block of shared memory: where pixel `pixel` of channel `channel` is. 16 bits: rows of 64 pixels,
-// chunks of eight in an order that keeps rows out of each other's banks. 32 bits: likewise for what a
-// warp's products leave, pixels of every second channel.
+// Address of a pixel of a channel in a staging buffer: rows of 64 pixels, with groups of eight swizzled against
+// bank conflicts.
 template <class T>
 __device__ __forceinline__ u32 plane_at(u32 block, int channel, int pixel) {
   if constexpr (sizeof(T) == 2) {
@@ -23,36 +22,36 @@ __device__ __forceinline__ u32 plane_at(u32 block, int channel, int pixel) {
   }
 }
 
-// 64 pixels of as many channels as a block has, from fragment `first` on; the sums of one part.
-template <class T, int kFragments>
-__device__ __forceinline__ void turn_sums(u32 block, const float (&sum)[kFragments][4], int first) {
+// Transposes 64 pixels of a staging buffer's channels, from fragment `first` on.
+template <class T, int kFragmentsN>
+__device__ __forceinline__ void transpose(u32 block, const float (&accum)[kFragmentsN][4], int first) {
   constexpr int kOf = 128 / static_cast<int>(sizeof(T)) / 8;
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
   if constexpr (sizeof(T) == 2) {
     const int pixel = warp * 16 + lane / 8 % 2 * 8;
 #pragma unroll
-    for (int j = 0; j < kOf && first + j < kFragments; j += 2) {
+    for (int j = 0; j < kOf && first + j < kFragmentsN; j += 2) {
       const u32 to = plane_at<T>(block, (j + lane / 16) * 8 + lane % 8, pixel);
-      const u32 words[4] = {narrow_x2<T>(sum[first + j][0], sum[first + j][1]),
-                            narrow_x2<T>(sum[first + j][2], sum[first + j][3]),
-                            narrow_x2<T>(sum[first + j + 1][0], sum[first + j + 1][1]),
-                            narrow_x2<T>(sum[first + j + 1][2], sum[first + j + 1][3])};
+      const u32 words[4] = {narrow_x2<T>(accum[first + j][0], accum[first + j][1]),
+                            narrow_x2<T>(accum[first + j][2], accum[first + j][3]),
+                            narrow_x2<T>(accum[first + j + 1][0], accum[first + j + 1][1]),
+                            narrow_x2<T>(accum[first + j + 1][2], accum[first + j + 1][3])};
       stmatrix_trans(to, words);
     }
   } else {
     const int pixel = warp * 16 + lane / 4;
 #pragma unroll
-    for (int j = 0; j < kOf && first + j < kFragments; ++j) {
+    for (int j = 0; j < kOf && first + j < kFragmentsN; ++j) {
       const int channel = j * 8 + lane % 4 * 2;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        st_shared_f32(plane_at<T>(block, channel + e % 2, pixel + e / 2 * 8), sum[first + j][e]);
+        st_shared_f32(plane_at<T>(block, channel + e % 2, pixel + e / 2 * 8), accum[first + j][e]);
       }
     }
   }
 }
 
-// Stores what lies in a block, `side` neighbouring pixels at once.
+// Stores a staging buffer, sizeof(Raw) / sizeof(T) consecutive pixels at once.
 template <class T, class Raw, int kThreads>
 __device__ __forceinline__ void store_runs(u32 block, T* to, i64 channel_step, bool there, int pixel,
                                            int channels) {
@@ -66,28 +65,28 @@ __device__ __forceinline__ void store_runs(u32 block, T* to, i64 channel_step, b
   }
 }
 
-// Stores all sums of a warpgroup, whose threads pass `barrier` together. `staging`: 8 KB of its own.
-template <class T, int kParts, int kFragments>
-__device__ __forceinline__ void store_planes(const Results<T, kParts, kFragments>& to,
-                                             float (&sum)[kParts][kFragments][4], int barrier) {
+// Stores all results of a warpgroup, whose threads synchronise at named barrier `barrier`.
+template <class T, int kMmasM, int kFragmentsN>
+__device__ __forceinline__ void store_planes(const Results<T, kMmasM, kFragmentsN>& to,
+                                             float (&accum)[kMmasM][kFragmentsN][4], int barrier) {
   constexpr int kChannels = 128 / static_cast<int>(sizeof(T)), kOf = kChannels / 8;
-  constexpr int kBlocks = (kFragments + kOf - 1) / kOf;
+  constexpr int kBlocks = (kFragmentsN + kOf - 1) / kOf;
   const HopperGatherArgs& args = to.args;
   const int side = args.wide_stores, thread = threadIdx.x % 128;
   const int pixel = thread % (64 / side) * side;
   const i64 step = args.y_stride[2];
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) {
+  for (int part = 0; part < kMmasM; ++part) {
     const int at = to.first_pixel + part * 64 + pixel;
     const bool there = at < to.phase.pixels;
     T* const y = static_cast<T*>(args.y) + (there ? to.result_at(pixel_at(to.phase, at)) : 0) +
                  to.first_channel * step;
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j) {
-      const int left = min(args.out_channels - to.first_channel, kFragments * 8) - j * kChannels;
+      const int left = min(args.out_channels - to.first_channel, kFragmentsN * 8) - j * kChannels;
       const int channels = min(left, kChannels);
       named_barrier_sync(barrier, 128);
-      turn_sums<T>(to.staging, sum[part], j * kOf);
+      transpose<T>(to.staging, accum[part], j * kOf);
       named_barrier_sync(barrier, 128);
       T* const here = y + j * kChannels * step;
       if (side * sizeof(T) == 16) {

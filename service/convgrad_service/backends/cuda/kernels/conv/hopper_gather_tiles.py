@@ -1,4 +1,4 @@
-"""Tiles of hopper_gather, and the time that one is expected to take."""
+"""Tile shapes of hopper_gather and their cost model."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from convgrad_service.plans.cuda.program import ceil_div
 __all__ = ["ROW_BYTES", "TILES", "HopperTile", "tiles_of"]
 
 ROW_BYTES = 128
-"""Of an operand in shared memory: a step's depth."""
+"""Bytes of an operand's row in shared memory: a k-tile's depth."""
 BOX_ROWS = 64
-"""Of weights: what a stage has room for is a multiple of it."""
+"""Weight rows of a stage are a multiple of this."""
 STAGING_BYTES = 64 * ROW_BYTES
 ALIGNMENT, BARRIER_BYTES = 1024, 8
-# Of four tiles: two barriers each, and what the queue says of them.
+# The tile queue: four entries, with two mbarriers each.
 QUEUE_BYTES = 4 * (2 * BARRIER_BYTES + 52)
 # Threads.
 WARPGROUP = 128
-# What an H200 does a second, fitted to tests/perf's dense layers: products of 16 bits (of TF32, the
-# same in bytes); bytes from its L2 cache to all multiprocessors. Blocks that share weights measured
-# hardly faster for it (SHARED). And what a tile takes beside its steps, with a byte of its results.
+# H200 rates, fitted to tests/perf's dense layers: FLOP/s in 16-bit types (TF32: the same bytes),
+# bytes/s from the L2 cache to all SMs (sharing weights gains little: SHARED), and the time of a
+# tile outside its mainloop, per tile and per result byte.
 MULTIPROCESSORS, FLOPS, L2_BYTES_S = 132, 865e12, 12e12
 TILE_S, BYTE_S, JOIN_S = 0.35e-6, 3.7e-11, 2.5e-6
-# What a block gets a second of other blocks' sums; and what those get that split few tiles, all of
-# them a second from L2, where they read few pixels over and over.
+# Bytes/s that a block receives of other blocks' partial sums; and bytes/s from L2 to all SMs with
+# few split tiles, which read few pixels repeatedly.
 JOINED_BYTES_S, SPLIT_L2_BYTES_S = 30e9, 5.5e12
 SHARED = 0.995
-# The same of warpgroups that take turns: power bounds products that go on under stores.
+# The same with PINGPONG: power limits mainloops that overlap stores.
 PINGPONG_FLOPS, PINGPONG_L2_BYTES_S, PINGPONG_TILE_S = 800e12, 11.3e12, 0.9e-6
-# Of a tile in float32.
+# The same for a tile in float32.
 MOST_SUMS = 128 * 256
 CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15}
 """By their size, how many an H200 runs at the same time where a block fills a multiprocessor."""
-# By the number of multiplying warpgroups: of a thread that copies, and of one that multiplies.
+# Registers per thread, by the number of consumer warpgroups: producers, consumers.
 REGISTERS = {2: (56, 224), 3: (56, 152)}
 MOST_SUMS_OF_FEW, REGISTERS_OF_MANY = 128 * 160, (40, 232)
 
@@ -64,17 +64,17 @@ class HopperTile:
 
     @property
     def cluster(self) -> int:
-        """Blocks."""
+        """Blocks of a cluster."""
         return self.sharing * self.split
 
     @property
     def pixels(self) -> int:
-        """Of a cluster."""
+        """Pixels of a cluster's tile."""
         return self.m * self.sharing
 
     def step_s(self, across: bool) -> float:
-        """Of a step: products, or copies from the L2 cache, of which a multiprocessor gets no more
-        where others are idle. Weights ``across`` come in whole boxes."""
+        """Seconds of a k-tile: wgmma, or loads from L2, whose rate per SM does not rise where
+        others idle. N-major weights (``across``) are loaded in whole boxes."""
         flops, l2_bytes_s = (
             (PINGPONG_FLOPS, PINGPONG_L2_BYTES_S) if self.pingpong else (FLOPS, L2_BYTES_S)
         )
@@ -84,11 +84,11 @@ class HopperTile:
         return max(products, loaded / l2_bytes_s) * MULTIPROCESSORS * shared
 
     def split_step_s(self, tiles: int) -> float:
-        """Of a step of so many tiles at the same time, of which each block has a part."""
+        """Seconds of a k-tile with that many concurrent tiles, of which each block has a part."""
         return self.stage_bytes * tiles * self.split / SPLIT_L2_BYTES_S
 
     def tile_s(self, itemsize: int) -> float:
-        """Of a tile, beside its steps."""
+        """Seconds of a tile outside its mainloop."""
         joined = 0.0
         if self.split > 1:
             got = self.m * self.n * 4 * (self.split - 1) // self.split
@@ -102,7 +102,7 @@ class HopperTile:
 
     @property
     def has_epilogue(self) -> bool:
-        """Whether a bias and an activation have registers beside the sums; others would spill."""
+        """Whether registers suffice for a bias and an activation; other tiles would spill."""
         sums = self.m * self.n // (WARPGROUP * (1 if self.pingpong else self.warpgroups))
         return self.split == 1 and sums <= (160 if self.pingpong else 128)
 
@@ -111,18 +111,20 @@ class HopperTile:
         return (self.m + ceil_div(self.n, BOX_ROWS) * BOX_ROWS) * ROW_BYTES
 
     def clusters(self, device: CudaDevice) -> int:
-        """How many run at the same time: some groups of multiprocessors come out odd."""
+        """The number of clusters that run concurrently: some GPCs have SMs left over."""
         return device.multiprocessors * CLUSTERS[self.cluster] // MULTIPROCESSORS
 
     def weight_rows(self, depth: int | None) -> int:
-        """What one block copies of a step's weights at a time: rows, each a channel of the result,
-        or each a channel of the source where a step has ``depth`` of those as rows."""
+        """Rows of weights that one block loads per k-tile.
+
+        They are result channels, or with ``depth`` source channels of the k-tile.
+        """
         if depth is None:
             return self.n // self.sharing
         return depth // self.sharing if ceil_div(self.n, BOX_ROWS) % self.sharing else depth
 
     def stages(self, device: CudaDevice) -> int:
-        """As many as fit."""
+        """The number of stages that fit."""
         room = device.shared_bytes_per_block - self.shared_bytes(0)
         return min(8, room // (self.stage_bytes + 2 * BARRIER_BYTES))
 
@@ -134,7 +136,7 @@ class HopperTile:
     def defines(
         self, dtype: DType, across: bool, maps: int, stages: int, planes: bool = False
     ) -> dict[str, object]:
-        """What hopper_gather.cu expects."""
+        """The macros of an instance."""
         producer, consumer = REGISTERS[self.warpgroups]
         if self.pingpong and self.m * self.n > MOST_SUMS_OF_FEW:
             producer, consumer = REGISTERS_OF_MANY
@@ -176,8 +178,8 @@ TILES = (
 
 
 def tiles_of(dtype: DType) -> tuple[HopperTile, ...]:
-    """Those whose sums leave the registers that results of this type take, and narrow ones where a
-    row of shared memory is as few channels."""
+    """Tiles whose accumulators leave registers for results of this type, and narrow ones where a
+    k-tile has as few channels."""
     if dtype.itemsize == 2:
         return tuple(tile for tile in TILES if tile.n >= BOX_ROWS)
     return tuple(tile for tile in TILES if tile.m * tile.n <= MOST_SUMS)

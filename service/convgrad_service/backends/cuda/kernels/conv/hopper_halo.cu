@@ -22,6 +22,7 @@
 // Determinism: one order of additions per result, whatever the tiles.
 // Limits: positions along a dimension below 2^28; byte offsets within a result tile below 2^31; 64-bit
 //   elsewhere.
+#include "core/pipeline_state.cuh"
 #include "conv/hopper_halo_result.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/warpgroup.cuh"
@@ -32,24 +33,15 @@ namespace {
 
 using T = ELEMENT;
 constexpr int kColumns = COLUMNS;
-constexpr int kDepth = 32;  // channels of a chunk
+constexpr int kTileK = 32;  // channels of a chunk
 constexpr Major kWeights = ACROSS ? kMajorMn : kMajorK;
-constexpr int kThreads = 384, kGroups = 2, kLoaders = 8;  // the first warp that loads
-constexpr int kConsumers = kGroups * 4;                   // warps
-constexpr int kConsume = 1;                               // a barrier
+constexpr int kThreads = 384, kWarpgroups = 2, kFirstProducerWarp = 8;  // the first producer warp
+constexpr int kConsumers = kWarpgroups * 4;                   // warps
+constexpr int kConsumerBarrier = 1;                               // a named barrier
 
 template <int kCount>
 struct Count {
   static constexpr int value = kCount;
-};
-
-// A place in a ring, and the parity of its turn.
-struct Place {
-  u32 at = 0, parity = 0;
-
-  __device__ __forceinline__ void advance(u32 size) {
-    if (++at == size) at = 0, parity ^= 1;
-  }
 };
 
 struct Barriers {
@@ -67,19 +59,19 @@ __device__ __forceinline__ void clear_sums(float (&sum)[kFragments][4]) {
 
 __device__ void load_source(const HopperHaloArgs& args, const HaloTables& tables, u32 ring,
                             const Barriers& barriers) {
-  Place place;
+  PipelineState state;
   for (int tile = blockIdx.x; tile < args.all_tiles; tile += gridDim.x) {
-    const HaloTile at(args, tile);
+    const HaloTile tile_at(args, tile);
     for (int chunk = 0; chunk < args.chunks; ++chunk) {
-      for (int slice = 0; slice < args.slices; ++slice, place.advance(args.stages)) {
-        mbarrier_wait(barriers.x_empty + 8 * place.at, place.parity ^ 1);
-        const u32 full = barriers.x_full + 8 * place.at;
+      for (int slice = 0; slice < args.slices; ++slice, state.advance(args.stages)) {
+        mbarrier_wait(barriers.x_empty + 8 * state.index, state.parity ^ 1);
+        const u32 full = barriers.x_full + 8 * state.index;
         mbarrier_arrive_expect_tx(full, args.box_bytes);
         const HaloSlice& from = tables.slice[slice];
-        const int corner[5] = {chunk * kDepth, at.m[2] * args.x_step[2] + from.at[2],
-                               at.m[1] * args.x_step[1] + from.at[1],
-                               at.m[0] * args.x_step[0] + from.at[0], at.n};
-        tma_load(ring + place.at * args.stage_bytes, args.x_map, full, corner);
+        const int corner[5] = {chunk * kTileK, tile_at.m[2] * args.x_step[2] + from.at[2],
+                               tile_at.m[1] * args.x_step[1] + from.at[1],
+                               tile_at.m[0] * args.x_step[0] + from.at[0], tile_at.n};
+        tma_load(ring + state.index * args.stage_bytes, args.x_map, full, corner);
       }
     }
   }
@@ -88,7 +80,7 @@ __device__ void load_source(const HopperHaloArgs& args, const HaloTables& tables
 __device__ __forceinline__ void load_weight(const HopperHaloArgs& args, const HaloLoad& load, u32 to,
                                             u32 full, int chunk, int channel_tile) {
   const int channel = (channel_tile + load.block) * args.row_channels;
-  const int corner[5] = {ACROSS ? channel : chunk * kDepth, ACROSS ? chunk * kDepth : channel,
+  const int corner[5] = {ACROSS ? channel : chunk * kTileK, ACROSS ? chunk * kTileK : channel,
                          load.t, load.s, load.r};
   tma_load(to + load.to * 16, args.w_map, full, corner, kEvictLast);
 }
@@ -106,20 +98,20 @@ __device__ void load_weights(const HopperHaloArgs& args, const HaloTables& table
     }
     return;
   }
-  Place place;
+  PipelineState state;
   for (int tile = blockIdx.x; tile < args.all_tiles; tile += gridDim.x) {
-    const HaloTile at(args, tile);
+    const HaloTile tile_at(args, tile);
     for (int pass = 0; pass < args.passes; ++pass) {
       for (int chunk = 0; chunk < args.chunks; ++chunk) {
-        for (int i = 0; i < tables.pass[pass].steps; ++i, place.advance(args.slots)) {
+        for (int i = 0; i < tables.pass[pass].steps; ++i, state.advance(args.slots)) {
           const HaloStep& step = tables.step[tables.pass[pass].first_step + i];
-          mbarrier_wait(barriers.w_empty + 8 * place.at, place.parity ^ 1);
-          const u32 full = barriers.w_full + 8 * place.at;
+          mbarrier_wait(barriers.w_empty + 8 * state.index, state.parity ^ 1);
+          const u32 full = barriers.w_full + 8 * state.index;
           mbarrier_arrive_expect_tx(full, step.loads * args.load_bytes);
           for (int j = 0; j < step.loads; ++j) {
             load_weight(args, tables.load[step.first_load + j],
-                        weights + place.at * args.slot_bytes, full, chunk,
-                        at.channel_tile * blocks);
+                        weights + state.index * args.slot_bytes, full, chunk,
+                        tile_at.channel_tile * blocks);
           }
         }
       }
@@ -133,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     hopper_halo(const __grid_constant__ HopperHaloArgs args) {
   extern __shared__ uint4 shared[];
   const int thread = threadIdx.x, lane = thread & 31;
-  // The same in all lanes, which the compiler knows of a shuffle alone.
+  // Uniform over lanes; the compiler infers that only from a shuffle.
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
   __shared__ HaloTables tables;
   const u32 base = (shared_address(shared) + 1023) & ~1023u;
@@ -145,8 +137,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   barriers.w_full = barriers.x_empty + 8 * args.stages;
   const int w_barriers = args.slots == 0 ? args.chunks : args.slots;
   barriers.w_empty = barriers.w_full + 8 * w_barriers;
-  const u32 staging = (barriers.w_empty + 8 * w_barriers + 15) & ~15u;  // where results go by chunks
-  if (warp == kLoaders) {
+  const u32 staging = (barriers.w_empty + 8 * w_barriers + 15) & ~15u;  // staging of the epilogue
+  if (warp == kFirstProducerWarp) {
     for (int i = lane; i < args.stages; i += 32) {
       mbarrier_init(barriers.x_full + 8 * i, 1);
       mbarrier_init(barriers.x_empty + 8 * i, kConsumers);
@@ -163,21 +155,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   wait_on_dependent_grids();
 
-  if (warp >= kLoaders) {
+  if (warp >= kFirstProducerWarp) {
     setmaxnreg_dec<40>();
-    if (warp == kLoaders && elect_one()) load_source(args, args.tables, ring, barriers);
-    if (warp == kLoaders + 1 && elect_one()) load_weights(args, args.tables, weights, barriers);
+    if (warp == kFirstProducerWarp && elect_one()) load_source(args, args.tables, ring, barriers);
+    if (warp == kFirstProducerWarp + 1 && elect_one()) load_weights(args, args.tables, weights, barriers);
   } else {
     setmaxnreg_inc<232>();
-    // Read again and again, which the constants' cache is slow at.
+    // In registers: repeated reads from the constant cache are slow.
     for (u32 i = thread; i < sizeof tables / sizeof(int); i += kConsumers * 32) {
       reinterpret_cast<int*>(&tables)[i] = reinterpret_cast<const int*>(&args.tables)[i];
     }
-    named_barrier_sync(kConsume, kConsumers * 32);
+    named_barrier_sync(kConsumerBarrier, kConsumers * 32);
     const int group = warp / 4;
-    // Descriptors of the operands at shared address 0, from where they are moved in 16 bytes.
+    // Operand descriptors at shared address 0; advanced in units of 16 bytes.
     const bool twice = args.row_channels == 32;
-    constexpr u32 kRowBytes = 2 * kDepth, kHalfBytes = 32 * kRowBytes;
+    constexpr u32 kRowBytes = 2 * kTileK, kHalfBytes = 32 * kRowBytes;
     const u64 a_kind = !ACROSS ? k_major_descriptor<64>(0)
                        : twice ? mn_major_descriptor<64>(0, kHalfBytes)
                                : mn_major_descriptor<128>(0);
@@ -188,23 +180,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
     float sum[kColumns / 8][4];
     clear_sums(sum);
-    Place first, w_place;  // the former of the tile's first slice
+    PipelineState first, w_state;  // the former is of the tile's first slice
     for (int tile = blockIdx.x; tile < args.all_tiles; tile += gridDim.x) {
-      Place x_place;
+      PipelineState x_state;
       for (int pass = 0; pass < args.passes; ++pass) {
         const HaloPass& now = tables.pass[pass];
-        int add = 0;  // to what the sums are from before
-        // Barriers to pass once the step before is over, or 0.
-        u32 x_release = 0, w_release = 0;
+        int add = 0;  // scale_d: accumulate onto the previous sums
+        // mbarriers to arrive at once the previous step is complete, or 0.
+        u32 x_empty_barrier = 0, w_empty_barrier = 0;
         const auto release = [&] {
           if (lane == 0) {
-            if (x_release != 0) mbarrier_arrive(x_release);
-            if (w_release != 0) mbarrier_arrive(w_release);
+            if (x_empty_barrier != 0) mbarrier_arrive(x_empty_barrier);
+            if (w_empty_barrier != 0) mbarrier_arrive(w_empty_barrier);
           }
           __syncwarp();
-          x_release = w_release = 0;
+          x_empty_barrier = w_empty_barrier = 0;
         };
-        // And waits for the products before.
+        // Also waits for the previous wgmmas.
         const auto multiply_taps = [&](u64 a_step, u64 b_step, const HaloTap* from, auto count) {
           HaloTap tap[count.value];
 #pragma unroll
@@ -221,20 +213,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           wgmma_wait<1>();
           release();
         };
-        x_place = first;
+        x_state = first;
         for (int chunk = 0; chunk < args.chunks; ++chunk) {
           int slice = 0;
           for (int i = 0; i < now.steps; ++i) {
             const HaloStep step = tables.step[now.first_step + i];
             const int taps = __shfl_sync(0xffffffff, static_cast<int>(step.taps), 0);
-            for (; slice < step.slice; ++slice) x_place.advance(args.stages);
-            const u32 w_at = args.slots == 0 ? chunk : w_place.at;
-            mbarrier_wait(barriers.x_full + 8 * x_place.at, x_place.parity);
-            mbarrier_wait(barriers.w_full + 8 * w_at, w_place.parity);
+            for (; slice < step.slice; ++slice) x_state.advance(args.stages);
+            const u32 w_at = args.slots == 0 ? chunk : w_state.index;
+            mbarrier_wait(barriers.x_full + 8 * x_state.index, x_state.parity);
+            mbarrier_wait(barriers.w_full + 8 * w_at, w_state.parity);
             const u64 a_step =
                 a_first + (w_at * (args.slots == 0 ? args.chunk_bytes : args.slot_bytes) >> 4);
-            const u64 b_step = b_first + (x_place.at * args.stage_bytes >> 4);
-            // Three taps at a time, so that the tensor cores do not wait for addresses.
+            const u64 b_step = b_first + (static_cast<u32>(x_state.index) * args.stage_bytes >> 4);
+            // Three taps at a time, so that the tensor cores do not wait for address arithmetic.
             int j = 0;
             for (; j + 3 <= taps; j += 3) {
               multiply_taps(a_step, b_step, &tables.tap[step.first_tap + j], Count<3>());
@@ -244,11 +236,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             } else if (j + 1 == taps) {
               multiply_taps(a_step, b_step, &tables.tap[step.first_tap + j], Count<1>());
             }
-            x_release = step.last ? barriers.x_empty + 8 * x_place.at : 0;
-            w_release = args.slots != 0 ? barriers.w_empty + 8 * w_at : 0;
-            if (args.slots != 0) w_place.advance(args.slots);
+            x_empty_barrier = step.last ? barriers.x_empty + 8 * x_state.index : 0;
+            w_empty_barrier = args.slots != 0 ? barriers.w_empty + 8 * w_at : 0;
+            if (args.slots != 0) w_state.advance(args.slots);
           }
-          for (; slice < args.slices; ++slice) x_place.advance(args.stages);
+          for (; slice < args.slices; ++slice) x_state.advance(args.stages);
         }
         HaloResults results(args, now, HaloTile(args, tile));
         wgmma_wait<0>();
@@ -257,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (now.steps == 0) clear_sums(sum);
         put_results<T>(results, sum, staging + warp * kHaloStaging);
       }
-      first = x_place;
+      first = x_state;
     }
   }
 }

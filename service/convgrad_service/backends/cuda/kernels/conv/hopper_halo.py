@@ -1,4 +1,4 @@
-"""A dense convolution with few channels on Hopper, forward or backward in its input."""
+"""Dense fprop and dgrad with few channels on Hopper (hopper_halo.cu)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["HopperHalo"]
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 MAX_PASSES, MAX_SLICES, MAX_STEPS, MAX_TAPS = 8, 16, 64, 128
 LEAST_CHANNELS = 16
-# Where others are faster, measured on an H200.
+# Where other families are faster, measured on an H200.
 LEAST_TAPS, MOST_READ, MOST_WRITTEN = 9, 128, 96
 MAX_EXTENT, MAX_KERNEL, MAX_STEP, MAX_BOX = 2**28, 127, 8, 256
 MAX_INDEX = 2**31 - 1
@@ -67,8 +67,8 @@ HopperHaloArgs = structure("conv/hopper_halo_args.cuh", "HopperHaloArgs")
 
 
 class HopperHalo:
-    """fwd and bwd_data in 16 bits: each pixel of a tile and its halo is loaded once, and all taps
-    read it from there."""
+    """fwd and bwd_data in 16-bit types: each pixel of a tile and its halo is loaded once, and all
+    taps read it from shared memory."""
 
     name = "hopper_halo"
 
@@ -77,7 +77,7 @@ class HopperHalo:
         self._anything = anything
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`. Judged by what a cut along N, D or H does not change."""
+        """See `Family.why_not`. Independent of what a split along N, D or H changes."""
         if device.architecture not in HOPPER:
             return f"{device.name} has no products of warpgroups"
         if work.dtype not in DTYPES:
@@ -114,7 +114,7 @@ class HopperHalo:
     def launches(
         self, work: ConvWork, device: CudaDevice, tile: HaloTile | None = None
     ) -> Fragment:
-        """See `Family.launches`; ``tile`` where another than the chosen one is tried."""
+        """See `Family.launches`. ``tile`` overrides the chosen one."""
         backward = work.direction == "bwd_data"
         source, result = gather_sides(work)
         axes = [gather_axis(work, dim) for dim in range(3)]
@@ -191,7 +191,7 @@ class HopperHalo:
 
 
 def _slower(work: ConvWork) -> str | None:
-    """Why another kernel is as fast or faster; as measured on an H200."""
+    """Return why another kernel is at least as fast, as measured on an H200, or None."""
     read, written = work.in_channels, work.out_channels
     if work.direction == "bwd_data":
         read, written = written, read
@@ -205,12 +205,12 @@ def _slower(work: ConvWork) -> str | None:
 
 
 def _bytes(operand: Operand, strides: Sequence[int]) -> tuple[int, ...]:
-    """Strides for a tensor map; what a dimension of one position has is not read."""
+    """Strides for a tensor map; that of a dimension of one position is not used."""
     return tuple(max(stride * operand.dtype.itemsize, 16) for stride in strides)
 
 
 def _whole(channels: int) -> int:
-    """Prepared operands have zeros up to a whole chunk of 16 bytes."""
+    """Channels rounded up to a whole 16-byte chunk, which prepared operands fill with zeros."""
     return ceil_div(channels, 8) * 8
 
 

@@ -1,4 +1,4 @@
-// What hopper_halo.cu is given. The host's side is hopper_halo.py.
+// The argument of hopper_halo.cu. Launched by hopper_halo.py.
 #pragma once
 
 #include "ptx/tma.cuh"
@@ -7,31 +7,31 @@ namespace convgrad {
 
 constexpr int kMaxHaloPasses = 8, kMaxHaloSlices = 16, kMaxHaloSteps = 64, kMaxHaloTaps = 128;
 
-// One result of each tile: positions y0 + m*y_step, m below `count`, of the result.
+// One result of each tile: positions y0 + m*y_step, m < `count`, of the result.
 struct HaloPass {
   int first_step, steps;
   int y0[3], count[3];
 };
-// A box of the source: where it starts, from the tile's first position.
+// A box of the source: its offset from the tile's first position.
 struct HaloSlice {
   int at[3];
 };
-// Products with one slice, whose weights come together.
+// k-steps on one slice whose weights are loaded together.
 struct HaloStep {
   unsigned char slice, taps, loads;
-  unsigned char last;  // with its slice, of all passes
+  unsigned char last;  // the last step on its slice, over all passes
   unsigned short first_tap, first_load;
 };
 struct HaloTap {
-  unsigned short pixel;   // of the slice, for the tile's first position, in 16 bytes
-  unsigned short weight;  // where its weights are, in 16 bytes
+  unsigned short pixel;   // offset in the slice of the tile's first position, in 16 bytes
+  unsigned short weight;  // offset of its weights, in 16 bytes
 };
-// A box of the weight: taps along S one after another, 32 channels of the source, so many of the
-// result as a box has; of each tap, where a product has two depths, the one along T and the next.
+// A box of the weight: consecutive taps along S, 32 source channels, as many result channels as a box
+// holds; for M with two depths, the tap along T and the next of each.
 struct HaloLoad {
   unsigned short to;    // in 16 bytes
-  signed char t, r, s;  // of the first; zeros come from outside the kernel
-  unsigned char block;  // of the result's channels
+  signed char t, r, s;  // of the first tap; outside the kernel zeros are loaded
+  unsigned char block;  // of result channels
 };
 
 struct HaloTables {
@@ -47,37 +47,36 @@ struct HopperHaloArgs {
   TensorMap w_map;         // C K T S R
   void* y;                 // the result: output, or grad_input
   const void* accumulate;  // like y, or null
-  const void* bias;        // one for each of the result's channels, or null
+  const void* bias;        // one per result channel, or null
   i64 y_stride[6];         // N G C D H W, in elements; accumulate's too
   float alpha;
   float beta;
   int out_channels;  // of the result
   int activation;
-  int plain;        // the result is the sum itself
-  int wide_stores;  // the result's channels are side by side in whole, aligned groups of four
-  int planes;       // its positions are, in whole, aligned groups of 8, 2 or 1; else 0
-  // Tiles: positions along D, H, W of each, and how many there are of the result's channels (which
-  // run fastest), along W, H, D and over the batch.
+  int plain;        // the result is the plain sum
+  int wide_stores;  // the result's channels are contiguous in whole, aligned groups of four
+  int planes;       // its positions are contiguous in whole, aligned groups of 8, 2 or 1; else 0
+  // Tiles: their positions along D, H, W, and their numbers over result channels (fastest), W, H, D and
+  // the batch.
   int tile[3];
   int tiles[3];
   int channel_tiles;
   int all_tiles;
-  int x_step[3];  // of the source, from one position to the next
-  int y_step[3];  // likewise of the result
-  int row_pixels;  // of a slice's row
-  u32 row_factor;  // for dividing by it
-  // The source's ring, and the weights: a ring of slots, or (slots 0) all that there are.
-  int chunks;      // of 32 channels
+  int x_step[3];  // source positions per position
+  int y_step[3];  // result positions per position
+  int row_pixels;  // pixels of a slice's row
+  u32 row_factor;  // for division by it, see core/divider.cuh
+  // The source's pipeline, and the weights': `slots` stages, or (slots 0) all weights resident.
+  int chunks;      // chunks of 32 channels
   int slices;
   int stages, stage_bytes, box_bytes;
   int slots, slot_bytes, load_bytes;
-  int all_loads, chunk_bytes;  // where all weights stay: of one chunk
-  int shared_weights;          // where the weights start
-  // What the second warpgroup has beside the first: pixels on, blocks of channels on, and how far on
-  // its weights are, in 16 bytes.
+  int all_loads, chunk_bytes;  // resident weights: of one chunk
+  int shared_weights;          // offset of the weights in shared memory
+  // Offsets of the second warpgroup's part: in pixels, channel blocks, and 16 bytes of weights.
   int group_pixels, group_blocks, group_weights;
-  int row_channels;  // of the result in a product: 64, or 32 and the same ones one position deeper
-  int deeper_first;  // of the two in a product, the deeper position's rows come first
+  int row_channels;  // result channels in M: 64, or 32 twice (the second time one position deeper)
+  int deeper_first;  // of these two, the deeper position's rows come first
   int passes;
   HaloTables tables;
 };

@@ -1,17 +1,17 @@
-// From hopper_halo.cu's sums to results whose positions lie side by side and whose channels lie apart
-// (channels first). A warp has 16 of a tile's channels.
+// The epilogue of hopper_halo.cu for channels-first results (contiguous positions). A warp has 16 of a
+// tile's channels.
 #pragma once
 
 #include "conv/hopper_halo_args.cuh"
 
 namespace convgrad {
 
-// Of each multiplying warp: 16 rows of 64 columns on their way, rows 16 bytes more apart.
+// Staging per consumer warp: 16 rows of 64 columns, padded by 16 bytes.
 constexpr u32 kHaloPitch = 64 * 2 + 16, kHaloStaging = 16 * kHaloPitch;
 
-// Where rows of a tile are whole chunks of eight positions: through shared memory, a ring of columns,
-// from which chunks go out once all of their columns are there, two at a time, so that sectors of 32
-// bytes are written whole. Results is HaloResults.
+// For rows of whole chunks of eight positions: columns pass through a ring in shared memory; a chunk is
+// stored once all its columns are there, two chunks at a time, so that whole 32-byte sectors are written.
+// Results is HaloResults.
 template <class T, class Results, int kFragments>
 __device__ __forceinline__ void put_chunks(const Results& to, const float (&sum)[kFragments][4],
                                            u32 staging) {
@@ -19,9 +19,9 @@ __device__ __forceinline__ void put_chunks(const Results& to, const float (&sum)
   const HopperHaloArgs& args = to.args;
   const int lane = threadIdx.x & 31, left = args.out_channels - to.channel;
   const int across = args.tile[2] / 8, all = to.rows * across;
-  const u32 factor = 0xffffffffu / across + 1;  // for dividing by it
+  const u32 factor = 0xffffffffu / across + 1;  // for division by it
   T* const y = static_cast<T*>(args.y) + to.at;
-  // How many chunks end before a position, counted along rows with their halo.
+  // The number of chunks that end before a position, counted along rows with their halo.
   const auto ended = [&](int position) {
     const int h = __umulhi(position, args.row_factor), w = position - h * args.row_pixels;
     return min(h * across + min(w / 8, across), all);
@@ -43,7 +43,7 @@ __device__ __forceinline__ void put_chunks(const Results& to, const float (&sum)
     if (!last) {
       end = max(end & ~1, done);
     } else if (end < all) {
-      // The other warpgroup has the rest of this chunk's columns, if it begins here.
+      // If this chunk begins here, the other warpgroup has the rest of its columns.
       const int h = __umulhi(end, factor);
       end += h * args.row_pixels + (end - h * across) * 8 < to.first_column + kAll;
     }
@@ -75,8 +75,7 @@ __device__ __forceinline__ void put_chunks(const Results& to, const float (&sum)
   }
 }
 
-// Elsewhere: a lane's two neighbouring columns together where rows and planes have even numbers of
-// them, else one by one.
+// Otherwise: a lane's two adjacent columns together if rows and planes have even sizes, else one by one.
 template <class T, class Results, int kFragments>
 __device__ __forceinline__ void put_pairs(const Results& to, const float (&sum)[kFragments][4]) {
   const HopperHaloArgs& args = to.args;

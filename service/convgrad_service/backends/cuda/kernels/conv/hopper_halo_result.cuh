@@ -1,5 +1,5 @@
-// From hopper_halo.cu's sums to its results. A warp has 16 of a tile's channels, and of each position
-// a fragment's column.
+// The epilogue of hopper_halo.cu. A warp has 16 of a tile's channels, and of each position a fragment
+// column.
 #pragma once
 
 #include "ptx/load_store.cuh"
@@ -8,10 +8,10 @@
 
 namespace convgrad {
 
-// Where tile number `tile` is.
+// The coordinates of tile `tile`.
 struct HaloTile {
   int channel_tile, n;
-  int m[3];  // its first position along D, H, W
+  int m[3];  // first position along D, H, W
 
   __device__ __forceinline__ HaloTile(const HopperHaloArgs& args, int tile) {
     u32 rest = tile, next = rest / args.channel_tiles;
@@ -26,15 +26,15 @@ struct HaloTile {
   }
 };
 
-// Of a warp: the results that its columns' sums belong to.
+// The results of a warp's columns.
 struct HaloResults {
   const HopperHaloArgs& args;
   const HaloPass& pass;
-  int n, channel, m[3];  // its first channel, and the tile's first position
+  int n, channel, m[3];  // the warp's first channel, the tile's first position
   int first_column;
-  int rows, width;  // of the tile's positions that have results
-  i64 at;  // of the first channel at the tile's first position
-  int row_step, step;  // from row to row, from one position in it to the next
+  int rows, width;  // the tile's positions inside the result
+  i64 at;  // offset of the first channel at the tile's first position
+  int row_step, step;  // strides between rows and between positions of a row
 
   __device__ __forceinline__ HaloResults(const HopperHaloArgs& args, const HaloPass& pass,
                                          const HaloTile& tile)
@@ -60,11 +60,11 @@ struct HaloResults {
       at += (pass.y0[dim] + static_cast<i64>(m[dim]) * args.y_step[dim]) * args.y_stride[3 + dim];
     }
   }
-  // Whether any is there.
+  // Whether there are any results.
   __device__ __forceinline__ bool some() const {
     return channel < args.out_channels && m[0] < pass.count[0];
   }
-  // Row and place in it of a column, from the tile's first position; whether it has a result.
+  // Row and position of a column, from the tile's first position; returns whether it has a result.
   __device__ __forceinline__ bool position(int column, int& h, int& w) const {
     const u32 flat = first_column + column;
     h = __umulhi(flat, args.row_factor);
@@ -75,7 +75,7 @@ struct HaloResults {
   __device__ __forceinline__ int offset(int h, int w) const { return h * row_step + w * step; }
 };
 
-// One result, whatever must be done to its sum and wherever it lies.
+// General epilogue of one result.
 template <class T>
 __device__ __forceinline__ void put_any(const HaloResults& to, int row, int column, float sum) {
   const HopperHaloArgs& args = to.args;
@@ -90,7 +90,8 @@ __device__ __forceinline__ void put_any(const HaloResults& to, int row, int colu
              bias == nullptr ? nullptr : bias + to.channel + row, args.activation));
 }
 
-// All of a warpgroup's results; the sums are used up. `staging` is the warp's own, for chunks alone.
+// Stores all of a warpgroup's results; overwrites the accumulators. `staging` is the warp's, used by
+// chunks only.
 template <class T, int kFragments>
 __device__ __forceinline__ void put_results(HaloResults& to, float (&sum)[kFragments][4],
                                             u32 staging) {
@@ -106,7 +107,7 @@ __device__ __forceinline__ void put_results(HaloResults& to, float (&sum)[kFragm
     return;
   }
   if (args.plain && args.wide_stores) {
-    // Of a column, a lane stores four channels.
+    // A lane stores four channels of a column.
     const int first = (quarter & 1) * 8 + (quarter >> 1) * 4;
     if (to.channel + first >= args.out_channels) to.width = 0;
     char* const y = static_cast<char*>(args.y) + (to.at + first) * 2;
@@ -125,7 +126,7 @@ __device__ __forceinline__ void put_results(HaloResults& to, float (&sum)[kFragm
   }
   constexpr int kBatch = kFragments % 5 == 0 ? 5 : kFragments % 3 == 0 ? 3 : 2;
   static_assert(kFragments % kBatch == 0, "whole batches");
-  // Registers have no run-time numbers: after each batch the next one takes its place.
+  // Shifts the next batch into place: registers cannot be indexed at run time.
 #pragma unroll 1
   for (int j = 0; j < kFragments; j += kBatch) {
 #pragma unroll

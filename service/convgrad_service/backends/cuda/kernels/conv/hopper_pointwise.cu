@@ -18,6 +18,7 @@
 // Preconditions: images and channels start at multiples of 16 bytes.
 // Determinism: one order of additions.
 // Limits: tiles below 2^31.
+#include "core/pipeline_state.cuh"
 #include "ptx/load_store.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/pdl.cuh"
@@ -50,28 +51,18 @@ using T = ELEMENT;
 constexpr int kDepth = 64, kRowBytes = 128, kGroups = 2;
 constexpr u32 kBoxBytes = 64 * kRowBytes;
 constexpr u32 kABytes = BM * kRowBytes, kBBytes = BN * kRowBytes, kStageBytes = kABytes + kBBytes;
-// Of a warpgroup: 64 channels each part, and fragments of 8 pixels.
+// A warpgroup's accumulators: 64 channels each, fragments of 8 pixels.
 constexpr bool kPixelsApart = BM == 64;
-constexpr int kParts = kPixelsApart ? 1 : BM / 128, kColumns = kPixelsApart ? BN / 2 : BN;
+constexpr int kMmasM = kPixelsApart ? 1 : BM / 128, kColumns = kPixelsApart ? BN / 2 : BN;
 constexpr int kFragments = kColumns / 8, kBlocks = kColumns / 64;
 static_assert(BN % 128 == 0 && (kPixelsApart || BM % 128 == 0), "whole boxes for each");
 
-struct Place {
-  u32 ring, staging, barriers;
+struct SharedLayout {
+  u32 stage0, staging, barriers;
 
-  __device__ __forceinline__ u32 stage(int i) const { return ring + i * kStageBytes; }
-  __device__ __forceinline__ u32 filled(int i) const { return barriers + i * 8; }
-  __device__ __forceinline__ u32 read(int i) const { return barriers + (STAGES + i) * 8; }
-};
-
-struct Turning {
-  int at = 0;
-  u32 parity;
-
-  __device__ __forceinline__ explicit Turning(u32 parity) : parity(parity) {}
-  __device__ __forceinline__ void step() {
-    if (++at == STAGES) at = 0, parity ^= 1;
-  }
+  __device__ __forceinline__ u32 stage(int i) const { return stage0 + i * kStageBytes; }
+  __device__ __forceinline__ u32 full_barrier(int i) const { return barriers + i * 8; }
+  __device__ __forceinline__ u32 empty_barrier(int i) const { return barriers + (STAGES + i) * 8; }
 };
 
 struct Tile {
@@ -85,20 +76,20 @@ struct Tile {
   }
 };
 
-// One thread: all of a block's tiles, of the source or of the weights.
+// A producer thread: loads all of the block's tiles of the source or of the weights.
 template <bool kSource>
-__device__ __forceinline__ void copy(const HopperPointwiseArgs& args, const Place& place) {
-  Turning ring(1);
+__device__ __forceinline__ void load_operand(const HopperPointwiseArgs& args, const SharedLayout& smem) {
+  PipelineState state{0, 1};
 #pragma unroll 1
   for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
     const Tile tile(args, index);
 #pragma unroll 1
     for (int k = 0; k < args.channels; k += kDepth) {
-      mbarrier_wait(place.read(ring.at), ring.parity);
-      const u32 barrier = place.filled(ring.at);
+      mbarrier_wait(smem.empty_barrier(state.index), state.parity);
+      const u32 barrier = smem.full_barrier(state.index);
       mbarrier_arrive_expect_tx(barrier, kSource ? kBBytes : kABytes);
       if constexpr (kSource) {
-        const u32 to = place.stage(ring.at) + kABytes;
+        const u32 to = smem.stage(state.index) + kABytes;
 #pragma unroll
         for (int i = 0; i < BN / 64; ++i) {
           tma_load<3>(to + i * kBoxBytes, args.x_map, barrier, {tile.pixel + i * 64, k, tile.image});
@@ -106,27 +97,27 @@ __device__ __forceinline__ void copy(const HopperPointwiseArgs& args, const Plac
       } else if constexpr (ACROSS) {
 #pragma unroll
         for (int i = 0; i < BM / 64; ++i) {
-          tma_load<2>(place.stage(ring.at) + i * kBoxBytes, args.w_map, barrier,
+          tma_load<2>(smem.stage(state.index) + i * kBoxBytes, args.w_map, barrier,
                        {tile.channel + i * 64, k}, kEvictLast);
         }
       } else {
-        tma_load<2>(place.stage(ring.at), args.w_map, barrier, {k, tile.channel}, kEvictLast);
+        tma_load<2>(smem.stage(state.index), args.w_map, barrier, {k, tile.channel}, kEvictLast);
       }
-      ring.step();
+      state.advance(STAGES);
     }
   }
 }
 
-// A warpgroup's sums to the result as they lie, 64 x 64 at a time, through one of two buffers.
+// Stores a warpgroup's results by TMA, 64 x 64 at a time, through one of two buffers.
 __device__ __forceinline__ void store_planes(const HopperPointwiseArgs& args, const Tile& tile,
-                                             u32 staging, const float (&sum)[kParts][kFragments][4]) {
+                                             u32 staging, const float (&accum)[kMmasM][kFragments][4]) {
   const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x & 31;
   const int warp = threadIdx.x % 128 / 32;
-  const int channel = tile.channel + (kPixelsApart ? 0 : warpgroup * kParts * 64);
+  const int channel = tile.channel + (kPixelsApart ? 0 : warpgroup * kMmasM * 64);
   const int pixel = tile.pixel + (kPixelsApart ? warpgroup * kColumns : 0);
   const bool stores = threadIdx.x % 128 == 0;
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) {
+  for (int part = 0; part < kMmasM; ++part) {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       const u32 buffer = staging + (part * kBlocks + block) % 2 * kBoxBytes;
@@ -135,8 +126,8 @@ __device__ __forceinline__ void store_planes(const HopperPointwiseArgs& args, co
       const int row = warp * 16 + lane % 16, chunk = lane / 16;
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
-        const float(&first)[4] = sum[part][block * 8 + j];
-        const float(&second)[4] = sum[part][block * 8 + j + 1];
+        const float(&first)[4] = accum[part][block * 8 + j];
+        const float(&second)[4] = accum[part][block * 8 + j + 1];
         const u32 words[4] = {narrow_x2<T>(first[0], first[1]), narrow_x2<T>(first[2], first[3]),
                               narrow_x2<T>(second[0], second[1]),
                               narrow_x2<T>(second[2], second[3])};
@@ -152,22 +143,23 @@ __device__ __forceinline__ void store_planes(const HopperPointwiseArgs& args, co
   }
 }
 
-// Two words of two neighbours each, first and second, as four in turns.
+// Interleaves two words of two elements each.
 __device__ __forceinline__ uint2 by_turns(u32 first, u32 second) {
   return {__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632)};
 }
 
-// A warpgroup's sums with SPREAD: of two rows that are neighbours along W a lane stores two pixels each.
+// Stores a warpgroup's results with SPREAD: a lane stores two pixels of each of two rows that are
+// adjacent along W.
 __device__ __forceinline__ void store_spread(const HopperPointwiseArgs& args, const Tile& tile,
-                                             const float (&sum)[kParts][kFragments][4]) {
+                                             const float (&accum)[kMmasM][kFragments][4]) {
   const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x & 31;
   const int warp = threadIdx.x % 128 / 32, row = lane / 4;
   const bool odd = row & 1;
   const int first = tile.pixel + (kPixelsApart ? warpgroup * kColumns : 0) + lane % 4 * 2;
   const int pixels = args.size[0] * args.size[1] * args.size[2];
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    const int at = tile.channel + (kPixelsApart ? 0 : warpgroup * kParts + part) * 64 + warp * 16 +
+  for (int part = 0; part < kMmasM; ++part) {
+    const int at = tile.channel + (kPixelsApart ? 0 : warpgroup * kMmasM + part) * 64 + warp * 16 +
                    (odd ? row + 7 : row);
     u32 rest = static_cast<u32>(at) / 2;
     const int r = rest % args.taps[1];
@@ -179,8 +171,8 @@ __device__ __forceinline__ void store_spread(const HopperPointwiseArgs& args, co
     int d = first / args.size[2] / args.size[1];
 #pragma unroll
     for (int j = 0; j < kFragments; ++j) {
-      const u32 low = narrow_x2<T>(sum[part][j][0], sum[part][j][1]);
-      const u32 high = narrow_x2<T>(sum[part][j][2], sum[part][j][3]);
+      const u32 low = narrow_x2<T>(accum[part][j][0], accum[part][j][1]);
+      const u32 high = narrow_x2<T>(accum[part][j][2], accum[part][j][3]);
       const u32 other = __shfl_xor_sync(~0u, odd ? low : high, 4);
       const i64 to = d * args.taps[0] * args.y_stride[3] + h * args.taps[1] * args.y_stride[4] + w * 2;
       store_if(at < args.rows && first + j * 8 < pixels, y + to,
@@ -192,49 +184,49 @@ __device__ __forceinline__ void store_spread(const HopperPointwiseArgs& args, co
   }
 }
 
-__device__ __forceinline__ void multiply_tiles(const HopperPointwiseArgs& args, const Place& place) {
+__device__ __forceinline__ void consume(const HopperPointwiseArgs& args, const SharedLayout& smem) {
   const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x & 31;
-  const u32 own_a = kPixelsApart ? 0 : warpgroup * kParts * kBoxBytes;
+  const u32 own_a = kPixelsApart ? 0 : warpgroup * kMmasM * kBoxBytes;
   const u32 own_b = kABytes + (kPixelsApart ? warpgroup * kBlocks * kBoxBytes : 0);
-  const u32 staging = place.staging + warpgroup * 2 * kBoxBytes;
+  const u32 staging = smem.staging + warpgroup * 2 * kBoxBytes;
   constexpr Major kWeights = ACROSS ? kMajorMn : kMajorK;
   constexpr u32 kNextA = ACROSS ? 16 * kRowBytes : 32;
-  Turning ring(0);
+  PipelineState state;
 #pragma unroll 1
   for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
-    float sum[kParts][kFragments][4];
-    int before = -1;  // the stage whose products are under way
+    float accum[kMmasM][kFragments][4];
+    int previous = -1;  // the stage that wgmmas in flight read
 #pragma unroll 1
     for (int k = 0; k < args.channels; k += kDepth) {
-      mbarrier_wait(place.filled(ring.at), ring.parity);
-      const u32 from = place.stage(ring.at);
+      mbarrier_wait(smem.full_barrier(state.index), state.parity);
+      const u32 from = smem.stage(state.index);
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kDepth / 16; ++i) {
         const u64 b =
             advance_descriptor(mn_major_descriptor<128>(from + own_b, kBoxBytes), i * 16 * kRowBytes);
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
+        for (int part = 0; part < kMmasM; ++part) {
           const u32 at = from + own_a + part * kBoxBytes;
           const u64 a = ACROSS ? mn_major_descriptor<128>(at) : k_major_descriptor<128>(at);
-          wgmma<T, kWeights, kMajorMn>(sum[part], advance_descriptor(a, i * kNextA), b, i > 0 || k > 0);
+          wgmma<T, kWeights, kMajorMn>(accum[part], advance_descriptor(a, i * kNextA), b, i > 0 || k > 0);
         }
       }
       wgmma_commit();
       wgmma_wait<1>();
-      if (before >= 0 && lane == 0) mbarrier_arrive(place.read(before));
-      before = ring.at;
-      ring.step();
+      if (previous >= 0 && lane == 0) mbarrier_arrive(smem.empty_barrier(previous));
+      previous = state.index;
+      state.advance(STAGES);
     }
     const Tile tile(args, index);
     wgmma_wait<0>();
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) fence_accumulators(sum[part]);
-    if (lane == 0) mbarrier_arrive(place.read(before));
+    for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
+    if (lane == 0) mbarrier_arrive(smem.empty_barrier(previous));
     if constexpr (SPREAD) {
-      store_spread(args, tile, sum);
+      store_spread(args, tile, accum);
     } else {
-      store_planes(args, tile, staging, sum);
+      store_planes(args, tile, staging, accum);
     }
   }
   if (!SPREAD && threadIdx.x % 128 == 0) tma_store_wait<0>();
@@ -245,14 +237,14 @@ __device__ __forceinline__ void multiply_tiles(const HopperPointwiseArgs& args, 
 extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     hopper_pointwise(const __grid_constant__ HopperPointwiseArgs args) {
   extern __shared__ uint4 shared[];
-  Place place;
-  place.ring = (shared_address(shared) + 1023) & ~1023u;
-  place.staging = place.ring + STAGES * kStageBytes;
-  place.barriers = place.staging + kGroups * 2 * kBoxBytes;
+  SharedLayout smem;
+  smem.stage0 = (shared_address(shared) + 1023) & ~1023u;
+  smem.staging = smem.stage0 + STAGES * kStageBytes;
+  smem.barriers = smem.staging + kGroups * 2 * kBoxBytes;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
-      mbarrier_init(place.filled(i), 2);
-      mbarrier_init(place.read(i), kGroups * 4);
+      mbarrier_init(smem.full_barrier(i), 2);
+      mbarrier_init(smem.empty_barrier(i), kGroups * 4);
     }
     fence_mbarrier_init();
   }
@@ -262,12 +254,12 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     setmaxnreg_dec<40>();
     const int warp = threadIdx.x / 32;
     if (warp == 0) {
-      if (elect_one()) copy<true>(args, place);
+      if (elect_one()) load_operand<true>(args, smem);
     } else if (warp == 1) {
-      if (elect_one()) copy<false>(args, place);
+      if (elect_one()) load_operand<false>(args, smem);
     }
   } else {
     setmaxnreg_inc<232>();
-    multiply_tiles(args, place);
+    consume(args, smem);
   }
 }

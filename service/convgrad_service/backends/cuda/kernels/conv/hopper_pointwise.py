@@ -1,5 +1,5 @@
-"""Convolutions whose channels lie apart and that are matrix products of planes, on Hopper: those of
-one tap and stride 1, and the gradient of the input where no taps overlap."""
+"""1x1 convolutions of stride 1, channels first, and dgrad without overlapping windows, on Hopper
+(hopper_pointwise.cu)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand
 __all__ = ["HopperPointwise"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
-# With fewer on either side most of a tile or of a step would be empty.
+# With fewer channels on either side most of a tile or k-tile would be empty.
 LEAST_CHANNELS = 48
 BOX, ROW_BYTES, GROUPS, THREADS = 64, 128, 2, 384
 BUFFERS = 2  # of a warpgroup's results
@@ -67,7 +67,7 @@ LARGEST = PointwiseTile(256, 128)
 
 
 class HopperPointwise:
-    """fwd and bwd_data in 16 bits, of planes as they lie."""
+    """fwd and bwd_data in 16-bit types, directly on channels-first tensors."""
 
     name = "hopper_pointwise"
 
@@ -135,7 +135,7 @@ class HopperPointwise:
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """What is multiplied: ``rows`` of the result, channels, or with ``spread`` channels x taps."""
+    """The GEMM per image: ``rows`` (M) are result channels, or with ``spread`` channels x taps."""
 
     batch: int
     source: Operand
@@ -153,7 +153,7 @@ class _Product:
 
     @property
     def tiles(self) -> tuple[int, int, int]:
-        """Of rows, of an image's pixels, and all."""
+        """Tiles along the rows, along an image's pixels, and in all."""
         rows, pixels = ceil_div(self.rows, self.tile.m), ceil_div(self.pixels, self.tile.n)
         return rows, pixels, rows * pixels * self.batch
 
@@ -176,7 +176,7 @@ class _Product:
 
 
 def _product(work: ConvWork) -> _Product | None:
-    """The work as a product of planes, where it is one."""
+    """Return the work as a GEMM per image, or None."""
     source, result = gather_sides(work)
     backward = work.direction == "bwd_data"
     read, written = work.in_channels, work.out_channels

@@ -37,59 +37,60 @@ using namespace convgrad;
 namespace {
 
 using Layout = Step<SPREAD ? ROWS : ROWS * WARPGROUPS, 64, sizeof(T)>;
-constexpr int kRowBytes = CHANNELS * static_cast<int>(sizeof(T));  // of a pixel in a box of x
+constexpr int kRowBytes = CHANNELS * static_cast<int>(sizeof(T));  // bytes of a pixel in a box of x
 constexpr Major kMajor = PLANES ? kMajorK : kMajorMn;
-// Of one product's depth, and how far on the next one's operands are.
-constexpr int kDeep = 32 / static_cast<int>(sizeof(T));
-constexpr u32 kNextA = PLANES ? 32 : kDeep * 128, kNextB = PLANES ? 32 : kDeep * kRowBytes;
+// K of one wgmma, and the distances to the next one's operands.
+constexpr int kMmaK = 32 / static_cast<int>(sizeof(T));
+constexpr u32 kNextA = PLANES ? 32 : kMmaK * 128, kNextB = PLANES ? 32 : kMmaK * kRowBytes;
 constexpr int kFragments = COLUMNS / 8, kBlocks = COLUMNS / CHANNELS;
-constexpr int kMostBoxes = kBlocks * PRODUCTS * (SPREAD ? WARPGROUPS : 1);
-constexpr int kTurns = 4, kMostCopied = (Layout::kYBoxes + kMostBoxes + kTurns - 1) / kTurns;
+constexpr int kMaxBoxes = kBlocks * PRODUCTS * (SPREAD ? WARPGROUPS : 1);
+constexpr int kProducers = 4, kMaxCopied = (Layout::kYBoxes + kMaxBoxes + kProducers - 1) / kProducers;
 constexpr int kThreads = (WARPGROUPS + 1) * 128;
 constexpr int kArgumentWords = (sizeof(HopperWeightArgs) - sizeof(TensorMap) * 2) / 4 - 1;
-// What the blocks of a cluster do together: copy what their tiles share, or sum shares of one tile.
-constexpr int kCopying = CLUSTER / SUMS;
-constexpr bool kSums = SUMS > 1, kCopies = kCopying > 1;
-using Sums = ClusterSums<SUMS, kCopying, ROWS, PRODUCTS, kFragments>;
+// The two roles of clusters: multicast of common boxes, and the reduction of shares of one tile.
+constexpr int kLoadSharing = CLUSTER / SUMS;
+constexpr bool kReduces = SUMS > 1, kMulticasts = kLoadSharing > 1;
+using Sums = ClusterReduction<SUMS, kLoadSharing, ROWS, PRODUCTS, kFragments>;
 
 }  // namespace
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, 1)
     hopper_weight(const __grid_constant__ HopperWeightArgs args) {
   extern __shared__ uint4 shared[];
-  __shared__ u64 barriers[2 * kMostStages + (kSums ? Sums::kMost : 0)];
-  __shared__ Copied copied[kTurns][kMostCopied];  // of each thread that copies
+  __shared__ u64 barriers[2 * kMaxStages + (kReduces ? Sums::kMaxQuads : 0)];
+  __shared__ LoadedBox loaded_boxes[kProducers][kMaxCopied];  // per producer thread
   const int thread = threadIdx.x, warpgroup = thread / 128, warp = thread / 32, lane = thread & 31;
   const WeightResult& of = args.result;
-  // Each warp has some of the argument fetched, so that nobody waits for one line after another.
-  const int ahead = reinterpret_cast<const int*>(&of)[min(warp * 16, kArgumentWords)];
+  // Each warp prefetches a part of the argument into the constant cache.
+  const int prefetched = reinterpret_cast<const int*>(&of)[min(warp * 16, kArgumentWords)];
   const u32 padding = -shared_address(shared) & 1023;
   char* const base = reinterpret_cast<char*>(shared) + padding;
   const u32 full = shared_address(barriers);
-  Ring ring = {shared_address(base), static_cast<u32>(args.stage_bytes), full,
-               full + kMostStages * 8, args.stages};
+  Pipeline pipeline = {shared_address(base), static_cast<u32>(args.stage_bytes), full,
+               full + kMaxStages * 8, args.stages};
   if (thread < args.stages) {
-    mbarrier_init(ring.filled(thread), 1);
-    mbarrier_init(ring.emptied(thread), WARPGROUPS * 4 * kCopying);
+    mbarrier_init(pipeline.full_barrier(thread), 1);
+    mbarrier_init(pipeline.empty_barrier(thread), WARPGROUPS * 4 * kLoadSharing);
     fence_mbarrier_init();
   }
-  // Its number among the blocks that copy together, and among those that sum together.
+  // This block's index among those that load together, and among those that reduce together.
   const int block = CLUSTER > 1 ? cluster_rank() : 0;
-  const int copier = kSums ? block % kCopying : block, summer = kSums ? block / kCopying : 0;
-  const int first_copier = block - copier;
-  const u32 joined = full + 2 * kMostStages * 8;  // where a cluster's sums come
-  if (kSums && thread == 0) {
-    for (int i = 0; i < Sums::kMost; ++i) mbarrier_init(joined + i * 8, 1);
+  const int load_rank = kReduces ? block % kLoadSharing : block,
+            reduce_rank = kReduces ? block / kLoadSharing : 0;
+  const int first_load_rank = block - load_rank;
+  const u32 reduce_barriers = full + 2 * kMaxStages * 8;  // mbarriers of the cluster's reduction
+  if (kReduces && thread == 0) {
+    for (int i = 0; i < Sums::kMaxQuads; ++i) mbarrier_init(reduce_barriers + i * 8, 1);
     fence_mbarrier_init();
-    for (int i = 0; i < Sums::kMost; ++i) {
-      mbarrier_arrive_expect_tx(joined + i * 8, Sums::kQuadBytes * (SUMS - 1));
+    for (int i = 0; i < Sums::kMaxQuads; ++i) {
+      mbarrier_arrive_expect_tx(reduce_barriers + i * 8, Sums::kQuadBytes * (SUMS - 1));
     }
   }
   if (thread == WARPGROUPS * 128) prefetch_tensor_map(args.x_map), prefetch_tensor_map(args.y_map);
-  __shared__ Box boxes[2][kMostBoxes];  // of the tiles of this unit and of the one before
-  opaque_use(ahead);
-  if (kCopies) {
-    // What their barriers start as has been published.
+  __shared__ Box boxes[2][kMaxBoxes];  // for the tiles of this unit and of the previous one
+  opaque_use(prefetched);
+  if (kMulticasts) {
+    // Their mbarriers are initialised.
     cluster_arrive();
     cluster_wait();
   } else {
@@ -99,51 +100,51 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
   wait_on_dependent_grids();
   const int steps = steps_of(args);
   const int units =
-      (of.whole + (of.row_tiles * of.column_tiles - of.whole) * of.shares) / kCopying;
+      (of.whole + (of.row_tiles * of.column_tiles - of.whole) * of.shares) / kLoadSharing;
   auto cluster_unit_of = [&](int index) {
-    return cluster_unit_at(of, index, steps, SUMS, summer, kCopying, copier);
+    return cluster_unit_at(of, index, steps, SUMS, reduce_rank, kLoadSharing, load_rank);
   };
   auto unit_of = [&](int index) {
-    if (!kSums) return unit_at(of, index, steps, kCopying, copier);
+    if (!kReduces) return unit_at(of, index, steps, kLoadSharing, load_rank);
     const ClusterUnit unit = cluster_unit_of(index);
     return Unit{unit.all.tile, unit.all.share, unit.step, unit.end, false};
   };
   const int unit_step = gridDim.x / CLUSTER;
-  // In this order the code of what copies stands first, and is fetched sooner.
+  // In this order the producers' code comes first and is fetched sooner.
   if (warpgroup < WARPGROUPS) {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     const bool shares_box = of.shared_taps > 1;
     const u32 next_box = shares_box ? args.source.dilation[2] * kRowBytes : args.box_bytes;
-    const int boxes_each = shares_box ? 1 : kBlocks;  // of one product
+    const int boxes_each = shares_box ? 1 : kBlocks;  // boxes of one product
     const int own_box = SPREAD ? warpgroup * PRODUCTS * boxes_each : 0;
     const int own_row = SPREAD ? 0 : warpgroup * ROWS;
-    // Here and not among the units, or the compiler no longer sees that a warp's threads agree on
-    // the ring's stages, and its products wait for the registers of single threads.
+    // Here and not among the units, or the compiler no longer sees that the stage index is uniform in a
+    // warp, and wgmmas wait for single threads' registers.
     auto last_unit = [&]() {
       int last = opaque_value(blockIdx.x) / CLUSTER;
       while (last + unit_step < units) last += unit_step;
       return unit_of(last);
     };
-    const bool together = !kSums && args.met != nullptr;
-    if (together && thread == 0 && !last_unit().whole) {
+    const bool reduces_in_grid = !kReduces && args.met != nullptr;
+    if (reduces_in_grid && thread == 0 && !last_unit().whole) {
       rendezvous_begin(args.met + (last_unit().tile - of.whole));
     }
-    int turn = 0;
+    int parity_index = 0;
     float sum[ROWS][PRODUCTS][kFragments][4];
-    auto hold = [&]() {
+    auto fence_all = [&]() {
 #pragma unroll
       for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
         for (int j = 0; j < PRODUCTS; ++j) fence_accumulators(sum[i][j]);
       }
     };
-    // A stage is free when no block of the cluster reads it any more.
+    // A stage is free once no block of the cluster reads it any more.
     auto release = [&](int last) {
       if (last < 0) return;
-      if (!kCopies) {
-        if (lane == 0) mbarrier_arrive(ring.emptied(last));
-      } else if (lane < kCopying) {
-        mbarrier_arrive_cluster(ring.emptied(last), first_copier + lane);
+      if (!kMulticasts) {
+        if (lane == 0) mbarrier_arrive(pipeline.empty_barrier(last));
+      } else if (lane < kLoadSharing) {
+        mbarrier_arrive_cluster(pipeline.empty_barrier(last), first_load_rank + lane);
       }
     };
     for (int index = blockIdx.x / CLUSTER; index < units; index += unit_step) {
@@ -160,10 +161,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
         }
       }
       int last = -1;
-      hold();
+      fence_all();
 #pragma unroll 1
       for (int step = unit.step; step < unit.end; ++step) {
-        const u32 from = ring.here();
+        const u32 from = pipeline.current_stage();
         const u32 y_at = from + own_row * Layout::kYBoxBytes;
         const u32 x_at = from + Layout::kXAt + own_box * args.box_bytes;
         u64 a, b;
@@ -172,10 +173,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
         } else {
           a = mn_major_descriptor<128>(y_at), b = mn_major_descriptor<kRowBytes>(x_at, next_box);
         }
-        mbarrier_wait(ring.filled(ring.stage), ring.parity);
+        mbarrier_wait(pipeline.full_barrier(pipeline.stage), pipeline.parity);
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < kPixels / kDeep; ++k) {
+        for (int k = 0; k < kPixels / kMmaK; ++k) {
 #pragma unroll
           for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
@@ -188,47 +189,47 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
         }
         wgmma_commit();
         wgmma_wait<1>();
-        // Where blocks leave without more ado, none arrives where nobody waits.
-        if (!(kSums && kCopies) || step - 1 + ring.stages < unit.end) release(last);
-        last = ring.stage;
-        ring.next();
+        // Blocks that exit without a final barrier must not signal stages that nobody waits for.
+        if (!(kReduces && kMulticasts) || step - 1 + pipeline.stages < unit.end) release(last);
+        last = pipeline.stage;
+        pipeline.next();
       }
       wgmma_wait<0>();
-      hold();
-      if (!(kSums && kCopies)) release(last);
-      // Worked out again: the sums leave few registers.
-      const Unit done = unit_of(opaque_value(index));
-      turn ^= 1;
+      fence_all();
+      if (!(kReduces && kMulticasts)) release(last);
+      // Recomputed, to save registers during the mainloop.
+      const Unit finished = unit_of(opaque_value(index));
+      parity_index ^= 1;
       if (thread < of.boxes) {
-        boxes[turn][thread] = box_at(of, place_of(of, done.tile).column * of.boxes + thread);
+        boxes[parity_index][thread] = box_at(of, place_of(of, finished.tile).column * of.boxes + thread);
       }
-      // All of the block have read the ring, and the boxes of the unit before the last.
+      // All warpgroups have finished reading the stages, and the boxes of the unit before the previous.
       named_barrier_sync(1, WARPGROUPS * 128);
-      if constexpr (kSums) {
+      if constexpr (kReduces) {
         cluster_arrive();
-        Sums::leave(base, joined, summer, copier, sum);
+        Sums::leave(base, reduce_barriers, reduce_rank, load_rank, sum);
       } else {
-        put_sums<T>(args, done, warpgroup, thread % 128, boxes[turn], sum);
+        store_accumulators<T>(args, finished, warpgroup, thread % 128, boxes[parity_index], sum);
       }
     }
-    if (together && !last_unit().whole) {
-      add_together<ROWS, PRODUCTS, kFragments>(args, last_unit(), boxes[turn],
+    if (reduces_in_grid && !last_unit().whole) {
+      reduce_in_grid<ROWS, PRODUCTS, kFragments>(args, last_unit(), boxes[parity_index],
                                                reinterpret_cast<float4*>(base));
     }
-    if constexpr (kSums) {
+    if constexpr (kReduces) {
       Sums::add(args, cluster_unit_of(blockIdx.x / CLUSTER).all,
-                reinterpret_cast<const float4*>(base), joined, summer, boxes[turn]);
+                reinterpret_cast<const float4*>(base), reduce_barriers, reduce_rank, boxes[parity_index]);
     }
   } else {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (elect_one()) {
-      const int turn = warp % 4;
+      const int parity_index = warp % 4;
       for (int index = blockIdx.x / CLUSTER; index < units; index += unit_step) {
-        copy_steps<Layout, kCopying, kTurns>(args, unit_of, index, ring, turn, copier,
-                                             first_copier, args.box_bytes, copied[turn]);
+        load_unit<Layout, kLoadSharing, kProducers>(args, unit_of, index, pipeline, parity_index, load_rank,
+                                             first_load_rank, args.box_bytes, loaded_boxes[parity_index]);
       }
     }
-    if (kSums) {
+    if (kReduces) {
       __syncwarp();
       for (int i = 0; i < 2; ++i) {
         cluster_arrive();
@@ -236,8 +237,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
       }
     }
   }
-  // No block ends while another may still arrive at its barriers.
-  if (kCopies && !kSums) {
+  // A block must not exit while another may still arrive at its mbarriers.
+  if (kMulticasts && !kReduces) {
     __syncwarp();
     cluster_sync();
   }

@@ -1,4 +1,4 @@
-// Where the sums of hopper_weight.cu's tiles belong, and how they become results. Its host's side is
+// The result of hopper_weight.cu: how tiles cover it, and how accumulators become results. Launched by
 // hopper_weight.py.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace convgrad {
 
-// The result, and how tiles cover it.
+// The result tensor and its tiling.
 struct WeightResult {
   void* w;
   const void* accumulate;  // like w, or null
@@ -21,32 +21,32 @@ struct WeightResult {
   int in_channels;
   int out_channels;
   int kernel[3];
-  int shared_taps;   // that a box of x serves
-  int along;         // groups of such taps in a row of the kernel
-  int boxes;         // of x in a tile
+  int shared_taps;   // adjacent taps along W that one box of x serves
+  int along;         // groups of such taps in a kernel row
+  int boxes;         // boxes of x in a tile
   int row_tiles;
   int column_tiles;
-  int rows_first;    // whether tiles run along rows first, not along columns
-  int whole;         // tiles that one block each sums; the others are summed by `shares` blocks
+  int rows_first;    // tiles are ordered along rows first, not along columns
+  int whole;         // tiles with a single share; `shares` blocks split the others' K
   int shares;
-  int share_steps;   // steps of a share, or of a block's part of a cluster's, but for one more
-  int warpgroups;    // of the tile, and the following too
-  int rows;          // times 64, of one warpgroup
-  int products;      // beside each other, of one warpgroup
-  int fragments;     // 8 columns each, of a product
-  int channels;      // of a box of x
-  int spread;        // warpgroups part the columns, not the rows
-  int pairs;         // neighbouring channels lie side by side and aligned in w
-  int eights;        // results are the sums, their channels side by side and aligned by eights
-  int wide;          // w holds float32, whatever x and y do
-  Divider by_groups;    // of taps that share a box
-  Divider by_along;     // those of a row of taps
+  int share_steps;   // k-tiles of a share (or of a block's part of a cluster's); some have one more
+  int warpgroups;    // warpgroups of a tile, each with:
+  int rows;          //   64-row blocks,
+  int products;      //   column blocks (`products`) per 64 rows,
+  int fragments;     //   fragments of 8 columns per product
+  int channels;      // channels of a box of x
+  int spread;        // warpgroups divide the columns, not the rows
+  int pairs;         // pairs of channels are contiguous and aligned in w
+  int eights;        // plain results with channels contiguous and aligned by eights
+  int wide;          // w is float32, whatever x and y are
+  Divider by_groups;    // groups of taps that share a box
+  Divider by_along;     // groups in a kernel row
   Divider by_kernel;    // kernel[1]
-  Divider by_row;       // tiles that run first
-  Divider by_parted;    // units of a share, of a cluster as one
+  Divider by_row;       // tiles along the first direction
+  Divider by_parted;    // units of a share, a cluster counted as one
 };
 
-// What is summed.
+// The operands in global memory, for recomputing single results.
 struct WeightSource {
   const void* x;
   const void* y;
@@ -58,12 +58,12 @@ struct WeightSource {
   int stride[3];
   int dilation[3];
   int pad[3];
-  // Where float16 stands for float32 (scaled_halves.cuh), which x and y are then.
-  float doubt;                 // 2^17 / the fewest terms of a sum, see `inverse_of`
-  const ChannelRange* ranges;  // of x's channels, in multiples of eight, then of y's
+  // For float16 copies scaled from float32 (scaled_halves.cuh); x and y are then float32.
+  float doubt;                 // 2^17 / the fewest terms of any sum, see `inverse_of`
+  const ChannelRange* ranges;  // of x's channels, rounded up to eight, then of y's
 };
 
-// Boxes of x: taps, in groups of `shared_taps` along W, running fastest, then channels.
+// The boxes of x in column order: groups of `shared_taps` taps along W (fastest), then channels.
 struct Box {
   int c, t, r, s;
   bool real;
@@ -78,7 +78,7 @@ __device__ __forceinline__ Box box_at(const WeightResult& of, int index) {
           c < of.in_channels};
 }
 
-// Where a tile lies.
+// The coordinates of a tile.
 struct Place {
   int row, column;
 };
@@ -89,8 +89,8 @@ __device__ __forceinline__ Place place_of(const WeightResult& of, int tile) {
   return of.rows_first ? Place{rest, slow} : Place{slow, rest};
 }
 
-// Rows and columns of a tile that a thread of a warpgroup has: of each fragment two columns, in row
-// `k` and 8 further on; the next 64 rows are those of its next fragments.
+// The rows and columns of a tile that a thread holds: two columns of each fragment, in rows `k` and k +
+// 8; the next 64 rows are in its next fragments.
 struct Own {
   int first_box, k, column;
 
@@ -103,7 +103,7 @@ struct Own {
         thread % 32 / 4;
     column = thread % 4 * 2;
   }
-  // The tap, and the first channel, of the fragments of one product from `block` * channels on.
+  // The tap and first channel of the fragments of one product, from `block` * channels on.
   __device__ __forceinline__ Box box(const WeightResult& of, int product, int block) const {
     const bool shared = of.shared_taps > 1;
     const int each = shared ? 1 : of.fragments * 8 / of.channels;
@@ -119,7 +119,7 @@ __device__ __forceinline__ i64 result_at(const WeightResult& of, int k, const Bo
          box.r * of.w_stride[4] + box.s * of.w_stride[5];
 }
 
-// One result of scaled channels by the definition, where what they lost might show.
+// Recomputes one result in float32 from the unscaled tensors, where scaling may have lost bits.
 template <class T>
 __device__ __noinline__ float defined_sum(const WeightSource& of, int k, const Box& box) {
   const T* const x = static_cast<const T*>(of.x) + box.c * of.x_stride[2];
@@ -151,10 +151,10 @@ __device__ __noinline__ float defined_sum(const WeightSource& of, int k, const B
 
 __device__ __forceinline__ int in_eights(int channels) { return (channels + 7) / 8 * 8; }
 
-// How sums of a scaled channel are unscaled (scaled_halves.cuh), and for its part the least sum beyond
-// doubt.
+// How the sums of a scaled channel are unscaled (scaled_halves.cuh), and the channel's part of the
+// magnitude below which a sum is in doubt.
 struct Inverse {
-  u32 powers;  // two, as numbers of bfloat16: there are few registers
+  u32 powers;  // two powers, packed as bfloat16 to save registers
   float least;
 
   __device__ __forceinline__ float first() const { return __uint_as_float(powers & 0xffff0000); }
@@ -164,9 +164,9 @@ struct InversePair {
   Inverse first, second;
 };
 
-// Each element that lost bits stands for an error of at most 2^-25, or what the largest of them is, times
-// the other factor, which is less than 2^16; all of them together may take 2^-26 times the terms of the
-// sum, a quarter of what adding up so many terms may. Twice that, for rounding.
+// Each element that lost bits has an error of at most 2^-25 times the other factor, which is below 2^16;
+// all of them together may reach 2^-26 times the number of terms of the sum, a quarter of the error of
+// adding as many terms. Doubled, for rounding.
 __device__ __forceinline__ Inverse inverse_of(const Unscaling& by, const WeightSource& source) {
   const float each = fminf(__uint_as_float(by.lost_peak) * 0x1p25f, 1.0f);
   return {by.powers, static_cast<float>(by.lost) * each * source.doubt};
@@ -175,28 +175,28 @@ __device__ __forceinline__ const Unscaling* unscalings(const WeightResult& of,
                                                        const WeightSource& source) {
   return unscalings_of(source.ranges, in_eights(of.in_channels) + in_eights(of.out_channels));
 }
-// Of grad_output's channel k; of one that there is not something.
+// For grad_output's channel k; neutral for a channel beyond the last.
 __device__ __forceinline__ Inverse inverse_at(const WeightResult& of, const WeightSource& source, int k) {
   const int row = in_eights(of.in_channels) + min(k, of.out_channels - 1);
   return inverse_of(unscalings(of, source)[row], source);
 }
-// Of two of the input's channels, from the even `c` on.
+// For the input's channels c and c + 1, c even.
 __device__ __forceinline__ InversePair inverses_at(const WeightResult& of, const WeightSource& source,
                                                    int c) {
   const Unscaling* const by = unscalings(of, source) + c;
   return {inverse_of(by[0], source), inverse_of(by[1], source)};
 }
 
-// A NaN that no arithmetic gives, in place of a sum that is in doubt. One that is not finite never is.
+// Marks a sum in doubt: a NaN that no arithmetic produces. Non-finite sums are never in doubt.
 constexpr u32 kDoubted = 0x7fc0d0b7;
 __device__ __forceinline__ bool is_doubted(float sum) { return __float_as_uint(sum) == kDoubted; }
 
-// Powers by turns, so that nothing on the way leaves float32's range that does not in the end.
+// Factors are applied alternately, so that no intermediate leaves float32's range unless the result does.
 __device__ __forceinline__ float unscaled(float sum, const Inverse& x, const Inverse& y) {
   const float found = sum * x.first() * y.first() * x.second() * y.second();
   return fabsf(sum) < x.least + y.least ? __uint_as_float(kDoubted) : found;
 }
-// Two channels of the rows k and k + 8.
+// Two channels of rows k and k + 8.
 __device__ __forceinline__ float4 unscaled_four(const float4& sum, const InversePair& x,
                                                 const InversePair& y) {
   return make_float4(unscaled(sum.x, x.first, y.first), unscaled(sum.y, x.second, y.first),
@@ -206,7 +206,7 @@ __device__ __forceinline__ bool some_doubted(const float4& sum) {
   return is_doubted(sum.x) || is_doubted(sum.y) || is_doubted(sum.z) || is_doubted(sum.w);
 }
 
-// Those of four that are in doubt, by the definition.
+// Recomputes those of four results that are in doubt.
 template <class E>
 __device__ __noinline__ float4 settled_four(const WeightResult& of, const WeightSource& source, int k,
                                             const Box& box, float4 sum) {
@@ -222,7 +222,7 @@ __device__ __noinline__ float4 settled_four(const WeightResult& of, const Weight
   return sum;
 }
 
-// Two neighbours, aligned to both.
+// Two consecutive elements, aligned to their combined size.
 __device__ __forceinline__ void put_pair(float* to, float first, float second) {
   *reinterpret_cast<float2*>(to) = make_float2(first, second);
 }
@@ -231,7 +231,7 @@ __device__ __forceinline__ void put_pair(R* to, float first, float second) {
   *reinterpret_cast<u32*>(to) = narrow_x2<R>(first, second);
 }
 
-// Finishes the sums of a channel and, where `both`, the next.
+// Finishes and stores the sums of a channel and, where `both`, of the next.
 template <class R>
 __device__ __forceinline__ void put_two(const WeightResult& of, i64 at, float first, float second,
                                         bool both) {

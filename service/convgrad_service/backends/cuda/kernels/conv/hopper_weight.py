@@ -1,4 +1,4 @@
-"""The gradient of a dense convolution's weight on Hopper: TMA, and products of warpgroups."""
+"""Dense wgrad on Hopper by TMA and wgmma (hopper_weight.cu)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand, Size3
 __all__ = ["HopperWeight", "reachable"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
-# What is read, and what is written.
+# Input and output operands.
 RESULTS = (
     *((dtype, dtype) for dtype in (*DTYPES, DType.FLOAT32)),
     *((dtype, DType.FLOAT32) for dtype in DTYPES),
@@ -58,13 +58,13 @@ RESULTS = (
 LEAST_CHANNELS = 16
 # dense_weight in TF32 on an H200, over its model; and what this kernel takes beside its own.
 DENSE_SLOWER, MARGIN_S = 1.2, 1e-6
-# A step may count past the last pixel.
+# A k-tile may extend past the last pixel.
 MAX_PIXELS, MAX_GRID_Y = 2**31 - 2**16, 65535
 MOST_STEP = 8
-# What a pixel may be moved by in its window, by the number of dimensions.
+# The largest im2col offset of a window's pixel, by the number of dimensions.
 MOST_SHIFT = {1: 65535, 2: 255, 3: 31}
-# Of hopper_weight_sum.cu: threads, vectors of each, the most slices of a block, and the threads
-# that keep an H200 busy.
+# hopper_weight_sum.cu: threads, vectors per thread, the most slices of a block, and the threads
+# that saturate an H200.
 SUM_BLOCK, SUM_EACH, MOST_SLICES, SUM_THREADS = 256, 4, 8, 132 * 1024
 
 
@@ -210,12 +210,12 @@ class HopperWeight:
 
 @lru_cache(maxsize=16)
 def _best(work: ConvWork, device: CudaDevice) -> Cut | None:
-    """Asked for twice by each plan, and long to find."""
+    """Cached: each plan uses it twice, and the search is slow."""
     return min(reachable(work, device), key=lambda one: expected_s(one, device), default=None)
 
 
 def reachable(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
-    """The cuts that can be counted, and whose tensor maps the hardware takes."""
+    """The partitions whose indices fit and whose tensor maps TMA accepts."""
     count = 2 if work.result_dtype is DType.FLOAT32 else 8
     direct = work.epilogue_free and beside(work, count)
     planes = flat_planes(work)
@@ -238,7 +238,7 @@ def reachable(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
 
 
 def _plane_maps(work: ConvWork, cut: Cut) -> tuple[TiledMap, TiledMap]:
-    """Of the input and grad_output: planes of a box's channels."""
+    """Tensor maps of the input and grad_output: planes of a box's channels."""
     x = plane_map(work.x, work.batch, work.in_channels, work.output[2], cut.tile.channels)
     return x, plane_map(work.y, work.batch, work.out_channels, work.output[2], ROWS)
 
@@ -246,13 +246,13 @@ def _plane_maps(work: ConvWork, cut: Cut) -> tuple[TiledMap, TiledMap]:
 def _sum(
     work: ConvWork, cut: Cut, x: Operand, y: Operand, partials: str, ranges: str | None
 ) -> Launch:
-    """Adds up the partial sums and finishes them."""
+    """The launch that reduces the partial sums and applies the epilogue."""
     args = WeightSumArgs()
     fill_result(args, work, cut)
     fill_source(args, work, x, y)
     vectors = cut.tile.sums // 4
     threads = vectors * cut.parted // SUM_EACH
-    # A block stays within a box, of 16 vectors a channel.
+    # A block stays within a box, which has 16 vectors per channel.
     args.slices = max(1, SUM_BLOCK * SUM_EACH // (16 * cut.tile.channels))
     while args.slices < min(MOST_SLICES, cut.shares) and threads * args.slices < SUM_THREADS:
         args.slices *= 2
@@ -315,7 +315,8 @@ def _map(
     strides = tuple(whole * prod(sizes[1:axis]) for axis in range(1, len(sizes)))
     if operand is not None:
         given = (*(operand.strides[3 + dim] for dim in spatial), operand.strides[0])
-        # The stride of what there is one of may be anything; the hardware takes multiples of 16.
+        # The stride of a dimension of one position is arbitrary, but TMA requires multiples of
+        # 16.
         strides = tuple(
             theirs if extent > 1 else ours
             for theirs, ours, extent in zip(given, strides, sizes[1:], strict=True)

@@ -1,5 +1,5 @@
-// The sums of one tile by the blocks of a cluster, each of its share of the pixels, added up through
-// their shared memory. Part of hopper_weight.cu.
+// Reduction of one tile over the blocks of a cluster, each with its share of the pixels, through
+// distributed shared memory. Part of hopper_weight.cu.
 #pragma once
 
 #include "conv/hopper_weight_result.cuh"
@@ -7,37 +7,38 @@
 
 namespace convgrad {
 
-// A tile's quads (four neighbouring fragments, which are finished together) in slices, one for each of
-// the kCluster blocks that sum it, every kApart-th of a cluster. Each leaves its sums in shared memory,
-// where its ring was, and sends the others' quads to them as it goes, behind a place as large as the
-// tile's sums; of its own slice it adds up all blocks' quads, in their order, as they come.
-template <int kCluster, int kApart, int kRows, int kProducts, int kFragments>
-struct ClusterSums {
-  static constexpr int kOwnQuads = kRows * kProducts * kFragments / 4;  // of a warpgroup
+// The tile's quads (four adjacent fragments, finished together) are divided into slices, one for each of
+// the kCluster blocks that share the tile (every kApart-th block of the cluster). Each block stores its
+// accumulators in shared memory, where the pipeline's stages were, and sends each slice to its owner as
+// soon as it is complete; received quads follow the tile's own. An owner reduces all blocks' quads, in
+// their order, as they arrive.
+template <int kCluster, int kRankStride, int kRows, int kProducts, int kFragments>
+struct ClusterReduction {
+  static constexpr int kOwnQuads = kRows * kProducts * kFragments / 4;  // per warpgroup
   static constexpr int kQuads = WARPGROUPS * kOwnQuads;
-  static constexpr int kMost = (kQuads + kCluster - 1) / kCluster;  // of a slice
+  static constexpr int kMaxQuads = (kQuads + kCluster - 1) / kCluster;  // quads of a slice
   static constexpr u32 kQuadBytes = 512 * 16;
 
   __device__ __forceinline__ static int first_of(int block) { return kQuads * block / kCluster; }
   __device__ __forceinline__ static int owner_of(int quad) {
     return ((quad + 1) * kCluster - 1) / kQuads;
   }
-  // Of what a block gets from another: the number, from the tile's own sums on.
+  // Index of a received quad, after the tile's own.
   __device__ __forceinline__ static int place_of(int block, int other, int quad) {
-    return kQuads + (other < block ? other : other - 1) * kMost + quad - first_of(block);
+    return kQuads + (other < block ? other : other - 1) * kMaxQuads + quad - first_of(block);
   }
 
-  // By the threads that multiplied, after they have arrived at the cluster's barrier to say that
-  // nobody reads this block's ring any more. `tile` is the number of the block's among the cluster's.
+  // By the consumer threads, after they have arrived at the cluster barrier to signal that this block's
+  // stages are free. `tile` is the block's tile among the cluster's.
   __device__ __forceinline__ static void leave(
-      char* base, u32 joined, int block, int tile,
+      char* base, u32 reduce_barriers, int block, int tile,
       const float (&sum)[kRows][kProducts][kFragments][4]) {
     const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
     float4* const to = reinterpret_cast<float4*>(base) + warpgroup * (kOwnQuads * 512) + thread;
 #pragma unroll
-    for (int turn = 0; turn < kOwnQuads; ++turn) {
-      // By turns from either half, which are of different slices.
-      const int own = kOwnQuads % 2 ? turn : turn % 2 * (kOwnQuads / 2) + turn / 2;
+    for (int parity_index = 0; parity_index < kOwnQuads; ++parity_index) {
+      // Alternates between the two halves, which belong to different slices.
+      const int own = kOwnQuads % 2 ? parity_index : parity_index % 2 * (kOwnQuads / 2) + parity_index / 2;
 #pragma unroll
       for (int v = own * 4; v < own * 4 + 4; ++v) {
         const float(&of)[4] = sum[v / kFragments / kProducts][v / kFragments % kProducts][v % kFragments];
@@ -45,20 +46,21 @@ struct ClusterSums {
       }
       fence_proxy_async();
       named_barrier_sync(2 + warpgroup, 128);
-      if (turn == 0) cluster_wait();
+      if (parity_index == 0) cluster_wait();
       const int quad = warpgroup * kOwnQuads + own, other = owner_of(quad);
-      if (thread == turn % 4 * 32 && other != block) {
+      if (thread == parity_index % 4 * 32 && other != block) {
         const u32 sums = shared_address(base);
         bulk_copy_to_peer(sums + place_of(other, block, quad) * kQuadBytes, sums + quad * kQuadBytes,
-                   kQuadBytes, joined + (quad - first_of(other)) * 8, other * kApart + tile);
+                   kQuadBytes, reduce_barriers + (quad - first_of(other)) * 8, other * kRankStride + tile);
       }
     }
   }
 
-  // To partial sums, or finished where the cluster has all shares. By the same threads, which leave
-  // when all blocks have got all, for nothing else tells that their sums have been read.
+  // Writes partial sums, or final results if the cluster has all shares. By the same threads; they exit
+  // only after all blocks have received everything, because nothing else signals that their sums were
+  // read.
   __device__ __forceinline__ static void add(const HopperWeightArgs& args, const Unit& unit,
-                                             const float4* sums, u32 joined, int block,
+                                             const float4* sums, u32 reduce_barriers, int block,
                                              const Box* boxes) {
     const WeightResult& of = args.result;
     constexpr int kVectors = kQuads * 512;
@@ -68,13 +70,13 @@ struct ClusterSums {
         (static_cast<i64>(unit.share) * of.row_tiles * of.column_tiles + unit.tile) * kVectors;
     const int lane = threadIdx.x % 128, first = first_of(block), end = first_of(block + 1);
     const int own_first = first + threadIdx.x / 128;
-    // The block's own sums of them may be another warpgroup's.
+    // The block's own quads may have been written by another warpgroup.
     named_barrier_sync(1, WARPGROUPS * 128);
     if (own_first >= end) cluster_arrive();
 #pragma unroll 1
     for (int quad = own_first; quad < end; quad += WARPGROUPS) {
       const int index = quad * 512 + lane;
-      mbarrier_wait(joined + (quad - first) * 8, 0);
+      mbarrier_wait(reduce_barriers + (quad - first) * 8, 0);
       if (quad + WARPGROUPS >= end) cluster_arrive();
       float4 sum[4] = {};
 #pragma unroll

@@ -1,6 +1,6 @@
-// The partial sums of a tile, added up by the blocks that left them, each some of the tile's vectors.
-// Part of hopper_weight.cu. The units of a tile meet at a word of its own (core/rendezvous.cuh), so there are
-// at most 255 shares.
+// Grid-level reduction of a tile's partial sums by the blocks that wrote them, each a part of the tile's
+// vectors. Part of hopper_weight.cu. A tile's blocks synchronise by one word (core/rendezvous.cuh), so at
+// most 255 shares.
 #pragma once
 
 #include "conv/hopper_weight_result.cuh"
@@ -9,7 +9,7 @@
 
 namespace convgrad {
 
-// Adds to kEach sums what lies `each` vectors apart, of up to kShares shares, all read at once.
+// Adds to kEach sums the vectors `each` apart of up to kShares shares, all loads in flight at once.
 template <int kEach, int kShares>
 __device__ __forceinline__ void add_shares(const float4* from, int each, i64 share_size, int shares,
                                            float4 (&sum)[kEach]) {
@@ -32,7 +32,7 @@ __device__ __forceinline__ void add_shares(const float4* from, int each, i64 sha
   }
 }
 
-// A block's part of a tile's vectors, from `met.rank` on, every met.blocks-th.
+// A block's part of a tile's vectors: met.rank, + met.blocks, ...
 template <int kRows, int kProducts, int kFragments>
 struct Adding {
   static constexpr int kThreads = WARPGROUPS * 128;
@@ -46,8 +46,8 @@ struct Adding {
   Place place;
   ReducerRank met;
 
-  // By warpgroups: four neighbouring fragments, which are finished together, of all shares; or where
-  // there are no more of them than shares, each warpgroup its part of the shares.
+  // Few shares: each warpgroup reduces quads (four adjacent fragments, finished together) of all shares,
+  // or, where there are no more quads than shares, its part of the shares.
   __device__ __forceinline__ void add_quads() const {
     constexpr int kShares = 4;
     const int warpgroup = threadIdx.x / 128, lane = threadIdx.x % 128, shares = args.result.shares;
@@ -82,7 +82,7 @@ struct Adding {
       finish_quad<kRows, kProducts, kFragments>(args, place, index, sum, boxes);
     }
   }
-  // Many shares: groups of `lanes` vectors, each of which `slices` parts of the block add up.
+  // Many shares: groups of `lanes` vectors, each reduced by `slices` parts of the block.
   __device__ __forceinline__ void add_many(int slices) const {
     constexpr int kShares = 16;
     const int thread = threadIdx.x, lanes = kThreads / slices, slice = thread / lanes;
@@ -111,9 +111,9 @@ struct Adding {
   }
 };
 
-// By all threads that multiplied; `room` is shared memory that nobody reads any more.
+// By all consumer threads; `room` is free shared memory.
 template <int kRows, int kProducts, int kFragments>
-__device__ __forceinline__ void add_together(const HopperWeightArgs& args, const Unit& unit,
+__device__ __forceinline__ void reduce_in_grid(const HopperWeightArgs& args, const Unit& unit,
                                              const Box* boxes, float4* room) {
   using Adds = Adding<kRows, kProducts, kFragments>;
   __shared__ ReducerRank met;

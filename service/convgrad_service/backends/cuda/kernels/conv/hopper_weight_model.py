@@ -1,4 +1,4 @@
-"""What a cut of hopper_weight.cu should take."""
+"""Cost model of hopper_weight.cu's partitions."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from convgrad_service.plans.cuda.program import ceil_div
 
 __all__ = ["expected_s"]
 
-# What an H200 takes, fitted to the cuts of tests/perf's dense layers: a launch; a cycle
-# of its tensor cores; bytes to shared memory; a box, where four threads copy; one that blocks of a
-# cluster share; of products and copies the shorter one, so much beside the longer; what a unit
-# writes of partial sums; the second kernel, and its bytes; sums of a cluster, and the bytes that a
-# block gets of them; blocks that meet, beside the same bytes; copies in float16, and their bytes.
+# Constants of an H200, fitted to tests/perf's dense layers. In order: a launch; a tensor-core
+# cycle; bytes to shared memory; a box, with four producer threads; a multicast box; the part of
+# the shorter of compute and copies that is not overlapped; writing a unit's partial sums; the
+# second kernel, and its bytes; a cluster reduction, and the bytes that a block receives; a grid
+# reduction beside the same bytes; float16 copies, and their bytes.
 LAUNCH_S, CYCLE_S, COPIED_BYTES_PER_S = 5.2e-6, 1 / 1.82e9, 8.4e12
 BOX_S, SHARED_BOX_S, BESIDE = 45e-9, 8e-9, 0.12
 PARTIAL_BYTES_PER_S, SUM_S, SUM_BYTES_PER_S = 3.6e12, 6.3e-6, 6.0e12
@@ -21,7 +21,7 @@ HALVES_S, HALVES_BYTES_PER_S = 8e-6, 4.2e12
 
 
 def expected_s(cut: Cut, device: CudaDevice) -> float:
-    """What a cut should take on an H200; for others it serves to choose as well."""
+    """Expected time of a partition on an H200, in seconds; for other GPUs it only ranks."""
     tile, blocks = cut.tile, device.multiprocessors
     busy = cut.blocks(device)
     products = tile.step_cycles * CYCLE_S

@@ -1,12 +1,13 @@
-// Sums of hopper_weight.cu's tiles on their way: from registers to partial sums or results, and from
-// partial sums, a vector of four as one thread had them, to results.
+// The epilogues of hopper_weight.cu: accumulators to partial sums or results, and partial sums (vectors
+// of four as one thread held them) to results.
 #pragma once
 
 #include "conv/hopper_weight_units.cuh"
 
 namespace convgrad {
 
-// Gives four neighbouring lanes, which have each a word of four rows, a row of four words each.
+// Transposes across four adjacent lanes: each passes a word of four rows and receives four words of one
+// row.
 __device__ __forceinline__ void turn_words(u32 (&words)[4], int lane) {
 #pragma unroll
   for (int way = 1; way < 4; way *= 2) {
@@ -21,13 +22,12 @@ __device__ __forceinline__ void turn_words(u32 (&words)[4], int lane) {
   }
 }
 
-// The tap, and the first channel, of a block of columns of a warpgroup's product, from the boxes of
-// its tile.
+// The tap and first channel of a block of columns of a warpgroup's product, from the tile's boxes.
 template <int kProducts, int kBlocks>
 __device__ __forceinline__ Box box_of(const WeightResult& of, const Box* boxes, int warpgroup,
                                       int product, int block) {
   const int index = product + (SPREAD ? warpgroup * kProducts : 0);
-  // Read when it is wanted, not all beforehand: there are few registers.
+  // Read on demand, to save registers.
   const volatile Box& found = boxes[of.shared_taps > 1 ? index : index * kBlocks + block];
   Box box = {found.c, found.t, found.r, found.s, found.real};
   if (of.shared_taps > 1) box.s += block;
@@ -35,16 +35,16 @@ __device__ __forceinline__ Box box_of(const WeightResult& of, const Box* boxes, 
   return box;
 }
 
-// Stores a thread's sums of a whole tile: the results themselves. `boxes` are the tile's; what is
-// found there need not be kept in registers.
+// Stores a thread's accumulators of a whole tile as results. `boxes` are the tile's, read from shared
+// memory to save registers.
 template <class E, int kRows, int kProducts, int kFragments>
 __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Unit& unit,
                                           int warpgroup, int thread, const Box* boxes,
                                           const float (&sum)[kRows][kProducts][kFragments][4]) {
   const WeightResult& of = args.result;
-  // The sum itself: of 16 bits eight neighbouring channels a store, of 32 bits two.
+  // Plain results: eight contiguous channels per store (16-bit), or two (32-bit).
   constexpr int kBlocks = kFragments / kInBlock;
-  thread = opaque_value(thread);  // what follows from it is not worked out before there is room for it
+  thread = opaque_value(thread);  // delays the address arithmetic until registers are free
   const Own own(of, unit.tile, warpgroup, thread);
   const int lane = thread % 4;
   bool doubted = false;
@@ -66,17 +66,17 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
       const i64 first_row = result_at(of, own.k, box);
       if constexpr (kScaled) {
         const int channels = box.real ? of.in_channels - box.c : 0;
-        constexpr int kBeside = kRows * kProducts * kFragments > 32 ? 2 : 4;  // as registers allow
+        constexpr int kAhead = kRows * kProducts * kFragments > 32 ? 2 : 4;  // limited by registers
 #pragma unroll
-        for (int group = 0; group < kInBlock; group += kBeside) {
-          InversePair columns[kBeside];  // before any result of theirs is stored
+        for (int group = 0; group < kInBlock; group += kAhead) {
+          InversePair columns[kAhead];  // loaded before any of their results is stored
 #pragma unroll
-          for (int f = 0; f < kBeside; ++f) {
+          for (int f = 0; f < kAhead; ++f) {
             const int c = min((group + f) * 8 + own.column, max(channels - 2, 0));
             columns[f] = inverses_at(of, args.source, box.real ? box.c + c : 0);
           }
 #pragma unroll
-          for (int f = 0; f < kBeside; ++f) {
+          for (int f = 0; f < kAhead; ++f) {
             const int c = (group + f) * 8 + own.column;
             if (c >= channels) continue;
             float* const to = static_cast<float*>(of.w) + first_row + c;
@@ -145,9 +145,9 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
   }
 }
 
-// A thread's sums of a unit: ROWS times 64 rows, products beside each other, fragments of 8 columns.
+// A thread's accumulators of a unit: 64-row blocks x products x fragments of 8 columns.
 template <class E, int kRows, int kProducts, int kFragments>
-__device__ __forceinline__ void put_sums(const HopperWeightArgs& args, const Unit& unit,
+__device__ __forceinline__ void store_accumulators(const HopperWeightArgs& args, const Unit& unit,
                                          int warpgroup, int thread, const Box* boxes,
                                          const float (&sum)[kRows][kProducts][kFragments][4]) {
   const WeightResult& of = args.result;
@@ -174,8 +174,7 @@ __device__ __forceinline__ void put_sums(const HopperWeightArgs& args, const Uni
   }
 }
 
-// Finishes a vector of a tile's sums, the one of number `index` as partial sums lie. `boxes` are the
-// tile's.
+// Finishes and stores vector `index` of a tile, in the order of the partial sums. `boxes` are the tile's.
 template <int kRows, int kProducts, int kFragments>
 __device__ __forceinline__ void finish_four(const HopperWeightArgs& args, const Place& place,
                                             int index, float4 sum, const Box* boxes,
@@ -213,16 +212,15 @@ __device__ __forceinline__ void finish_four(const HopperWeightArgs& args, const 
   }
 }
 
-// The same where it is seldom wanted, and should not make the code longer.
+// The same, not inlined: rarely executed.
 template <int kRows, int kProducts, int kFragments>
 __device__ __noinline__ void finish_seldom(const HopperWeightArgs& args, int row, int column,
                                            int index, float4 sum, const Box* boxes) {
   finish_four<kRows, kProducts, kFragments>(args, {row, column}, index, sum, boxes);
 }
 
-// Finishes four vectors that a thread of a warpgroup has of neighbouring fragments, the first of them
-// of number `index`. Where results of 16 bits are the sums themselves, each lane stores eight
-// channels of a row, as in put_sums.
+// Finishes and stores four vectors of adjacent fragments, the first of them vector `index`. Plain 16-bit
+// results are stored eight channels of a row per lane, as in put_sums.
 template <int kRows, int kProducts, int kFragments, class E = T>
 __device__ __forceinline__ void finish_quad(const HopperWeightArgs& args, const Place& place,
                                             int index, const float4 (&sum)[4], const Box* boxes) {
@@ -262,7 +260,7 @@ __device__ __forceinline__ void finish_quad(const HopperWeightArgs& args, const 
     const Box box = box_of<kProducts, kBlocks>(of, boxes, warpgroup, outer % kProducts, f / kInBlock);
     const int rows = (place.row * (SPREAD ? 1 : WARPGROUPS) + (SPREAD ? 0 : warpgroup)) * kRows;
     const int k = (rows + outer / kProducts) * 64 + owner / 32 * 16 + owner % 32 / 4;
-    // All at once, before any result is stored.
+    // Loaded at once, before any result is stored.
     y = {inverse_at(of, args.source, k), inverse_at(of, args.source, k + 8)};
 #pragma unroll
     for (int e = 0; e < 4; ++e) {

@@ -12,7 +12,7 @@
 #include "conv/hopper_weight.cuh"
 #include "ptx/pdl.cuh"
 
-#ifndef SCALED  // whether sums are of scaled channels
+#ifndef SCALED  // 1 where sums are of scaled channels
 #define SCALED 0
 #endif
 
@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(256, SCALED ? 2 : 3)
   const int thread = threadIdx.x, lanes = kThreads / args.slices;
   const int lane = thread & (lanes - 1), slice = thread / lanes;
 
-  // The box: of a warpgroup's rows, products, and what lies beside each other in one.
+  // The box: within a warpgroup's rows, products, and column blocks of a product.
   const int box_vectors = of.channels / 8 * 128, blocks = box_vectors / (lanes * kEach);
   const int in_tile = blockIdx.x / blocks, part = blockIdx.x - in_tile * blocks;
   const int beside = of.fragments * 8 / of.channels;
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(256, SCALED ? 2 : 3)
   }
   if (slice > 0 || !box.real) return;
 
-  // Where a result is: of vector v, in the lower or upper of its rows, its first or second channel.
+  // Offset of a result: vector v, the upper or lower of its rows, its first or second channel.
   const i64 rows_apart = 8 * of.w_stride[1];
   auto place = [&](int v, Box& at) {
     const int index = first_vector + v * lanes, owner = index & 127;

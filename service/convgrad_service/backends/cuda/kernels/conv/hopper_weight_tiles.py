@@ -1,4 +1,4 @@
-"""Tiles of hopper_weight.cu, and how blocks share tiles and pixels."""
+"""Tile shapes of hopper_weight.cu, and how blocks share tiles and pixels."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["PIXELS", "ROWS", "TILES", "Cut", "WeightTile", "cuts", "plane_pixels"]
 
-# Of a product, of a box of grad_output (both channels), and of a step; what is copied, 16 bits.
+# Rows of a wgmma and of a box of grad_output; pixels of a k-tile; bytes of an element.
 ROWS, PIXELS, ITEM_BYTES = 64, 64, 2
 
 MOST_STAGES, LEAST_STAGES = 16, 3
-# The ring starts at a multiple of 1,024 bytes; barriers and where boxes come from lie beside it.
+# Alignment of the pipeline; static shared memory: mbarriers and the boxes' sources.
 ALIGNMENT, BESIDE_BYTES = 1024, 1152
-# Blocks of columns that share a box lie a row apart; compute-sanitizer takes each product to read
-# them one after another, of up to 256 columns and 16 pixels.
+# Column blocks that share a box are a row apart, but compute-sanitizer takes each wgmma to read
+# up to 256 columns x 16 pixels contiguously.
 BELIEVED_BYTES = 3 * 16 * 128
-# Partial sums take at most so much, unless the caller asks for more; more waves do not pay.
+# The most bytes of partial sums, unless the caller asks for more; and the most waves.
 PARTIAL_BYTES = 256 * 2**20
 MOST_WAVES = 3
 
-# Blocks that an H200's processors keep in clusters of so many, and its multiprocessors.
+# Concurrent clusters of an H200 by their size, and its SMs.
 CLUSTERS, MEASURED_ON = {2: 66, 3: 39, 4: 30, 8: 15}, 132
-# Sums that are added up and finished together: four fragments of a warpgroup.
+# Four fragments of a warpgroup, which are reduced and finished together.
 QUAD_BYTES = 4 * 128 * 16
-# Clusters of so many blocks, of which so many sum one tile and the others share what they copy: of
-# tiles and those that were ever the fastest.
+# By tile, the (cluster size, blocks that reduce one tile) that were ever the fastest.
 SUMMING = {"128x192": ((3, 3), (4, 4), (8, 4)), "256x128": ((4, 4), (8, 4))}
-# Partial sums that a thread reads at a time, and units that a tile's word counts
+# Partial sums that a thread reads at a time, and the most units of a tile's rendezvous word
 # (hopper_weight_grid_reduce.cuh).
 TOGETHER_BATCH, MOST_TOGETHER = 16, 255
 
@@ -58,27 +57,27 @@ class WeightTile:
 
     @property
     def threads(self) -> int:
-        """One warpgroup more copies."""
+        """Threads of a block: the consumers and one producer warpgroup."""
         return (self.warpgroups + 1) * 128
 
     @property
     def row_boxes(self) -> int:
-        """Times 64 rows."""
+        """64-row blocks of the tile."""
         return self.rows if self.spread else self.rows * self.warpgroups
 
     @property
     def blocks_each(self) -> int:
-        """Taps x channels of a box, of one product."""
+        """Column blocks (a tap and a box of channels) of one product."""
         return self.columns // self.channels
 
     @property
     def blocks(self) -> int:
-        """The same of the tile."""
+        """Column blocks of the tile."""
         return self.blocks_each * self.products * (self.warpgroups if self.spread else 1)
 
     @property
     def sums(self) -> int:
-        """Of the tile: rows times columns."""
+        """Sums of the tile: rows times columns."""
         return self.row_boxes * ROWS * self.blocks * self.channels
 
     @property
@@ -87,23 +86,24 @@ class WeightTile:
 
     @property
     def step_cycles(self) -> int:
-        """Of the tensor cores: a product of 64 rows and 16 pixels takes one for two columns."""
+        """Tensor-core cycles of a k-tile: 64 rows x 16 pixels take one for two columns."""
         products = self.warpgroups * self.rows * self.products
         return products * (PIXELS // 16) * self.columns // 2
 
     @property
     def copying(self) -> tuple[int, ...]:
-        """Clusters of so many blocks share what they copy: where their code finds the registers."""
+        """Numbers of blocks that may share loads by multicast, where their code has the registers
+        for it."""
         return () if self.rows * self.columns > 256 else (2,)
 
     @property
     def clusters(self) -> tuple[tuple[int, int], ...]:
-        """All, a block by itself first: blocks, and those of them that sum one tile."""
+        """All clusters, the single block first: (blocks, blocks that reduce one tile)."""
         summing = SUMMING.get(self.name, ())
         return ((1, 1), *((copying, 1) for copying in self.copying), *summing)
 
     def joined_bytes(self, summing: int) -> int:
-        """Of sums, and slices from the other blocks that sum (hopper_weight_cluster_reduce.cuh)."""
+        """Bytes of the sums, and of slices received from other blocks in a cluster reduction."""
         quads = self.sums * 4 // QUAD_BYTES
         return (quads + (summing - 1) * ceil_div(quads, summing)) * QUAD_BYTES
 
@@ -158,15 +158,14 @@ TILES = (
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A tile, how many taps along W share a box of the input, and who sums what.
+    """A partition: a tile, the taps along W that share a box of the input, and the split of K.
 
-    The first ``whole`` tiles are summed by one block each, the others by ``shares`` blocks, each
-    of its share of the ``steps``. The blocks of a ``cluster`` have neighbouring tiles: of the same
-    columns where tiles run along the rows first (``rows_first``), and they share boxes of the
-    input then, else of the same rows, and they share boxes of grad_output. Or ``summing`` of them
-    have the same tile, and a share is what these sum: then there are no whole tiles. Blocks that
-    have partial sums of one tile add them up ``together``, or a second kernel does.
-    ``scaled_bytes`` are what it takes to copy float32 to float16 first (scaled_halves.py), else 0.
+    The first ``whole`` tiles have one block each, the others ``shares`` blocks with a share of the
+    ``steps`` (k-tiles) each. Blocks of a ``cluster`` have neighbouring tiles: with ``rows_first``
+    of the same columns, sharing boxes of the input, else of the same rows, sharing boxes of
+    grad_output. Or ``summing`` of them have one tile and divide a share; there are no whole tiles
+    then. Partial sums are reduced by their blocks (``together``), or by a second kernel.
+    ``scaled_bytes`` is the traffic of scaling float32 to float16 (scaled_halves.py), or 0.
     """
 
     tile: WeightTile
@@ -185,17 +184,17 @@ class Cut:
 
     @property
     def sums(self) -> bool:
-        """Whether blocks of a cluster sum one tile."""
+        """Whether blocks of a cluster reduce one tile."""
         return self.summing > 1
 
     @property
     def copying(self) -> int:
-        """Blocks of a cluster that share what they copy."""
+        """Blocks of a cluster that share loads by multicast."""
         return self.cluster // self.summing
 
     @property
     def boxes(self) -> int:
-        """Of the input, in a tile."""
+        """Boxes of the input in a tile."""
         return self.tile.blocks // self.shared_taps
 
     @property
@@ -204,18 +203,18 @@ class Cut:
 
     @property
     def parted(self) -> int:
-        """Tiles whose sums are partial at first."""
+        """Tiles whose K is split."""
         return 0 if self.sums and self.shares == 1 else self.tiles - self.whole
 
     @property
     def units(self) -> int:
-        """Of blocks."""
+        """Work units."""
         if self.sums:
             return self.tiles * self.shares * self.summing
         return self.whole + self.parted * self.shares
 
     def blocks(self, device: CudaDevice) -> int:
-        """That run, each unit after unit: whole clusters."""
+        """Blocks that run, unit after unit: whole clusters."""
         return min(self.units, device.multiprocessors) // self.cluster * self.cluster
 
     @property
@@ -238,35 +237,35 @@ class Cut:
 
     @property
     def box_pixels(self) -> int:
-        """Of the input."""
+        """Pixels of a box of the input."""
         return PIXELS + self.halo
 
     @property
     def _operand_bytes(self) -> tuple[int, int]:
-        """Of a step: the input's, grad_output's."""
+        """Bytes of a k-tile: the input's, grad_output's."""
         x = self.boxes * self.box_pixels * self.tile.channels * ITEM_BYTES
         return x, self.tile.row_boxes * ROWS * PIXELS * ITEM_BYTES
 
     @property
     def arriving_bytes(self) -> int:
-        """Of a step, in a block's shared memory."""
+        """Transaction bytes of a k-tile in a block's shared memory."""
         return sum(self._operand_bytes)
 
     @property
     def copied_bytes(self) -> int:
-        """Of a step and a block, from L2."""
+        """Bytes that a block loads per k-tile, from L2."""
         x, y = self._operand_bytes
         return x // self.copying + y if self.rows_first else x + y // self.copying
 
     @property
     def copied_boxes(self) -> float:
-        """Of a step and a block."""
+        """Boxes that a block loads per k-tile."""
         y = self.tile.row_boxes
         return self.boxes / self.copying + y if self.rows_first else self.boxes + y / self.copying
 
     @property
     def box_bytes(self) -> int:
-        """From one box of the input to the next, as products read them."""
+        """Distance in bytes between boxes of the input, as wgmma reads them."""
         return _aligned(self.box_pixels * self.tile.channels * ITEM_BYTES)
 
     @property
@@ -282,7 +281,8 @@ class Cut:
         return self.stages(device) * self.stage_bytes
 
     def shared_bytes(self, device: CudaDevice) -> int:
-        """Dynamic, with what checking tools believe that products read where there is room."""
+        """Dynamic shared memory, padded where there is room for what checking tools believe wgmma
+        reads."""
         room = device.shared_bytes_per_block - BESIDE_BYTES
         ring = self.ring_bytes(device)
         if self.sums:
@@ -304,7 +304,7 @@ def _aligned(size_bytes: int) -> int:
 
 
 def plane_pixels(dtype: DType) -> int:
-    """Of a step of planes: 128 bytes."""
+    """Pixels of a k-tile of planes: 128 bytes."""
     return 128 // dtype.itemsize
 
 
@@ -321,7 +321,7 @@ def cuts(
 
 
 def _all_tiled(work: ConvWork, device: CudaDevice, *, planes: bool) -> Iterator[Cut]:
-    """By every tile, not yet shared out."""
+    """Partitions by every tile, before K is split."""
     if planes:
         steps = work.batch * ceil_div(prod(work.output), plane_pixels(work.dtype))
         for tile in TILES:
@@ -341,7 +341,7 @@ def _all_tiled(work: ConvWork, device: CudaDevice, *, planes: bool) -> Iterator[
 
 
 def _tiled(work: ConvWork, tile: WeightTile, taps: int) -> Iterator[Cut]:
-    """With clusters and without, not yet shared out."""
+    """Partitions with and without clusters, before K is split."""
     halo = (taps - 1) * work.dilation[2]
     outer = work.kernel[0] * work.kernel[1] * ceil_div(work.kernel[2], taps)
     boxes = outer * ceil_div(work.in_channels, tile.channels)
@@ -365,7 +365,7 @@ def _tiled(work: ConvWork, tile: WeightTile, taps: int) -> Iterator[Cut]:
 def _shared_out(work: ConvWork, device: CudaDevice, cut: Cut, direct: bool) -> Iterator[Cut]:
     tiles, blocks = cut.tiles, device.multiprocessors // cut.cluster * cut.cluster
     if cut.sums:
-        # One unit a block, whose ring then holds the sums.
+        # One unit per block, whose stages then hold the partial sums.
         room = CLUSTERS[cut.cluster] * device.multiprocessors // MEASURED_ON
         most = min(room * cut.copying // tiles, cut.steps // cut.summing)
         least = cut.tile.joined_bytes(cut.summing) + ALIGNMENT + BESIDE_BYTES
@@ -392,7 +392,8 @@ def _shared_out(work: ConvWork, device: CudaDevice, cut: Cut, direct: bool) -> I
 
 
 def _meets(cut: Cut, device: CudaDevice) -> bool:
-    """Whether blocks can add up the partial sums: each has those of one unit at most, its last."""
+    """Whether blocks can reduce the partial sums themselves: each has those of at most one unit,
+    its last."""
     if cut.sums or cut.parted == 0 or cut.shares > MOST_TOGETHER:
         return False
     return cut.parted * cut.shares <= device.multiprocessors // cut.cluster * cut.cluster

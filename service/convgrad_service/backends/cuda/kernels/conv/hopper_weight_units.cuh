@@ -1,7 +1,6 @@
-// hopper_weight.cu's argument, how its blocks walk over tiles and pixels, and its copies of boxes. The
-// host's side is hopper_weight.py.
-// Macros: ELEMENT that is multiplied, SOURCE that it was copied from (float: it is scaled, see
-// scaled_halves.cuh) or the same, PIXELS of a step, CHANNELS of a box of x, WARPGROUPS that have sums.
+// The argument of hopper_weight.cu, its work units, and its loads. Launched by hopper_weight.py. Macros:
+// ELEMENT, the operands' type; SOURCE, the type they were copied from (float: scaled, see
+// scaled_halves.cuh) or the same; PIXELS of a k-tile; CHANNELS of a box of x; WARPGROUPS, the consumers.
 #pragma once
 
 #include "ptx/tma.cuh"
@@ -21,25 +20,25 @@ namespace convgrad {
 
 using T = ELEMENT;
 constexpr bool kScaled = sizeof(SOURCE) > sizeof(T);
-constexpr int kPixels = PIXELS, kInBlock = CHANNELS / 8, kMostStages = 16;
+constexpr int kPixels = PIXELS, kInBlock = CHANNELS / 8, kMaxStages = 16;
 
 struct HopperWeightArgs {
   TensorMap x_map;
   TensorMap y_map;
   WeightResult result;
   WeightSource source;
-  int dims;       // spatial, as the maps have them
-  int halo;       // pixels by which a row of y is longer
-  int box_bytes;  // from a box of x to the next
+  int dims;       // spatial dimensions of the tensor maps
+  int halo;       // zero pixels appended to a row of y
+  int box_bytes;  // distance between boxes of x
   int stages;
   int stage_bytes;
-  int step_bytes;  // that are copied to a stage
+  int step_bytes;  // transaction bytes of a stage
   Divider by_size[3];  // planes, rows, and pixels of a row with its halo
-  u32* met;           // zeros, a word for each parted tile, where their blocks add up their sums; or null
-  int slices;         // parts of a block that divide the shares among them then
+  u32* met;           // a zero word per split tile, by which its blocks rendezvous; or null
+  int slices;         // parts of a block that divide the shares in that reduction
 };
 
-// What a block sums at a time: a tile over its share of the steps.
+// A work unit: a tile, with a range of its k-tiles.
 struct Unit {
   int tile, share, step, end;
   bool whole;
@@ -51,12 +50,12 @@ __device__ __forceinline__ int steps_of(const HopperWeightArgs& args) {
   return (pixels + kPixels - 1) / kPixels;
 }
 
-// The first step of a part: `each` has so many, or one more.
+// The first k-tile of part `index`, where parts have `each` or one more.
 __device__ __forceinline__ int part_at(const WeightResult& of, int steps, int parts, int part) {
   return of.share_steps * part + min(part, steps - of.share_steps * parts);
 }
 
-// That of a block of a cluster, which has neighbouring tiles and one share.
+// The unit of a block of a cluster whose blocks have neighbouring tiles and one share.
 __device__ __forceinline__ Unit unit_at(const WeightResult& of, int index, int steps, int cluster = 1,
                                         int block = 0) {
   const int whole = of.whole / cluster;
@@ -68,8 +67,8 @@ __device__ __forceinline__ Unit unit_at(const WeightResult& of, int index, int s
           false};
 }
 
-// That of the blocks of a cluster that sum one tile, and a block's own part of its steps; of
-// `copying` neighbouring tiles the one of number `copier`.
+// The unit of the cluster's blocks that share a tile, and a block's own range of its k-tiles; tile number
+// `copier` of `copying` neighbouring ones.
 struct ClusterUnit {
   Unit all;
   int step, end;
@@ -77,11 +76,11 @@ struct ClusterUnit {
 
 __device__ __forceinline__ ClusterUnit cluster_unit_at(const WeightResult& of, int index, int steps,
                                                        int cluster, int block, int copying,
-                                                       int copier) {
+                                                       int load_rank) {
   const int groups = of.row_tiles * of.column_tiles / copying, share = divide(index, of.by_parted);
   const int part = share * cluster;
   auto at = [&](int of_part) { return part_at(of, steps, of.shares * cluster, of_part); };
-  return {{(index - share * groups) * copying + copier, share, at(part), at(part + cluster), false},
+  return {{(index - share * groups) * copying + load_rank, share, at(part), at(part + cluster), false},
           at(part + block),
           at(part + block + 1)};
 }
@@ -97,11 +96,11 @@ __device__ __forceinline__ Pixel pixel_at(const HopperWeightArgs& args, int inde
   return {n, rest1 - n * size[0], rest2 - rest1 * size[1], index - rest2 * (size[2] + args.halo)};
 }
 
-// The steps of a unit, one after another, without a division each.
+// Iterates over a unit's k-tiles without a division each.
 struct Walk {
   Pixel at, by;
 
-  // The way of a step is worked out here: from the argument it would be read for each step anew.
+  // Computed here: read from the argument it would be loaded anew for each k-tile.
   __device__ __forceinline__ Walk(const HopperWeightArgs& args, int step)
       : at(pixel_at(args, step * kPixels)), by(pixel_at(args, kPixels)) {}
 
@@ -113,12 +112,12 @@ struct Walk {
   }
 };
 
-// A box of x from the corners of windows on: its channels, and its tap's way from the corner.
+// A box of x: its channels and its tap's offset from the windows' corners.
 struct alignas(16) Source {
   int c, d, h, w;
 };
 
-// To this block, or to kCluster of the cluster.
+// Loads to this block, or to kCluster blocks of the cluster by multicast.
 template <int kCluster = 1>
 __device__ __forceinline__ void load_box(const HopperWeightArgs& args, const TensorMap& map, u32 to,
                                          u32 full, const Pixel& at, const Source& from,
@@ -143,13 +142,13 @@ __device__ __forceinline__ void load_box(const HopperWeightArgs& args, const Ten
   }
 }
 
-// That of one of a tile's columns' boxes.
+// The box of one of a tile's column blocks.
 __device__ __forceinline__ Source source_of(const HopperWeightArgs& args, int column_tile, int i) {
   const Box box = box_at(args.result, column_tile * args.result.boxes + i);
   return {box.c, box.t * args.source.dilation[0], box.r * args.source.dilation[1], box.s * args.source.dilation[2]};
 }
 
-// The corner of a pixel's window.
+// The corner of a pixel's window in the input.
 __device__ __forceinline__ Pixel corner_of(const HopperWeightArgs& args, const Pixel& at) {
   return {at.n, at.d * args.source.stride[0] - args.source.pad[0], at.h * args.source.stride[1] - args.source.pad[1],
           at.w * args.source.stride[2] - args.source.pad[2]};

@@ -27,7 +27,7 @@ using namespace convgrad;
 
 namespace {
 
-// A step's copies of fprop and dgrad: pixels, and weights.
+// The loads of a k-tile of fprop and dgrad: pixels, and weights.
 template <class Gemm, Operation kOperation, int kVector>
 struct GatherLoads {
   using T = typename Gemm::T;
@@ -60,7 +60,7 @@ struct GatherLoads {
   }
 };
 
-// Of wgrad: pixels of grad_output, and of the input at each column's tap.
+// The loads of a k-tile of wgrad: pixels of grad_output, and of the input at each column's tap.
 template <class Gemm, int kVector>
 struct WgradLoads {
   using T = typename Gemm::T;
@@ -98,13 +98,13 @@ using Gemm = MmaMultistage<ELEMENT, BM, BN, WM, WN, STAGES, kOperation == Operat
                            kOperation != Operation::kFprop>;
 using Reduce = ClusterReduce<Gemm>;
 
-// This thread's results: eight neighbouring columns of two rows of an owned fragment, rows `row` and
-// `row` + 8 of its tile. `each` gets their number within the block, the fragment, the first row in it,
-// and their place in the tile.
+// Calls each(index, fragment, fragment_row, row, column) for this thread's part of the owned fragments:
+// eight consecutive columns of rows `row` and row + 8 of the tile. `index` numbers the parts within the
+// block.
 template <class Each>
 __device__ __forceinline__ void for_each_pair(const Reduce& reduce, bool pixels_fastest,
                                               Each each) {
-  // Owned fragments are whole rows of the warp's, or a part of one: powers of two.
+  // Owned fragments are whole fragment rows of the warp tile, or a part of one: powers of two.
   const int owned_log = reduce.owned_log();
   const int across_log = min(owned_log, Reduce::log_of(Gemm::kFragmentsN));
   const int first = static_cast<int>(threadIdx.x / 32) << (3 + owned_log);
@@ -121,7 +121,7 @@ __device__ __forceinline__ void for_each_pair(const Reduce& reduce, bool pixels_
 
 constexpr int kTileSums = Gemm::kM * Gemm::kN;
 
-// A thread's partial sums, in the order of clusters.
+// Adds a thread's partial sums of the clusters, in order.
 __device__ __forceinline__ void add_up(const float4* from, int count, float (&sums)[2][8]) {
 #pragma unroll
   for (int e = 0; e < 16; ++e) sums[e / 8][e % 8] = 0;
@@ -144,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
   using T = ELEMENT;
   extern __shared__ uint4 shared[];
   char* const base = reinterpret_cast<char*>(shared);
-  // The ring is the first thing after the barrier; a block alone passes its sums through it.
+  // The pipeline's stages follow the mbarrier; the reduction reuses them.
   char* const ring = base + 128;
   char* const room = args.cluster_log == 0 ? ring : ring + args.ring_bytes;
 
@@ -156,12 +156,12 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
   const int group = blockIdx.y;
   const u32 phase = args.workspace == 1 ? blockIdx.z : blockIdx.z / args.workspace;
   const u32 part = blockIdx.z - phase * args.workspace;
-  // What other operations read of the only phase is at fixed places.
+  // Other operations than dgrad have one phase, at constant offsets in the argument.
   const Phases phases(args, kOperation == Operation::kDgrad ? phase : 0);
   const int pixels = args.batch * phases.d->count * phases.h->count * phases.w->count;
   const int row_end = kOperation == Operation::kWgrad ? args.rows : pixels;
 
-  // This block's part of the steps.
+  // This block's range of k-tiles.
   const int all_steps = kOperation == Operation::kWgrad
                             ? (pixels + Gemm::kTileK - 1) / Gemm::kTileK
                             : (phases.taps() * args.tap_chunks + 7) / 8;
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
   launch_dependent_grids();
   reduce.exchange(sums);
 
-  // Partial sums of clusters: the last block of each rank adds up its part of the tile.
+  // Split among clusters: the last block of each rank to arrive reduces its part of the tile.
   float4* partials = nullptr;
   if (args.workspace > 1) {
     const u32 tiles = gridDim.x >> args.cluster_log;
@@ -207,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
     if (!__syncthreads_or(last)) return;
     __threadfence();
   }
-  // Four columns of float32 at a time: a chunk's, which has one tap.
+  // Four float32 columns at a time: a chunk, which belongs to one tap.
   constexpr int kRun = sizeof(T) == 2 ? 8 : 4;
   for_each_pair(reduce, args.pixels_fastest, [&](int i, int fragment, int in, int r, int c) {
     float found[2][8];

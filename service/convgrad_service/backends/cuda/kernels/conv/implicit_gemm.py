@@ -50,13 +50,13 @@ DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 OPERATIONS = {"fwd": "kFprop", "bwd_data": "kDgrad", "bwd_weight": "kWgrad"}
 LEAST_VECTOR = 4
 VECTORS = (16, 8, 4)
-"""Bytes that one copy may bring."""
+"""Bytes of a copy: the vector widths."""
 COUNTERS = ZEROS_BYTES // 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Operands:
-    """What is read, in the order that the kernel wants, and the bytes that one copy may bring."""
+    """The inputs in the kernel's order, and the bytes per copy."""
 
     source: Prepared
     other: Prepared
@@ -185,12 +185,12 @@ def gemm_of(work: ConvWork, axes: list[Axis]) -> Gemm:
 
 
 def _gathering(work: ConvWork) -> ConvWork:
-    """wgrad meets the input as fprop does."""
+    """The axes of a gather; wgrad reads the input as fprop does."""
     return replace(work, direction="fwd") if work.direction == "bwd_weight" else work
 
 
 def _operands(work: ConvWork, device: CudaDevice) -> _Operands:
-    """The inputs as they lie, where channels are side by side in vectors, or copies of them."""
+    """The inputs themselves where channels are contiguous in vectors, else copies of them."""
     vectors = []
 
     def ready(operand: Operand, extents: tuple[int, ...], copied: Prepared) -> Prepared:
@@ -227,7 +227,7 @@ def _operands(work: ConvWork, device: CudaDevice) -> _Operands:
 
 
 def vector_of(operand: Operand, extents: tuple[int, ...]) -> int:
-    """The largest vector, in bytes, of channels (axis 2) side by side and aligned; 0 for none."""
+    """The largest vector, in bytes, of contiguous, aligned channels (axis 2); 0 for none."""
     size = operand.dtype.itemsize
     strides = [
         stride * size

@@ -1,4 +1,4 @@
-// What implicit_gemm.cu is given. The host's side is implicit_gemm.py.
+// The argument of implicit_gemm.cu. Launched by implicit_gemm.py.
 #pragma once
 
 #include "core/divider.cuh"
@@ -7,11 +7,11 @@ namespace convgrad {
 
 enum class Operation { kFprop, kDgrad, kWgrad };
 
-constexpr int kMaxPhases = 8;  // of dgrad, along one dimension
+constexpr int kMaxPhases = 8;  // phases of dgrad along one dimension
 
-// Positions y0 + m*y_step of one dimension (m below `count`) and the taps that meet them: the j-th
-// (of `taps`) is r0 + j*r_step, and meets the source at x0 + m*x_step + j*x_tap. fprop and wgrad have
-// one phase, dgrad one for each residue of the stride.
+// Positions y0 + m*y_step (m < `count`) of one dimension that use the same taps: the j-th of `taps` is r0
+// + j*r_step and reads the source at x0 + m*x_step + j*x_tap. fprop and wgrad have one phase, dgrad one
+// per residue of the stride.
 struct GatherPhase {
   int taps, r0, x0, y0, count;
   Divider by_taps, by_count;
@@ -25,27 +25,27 @@ struct ImplicitGemmArgs {
   const void* other;       // fprop, dgrad: weight; wgrad: grad_output
   void* result;            //
   const void* accumulate;  // like the result, or null
-  const void* bias;        // one for each channel of fprop's or dgrad's result, or null
-  float* partials;         // [tile][splits of the workspace][kM * kN], where there is more than one
-  u32* counters;           // of the blocks whose partial sums are there, zero between launches
+  const void* bias;        // one per channel of fprop's or dgrad's result, or null
+  float* partials;         // [tile][splits of the workspace][kM * kN], if there is more than one
+  u32* counters;           // blocks whose partial sums have been written; zero between launches
   i64 source_stride[6];    // N G C D H W, in bytes; channels are side by side
-  // In bytes. Weights: G, result channel, source channel, T R S; grad_output: as the source's.
+  // In bytes. Weights: G, result channel, source channel, T R S; grad_output: as the source.
   i64 other_stride[6];
   i64 result_stride[6];  // in elements; as the source's, or for wgrad G K C T R S
   int rows, columns;     // M of the largest phase, N: of the GEMM of one group
   int source_channels;   // of one group
   int result_channels;   // of one group; wgrad: grad_output's
   int tap_chunks;        // chunks of 16 bytes that hold the source's channels
-  int cluster_log;       // blocks of a cluster share a tile's reduction: 1, 2, 4 or 8
-  int workspace;         // and so many clusters do
-  int ring_bytes;        // of the stages that the steps of a block fill
-  // Pixel p lies at p times the stride of W: of the source, where it has one tap and one phase (fprop,
-  // dgrad) or one tap (wgrad); of grad_output (wgrad); of the result (fprop, dgrad).
+  int cluster_log;       // log2 of the blocks of a cluster, which split a tile's K
+  int workspace;         // clusters among which a tile's K is split
+  int ring_bytes;        // bytes of the stages that a block's k-tiles fill
+  // Whether pixel p is at p times the stride of W: in the source, with one tap and one phase (fprop,
+  // dgrad) or one tap (wgrad); in grad_output (wgrad); in the result (fprop, dgrad).
   int linear_source, linear_other, linear_result;
-  int plain;              // the result is the sum itself
-  int result_in_vectors;  // channels of the result are side by side in aligned chunks of 16 bytes
-  int pixels_fastest;     // the result's pixels are side by side, its channels are not
-  int wide_result;        // float32, whatever is read
+  int plain;              // the result is the plain sum
+  int result_in_vectors;  // channels of the result are contiguous, in aligned 16-byte chunks
+  int pixels_fastest;     // the result's pixels are contiguous, its channels are not
+  int wide_result;        // the result is float32, whatever the operands are
   int batch;
   int activation;
   float alpha, beta;

@@ -44,7 +44,10 @@ def arguments(
     gemm: Gemm,
     config: Config,
 ) -> Any:
-    """All but the addresses. ``source`` and ``other`` are what is read, channels side by side."""
+    """The argument without addresses.
+
+    ``source`` and ``other`` are the inputs, channels contiguous.
+    """
     source_channels, result_channels = channels_of(work)
     result = result_of(work)
     weight, size = work.direction == "bwd_weight", work.dtype.itemsize
@@ -106,7 +109,7 @@ def arguments(
 
 
 def _linear(operand: Operand, batch: int, size: Size3) -> bool:
-    """Whether pixel p lies at p times the stride of W."""
+    """Whether pixel p is at p times the stride of W."""
     wanted = operand.strides[5]
     for axis, extent in ((5, size[2]), (4, size[1]), (3, size[0]), (0, batch)):
         if extent > 1 and operand.strides[axis] != wanted:
@@ -116,11 +119,11 @@ def _linear(operand: Operand, batch: int, size: Size3) -> bool:
 
 
 def result_of(work: ConvWork) -> Operand:
-    """What is written."""
+    """The output operand."""
     return {"fwd": work.y, "bwd_data": work.x, "bwd_weight": work.w}[work.direction]
 
 
 def channels_of(work: ConvWork) -> tuple[int, int]:
-    """Of the source and of the result (wgrad: of grad_output), in one group."""
+    """Channels of the source and of the result (wgrad: of grad_output), in one group."""
     channels = work.in_channels, work.out_channels
     return channels[::-1] if work.direction == "bwd_data" else channels

@@ -1,15 +1,15 @@
-// The operands of implicit_gemm.cu, copied from where they lie in a convolution's tensors. A loader
-// starts a thread's copies of one step; chunks that do not exist are filled with zeros.
+// implicit_gemm.cu's operand loaders. A loader starts a thread's copies of one k-tile from the
+// convolution's tensors; chunks that do not exist are filled with zeros.
 #pragma once
 
 #include "conv/implicit_gemm_positions.cuh"
 
 namespace convgrad {
 
-// Loaders are called once for each step, in order. What changes with the step is found after the
-// copies of the one before, so that copies wait for nothing.
+// Loaders are called once per k-tile, in order. The state of the next k-tile is computed after the copies
+// of the current one, so that copies wait for nothing.
 
-// A of fprop and dgrad: rows are pixels of the result, each with the source's channels at a tap.
+// A of fprop and dgrad: rows are pixels of the result, columns the source's channels at a tap.
 template <class T, class Tile, int kThreads, int kVector>
 class PixelRows {
  public:
@@ -51,7 +51,7 @@ class PixelRows {
 
  private:
   using Own = Chunks<Tile, kThreads>;
-  static constexpr int kOutside = -(1 << 30);  // whatever the tap
+  static constexpr int kOutside = -(1 << 30);  // for every tap
 
   __device__ __forceinline__ void find_tap(const Phases& phases) {
     meets_ = 0;
@@ -96,7 +96,7 @@ __device__ __forceinline__ i64 weight_tap_at(const ImplicitGemmArgs& args, const
          (phases.w->r0 + tap.w * args.axis[2].r_step) * args.other_stride[5];
 }
 
-// B of fprop: rows are channels of the result, each with its weights of the source's channels.
+// B of fprop: rows are result channels, columns their weights of the source's channels at a tap.
 template <class T, class Tile, int kThreads, int kVector>
 class WeightRows {
  public:
@@ -138,8 +138,8 @@ class WeightRows {
   const char *const row_, *from_;
 };
 
-// B of dgrad: rows are elements of the reduction, the source's channels at a tap, each with its
-// weights of the result's channels.
+// B of dgrad: rows are elements of K (the source's channels at a tap), columns their weights of the
+// result's channels.
 template <class T, class Tile, int kThreads, int kVector>
 class WeightColumns {
  public:
@@ -164,7 +164,7 @@ class WeightColumns {
         copy_vectors<kVector>(tile + Own::at(to_, i), from, i * Own::kThreadRows < rows, real);
       }
     } else {
-      // Rows of a tap that another follows in this step are looked up one by one.
+      // A k-tile that spans two taps looks up its rows one by one.
 #pragma unroll 1
       for (int i = 0; i < Own::kCount; ++i) {
         if (!Own::exists()) continue;
@@ -182,7 +182,7 @@ class WeightColumns {
   using Own = Chunks<Tile, kThreads>;
   static constexpr int kChunk = TapChunk<T>::kElements;
 
-  // Of an element of the reduction: where its weights are, and whether it exists.
+  // The offset of the weights of an element of K, and whether it exists.
   __device__ __forceinline__ const char* look_up(const Phases& phases, int element, bool& there) {
     const TapChunk<T> chunk(args_, element / kChunk);
     const int channel = chunk.channel + element % kChunk;
@@ -199,16 +199,16 @@ class WeightColumns {
   const ImplicitGemmArgs& args_;
   const u32 to_;
   const int columns_;
-  // Of this thread's first row: the element of the reduction, and of its tap; elements that are left.
+  // This thread's first row: its element of K, that within its tap, and the remaining elements.
   int element_, within_, there_;
   const char *const column_, *from_;
 };
 
-// Pixels of grad_output that wgrad's rows are, a step after another.
+// Iterates over the pixels of grad_output that are wgrad's rows, k-tile after k-tile.
 template <class Own, int kDepth>
 class PixelWalk {
  public:
-  // `linear`: positions are not asked for.
+  // `linear`: positions are not needed.
   __device__ __forceinline__ PixelWalk(const Phases& phases, int step, int pixels, bool linear)
       : phases_(phases), linear_(linear), left_(pixels - step * kDepth - Own::row()) {
     if (linear) return;
@@ -240,7 +240,7 @@ class PixelWalk {
   Position at_[Own::kCount];
 };
 
-// A of wgrad: rows are pixels of grad_output, each with its channels.
+// A of wgrad: rows are pixels of grad_output, columns its channels.
 template <class T, class Tile, int kThreads, int kVector>
 class GradientPixels {
  public:
@@ -281,8 +281,8 @@ class GradientPixels {
   const char* from_;
 };
 
-// B of wgrad: rows are pixels of grad_output, each with what it meets of the input: the channels of
-// one tap in each chunk.
+// B of wgrad: rows are pixels of grad_output, columns what they read of the input: the channels of one
+// tap in each chunk.
 template <class T, class Tile, int kThreads, int kVector>
 class TapColumns {
  public:

@@ -24,11 +24,11 @@ from convgrad_service.plans.cuda.program import ceil_div
 
 __all__ = ["chosen", "configs", "expected_s"]
 
-# Blocks of clusters of 4 and 8 leave some of the multiprocessors that the constants are for idle.
+# Clusters of 4 and 8 leave some SMs idle; the constants include that.
 MULTIPROCESSORS, OF_LARGE_CLUSTERS = 132, 120
-# What is summed through a workspace: at most so many times as many blocks as multiprocessors.
+# The most clusters per tile that reduce through a workspace, relative to the SMs.
 MOST_WAVES, WORKSPACES = 4, (2, 4, 8, 16, 32, 64)
-# Memory and multiprocessors overlap, but for so much of the shorter time.
+# The part of the shorter of memory and compute time that is not overlapped.
 BESIDE = 0.25
 UNIT_SUMS, UNIT_WARPS = 64 * 64, 4
 
@@ -133,7 +133,7 @@ def expected_s(gemm: Gemm, dtype: DType, config: Config, device: CudaDevice) -> 
 
 
 def configs(gemm: Gemm, dtype: DType, device: CudaDevice, counters: int) -> Iterator[Config]:
-    """Those worth a thought: a step at least for each block, and ``counters`` enough."""
+    """Yield configurations with at least one k-tile per block, and enough ``counters``."""
     steps = gemm.steps(dtype)
     clusters = CLUSTERS if device.capability >= (9, 0) else CLUSTERS[:1]
     for tile in TILES:
@@ -155,7 +155,8 @@ def configs(gemm: Gemm, dtype: DType, device: CudaDevice, counters: int) -> Iter
 
 
 def chosen(gemm: Gemm, dtype: DType, device: CudaDevice, counters: int) -> Config:
-    """What should take the least time, from the problem and the device model alone."""
+    """Return the configuration with the least expected time, from the problem and the device model
+    only."""
     return min(
         configs(gemm, dtype, device, counters),
         key=lambda config: expected_s(gemm, dtype, config, device),

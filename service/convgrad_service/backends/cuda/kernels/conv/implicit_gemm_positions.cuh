@@ -1,4 +1,4 @@
-// Phases, positions and taps of a convolution, and how threads share the chunks of a tile.
+// Phases, positions and taps of a convolution, and the assignment of a tile's chunks to threads.
 #pragma once
 
 #include "conv/implicit_gemm_args.cuh"
@@ -11,8 +11,9 @@ __device__ __forceinline__ bool inside(int position, int size) {
   return static_cast<u32>(position) < static_cast<u32>(size);
 }
 
-// A chunk by copies of kVector bytes; zeros where it is not `there`. Of shorter vectors only those of
-// the first `real` bytes exist; a chunk that is copied at once is whole, or ends with zeros in memory.
+// Copies a chunk in vectors of kVector bytes; zeros where not `there`. With vectors below 16 bytes only
+// those of the first `real` bytes exist; a chunk that is copied at once is whole, or zero-padded in
+// memory.
 template <int kVector>
 __device__ __forceinline__ void copy_vectors(u32 to, const char* from, bool there, int real) {
   if constexpr (kVector == 16) {
@@ -40,7 +41,7 @@ struct Phases {
   __device__ __forceinline__ int taps() const { return d->taps * h->taps * w->taps; }
 };
 
-// A position of the phases: an image, and a place in it.
+// A position: an image, and coordinates in the phases.
 struct Position {
   int n, d, h, w;
 
@@ -66,7 +67,7 @@ struct Tap {
   }
 };
 
-// A chunk of the channels at the taps: of the reduction of fprop and dgrad, of the columns of wgrad.
+// A chunk of the channels at the taps: of K for fprop and dgrad, of the columns for wgrad.
 template <class T>
 struct TapChunk {
   static constexpr int kElements = 16 / static_cast<int>(sizeof(T));
@@ -77,7 +78,7 @@ struct TapChunk {
     tap = divide(chunk, args.by_tap_chunks);
     channel = (chunk - tap * args.tap_chunks) * kElements;
   }
-  // To that of the next step; whether it is of another tap.
+  // Advances to the next k-tile; returns whether the tap changes.
   __device__ __forceinline__ bool advance(const ImplicitGemmArgs& args) {
     channel += 8 * kElements;
     const int end = args.tap_chunks * kElements;
@@ -90,14 +91,13 @@ struct TapChunk {
     }
     return true;
   }
-  // Elements of the source's channels that are left.
+  // The remaining elements of the source's channels.
   __device__ __forceinline__ int left(const ImplicitGemmArgs& args) const {
     return args.source_channels - channel;
   }
 };
 
-// How a block's threads take the chunks of a tile: each always the same column of it, in rows that are
-// kThreadRows apart.
+// The assignment of a tile's chunks to threads: each has one column of chunks, in rows kThreadRows apart.
 template <class Tile, int kThreads>
 struct Chunks {
   static constexpr int kThreadRows = kThreads / Tile::kChunks;
@@ -112,7 +112,7 @@ struct Chunks {
   __device__ static __forceinline__ u32 first_at() {
     return static_cast<u32>(opaque_value(Tile::offset(row(), column())));
   }
-  // From the first row's place.
+  // Offset of row i from the first row.
   __device__ static __forceinline__ u32 at(u32 first, int i) {
     if constexpr (kThreadRows % Tile::kPeriod == 0) {
       return first + i * kThreadRows * Tile::kRowBytes;

@@ -1,4 +1,4 @@
-// Where implicit_gemm.cu's sums go: a few neighbours of a row at a time.
+// The destinations of implicit_gemm.cu's results, a run of a row's columns at a time.
 #pragma once
 
 #include "conv/implicit_gemm_loaders.cuh"
@@ -6,8 +6,8 @@
 
 namespace convgrad {
 
-// kRun neighbouring columns, in all rows: where they are from a row's place on, how many exist, and the
-// channel of the first for a bias.
+// kRun consecutive columns of every row: their offset from the row's start, how many exist, and the first
+// one's channel for the bias.
 template <Operation kOperation, class T>
 struct ResultColumns {
   i64 at;
@@ -16,7 +16,7 @@ struct ResultColumns {
   __device__ __forceinline__ ResultColumns(const ImplicitGemmArgs& args, const Phases& phases,
                                            int group, int column) {
     if constexpr (kOperation == Operation::kWgrad) {
-      // A chunk has one tap.
+      // A chunk belongs to one tap.
       const TapChunk<T> chunk(args, column / TapChunk<T>::kElements);
       const int within = column % TapChunk<T>::kElements;
       const Tap tap(phases, chunk.tap);

@@ -1,4 +1,4 @@
-"""Tiles of implicit_gemm, and how a problem is split among blocks."""
+"""Tile shapes of implicit_gemm, and how a problem is split among blocks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from convgrad_service.plans.cuda.program import ceil_div
 __all__ = ["CLUSTERS", "STEP_BYTES", "TILES", "Config", "Gemm", "Tile"]
 
 STEP_BYTES = 128
-"""Of the reduction, in a step."""
+"""Bytes along K of a k-tile."""
 CLUSTERS = (1, 2, 4, 8)
-"""Blocks of a cluster: what every GPU with clusters takes."""
+"""The largest portable cluster."""
 STAGES = 4
-"""Of most tiles' rings: what is under way where blocks share a multiprocessor."""
+"""Bytes of most tiles' pipelines, where blocks share an SM."""
 # In front of the ring, for the barrier; what the system has of a multiprocessor's for each block.
 BARRIER_BYTES, RESERVED_BYTES = 128, 1024
 # ClusterReduce: a fragment of 16 x 8 sums, padded.
@@ -25,8 +25,7 @@ FRAGMENT_BYTES, FRAGMENT_SUMS = 656, 128
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """M x N of a block, and of a warp; stages of its ring; blocks that its registers let a
-    multiprocessor have."""
+    """Block tile and warp tile (M x N), pipeline stages, and blocks per SM by registers."""
 
     m: int
     n: int
@@ -44,11 +43,11 @@ class Tile:
 
     @property
     def fragments(self) -> int:
-        """Of a warp: at most so many blocks of a cluster have a part each."""
+        """Fragments of a warp: the most blocks of a cluster that can own a part each."""
         return self.warp_m // 16 * (self.warp_n // 8)
 
     def ring_bytes(self, steps: int) -> int:
-        """Of a block of so many steps: no more stages than it fills."""
+        """Pipeline bytes of a block with that many k-tiles: no more stages than it fills."""
         return min(self.stages, max(steps, 1)) * (self.m + self.n) * STEP_BYTES
 
     def shared_bytes(self, cluster: int, steps: int) -> int:
@@ -57,12 +56,12 @@ class Tile:
         return BARRIER_BYTES + (max(ring, sums) if cluster == 1 else ring + sums)
 
     def resident(self, device: CudaDevice, cluster: int, steps: int) -> int:
-        """Blocks that a multiprocessor has at the same time."""
+        """Resident blocks per SM."""
         each = self.shared_bytes(cluster, steps) + RESERVED_BYTES
         return min(self.blocks, device.shared_bytes_per_multiprocessor // each)
 
     def defines(self, dtype: DType, operation: str, vector: int) -> dict[str, object]:
-        """What implicit_gemm.cu expects."""
+        """The macros of an instance."""
         return {
             "ELEMENT": CUDA_TYPES[dtype],
             "OPERATION": operation,
@@ -92,8 +91,7 @@ TILES = (
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A tile, and among how many blocks its reduction is split: of a cluster, and so many clusters
-    through a workspace."""
+    """A tile, and its split of K: blocks of a cluster, and clusters through a workspace."""
 
     tile: Tile
     cluster: int = 1
@@ -108,7 +106,7 @@ class Config:
         return self.cluster * self.workspace
 
     def steps(self, gemm: Gemm, dtype: DType) -> int:
-        """The most of one block."""
+        """The most k-tiles of one block."""
         return ceil_div(gemm.steps(dtype), self.splits)
 
 
@@ -127,13 +125,13 @@ class Gemm:
 
     @property
     def rows(self) -> int:
-        """Of the largest phase."""
+        """Rows of the largest phase."""
         return max(rows for rows, _ in self.phases)
 
     def tiles(self, tile: Tile) -> int:
-        """Of one phase and group, in the grid."""
+        """Blocks of one phase and group in the grid."""
         return ceil_div(self.rows, tile.m) * ceil_div(self.columns, tile.n)
 
     def steps(self, dtype: DType) -> int:
-        """The most of any phase."""
+        """The most k-tiles of any phase."""
         return max(ceil_div(depth * dtype.itemsize, STEP_BYTES) for _, depth in self.phases)

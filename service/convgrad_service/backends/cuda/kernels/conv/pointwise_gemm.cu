@@ -81,7 +81,8 @@ __device__ __forceinline__ u32 staging_address(u32 staging, int row, int chunk) 
 }
 
 // accum = alpha * accum + bias.
-__device__ __forceinline__ void apply_alpha_bias(const PointwiseGemmArgs& args, int column, Accumulators& accum) {
+__device__ __forceinline__ void apply_alpha_bias(const PointwiseGemmArgs& args, int column,
+                                                 Accumulators& accum) {
   const T* const bias = static_cast<const T*>(args.bias);
   const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -152,7 +153,8 @@ __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args,
 #pragma unroll
     for (int part = 0; part < kMmasM; ++part) {
       store_rows(args, staging + (buffer * kMmasM + part) * kStagingBytes,
-                 tile * BM + warp / 4 * kWarpgroupRows + part * 64 + warp % 4 * 16, work.column, accum[part]);
+                 tile * BM + warp / 4 * kWarpgroupRows + part * 64 + warp % 4 * 16, work.column,
+                 accum[part]);
     }
     if (++buffer == BUFFERS) buffer = 0;
   }
@@ -291,7 +293,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       produce<OperandB, false>(args, smem, work);
     }
   } else {
-    const Reduce reduce(smem.pointer(smem.staging), smem.reduce_barrier(), rank, REDUCE ? args.cluster : 1, args.owned);
+    const Reduce reduce(smem.pointer(smem.staging), smem.reduce_barrier(), rank, REDUCE ? args.cluster : 1,
+                        args.owned);
     if (threadIdx.x == 0) {
       if (REDUCE) reduce.prepare();
       if (!REDUCE) prefetch_tensor_map(args.d_map);

@@ -1,7 +1,6 @@
 // The argument of pointwise_gemm.cu and its operands' shared-memory layout and loads.
 #pragma once
 
-#include "core/pipeline_state.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/warpgroup.cuh"
@@ -67,7 +66,8 @@ struct GemmOperand {
   __device__ __forceinline__ static u64 descriptor(u32 stage, int first, int i) {
     if constexpr (kMn) {
       return advance_descriptor(
-          mn_major_descriptor<kRowBytes>(stage + first / kRowElements * kBoxBytes, kBoxBytes), i * 16 * kRowBytes);
+          mn_major_descriptor<kRowBytes>(stage + first / kRowElements * kBoxBytes, kBoxBytes),
+          i * 16 * kRowBytes);
     } else {
       constexpr int kMmasPerRow = kRowBytes / 32;  // wgmmas of a row
       return advance_descriptor(k_major_descriptor<kRowBytes>(stage + first * kRowBytes),
@@ -76,12 +76,15 @@ struct GemmOperand {
   }
   // By `threads` threads: loads all k-tiles of the rows from `first` on by cp.async, because TMA takes two
   // clocks per box row, however short. Zeros beyond `rows` and `depth`.
-  __device__ __forceinline__ static void load_resident(u32 to, const T* from, i64 pitch, int first, int rows,
-                                                  int depth, int steps, int thread, int threads) {
-    constexpr int kChunk = 16 / sizeof(T), kChunksPerRow = kMn ? kBoxes * kRowElements / kChunk : kDepth / kChunk;
+  __device__ __forceinline__ static void load_resident(u32 to, const T* from, i64 pitch, int first,
+                                                       int rows, int depth, int steps, int thread,
+                                                       int threads) {
+    constexpr int kChunk = 16 / sizeof(T),
+                  kChunksPerRow = kMn ? kBoxes * kRowElements / kChunk : kDepth / kChunk;
     constexpr int kRowCount = kMn ? kDepth : kExtent;
     for (int i = thread; i < steps * kRowCount * kChunksPerRow; i += threads) {
-      const int chunk = i % kChunksPerRow, row = i / kChunksPerRow % kRowCount, step = i / (kChunksPerRow * kRowCount);
+      const int chunk = i % kChunksPerRow, row = i / kChunksPerRow % kRowCount,
+                step = i / (kChunksPerRow * kRowCount);
       const int k = step * kDepth + (kMn ? row : chunk * kChunk);
       const int mn = first + (kMn ? chunk * kChunk : row);
       const int left = kMn ? rows - mn : depth - k;
@@ -90,8 +93,19 @@ struct GemmOperand {
       const int box = chunk * kChunk / kRowElements, in = chunk % (kRowElements / kChunk);
       const u32 start = to + step * kBytes + box * kBoxBytes + row * kRowBytes;
       const u32 swizzled = in ^ (start >> 7 & (kRowBytes / 16 - 1));
-      cp_async<16>(start + swizzled * 16, source, in_bounds ? min(left * static_cast<int>(sizeof(T)), 16) : 0);
+      cp_async<16>(start + swizzled * 16, source,
+                   in_bounds ? min(left * static_cast<int>(sizeof(T)), 16) : 0);
     }
+  }
+};
+
+// core/pipeline_state.cuh with its members swapped, which decides how this kernel's registers are allocated.
+struct PipelineState {
+  u32 parity = 0;
+  int index = 0;
+
+  __device__ __forceinline__ void advance(int stages) {
+    if (++index == stages) index = 0, parity ^= 1;
   }
 };
 

@@ -1,4 +1,4 @@
-"""1x1 convolutions of stride 1, channels last, as plain matrix products on Hopper."""
+"""1x1 convolutions of stride 1, channels last, as GEMMs on Hopper (pointwise_gemm.cu)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class PointwiseGemmArgs(ctypes.Structure):
 
 
 class PointwiseGemm:
-    """fwd, bwd_data and bwd_weight of one tap and stride 1 in 16 bits, channels side by side."""
+    """fwd, bwd_data and bwd_weight of one tap and stride 1 in 16-bit types, channels contiguous."""
 
     name = "pointwise_gemm"
 
@@ -90,8 +90,10 @@ class PointwiseGemm:
         swapped: bool = False,
         most_s: float = math.inf,
     ) -> None:
-        """``config`` where another than the chosen one is tried, with wgrad's rows ``swapped``.
-        What is expected to take longer than ``most_s`` is left to others."""
+        """``config`` overrides the chosen one, with wgrad's A and B ``swapped``.
+
+        Work expected to take longer than ``most_s`` is left to other families.
+        """
         self._config, self._swapped, self._most_s = config, swapped, most_s
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
@@ -155,7 +157,7 @@ class PointwiseGemm:
             (config.threads, 1, 1),
             pack_maps(
                 _arguments(work, product, config, stages),
-                # Only what the copy engine stores has a map, and not every result can have one.
+                # Only TMA stores need a map of the result, and not every result can have one.
                 {"a_map": a_map, "b_map": b_map, "d_map": a_map if config.cluster else d_map},
                 b=b,
                 result=result,
@@ -173,13 +175,13 @@ class PointwiseGemm:
             (launch,),
             workspace,
             expected_s=expected_s,
-            # Deeper steps cut the reduction elsewhere.
+            # Deeper k-tiles split K elsewhere.
             order=f"{config.cluster}x{config.parts}/{config.depth}" if config.splits > 1 else "",
         )
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
-        # Which operands lie along the reduction: fwd, bwd_data, bwd_weight.
+        # Which operands are K-major: fwd, bwd_data, bwd_weight.
         majors = (False, False), (False, True), (True, True)
         found = {
             _instance(dtype, config, product): None
@@ -192,7 +194,7 @@ class PointwiseGemm:
 
 
 def _arguments(work: ConvWork, product: Product, config: Config, stages: int) -> PointwiseGemmArgs:
-    """All but the addresses and maps."""
+    """The argument without addresses and maps."""
     args = PointwiseGemmArgs()
     args.rows, args.columns, args.depth = product.rows, product.columns, product.depth
     args.row_stride, args.column_stride = product.row_stride, product.column_stride
@@ -223,15 +225,14 @@ def _instance(dtype: DType, config: Config, product: Product) -> Instance:
 
 
 def _operands(work: ConvWork) -> tuple[Operand, Operand]:
-    """a and b."""
+    """Operands A and B."""
     if work.direction == "fwd":
         return work.x, work.w
     return work.y, work.w if work.direction == "bwd_data" else work.x
 
 
 def products_of(work: ConvWork) -> tuple[Product, ...]:
-    """The ways to see the work as a product of matrices that lie in whole chunks: none, one, or for
-    bwd_weight two."""
+    """The GEMMs that compute the work, in whole chunks: none, one, or for bwd_weight two."""
     x, y = _pitch(work.x, work.batch, work.input), _pitch(work.y, work.batch, work.output)
     _, k, c, *_ = work.w.strides
     inputs, outputs, pixels = work.in_channels, work.out_channels, work.pixels
@@ -265,7 +266,7 @@ def _stores(work: ConvWork, pitch: int) -> bool:
 
 
 def _pitch(operand: Operand, batch: int, size: Size3) -> int | None:
-    """From one pixel to the next, where that is the same for all, channels side by side."""
+    """The constant pixel stride of an operand with contiguous channels, or None."""
     n, _, channel, *spatial = operand.strides
     if channel != 1:
         return None
@@ -282,7 +283,7 @@ def _pitch(operand: Operand, batch: int, size: Size3) -> int | None:
 
 
 def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent: int) -> TiledMap:
-    """Of an operand: `GemmSide` copies by it."""
+    """Tensor map of an operand: the boxes that `GemmOperand` loads."""
     row_bytes = config.row_bytes(matrix, extent)
     wide, pitch = row_bytes // ITEM_BYTES, matrix.pitch * ITEM_BYTES
     if not matrix.mn:
@@ -299,7 +300,7 @@ def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent:
 
 
 def _result_map(dtype: DType, product: Product, config: Config) -> TiledMap:
-    """Of the result: 16 rows of a block of columns."""
+    """Tensor map of the result: 16 rows of a block of columns."""
     return TiledMap(
         dtype,
         (product.columns, product.rows),

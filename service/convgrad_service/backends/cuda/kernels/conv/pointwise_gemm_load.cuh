@@ -77,7 +77,8 @@ struct Producer {
         row(work.row) {}
   __device__ __forceinline__ bool has_next() const { return row < row_tiles && work.steps > 0; }
   __device__ __forceinline__ void next(const SharedLayout& smem) {
-    const u32 to = kRows ? smem.a(state.index) : smem.b(state.index), barrier = smem.full_barrier(state.index);
+    const u32 to = kRows ? smem.a(state.index) : smem.b(state.index),
+              barrier = smem.full_barrier(state.index);
     mbarrier_arrive_expect_tx(barrier, Side::kBytes);
     Side::load(to, map, barrier, kRows ? row * BM : work.column, work.begin + step, single_copy);
     if (++step == work.steps) step = 0, row += work.row_step;

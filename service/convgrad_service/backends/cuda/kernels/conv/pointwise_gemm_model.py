@@ -26,7 +26,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 __all__ = ["chosen", "every_config", "timed"]
 
 ROWS, COLUMNS = (64, 128, 256), (16, 24, 32, 40, 48, 64, 80, 96, 128, 144, 160, 192, 224, 256)
-"""Of a tile."""
+"""Rows of a tile."""
 SHALLOW, USUAL, DEEP = (16, 32), 64, 128
 """Of a step along the reduction: where that is no longer, and where a stage has room for more."""
 MULTIPROCESSORS = 132
@@ -36,9 +36,9 @@ MOST_SUMS, SMALL, MOST_DEEP, MOST_SPLIT = 128, 64 * 64, 64 * 128, 128 * 192
 MOST_RESIDENT_COLUMNS, MOST_RESIDENT_BYTES, MOST_COLUMN_TILES = 160, 100_000, 4
 LEAST_TALL_COLUMNS = 64
 LEAST_STAGES, LEAST_DEEP_STAGES, MANY_STAGES = 3, 4, 4
-# Columns of tiles beyond the result's; tiles of 256 rows, fewer of which leave some idle.
+# Columns of tiles beyond the result's; tiles of 256 rows, fewer of which leave some SMs idle.
 MOST_SPARE, LEAST_TALL = 1.4, 60
-# A clock of the tensor cores, in microseconds, and the fewest that a product takes.
+# A tensor-core clock in microseconds, and the fewest clocks of a wgmma.
 CLOCK, LEAST_CLOCKS = 1 / 1755, 16
 
 
@@ -139,7 +139,7 @@ WGRAD = Rates(
 
 @dataclass(frozen=True, slots=True)
 class _Ways:
-    """How a tile may be finished: stored by the copy engine, also with b resident, or split."""
+    """How a tile's results are stored: by TMA, by TMA with B resident, or after split-K."""
 
     stored: bool
     resident: bool
@@ -163,7 +163,7 @@ def _ways(m: int, n: int, depth: int, *, wgrad: bool) -> _Ways:
 
 
 def every_config(*, wgrad: bool) -> Iterator[Config]:
-    """One for each instance: all tiles and steps, each way to finish."""
+    """One configuration per instance: all tiles, k-tile depths and ways to store."""
     for depth in (USUAL, DEEP) if wgrad else (*SHALLOW, USUAL, DEEP):
         for m in ROWS:
             for n in COLUMNS:
@@ -217,7 +217,7 @@ class _Table:
         near = np.where(split, rates.near_split_b, rates.near)
         self.read += np.where(self.resident, 0, near * self.b_bytes)
         self.room = column(lambda one: device.shared_bytes_per_block - one.shared_bytes(like, 0))
-        # That of a product of one step was counted.
+        # A single k-tile's time is included already.
         self.room += np.where(self.resident, self.b_bytes, 0)
 
         results = self.m * self.n
@@ -309,7 +309,7 @@ def _table(device: CudaDevice, wgrad: bool, b_mn: bool) -> _Table:
 
 
 def timed(product: Product, device: CudaDevice, counters: int) -> list[tuple[float, Config]]:
-    """The configurations worth a thought with the seconds that each should take, fastest first."""
+    """The configurations to consider with their expected seconds, fastest first."""
     table = _table(device, product.a.mn, product.b.mn)
     times, parts = table.times(product, counters)
     order = [int(i) for i in np.argsort(times, kind="stable") if np.isfinite(times[i])]

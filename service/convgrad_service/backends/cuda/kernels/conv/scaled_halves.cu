@@ -64,7 +64,7 @@ __device__ __forceinline__ const float* pixel_of(const ScaledTensor& of, int pix
          (rest2 - rest1 * of.size[1]) * of.stride[2] + (pixel - rest2 * of.size[2]) * of.stride[3];
 }
 
-// The largest values of each lane's rows, to all of them. All threads.
+// All threads: the largest values over the lanes' rows, to all of them.
 __device__ __forceinline__ void over_rows(uint4 (&found)[kThreads], const ScaledTensor& of, int lane,
                                           u32 (&value)[4]) {
   __syncthreads();
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
   auto unscaling_of = [&](int e) {
     return unscalings_of(of.ranges, of.all_ranges) + of.ranges_at + c + e;
   };
-  u32 sized[4] = {};  // what the scales go by
+  u32 sized[4] = {};  // magnitudes that the scales are chosen by
   bool wanted[4] = {};
   if (kCopiesAgain) {
     if (mine) {
@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
   } else {
     __shared__ u32 of_block;
     if (thread == 0) of_block = 0;
-    // What is copied first comes beside the sample.
+    // The first pixels to copy are loaded with the sample.
     load(four, turn * each + row, of.rows);
     float4 some[kSampled];
     load(some, of.sample_step / 2 + row * of.sample_step, of.rows * of.sample_step);
@@ -207,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
     }
   }
   if (kCopiesAgain) return;
-  // Another block's may be larger already: so many at one place would wait for each other.
+  // Skips the atomic where another block's value is larger already: contention.
   const bool last = row == 0 && real;
   u32 known[4];
 #pragma unroll

@@ -8,8 +8,8 @@ namespace convgrad {
 // The stage's index, and the parity of the mbarrier phase to wait for. A consumer starts with parity 0. A
 // producer that waits on "empty" barriers starts with parity 1, with which its first waits return at once.
 struct PipelineState {
-  u32 parity = 0;
   int index = 0;
+  u32 parity = 0;
 
   __device__ __forceinline__ void advance(int stages) {
     if (++index == stages) index = 0, parity ^= 1;

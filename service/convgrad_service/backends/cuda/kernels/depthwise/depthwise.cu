@@ -5,13 +5,13 @@
 // backward  y[n, u - pad, v - pad, c] = sum over u = p*STRIDE + r, v = q*STRIDE + s
 //                                       of x[n, p, q, c] * w[c, r, s]
 // then finish() of core/epilogue.cuh, and one rounding.
-// Warps: depthwise_args.cuh; each takes one item. A row is added to every row of the result that it
-// reaches; those that are open live in a ring of accumulators whose slots are known when compiling.
-// Shared memory: the weights as sums, KERNEL_H * KERNEL_W * LANES * VECTOR, then STAGES rows a warp.
-// Relies on its launcher for: channels and strides in multiples of PIECE; an image's extent below 2^31
-// elements. Deterministic: sums run in the order of rows, then planes of the kernel, then taps.
-// Padding enters as zeros, and so do taps of KERNEL_W that the kernel lacks. A kernel that is launched to overlap this one may start with it
-// (ptx/pdl.cuh).
+// Warps: depthwise_args.cuh; each computes one item. A row of x is added to every row of the result
+// that it meets; unfinished rows are in a ring of accumulators whose slots are compile-time constants.
+// Shared memory: KERNEL_H * KERNEL_W * LANES * VECTOR weights in float32, then STAGES rows per warp.
+// Relies on its launcher for channels and strides in multiples of PIECE, and an image's extent below
+// 2^31 elements. Deterministic: sums are in the order of rows, then planes of the kernel, then taps.
+// Padding is read as zeros, and so are taps of KERNEL_W that the kernel lacks. A dependent launch may
+// start with this kernel (ptx/pdl.cuh).
 #include "depthwise/depthwise_args.cuh"
 #include "ptx/pdl.cuh"
 
@@ -24,8 +24,8 @@ using S = ElementAccumulator<T>;
 using Channels = Vector<T, VECTOR>;
 
 constexpr int kChannels = LANES * VECTOR;
-constexpr int kTaps = KERNEL_H * KERNEL_W;  // of one plane
-// Taps kept in registers, where there are few enough.
+constexpr int kTaps = KERNEL_H * KERNEL_W;  // taps of one plane
+// Keep taps in registers if there are few.
 constexpr bool kWeightsInRegisters = !PLANES && kTaps * VECTOR * sizeof(S) <= 80;
 constexpr int kStrideH = KERNEL_H == 1 ? 1 : STRIDE;
 constexpr int kReachH = (KERNEL_H + kStrideH - 1) / kStrideH;
@@ -33,9 +33,9 @@ constexpr int kReachH = (KERNEL_H + kStrideH - 1) / kStrideH;
 constexpr int kReachW = (KERNEL_W + STRIDE - 1) / STRIDE;
 constexpr int kOwn = COLUMNS * STRIDE;        // columns of the result
 constexpr int kRead = COLUMNS + kReachW - 1;  // columns of x
-constexpr int kSlots = kReachH * kStrideH;    // open rows of the result
-constexpr int kTurn = kReachH;                // rows of x after which the slots repeat
-constexpr int kApart = 1;                     // columns of x between neighbouring results
+constexpr int kSlots = kReachH * kStrideH;    // unfinished rows of the result
+constexpr int kTurn = kReachH;                // rows of x after which ring slots repeat
+constexpr int kApart = 1;                     // columns of x between adjacent results
 #else
 constexpr int kOwn = COLUMNS;
 constexpr int kRead = (COLUMNS - 1) * STRIDE + KERNEL_W;
@@ -44,17 +44,17 @@ constexpr int kTurn = kReachH * kStrideH;
 constexpr int kApart = STRIDE;
 #endif
 constexpr int kStrips = 32 / LANES;
-constexpr int kColumns = (kStrips - 1) * COLUMNS * kApart + kRead;  // of x, that a warp reads
+constexpr int kColumns = (kStrips - 1) * COLUMNS * kApart + kRead;  // columns of x that a warp reads
 using Copier = RowCopier<T, kChannels, kColumns>;
 constexpr int kStageBytes = Copier::kElements * sizeof(T);
-// Whether it pays to leave out the rows of a chunk's edge that some taps, or all, do not need: it
-// costs moves between registers.
+// Whether to skip rows at a chunk's edge that some or all taps do not need, which
+// costs register moves.
 constexpr bool kSkipTaps = KERNEL_H >= 5;
 
-// Whether the first tap to reach a sum begins it: with taps left out, another may be the first.
+// Whether the first tap of a sum initializes it; with skipped taps, another may be the first.
 constexpr bool kBegins = !PLANES && !kSkipTaps && (!BACKWARD || STRIDE == 1);
 
-// Of two in a word each takes one instruction.
+// Unpacking one of two elements in a word takes one instruction.
 template <class E>
 __device__ __forceinline__ void widen_all(ElementAccumulator<E> (&to)[VECTOR],
                                           const Vector<E, VECTOR>& from) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ void widen_all(ElementAccumulator<E> (&to)[VECTOR],
   }
 }
 
-// Where image n begins, or plane n of all images.
+// Start of image n, or of plane n over all images.
 __device__ __forceinline__ i64 image_at(const DepthwiseArgs& args, int n, i64 image, i64 plane) {
 #if PLANES
   const int above = n / args.planes.y;
@@ -77,12 +77,12 @@ __device__ __forceinline__ i64 image_at(const DepthwiseArgs& args, int n, i64 im
 #endif
 }
 
-// The result of a sum.
+// Finishes a sum.
 __device__ __forceinline__ T finished(const DepthwiseArgs& args, S sum, int n, int c, int row,
                                       int column) {
 #if EPILOGUE
   const T* accumulate = static_cast<const T*>(args.accumulate);
-  // Lanes may have channels beyond the last.
+  // Lanes may have channels past the last one.
   c = min(c, args.channels - 1);
   if (accumulate != nullptr) {
     accumulate += image_at(args, n, args.accumulate_stride[0], args.planes.accumulate_stride) +
@@ -97,13 +97,13 @@ __device__ __forceinline__ T finished(const DepthwiseArgs& args, S sum, int n, i
 
 struct Strip {
   const DepthwiseArgs& args;
-  // At this image's and thread's channels and the strip's first column; in row 0, or where there are
-  // few taps, in the next row.
+  // At this image, this thread's channels and the strip's first column; in row 0, or with
+  // few taps in the next row.
   T* y;
   int n, c, column;
-  u32 inside;  // where there are few taps: the columns that lie in the result, a bit each
+  u32 inside;  // with few taps: one bit for each column inside the result
 
-  // Lanes beyond the last channel compute with zeros, since all copy, and write nothing.
+  // Lanes past the last channel take part in copies, compute with zeros and write nothing.
   __device__ __forceinline__ Strip(const DepthwiseArgs& args, int n, int c, int first_row,
                                    int column)
       : args(args),
@@ -123,7 +123,7 @@ struct Strip {
     inside = opaque_value(inside);
   }
 
-  // Writes the next row of sums.
+  // Stores the next row of sums.
   __device__ __forceinline__ void put(const S (&sums)[kOwn][VECTOR], int row) {
     const bool there = row >= 0 && row < args.y_size[0];
     const u32 columns = there ? inside : 0;
@@ -148,7 +148,7 @@ struct Strip {
           result.at[v] = finished(args, sums[i][v], n, c + v, row, column + i);
         }
       }
-      // Whichever leaves registers.
+      // Whichever needs fewer registers.
       if constexpr (kSkipTaps && !BACKWARD) {
         store_if(wanted, to, result.raw);
         to += pitch;
@@ -206,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   const int n = item.n;
   const bool has_item = n < args.batch;
 
-  // Of the result; backward in units of STRIDE, from the last multiple of STRIDE up to pad.
+  // Rows of the result; backward in units of STRIDE, from the last multiple of STRIDE up to pad.
   int first_row = item.chunk * tiling.rows;
   int first_column = item.group * kStrips * COLUMNS;
 #if BACKWARD
@@ -219,12 +219,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   const int steps = (tiling.rows - 1) * kStrideH + KERNEL_H;
 #endif
 #if PLANES
-  // A row is one of each plane that is met.
+  // One row of each plane that meets the result.
   const Met met(args, has_item ? n : 0);
   const int planes = met.count;
   const i64 next_plane = met.next * args.planes.x_stride;
   const i64 next_row = args.x_stride[1] - (planes - 1) * next_plane;
-  int to_copy = 0;  // planes of the row that is next
+  int to_copy = 0;  // planes of the next row
   Copier copier(all_stages + stages,
                 static_cast<const T*>(args.x) + met.image * args.x_stride[0] +
                     met.first * args.planes.x_stride,
@@ -371,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
           }
         }
         }
-        // What no later row of x reaches is done.
+        // Rows that no later row of x meets are finished.
 #if BACKWARD
 #pragma unroll
         for (int a = 0; a < kStrideH; ++a) {

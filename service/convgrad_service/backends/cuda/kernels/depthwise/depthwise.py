@@ -1,4 +1,4 @@
-"""Depthwise convolutions, forward and backward in the input, channels last: ``depthwise.cu``."""
+"""Depthwise convolutions, forward and input gradient, channels last, on FMA units."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 # Of 16-bit types, beside kernels of one row: where tensor cores are not faster, or have none. They
 # take whole chunks of channels alone.
 IN_16_BITS = ((3, 3, 1), (3, 3, 2), (7, 7, 2))
-# Of kernels with several planes, in whole chunks.
+# For kernels with several planes, in whole chunks.
 DEEP = ((3, 3, 1), (3, 3, 2))
-# Their registers do not suffice for more than the sums.
+# Registers suffice for the sums only.
 TOO_LARGE_FOR_EPILOGUES = ((13, 13, 1),)
 
 
 WARPS = 4
-# Rows that a warp keeps in shared memory, by the bytes of an element.
+# Rows in a warp's shared memory, by the bytes of an element.
 STAGES = {2: 4, 4: 4}
-# Of one row of taps, whose rows are long.
+# For one row of taps, whose rows are long.
 LINE_STAGES = {2: 4, 4: 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A lane's channels and columns (backward, times the stride), the blocks that a
-    multiprocessor is to hold, the most rows of a chunk, and what it is compiled for."""
+    """A lane's channels and columns (backward, times the stride), blocks per multiprocessor, the
+    most rows of a chunk, and the architectures."""
 
     vector: int
     columns: int
@@ -68,7 +68,7 @@ class Tile:
     architectures: tuple[str, ...] = ARCHITECTURES
 
 
-# Before this capability the compiler finds fewer registers.
+# Before this capability fewer registers are available.
 NARROW_BEFORE = (8, 9)
 # By kernel rows, kernel columns and stride.
 TILES: dict[Kernel, Tile] = {
@@ -89,9 +89,9 @@ TILES: dict[Kernel, Tile] = {
 }
 
 
-# Beside them, for rows that strips of those columns would leave mostly empty.
+# Alternatives for rows that strips of those columns would leave mostly empty.
 NARROWER: dict[Kernel, tuple[Tile, ...]] = {(3, 3, 1): (Tile(2, 5, 4), Tile(2, 4, 4))}
-# What a strip takes beside its columns, in columns.
+# Fixed cost of a strip, in columns.
 STRIP_COLUMNS = 2.5
 NARROW_TILES = {(13, 13, 1): (Tile(1, 1, 2, architectures=architectures_before(NARROW_BEFORE)),)}
 
@@ -101,8 +101,7 @@ DepthwiseArgs = structure("depthwise/depthwise_args.cuh", "DepthwiseArgs")
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """An instance's bytes of a copy, whether results may have an epilogue, and whether the kernel
-    has several planes."""
+    """An instance's bytes of a copy, and whether it has epilogues, and several kernel planes."""
 
     piece: int = CHUNK_BYTES
     epilogue: bool = False
@@ -110,7 +109,7 @@ class Variant:
 
     @classmethod
     def of(cls, work: ConvWork) -> Variant:
-        """Where copies are small, or planes several, one instance has all epilogues."""
+        """Return a work's variant; with small copies or several planes, one has all epilogues."""
         piece, deep = piece_of(work), is_deep(work)
         return cls(piece, deep or piece < CHUNK_BYTES or not work.epilogue_free, deep)
 
@@ -124,7 +123,7 @@ VARIANTS = (
 
 
 class Depthwise:
-    """fwd and bwd_data of the kernels in ``TILES``, one channel a group, channels last."""
+    """fwd and bwd_data of the kernels in ``TILES``, one channel per group, channels last."""
 
     name = "depthwise"
 
@@ -146,7 +145,7 @@ class Depthwise:
         if reason is not None:
             return reason
         if launch.grid[0] > MAX_BLOCKS:
-            return f"{launch.grid[0]} blocks are more than one grid holds"
+            return f"{launch.grid[0]} blocks are more than a grid can have"
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
@@ -160,7 +159,7 @@ class Depthwise:
     def launch(
         self, work: ConvWork, device: CudaDevice, plane: Plane, tile: Tile, chunk: int | None = None
     ) -> Launch:
-        """With this tile, and chunks of so many rows (backward, times the stride)."""
+        """Return the launch with a tile and chunks of ``rows`` (backward, times the stride)."""
         backward = work.direction == "bwd_data"
         source, result = gather_sides(work)
         sizes = plane.output, plane.input
@@ -229,7 +228,7 @@ def _has_instance(dtype: DType, kernel: Kernel, variant: Variant) -> bool:
 
 
 def _plane_and_kernel(work: ConvWork) -> tuple[Plane | None, Kernel | None]:
-    """The plane as its kernel is compiled for, and that kernel."""
+    """Return the plane and the kernel of the instance that computes it."""
     plane = deep_plane_of(work) if is_deep(work) else plane_of(work)
     if plane is None:
         return None, None
@@ -237,7 +236,7 @@ def _plane_and_kernel(work: ConvWork) -> tuple[Plane | None, Kernel | None]:
 
 
 def _tiles_of(kernel: Kernel, dtype: DType, variant: Variant) -> tuple[Tile, ...]:
-    """All give the same bits. Where pieces are small a lane has one: single channels of float32."""
+    """Return tiles, which all give the same bits; with small pieces a lane has one piece."""
     tile = TILES[kernel]
     if variant.piece < CHUNK_BYTES:
         return (replace(tile, vector=1) if dtype.itemsize == variant.piece else tile,)
@@ -245,7 +244,7 @@ def _tiles_of(kernel: Kernel, dtype: DType, variant: Variant) -> tuple[Tile, ...
 
 
 def _blocks(tile: Tile, variant: Variant) -> int:
-    """An epilogue takes registers."""
+    """Return the blocks of a multiprocessor; an epilogue needs registers."""
     return max(1, tile.blocks - variant.epilogue)
 
 
@@ -263,7 +262,7 @@ def _tile(work: ConvWork, plane: Plane, kernel: Kernel, device: CudaDevice) -> T
 
 
 def _strips(tile: Tile) -> int:
-    """Side by side in a warp."""
+    """Return the number of adjacent strips in a warp."""
     return 32 * tile.vector // BLOCK_CHANNELS
 
 

@@ -1,12 +1,12 @@
-// Depthwise convolutions of channels-last tensors: one input channel, one output channel a group.
+// Depthwise convolutions of channels-last tensors: one input channel, one output channel per group.
 // The host's side is depthwise.py and depthwise_weight.py.
 //
-// A warp owns LANES * VECTOR neighbouring channels of 32 / LANES strips of COLUMNS columns, side by
-// side, and walks down a chunk of rows. It brings each row into shared memory of its own with
-// asynchronous copies of PIECE bytes, zeros where there are no pixels, some rows ahead of their use;
-// so warps wait for nothing but their own copies, and read pixels at addresses known when compiling.
-// Pixels and channels are multiples of PIECE: 16, or 4 for any even number of channels in 16 bits and
-// any number in float32. Of one row of taps, as 1D works have, the rows are the images.
+// A warp owns LANES * VECTOR adjacent channels of 32 / LANES adjacent strips of COLUMNS columns, and
+// walks down a chunk of rows. It copies each row into its own shared memory with asynchronous copies
+// of PIECE bytes, zeros for missing pixels, some rows ahead of their use. So warps wait only for their
+// own copies, and read pixels at compile-time offsets. Pixels and channels are multiples of PIECE: 16
+// bytes, or 4 for an even number of 16-bit channels or any number of float32 ones. With one row of
+// taps, as in 1D, rows are images.
 // PLANES: kernels with an extent along D; an item is a plane of the result.
 #pragma once
 
@@ -17,7 +17,7 @@
 
 namespace convgrad {
 
-// An image's items: `groups` groups of strips side by side, in `chunks` of `rows` rows.
+// An image's items: `groups` groups of adjacent strips, in `chunks` of `rows` rows.
 struct Tiling {
   int groups;
   int chunks;
@@ -25,11 +25,11 @@ struct Tiling {
   int channel_tiles;
 };
 
-// Planes along D, of the input and the output, and the kernel's; backward has no dilation there.
+// Planes along D of input, output and kernel; backward has no dilation along D.
 struct Planes {
-  int x, y;  // of the tensors of these names in the arguments
+  int x, y;  // for the tensors x and y of the arguments
   int kernel, stride, dilation, pad;
-  i64 x_stride, y_stride, accumulate_stride;  // from plane to plane, in elements
+  i64 x_stride, y_stride, accumulate_stride;  // between planes, in elements
 };
 
 struct DepthwiseArgs {
@@ -38,7 +38,7 @@ struct DepthwiseArgs {
   void* y;                 // the result: output, or grad_input
   const void* accumulate;  // like y, or null
   const void* bias;        // one for each channel, or null
-  i64 x_stride[3];         // N H W, in elements; a pixel's channels lie side by side
+  i64 x_stride[3];         // N H W, in elements; a pixel's channels are contiguous
   i64 w_stride[3];         // C R S
   i64 y_stride[3];
   i64 accumulate_stride[3];
@@ -49,7 +49,7 @@ struct DepthwiseArgs {
   int x_size[2];
   int y_size[2];
   int pad[2];
-  int columns;   // of the kernel's taps: at most KERNEL_W, so many columns apart
+  int columns;   // columns of taps, at most KERNEL_W, and their distance
   int dilation;
   int activation;
   Tiling tiling;
@@ -74,14 +74,14 @@ struct DepthwiseWeightArgs {
   int x_size[2];
   int y_size[2];
   int pad[2];
-  int kernel_rows;  // of all planes
+  int kernel_rows;  // rows over all planes
   int columns;      // as above
   int dilation;
   Tiling tiling;
   Planes planes;
 };
 
-// Until all groups of copies but the last kLater are there, for the whole warp.
+// Waits, for the whole warp, until all groups of copies but the last kLater are complete.
 template <int kLater>
 __device__ __forceinline__ void wait_for_copies() {
   cp_async_wait<kLater>();
@@ -97,7 +97,7 @@ __device__ __forceinline__ u64 kept_bits(u64 bits) {
   return bits;
 }
 
-// Bits, one for each of so many.
+// A mask with one bit for each item.
 template <bool kMoreThan32>
 struct BitsOf {
   using type = u32;
@@ -107,14 +107,14 @@ struct BitsOf<true> {
   using type = u64;
 };
 
-// A lane's part in copying rows of kColumns pixels of kChannels channels, one after another.
+// A lane's part of copying rows of kColumns adjacent pixels of kChannels channels.
 template <class T, int kChannels, int kColumns>
 struct RowCopier {
   static constexpr int kElements = kColumns * kChannels;
   static constexpr int kChunk = PIECE / sizeof(T);
   static constexpr int kChunks = kElements / kChunk;
   static constexpr int kCopies = (kChunks + 31) / 32;
-  // Small pieces are many, so a lane has one address, and a distance between its columns.
+  // With many small pieces, a lane has one address and a distance between its columns.
   static constexpr bool kMany = PIECE < 16;
   static constexpr int kColumnsApart = 32 * kChunk / kChannels;
   static_assert(!kMany || 32 * kChunk % kChannels == 0, "a lane keeps to its channels");
@@ -128,8 +128,8 @@ struct RowCopier {
   u32 target;
   int has_last;  // whether this lane has a chunk in the last round
 
-  // Rows from `row` on, which may be outside as may the first column, `left`; `channel` is the
-  // first. `to` is where the first stage is.
+  // Rows start at `row` and columns at `left`, which may be outside; `channel` is the
+  // first one. `to` is the address of the first stage.
   __device__ __forceinline__ RowCopier(T* to, const T* image, const i64 (&stride)[3], int row,
                                        int rows, int left, int columns, int channel, int channels,
                                        int lane)
@@ -152,13 +152,13 @@ struct RowCopier {
     has_last = opaque_value(kChunks % 32 == 0 || lane + 32 * (kCopies - 1) < kChunks);
   }
 
-  // The next row, `offset_bytes` from the first stage on.
+  // Copies the next row to `offset_bytes` after the first stage.
   __device__ __forceinline__ void copy(int offset_bytes) { copy(offset_bytes, pitch, 1); }
-  // This one, and on by so many elements and rows.
+  // Returns the current value and advances by elements and rows.
   __device__ __forceinline__ void copy(int offset_bytes, i64 step, int rows_on) {
     const bool exists = static_cast<u32>(row) < static_cast<u32>(rows);
     const T* from = next[0];
-    // The compiler would keep all of many conditions and distances.
+    // Otherwise the compiler would keep many conditions and distances in registers.
     const Bits here = kMany ? kept_bits(exists ? inside : 0) : inside;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
@@ -173,7 +173,7 @@ struct RowCopier {
   }
 };
 
-// Which item of a channel tile: image, group of strips, chunk of rows.
+// An item of a channel tile: image, group of strips, chunk of rows.
 struct ItemAt {
   int n, group, chunk;
 };

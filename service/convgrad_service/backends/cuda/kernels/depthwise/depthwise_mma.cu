@@ -9,18 +9,17 @@
 // forward with w flipped.
 // GEMM view, for one channel, one row of x and one row of the kernel: M = 16 strips
 // (depthwise_strips.cuh), K = the columns that a strip reads, N = its 8 columns of the result
-// (backward, as many for each phase of the stride); the second factor is the kernel's row, shifted
-// by one column from column to column. A dilated kernel is a larger one, whose other taps are zeros.
-// Kernels may have up to KERNEL_H rows, and columns such that a
-// strip reads no more than UNITS units.
-// A warp owns CHANNELS channels of a tile of strips and a chunk of rows, and walks down the source's rows:
-// a row is added to every row of the result that it reaches, which live in a ring of accumulators.
-// Rows go in groups of ROWS: between two barriers, the block multiplies a group, turns the next one,
-// starts copies of a later one, and writes the rows that the group before finished.
-// Shared memory: STAGES groups as they are, two in lines, the results of two in lines; in the lines'
-// place, first, the kernel's taps.
-// Relies on its launcher for: channels in multiples of 8, aligned to 16 bytes.
-// Deterministic: sums run in the order of the source's rows.
+// (backward, 8 for each phase of the stride). Operand B is the kernel's row, shifted by one in each
+// column (a Toeplitz matrix). A dilated kernel is a larger one with zeros between its taps. Kernels
+// may have up to KERNEL_H rows, and columns such that a strip reads at most UNITS units.
+// A warp owns CHANNELS channels of a tile of strips and a chunk of rows, and walks down the source's
+// rows: a row is added to every row of the result that it meets, in a ring of accumulators.
+// Rows are processed in groups of ROWS. Between two barriers, the block multiplies a group, transposes
+// the next one, starts copies of a later one, and stores the rows that the previous group finished.
+// Shared memory: STAGES groups as copied, two transposed to lines, the results of two in lines; at the
+// start, the kernel's taps are in the place of the lines.
+// Relies on its launcher for channels in multiples of 8, aligned to 16 bytes.
+// Deterministic: sums are in the order of the source's rows.
 // A row of a product is a strip of one channel of one image, so a NaN stays in its plane.
 #include "depthwise/depthwise_mma.cuh"
 #include "ptx/pdl.cuh"
@@ -42,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   const int first_channel = blockIdx.x % tiling.channel_tiles * kChannels;
   const Sources sources(first_channel, kChannels, args.multiplier, args.x_channels);
   const TileAt tile = tile_at(tiling, blockIdx.x / tiling.channel_tiles);
-  // Of the result; backward in units of STRIDE, from the last multiple of STRIDE up to pad.
+  // Rows of the result; backward in units of STRIDE, from the last multiple of STRIDE up to pad.
   int first_row = tile.chunk * tiling.rows;
 #if BACKWARD
   first_row += floor_div(args.pad[0], STRIDE);
@@ -57,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   constexpr int first_column = 0;
   const int result_row = first_row;
 #endif
-  // Rows of padding that come before any result is finished.
+  // Padding rows before the first finished result.
   const int skipped = max(0, min(-top, kFirst)) / ROWS * ROWS;
   const int end = strip_at<kApart>(tiling, tile, kTileStrips - 1, tiling.units).slot + UNITS;
   Copier copier(shared_address(shared), args.x, args.x_stride, args.batch,
@@ -81,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   load_taps(taps, args, reinterpret_cast<u32*>(shared + lines), first_channel, 0);
 #endif
 
-  // What this lane reads of a row's lines, and writes of the results'.
+  // What this lane reads from a row's lines and writes to the results' lines.
   const Lines turner(tiling.slots, pitch);
   const int own_slot =
       strip_at<kApart>(tiling, tile, lane % 16, tiling.units).slot + lane / 16;
@@ -91,12 +90,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     const int line = sources.line(first_channel + warp * kOwn + channel);
     own_line[channel] = opaque_value(line * pitch + own_slot * 16);
   }
-  // A warp's channels are of one octet, so that their units are permuted alike.
+  // A warp's channels are in one octet, so their units have the same permutation.
   const int own_result =
       opaque_value(warp * kOwn * kResultPitch + result_unit(warp * kOwn, g) * 16 + t * 4);
-  // The strips that this warp writes: a lane has one column and kOctets * 2 channels.
+  // The strips that this warp stores; a lane has one column and kOctets * 2 channels.
   constexpr int kVector = kOctets * 2;
-  u32 out[kWarpStrips];  // in pieces of 8 bytes
+  u32 out[kWarpStrips];  // in units of 8 bytes
   u32 writes = 0;
   int from_result[kWarpStrips * kOctets / 4];
 #pragma unroll
@@ -122,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 
   writes = opaque_value(writes);
 #if EPILOGUE
-  // What is added to this lane's sums: of strips g and g + 8, from the first row on.
+  // Accumulate operand of this lane's sums: of strips g and g + 8, from the first row on.
   const T* added[2];
   u32 adds = 0;
 #pragma unroll
@@ -142,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   }
 #endif
 
-  // The rows that `step` finished; they follow one another.
+  // The consecutive rows that `step` finished.
   constexpr int kReads = kPhases * kPhases * kWarpStrips * kOctets / 4;
   const auto finished_by = [&](int step) {
     return step >= kFirst && step < steps && (step - kFirst) % kStepsApart == 0;
@@ -165,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
         const u32(*const own)[4] = words + (a * kPhases + phase) * (kWarpStrips * kOctets / 4);
 #pragma unroll
         for (int i = 0; i < kWarpStrips; ++i) {
-          // Only their sum need be inside.
+          // Only their sum needs to be inside.
           const u32 piece =
               out[i] + phase * static_cast<u32>(kStripColumns / 4 * args.y_stride[2]);
           T* const to = static_cast<T*>(args.y) + static_cast<i64>(piece) * 4;
@@ -186,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 
   float sums[kOwn][kOpen][kPhases][4] = {};
   cp_async_wait<STAGES - 1>();
-  __syncthreads();  // nor is the table read any more
+  __syncthreads();  // the table is no longer read either
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
     const int row = skipped + i;
@@ -211,8 +210,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
         const u32 raw = shared_address(shared) + (next % STAGES * ROWS + i) * stage_bytes;
         unsigned char* const turned = shared + lines + ((1 - now) * ROWS + i) * line_bytes;
         const int other = (1 - now) * ROWS + i;
-        // Copies keep shared memory busy, so they start where the tensor cores have work; or last of
-        // all, when there are registers again.
+        // Copies occupy shared memory, so they start while tensor cores are busy; or last,
+        // when registers are free again.
         const auto copy = [&] {
           if (step + STAGES * ROWS < steps) {
             copier.copy((group % STAGES * ROWS + i) * stage_bytes, h + STAGES * ROWS, args.x_pitch);
@@ -238,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
         }
         if (!LATE) copy();
         if (exists) {
-          // What is finished by this row comes first.
+          // Products that this row finishes come first.
 #pragma unroll
           for (int r = KERNEL_H - 1; r >= 0; --r) {
 #if BACKWARD
@@ -261,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
           }
         }
         if (step >= steps) continue;
-        // What no later row of x reaches is done.
+        // Rows that no later row of x meets are finished.
 #pragma unroll
         for (int a = 0; a < kPhases; ++a) {
 #if BACKWARD

@@ -1,5 +1,5 @@
-// What depthwise_mma.cu is made of: its argument, its sizes, the kernel's taps.
-// Made for the same preprocessor's names.
+// Parts of depthwise_mma.cu: its argument, its sizes, the kernel's taps.
+// Uses the same macros.
 #pragma once
 
 #include "depthwise/depthwise_strips.cuh"
@@ -12,40 +12,40 @@ struct DepthwiseMmaArgs {
   void* y;                 // the result: output, or grad_input
   const void* accumulate;  // like y, or null
   const void* bias;        // one for each channel, or null
-  i64 x_stride[3];         // N H W, in elements; a pixel's channels lie side by side
+  i64 x_stride[3];         // N H W, in elements; a pixel's channels are contiguous
   i64 w_stride[3];         // C R S
   i64 y_stride[3];
   i64 accumulate_stride[3];
-  u32 x_pitch;  // of a row, in 16 bytes
-  u32 y_pitch;  // in 8 bytes
+  u32 x_pitch;  // of a row, in units of 16 bytes
+  u32 y_pitch;  // in units of 8 bytes
   float alpha;
   float beta;
   int activation;
   int batch;
-  int channels;    // of the result
-  int x_channels;  // as many, or forward 1 / multiplier of them
-  int multiplier;  // results of each channel of x, forward
+  int channels;    // channels of the result
+  int x_channels;  // equal, or forward channels / multiplier
+  int multiplier;  // forward: results for each channel of x
   int x_size[2];
   int y_size[2];
   int pad[2];
-  int kernel[2];    // as far as it reaches, dilated
-  int dilation[2];  // taps are so many rows and columns apart
-  int flipped;  // whether w is read from its last row and column on
+  int kernel[2];    // extent of the dilated kernel
+  int dilation[2];  // distance of taps in rows and columns
+  int flipped;  // whether w is read in reverse
   StripTiling tiling;
 };
 
 using T = ELEMENT;
 
 constexpr int kThreads = WARPS * 32;
-constexpr int kOwn = CHANNELS;  // of a warp
+constexpr int kOwn = CHANNELS;  // channels of a warp
 constexpr int kChannels = WARPS * kOwn;
 constexpr int kOctets = kChannels / 8;
 constexpr int kReach = (KERNEL_H + STRIDE - 1) / STRIDE;
 #if BACKWARD
-constexpr int kOpen = kReach * STRIDE;  // open rows of the result
-constexpr int kTurn = kReach;           // rows of x after which they repeat
-constexpr int kPhases = STRIDE;         // rows, and columns, of the result for one of x
-constexpr int kApart = 1;               // units of x between neighbouring strips
+constexpr int kOpen = kReach * STRIDE;  // unfinished rows of the result
+constexpr int kTurn = kReach;           // rows of x after which the ring repeats
+constexpr int kPhases = STRIDE;         // rows (and columns) of the result for one of x
+constexpr int kApart = 1;               // units of x between adjacent strips
 #else
 constexpr int kOpen = kReach;
 constexpr int kTurn = kReach * STRIDE;
@@ -54,32 +54,32 @@ constexpr int kApart = STRIDE;
 #endif
 // Rows after which rings and groups repeat.
 constexpr int kUnrolled = kTurn % ROWS == 0 ? kTurn : kTurn * ROWS;
-constexpr int kColumns = kPhases * kStripColumns;  // of the result, of a strip
+constexpr int kColumns = kPhases * kStripColumns;  // columns of the result in a strip
 constexpr int kFirst = BACKWARD ? kReach - 1 : KERNEL_H - 1;  // step that finishes rows
-constexpr int kStepsApart = BACKWARD ? 1 : STRIDE;            // and the next one that does
-// The pairs of taps that an element pair of the second factor can be.
-constexpr int kLastPair = UNITS * kStripColumns - 2;  // its greatest place along the reduction
+constexpr int kStepsApart = BACKWARD ? 1 : STRIDE;            // and steps to the next one that does
+// The pairs of taps that can be an element pair of operand B.
+constexpr int kLastPair = UNITS * kStripColumns - 2;  // its greatest index along the reduction
 #if BACKWARD
 constexpr int kPairs = kColumns + STRIDE * kLastPair;
 #else
 constexpr int kPairs = kLastPair + 1 + (kStripColumns - 1) * STRIDE;
 #endif
-// Units of a tile: strips that share none need the most.
+// Units of a tile, the most if strips share none.
 constexpr int kMostSlots = kTileStrips * (UNITS > kApart ? UNITS : kApart);
 using Copier = UnitCopier<T, kOctets, kMostSlots * kOwn / 32, kThreads, 1>;
 using Lines = Turner<kOctets, WARPS, kMostSlots>;
-// Results lie in lines too, a strip a unit; one unit more keeps channels in different banks.
+// Results are in lines too, one unit per strip; one more unit avoids bank conflicts.
 constexpr int kResultPitch = (kTileStrips + 1) * 16;
 constexpr int kResultBytes = kChannels * kResultPitch;
 constexpr int kResultsBytes = kPhases * kPhases * kResultBytes;  // of one step
-constexpr int kWarpStrips = kTileStrips / WARPS;                 // that a warp writes
+constexpr int kWarpStrips = kTileStrips / WARPS;                 // strips that a warp stores
 
-// Where a strip of results is in its line.
+// Offset of a strip of results in its line.
 __device__ __forceinline__ int result_unit(int channel, int strip) {
   return strip ^ ((channel >> 3 & (kOctets - 1)) << 1);
 }
 
-// The result of a sum.
+// Finishes a sum.
 __device__ __forceinline__ float finished(const DepthwiseMmaArgs& args, float sum, const T* added,
                                           int c) {
 #if EPILOGUE
@@ -92,8 +92,8 @@ __device__ __forceinline__ float finished(const DepthwiseMmaArgs& args, float su
 
 using Taps = u32[kOwn][KERNEL_H][kPhases][UNITS];
 
-// A warp's rows of the kernel as second factors: by way of a table, in shared memory, of all pairs of
-// taps that follow one another along the reduction. `reach` is backward's.
+// Loads a warp's rows of the kernel as operand B, through a table in shared memory of all pairs of
+// taps adjacent along the reduction. `reach` is for backward.
 __device__ __forceinline__ void load_taps(Taps& taps, const DepthwiseMmaArgs& args, u32* pairs,
                                           int first_channel, int reach) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -123,11 +123,11 @@ __device__ __forceinline__ void load_taps(Taps& taps, const DepthwiseMmaArgs& ar
                 (args.flipped ? last_row * args.w_stride[1] + (last_column - own) * args.w_stride[2]
                               : own * args.w_stride[2]);
     }
-    // All loads before the first use.
+    // Issue all loads before the first use.
     u32 both[kOwn][KERNEL_H];
 #pragma unroll
     for (int channel = 0; channel < kOwn; ++channel) {
-      int between = 0;  // rows since the last of taps
+      int between = 0;  // rows since the last row of taps
       i64 offset = channel * args.w_stride[0];
 #pragma unroll
       for (int r = 0; r < KERNEL_H; ++r) {

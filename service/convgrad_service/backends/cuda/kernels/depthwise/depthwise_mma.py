@@ -1,4 +1,4 @@
-"""Depthwise convolutions on tensor cores, forward and in the input: ``depthwise_mma.cu``."""
+"""Depthwise convolutions on tensor cores, forward and input gradient."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ __all__ = ["MMA_TILES", "DepthwiseMma", "MmaTile"]
 @dataclass(frozen=True, slots=True)
 class MmaTile:
     """The most kernel rows, the stride, the units of 8 columns that a strip reads, warps of a block
-    with ``own`` channels each, rows between barriers and how many times as many are in flight,
-    whether a step's copies go last, and the blocks that a multiprocessor is to hold.
+    with ``own`` channels each, rows between barriers, pipeline stages of as many rows, whether a
+    step's copies are issued last, and blocks per multiprocessor.
 
-    ``start`` is what a block takes beside its rows, in rows.
+    ``start`` is the fixed cost of a block, in rows.
     """
 
     kernel_rows: int
@@ -61,11 +61,11 @@ class MmaTile:
 
     @property
     def channels(self) -> int:
-        """Of a block."""
+        """Channels of a block."""
         return self.warps * self.own
 
 
-# The first that takes a kernel is used. The backward of stride 1 is a forward, the kernel flipped.
+# The first that fits a kernel is used. Backward with stride 1 is forward with a flipped kernel.
 MMA_TILES = (
     MmaTile(3, 1, False, 2),
     MmaTile(5, 1, False, 2, late=False),
@@ -83,7 +83,7 @@ DepthwiseMmaArgs = structure("depthwise/depthwise_mma.cu", "DepthwiseMmaArgs")
 
 
 class DepthwiseMma:
-    """fwd and bwd_data of 16-bit types, one channel a group, channels last."""
+    """fwd and bwd_data of 16-bit types, one channel per group, channels last."""
 
     name = "depthwise_mma"
 
@@ -111,7 +111,7 @@ class DepthwiseMma:
         if reason is not None:
             return reason
         if launch.grid[0] > MAX_BLOCKS:
-            return f"{launch.grid[0]} blocks are more than one grid holds"
+            return f"{launch.grid[0]} blocks are more than a grid can have"
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
@@ -130,7 +130,7 @@ class DepthwiseMma:
         tile: MmaTile,
         chunk: int | None = None,
     ) -> Launch:
-        """With this tile, and chunks of so many rows (backward, times the stride)."""
+        """Return the launch with a tile and chunks of ``rows`` (backward, times the stride)."""
         backward, stride, pad = work.direction == "bwd_data", plane.stride, plane.pad
         source, result = gather_sides(work)
         sizes = plane.output, plane.input
@@ -191,7 +191,7 @@ class DepthwiseMma:
         ]
 
     def _tile(self, work: ConvWork, plane: Plane) -> MmaTile | None:
-        """The first that holds the kernel."""
+        """Return the first tile that fits the kernel."""
         backward = work.direction == "bwd_data" and plane.stride > 1
         rows, columns = plane.reach
         for tile in self._tiles:
@@ -214,7 +214,7 @@ def _shared_bytes(tile: MmaTile, slots: int) -> int:
     phases = tile.stride if tile.backward else 1
     results = phases * phases * channels * (TILE_STRIPS + 1) * 16
     rows = tile.stages * tile.rows * plane_bytes(slots, channels)
-    # Pairs of taps: their places along the reduction, times the columns of a result.
+    # Pairs of taps: their indices along the reduction, times the columns of a result.
     last = tile.units * STRIP_COLUMNS - 2
     pairs = last + 1 + (STRIP_COLUMNS - 1) * tile.stride
     if tile.backward:
@@ -224,7 +224,7 @@ def _shared_bytes(tile: MmaTile, slots: int) -> int:
 
 
 def _blocks(tile: MmaTile, epilogue: bool) -> int:
-    """An epilogue takes registers."""
+    """Return the blocks of a multiprocessor; an epilogue needs registers."""
     return max(1, tile.blocks - epilogue)
 
 

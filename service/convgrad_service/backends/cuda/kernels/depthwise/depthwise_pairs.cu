@@ -1,28 +1,28 @@
-// Depthwise convolution, the gradient of its input or, of stride 1, forward, of channels-last 16-bit
-// tensors on tensor cores that take pixels as they lie in memory.
+// Depthwise convolution, the gradient of its input or, with stride 1, forward, of channels-last 16-bit
+// tensors, on tensor cores without transposing pixels.
 //
 // y[n, u - pad, v - pad, c] = sum over u = p*STRIDE + r, v = q*STRIDE + s
 //                             of x[n, p, q, c] * w[c, r, s]
-// (forward: with w read from its end on, and pad from there), rounded once; summed in float32.
-// GEMM view, for one pair of neighbouring channels, one row of x and one row of the kernel: M = 16
-// runs of 4 columns of the result, K = the columns of x that those need, times the pair, N = the 4
-// columns times the pair. The second factor has w[c, r, s] where the channels are the same and s is
-// between the columns, zeros elsewhere. So a register of the first factor is a pixel's pair of
-// channels, and of the results too: nothing is turned around. 2 units of 4 columns of x serve kernels
-// of up to 5 columns (stride 2: one), 3 up to 9; half of what is multiplied are zeros of the pair.
-// A warp owns PAIRS pairs of channels of 8 strips of 8 columns, side by side and on through the images
-// of the batch. It walks down x's rows: a row is added to every row of the result that it reaches,
-// which live in a ring of accumulators.
+// (forward: with w read in reverse, and pad from its end), rounded once; summed in float32.
+// GEMM view, for one pair of adjacent channels, one row of x and one row of the kernel: M = 16 runs of
+// 4 columns of the result, K = the columns of x that those read, times the pair, N = the 4 columns
+// times the pair. Operand B has w[c, r, s] where the channels are equal and the columns are s apart,
+// and zeros elsewhere. So a register of operand A, and of the result, is a pixel's pair of channels:
+// nothing is transposed. 2 units of 4 columns of x suffice for kernels of up to 5 columns (stride 2:
+// one), 3 for up to 9; half of the products are with the pair's zeros.
+// A warp owns PAIRS pairs of channels of 8 strips of 8 columns, adjacent and continuing through the
+// images of the batch. It walks down x's rows: a row is added to every row of the result that it
+// meets, in a ring of accumulators.
 // Block: OCTETS * 8 channels of one tile of 8 strips. Between two barriers it multiplies a row, starts
-// the copies of a later one, and writes the rows that the one before finished.
-// Grid: tiles of channels, and equal shares of the rows of all tiles of strips, one below another: so
-// that all blocks are done at once. A share may be of several tiles.
-// Shared memory: STAGES rows of x, two times the rows of results that one of them finishes.
-// Relies on its launcher for: channels and strides in multiples of 8, aligned to 16 bytes; tensors
+// the copies of a later one, and stores the rows that the previous one finished.
+// Grid: tiles of channels, and equal shares of the rows of all tiles of strips, concatenated, so that
+// all blocks end at the same time. A share may span several tiles.
+// Shared memory: STAGES rows of x, and twice the rows of results that one of them finishes.
+// Relies on its launcher for channels and strides in multiples of 8, aligned to 16 bytes; tensors
 // below 2^33 elements, weights and rows of all tiles below 2^31.
-// Deterministic: sums run in the order of x's rows.
-// The second factor's zeros would make NaN of a pair's other channel: elements that are not finite
-// are multiplied as zeros, and make NaN of all open sums of their strip and channel.
+// Deterministic: sums are in the order of x's rows.
+// Zeros in operand B would spread a NaN to the pair's other channel. So non-finite elements are
+// multiplied as zeros, and make all unfinished sums of their strip and channel NaN.
 #include "depthwise/depthwise_pairs.cuh"
 
 using namespace convgrad;
@@ -35,14 +35,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int octet = threadIdx.x % OCTETS, first_pixel = own_pixel();
   const int first_channel = blockIdx.x * kChannels, own_channel = first_channel + octet * 8;
   const int row_bytes = args.row_bytes, results = STAGES * row_bytes;
-  // What a lane has of a pixel, and where a thread reads results.
+  // A lane's part of a pixel, and where a thread reads results.
   const int own_bytes = part * kOwnChannels * 2;
   const u32 to =
       opaque_value(results + own_bytes + result_place(own_strip * 8) + t * kResultPixelBytes);
   const u32 written =
       opaque_value(shared_address(shared) + results + octet * 16 + result_place(first_pixel));
-  // The compiler would gather a factor's registers again for each of its products, did it know that
-  // this is nothing.
+  // An opaque value: otherwise the compiler would gather a factor's registers again for each
+  // product.
   const u32 zero = args.flipped >> 1;
   Taps taps;
   bool has_taps = false;
@@ -51,24 +51,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   for (int place = blockIdx.y * args.share; place < share_end;) {
     const int tile = divide(place, args.by_rows);
     const int along = tile * kTileStrips, n = divide(along, args.by_strips);
-    const int strip = along - n * args.strips;  // the first, in image n
-    // In units of STRIDE, from -pad on.
+    const int strip = along - n * args.strips;  // the first one, in image n
+    // In units of STRIDE, relative to -pad.
     const int tile_row = place - tile * args.rows, first_row = args.base + tile_row;
     const int rows = min(args.rows - tile_row, share_end - place);
     place += rows;
     const int top = first_row - (kReach - 1), steps = rows + kReach - 1;
     const int result_row = first_row * STRIDE - args.pad[0];
-    // Rows of padding that come before any result is finished.
+    // Padding rows before the first finished result.
     const int skipped = opaque_value(max(0, min(-top, kReach - 1)));
 
-    // All strips' units of x, one more behind each image's.
+    // Units of x of all strips, and one more after each image's.
     const auto pixel_of = [&](int of) {
       return (of + divide(strip + of, args.by_strips)) * kUnitColumns;
     };
     const int last_pixel = pixel_of(kTileStrips - 1);
     RowsCopier copier(args, shared_address(shared), n, strip, last_pixel + 2 * kUnitColumns,
                       last_pixel + args.read, top + skipped);
-    // The `step`th row.
+    // Row number `step`.
     const auto copy = [&](int stage, int step) {
       if (step < steps) copier.copy(stage, top + step, args.x_size[0], args.x_stride[1]);
       cp_async_commit();
@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     const int from_pixel = pixel_of(own_strip);
     const u32 from = opaque_value(shared_address(shared) + own_bytes + place_of(from_pixel) +
                                 t * kPixelBytes);
-    // The pixels that this thread writes.
+    // The pixels that this thread stores.
     u32 out[kWrites], writes = 0;
 #pragma unroll
     for (int i = 0; i < kWrites; ++i) {
@@ -97,9 +97,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     writes = opaque_value(writes);
 
     float sums[kOpen][PAIRS][4] = {};
-    int now = 0, before = (STAGES - 1) * row_bytes;  // this row's stage, and the last one's
-    int buffer = 0;                                  // where the results are that it finishes
-    // One step more, which writes what the last one finished.
+    int now = 0, before = (STAGES - 1) * row_bytes;  // stages of this row and the previous one
+    int buffer = 0;                                  // buffer of the results that it finishes
+    // One more step, which stores the last results.
     for (int turn = 0; turn <= steps; turn += kReach) {
 #pragma unroll
       for (int j = 0; j < kReach; ++j) {
@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
           ld_shared(from + now + place_of(block * kApart), pixels[block].raw);
         }
         copy(before, step + STAGES - 1);
-        // What the row before finished: read here, written when products are under way.
+        // Results of the previous row: read here, stored while products are in flight.
         uint4 finished[STRIDE][kWrites];
 #pragma unroll
         for (int a = 0; a < STRIDE; ++a) {
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
                         finished[a][own]);
           }
         }
-        // Rows outside are zeros; below x they are of no use to any result that is still to begin.
+        // Rows outside are zeros; below x no further result starts.
         if (step < rows || (step < steps && top + step < args.x_size[0])) {
           const bool spoilt = __any_sync(0xffffffffu, any_odd(pixels));
           if (spoilt) clear_odd(pixels);
@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
                   pixels[kBlocksApart * (block / 2) + block % 2].words[pair] ^ zero;
             }
           }
-          // What is finished by this row comes first.
+          // Products that this row finishes come first.
 #pragma unroll
           for (int r = 0; r < KERNEL_H; ++r) {
 #pragma unroll
@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
             }
           }
           if (spoilt) {
-            // Read once more: there are no registers to keep what was not finite.
+            // Read again: there are no registers to keep non-finite elements.
 #pragma unroll
             for (int block = 0; block < kBlocks; ++block) {
               ld_shared(from + now + place_of(block * kApart), pixels[block].raw);
@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
             }
           }
         }
-        // What no later row of x reaches is done.
+        // Rows that no later row of x meets are finished.
         if (step >= kReach - 1 && step < steps) {
 #pragma unroll
           for (int a = 0; a < STRIDE; ++a) {
@@ -211,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         if (now == results) now = 0;
       }
     }
-    // Nobody reads this part's rows any more.
+    // This part's rows are no longer read.
     __syncthreads();
   }
 }

@@ -1,4 +1,4 @@
-// What depthwise_pairs.cu is made of: its argument, its sizes, copies of rows, the kernel's taps.
+// Parts of depthwise_pairs.cu: its argument, its sizes, copies of rows, the kernel's taps.
 // Made for the same preprocessor's names. The host's side is depthwise_pairs.py.
 #pragma once
 
@@ -14,7 +14,7 @@ struct DepthwisePairsArgs {
   const void* x;  // the source: input, or grad_output
   const void* w;
   void* y;          // the result: output, or grad_input
-  u32 x_stride[3];  // N H W, in 16 bytes; a pixel's channels lie side by side
+  u32 x_stride[3];  // N H W, in units of 16 bytes; a pixel's channels are contiguous
   u32 y_stride[3];
   int w_stride[3];  // C R S, in elements
   int batch;
@@ -22,48 +22,47 @@ struct DepthwisePairsArgs {
   int x_size[2];
   int y_size[2];
   int pad[2];
-  int kernel[2];  // as far as it reaches, dilated
+  int kernel[2];  // extent of the dilated kernel
   int dilation[2];
-  int w_first;  // where the kernel's first tap is, and steps to the next ones down and along
+  int w_first;  // first tap of the kernel, and steps to the next rows and columns
   int w_step[2];
-  int flipped;    // forward: the kernel is read from its last row and column on
-  int left;       // the first strip's first column of x
-  int first_tap;  // of the kernel's columns: from x's column `left` to the result's column 0
-  int base;       // the first row that anything is added to, in units of STRIDE from -pad on
+  int flipped;    // forward: the kernel is read in reverse
+  int left;       // first column of x of the first strip
+  int first_tap;  // kernel column from x's column `left` to the result's column 0
+  int base;       // first row with a sum, in units of STRIDE relative to -pad
   int rows;       // of an image, in those units
-  int tiles;      // of strips
-  int share;      // of the rows of all tiles, that a block has
-  int strips;     // of an image
+  int tiles;      // tiles of strips
+  int share;      // rows of all tiles that a block has
+  int strips;     // in an image
   int read;       // columns of x that a strip reads
-  int row_bytes;  // of x in shared memory
+  int row_bytes;  // of a row of x in shared memory
   Divider by_rows, by_strips, by_units, by_dilation;
 };
 
 using T = ELEMENT;
 
 constexpr int kTileStrips = 8;
-constexpr int kOwnChannels = 2 * PAIRS;  // of a warp
+constexpr int kOwnChannels = 2 * PAIRS;  // channels of a warp
 constexpr int kParts = OCTETS * 8 / kOwnChannels;
 constexpr int kThreads = 32 * kParts;
 constexpr int kChannels = OCTETS * 8;
 constexpr int kReach = (KERNEL_H + STRIDE - 1) / STRIDE;
-constexpr int kOpen = kReach * STRIDE;    // open rows of the result
-constexpr int kStripColumns = 8;          // of the result
-constexpr int kUnitColumns = 8 / STRIDE;  // of x, that a strip does not share
-// Columns of x from one product's row to the next one's, and products' rows that a lane reads.
+constexpr int kOpen = kReach * STRIDE;    // unfinished rows of the result
+constexpr int kStripColumns = 8;          // columns of the result
+constexpr int kUnitColumns = 8 / STRIDE;  // columns of x that a strip does not share
+// Columns of x between rows of a product, and rows of products that a lane reads.
 constexpr int kApart = 4 / STRIDE;
 constexpr int kBlocks = STRIDE == 1 ? UNITS + 1 : 2 * UNITS;
-constexpr int kBlocksApart = STRIDE;  // of those, from one unit to the next
-// A pixel's place: such that those of 8 neighbouring lanes, 4 pixels of each of two strips, lie in
-// different banks. Where pixels are an odd number of 16 bytes apart, groups of 8 are half the banks
-// further apart; where they are 2 times an odd number, 16 bytes (which would take the strips of stride
-// 2 apart).
+constexpr int kBlocksApart = STRIDE;  // of those, between units
+// Offset of a pixel without bank conflicts between 8 adjacent lanes, which read 4 pixels of each of
+// two strips. If pixels are an odd number of 16 bytes apart, groups of 8 are shifted by half the
+// banks; if twice an odd number, by 16 bytes (which would separate the strips of stride 2).
 constexpr bool kTwiceOdd = OCTETS % 4 == 2;
 constexpr int kPixelBytes = (kTwiceOdd && STRIDE == 1 ? OCTETS : OCTETS | 1) * 16;
 constexpr int kApartBytes = STRIDE == 1 ? (kTwiceOdd ? 16 : 64) : 0;
 constexpr int kResultPixelBytes = (kTwiceOdd ? OCTETS : OCTETS | 1) * 16;
 constexpr int kResultApartBytes = kTwiceOdd ? 16 : 64;
-constexpr int kRoundPixels = kThreads / OCTETS;  // that a round of copies takes
+constexpr int kRoundPixels = kThreads / OCTETS;  // pixels of one round of copies
 constexpr int kRounds = (2 * kTileStrips * kUnitColumns + kRoundPixels - 1) / kRoundPixels;
 constexpr int kSureRounds = ((kTileStrips + 1) * kUnitColumns + kRoundPixels - 1) / kRoundPixels;
 static_assert(kRoundPixels % 32 == 0, "a round begins with a group of eight pixels");
@@ -74,22 +73,22 @@ __host__ __device__ constexpr int place_of(int pixel) {
 __host__ __device__ constexpr int result_place(int pixel) {
   return pixel * kResultPixelBytes + pixel / 8 * kResultApartBytes;
 }
-// The first pixel that a thread copies or writes its octet of: neighbours have all octets of a pixel,
-// and where 8 of them have two pixels, those are 4 apart, in different banks.
+// The first pixel of which a thread copies or stores its octet: adjacent threads have all octets of a
+// pixel; if 8 threads have two pixels, these are 4 apart to avoid bank conflicts.
 __device__ __forceinline__ int own_pixel() {
   const int pixel = threadIdx.x / OCTETS;
   return OCTETS % 8 == 4 ? pixel / 8 * 8 + pixel % 2 * 4 + pixel % 8 / 2 : pixel;
 }
 
-constexpr int kResultBytes = result_place(kTileStrips * kStripColumns);  // of a row
-constexpr int kResultsBytes = STRIDE * kResultBytes;  // of all that one row of x finishes
+constexpr int kResultBytes = result_place(kTileStrips * kStripColumns);  // of one row
+constexpr int kResultsBytes = STRIDE * kResultBytes;  // of all results that one row of x finishes
 constexpr int kWrites = kTileStrips * kStripColumns / kRoundPixels;
 
 __device__ __forceinline__ void clear(float (&sum)[4]) {
   sum[0] = sum[1] = sum[2] = sum[3] = 0;
 }
 
-// A pixel's channels of a warp.
+// A pixel's channels in a warp.
 union Pixels {
   typename RawOf<4 * PAIRS>::type raw;
   u32 words[PAIRS];
@@ -97,7 +96,7 @@ union Pixels {
 
 // Whether any element is not finite.
 __device__ __forceinline__ bool any_odd(const Pixels (&pixels)[kBlocks]) {
-  u32 odd[2] = {};  // that do not wait for one another
+  u32 odd[2] = {};  // independent of one another
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
@@ -105,7 +104,7 @@ __device__ __forceinline__ bool any_odd(const Pixels (&pixels)[kBlocks]) {
   }
   return (odd[0] | odd[1]) != 0;
 }
-// Zeros in the place of such elements.
+// Replaces such elements by zeros.
 __device__ __forceinline__ void clear_odd(Pixels (&pixels)[kBlocks]) {
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
@@ -117,7 +116,7 @@ __device__ __forceinline__ void clear_odd(Pixels (&pixels)[kBlocks]) {
     }
   }
 }
-// Whether a pair's channels have any in this lane's strip, a half for each; four lanes read a strip.
+// Whether the channels of a pair have any in this lane's strip, one half each; four lanes read a strip.
 __device__ __forceinline__ u32 odd_of_strip(const Pixels (&pixels)[kBlocks], int pair) {
   u32 odd = 0;
 #pragma unroll
@@ -131,11 +130,11 @@ __device__ __forceinline__ void spoil(float (&sum)[4], u32 odd) {
   if (odd >> 16 != 0) sum[1] = sum[3] = nan;
 }
 
-// A thread's part in copying rows of x.
+// A thread's part of copying rows of x.
 struct RowsCopier {
   const T* from;
-  u32 next[kRounds];  // in 16 bytes
-  u32 inside;         // a bit for each that is there
+  u32 next[kRounds];  // in units of 16 bytes
+  u32 inside;         // one bit for each valid pixel
   u32 target;
   int rounds;
 
@@ -153,7 +152,7 @@ struct RowsCopier {
       const int at = args.left + (unit - images * units) * kUnitColumns + pixel % kUnitColumns;
       const bool there = pixel < end && n + images < args.batch && at >= 0 &&
                          at < args.x_size[1] && c < args.channels;
-      // What is not there is not read, nor are rows outside: wherever that points.
+      // Invalid pixels and rows outside are not read, whatever the address.
       next[i] = opaque_value((n + images) * args.x_stride[0] + row * args.x_stride[1] +
                            at * args.x_stride[2] + c / 8);
       inside |= static_cast<u32>(there) << i;
@@ -164,7 +163,7 @@ struct RowsCopier {
     target = opaque_value(target);
   }
 
-  // The next row, which is `row`, to `offset_bytes` from the first stage on.
+  // Copies the next row, `row`, to `offset_bytes` after the first stage.
   __device__ __forceinline__ void copy(int offset_bytes, int row, int rows, u32 pitch) {
     const u32 exists = opaque_value(static_cast<u32>(row) < static_cast<u32>(rows) ? inside : 0);
     const u32 to = opaque_value(target + offset_bytes);
@@ -179,12 +178,12 @@ struct RowsCopier {
   }
 };
 
-// A warp's kernel as second factors, from its channel `channel` on.
+// A warp's taps as operand B, from channel `channel` on.
 using Taps = u32[KERNEL_H][PAIRS][UNITS];
 
 __device__ __forceinline__ void load_taps(Taps& taps, const DepthwisePairsArgs& args, int channel) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  // Column g of a second factor: the result's column g / 2, of the pair's channel g % 2.
+  // Column g of operand B: column g / 2 of the result, channel g % 2 of the pair.
   unsigned short raw[KERNEL_H][PAIRS][UNITS];
 #pragma unroll
   for (int unit = 0; unit < UNITS; ++unit) {
@@ -194,7 +193,7 @@ __device__ __forceinline__ void load_taps(Taps& taps, const DepthwisePairsArgs& 
     const int pairs = wanted ? (args.channels - channel - g % 2 + 1) / 2 : 0;
     const T* w = static_cast<const T*>(args.w) +
                  (args.w_first + (channel + g % 2) * args.w_stride[0] + tap * args.w_step[1]);
-    int between = 0;  // rows since the last of taps
+    int between = 0;  // rows since the last row of taps
 #pragma unroll
     for (int r = 0; r < KERNEL_H; ++r) {
       const bool there = between == 0 && r < args.kernel[0];

@@ -1,4 +1,4 @@
-"""Depthwise convolutions on tensor cores that take pixels as they lie: ``depthwise_pairs.cu``."""
+"""Depthwise convolutions on tensor cores without transposing pixels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["PAIR_TILES", "DepthwisePairs", "DepthwisePairsArgs", "PairTile", "place_bytes"]
 
-# Of a grid along y.
+# Limit of a grid along y.
 MOST_ALONG = 2**16 - 1
 TILE_STRIPS = 8
 # What a part of a share takes to start, in rows, and how much of a multiprocessor one block alone
@@ -40,17 +40,16 @@ ALONE = 0.65
 # the result, times the stride's square, below which others are faster.
 FULL = {1: 0.85, 2: 0.9}
 FEW = 2**19
-# Of an image that are tried, beside equal shares.
+# Shares of an image's rows to try, beside equal shares.
 MOST_PARTS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class PairTile:
-    """The most kernel rows, the stride, units of 4 columns of x that a product takes; a block's
-    octets of channels, pairs of channels of a warp, rows in shared memory, and the blocks that a
-    multiprocessor is to hold.
+    """The most kernel rows, the stride, units of 4 columns of x in a product; a block's octets of
+    channels, pairs of channels of a warp, rows in shared memory, and blocks per multiprocessor.
 
-    ``cost`` is what an octet's row takes, in others' of the same kernel.
+    ``cost`` is that of an octet's row, relative to other tiles for the same kernel.
     """
 
     kernel_rows: int
@@ -64,7 +63,7 @@ class PairTile:
 
     @property
     def channels(self) -> int:
-        """Of a block."""
+        """Channels of a block."""
         return self.octets * 8
 
     @property
@@ -72,14 +71,14 @@ class PairTile:
         return self.octets * 128 // self.pairs
 
 
-# Of those that hold a kernel the one that should be done soonest is used, or the first of them.
+# Of those that fit a kernel, the one with the least predicted time is used, or the first.
 PAIR_TILES = (
     PairTile(3, 1, 2, 4, blocks=4),
     PairTile(3, 1, 2, 6, blocks=2),
     PairTile(5, 1, 2, 4, blocks=3),
     PairTile(5, 1, 2, 6, blocks=2),
     PairTile(7, 1, 3, 4, blocks=2),
-    # For few pixels: its blocks are half as large.
+    # For few pixels: blocks of half the size.
     PairTile(7, 1, 3, 2, pairs=2, blocks=4, cost=1.15),
     PairTile(3, 2, 1, 6, blocks=2),
     PairTile(3, 2, 1, 4, blocks=3),
@@ -92,12 +91,12 @@ DepthwisePairsArgs = structure("depthwise/depthwise_pairs.cuh", "DepthwisePairsA
 
 
 class DepthwisePairs:
-    """bwd_data of 16-bit types, and fwd of stride 1, one channel a group, channels last."""
+    """bwd_data of 16-bit types, and fwd with stride 1, one channel per group, channels last."""
 
     name = "depthwise_pairs"
 
     def __init__(self, tiles: tuple[PairTile, ...] = PAIR_TILES, anything: bool = False) -> None:
-        """``anything`` takes what others are faster at, too."""
+        """``anything``: also apply where other families are faster."""
         self._tiles, self._anything = tiles, anything
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
@@ -133,7 +132,7 @@ class DepthwisePairs:
         if reason is not None:
             return reason
         if max(launch.grid[1:]) > MOST_ALONG or launch.grid[0] > MAX_BLOCKS:
-            return f"{launch.grid} blocks are more than one grid holds"
+            return f"{launch.grid} blocks are more than a grid can have"
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
@@ -152,7 +151,7 @@ class DepthwisePairs:
         tile: PairTile,
         share: int | None = None,
     ) -> Launch:
-        """With this tile, and so many rows a block (times the stride)."""
+        """Return the launch with a tile and ``rows`` per block (times the stride)."""
         stride, (source, result) = plane.stride, gather_sides(work)
         flipped, cut = work.direction == "fwd", _Cut.of(work, plane, tile)
         args = DepthwisePairsArgs()
@@ -188,7 +187,7 @@ class DepthwisePairs:
         return [_instance(dtype, tile) for tile in self._tiles for dtype in DTYPES]
 
     def _tile(self, work: ConvWork, plane: Plane, device: CudaDevice) -> PairTile | None:
-        """Of the smallest that hold the kernel the one that should be done soonest."""
+        """Return the tile with the least predicted time of the smallest that fit the kernel."""
         if work.direction == "fwd" and plane.stride > 1:
             return None
         reads = _columns(plane.reach[1], plane.stride, _result(work, plane)[1][1])[2]
@@ -230,7 +229,7 @@ class _Cut:
     def of(cls, work: ConvWork, plane: Plane, tile: PairTile) -> _Cut:
         (height, width), pad = _result(work, plane)
         strips, base = ceil_div(width, STRIP_COLUMNS), pad[0] // plane.stride
-        # A tile's strips are of so many images at most, and each has one more unit behind it.
+        # The most images of a tile's strips; each has one more unit after it.
         images = (TILE_STRIPS + strips - 2) // strips + 1
         pixels = (TILE_STRIPS + images) * STRIP_COLUMNS // tile.stride
         round_pixels = tile.threads // tile.octets
@@ -250,10 +249,10 @@ class _Cut:
         return self.tile.stages * self.row_bytes + 2 * results
 
     def cost_and_share(self, device: CudaDevice) -> tuple[float, int]:
-        """What all blocks take, and a block's share of all tiles' rows, such that it is least.
+        """Return the least cost of all blocks, and a block's share of all tiles' rows for it.
 
-        Blocks of a multiprocessor share it, but one alone does not use all of it. What a share has
-        of one tile takes its rows, those that it reads beside, and a start.
+        A block alone does not use all of a multiprocessor. The part of a share in one tile costs
+        its rows, its halo rows, and a fixed cost.
         """
         beside = ceil_div(self.tile.kernel_rows, self.tile.stride) - 1 + START_ROWS
         resident = resident_blocks(device, self.shared_bytes, self.tile.blocks)
@@ -276,7 +275,7 @@ class _Cut:
 
 
 def _result(work: ConvWork, plane: Plane) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Its size, and the padding: forward that of the gradient's flipped kernel."""
+    """Return the result's size and padding (forward, that of the flipped kernel)."""
     if work.direction == "bwd_data":
         return plane.input, plane.pad
     first, second = (k - 1 - pad for k, pad in zip(plane.reach, plane.pad, strict=True))
@@ -284,7 +283,7 @@ def _result(work: ConvWork, plane: Plane) -> tuple[tuple[int, int], tuple[int, i
 
 
 def _why_not_full(work: ConvWork, plane: Plane) -> str | None:
-    """Why 3x3 kernels had better be left to FMAs, whose strips of columns are narrower."""
+    """Return why FMAs, with narrower strips, are expected to be faster for 3x3 kernels."""
     if plane.kernel != (3, 3) or plane.dilation != (1, 1):
         return None
     height, width = _result(work, plane)[0]
@@ -293,7 +292,7 @@ def _why_not_full(work: ConvWork, plane: Plane) -> str | None:
         return f"{width} columns leave much of {strips} strips of {STRIP_COLUMNS} empty"
     elements = plane.batch * height * width * work.groups
     if elements < FEW * plane.stride**2:
-        return f"{elements} elements; others are faster on few"
+        return f"{elements} elements; other families are faster on few"
     return None
 
 
@@ -305,7 +304,7 @@ def _columns(kernel: int, stride: int, pad: int) -> tuple[int, int, int]:
 
 
 def place_bytes(tile: PairTile, pixels: int, strided: bool = False) -> int:
-    """Bytes that so many pixels take in shared memory; of x's, for a stride, closer groups."""
+    """Return the shared memory of pixels; with a stride, groups of x are closer."""
     twice_odd = tile.octets % 4 == 2
     pixel_bytes = 16 * (tile.octets if twice_odd and not strided else tile.octets | 1)
     apart_bytes = 0 if strided else 16 if twice_odd else 64

@@ -1,14 +1,13 @@
-// Depthwise convolutions of channels-last 16-bit tensors on tensor cores: what their kernels share.
-// The host's side is depthwise_strips.py.
+// What tensor-core kernels for depthwise convolutions of channels-last 16-bit tensors share. The
+// host's side is depthwise_strips.py.
 //
-// A strip is 8 neighbouring columns of a row; 16 of them, side by side and on through the images of
-// the batch, are one side of a product, for one channel. Tensor cores want a channel's columns side
-// by side, and memory has the channels so. A block brings a row's columns into shared memory as they
-// are, and turns them around in 8 x 8 matrices: one matrix load and one
-// store of 16 bytes a lane for 32 columns of 8 channels. From there on each channel has lines of its
-// own, of units of 8 columns.
-// Between the strips of two images lie the columns that the first one's last strip reads beyond
-// itself. Neither copies nor matrices meet in a bank of shared memory.
+// A strip is 8 adjacent columns of a row; 16 strips, adjacent and continuing through the images of the
+// batch, are one operand of a product, for one channel. Tensor cores need a channel's columns to be
+// contiguous, but in memory a column's channels are. So a block copies a row's columns into shared
+// memory and transposes them in 8 x 8 matrices: one ldmatrix and one 16-byte store per lane for 32
+// columns of 8 channels. Then each channel has its own lines of units of 8 columns.
+// Between the strips of two images are the columns past the end that the first image's last strip
+// reads. Neither copies nor matrix loads have bank conflicts.
 #pragma once
 
 #include "ptx/load_store.cuh"
@@ -21,18 +20,18 @@ namespace convgrad {
 constexpr int kStripColumns = 8;
 constexpr int kTileStrips = 16;
 
-// An image's strips and rows, as blocks take them.
+// How blocks divide an image's strips and rows.
 struct StripTiling {
-  int strips;         // side by side in an image
-  int units;          // of the source's columns that belong to them
-  int slots;          // units that a block has room for, a multiple of 4
-  int tiles;          // of 16 strips, over all images
-  int chunks;         // of rows, in an image
-  int rows;           // of a chunk
+  int strips;         // in a row of an image
+  int units;          // units of source columns in a row
+  int slots;          // units that fit in a block, a multiple of 4
+  int tiles;          // tiles of 16 strips, over all images
+  int chunks;         // chunks of rows in an image
+  int rows;           // rows of a chunk
   int channel_tiles;
 };
 
-// Which strips and which rows.
+// A block's strips and rows.
 struct TileAt {
   int n, strip, chunk;  // the first strip, in image n
 };
@@ -43,7 +42,7 @@ __device__ __forceinline__ TileAt tile_at(const StripTiling& tiling, int item) {
   return {n, first - n * tiling.strips, item - tile * tiling.chunks};
 }
 
-// Of a tile's strip: its image and place in it, and the first of its units in shared memory.
+// A strip of a tile: its image, its index there, and its first unit in shared memory.
 // Strips are kApart units apart.
 struct StripAt {
   int n, strip, slot;
@@ -57,7 +56,7 @@ __device__ __forceinline__ StripAt strip_at(const StripTiling& tiling, const Til
   return {tile.n + images, own, images * units + (own - tile.strip) * kApart};
 }
 
-// Where 16 bytes of a column are: a column's channels lie together, as they came, but permuted.
+// Offset of 16 bytes of a column: a column's channels are contiguous but permuted.
 template <int kOctets>
 __device__ __forceinline__ int place_of(int column, int octet) {
   static_assert(kOctets == 2 || kOctets == 4, "16 or 32 channels");
@@ -65,7 +64,7 @@ __device__ __forceinline__ int place_of(int column, int octet) {
   return (column ^ (column >> 4 & 1) << 1) * 2 + (octet ^ (column >> 3 & 1));
 }
 
-// A thread's part in copying rows of units.
+// A thread's part of copying rows of units.
 template <class T, int kOctets, int kCopies, int kThreads, int kParities>
 struct UnitCopier {
   static_assert(kThreads / kOctets % 32 == 0, "a permutation of 32 columns repeats");
@@ -73,9 +72,9 @@ struct UnitCopier {
   static constexpr int kPiece = 16 / sizeof(T);
 
   const T* from;
-  u32 next[kCopies];  // in pieces of 16 bytes
+  u32 next[kCopies];  // in units of 16 bytes
   int rows;
-  u32 inside, target;  // a bit for each copy that is there, and, 16 bits on, that has a place
+  u32 inside, target;  // one bit for each valid copy and, from bit 16 on, for each that has a slot
 
   // `units` of an image, from unit `first` of image n on; `end` of `slots` are wanted. Unit 0 starts
   // at column `left`; kParities units share kParities * 8 columns, each has every kParities-th.
@@ -94,7 +93,7 @@ struct UnitCopier {
       const int at = left + (unit / kParities * kStripColumns + column % kStripColumns) * kParities +
                      unit % kParities;
       const bool there = slot < end && n + images < batch && at >= 0 && at < columns && c < channels;
-      // What is not there is not read, nor are rows outside: wherever that points.
+      // Invalid pixels and rows outside are not read, whatever the address.
       const i64 start = (there ? (n + images) * stride[0] + at * stride[2] + c : 0);
       next[i] = opaque_value(static_cast<u32>((start + row * stride[1]) / kPiece));
       inside |= static_cast<u32>(there) << i;
@@ -119,17 +118,17 @@ struct UnitCopier {
   }
 };
 
-// A warp's part in turning rows of up to kMost units into lines.
+// A warp's part of transposing rows of up to kMost units to lines.
 template <int kOctets, int kWarps, int kMost>
 struct Turner {
   static_assert(kWarps % kOctets == 0, "a warp keeps to its octet");
-  static constexpr int kGroups = kWarps / kOctets;  // of 32 columns, between a warp's
+  static constexpr int kGroups = kWarps / kOctets;  // groups of 32 columns between a warp's
 
   static constexpr int kRounds = (kMost / 4 + kGroups - 1) / kGroups;
 
   int from, to, count;
 
-  // `pitch` is a line's, in bytes.
+  // `pitch` is that of a line, in bytes.
   __device__ __forceinline__ Turner(int slots, int pitch) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int octet = warp % kOctets, matrix = lane / 8, row = lane % 8;
@@ -152,11 +151,11 @@ struct Turner {
   }
 };
 
-// A line's bytes: such that 4 units of one channel and 4 of the next lie in different banks.
+// Bytes of a line, such that 4 units of one channel and 4 of the next are in different banks.
 __device__ __forceinline__ int line_pitch(int slots) { return (slots + (slots % 8 == 0 ? 4 : 0)) * 16; }
 
-// The channels of the input that a block's channels of the output are computed from, `multiplier` of
-// them from each: from a multiple of 8 on, and the first that no one needs, of so many.
+// The input channels [from a multiple of 8, end) that a block's output channels need, each of them for
+// `multiplier` outputs.
 struct Sources {
   int first, end, multiplier;
 
@@ -164,7 +163,7 @@ struct Sources {
       : first(channel / multiplier / 8 * 8),
         end(min(channels, (channel + block_channels - 1) / multiplier + 1)),
         multiplier(multiplier) {}
-  // Where the lines have the input's channel.
+  // Index of the input's channel among the lines.
   __device__ __forceinline__ int line(int channel) const { return channel / multiplier - first; }
 };
 

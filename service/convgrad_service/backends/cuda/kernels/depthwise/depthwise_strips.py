@@ -1,4 +1,4 @@
-"""Strips of columns over images, for depthwise tensor-core kernels: ``depthwise_strips.cuh``."""
+"""Strips of columns over images, for depthwise kernels on tensor cores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["DTYPES", "STRIP_COLUMNS", "TILE_STRIPS", "StripTiling", "Strips", "l
 __all__ += ["plane_bytes", "variant", "variants", "why_not_strips"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
-# Places are counted in four elements, by 32 bits; rows outside count from before the first.
+# Offsets are 32-bit numbers of four elements, also for rows before the first.
 MOST_ELEMENTS = 2**33
 STRIP_COLUMNS = 8
 TILE_STRIPS = 16
@@ -28,8 +28,8 @@ StripTiling = structure("depthwise/depthwise_strips.cuh", "StripTiling")
 class Strips:
     """The strips of a batch of images.
 
-    ``count`` side by side in each, ``apart`` units of the source from one to the next; each reads
-    ``reads`` units.
+    Each image has ``count`` adjacent strips, at a distance of ``apart`` units of the source; each
+    strip reads ``reads`` units.
     """
 
     batch: int
@@ -39,7 +39,7 @@ class Strips:
 
     @property
     def units(self) -> int:
-        """Of an image."""
+        """Units of an image."""
         return (self.count - 1) * self.apart + self.reads
 
     @property
@@ -48,7 +48,7 @@ class Strips:
 
     @property
     def slots(self) -> int:
-        """Units that a tile needs at most, in whole matrices of 4."""
+        """The most units of a tile, in whole matrices of 4."""
         most = 0
         for tile in range(min(self.tiles, self.count)):
             first = tile * TILE_STRIPS % self.count
@@ -58,7 +58,7 @@ class Strips:
 
 
 def variants(kernel_rows: int, blocks: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """Blocks that a multiprocessor is to hold, and the architectures that they are for.
+    """Return blocks per multiprocessor, each with the architectures that it is for.
 
     With 7 rows of a kernel two blocks' registers suffice on Hopper alone.
     """
@@ -69,13 +69,13 @@ def variants(kernel_rows: int, blocks: int) -> tuple[tuple[int, tuple[str, ...]]
 
 
 def variant(kernel_rows: int, blocks: int, device: CudaDevice) -> tuple[int, tuple[str, ...]]:
-    """The one of ``variants`` for a device."""
+    """Return the variant for a device."""
     found = variants(kernel_rows, blocks)
     return found[0] if len(found) == 1 or device.architecture in HOPPER else found[1]
 
 
 def why_not_strips(plane: Plane, work: ConvWork) -> str | None:
-    """What no tensor-core kernel of strips takes."""
+    """Return why no tensor-core kernel of strips applies; None if one may."""
     dtype = work.dtype
     tensors = ((plane.input, plane.strides(work.x)), (plane.output, plane.strides(work.y)))
     if dtype not in DTYPES:
@@ -90,10 +90,10 @@ def why_not_strips(plane: Plane, work: ConvWork) -> str | None:
 
 
 def plane_bytes(slots: int, channels: int) -> int:
-    """A row of a block's channels, as it is copied."""
+    """Return the bytes of a row of a block's channels as copied."""
     return slots * STRIP_COLUMNS * channels * 2
 
 
 def line_bytes(slots: int, channels: int) -> int:
-    """The same row, turned around."""
+    """Return the bytes of the transposed row."""
     return channels * (slots + (4 if slots % 8 == 0 else 0)) * 16

@@ -1,4 +1,4 @@
-"""How depthwise kernels lay blocks and threads over channels and pixels; what they take."""
+"""How depthwise kernels map blocks and threads to channels and pixels, and when they apply."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ __all__ += [
 Kernel = tuple[int, int, int]
 """Rows and columns of taps of an instance, and its stride."""
 PIECES = (16, 4)
-"""Bytes of an asynchronous copy, of which pixels and channels are multiples: few are faster."""
+"""Bytes of an asynchronous copy, of which pixels and channels are multiples; larger is faster."""
 BLOCK_CHANNELS = 32
-"""Channels of a warp: two sectors of memory a pixel for 16-bit types."""
+"""Channels of a warp: two sectors of memory per pixel for 16-bit types."""
 CHUNK_BYTES = 16
-# What a warp's first rows take to arrive, in rows computed meanwhile; from sweeps on one H200.
+# Latency of a warp's first rows, in rows of computation; from sweeps on one H200.
 START_ROWS = 6
 
 
@@ -67,14 +67,16 @@ class Plane:
 
     @property
     def reach(self) -> tuple[int, int]:
-        """The kernel's extents, dilated."""
+        """The extents of the dilated kernel."""
         first, second = (d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel, strict=True))
         return first, second
 
     @property
     def across(self) -> Plane:
-        """The same with taps along rows, where one column of them is all: kernels have fewer sums
-        open. The rows of a 1D work are its images."""
+        """The plane with taps along rows if there is one column of taps, which needs fewer sums.
+
+        The rows of a 1D work are its images.
+        """
         if self.kernel[1] > 1 or (self.kernel[0] == 1 and self.axes[1] is not None):
             return self
         turned = replace(
@@ -92,7 +94,7 @@ class Plane:
         return replace(turned, batch=1, input=(rows, self.input[0]), output=(rows, self.output[0]))
 
     def strides(self, operand: Operand) -> tuple[int, int, int]:
-        """Of an activation: N H W."""
+        """Return an activation's strides of N H W."""
         lead = operand.strides[0]
         if self.batch_axis is not None:
             lead = operand.strides[3 + self.batch_axis]
@@ -101,7 +103,7 @@ class Plane:
         return lead, *self._spatial(operand)
 
     def weight_strides(self, operand: Operand) -> tuple[int, int, int]:
-        """Of the weight: K R S."""
+        """Return the weight's strides of K R S."""
         return operand.strides[0] // self.multiplier, *self._spatial(operand)
 
     def _spatial(self, operand: Operand) -> tuple[int, int]:
@@ -112,23 +114,23 @@ class Plane:
 def why_not_plane(
     work: ConvWork, general: bool = False, chunk_bytes: int = CHUNK_BYTES, deep: bool = False
 ) -> str | None:
-    """Why a work is no depthwise convolution of channels-last planes in whole chunks.
+    """Return why a work is not a depthwise convolution of channels-last planes in whole chunks.
 
-    ``general`` ones may be dilated, and have several output channels a group; the kernel of
-    ``deep`` ones has several planes.
+    ``general`` allows dilation and several output channels per group; ``deep`` is for kernels with
+    several planes.
     """
     if work.groups == 1 or work.in_channels != 1 or (work.out_channels != 1 and not general):
         return "not one input and one output channel a group"
     multiplier = work.out_channels
     if work.x.strides[1] != 1 or work.y.strides[1] != multiplier:
-        return "the channels do not lie side by side"
+        return "the channels are not contiguous"
     if multiplier > 1 and (
         work.y.strides[2] != 1 or work.w.strides[0] != multiplier * work.w.strides[1]
     ):
-        return "the channels of a group do not lie side by side"
+        return "the channels of a group are not contiguous"
     chunk = max(1, chunk_bytes // work.dtype.itemsize)
     if work.groups % chunk and not (work.x.padded and work.y.padded):
-        return f"{work.groups} channels are no multiple of {chunk}"
+        return f"{work.groups} channels are not a multiple of {chunk}"
     dilated = [d != 1 and k != 1 for d, k in zip(work.dilation, work.kernel, strict=True)]
     if any(dilated) and not general:
         return "dilated"
@@ -141,12 +143,12 @@ def why_not_plane(
     elif work.kernel[0] != 1 or work.stride[0] != 1 or work.pad[0] != 0:
         return "three dimensions"
     elif work.input[0] != work.output[0]:
-        return "planes without a counterpart"
+        return "planes that meet nothing"
     for operand, size in ((work.x, work.input), (work.y, work.output)):
         if not deep and size[0] > 1 and operand.strides[0] != size[0] * operand.strides[3]:
-            return "planes that do not follow one another"
+            return "planes that are not contiguous"
         if any(stride % chunk for stride in (operand.strides[0], *operand.strides[3:])):
-            return f"strides that are no multiples of {chunk}"
+            return f"strides that are not multiples of {chunk}"
         spans = zip(operand.strides[3:], size, strict=True)
         if sum(stride * extent for stride, extent in spans) >= 2**31:
             return "an image of more than 2^31 elements"
@@ -154,8 +156,10 @@ def why_not_plane(
 
 
 def fill_operands(args: Any, work: ConvWork, plane: Plane, x: Operand, y: Operand) -> None:
-    """What the arguments of all depthwise kernels have in common; ``x`` is read, and forward and in
-    the input ``y`` is written."""
+    """Fill in what the arguments of all depthwise kernels share.
+
+    ``x`` is read; ``y`` is written forward and for the input gradient.
+    """
     args.x_stride[:], args.y_stride[:] = plane.strides(x), plane.strides(y)
     args.w_stride[:] = plane.weight_strides(work.w)
     if work.accumulate is not None:
@@ -166,7 +170,7 @@ def fill_operands(args: Any, work: ConvWork, plane: Plane, x: Operand, y: Operan
 
 
 def piece_of(work: ConvWork) -> int:
-    """Bytes of the copies that every pixel's channels are whole ones of, or an element's."""
+    """Return the bytes of a copy that divides every pixel's channels, or those of an element."""
     sides = ((work.x, work.in_channels), (work.y, work.out_channels))
     numbers = [
         stride for operand, _ in sides for stride in (operand.strides[0], *operand.strides[3:])
@@ -183,7 +187,7 @@ def is_deep(work: ConvWork) -> bool:
 
 
 def deep_plane_of(work: ConvWork) -> Plane | None:
-    """One plane of such a work: its items are planes of the result, of all images."""
+    """Return one plane of such a work, whose items are planes of the result of all images."""
     if work.stride[1] != work.stride[2]:
         return None
     written = work.input if work.direction == "bwd_data" else work.output
@@ -202,7 +206,7 @@ def deep_plane_of(work: ConvWork) -> Plane | None:
 
 
 def kernel_of(plane: Plane, kernels: Iterable[Kernel]) -> Kernel | None:
-    """Of those that there are instances for, the one that a plane's kernel takes.
+    """Return the kernel, of those with instances, that computes a plane's kernel.
 
     Of one row of taps it is the smallest that holds it, dilated; its rows have no stride.
     """
@@ -220,7 +224,7 @@ def kernel_of(plane: Plane, kernels: Iterable[Kernel]) -> Kernel | None:
 
 
 def fill_planes(planes: Any, work: ConvWork, x: Operand, y: Operand) -> None:
-    """The planes of a work along D; ``x`` and ``y`` as in `fill_operands`."""
+    """Fill in the planes of a work along D; ``x`` and ``y`` as in `fill_operands`."""
     backward = work.direction == "bwd_data"
     sizes = (work.output[0], work.input[0]) if backward else (work.input[0], work.output[0])
     planes.x, planes.y = sizes
@@ -232,13 +236,13 @@ def fill_planes(planes: Any, work: ConvWork, x: Operand, y: Operand) -> None:
 
 
 def why_not_counted(columns: int) -> str | None:
-    """Why the blocks of so many columns cannot count each other."""
+    """Return why there are not enough arrival counters for the columns of blocks."""
     most = ZEROS_BYTES // 4
     return f"{columns} columns of blocks are more than {most}" if columns > most else None
 
 
 def plane_of(work: ConvWork) -> Plane | None:
-    """The work's plane, where both dimensions share a stride; a 1D work becomes one column."""
+    """Return the work's plane if both dimensions have one stride; a 1D work becomes one column."""
     depth = work.input[0]
     batch_axis = 0 if depth > 1 else None
     line = work.input[1] == 1 and work.output[1] == 1 and work.kernel[1] == 1 and work.pad[1] == 0
@@ -272,8 +276,10 @@ def plane_of(work: ConvWork) -> Plane | None:
 
 
 def chunk_counts(rows: int) -> Iterator[int]:
-    """Into how many chunks so many rows are worth cutting, ascending: more chunks that are as long
-    take more time. Of a million rows that is 2,000 numbers."""
+    """Yield numbers of chunks of rows, ascending, each with shorter chunks than the last.
+
+    For a million rows there are 2,000 of them.
+    """
     chunks, each = 1, rows
     yield chunks
     while each > 1:
@@ -283,10 +289,11 @@ def chunk_counts(rows: int) -> Iterator[int]:
 
 
 def chunk_rows(rows: int, reach: int, items: int, resident: int, start: int = START_ROWS) -> int:
-    """Rows of a chunk, such that all warps (or blocks, where those share an item) are done soonest.
+    """Return the rows of a chunk for which all warps (or blocks, if they share an item) end
+    soonest.
 
-    Each takes its rows, ``reach`` that it reads beside, and a ``start`` in rows; a chunk is
-    ``items`` of them, and ``resident`` run at once.
+    A chunk costs its rows, ``reach`` halo rows and ``start``, in rows; there are ``items`` of each
+    chunk, of which ``resident`` run at once.
     """
     best = min(
         chunk_counts(rows),
@@ -298,6 +305,6 @@ def chunk_rows(rows: int, reach: int, items: int, resident: int, start: int = ST
 
 
 def resident_blocks(device: CudaDevice, shared_bytes: int, blocks: int) -> int:
-    """Blocks that run at once where ``blocks`` fit in a multiprocessor's registers."""
+    """Return the blocks that run at once if ``blocks`` fit in a multiprocessor's registers."""
     fitting = device.shared_bytes_per_multiprocessor // (shared_bytes + 1024)
     return device.multiprocessors * max(1, min(blocks, fitting))

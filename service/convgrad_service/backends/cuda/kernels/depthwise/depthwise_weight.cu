@@ -3,17 +3,17 @@
 // w[c, r, s] = sum over (n, p, q) of
 //              x[n, p*STRIDE + r - pad, q*STRIDE + s - pad, c] * y[n, p, q, c],
 // then alpha and beta*accumulate, and one rounding.
-// Warps: depthwise_args.cuh; each takes items, one after another, and multiplies each row of x by the
-// rows of y that meet it, which wait in a ring of registers. A lane keeps KERNEL_H x KERNEL_W sums;
-// kernels of more rows are cut into groups of so many, and those of several planes into planes.
+// Warps: depthwise_args.cuh; each computes items one after another, and multiplies each row of x by
+// the rows of y that meet it, which are in a ring of registers. A lane has KERNEL_H x KERNEL_W sums;
+// kernels of more rows are divided into groups of KERNEL_H, and those of several planes into planes.
 // Grid: (blocks * channel tiles, 1, groups of kernel rows of all planes).
-// Shared memory: STAGES rows of x and y a warp, then in their place the strips' sums, added up in
-// order; the last block of a channel tile to arrive adds the blocks' partial sums up, in an order
-// that depends on their number alone.
+// Shared memory: STAGES rows of x and y per warp, later reused for the strips' sums, which are added
+// in order. The last block of a channel tile to arrive adds the blocks' partial sums, in an order that
+// depends on their number only.
 // Deterministic.
-// Relies on its launcher for: channels and strides in multiples of PIECE; an image's extent below 2^31
-// elements; rows of weights of all planes at the same distance; `arrived` being 0, and partials with more than one block.
-// Padding enters as zeros.
+// Relies on its launcher for channels and strides in multiples of PIECE; an image's extent below 2^31
+// elements; rows of weights of all planes at the same distance; `arrived` being 0, and partials if
+// there is more than one block. Padding is read as zeros.
 #include "depthwise/depthwise_args.cuh"
 #include "depthwise/depthwise_weight_args.cuh"
 #include "core/partial_sums.cuh"
@@ -41,10 +41,10 @@ using CopierY = RowCopier<T, kChannels, kColumnsY>;
 constexpr int kStage = CopierX::kElements + CopierY::kElements;
 constexpr int kStageBytes = kStage * sizeof(T);
 constexpr int kPixelBytes = kChannels * sizeof(T);
-// As in depthwise.cu.
+// See depthwise.cu.
 constexpr bool kSkipTaps = KERNEL_H >= 5;
 
-// The gradient of a tap, if the kernel has it.
+// Stores the gradient of a tap, if the kernel has it.
 __device__ __forceinline__ void put(const DepthwiseWeightArgs& args, int c, int r, int s, S sum) {
   if (r >= args.kernel_rows || c >= args.channels) return;
   if constexpr (KERNEL_H == 1) {
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   const int first_channel = channel_tile * kChannels;
   const int strip = lane / LANES, own = lane % LANES * VECTOR;
 #if PLANES
-  // Of this plane of the kernel, then of all.
+  // Row in this plane of the kernel, then over all planes.
   const int plane_rows = args.kernel_rows / args.planes.kernel;
   const int plane_groups = (plane_rows + KERNEL_H - 1) / KERNEL_H;
   const int kernel_plane = blockIdx.z / plane_groups;
@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
       }
       cp_async_commit();
     };
-    __syncwarp();  // the item before is not read any more
+    __syncwarp();  // the previous item is no longer read
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; ++stage) fetch(stage);
 
@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     }
   }
 
-  // The block's strips, in order.
+  // Add the block's strips in order.
   constexpr int units = WARPS * kStrips;
   const int unit = warp * kStrips + strip;
   __syncthreads();
@@ -212,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   }
   if (alone) return;
 
-  // The channel tile's blocks, in order, by the last of them.
+  // The last block of the channel tile adds the blocks in order.
   __threadfence();
   __syncthreads();
   if (thread == 0) {
@@ -222,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   __syncthreads();
   if (!last) return;
   __threadfence();
-  // Every share-th by one thread, then the shares.
+  // Each thread adds every share-th one; then the shares are added.
   constexpr int quads = kPart / 4, shares = WARPS * 32 >= quads ? WARPS * 32 / quads : 1;
   for (int i = thread; i < quads * shares; i += threads) {
     reinterpret_cast<float4*>(units_sums)[i] = strided_sum(

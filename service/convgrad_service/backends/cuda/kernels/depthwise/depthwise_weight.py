@@ -1,4 +1,4 @@
-"""The gradient of a depthwise convolution's weight, channels last: ``depthwise_weight.cu``."""
+"""Weight gradient of depthwise convolutions, channels last, on FMA units."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["WEIGHT_TILES", "DepthwiseWeight", "WeightTile"]
 
-# What is stored for each type of input.
+# Types of results for each type of input.
 RESULTS = {
     DType.FLOAT16: (DType.FLOAT16, DType.FLOAT32),
     DType.BFLOAT16: (DType.BFLOAT16, DType.FLOAT32),
@@ -47,16 +47,15 @@ RESULTS = {
 }
 
 
-# Many warps in a block leave few partial sums to add up.
+# With many warps in a block there are few partial sums to add.
 WARPS = 8
-# Rows that a warp keeps in shared memory, by the bytes of an element.
+# Rows in a warp's shared memory, by the bytes of an element.
 STAGES = {2: 4, 4: 3}
 
 
 @dataclass(frozen=True, slots=True)
 class WeightTile:
-    """A lane's kernel rows, channels and columns, and the blocks that a multiprocessor is to
-    hold."""
+    """A lane's kernel rows, channels and columns, and blocks per multiprocessor."""
 
     kernel_rows: int
     vector: int
@@ -72,7 +71,7 @@ TILES_IN_16_BITS: dict[Kernel, WeightTile] = {
 # Elements of both tensors from which tensor cores are faster in 16 bits with stride 1: with 10 and
 # with 58 million, FMAs took 0.81 and 1.13 of their time on one H200.
 TENSOR_CORES_FROM = 27 * 10**6
-# Of float32, with fewer elements than that.
+# For float32, with fewer elements than that.
 SMALL_TILES: dict[Kernel, WeightTile] = {(3, 3, 1): WeightTile(3, 2, 4, 2)}
 # By kernel rows, kernel columns and stride.
 WEIGHT_TILES: dict[Kernel, WeightTile] = {
@@ -90,7 +89,7 @@ WEIGHT_TILES: dict[Kernel, WeightTile] = {
     (1, 15, 2): WeightTile(1, 1, 10, 2),
     (1, 31, 2): WeightTile(1, 1, 8, 2),
 }
-# Of kernels with several planes, in whole chunks.
+# For kernels with several planes, in whole chunks.
 DEEP = ((3, 3, 1), (3, 3, 2))
 
 
@@ -98,7 +97,7 @@ DepthwiseWeightArgs = structure("depthwise/depthwise_args.cuh", "DepthwiseWeight
 
 
 class DepthwiseWeight:
-    """bwd_weight of the kernels in ``WEIGHT_TILES``, one channel a group, channels last."""
+    """bwd_weight of the kernels in ``WEIGHT_TILES``, one channel per group, channels last."""
 
     name = "depthwise_weight"
 
@@ -145,7 +144,7 @@ class DepthwiseWeight:
         tile: WeightTile,
         chunk: int | None = None,
     ) -> Fragment:
-        """With this tile, and chunks of so many rows."""
+        """Return the launch with a tile and chunks of ``rows``."""
         shared_bytes = _shared_bytes(work.dtype, kernel, tile)
         channel_tiles = ceil_div(work.groups, BLOCK_CHANNELS)
         columns = _columns(work, kernel, tile)
@@ -156,7 +155,7 @@ class DepthwiseWeight:
             reach = ceil_div(kernel[0], plane.stride) - 1
             chunk = chunk_rows(plane.output[0], reach, plane.batch * groups, resident * WARPS)
         chunks = ceil_div(plane.output[0], chunk)
-        # As many blocks as run at once, each warp with the same number of items or one less.
+        # As many blocks as run at once; numbers of items per warp differ by at most one.
         items = plane.batch * groups * chunks
         blocks = ceil_div(items, ceil_div(items, resident * WARPS) * WARPS)
 
@@ -202,7 +201,7 @@ def _has_instance(dtype: DType, kernel: Kernel, piece: int, deep: bool) -> bool:
 
 
 def _plane_and_kernel(work: ConvWork) -> tuple[Plane | None, Kernel | None]:
-    """The plane as its kernel is compiled for, and that kernel."""
+    """Return the plane and the kernel of the instance that computes it."""
     plane = deep_plane_of(work) if is_deep(work) else plane_of(work)
     if plane is None:
         return None, None
@@ -223,23 +222,23 @@ def _tile(work: ConvWork, plane: Plane, kernel: Kernel) -> WeightTile:
 
 
 def _columns(work: ConvWork, kernel: Kernel, tile: WeightTile) -> int:
-    """Of blocks, that each add up to some of the results."""
+    """Return the columns of blocks, each of which reduces to some of the results."""
     planes = work.kernel[0] if is_deep(work) else 1
     return ceil_div(work.groups, BLOCK_CHANNELS) * ceil_div(kernel[0], tile.kernel_rows) * planes
 
 
 def _blocks(kernel: Kernel, tile: WeightTile, piece: int) -> int:
-    """Small copies of long rows take registers."""
+    """Return the blocks of a multiprocessor; small copies of long rows need registers."""
     return 1 if piece < CHUNK_BYTES and kernel[1] > 15 else tile.blocks
 
 
 def _strips(tile: WeightTile) -> int:
-    """Side by side in a warp."""
+    """Return the number of adjacent strips in a warp."""
     return 32 * tile.vector // BLOCK_CHANNELS
 
 
 def _shared_bytes(dtype: DType, kernel: Kernel, tile: WeightTile) -> int:
-    """The warps' rows, or later in their place the strips' sums."""
+    """Return the bytes of the warps' rows, later reused for the strips' sums."""
     strips, (_, width, stride) = _strips(tile), kernel
     columns = strips * tile.columns
     read = (columns - 1) * stride + width + columns

@@ -1,10 +1,8 @@
-// What kernels of the gradient of a depthwise convolution's weight have in common: arguments, what a
-// pair of elements adds to a sum, what becomes of a finished one. The host's side is
-// depthwise_weight_args.py.
+// What gradients of a depthwise convolution's weight share: arguments, the product of a pair of
+// elements, and storing a finished sum. The host's side is depthwise_weight_args.py.
 //
-// depthwise_weight_mma.cu has arguments of its own, with others between these. depthwise_weight.cu
-// takes the last alone: with the rest some of its instances become other machine code, which was
-// not measured.
+// depthwise_weight_mma.cu has its own arguments. depthwise_weight.cu uses only the last function: with
+// the others, some of its instances would compile to different machine code, which was not measured.
 #pragma once
 
 #include "core/epilogue.cuh"
@@ -13,7 +11,7 @@ namespace convgrad {
 
 struct NoMaps {};
 
-// Where there are tensor maps they come first: they are aligned to more than the rest.
+// Tensor maps come first because of their alignment.
 template <class Maps = NoMaps>
 struct DepthwiseWeightOperands : Maps {
   const void* x;           // the input
@@ -22,7 +20,7 @@ struct DepthwiseWeightOperands : Maps {
   const void* accumulate;  // like w, or null
   float* partials;         // [tile of channels][block][tap][channel]
   unsigned* arrived;       // one for each tile, 0 before and after
-  i64 x_stride[3];         // N H W, in elements; a pixel's channels lie side by side
+  i64 x_stride[3];         // N H W, in elements; a pixel's channels are contiguous
   i64 y_stride[3];
   i64 w_stride[3];  // C R S
   i64 accumulate_stride[3];
@@ -35,7 +33,7 @@ struct DepthwiseWeightOperands : Maps {
   int pad[2];
 };
 
-// A finished sum, to where the gradient of channel c and tap (r, s) lies.
+// Stores a finished sum as the gradient of channel c and tap (r, s).
 template <class R, class Args, class S>
 __device__ __forceinline__ void put_gradient(const Args& args, int c, int r, int s, S sum) {
   const R* accumulate = static_cast<const R*>(args.accumulate);

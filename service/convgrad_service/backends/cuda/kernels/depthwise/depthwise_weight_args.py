@@ -1,5 +1,5 @@
-"""What kernels of the gradient of a depthwise convolution's weight have in common: arguments, and
-the partial sums of several blocks. The device's side is ``depthwise_weight_args.cuh``."""
+"""What depthwise weight-gradient kernels share: arguments (``depthwise_weight_args.cuh``), and the
+partial sums of several blocks."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ __all__ = ["buffers_of", "elements_of", "fill_weight", "partials_of"]
 
 
 def elements_of(work: ConvWork, plane: Plane) -> int:
-    """Of both tensors that are read."""
+    """Return the elements of both tensors that are read."""
     return (prod(plane.input) + prod(plane.output)) * plane.batch * work.groups
 
 
 def fill_weight(args: Any, work: ConvWork, plane: Plane) -> None:
-    """What is not an address."""
+    """Fill in everything but addresses."""
     fill_operands(args, work, plane, work.x, work.y)
     args.channels = work.groups * work.out_channels
     args.x_size[:], args.y_size[:], args.pad[:] = plane.input, plane.output, plane.pad
 
 
 def partials_of(work: ConvWork, blocks: int, sums: int) -> tuple[Workspace, ...]:
-    """Room for so many sums, where more than one of ``blocks`` adds to a result."""
+    """Return workspace for partial sums if several ``blocks`` add to a result."""
     return (Workspace(f"{work.prefix}partials", sums * 4),) if blocks > 1 else ()
 
 
 def buffers_of(work: ConvWork, partials: tuple[Workspace, ...]) -> dict[str, Operand | str | None]:
-    """What the pointers among the arguments point to."""
+    """Return the buffers of the arguments' pointers."""
     return {
         "x": work.x,
         "y": work.y,

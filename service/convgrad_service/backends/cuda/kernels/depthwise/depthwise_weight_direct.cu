@@ -1,23 +1,23 @@
-// The gradient of a depthwise convolution's weight, on channels-last tensors of 16-bit types, from
-// registers: shared memory has the last sums alone.
+// The gradient of a depthwise convolution's weight, on channels-last tensors of 16-bit types, computed
+// in registers: shared memory is for the final sums only. The host's side is
+// depthwise_weight_direct.py.
 //
 // w[c, r, s] = sum over (n, p, q) of
 //              x[n, p*STRIDE + r - pad, q*STRIDE + s - pad, c] * y[n, p, q, c],
 // then alpha and beta*accumulate, and one rounding.
-// Thread: VECTOR neighbouring channels of a strip of COLUMNS columns of y. It walks down a chunk of
-// rows, loads each row AHEAD rows before its use, and multiplies each row of x by the rows of y
-// that meet it, which wait in a ring of registers; so it keeps KERNEL x KERNEL sums a channel.
-// Unit: whole warps, whose threads have all channels of a tile, then the strips side by side; they
-// share the row, so that a warp's addresses are one that all have and one that does not change.
-// Block: `units` units, each with chunks of its own, one after another.
+// Thread: VECTOR adjacent channels of a strip of COLUMNS columns of y. It walks down a chunk of rows,
+// prefetches rows AHEAD rows before their use, and multiplies each row of x by the rows of y that meet
+// it, which are in a ring of registers. It has KERNEL x KERNEL sums per channel.
+// Unit: whole warps, whose threads have all channels of a tile, then adjacent strips. They are in the
+// same row, so an address is the sum of a warp-uniform and a constant part.
+// Block: `units` units, each with its own chunks, one after another.
 // Grid: channel tiles, then `blocks` of each.
-// Dynamic shared memory: the threads' sums, added up in order.
-// Deterministic: the last block of a channel tile to arrive adds the blocks' partial sums up, in an
-// order that depends on their number alone.
-// Relies on its launcher for: channels and strides in multiples of 8 elements; an image's extent
-// below 2^31 elements, and items; `arrived` being 0, and partials with more than one block. INNER:
-// units end where rows of y do, and nothing is padded by more than half a kernel.
-// Padding enters as zeros.
+// Dynamic shared memory: the threads' sums, added in order.
+// Deterministic: the last block of a channel tile to arrive adds the blocks' partial sums, in an order
+// that depends on their number only.
+// Relies on its launcher for channels and strides in multiples of 8 elements; an image's extent and
+// items below 2^31; `arrived` being 0, and partials if there is more than one block. INNER: units end
+// where rows of y do, and padding is at most half a kernel. Padding is read as zeros.
 #include "depthwise/depthwise_weight_args.cuh"
 #include "core/divider.cuh"
 #include "core/opaque.cuh"
@@ -27,14 +27,14 @@
 namespace convgrad {
 
 struct DepthwiseWeightDirectArgs : DepthwiseWeightOperands<> {
-  int vectors;     // of channels, of a tile
-  int strips;      // of a unit
+  int vectors;     // vectors of channels in a tile
+  int strips;      // strips of a unit
   int unit_warps;
   int units;       // of a block
-  int groups;      // of strips, of a row
-  int chunks;      // of rows, of an image
-  int rows;        // of a chunk
-  int blocks;      // of a tile
+  int groups;      // groups of strips in a row
+  int chunks;      // chunks of rows in an image
+  int rows;        // rows of a chunk
+  int blocks;      // blocks of a tile
   Divider by_vectors, by_unit_warps, by_groups, by_chunks;
 };
 
@@ -51,7 +51,7 @@ using Raw = typename RawOf<2 * VECTOR>::type;
 constexpr int kTaps = KERNEL * KERNEL;
 constexpr int kSlots = (KERNEL + STRIDE - 1) / STRIDE;
 constexpr int kRead = (COLUMNS - 1) * STRIDE + KERNEL;
-// Columns of x that may lie outside, at either end of a strip.
+// Columns of x that may be outside, at either end of a strip.
 constexpr int kEdge = INNER ? (KERNEL - 1) / 2 : kRead;
 
 constexpr int common_multiple(int a, int b) {
@@ -59,7 +59,7 @@ constexpr int common_multiple(int a, int b) {
   while (both % b != 0) both += a;
   return both;
 }
-// Rows of x after which the ring and the rows under way repeat.
+// Rows of x after which the ring and the prefetched rows repeat.
 constexpr int kTurn = common_multiple(kSlots * STRIDE, AHEAD);
 
 struct ItemAt {
@@ -77,7 +77,7 @@ __device__ __forceinline__ uint2 read_only(const char* from, uint2) {
   return __ldg(reinterpret_cast<const uint2*>(from));
 }
 
-// Both elements of a word; the compiler must keep them, or it would widen them for each use.
+// Both elements of a word, opaque to the compiler, which would otherwise widen them for each use.
 __device__ __forceinline__ float kept(u32 bits) {
   return __uint_as_float(static_cast<u32>(opaque_value(static_cast<int>(bits))));
 }
@@ -89,7 +89,7 @@ __device__ __forceinline__ void widen_both(u32 word, f16, float* wide) {
   wide[0] = kept(__float_as_uint(widen(f16{static_cast<unsigned short>(word)})));
   wide[1] = kept(__float_as_uint(widen(f16{static_cast<unsigned short>(word >> 16)})));
 }
-// Those of a vector, where mask is ~0, or zeros.
+// The elements of a vector if mask is ~0, or zeros.
 __device__ __forceinline__ void widen_all(u32 raw, u32 mask, float* wide) {
   widen_both(raw & mask, T{}, wide);
 }
@@ -109,13 +109,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   extern __shared__ __align__(16) float shared[];
   __shared__ bool last;
   const int thread = threadIdx.x, threads = args.units * args.unit_warps * 32;
-  // The compiler then knows that a warp's threads have the same.
+  // Tells the compiler that the value is uniform in a warp.
   const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);
   const int unit = divide(warp, args.by_unit_warps), place = thread - unit * args.unit_warps * 32;
   const int channel_tile = blockIdx.x;
   const int block = blockIdx.y;
   const int tile_channels = args.vectors * VECTOR, first_channel = channel_tile * tile_channels;
-  // Threads without a strip or channels do what others do, and nobody asks for their sums.
+  // Threads without a strip or channels compute too, but their sums are not used.
   const int own_strip = divide(place, args.by_vectors), strip = min(own_strip, args.strips - 1);
   const int own = (place - own_strip * args.vectors) * VECTOR;
   const int c = min(first_channel + own, args.channels - VECTOR);
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int steps = (rows - 1) * STRIDE + KERNEL;
     const int left_y = (at.group * args.strips + strip) * COLUMNS;
     const int left_x = left_y * STRIDE - args.pad[1];
-    // Columns outside are read as the nearest inside, and then made zeros.
+    // Columns outside read the nearest column inside and are then set to zero.
     u32 from_x[kRead], from_y[COLUMNS], mask_x[kRead], mask_y[COLUMNS];
 #pragma unroll
     for (int i = 0; i < kRead; ++i) {
@@ -220,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
   }
 
-  // The block's strips, then units, in order.
+  // Add the block's strips, then units, in order.
 #pragma unroll
   for (int r = 0; r < KERNEL; ++r) {
 #pragma unroll
@@ -254,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   if (alone) return;
 
-  // The channel tile's blocks, by the last of them: every share-th by one thread, then the shares.
+  // The last block of the channel tile adds the blocks: each thread every share-th one, then the shares.
   __threadfence();
   __syncthreads();
   if (thread == 0) {

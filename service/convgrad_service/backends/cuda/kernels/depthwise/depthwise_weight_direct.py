@@ -1,5 +1,4 @@
-"""The gradient of a depthwise convolution's weight from registers, channels last:
-``depthwise_weight_direct.cu``."""
+"""Weight gradient of depthwise convolutions in registers, channels last."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from convgrad_service.plans.cuda.works import ConvWork
 __all__ = ["DIRECT_TILES", "DepthwiseWeightDirect", "DirectLayout", "DirectTile"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
-# What a unit's first rows take to arrive, in rows.
+# Latency of a unit's first rows, in rows.
 START_ROWS = 4
 MOST_CHUNKS = 64
 MOST_INDEX = 2**31 - 1
@@ -38,8 +37,8 @@ MOST_INDEX = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class DirectTile:
-    """Kernel and stride; a thread's channels and columns of y, and how many rows ahead it loads;
-    the most threads of a block, one of which a multiprocessor holds."""
+    """Kernel and stride; a thread's channels and columns of y, and the rows that it prefetches; the
+    most threads of a block, which fills a multiprocessor."""
 
     kernel: int
     stride: int
@@ -51,7 +50,7 @@ class DirectTile:
 
 @dataclass(frozen=True, slots=True)
 class DirectLayout:
-    """Vectors of channels of a tile, strips of a unit, units of a block, rows of a chunk."""
+    """Vectors of channels in a tile, strips of a unit, units of a block, rows of a chunk."""
 
     vectors: int
     strips: int
@@ -64,7 +63,7 @@ class DirectLayout:
 
 
 DIRECT_TILES = (DirectTile(3, 1, 2, 4, 3, 512), DirectTile(3, 2, 2, 4, 4, 512))
-# From so many elements of both tensors, and columns of y by stride, it was faster on one H200.
+# Elements of both tensors, and columns of y by stride, from which it is faster on an H200.
 LEAST_ELEMENTS = 27 * 10**6
 LEAST_COLUMNS = {1: 56, 2: 28}
 # Where strips do not end with rows: against strips of tensor cores that would be less than so full.
@@ -77,7 +76,7 @@ DepthwiseWeightDirectArgs = structure(
 
 
 class DepthwiseWeightDirect:
-    """bwd_weight of 16-bit types, one channel a group, channels last."""
+    """bwd_weight of 16-bit types, one channel per group, channels last."""
 
     name = "depthwise_weight_direct"
 
@@ -133,7 +132,7 @@ class DepthwiseWeightDirect:
         tile: DirectTile,
         layout: DirectLayout,
     ) -> Fragment:
-        """With this tile and layout."""
+        """Return the launch with a tile and layout."""
         tiles = _tiles(work, tile, layout)
         groups = ceil_div(plane.output[1], layout.strips * tile.columns)
         chunks = ceil_div(plane.output[0], layout.rows)
@@ -186,10 +185,10 @@ class DepthwiseWeightDirect:
 
 
 def _why_slower(work: ConvWork, plane: Plane, tile: DirectTile) -> str | None:
-    """Why others are expected to be faster."""
+    """Return why other families are expected to be faster; None if they are not."""
     elements = elements_of(work, plane)
     if elements < LEAST_ELEMENTS:
-        return f"{elements} elements; others are faster on few"
+        return f"{elements} elements; other families are faster on few"
     columns = plane.output[1]
     if _is_inner(plane, tile, columns):
         least = LEAST_COLUMNS[tile.stride]
@@ -203,14 +202,14 @@ def _why_slower(work: ConvWork, plane: Plane, tile: DirectTile) -> str | None:
 def layouts(
     work: ConvWork, plane: Plane, tile: DirectTile, device: CudaDevice
 ) -> Iterator[tuple[int, DirectLayout]]:
-    """Those that fill blocks, and what each takes: rows by warps of a block."""
+    """Yield layouts that fill blocks, with their costs: rows by warps of a block."""
     vectors = work.groups // tile.vector
     strips = ceil_div(plane.output[1], tile.columns)
     fewest = max(1, 4 // tile.vector)  # vectors more or less; partial sums are read by fours
     for of_tile in range(8, max(8, min(vectors, tile.threads)) + 1, fewest):
         tiles = ceil_div(vectors, of_tile)
         if of_tile > 8 and ceil_div(vectors, of_tile - fewest) == tiles:
-            continue  # fewer do as well
+            continue  # fewer are sufficient
         for side in range(min(strips, tile.threads // of_tile), 0, -1):
             groups = ceil_div(strips, side)
             if ceil_div(strips, groups) != side:
@@ -228,13 +227,12 @@ def layouts(
 
 
 def best_layout(work: ConvWork, plane: Plane, tile: DirectTile, device: CudaDevice) -> DirectLayout:
-    """The one that takes least."""
+    """Return the layout with the least cost."""
     return min(layouts(work, plane, tile, device), key=lambda found: found[0])[1]
 
 
 def _is_inner(plane: Plane, tile: DirectTile, columns: int) -> bool:
-    """Whether units of so many columns of y end where rows do, and no pad is longer than half a
-    kernel; ``columns`` of a whole row ask whether its strips do."""
+    """Whether units of ``columns`` of y end where rows do, and padding is at most half a kernel."""
     half = (tile.kernel - 1) // 2
     reach = (plane.output[1] - 1) * plane.stride + plane.kernel[1]
     after = reach - plane.pad[1] - plane.input[1]
@@ -248,7 +246,7 @@ def _tiles(work: ConvWork, tile: DirectTile, layout: DirectLayout) -> int:
 
 
 def _shared_bytes(tile: DirectTile, layout: DirectLayout) -> int:
-    """The threads' sums."""
+    """Return the bytes of the threads' sums."""
     threads = layout.units * layout.unit_warps * 32
     return tile.kernel**2 * tile.vector * threads * 4
 

@@ -5,21 +5,20 @@
 // then alpha and beta*accumulate, and one rounding.
 // GEMM view, for one channel, one row of the kernel and one row of y: K = 16 strips
 // (depthwise_strips.cuh), N = the 8 columns of a strip of y, M = the 16 columns of x from where the
-// strip's window starts (for stride 2, the even and the odd ones). What lies on a diagonal belongs to
-// one tap; there are at most 8 diagonals, so of two elements 8 rows apart only one is wanted.
-// A block computes up to KERNEL_H rows and 8 * STRIDE columns of taps; larger kernels are cut into
-// parts. A dilated kernel is a larger one, not all of whose taps are wanted.
-// A warp owns CHANNELS channels of the block's items, tiles of strips and chunks of rows, and walks down the
-// rows of x; the rows of y that meet them wait in a ring of registers. Rows go in groups of ROWS:
-// between two barriers, the block multiplies a group, turns the next one, and starts copies of a later
-// one.
+// strip's window starts (for stride 2, the even and the odd ones). Each diagonal is one tap; there are
+// at most 8 diagonals, so of two elements 8 rows apart only one is used.
+// A block computes up to KERNEL_H rows and 8 * STRIDE columns of taps; larger kernels are divided into
+// parts. A dilated kernel is a larger one of which some taps are unused.
+// A warp owns CHANNELS channels of the block's items (tiles of strips and chunks of rows) and walks
+// down the rows of x; the rows of y that meet them are in a ring of registers. Rows are processed in
+// groups of ROWS: between two barriers, the block multiplies a group, transposes the next one, and
+// starts copies of a later one.
 // Grid: blocks * channel tiles * parts of the kernel.
-// Shared memory: STAGES groups of x and of y as they are, two of each in lines, and the sums of every
-// FLUSH rows, since tensor cores do not round but cut.
-// Deterministic: the last block of a channel tile to arrive adds the blocks' partial sums up, in
-// order.
-// Relies on its launcher for: channels in multiples of 8, aligned to 16 bytes; `arrived` being 0,
-// and partials with more than one block.
+// Shared memory: STAGES groups of x and of y as copied, two of each in lines, and the sums of every
+// FLUSH rows, because tensor cores truncate instead of rounding.
+// Deterministic: the last block of a channel tile to arrive adds the blocks' partial sums in order.
+// Relies on its launcher for channels in multiples of 8, aligned to 16 bytes; `arrived` being 0, and
+// partials if there is more than one block.
 #include "depthwise/depthwise_strips.cuh"
 #include "depthwise/depthwise_weight_args.cuh"
 #include "core/partial_sums.cuh"
@@ -33,26 +32,26 @@ struct DepthwiseWeightMmaArgs {
   const void* accumulate;  // like w, or null
   float* partials;         // [part of the kernel][tile of channels][block][tap][channel]
   unsigned* arrived;       // one for each part and tile, 0 before and after
-  i64 x_stride[3];         // N H W, in elements; a pixel's channels lie side by side
+  i64 x_stride[3];         // N H W, in elements; a pixel's channels are contiguous
   i64 y_stride[3];
   i64 w_stride[3];  // C R S
   i64 accumulate_stride[3];
-  u32 x_pitch;  // of a row, in 16 bytes
+  u32 x_pitch;  // of a row, in units of 16 bytes
   u32 y_pitch;
   double alpha;
   double beta;
   int batch;
   int channels;    // of y and w
-  int x_channels;  // 1 / multiplier of them
+  int x_channels;  // channels / multiplier
   int multiplier;
   int x_size[2];
   int y_size[2];
   int pad[2];
-  int kernel[2];    // as far as it reaches, dilated
-  int dilation[2];  // taps are so many rows and columns apart
-  int part[2];  // of the kernel, at most
+  int kernel[2];    // extent of the dilated kernel
+  int dilation[2];  // distance of taps in rows and columns
+  int part[2];  // largest part of the kernel
   int parts_across;
-  int blocks;  // of a part and tile of channels
+  int blocks;  // blocks of a part and tile of channels
   StripTiling tiling;
 };
 
@@ -66,12 +65,12 @@ using T = ELEMENT;
 using R = RESULT;
 
 constexpr int kThreads = WARPS * 32;
-constexpr int kOwn = CHANNELS;  // of a warp
+constexpr int kOwn = CHANNELS;  // channels of a warp
 constexpr int kChannels = WARPS * kOwn;
 constexpr int kOctets = kChannels / 8;
 constexpr int kRing = (KERNEL_H + STRIDE - 1) / STRIDE;
 constexpr int kTurn = kRing * STRIDE;
-// Units of x that a tile needs where strips share none.
+// Units of x that a tile needs if strips share none.
 constexpr int kMostSlots = kTileStrips * STRIDE * 2;
 using CopierX = UnitCopier<T, kOctets, kMostSlots * kOwn / 32, kThreads, STRIDE>;
 using CopierY = UnitCopier<T, kOctets, kTileStrips * kOwn / 32, kThreads, 1>;
@@ -81,10 +80,10 @@ constexpr int kStageY = kTileStrips * kStripColumns * kOctets * 16;
 // Rows after which rings and groups repeat, and how often before products are added up.
 constexpr int kUnrolled = kTurn % ROWS == 0 ? kTurn : kTurn * ROWS;
 constexpr int kFlush = (FLUSH + kUnrolled - 1) / kUnrolled;
-// A lane's sums: for each channel, of each two columns of y.
+// A lane's sums: for each channel, two columns of y.
 constexpr int kWarpSums = KERNEL_H * STRIDE * kOwn * 2;
 
-// The gradient of tap (r, s), if there is one.
+// Stores the gradient of tap (r, s), if it exists.
 __device__ void put(const DepthwiseWeightMmaArgs& args, int c, int r, int s, float sum) {
   if (c >= args.channels || r % args.dilation[0] != 0 || s % args.dilation[1] != 0) return;
   put_gradient<R>(args, c, r / args.dilation[0], s / args.dilation[1], sum);
@@ -150,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
               args.channels);
     const LinesX turn_x(tiling.slots, pitch_x);
     const LinesY turn_y(kTileStrips, pitch_y);
-    // Of a group of rows: the copies, and the way to lines.
+    // For a group of rows: the copies, and the transposition to lines.
     const auto fetch = [&](int group) {
 #pragma unroll
       for (int i = 0; i < ROWS; ++i) {
@@ -170,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
       turn_x.turn(from, to);
       if (STRIDE == 1 || (group * ROWS + i) % STRIDE == 0) turn_y.turn(from + stage_x, to + row_x);
     };
-    __syncthreads();  // the item before is not read any more
+    __syncthreads();  // the previous item is no longer read
 #pragma unroll
     for (int stages = 0; stages < STAGES; ++stages) fetch(stages);
     cp_async_wait<STAGES - 1>();
@@ -185,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     for (int turn = 0; turn < steps; turn += kUnrolled) {
 #pragma unroll
       for (int first = 0; first < kUnrolled; first += ROWS) {
-        // Nothing of y meets rows beyond x's last.
+        // Rows past x's last meet nothing of y.
         if (turn + first >= steps || top + turn + first >= args.x_size[0]) break;
         cp_async_wait<STAGES - 2>();
         __syncthreads();
@@ -220,8 +219,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
             }
           };
           if (exists) load_columns(0);
-          // Copies keep shared memory busy, so they start where the tensor cores have work; or last
-          // of all, when there are registers again.
+          // Copies occupy shared memory, so they start while tensor cores are busy; or
+          // last, when registers are free again.
           if (!LATE && i == ROWS - 1) fetch(group + STAGES);
           if (exists) {
 #pragma unroll
@@ -262,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     }
   }
 
-  // The block's sums of each tap, in the order of y's columns.
+  // Add the block's sums of each tap, in the order of y's columns.
   __syncthreads();
   const int tap_columns = min(args.part[1], args.kernel[1] - first_s);
   const int part = min(args.part[0], args.kernel[0] - first_r) * tap_columns * kChannels;

@@ -1,4 +1,4 @@
-"""The gradient of a depthwise convolution's weight on tensor cores: ``depthwise_weight_mma.cu``."""
+"""Weight gradient of depthwise convolutions on tensor cores."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["WEIGHT_MMA_TILES", "DepthwiseWeightMma", "WeightMmaTile"]
 
-# Diagonals of a product that are told apart.
+# Diagonals of a product that are distinguished.
 DIAGONALS = 8
-# Each part of a kernel reads all of x and y again; dilated kernels have few taps for many parts.
+# Each part of a kernel reads x and y again; dilated kernels would have few taps in many parts.
 MOST_PARTS = 16
-# Rows, of 16 terms each, after which products are added up in float32.
+# Rows, of 16 terms each, after which products are added in float32.
 FLUSH = 32
 
 
 @dataclass(frozen=True, slots=True)
 class WeightMmaTile:
     """The most kernel rows, the stride, warps of a block with ``own`` channels each, rows between
-    barriers and how many times as many are in flight, whether a step's copies go
-    last, and the blocks that a multiprocessor is to hold.
+    barriers, pipeline stages of as many rows, whether a step's copies are issued last, and blocks
+    per multiprocessor.
 
-    ``start`` is what an item takes beside its rows, in rows.
+    ``start`` is the fixed cost of an item, in rows.
     """
 
     kernel_rows: int
@@ -70,11 +70,11 @@ class WeightMmaTile:
 
     @property
     def channels(self) -> int:
-        """Of a block."""
+        """Channels of a block."""
         return self.warps * self.own
 
 
-# By stride, and rows: larger kernels are cut into parts.
+# By stride and rows; larger kernels are divided into parts.
 WEIGHT_MMA_TILES = (
     WeightMmaTile(3, 1, late=False),
     WeightMmaTile(5, 1, late=False),
@@ -87,7 +87,7 @@ DepthwiseWeightMmaArgs = structure("depthwise/depthwise_weight_mma.cu", "Depthwi
 
 
 class DepthwiseWeightMma:
-    """bwd_weight of 16-bit types, one channel a group, channels last."""
+    """bwd_weight of 16-bit types, one channel per group, channels last."""
 
     name = "depthwise_weight_mma"
 
@@ -132,12 +132,12 @@ class DepthwiseWeightMma:
         tile: WeightMmaTile,
         chunk: int | None = None,
     ) -> Fragment:
-        """With this tile, and chunks of so many rows."""
+        """Return the launch with a tile and chunks of ``rows``."""
         strips = _strips(plane)
         channels = tile.channels
         channel_tiles = ceil_div(work.groups * work.out_channels, channels)
         shared_bytes = _shared_bytes(tile, strips.slots)
-        # The kernel in parts of about the same size.
+        # Parts of the kernel, of about equal size.
         down, across = _parts(plane, tile)
         part = ceil_div(plane.reach[0], down), ceil_div(plane.reach[1], across)
         columns = _columns(work, plane, tile)
@@ -147,7 +147,7 @@ class DepthwiseWeightMma:
             reach = ceil_div(tile.kernel_rows, plane.stride) - 1
             chunk = chunk_rows(plane.output[0], reach, strips.tiles, resident, tile.start)
         chunks = ceil_div(plane.output[0], chunk)
-        # As many blocks as run at once, each with the same number of items or one less.
+        # As many blocks as run at once; numbers of items per block differ by at most one.
         items = strips.tiles * chunks
         blocks = ceil_div(items, ceil_div(items, resident))
 
@@ -181,7 +181,7 @@ class DepthwiseWeightMma:
         ]
 
     def _tile(self, plane: Plane) -> WeightMmaTile | None:
-        """The first that holds the kernel's rows, else the one that holds most of them."""
+        """Return the first tile that fits the kernel's rows, else the one with the most rows."""
         tiles = [tile for tile in self._tiles if tile.stride == plane.stride]
         for tile in tiles:
             if plane.reach[0] <= tile.kernel_rows:
@@ -190,19 +190,19 @@ class DepthwiseWeightMma:
 
 
 def _parts(plane: Plane, tile: WeightMmaTile) -> tuple[int, int]:
-    """Into how many parts, down and across, a kernel is cut."""
+    """Return the parts of a kernel, vertically and horizontally."""
     rows, columns = plane.reach
     return ceil_div(rows, tile.kernel_rows), ceil_div(columns, DIAGONALS * tile.stride)
 
 
 def _columns(work: ConvWork, plane: Plane, tile: WeightMmaTile) -> int:
-    """Of blocks, that each add up to some of the results."""
+    """Return the columns of blocks, each of which reduces to some of the results."""
     channel_tiles = ceil_div(work.groups * work.out_channels, tile.channels)
     return channel_tiles * prod(_parts(plane, tile))
 
 
 def _strips(plane: Plane) -> Strips:
-    """Of y, with 8 columns each; of x, a unit holds 8 columns of one parity."""
+    """Return the strips of y, of 8 columns; a unit of x holds 8 columns of one parity."""
     count = ceil_div(plane.output[1], STRIP_COLUMNS)
     return Strips(plane.batch, count, plane.stride, 2 * plane.stride)
 

@@ -1,26 +1,26 @@
 // The gradient of a depthwise convolution's weight on Hopper, of channels-last 16-bit tensors on
-// tensor cores, without a stride.
+// tensor cores, with stride 1. The host's side is hopper_depthwise_strips.py.
 //
 // w[c, r, s] = sum over (n, p, q) of x[n, p + r - pad, q + s - pad, c] * y[n, p, q, c],
 // then alpha and beta*accumulate, and one rounding. KERNEL rows and columns, at most 8.
 // GEMM view, for one channel, one row of the kernel and one row of y: K = 16 strips of 8 columns of
-// y, SIDE of them side by side, of 16 / SIDE images; N = a strip's columns of y, M = the 16 columns
-// of x from where its window starts. What lies on a diagonal belongs to one tap.
-// Operands are pairs of strips of one channel. A lane loads a pixel's 4 channels of each of two
-// strips from shared memory, where the copy engine has put pixels as they lie, and pairs them; the
-// images that its neighbours read lie an odd number of 128 bytes apart, so that a swizzle of 64
-// bytes leads them to different banks. Nothing is turned around or goes back to shared memory.
-// Block: a tile of 32 channels and items: `rows` rows of y of all the images, 8 * SIDE columns.
-// WARPS warps have 4 channels each and walk down the rows of x; the rows of y that meet them wait
-// in a ring of registers. One more thread brings rows into a ring of `slots` stages, a row of x and
-// one of y in each.
+// y, SIDE adjacent ones in each of 16 / SIDE images; N = a strip's columns of y, M = the 16 columns
+// of x from where its window starts. Each diagonal is one tap.
+// Operands are pairs of strips of one channel. A lane loads 4 channels of a pixel of each of two
+// strips from shared memory, where TMA has copied pixels unchanged, and pairs them. The images that
+// adjacent lanes read are an odd number of 128 bytes apart, so that a swizzle of 64 bytes avoids bank
+// conflicts. Nothing is transposed or written back to shared memory.
+// Block: a tile of 32 channels, and items of `rows` rows of y of all images by 8 * SIDE columns. WARPS
+// warps have 4 channels each and walk down the rows of x; the rows of y that meet them are in a ring
+// of registers. One more thread copies rows into a ring of `slots` stages, a row of x and one of y in
+// each.
 // Grid: channel tiles, then `blocks` of each.
-// Dynamic shared memory: 1,024 bytes to align it by, the ring, the warps' sums of diagonals.
-// Deterministic: the last block of a tile to arrive adds the blocks' partial sums up, in an order
-// that depends on their number alone.
-// Relies on its launcher for: channels in multiples of 8, aligned to 16 bytes; `arrived` being 0,
-// and partials with more than one block.
-// Zeros stand for what is outside. Tensor cores do not round but cut, so products are added up in
+// Dynamic shared memory: 1,024 bytes for alignment, the ring, the warps' sums of diagonals.
+// Deterministic: the last block of a tile to arrive adds the blocks' partial sums, in an order that
+// depends on their number only.
+// Relies on its launcher for channels in multiples of 8, aligned to 16 bytes; `arrived` being 0, and
+// partials if there is more than one block.
+// Padding is read as zeros. Tensor cores truncate instead of rounding, so products are added in
 // float32 every kFlush rows.
 // Index limits: items below 2^31, an image's extent below 2^31 elements.
 #include "ptx/load_store.cuh"
@@ -38,12 +38,12 @@ struct HopperDepthwiseStripsMaps {
 };
 
 struct HopperDepthwiseStripsArgs : DepthwiseWeightOperands<HopperDepthwiseStripsMaps> {
-  int groups;  // of 8 * SIDE columns, of a row
-  int chunks;  // of `rows` rows, of an image
+  int groups;  // groups of 8 * SIDE columns in a row
+  int chunks;  // chunks of `rows` rows in an image
   int rows;
-  int items;   // of a tile of channels
-  int blocks;  // of a tile of channels
-  int slots;   // of the ring
+  int items;   // in a tile of channels
+  int blocks;  // in a tile of channels
+  int slots;   // slots of the ring
 };
 
 }  // namespace convgrad
@@ -60,7 +60,7 @@ constexpr int WARPS = kChannels / kOwn;
 constexpr int kImages = 16 / SIDE;
 constexpr int kTaps = KERNEL * KERNEL;
 constexpr int kPixelBytes = kChannels * 2;
-// Columns in shared memory: an odd number of pairs, each 128 bytes.
+// Columns in shared memory: an odd number of pairs of 128 bytes.
 constexpr int odd_pairs(int columns) { return (columns + 1) / 4 * 4 + 2; }
 constexpr int kColumnsX = odd_pairs(8 * SIDE + KERNEL - 1), kColumnsY = odd_pairs(8 * SIDE);
 constexpr int kBoxX = kImages * kColumnsX * kPixelBytes, kBoxY = kImages * kColumnsY * kPixelBytes;
@@ -69,12 +69,12 @@ constexpr int aligned(int bytes) { return (bytes + kAlign - 1) / kAlign * kAlign
 constexpr int kStageX = aligned(kBoxX), kStage = kStageX + aligned(kBoxY);
 constexpr int kMostSlots = 16;
 constexpr int kMultiplying = WARPS * 32, kThreads = kMultiplying + 128;
-// Of a thread that multiplies; those that copy leave theirs to it.
+// Registers of a computing thread; copying threads release theirs.
 constexpr int kLeft = 24, kRegisters = 240;
 constexpr int kWarpSums = KERNEL * kOwn * 2;
 constexpr int kFlush = 64 / KERNEL;  // turns of KERNEL rows
 
-// What an item is: images from n on, columns from `left` on, rows of y from `top` on.
+// An item: images from n on, columns from `left` on, rows of y from `top` on.
 struct Item {
   int n, left, top, rows, steps;
 
@@ -83,18 +83,18 @@ struct Item {
     n = set * kImages, left = (above - set * args.groups) * 8 * SIDE;
     top = (item - above * args.chunks) * args.rows;
     rows = min(args.rows, args.y_size[0] - top);
-    // Nothing of y meets rows beyond x's last.
+    // Rows past x's last meet nothing of y.
     steps = min(rows + KERNEL - 1, args.x_size[0] + args.pad[0] - top);
   }
 };
 
-// The gradient of a tap.
+// Stores the gradient of a tap.
 __device__ __forceinline__ void put(const HopperDepthwiseStripsArgs& args, int c, int tap,
                                     float sum) {
   if (c < args.channels) put_gradient<R>(args, c, tap / KERNEL, tap % KERNEL, sum);
 }
 
-// One thread brings a block's rows into the ring, whose barriers are at `full` and behind them.
+// One thread copies a block's rows into the ring, whose barriers start at `full`.
 __device__ __forceinline__ void copy_rows(const HopperDepthwiseStripsArgs& args, u32 ring,
                                           u32 full) {
   const u32 empty = full + kMostSlots * 8;
@@ -119,7 +119,7 @@ __device__ __forceinline__ void copy_rows(const HopperDepthwiseStripsArgs& args,
   }
 }
 
-// Of two strips' pixels, the pairs of each channel.
+// The pairs of each channel from pixels of two strips.
 __device__ __forceinline__ void pair_up(uint2 first, uint2 second, u32 (&pairs)[kOwn]) {
   pairs[0] = __byte_perm(first.x, second.x, 0x5410);
   pairs[1] = __byte_perm(first.x, second.x, 0x7632);

@@ -1,5 +1,4 @@
-"""The gradient of a depthwise convolution's weight on Hopper, strips of several images as one
-product: ``hopper_depthwise_strips.cu``."""
+"""Weight gradient of depthwise convolutions on Hopper, with strips of several images at once."""
 
 from __future__ import annotations
 
@@ -40,19 +39,19 @@ MOST_INDEX = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class StripsTile:
-    """A kernel's rows and columns, and the strips of a product that lie side by side."""
+    """A kernel's rows and columns, and the adjacent strips of a product."""
 
     kernel: int
     side: int
 
     @property
     def images(self) -> int:
-        """Of a product."""
+        """Images of a product."""
         return STRIPS // self.side
 
     @property
     def x_columns(self) -> int:
-        """In shared memory: an odd number of pairs."""
+        """Columns in shared memory, an odd number of pairs."""
         return _odd_pairs(STRIP_COLUMNS * self.side + self.kernel - 1)
 
     @property
@@ -61,7 +60,7 @@ class StripsTile:
 
     @property
     def stage_bytes(self) -> int:
-        """A row of x and one of y."""
+        """Bytes of a stage: a row of x and one of y."""
         return sum(
             ceil_div(self.images * columns * CHANNELS * 2, ALIGN_BYTES) * ALIGN_BYTES
             for columns in (self.x_columns, self.y_columns)
@@ -72,7 +71,7 @@ class StripsTile:
         return CHANNELS * self.kernel * 2 * 32 * 4
 
     def slots(self, device: CudaDevice) -> int:
-        """Of the ring, beside what aligns it, the sums and the barriers."""
+        """Bytes of shared memory: the ring, its alignment, the sums and the barriers."""
         free = device.shared_bytes_per_block - ALIGN_BYTES - self.sums_bytes - 512
         return min(MOST_SLOTS, free // self.stage_bytes)
 
@@ -80,7 +79,7 @@ class StripsTile:
 HOPPER_STRIPS_TILES = tuple(StripsTile(kernel, side) for kernel in (5, 7) for side in (4, 2))
 
 
-# Elements of both tensors from which it is faster, and how full products must be.
+# Elements of both tensors from which it is faster, and the least utilization of products.
 LEAST_ELEMENTS, LEAST_FILLED = 12 * 10**6, 0.8
 
 
@@ -90,7 +89,7 @@ HopperDepthwiseStripsArgs = structure(
 
 
 class HopperDepthwiseStrips:
-    """bwd_weight of 16-bit types, one channel a group, channels last."""
+    """bwd_weight of 16-bit types, one channel per group, channels last."""
 
     name = "hopper_depthwise_strips"
 
@@ -138,7 +137,7 @@ class HopperDepthwiseStrips:
     def fragment(
         self, work: ConvWork, device: CudaDevice, plane: Plane, tile: StripsTile
     ) -> Fragment:
-        """With this tile."""
+        """Return the launch with a tile."""
         tiles = ceil_div(work.groups, CHANNELS)
         resident = max(1, device.multiprocessors // tiles)
         chunks = _chunks(plane, tile, resident)
@@ -172,7 +171,7 @@ class HopperDepthwiseStrips:
         ]
 
     def _tile(self, plane: Plane) -> StripsTile | None:
-        """The one that leaves the fewest strips empty."""
+        """Return the tile with the fewest empty strips."""
         if plane.axes[1] is None or plane.stride != 1:
             return None
         strips = ceil_div(plane.output[1], STRIP_COLUMNS)
@@ -181,10 +180,10 @@ class HopperDepthwiseStrips:
 
 
 def _why_slower(work: ConvWork, plane: Plane, tile: StripsTile) -> str | None:
-    """Why others are expected to be faster."""
+    """Return why other families are expected to be faster; None if they are not."""
     elements = elements_of(work, plane)
     if elements < LEAST_ELEMENTS:
-        return f"{elements} elements; others are faster on few"
+        return f"{elements} elements; other families are faster on few"
     sides = ((plane.output[1], STRIP_COLUMNS * tile.side), (plane.batch, tile.images))
     filled = prod(
         size / (ceil_div(size, of) * of) for size, of in (*sides, (work.groups, CHANNELS))
@@ -199,13 +198,13 @@ def _odd_pairs(columns: int) -> int:
 
 
 def _items(plane: Plane, tile: StripsTile, chunks: int) -> int:
-    """Of a tile of channels."""
+    """Return the items of a tile of channels."""
     groups = ceil_div(plane.output[1], STRIP_COLUMNS * tile.side)
     return ceil_div(plane.batch, tile.images) * groups * chunks
 
 
 def _chunks(plane: Plane, tile: StripsTile, resident: int) -> int:
-    """Of an image's rows, such that all blocks are done soonest."""
+    """Return the chunks of an image's rows for which all blocks end soonest."""
     rows = plane.output[0]
 
     def steps(chunks: int) -> int:
@@ -227,7 +226,7 @@ def _maps(
             (pixel * item, row * item, image * item),
             swizzle=CHANNELS * item,
             box=(CHANNELS, columns, 1, tile.images),
-            # Fetching more than is asked for into the L2 cache was measured to fetch it twice.
+            # L2 promotion was measured to fetch data twice.
             l2_bytes=0,
         )
 

@@ -1,11 +1,10 @@
 // One convolution as a gather: forward, or the gradient of the input. The host's side is gather_args.py.
 //
-// Along each dimension result position y and source position x meet at tap r where
+// Along each dimension, result position y meets source position x at tap r if
 //   forward   x = y*stride + r*dilation - pad
-//   backward  y = x*stride + r*dilation - pad,
-// and there backward results fall into `stride` phases, y mod stride, in each of which every
-// (stride / gcd(stride, dilation))-th tap meets a source, one after another: no multiplication by
-// an inserted zero.
+//   backward  y = x*stride + r*dilation - pad.
+// Backward results have `stride` phases, y mod stride. In each phase every
+// (stride / gcd(stride, dilation))-th tap meets a source, so no inserted zeros are multiplied.
 #pragma once
 
 #include "core/elements.cuh"
@@ -17,7 +16,7 @@ struct GatherArgs {
   const void* w;           //
   void* y;                 // the result: output, or grad_input
   const void* accumulate;  // like y, or null
-  const void* bias;        // one for each of the result's channels, or null
+  const void* bias;        // one value for each channel of the result, or null
   i64 x_stride[6];         // N G C D H W, in elements
   i64 w_stride[6];         // G, result channel, source channel, T R S
   i64 y_stride[6];
@@ -26,8 +25,8 @@ struct GatherArgs {
   double beta;
   int batch;
   int groups;
-  int in_channels;   // of the source, in one group
-  int out_channels;  // of the result, in one group
+  int in_channels;   // of the source, in a group
+  int out_channels;  // of the result, in a group
   int x_size[3];
   int y_size[3];
   int kernel[3];
@@ -37,11 +36,11 @@ struct GatherArgs {
   int phases[3];  // forward 1, backward min(stride, y_size)
   int backward;
   int activation;
-  int lanes;  // which index runs along neighbouring threads: 0 pixels, 1 channels
+  int lanes;  // index that varies along adjacent threads: 0 pixels, 1 channels
 };
 
-// One dimension of one phase: result y0 + m*y_step for m in [0, count) meets, at tap r0 + j*r_step
-// for j in [0, taps), source x0 + m*x_step + j*x_tap, where that lies inside.
+// One dimension of one phase: result y0 + m*y_step, m in [0, count), meets source
+// x0 + m*x_step + j*x_tap, if that is inside, at tap r0 + j*r_step, j in [0, taps).
 struct Axis {
   i64 y0, y_step, count;
   i64 x0, x_step, x_tap;
@@ -57,7 +56,7 @@ __device__ inline Axis axis_of(const GatherArgs& args, int dim, i64 phase) {
   const i64 stride = args.stride[dim], dilation = args.dilation[dim], pad = args.pad[dim];
   const i64 taps = args.kernel[dim], size = args.y_size[dim];
   if (!args.backward) return {0, 1, size, -pad, stride, dilation, 0, 1, taps};
-  // The first tap of the phase, and after how many taps the next one follows.
+  // The first tap of the phase, and the distance to the next.
   i64 rest = modulo(phase + pad, stride);
   const i64 turn = dilation % stride;
   i64 r0 = 0;
@@ -65,7 +64,7 @@ __device__ inline Axis axis_of(const GatherArgs& args, int dim, i64 phase) {
     rest -= turn;
     if (rest < 0) rest += stride;
     ++r0;
-    if (r0 >= stride) break;  // went round: no tap ever meets this phase
+    if (r0 >= stride) break;  // no tap meets this phase
   }
   i64 a = stride, b = dilation;
   while (b != 0) {

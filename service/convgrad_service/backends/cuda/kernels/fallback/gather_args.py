@@ -1,4 +1,4 @@
-"""The argument of the gather kernels: ``gather_args.cuh`` mirrored."""
+"""The argument of the gather kernels, ``gather_args.cuh``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ GatherArgs = structure("fallback/gather_args.cuh", "GatherArgs")
 
 
 def gather_sides(work: ConvWork) -> tuple[Operand, Operand]:
-    """What is read and what is written, beside the weight."""
+    """Return the operands read and written, other than the weight."""
     return (work.y, work.x) if work.direction == "bwd_data" else (work.x, work.y)
 
 
 def gather_args(work: ConvWork, lanes: int, phases: Sequence[int]) -> Packed:
-    """A fwd or bwd_data for the kernel."""
+    """Return the kernel's argument for a fwd or bwd_data."""
     backward = work.direction == "bwd_data"
     source, result = gather_sides(work)
     args = GatherArgs()
@@ -29,7 +29,7 @@ def gather_args(work: ConvWork, lanes: int, phases: Sequence[int]) -> Packed:
     if work.accumulate is not None:
         args.accumulate_stride[:] = work.accumulate.strides
     group, k, c, *kernel = work.w.strides
-    # The result's channel comes first: K forward, C backward.
+    # The result's channels come first: K forward, C backward.
     args.w_stride[:] = (group, c, k, *kernel) if backward else (group, k, c, *kernel)
     args.alpha, args.beta = work.alpha, work.beta
     args.batch, args.groups = work.batch, work.groups

@@ -1,8 +1,9 @@
-// A convolution as a gather, forward or the gradient of the input, one thread per pixel and
-// CHANNELS result channels of a group: for few channels a group, where a tile would be mostly empty.
+// A convolution as a gather, forward or the gradient of the input, one thread per pixel and CHANNELS
+// result channels of a group: for few channels per group, which would not fill a tile. The host's side
+// is gather_direct.py.
 //
-// Block: 256 threads, along pixels or channels as `lanes` says (whichever lies side by side in
-// memory). Shared memory: none. Deterministic: every result is one sum over taps, then source
+// Block: 256 threads, along pixels or channels as `lanes` says (whichever is contiguous in memory).
+// Shared memory: none. Deterministic: every result is one sum over taps, then source
 // channels, in order. Relies on its launcher for the grid: ceil(threads / 256) blocks.
 // Index limits: extents below 2^31, tensors by 64-bit offsets.
 #include "core/epilogue.cuh"
@@ -10,7 +11,7 @@
 
 using namespace convgrad;
 
-// Two blocks to a multiprocessor hide more latency; Blackwell's code would then spill.
+// Two blocks per multiprocessor hide more latency, but would spill on Blackwell.
 #if __CUDA_ARCH__ >= 1000
 #define BLOCKS 1
 #else
@@ -22,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   using T = ELEMENT;
   using S = ElementAccumulator<T>;
   const i64 pixels = static_cast<i64>(args.batch) * args.y_size[0] * args.y_size[1] * args.y_size[2];
-  const i64 blocks = ceil_div(args.out_channels, CHANNELS);  // of channels, in a group
+  const i64 blocks = ceil_div(args.out_channels, CHANNELS);  // blocks of channels in a group
   const i64 index = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
   if (index >= pixels * args.groups * blocks) return;
 

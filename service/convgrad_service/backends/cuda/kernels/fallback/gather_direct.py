@@ -1,4 +1,4 @@
-"""A convolution forward or backward in its input, a thread per pixel and few channels."""
+"""Convolution forward or input gradient: one thread per pixel and a few channels."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from convgrad_service.plans.cuda.works import ConvWork
 __all__ = ["GatherDirect"]
 
 BLOCK = 256
-# Result channels of one thread: each element of the source is read once for all of them.
+# Result channels of a thread, which share each element of the source that it reads.
 CHANNELS = (1, 4)
 
 
 class GatherDirect:
-    """fwd and bwd_data of any problem: the family of last resort."""
+    """fwd and bwd_data of any problem: the last fallback."""
 
     name = "gather_direct"
 

@@ -2,13 +2,13 @@
 // units: M = pixels of one phase (over the batch), N = result channels of one group, K = taps x
 // source channels.
 //
-// Block: 256 threads compute a tile of 128 pixels x 64 channels, 8 x 4 a thread, in steps of 16
+// Block: 256 threads compute a tile of 128 pixels x 64 channels, 8 x 4 per thread, in steps of 16
 // source channels of one tap. Static shared memory: 13 KiB for the steps (double 26) and 5 KiB for
 // the pixels' coordinates and offsets. Deterministic: every result is one sum over taps, then
-// channels, in order, whatever the tile.
-// Source positions outside the tensor enter as zeros.
-// Relies on its launcher for the grid: x = phases * pixel tiles (of the largest phase) * groups *
-// channel tiles, the last running fastest.
+// channels, in order, independent of tiles.
+// Source positions outside the tensor are read as zeros.
+// Relies on its launcher for the grid, phases * pixel tiles (of the largest phase) * groups * channel
+// tiles, the last one fastest.
 // Index limits: extents below 2^31, tensors by 64-bit offsets.
 #include "core/epilogue.cuh"
 #include "fallback/gather_args.cuh"
@@ -18,7 +18,7 @@ using namespace convgrad;
 namespace {
 
 constexpr int kPixels = 128, kChannels = 64, kStep = 16;
-constexpr int kThreads = 256, kRows = 8, kColumns = 4;  // a thread's pixels and channels
+constexpr int kThreads = 256, kRows = 8, kColumns = 4;  // pixels and channels of a thread
 
 }  // namespace
 
@@ -28,9 +28,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, sizeof(ElementAccumulator
   using S = ElementAccumulator<T>;
   __shared__ alignas(16) S a_tile[kStep][kPixels + 4];
   __shared__ alignas(16) S b_tile[kStep][kChannels + 4];
-  __shared__ i64 pixel_x[kPixels];       // of n and the group; negative where there is none
+  __shared__ i64 pixel_x[kPixels];       // offset of image and group; negative for no pixel
   __shared__ i64 pixel_at[3][kPixels];   // the source position at tap 0
-  __shared__ i64 offset[kPixels];        // of the source at this tap; negative where outside
+  __shared__ i64 offset[kPixels];        // of the source at this tap; negative if outside
   __shared__ Axis axis[3];
 
   const int thread = threadIdx.x;
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, sizeof(ElementAccumulator
   for (int t = 0; t < static_cast<int>(axis[0].taps); ++t) {
     for (int r = 0; r < static_cast<int>(axis[1].taps); ++r) {
       for (int s = 0; s < static_cast<int>(axis[2].taps); ++s) {
-        __syncthreads();  // nobody reads the last tap's offsets any more
+        __syncthreads();  // the last tap's offsets are no longer read
         bool inside = false;
         if (thread < kPixels) {
           const i64 d = pixel_at[0][thread] + t * axis[0].x_tap;
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, sizeof(ElementAccumulator
                                         h * args.x_stride[4] + v * args.x_stride[5]
                                   : -1;
         }
-        if (!__syncthreads_or(inside)) continue;  // a tap wholly in padding
+        if (!__syncthreads_or(inside)) continue;  // the tap is in padding for all pixels
         const T* const weight = w + (axis[0].r0 + t * axis[0].r_step) * args.w_stride[3] +
                                 (axis[1].r0 + r * axis[1].r_step) * args.w_stride[4] +
                                 (axis[2].r0 + s * axis[2].r_step) * args.w_stride[5];
@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, sizeof(ElementAccumulator
             k += kThreads / kStep;
             from += kThreads / kStep * args.w_stride[1];
           }
-          __syncthreads();  // nobody reads the last step's tiles any more
+          __syncthreads();  // the last step's tiles are no longer read
 #pragma unroll
           for (int i = 0; i < kPixels * kStep / kThreads; ++i) {
             const int at = thread + i * kThreads;
@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, sizeof(ElementAccumulator
     }
   }
 
-  __syncthreads();  // a phase without taps has not met since the pixels were written
+  __syncthreads();  // a phase without taps has not synchronized since the pixels were written
   const T* const accumulate = static_cast<const T*>(args.accumulate);
   const T* const bias = static_cast<const T*>(args.bias);
 #pragma unroll

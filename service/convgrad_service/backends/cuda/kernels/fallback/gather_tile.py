@@ -1,4 +1,4 @@
-"""A convolution forward or backward in its input, as a tiled GEMM on the FMA units."""
+"""Convolution forward or input gradient as a tiled GEMM on the FMA units."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from convgrad_service.plans.cuda.works import ConvWork
 __all__ = ["GatherTile"]
 
 BLOCK = 256
-# The tile that the kernel computes, and the source channels of one step.
+# The tile of the kernel, and the source channels of one step.
 PIXELS, CHANNELS, STEP = 128, 64, 16
 
 
@@ -60,13 +60,13 @@ def _instance(dtype: DType) -> Instance:
 
 
 def _channels(work: ConvWork) -> tuple[int, int]:
-    """Read and written, of one group."""
+    """Return the channels read and written, of one group."""
     channels = work.in_channels, work.out_channels
     return channels[::-1] if work.direction == "bwd_data" else channels
 
 
 def _phases(work: ConvWork) -> tuple[int, int, int]:
-    """Stride phases of the result along each dimension: only those that have a position."""
+    """Return the nonempty stride phases of the result along each dimension."""
     if work.direction == "fwd":
         return 1, 1, 1
     d, h, w = (min(pair) for pair in zip(work.stride, work.input, strict=True))

@@ -1,9 +1,9 @@
 // The gradient of a convolution's weight. The host's side is weight_args.py.
 //
 // w[g, k, c, r] = sum over pixels (n, o) of y[n, g, k, o] * x[n, g, c, o*stride + r*dilation - pad].
-// The pixels are cut into `splits` ranges of `split_pixels` (the last may be shorter). With one
-// range the result is finished here; with more, each writes its sums to its own part of
-// `partials`, in the order (g, k, c, r), and core/split_sum.cu adds the parts up in order.
+// The pixels are divided into `splits` ranges of `split_pixels` (the last may be shorter). One range
+// gives the result; several write their sums to separate parts of `partials`, in the order
+// (g, k, c, r), and core/split_sum.cu adds the parts in order.
 #pragma once
 
 #include "core/epilogue.cuh"
@@ -27,20 +27,20 @@ struct WeightArgs {
   int splits;
   int batch;
   int groups;
-  int in_channels;   // in one group
-  int out_channels;  // in one group
+  int in_channels;   // in a group
+  int out_channels;  // in a group
   int x_size[3];
   int y_size[3];
   int kernel[3];
   int stride[3];
   int dilation[3];
   int pad[3];
-  int x_lanes;  // what lies side by side in x: 0 pixels, 1 channels
+  int x_lanes;  // contiguous index of x: 0 pixels, 1 channels
   int y_lanes;
 };
 
-// Where one tap finds one pixel: element offsets in x and y without group and channel; x is
-// negative where the tap falls in padding.
+// Element offsets of one pixel and tap in x and y, without group and channel; x is negative if the
+// tap is in padding.
 struct Meeting {
   i64 x, y;
 };
@@ -68,7 +68,7 @@ __device__ inline void tap_of(const WeightArgs& args, i64 index, i64 (&tap)[3]) 
   tap[0] = divide(rest, args.kernel[1], tap[1]);
 }
 
-// One finished sum of this block's split. T is what w and accumulate hold, S what is summed in.
+// Stores a sum of this block's split. T is the type of w and accumulate, S that of sums.
 template <class T, class S>
 __device__ inline void put_weight(const WeightArgs& args, i64 split, i64 group, i64 k, i64 c,
                                   i64 tap_index, const i64 (&tap)[3], S sum) {

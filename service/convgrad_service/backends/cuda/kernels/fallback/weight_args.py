@@ -1,4 +1,4 @@
-"""The argument of the weight-gradient kernels, and how their pixels are split."""
+"""The argument of the weight-gradient kernels, and split-K over pixels."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["DTYPE_PAIRS", "Split", "WeightArgs", "finish_split", "split_pixels", "weight_args"]
 
-# One range of pixels is at least so long, that its sum outweighs being added to the others.
+# Least pixels of a split, so that summing them outweighs adding the partial sums.
 LEAST_PIXELS = 256
-# As many blocks of 256 threads run on one multiprocessor, which has 2,048 threads.
+# Blocks of 256 threads per multiprocessor, which has 2,048 threads.
 BLOCKS_PER_MULTIPROCESSOR = 8
 MOST_SPLITS = 128
-# Partial sums together take at most so much, unless the caller asks for more splits.
+# The most memory for partial sums, unless the caller requests more splits.
 PARTIAL_BYTES = 256 * 2**20
 
 DTYPE_PAIRS: Sequence[tuple[DType, DType]] = (
@@ -29,7 +29,7 @@ DTYPE_PAIRS: Sequence[tuple[DType, DType]] = (
     (DType.FLOAT16, DType.FLOAT32),
     (DType.BFLOAT16, DType.FLOAT32),
 )
-"""What is read and what is written: the same, or float32 from 16 bits."""
+"""Types read and written: equal, or float32 from 16 bits."""
 
 
 WeightArgs = structure("fallback/weight_args.cuh", "WeightArgs")
@@ -37,14 +37,14 @@ WeightArgs = structure("fallback/weight_args.cuh", "WeightArgs")
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """``count`` ranges of ``pixels`` each, the last maybe shorter."""
+    """``count`` ranges of ``pixels`` each; the last may be shorter."""
 
     count: int
     pixels: int
 
 
 def split_pixels(work: ConvWork, blocks: int, device: CudaDevice) -> Split:
-    """How to cut the pixels so that ``blocks`` blocks a range fill the device.
+    """Return how to split the pixels so that ``blocks`` blocks per split fill the device.
 
     Follows from the problem and the device model alone, so equal requests give equal bits.
     """
@@ -64,7 +64,7 @@ def _partial_bytes(work: ConvWork) -> int:
 
 
 def weight_args(work: ConvWork, split: Split) -> Packed:
-    """A bwd_weight for the kernels."""
+    """Return the kernels' argument for a bwd_weight."""
     args = WeightArgs()
     args.x_stride[:], args.y_stride[:] = work.x.strides, work.y.strides
     args.w_stride[:] = work.w.strides
@@ -89,7 +89,7 @@ def weight_args(work: ConvWork, split: Split) -> Packed:
 
 
 def finish_split(work: ConvWork, split: Split) -> tuple[tuple[Launch, ...], tuple[Workspace, ...]]:
-    """The launch that adds up the ranges' sums, and their workspace; nothing for one range."""
+    """Return the launch that adds the partial sums, and their workspace; nothing for one split."""
     if split.count == 1:
         return (), ()
     extents = (work.groups, work.out_channels, work.in_channels, *work.kernel)

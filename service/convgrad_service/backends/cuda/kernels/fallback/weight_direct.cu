@@ -1,11 +1,10 @@
-// The gradient of a convolution's weight, one thread per weight element and share of the pixels:
-// for few channels a group, where a tile would be mostly empty.
+// The gradient of a convolution's weight, one thread per weight element and part of the pixels: for
+// few channels per group, which would not fill a tile. The host's side is weight_direct.py.
 //
-// Block: 32 weight elements of one tap, neighbours along (g, k, c), times 8 rows that take every
+// Block: 32 weight elements of one tap, adjacent along (g, k, c), times 8 rows that each sum every
 // eighth pixel of one split. Static shared memory: 4 KiB for the offsets of 256 pixels, 1 KiB for
 // the rows' sums (double 2). Deterministic: each row sums in order, the rows are added in order.
-// Relies on its launcher for the grid: x = splits * taps * ceil(elements / 32), the last running
-// fastest.
+// Relies on its launcher for the grid, splits * taps * ceil(elements / 32), the last one fastest.
 // Index limits: extents below 2^31, tensors by 64-bit offsets.
 #include "fallback/weight_args.cuh"
 
@@ -46,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(kAhead)
   const i64 begin = split * args.split_pixels;
   const i64 end = min(begin + args.split_pixels, args.pixels);
   for (i64 ahead = begin; ahead < end; ahead += kAhead) {
-    __syncthreads();  // nobody reads the last offsets any more
+    __syncthreads();  // the last offsets are no longer read
     const i64 pixel = ahead + threadIdx.x;
     met[threadIdx.x] = pixel < end ? meeting_of(args, pixel, tap) : Meeting{-1, 0};
     __syncthreads();

@@ -1,4 +1,4 @@
-"""The gradient of a convolution's weight, a thread per element and share of the pixels."""
+"""Weight gradient: one thread per element and part of the pixels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCK, LANES = 256, 32
 
 
 class WeightDirect:
-    """bwd_weight of any problem: the family of last resort."""
+    """bwd_weight of any problem: the last fallback."""
 
     name = "weight_direct"
 
@@ -57,5 +57,5 @@ def _instance(dtype: DType, result: DType) -> Instance:
 
 
 def _blocks(work: ConvWork) -> int:
-    """Of one range of pixels."""
+    """Return the blocks of one split."""
     return ceil_div(work.groups * work.out_channels * work.in_channels, LANES) * work.taps

@@ -1,12 +1,12 @@
 // The gradient of a convolution's weight as a GEMM on the FMA units: M = output channels, N = input
 // channels of one group at one tap, K = the pixels of one split.
 //
-// Block: 256 threads compute a tile of 64 x 64 channels of one tap, 4 x 4 a thread, in steps of 16
+// Block: 256 threads compute a tile of 64 x 64 channels of one tap, 4 x 4 per thread, in steps of 16
 // pixels. Static shared memory: 9 KiB for the steps (double 17) and 4 KiB for the offsets of 256
 // pixels. Deterministic: each sum runs over its split's pixels in order.
-// A pixel whose tap falls in padding enters as zero from both sides.
-// Relies on its launcher for the grid: x = splits * groups * taps * tiles of K * tiles of C, the
-// last running fastest.
+// A pixel whose tap is in padding is read as zero from both tensors.
+// Relies on its launcher for the grid, splits * groups * taps * tiles of K * tiles of C, the last one
+// fastest.
 // Index limits: extents below 2^31, tensors by 64-bit offsets.
 #include "fallback/weight_args.cuh"
 
@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const i64 begin = split * args.split_pixels;
   const i64 end = min(begin + args.split_pixels, args.pixels);
   for (i64 ahead = begin; ahead < end; ahead += kAhead) {
-    __syncthreads();  // nobody reads the last offsets any more
+    __syncthreads();  // the last offsets are no longer read
     const i64 pixel = ahead + thread;
     met[thread] = pixel < end ? meeting_of(args, pixel, tap) : Meeting{-1, 0};
     __syncthreads();
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         const bool there = met[p].x >= 0 && c < args.in_channels;
         from_x[i] = there ? S(widen(x[met[p].x + c * args.x_stride[2]])) : S(0);
       }
-      __syncthreads();  // nobody reads the last step's tiles any more
+      __syncthreads();  // the last step's tiles are no longer read
 #pragma unroll
       for (int i = 0; i < kTile * kStep / kThreads; ++i) {
         const int at = thread + i * kThreads;

@@ -1,4 +1,4 @@
-"""The gradient of a convolution's weight, as a tiled GEMM on the FMA units."""
+"""Weight gradient as a tiled GEMM on the FMA units."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WeightTile:
     name = "weight_tile"
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`; judged by channels, as `GatherTile` is."""
+        """See `Family.why_not`; depends on channels only, like `GatherTile`."""
         if work.in_channels * work.out_channels < TILE * TILE // 16:
             return (
                 f"{work.out_channels}x{work.in_channels} channels a group would leave most of a "
@@ -65,6 +65,6 @@ def _instance(dtype: DType, result: DType) -> Instance:
 
 
 def _blocks(work: ConvWork) -> int:
-    """Of one range of pixels."""
+    """Return the blocks of one split."""
     tiles = ceil_div(work.in_channels, TILE) * ceil_div(work.out_channels, TILE)
     return work.groups * work.taps * tiles

@@ -1,24 +1,25 @@
-// A depthwise 3x3 convolution and a pointwise one after it, on Hopper, with the intermediate in
-// shared memory alone:
+// A depthwise 3x3 convolution followed by a pointwise one, on Hopper, with the intermediate in shared
+// memory only:
 //
 // m[p, c] = activation0(bias0[c] + sum over (r, s) of x[p*STRIDE + (r, s) - pad, c] * w0[c, r, s]),
 // rounded once, and y[p, k] = activation1(bias1[k] + sum over c of m[p, c] * w1[k, c])
 //
 // The host's side is hopper_separable.py. GEMM: M = kOutputs of the outputs, N = the COLUMNS pixels
 // of a tile, K = the channels, in chunks of ROW_BYTES / 2.
-// Item: a tile of TILE_H x TILE_W pixels in each of IMAGES images, and a slice of the outputs;
-// slices of one tile follow each other. A block takes every so manyth item. Of its warpgroups GROUPS
-// multiply, each PARTS x 64 outputs; SHARERS of them have the same outputs, and a part of the tile's
-// rows each. Two are teams that make a chunk of the intermediate each at a time, by FMA, a lane two
-// channels of UNIT_H x UNIT_W pixels (hopper_separable_middle.cuh). Of the last one a thread loads
-// boxes of the input with their halo, zeros outside, one the weights of a chunk. They meet in rings:
-// boxes, weights (or all of them, once), MIDDLES places of the intermediate.
-// Dynamic shared memory: 1,024 bytes to align it by; the weights' ring; the intermediate's; for each
-// group COLUMNS rows of 128 bytes of results on their way; the boxes; barriers.
-// hopper_separable_tiles.py counts them.
-// Relies on its launcher for channels side by side in whole 16-byte chunks, and for channels of w0
-// one after another. Needs sm_90a.
-// Deterministic: one order of additions for each result, whatever the tile.
+// Item: a tile of TILE_H x TILE_W pixels in each of IMAGES images, and a slice of the outputs; slices
+// of one tile are consecutive. A persistent block computes every gridDim-th item. It is warp
+// specialized: GROUPS consumer warpgroups multiply, each PARTS x 64 outputs, and SHARERS of them have
+// the same outputs and different rows of the tile. Two warpgroups are teams that compute a chunk of
+// the intermediate each at a time, by FMA, each lane two channels of UNIT_H x UNIT_W pixels
+// (hopper_separable_middle.cuh). In the last one, a thread loads boxes of the input with their halo,
+// zeros outside, and another the weights of a chunk. They communicate through rings of boxes, of
+// weights (or all weights, loaded once), and of MIDDLES stages of the intermediate.
+// Dynamic shared memory: 1,024 bytes for alignment; the rings of weights and of the intermediate; for
+// each group COLUMNS rows of 128 bytes of staged results; the boxes; barriers. See
+// hopper_separable_tiles.py.
+// Relies on its launcher for contiguous channels in whole 16-byte chunks, and for contiguous taps and
+// channels of w0. Needs sm_90a.
+// Deterministic: one order of additions for each result, independent of the tile.
 // Index limits: items below 2^31; positions are those of tensor maps.
 #include "fused/hopper_separable_middle.cuh"
 
@@ -74,7 +75,7 @@ __device__ __forceinline__ void load_weights(const HopperSeparableArgs& args, co
   }
 }
 
-// The intermediate: a team makes every other chunk.
+// Computes the intermediate: each team computes every other chunk.
 __device__ __forceinline__ void make_middles(const HopperSeparableArgs& args, const Place& place,
                                              int warp) {
   const Maker maker(args, place, warp % kMakers);
@@ -114,7 +115,7 @@ __device__ __forceinline__ void change_sums(float (&sum)[kFragments][4], const f
   }
 }
 
-// Puts one part of a warpgroup's results where the copy engine takes them from: rows of pixels.
+// Writes a part of a warpgroup's results to the staging buffer of TMA stores, as rows of pixels.
 __device__ __forceinline__ void stage_sums(const float (&sum)[kFragments][4], u32 staging) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4, row = lane & 7;
   const u32 to = staging + row * 128 + (((warp * 2 + (lane >> 3 & 1)) ^ row) << 4);
@@ -146,7 +147,7 @@ __device__ __forceinline__ void consume(const HopperSeparableArgs& args, const P
 #pragma unroll 1
   for (int item = blockIdx.x; item < args.items; item += gridDim.x) {
     Sums sums;
-    int w_before = 0, middle_before = 0;  // of the products under way
+    int w_before = 0, middle_before = 0;  // of the products in flight
     bool under_way = false;
     auto release = [&] {
       if (lane != 0) return;
@@ -157,7 +158,7 @@ __device__ __forceinline__ void consume(const HopperSeparableArgs& args, const P
     for (int chunk = 0; chunk < args.chunks; ++chunk) {
       mbarrier_wait(place.w_full(ring.at), ring.parity);
       const u32 made = place.made(middle.at);
-      // Those who make the next chunk may wait for this one's place.
+      // Producers of the next chunk may wait for this one's stage.
       if (under_way && __shfl_sync(0xffffffff, mbarrier_test_wait(made, middle.parity), 0) == 0) {
         wgmma_wait<0>();
         release();
@@ -183,7 +184,7 @@ __device__ __forceinline__ void consume(const HopperSeparableArgs& args, const P
       under_way = true;
       w_before = ring.at, middle_before = middle.at;
       ring.step(place.w_stages);
-      // All weights stay from the first time on.
+      // All weights stay resident after the first item.
       if (args.resident) ring.parity = 0;
       middle.step(kMiddles);
     }
@@ -211,7 +212,7 @@ __device__ __forceinline__ void consume(const HopperSeparableArgs& args, const P
           default: change_sums<kSilu>(sums[part], bias);
         }
       }
-      if (first) tma_store_wait_read<0>();  // what was staged before
+      if (first) tma_store_wait_read<0>();  // the previous staged part
       named_barrier_sync(1 + group, 128);
       stage_sums(sums[part], staging);
       fence_proxy_async();
@@ -233,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     hopper_separable(const __grid_constant__ HopperSeparableArgs args) {
   extern __shared__ uint4 shared[];
   const Place place(args, shared_address(shared));
-  // The same in all lanes, which the compiler knows of a shuffle alone.
+  // Uniform in a warp; a shuffle tells the compiler so.
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
   const int group = warp / 4;
   if (warp == kThreads / 32 - 1) {

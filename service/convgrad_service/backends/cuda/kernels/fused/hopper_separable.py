@@ -1,4 +1,4 @@
-"""A depthwise 3x3 convolution and a pointwise one after it, in one kernel, on Hopper."""
+"""A depthwise 3x3 convolution followed by a pointwise one, in one kernel, on Hopper."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class HopperSeparable:
     name = "hopper_separable"
 
     def __init__(self, tiles: Iterable[SeparableTile] = TILES, *, anything: bool = False) -> None:
-        """Of these tiles alone; ``anything`` to take what two launches compute faster too."""
+        """``tiles`` are those to use; ``anything``: also apply where two launches are faster."""
         self._tiles, self._anything = tuple(tiles), anything
 
     def why_not(self, work: FusedWork, device: CudaDevice) -> str | None:
@@ -56,9 +56,9 @@ class HopperSeparable:
         sizes that cannot be counted."""
         first, second = work.first, work.second
         if device.architecture not in HOPPER:
-            return f"{device.name} has no products of warpgroups"
+            return f"{device.name} has no wgmma"
         if first.dtype not in DTYPES:
-            return f"{first.dtype} is not of 16 bits"
+            return f"{first.dtype} is not a 16-bit type"
         if not is_pointwise(second):
             return "the second convolution is not 1x1 of one group"
         if first.in_channels != 1 or first.out_channels != 1:
@@ -73,14 +73,14 @@ class HopperSeparable:
                 f"{MOST_OUTPUTS} of them, which takes longer than its way through memory"
             )
         if not lies_well(first, second):
-            return "the channels do not lie side by side"
+            return "the channels are not contiguous"
         y_extents = (second.batch, 1, second.out_channels, *second.output)
         if not in_whole_chunks(second.y, y_extents, 2):
-            return "the result's channels do not lie side by side in whole 16-byte chunks"
+            return "the result's channels are not contiguous whole 16-byte chunks"
         if max(*first.input, *first.output, *first.pad, first.batch) > MAX_EXTENT:
             return f"positions reach beyond {MAX_EXTENT}"
         if first.pixels > MAX_ITEMS // ceil_div(second.out_channels, 64):
-            return "the tiles cannot be counted"
+            return "too many tiles to number"
         if not any(schedules(work, device, self._tiles)):
             return "a tile and the depthwise weights do not fit into shared memory"
         return None
@@ -137,7 +137,7 @@ class HopperSeparable:
 
 
 def _results(second: ConvWork, tile: SeparableTile) -> TiledMap:
-    """64 outputs of a group's pixels."""
+    """Return the tensor map of 64 outputs of a group's pixels."""
     n, _, _, _, h, w = second.y.strides
     item = second.y.dtype.itemsize
     return TiledMap(
@@ -150,7 +150,7 @@ def _results(second: ConvWork, tile: SeparableTile) -> TiledMap:
 
 
 def _rows(operand: Operand, channels: int, outputs: int, tile: SeparableTile) -> TiledMap:
-    """A chunk of the pointwise weights of a block's outputs."""
+    """Return the tensor map of a chunk of the pointwise weights of a block's outputs."""
     return TiledMap(
         operand.dtype,
         (channels, outputs),
@@ -161,7 +161,7 @@ def _rows(operand: Operand, channels: int, outputs: int, tile: SeparableTile) ->
 
 
 def _boxes(first: ConvWork, tile: SeparableTile) -> TiledMap:
-    """A tile's pixels of the input, with their halo."""
+    """Return the tensor map of a tile's pixels of the input, with their halo."""
     n, _, _, _, h, w = first.x.strides
     item = first.x.dtype.itemsize
     return TiledMap(
@@ -178,7 +178,7 @@ def _instance(tile: SeparableTile, dtype: DType) -> Instance:
 
 
 def is_pointwise(work: ConvWork) -> bool:
-    """Whether each output pixel comes from the input's own, in one group."""
+    """Whether a work is a 1x1 convolution of stride 1 in one group."""
     return (
         work.groups == 1
         and work.taps == 1

@@ -1,4 +1,5 @@
-// What hopper_separable.py passes, and what the parts of hopper_separable.cu share.
+// The argument of hopper_separable.cu, and definitions that its parts share. The host's side is
+// hopper_separable.py.
 #pragma once
 
 #include "core/divider.cuh"
@@ -17,13 +18,13 @@ struct HopperSeparableArgs {
   const void* bias1;  // one for each output channel, or null
   int channels;
   int outputs;
-  int chunks;        // of the channels
-  int slices;        // of kOutputs outputs
-  int tiles_across;  // of an image, or of kImages of them
+  int chunks;        // chunks of the channels
+  int slices;        // slices of kOutputs outputs
+  int tiles_across;  // in an image, or in kImages of them
   int tiles_down;
-  int items;     // slices of tiles, over all images
-  int x_stages;  // of the ring of boxes of x
-  int w_stages;  // of the ring of w1's boxes; all of them, where `resident`
+  int items;     // items: slices of tiles, over all images
+  int x_stages;  // stages of the ring of boxes of x
+  int w_stages;  // stages of the ring of w1's boxes; all of them if `resident`
   int resident;
   int activation0;
   int activation1;
@@ -34,17 +35,17 @@ struct HopperSeparableArgs {
 using T = ELEMENT;
 constexpr int kRowBytes = ROW_BYTES;            // of a pixel's chunk of channels
 constexpr int kChunk = kRowBytes / 2;           // channels
-// Warpgroups that multiply: so many share the tile's pixels, others the outputs, PARTS x 64 of each.
+// Consumer warpgroups: some share the tile's pixels, others the outputs, PARTS x 64 each.
 constexpr int kGroups = GROUPS, kSharers = SHARERS, kParts = PARTS;
 constexpr int kOutputs = kGroups / kSharers * kParts * 64;
-constexpr int kColumns = COLUMNS;  // of a product: a group's pixels, and what fills them up
+constexpr int kColumns = COLUMNS;  // columns of a product: a group's pixels and padding
 constexpr int kFragments = kColumns / 8;
 constexpr int kStride = STRIDE, kImages = IMAGES;
 constexpr int kTileW = TILE_W, kTileH = TILE_H;  // pixels of a tile, in each of its images
 constexpr int kUnitW = UNIT_W, kUnitH = UNIT_H;  // pixels that a lane computes
 constexpr int kBoxW = BOX_W, kBoxH = (kTileH - 1) * kStride + 3;
 constexpr int kBoxBytes = kBoxW * kBoxH * kImages * kRowBytes;
-// With the box: the depthwise weights of its channels, and their biases.
+// With the box: its channels' depthwise weights and biases.
 constexpr int kTapBytes = 18;
 constexpr int kTapsAt = (kBoxBytes + 127) / 128 * 128, kBiasesAt = kTapsAt + kChunk * kTapBytes;
 constexpr int kBoxStage = (kBiasesAt + kChunk * 2 + 127) / 128 * 128;
@@ -55,12 +56,12 @@ constexpr int kMiddleBytes = (kMiddleRows * kRowBytes + 1023) / 1024 * 1024;
 constexpr int kMiddles = MIDDLES;
 constexpr int kStagingBytes = kColumns * 128;  // of a group
 
-// Lanes have two channels each, so a warp has one unit of 64 channels, or two of 32.
+// Lanes have two channels each, so a warp has one unit of 64 channels or two of 32.
 constexpr int kLanes = kChunk / 2, kHalves = 32 / kLanes;
 constexpr int kStrips = (kTileW + kUnitW - 1) / kUnitW;
 constexpr int kUnits = kStrips * (kTileH / kUnitH) * kImages;
-// Two teams of four warps make a chunk each at a time. A warp has one or two units (twice as many
-// where it has halves): those after the first four lie kNextPixels further on.
+// Two teams of four warps compute a chunk each at a time. A warp has one or two units (twice as many
+// with half chunks): those after the first four are kNextPixels further on.
 constexpr int kTeams = 2, kMakers = 4;  // warps of a team
 constexpr int kWarpUnits = kUnits / kHalves, kTurns = (kWarpUnits + kMakers - 1) / kMakers;
 constexpr bool kNextImage = kStrips == kMakers;
@@ -76,7 +77,7 @@ static_assert(kOwnPixels <= kColumns && kColumns % 8 == 0, "room for the tile");
 static_assert(kGroups % kSharers == 0 && kImages * kTileH * kTileW % kSharers == 0, "alike");
 static_assert(kBoxW >= (kTileW - 1) * kStride + 3, "the halo");
 
-// Shared addresses.
+// Shared-memory addresses.
 struct Place {
   u32 weights, middle, staging, boxes, barriers;
   int x_stages, w_stages;
@@ -97,7 +98,7 @@ struct Place {
   __device__ __forceinline__ u32 w_free(int i) const { return w_full(w_stages + i); }
 };
 
-// A place in a ring, and the parity of its phase.
+// Pipeline state: a stage of a ring, and the parity of its phase.
 struct Turning {
   int at = 0;
   u32 parity;
@@ -108,7 +109,7 @@ struct Turning {
   }
 };
 
-// Where an item's tile is, and its slice of outputs.
+// An item's tile, and its slice of outputs.
 struct ItemAt {
   int slice, n, row, column;
 

@@ -1,6 +1,6 @@
-// The depthwise half of hopper_separable.cu: chunks of the intermediate, from boxes of the input with
-// their halo to the operand of a product, both in shared memory. A lane has two channels of a strip
-// of kUnitW columns and kUnitH rows, and reads each input of it once.
+// The depthwise part of hopper_separable.cu: computes chunks of the intermediate, an operand of wgmma
+// in shared memory, from boxes of the input with their halo. A lane computes two channels of a unit of
+// kUnitW columns and kUnitH rows, and reads each of its inputs once.
 #pragma once
 
 #include "ptx/load_store.cuh"
@@ -15,16 +15,16 @@ __device__ __forceinline__ void widen_both(float (&to)[2], u32 both) {
 
 struct Maker {
   static constexpr int kReadW = (kUnitW - 1) * kStride + 3, kReadH = (kUnitH - 1) * kStride + 3;
-  static constexpr int kAhead = 1;  // rows that are read before they are needed
-  static constexpr int kOpen = (3 + kStride - 1) / kStride;  // rows of sums at a time
+  static constexpr int kAhead = 1;  // rows read ahead
+  static constexpr int kOpen = (3 + kStride - 1) / kStride;  // rows of sums in flight
 
   const HopperSeparableArgs& args;
   const Place& place;
   int warp;                    // of the team
-  int pair;                    // of channels, in the chunk
-  int column;                  // of the unit, in the tile
-  u32 read;                    // this lane's first input, in the first box
-  u32 written[8];              // where pixels 0 to 7 of the unit go, in the first place
+  int pair;                    // of channels in the chunk
+  int column;                  // of the unit in the tile
+  u32 read;                    // address of this lane's first input in the first box
+  u32 written[8];              // addresses of pixels 0 to 7 of the unit in the first stage
 
   __device__ __forceinline__ Maker(const HopperSeparableArgs& args, const Place& place, int warp)
       : args(args), place(place), warp(warp) {
@@ -42,7 +42,7 @@ struct Maker {
     for (int i = 0; i < 8; ++i) written[i] = place_of(first + i) - i * kRowBytes;
   }
 
-  // Of a pixel of the tile, in the first place.
+  // Address of a pixel of the tile in the first stage.
   __device__ __forceinline__ u32 place_of(int pixel) const {
     const int swizzled = kRowBytes == 128 ? pixel & 7 : pixel >> 1 & 3;
     return place.middle + pixel * kRowBytes + (((pair >> 2) ^ swizzled) << 4) + (pair & 3) * 4;
@@ -52,7 +52,7 @@ struct Maker {
     st_shared_u32(written[pixel & 7] + to + pixel * kRowBytes, narrow_x2<T>(sum[0], sum[1]));
   }
 
-  // This lane's part of a chunk, from a stage of the ring to one of the places.
+  // Computes this lane's part of a chunk, from a stage of inputs to a stage of the intermediate.
   __device__ __forceinline__ void make(int chunk, int stage, int to_place) const {
     const bool there = chunk * kChunk + pair * 2 < args.channels;
     const u32 stage_at = place.boxes + stage * kBoxStage;
@@ -77,7 +77,7 @@ struct Maker {
       for (int tap = 0; tap < 9; ++tap) weight[tap][0] = weight[tap][1] = 0;
     }
     const u32 box = read + stage * kBoxStage, to = to_place * kMiddleBytes;
-    // Each by code of its own: what is not done would lie between what is.
+    // Separate code for each case keeps branches out of the loop.
     if (__builtin_expect(args.activation0 == kNone, true)) {
       return add_units<kNone>(box, to, weight, bias);
     }
@@ -92,7 +92,7 @@ struct Maker {
   __device__ __forceinline__ void add_units(u32 box, u32 to, const float (&weight)[9][2],
                                             const float (&bias)[2]) const {
     if constexpr (kNextPixels % 8 == 0) {
-      // The same code for both.
+      // One code path for both.
 #pragma unroll 1
       for (int turn = 0; turn < kTurns; ++turn) {
         if (warp + turn * kMakers >= kWarpUnits) break;
@@ -107,7 +107,7 @@ struct Maker {
     }
   }
 
-  // A unit's sums, as rows of inputs come.
+  // Accumulates a unit's sums row by row.
   template <Activation kActivation, int kTurn>
   __device__ __forceinline__ void add_rows(u32 box, u32 to, const float (&weight)[9][2],
                                            const float (&bias)[2]) const {
@@ -133,7 +133,7 @@ struct Maker {
       }
 #pragma unroll
       for (int r = 2; r >= 0; --r) {
-        // The row of sums whose tap r this row of inputs is.
+        // The row of sums for which this row of inputs is tap r.
         if (h < r || (h - r) % kStride != 0 || (h - r) / kStride >= kUnitH) continue;
         const int own = (h - r) / kStride;
 #pragma unroll

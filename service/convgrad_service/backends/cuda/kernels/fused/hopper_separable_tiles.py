@@ -1,4 +1,4 @@
-"""How hopper_separable lays a problem over blocks, and the time that it should take."""
+"""How hopper_separable maps a problem to blocks, and its predicted time."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ __all__ = ["TILES", "Schedule", "SeparableTile", "expected_s", "schedules"]
 
 CLOCK = 1.6e9
 ALIGNED = 1024
-# Bytes a second of an H200's memory, and of its L2 cache as these kernels have it.
+# Bandwidth of an H200's memory, and of its L2 cache for these kernels, in bytes per second.
 MEMORY, L2_CACHE = 4.0e12, 5.2e12
 MAKERS, LOADERS = 2, 1
 
 
 @dataclass(frozen=True, slots=True)
 class SeparableTile:
-    """Of an instance: bytes of a pixel's chunk of channels; warpgroups that multiply, and the parts
-    of 64 outputs of each; the stride; a tile's columns, rows and images; the pixels of a
-    lane; places for chunks of the intermediate; warpgroups that share the outputs."""
+    """Parameters of an instance.
+
+    Bytes of a pixel's chunk of channels; consumer warpgroups, and the parts of 64 outputs of each;
+    the stride; a tile's columns, rows and images; the pixels of a lane; stages of the intermediate;
+    warpgroups that share the outputs.
+    """
 
     row_bytes: int
     groups: int
@@ -50,19 +53,22 @@ class SeparableTile:
 
     @property
     def columns(self) -> int:
-        """Of a product."""
+        """Columns of a product."""
         return _whole(self.pixels // self.sharers, 8)
 
     @property
     def box(self) -> tuple[int, int]:
-        """The input's columns and rows in a tile. Of 32 channels, half a warp each takes another
-        unit: with odd rows they meet in no bank of shared memory."""
+        """The input's columns and rows in a tile.
+
+        With chunks of 32 channels, half-warps compute different units; odd rows avoid their bank
+        conflicts.
+        """
         width, height = ((own - 1) * self.stride + 3 for own in (self.width, self.height))
         return (width | 1 if self.row_bytes == 64 else width), height
 
     @property
     def units(self) -> int:
-        """Warps that compute."""
+        """Warps that compute the intermediate."""
         strips = ceil_div(self.width, self.unit_width)
         return strips * (self.height // self.unit_height) * self.images * self.row_bytes // 128
 
@@ -72,7 +78,7 @@ class SeparableTile:
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Of a thread that multiplies, computes, loads: together no more than at the start."""
+        """Registers of consumer, compute and producer threads, in total no more than initially."""
         start = 65536 // _whole(self.threads, 128) // 8 * 8
         loaders = 32
         consumers = max(_whole(self.parts * self.columns // 2 + 40, 8), start + 8)
@@ -81,7 +87,7 @@ class SeparableTile:
 
     @property
     def box_bytes(self) -> int:
-        """Of a place in their ring, with the channels' depthwise weights and biases."""
+        """Bytes of a stage of boxes, with the channels' depthwise weights and biases."""
         width, height = self.box
         box = _whole(width * height * self.images * self.row_bytes, 128)
         return box + _whole(self.chunk * 20, 128)
@@ -92,7 +98,7 @@ class SeparableTile:
 
     @property
     def defines(self) -> dict[str, int]:
-        """What the CUDA source expects."""
+        """Return the macros of the CUDA source."""
         consumers, makers, loaders = self.registers
         return {
             "ROW_BYTES": self.row_bytes,
@@ -114,7 +120,7 @@ class SeparableTile:
         }
 
     def shared_bytes(self, x_stages: int, w_stages: int) -> int:
-        """Dynamic, see ``hopper_separable.cu``."""
+        """Return the dynamic shared memory, see ``hopper_separable.cu``."""
         rows = self.pixels // self.sharers * (self.sharers - 1) + self.columns
         return (
             ALIGNED
@@ -141,7 +147,7 @@ TILES = (
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A tile, and the places of the rings."""
+    """A tile, and the stages of the rings."""
 
     tile: SeparableTile
     x_stages: int
@@ -153,7 +159,7 @@ class Schedule:
 def schedules(
     work: FusedWork, device: CudaDevice, tiles: Iterable[SeparableTile] = TILES
 ) -> Iterator[Schedule]:
-    """Those that fit."""
+    """Return the schedules that fit."""
     first = work.first
     for tile in tiles:
         if (tile.stride, tile.stride) != first.stride[1:]:
@@ -166,7 +172,7 @@ def schedules(
 
 
 def _schedule(tile: SeparableTile, work: FusedWork, device: CudaDevice) -> Schedule | None:
-    """With all weights where they leave room for three boxes, with three places for them if not."""
+    """Return a schedule with resident weights if three boxes fit beside them, else three stages."""
     room = device.shared_bytes_per_block
     chunks = ceil_div(work.first.groups, tile.chunk)
     slices = ceil_div(work.second.out_channels, tile.outputs)
@@ -182,8 +188,10 @@ def _schedule(tile: SeparableTile, work: FusedWork, device: CudaDevice) -> Sched
 
 
 def expected_s(schedule: Schedule, work: FusedWork, device: CudaDevice) -> float:
-    """The time of the busiest block, and not less than memory takes, or the L2 cache: boxes
-    overlap, and those of a tile come again for each slice of the outputs."""
+    """Return the predicted time: of the busiest block, or of memory or L2 traffic if longer.
+
+    Boxes overlap, and each slice of the outputs reads those of a tile again.
+    """
     tile, first, second = schedule.tile, work.first, work.second
     chunks = ceil_div(first.groups, tile.chunk)
     slices = ceil_div(second.out_channels, tile.outputs)

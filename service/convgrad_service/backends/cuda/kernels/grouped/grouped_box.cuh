@@ -1,9 +1,8 @@
 // Boxes of positions of channels-last tensors in shared memory, for the grouped tensor-core kernels.
 //
-// A box is [images][D][H][W] positions of so many 16-byte chunks of channels, `pitch` bytes apart.
-// The pitch is an odd number of chunks, so that eight neighbouring positions of one chunk, which a
-// matrix load reads, lie in eight different 16-byte banks. Positions and channels that the tensor
-// does not have are zeros.
+// A box is [images][D][H][W] positions of 16-byte chunks of channels, `pitch` bytes apart. The pitch is
+// an odd number of chunks, so that eight adjacent positions of one chunk, which ldmatrix reads, have no
+// bank conflicts. Missing positions and channels are zeros.
 #pragma once
 
 #include "core/epilogue.cuh"
@@ -19,24 +18,24 @@ constexpr bool kBlackwell = false;
 
 struct Box {
   int extent[4];  // images, D, H, W
-  int chunks;     // of a position
+  int chunks;     // chunks of a position
   int pitch;      // in bytes
-  int columns_at_once, rows_at_once;  // that a block's threads copy, a chunk of a position each
+  int columns_at_once, rows_at_once;  // columns and rows that a block's threads copy at once, a chunk of a position each
 };
 
-// A tensor's strides in bytes, of N and of D, H, W.
+// A tensor's strides of N and of D, H, W, in bytes.
 struct BoxStrides {
   i64 image;
   int spatial[3];
 };
 
-// a / b for 0 <= a < 2^20 and 0 < b, in a fraction of a division's time: a + 1/2 is at least
-// 1 / (2b) of b's multiples away, which is more than what rounding twice may err.
+// a / b for 0 <= a < 2^20 and 0 < b, faster than a division: (a + 1/2) / b is at least 1 / (2b) from an
+// integer, which exceeds the error of two roundings.
 __device__ __forceinline__ int quick_divide(int a, int b) {
   return static_cast<int>(__fdividef(static_cast<float>(a) + 0.5f, static_cast<float>(b)));
 }
 
-// The last digit of a number, which loses it.
+// Removes and returns the last digit of a number.
 __device__ __forceinline__ int digit(u32& number, int radix) {
   const u32 above = number / static_cast<u32>(radix);
   const int value = number - above * radix;
@@ -44,7 +43,7 @@ __device__ __forceinline__ int digit(u32& number, int radix) {
   return value;
 }
 
-// A number in the digits of a box: images, D, H, W. Divides once, and then counts on by `by`.
+// A position in a box as digits (images, D, H, W). Divides once and then advances by `by`.
 struct Walk {
   int n, d, h, w;
   int step_n, step_d, step_h, step_w;
@@ -53,7 +52,7 @@ struct Walk {
     split(radix, first, n, d, h, w);
     split(radix, by, step_n, step_d, step_h, step_w);
   }
-  // From a number that quick_divide may not take.
+  // For a number that is too large for quick_divide.
   __device__ __forceinline__ Walk(const int (&radix)[4], u32 first, int by, bool) {
     if (first < (1u << 20)) {
       split(radix, first, n, d, h, w);
@@ -91,15 +90,15 @@ struct Walk {
   }
 };
 
-// One thread's part in copying boxes of one shape: a chunk of every columns_at_once-th column and
-// every rows_at_once-th row. What does not change from box to box is worked out once.
+// One thread's part of copying boxes of one shape: a chunk of every columns_at_once-th column and
+// every rows_at_once-th row. What is common to all boxes is computed once.
 struct Copier {
-  const char* lane;  // the tensor at this thread's chunk, column and row of a box that starts at 0
-  u32 to;            // likewise in shared memory, from the box's beginning
+  const char* lane;  // address of this thread's chunk, column and row of a box that starts at 0
+  u32 to;            // the same in shared memory, from the start of the box
   int column, row;
   bool real;
 
-  // Of the channels that `tensor` points to, `real_chunks` chunks exist.
+  // `tensor` has `real_chunks` chunks of channels.
   __device__ __forceinline__ Copier(const Box& box, const char* tensor, const BoxStrides& stride,
                                     const int (&step)[3], int real_chunks) {
     const int thread = threadIdx.x;
@@ -108,14 +107,14 @@ struct Copier {
     row = quick_divide(position, box.columns_at_once);
     column = position - row * box.columns_at_once;
     real = chunk < real_chunks;
-    if (row >= box.rows_at_once) row = box.extent[2];  // no part in it
+    if (row >= box.rows_at_once) row = box.extent[2];  // this thread copies nothing
     lane = tensor + chunk * 16 + static_cast<i64>(row * step[1]) * stride.spatial[1] +
            static_cast<i64>(column * step[2]) * stride.spatial[2];
     to = (row * box.extent[3] + column) * box.pitch + chunk * 16;
   }
 
-  // Starts the copies of the box whose first image is `image` and whose first position is `from`,
-  // the next ones `step` further.
+  // Starts the copies of the box from image `image` and position `from` on, with a distance of
+  // `step` between positions.
   __device__ __forceinline__ void copy(u32 box_at, const Box& box, const BoxStrides& stride,
                                        int image, int batch, const int (&from)[3],
                                        const int (&step)[3], const int (&size)[3]) const {
@@ -164,9 +163,9 @@ struct Copier {
   }
 };
 
-// Brings a chunk of weights to shared memory, of which only the channels of one group are real:
-// `from` points to the group's channel 0, the chunk starts at `channel`. `vector` is how many
-// channels one copy may take, 1 where they do not lie side by side.
+// Copies a chunk of weights to shared memory, with zeros for channels of other groups: `from` points
+// to the group's channel 0, the chunk starts at `channel`. `vector` is the number of channels in one
+// copy, 1 if they are not contiguous.
 template <class T>
 __device__ __forceinline__ void copy_weights(char* to, const T* from, int channel, int channels,
                                              int vector, int stride) {
@@ -196,7 +195,7 @@ __device__ __forceinline__ void copy_weights(char* to, const T* from, int channe
   }
 }
 
-// Two neighbouring results, rounded.
+// Packs two adjacent results, rounded.
 template <class T>
 __device__ __forceinline__ void st_shared_v2(T* to, float first, float second) {
   if constexpr (sizeof(T) == 4) {

@@ -1,4 +1,4 @@
-"""Boxes of positions that the grouped kernels bring to shared memory, and what tiles may be."""
+"""Boxes of positions that the grouped kernels copy to shared memory, and extents of tiles."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BoxArgs = structure("grouped/grouped_box.cuh", "Box")
 
 
 def box_args(extent: Sequence[int], chunks: int, pitch: int, threads: int) -> Any:
-    """A box of `images, D, H, W` positions, copied by so many threads."""
+    """Return the argument for a box of `images, D, H, W` positions, copied by ``threads``."""
     most = threads // chunks
     columns = min(most, extent[3])
     return BoxArgs((ctypes.c_int32 * 4)(*extent), chunks, pitch, columns, most // columns)
@@ -74,7 +74,7 @@ class LatticeAxis:
         return max(phase.taps for phase in self.phases)
 
     def extent(self, positions: int) -> int:
-        """Of the source, in steps of the lattice, that so many positions meet."""
+        """Return the extent of the source, in steps of the lattice, that positions meet."""
         return (positions - 1) * self.x_step + max(self.taps - 1, 0) * abs(self.x_tap) + 1
 
 
@@ -107,12 +107,12 @@ def lattice_axis(work: ConvWork, dim: int) -> LatticeAxis:
 
 
 def tile_extents(count: int) -> list[int]:
-    """Extents of a tile: all, or cut evenly in a few."""
+    """Return candidate extents of a tile: the whole, or divided evenly."""
     parts = {ceil_div(count, parts) for parts in (1, 2, 3, 4, 5, 6, 7, 8)}
     powers = {size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if size < count}
     return sorted(parts | powers)
 
 
 def images_together(batch: int) -> list[int]:
-    """How many whole images a tile may hold."""
+    """Return candidate numbers of whole images in a tile."""
     return [n for n in (1, 2, 3, 4, 6, 8, 16, 32, 64) if n <= batch]

@@ -7,18 +7,18 @@
 // j in [0, taps), source position x0 + (m*x_step + j*x_tap)*lattice and weight tap r0 + j*r_step.
 //
 // Block: a box of result positions (up to TILE_POSITIONS of them, over some images) and a slice of
-// neighbouring channels on both sides. The source's box with its halo and the slice's weights are
-// brought to shared memory once; each warp takes units of MF * 16 positions x PACK merges x NF * 8
-// result channels, with all sums in registers, and passes results through 16 rows of its own in
-// shared memory to 16-byte stores.
-// Dynamic shared memory: the box, the weights [merge][tap and one of zeros][out channel][in
+// adjacent channels on both sides. The source's box with its halo and the slice's weights are copied
+// to shared memory once. Each warp computes units of MF * 16 positions x PACK merges x NF * 8 result
+// channels, with all sums in registers, and stages results in its 16 rows of shared memory for
+// 16-byte stores.
+// Dynamic shared memory: the box, the weights [merge][taps, then one of zeros][out channel][in
 // channel], result offsets and box offsets of positions, offsets of the steps of the reduction, and
-// the warps' rows; grouped_gather.py says where each begins.
-// Relies on its launcher for the grid (slices running fastest, then phases, then boxes) and for
-// tensors whose channels, of all merged groups, are side by side in whole 16-byte chunks.
-// Deterministic: one order of additions for each result, whatever box it falls in. Positions outside
-// the source and other groups' channels enter as products with zero, so NaN and infinities spread to
-// the groups merged with theirs: grouped_merge.py merges those that may share them.
+// the warps' rows, at offsets that grouped_gather.py computes.
+// Relies on its launcher for the grid (slices fastest, then phases, then boxes), and for tensors whose
+// channels, of all merged groups, are contiguous in whole 16-byte chunks.
+// Deterministic: one order of additions for each result, independent of boxes. Positions outside the
+// source and other groups' channels are multiplied as zeros, so NaN and infinities spread to merged
+// groups: grouped_merge.py only merges groups for which that is allowed.
 // Index limits: 64-bit offsets; positions and strides of D, H, W in bytes below 2^31.
 #include "grouped/grouped_result.cuh"
 #include "grouped/grouped_units.cuh"
@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   using T = ELEMENT;
   extern __shared__ uint4 shared[];
   __shared__ Place place;
-  __shared__ Spot spots[3];  // of this box, the next one and the one after it
+  __shared__ Spot spots[3];  // of this box and the next two
   char* const base = reinterpret_cast<char*>(shared);
   u32* const result_at = reinterpret_cast<u32*>(base + args.results_at);
   int* const source_at = reinterpret_cast<int*>(base + args.sources_at);
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const u32 box_at = shared_address(base), weights_at = box_at + args.weights_at;
   const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
 
-  // The block's slice and phase, and its first two boxes of those of the largest phase.
+  // The block's slice and phase, and its first two boxes.
   const int boxes = args.tiles[0] * args.tiles[1] * args.tiles[2] * args.tiles[3];
   const int first_merge = blockIdx.y * args.slice, first_group = first_merge * args.merged;
   Place mine;
@@ -68,13 +68,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const T* const w = static_cast<const T*>(args.w) + first_group * args.w_group;
   const int taps = mine.phase[0].taps * mine.phase[1].taps * mine.phase[2].taps;
 
-  // Weights as [merge][tap][out channel][in channel], zero between different groups.
+  // Weights as [merge][tap][out channel][in channel], block-diagonal.
   const int in_channels = ACROSS ? args.y_channels : args.x_channels;
   const int out_channels = ACROSS ? args.x_channels : args.y_channels;
   const int w_rows = args.merged * out_channels, w_chunks = args.merged * in_channels / kChunk;
   const int tap_bytes = w_rows * args.w_pitch, merge_bytes = (taps + 1) * tap_bytes;
   {
-    // A thread keeps its chunk of a tap, and walks over taps and merges.
+    // A thread keeps its chunk within a tap, and walks over taps and merges.
     const int row_chunks = w_rows * w_chunks, lanes = min(row_chunks, kThreads);
     const int at_once = quick_divide(kThreads, lanes), slot = quick_divide(thread, lanes);
     const int radix[4] = {max(mine.phase[0].taps, 1), max(mine.phase[1].taps, 1), max(mine.phase[2].taps, 1), 1};
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       const int row = quick_divide(within, w_chunks);
       const int chunk = within - row * w_chunks;
       const int own = quick_divide(row, out_channels);
-      // The chunk's first channel, counted from this row's own group.
+      // The chunk's first channel, relative to this row's group.
       const int channel = chunk * kChunk - own * in_channels;
       const T* const first = w + own * args.w_group +
                              ((row - own * out_channels) * args.w_stride[1] +
@@ -126,8 +126,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   copy(blockIdx.x, spots[0], box_at);
   cp_async_commit();
 
-  // Steps of two chunks; where their number is odd, the last one meets the tap of zeros.
-  const int met = args.own ? args.x_channels / kChunk : x_chunks;  // of a tap, by one result
+  // Steps of two chunks; if their number is odd, the last one uses the tap of zeros.
+  const int met = args.own ? args.x_channels / kChunk : x_chunks;  // chunks of a tap that one result meets
   const int chunks = taps * met, steps = EXACT ? chunks : (chunks + 1) / 2;
   for (int i = thread; i < (EXACT ? chunks : steps * 2); i += kThreads) {
     const int tap = i < chunks ? quick_divide(i, met) : taps;
@@ -144,8 +144,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     step_at[i] = to;
   }
 
-  // Where a box's positions are read and written, from the box's first one on, and which they are.
-  // In windows, four rows of eight positions follow one another.
+  // Offsets at which a box's positions are read and written, and their coordinates.
+  // In windows, four rows of eight positions are consecutive.
   const int positions = args.tile[0] * args.tile[1] * args.tile[2] * args.tile[3];
   const int fragments = (positions + 15) / 16;
   // Within a box, offsets fit in 32 bits.
@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int row_blocks = (fragments + MF - 1) / MF;
   const int units = packs * column_blocks * row_blocks;
   const int x_merge_bytes = x_chunks * 16;
-  // Bytes between 8 result channels in the weights.
+  // Bytes between groups of 8 result channels in the weights.
   const int column_bytes = ACROSS ? 8 * kSize : 8 * args.w_pitch;
   char* const rows = base + args.rows_at + warp * kRowsBytes;
   __syncthreads();
@@ -195,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       eighth * row_bytes + (2 + (lane & 7)) * args.box.pitch,
       tap_at(eighth) + (lane & 7) * args.w_pitch,
       turned ? -4 * tap_bytes : 4 * tap_bytes};
-  // From a window's two rows' first result to the one that this lane stores.
+  // From the first result of a window's two rows to the one that this lane stores.
   const int lane_to = static_cast<int>((lane >> 4) * args.y_step[1] * args.y_stride[2] +
                                        (lane / 2 % 8) * args.y_step[2] * args.y_stride[3]);
 #endif
@@ -255,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       for (int f = 0; f < MF; ++f) from_a[f] = a_at(f);
       multiply(sum, from_a, from);
 #endif
-      // Sums that only need to be rounded.
+      // Results without an epilogue.
 #if WINDOWS
       // 16 bytes of 16 positions at a time: two rows of a window.
       const int row = lane / 2, line = lane % 2, s = line ^ (row >> 2 & 1);
@@ -300,7 +300,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #endif
       continue;
     }
-    // The others, 16 positions at a time, which leaves registers for what follows.
+    // Results with an epilogue, 16 positions at a time to save registers.
 #pragma unroll 1
     for (int f = 0; f < MF && fragment + f < fragments; ++f) {
       float* const slab = reinterpret_cast<float*>(rows);

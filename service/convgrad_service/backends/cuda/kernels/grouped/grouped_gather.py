@@ -1,4 +1,4 @@
-"""A grouped convolution of few channels a group, forward or backward in its input."""
+"""Grouped convolution of few channels per group, forward or input gradient."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["Box", "GroupedGather", "Unit", "boxes_of"]
 
-# Positions of a box; more take registers and shared memory that other blocks could use.
+# Positions of a box; more would reduce occupancy.
 MOST_POSITIONS = 512
-# Positions' digits are kept in so many bits.
+# Bits of the digits of positions.
 MOST_DEPTH, MOST_HEIGHT = 127, 255
 MAX_GRID_YZ = 65535
 MOST_SPAN = 2**32 - 2
 MAX_INDEX = 2**31 - 1
 RESERVED_BYTES = 1024
-# What a multiprocessor might copy while a warp has a product of tensor cores and its operands.
+# Bytes that a multiprocessor could copy during a warp's tensor-core product.
 PRODUCT_BYTES = 512
-# In shared memory beside what a launch asks for.
+# Static shared memory.
 PLACE_BYTES = 384
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A block's positions at once (images, D, H, W), how many merges of channels, and whether it
-    has one such box or several, the next one's copy on its way meanwhile (two stages)."""
+    """A block's positions at once (images, D, H, W), its merges of channels, and whether it has one
+    such box or several, double-buffered."""
 
     tile: Size4
     slice: int
@@ -73,7 +73,7 @@ GroupedGatherArgs = structure("grouped/grouped_gather.cu", "GroupedGatherArgs")
 
 
 class GroupedGather:
-    """fwd and bwd_data of 1 to 64 channels a group, channels last: 16 bits, or float32 in TF32
+    """fwd and bwd_data of 1 to 64 channels per group, channels last: 16 bits, or float32 in TF32
     (``precision: high``) or exact."""
 
     name = "grouped_gather"
@@ -161,12 +161,12 @@ class GroupedGather:
 
 
 def choose_box(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Box:
-    """The one that should take the least time. Every box gives the same bits."""
+    """Return the box with the least predicted time; all give the same bits."""
     return min(boxes_of(work, axes, device), key=lambda box: _cost(work, axes, box, device))
 
 
 class _Shared:
-    """Where things lie in a block's shared memory."""
+    """The layout of a block's shared memory."""
 
     def __init__(
         self, work: ConvWork, axes: list[LatticeAxis], merge: Merge, unit: Unit, box: Box
@@ -193,18 +193,18 @@ class _Shared:
         steps = ceil_div(taps * x_chunks, 2)
         self.rows_at = self.steps_at + steps * 16
         end = self.rows_at + unit.warps * unit.rows_bytes
-        # Beyond the last result channel, units read what lies there.
+        # Units read past the last result channel.
         beyond = self.results_at + unit.columns * 8 * self.w_pitch
         self.total_bytes = max(end, beyond) + PLACE_BYTES
 
     @property
     def copied_bytes(self) -> int:
-        """Chunks of the box, without what pads them."""
+        """Chunks of the box without padding."""
         return prod(self.extent) * self.chunks * 16
 
 
 def boxes_of(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Iterator[Box]:
-    """Those that fit in shared memory."""
+    """Yield candidates that fit in shared memory."""
     merge, unit = merge_of(work), unit_of(work)
     together = gather_sides(work)[0].strides[1] == _channels(work)[0]
     slices = slices_of(merge, together)
@@ -230,7 +230,7 @@ def boxes_of(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Ite
 
 
 def _span(work: ConvWork, axes: list[LatticeAxis], box: Box) -> int:
-    """Elements from a box's first result to its last."""
+    """Return the elements from a box's first result to its last."""
     strides = gather_sides(work)[1].strides
     steps = [axis.axis.y_step for axis in axes]
     spatial = zip(box.tile[1:], steps, strides[3:], strict=True)
@@ -240,14 +240,14 @@ def _span(work: ConvWork, axes: list[LatticeAxis], box: Box) -> int:
 
 
 def _cost(work: ConvWork, axes: list[LatticeAxis], box: Box, device: CudaDevice) -> float:
-    """In bytes that one multiprocessor copies, or might meanwhile."""
+    """Return the cost, in bytes that one multiprocessor copies, or could copy meanwhile."""
     merge, unit = merge_of(work), unit_of(work)
     shape = _Shared(work, axes, merge, unit, box)
     backward = work.direction == "bwd_data"
     y_bytes = (merge.in_channels if backward else merge.out_channels) * work.dtype.itemsize
     result = ceil_div(box.positions, 64) * 64 * box.slice * y_bytes
     per_box = shape.copied_bytes + 2 * result + 2048
-    # Arranging weights takes more instructions than copying a box does.
+    # Arranging weights takes more instructions than copying a box.
     per_block = 2 * shape.weight_bytes + 16384
     workers, slices, phases = _grid(work, axes, box, device)
     boxes = ceil_div(prod(_tiles(work, axes, box)), workers)
@@ -255,14 +255,14 @@ def _cost(work: ConvWork, axes: list[LatticeAxis], box: Box, device: CudaDevice)
     blocks = workers * slices * phases
     together = min(resident, ceil_div(blocks, device.multiprocessors))
     waves = ceil_div(blocks, device.multiprocessors * resident)
-    # Fewer blocks at once hide less of each other's waiting, and so do fewer copies.
+    # Fewer concurrent blocks, or fewer copies, hide less latency.
     hidden = 1.0 + 1.2 / together + 0.2 / min(boxes, 2)
     copied = together * (per_block + boxes * per_box) * hidden
     return waves * (copied + boxes * _products(axes, merge, unit, box, backward) * PRODUCT_BYTES)
 
 
 def _products(axes: list[LatticeAxis], merge: Merge, unit: Unit, box: Box, backward: bool) -> int:
-    """Of tensor cores, that a warp has one after another for a box."""
+    """Return the sequential tensor-core products of a warp for a box."""
     read, written = merge.in_chunks, merge.out_channels
     if backward:
         read, written = merge.out_chunks, merge.in_channels
@@ -276,7 +276,7 @@ def _products(axes: list[LatticeAxis], merge: Merge, unit: Unit, box: Box, backw
 
 
 def _resident(unit: Unit, shape: _Shared, device: CudaDevice) -> int:
-    """Blocks of a multiprocessor at once."""
+    """Return the blocks per multiprocessor."""
     fitting = device.shared_bytes_per_multiprocessor // (shape.total_bytes + RESERVED_BYTES)
     return max(1, min(unit.blocks, fitting))
 
@@ -289,7 +289,7 @@ def _tiles(work: ConvWork, axes: list[LatticeAxis], box: Box) -> Size4:
 def _grid(
     work: ConvWork, axes: list[LatticeAxis], box: Box, device: CudaDevice
 ) -> tuple[int, int, int]:
-    """Blocks for the boxes, as many as run at once where each has several; slices; phases."""
+    """Return the grid: blocks for boxes (at most as many as run at once), slices, phases."""
     merge, unit = merge_of(work), unit_of(work)
     slices = ceil_div(merge.count, box.slice)
     phases = prod(len(axis.phases) for axis in axes)
@@ -302,13 +302,13 @@ def _grid(
 
 
 def _channels(work: ConvWork) -> tuple[int, int]:
-    """What is read and what is written, in one group."""
+    """Return the channels read and written, of one group."""
     channels = work.in_channels, work.out_channels
     return channels[::-1] if work.direction == "bwd_data" else channels
 
 
 def _vector(work: ConvWork) -> int:
-    """Weights of one group that one load may take."""
+    """Return the weights of one group in one load."""
     chunk = merge_of(work).chunk
     strides = work.w.strides
     for vector in (chunk, chunk // 2):
@@ -323,8 +323,7 @@ def _vector(work: ConvWork) -> int:
 
 
 def _tap_stride(work: ConvWork, axes: list[LatticeAxis]) -> int:
-    """From one tap's weights to the next one's; 0 where they do not lie evenly, or where phases
-    have but some."""
+    """Return the distance of taps in the weights; 0 if not constant, or if phases have few taps."""
     if any(len(axis.phases) > 1 for axis in axes):
         return 0
     after = 1

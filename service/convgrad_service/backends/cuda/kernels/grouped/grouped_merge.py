@@ -1,4 +1,4 @@
-"""How groups of few channels are merged, so that they fill whole 16-byte chunks of channels."""
+"""Merging groups of few channels so that they fill whole 16-byte chunks of channels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 MAX_CHANNELS = 64
-"""Of merged groups, on either side."""
+"""Channels of merged groups, on either side."""
 LEAST_BYTES = 64
 DENSE_CHANNELS = 56
 MAX_TAPS = 512
@@ -38,8 +38,8 @@ MAX_EXTENT = 2**24
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """``groups`` neighbouring groups as one; how many chunks of ``chunk`` channels the input and
-    the output have then, and how many merges there are."""
+    """``groups`` adjacent groups as one: the chunks of ``chunk`` channels of input and output, and
+    the number of merges."""
 
     groups: int
     chunk: int
@@ -57,7 +57,7 @@ class Merge:
 
 
 def merge_of(work: ConvWork) -> Merge:
-    """The fewest groups whose channels are whole chunks on both sides."""
+    """Return the merge of the fewest groups whose channels are whole chunks on both sides."""
     chunk = CHUNK_BYTES // work.dtype.itemsize
     groups = chunk // gcd(chunk, work.in_channels, work.out_channels)
     if meets_own(work):
@@ -72,13 +72,15 @@ def merge_of(work: ConvWork) -> Merge:
 
 
 def is_exact(work: ConvWork) -> bool:
-    """Whether products are float32 ones."""
+    """Whether products are exact float32."""
     return work.dtype is DType.FLOAT32 and work.precision != "high"
 
 
 def meets_own(work: ConvWork) -> bool:
-    """Where float32 is exact: whether two groups of four channels are taken together, each lane
-    having sums of one of them and meeting its channels alone."""
+    """Whether, with exact float32, two groups of four channels share a chunk of sums.
+
+    Each lane then has sums of one of them and multiplies only that group's channels.
+    """
     if not is_exact(work) or work.direction == "bwd_weight":
         return False
     read, written = work.in_channels, work.out_channels
@@ -89,14 +91,19 @@ def meets_own(work: ConvWork) -> bool:
 
 
 def widest(columns: int) -> int:
-    """How many times 8 channels, up to four, a warp should take at once of so many: each turn reads
-    the other operand again, which is worth about half of what one more 8 channels cost in vain."""
+    """Return how many times 8 channels, at most four, a warp should compute at once.
+
+    Each iteration reads the other operand again, which costs about half as much as 8 unused
+    channels.
+    """
     return min((4, 3, 2, 1), key=lambda width: ceil_div(columns, width) * (width + 1.5))
 
 
 def slices_of(merge: Merge, together: bool) -> list[int]:
-    """How many merges a block may take, whose channels lie side by side if ``together``: at least
-    two sectors of memory a pixel, which are brought to the chip as fast as whole lines."""
+    """Return candidate numbers of merges of a block, contiguous if ``together``.
+
+    They have at least two sectors of memory per pixel, which are as fast as whole cache lines.
+    """
     if not together:
         return [1]
     chunks = min(merge.in_chunks, merge.out_chunks)
@@ -105,15 +112,15 @@ def slices_of(merge: Merge, together: bool) -> list[int]:
 
 
 def odd_chunks(chunks: int) -> int:
-    """Bytes of a row of so many chunks, padded to an odd number: rows fall into other banks."""
+    """Return the bytes of a row of chunks, padded to an odd number to avoid bank conflicts."""
     return (chunks | 1) * CHUNK_BYTES
 
 
 def why_not_grouped(work: ConvWork, device: CudaDevice) -> str | None:
-    """Why the grouped tensor-core kernels cannot take this work, as far as both judge alike.
+    """Return why neither grouped tensor-core kernel applies; None if one may.
 
-    Judged by channels, kernel, stride and dilation, so that a problem in pieces chooses as the
-    whole does; only sizes that cannot be counted are refused too.
+    Except for sizes that overflow, this depends on channels, kernel, stride and dilation only, so
+    that pieces of a problem choose as the whole does.
     """
     if work.dtype not in DTYPES:
         return f"sums of {work.dtype} are wider than float32"
@@ -144,11 +151,11 @@ def why_not_grouped(work: ConvWork, device: CudaDevice) -> str | None:
 
 
 def why_not_packed(work: ConvWork) -> str | None:
-    """Why groups may not be merged where results are products with all channels of a merge.
+    """Return why groups may not be merged if results are products with all channels of a merge.
 
-    Other groups' channels meet zeros there, so a NaN spreads to all groups of its merge. It may
-    reach those that share an aligned block of 16 channels with its own group, no others. Two groups
-    of fewer channels always share one, for no multiple of 16 lies between them.
+    Other groups' channels are multiplied by zeros, so a NaN spreads to all groups of its merge. It
+    may only reach groups that share an aligned block of 16 channels with its own. Two groups of
+    fewer channels always share one, because no multiple of 16 is between them.
     """
     merge = merge_of(work)
     if merge.groups == 1 or meets_own(work):
@@ -163,13 +170,13 @@ def why_not_packed(work: ConvWork) -> str | None:
 
 
 def _why_not_chunks(operand: Operand, channels: int, work: ConvWork, merge: Merge) -> str | None:
-    """Why channels are not side by side in whole chunks."""
+    """Return why channels are not contiguous whole chunks; None if they are."""
     if operand.strides[2] != 1 and channels > 1:
-        return "channels do not lie side by side"
+        return "channels are not contiguous"
     if merge.groups > 1 and operand.strides[1] != channels:
-        return "groups do not lie side by side"
+        return "groups are not contiguous"
     if merge.groups > 1 and work.groups * channels % merge.chunk:
-        return f"{work.groups * channels} channels are no multiple of {merge.chunk}"
+        return f"{work.groups * channels} channels are not a multiple of {merge.chunk}"
     if any(operand.strides[axis] % merge.chunk for axis in (0, 3, 4, 5)) or (
         merge.groups == 1 and operand.strides[1] % merge.chunk
     ):

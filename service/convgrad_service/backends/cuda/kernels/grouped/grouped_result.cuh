@@ -1,5 +1,4 @@
-// The arguments of grouped_gather.cu, where its boxes lie, and what happens to a sum that is not the
-// result itself.
+// The argument of grouped_gather.cu, its boxes, and the epilogue of a sum.
 #pragma once
 
 #include "grouped/grouped_box.cuh"
@@ -17,28 +16,28 @@ struct GroupedGatherArgs {
   const void* w;
   void* y;                 // the result: output, or grad_input
   const void* accumulate;  // like y, or null
-  const void* bias;        // one for each of the result's channels, or null
+  const void* bias;        // one value for each channel of the result, or null
   i64 x_group, y_group;    // strides of a group, in elements
   i64 y_stride[4];         // N D H W, in elements
   i64 w_group;
   int w_stride[6];         // -, out channel, in channel (of the convolution), T R S, in elements
-  int w_tap;               // from one tap to the next, 0 where they do not lie evenly
+  int w_tap;               // distance of taps, 0 if it is not constant
   BoxStrides x_stride;
   Box box;                 // of the source
   float alpha;
   float beta;
   int batch;
   int groups;
-  int x_channels;  // of the source, in one group
-  int y_channels;  // of the result, in one group
+  int x_channels;  // of the source, in a group
+  int y_channels;  // of the result, in a group
   int merged;      // groups merged
   int merges;
-  int own;  // EXACT: 8 result channels are whole groups, and each meets its own group alone
+  int own;  // EXACT: 8 result channels are whole groups, each of which meets only itself
   int slice;       // merges in a block
-  int w_vector;  // neighbouring weights of one group in one load: a chunk, half of one, or 1
-  int w_pitch;   // bytes from one out channel of the weights to the next
+  int w_vector;  // adjacent weights of a group in one load: a chunk, half of one, or 1
+  int w_pitch;   // bytes between output channels of the weights
   int activation;
-  int plain;  // the result is the sum itself
+  int plain;  // no epilogue
   int tile[4];    // positions: images, D, H, W
   int tiles[4];   // in the largest phase
   int x_size[3];
@@ -48,22 +47,22 @@ struct GroupedGatherArgs {
   int y_step[3];
   int r_step[3];
   int phases[3];
-  int stage_bytes;  // from one box to the next, 0 where a block has one
+  int stage_bytes;  // bytes between boxes, 0 if a block has one
   int weights_at, results_at, sources_at, digits_at, steps_at, rows_at;  // in shared memory
   Phase phase[3][kMaxPhases];
 };
 
-// The block's phase, and a box of it: kept in shared memory, for the registers are full.
+// The block's phase and a box of it, in shared memory to save registers.
 struct Place {
   Phase phase[3];
-  int low[3];  // a tap's least distance from a position: there the source's box starts
+  int low[3];  // least offset of a tap from a position, where the source's box starts
   int group;
 };
 struct Spot {
   int image, from[3];  // the first image, and the first position of the source
-  int left[4];         // images and positions from the first one on that exist
-  int whole;           // whether all of a box's do
-  i64 y;               // of the first result, in elements
+  int left[4];         // remaining images and positions from the first one on
+  int whole;           // whether the box is complete
+  i64 y;               // offset of the first result, in elements
 };
 
 __device__ Spot spot_of(const GroupedGatherArgs& args, const Place& place, u32 index) {

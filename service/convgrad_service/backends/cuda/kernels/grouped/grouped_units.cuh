@@ -1,10 +1,9 @@
-// What a warp of grouped_gather.cu computes at once: MF * 16 positions x PACK merges x NF * 8 result
-// channels, from a box of the source and the weights, both in shared memory.
+// A unit, which a warp of grouped_gather.cu computes at once: MF * 16 positions x PACK merges x NF * 8
+// result channels, from a box of the source and the weights, both in shared memory.
 //
-// A step of the reduction is two chunks, of one tap each, and their products run on tensor cores; or,
-// where float32 is to be exact (EXACT), it is one chunk and they are FMAs, each lane having the sums
-// that it would have there. The weights' chunks run along the source's
-// channels (ACROSS 0) or along the result's (ACROSS 1).
+// A step of the reduction is two chunks of one tap each, multiplied on tensor cores; with EXACT, for
+// exact float32, it is one chunk multiplied by FMAs, and each lane has the same sums as with tensor
+// cores. The weights' chunks are along the source's channels (ACROSS 0) or the result's (ACROSS 1).
 #pragma once
 
 #include "grouped/grouped_box.cuh"
@@ -14,33 +13,33 @@ namespace convgrad {
 constexpr int kSize = static_cast<int>(sizeof(ELEMENT));
 constexpr int kChunk = 16 / kSize;
 constexpr int kColumns = PACK * NF * 8;  // result channels of a unit
-// Rows of two chunks lie one after another, the chunks of every other four rows swapped; longer ones
-// lie a chunk apart. So neither way through shared memory meets in a bank.
+// Rows of two chunks are contiguous, with the chunks of every other four rows swapped; longer rows are
+// padded by a chunk. Both avoid bank conflicts.
 constexpr bool kSwapped = kSize == 2 && kColumns == 16;
 constexpr int kRowPitch = kColumns * kSize + (kSwapped ? 0 : 16);
-constexpr int kRowsBytes = 16 * (kColumns + 4) * 4;  // of a warp: its sums as they are
+constexpr int kRowsBytes = 16 * (kColumns + 4) * 4;  // a warp's unrounded sums
 
-// Blackwell's compiler finds registers for no more than one where there are three times 8 columns.
+// On Blackwell registers suffice for only one with three times 8 columns.
 constexpr int kStepsAtOnce = kBlackwell && NF == 3 ? 1 : kSize == 4 ? 2 : 3;
 
-// Where a chunk of the reduction lies: in the source's box, and in a merge's weights.
+// Offsets of a chunk of the reduction: in the source's box, and in a merge's weights.
 struct Step {
   int a, b;
 };
 
-// Where a lane finds a unit's operands.
+// Addresses of a unit's operands for a lane.
 struct Operands {
   const Step* all;
   int steps;
-  int x_merge_bytes, merge_bytes, column_bytes;  // from one merge, or 8 result channels, to the next
+  int x_merge_bytes, merge_bytes, column_bytes;  // distances of merges, and of groups of 8 result channels
   int w_pitch;
   u32 weights;
-  const char* base;  // of shared memory
-  int own_a, own_b;  // EXACT: where this lane's group begins
+  const char* base;  // half of shared memory
+  int own_a, own_b;  // EXACT: start of this lane's group
 };
 
 #if EXACT
-// Sums of kRows * 16 positions; lane l has the address of the (l % 16)-th row of each 16 in the box.
+// Computes kRows * 16 positions; lane l has the address of row l % 16 of each 16 in the box.
 template <int kRows>
 __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
                                          const u32 (&from_a)[kRows], const Operands& from) {
@@ -100,7 +99,7 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
   }
 }
 #else
-// Sums of kRows * 16 positions; lane l has the address of the (l % 16)-th row of each 16 in the box.
+// Computes kRows * 16 positions; lane l has the address of row l % 16 of each 16 in the box.
 template <int kRows>
 __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
                                          const u32 (&from_a)[kRows], const Operands& from) {
@@ -109,7 +108,7 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
   const u32 lane_b = from.weights + (lane & 7) * from.w_pitch +
                      (lane >> 4) * (PACK == 2 ? from.merge_bytes : from.column_bytes);
   const u32 word_b = from.weights + (lane & 3) * from.w_pitch + (lane >> 2) * 4;
-  // In a step's two chunks, lanes 16 to 31 read A's second one, lanes 8 to 15 and 24 to 31 B's.
+  // Of a step's two chunks, lanes 16 to 31 read A's second, and lanes 8 to 15 and 24 to 31 B's second.
   const Step* const a_steps = from.all + (lane >> 4);
   const Step* const b_steps = from.all + (lane >> 3 & 1);
 #pragma unroll(kStepsAtOnce)
@@ -167,19 +166,20 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
 #endif
 
 #if WINDOWS
-// Where a lane finds the rows and taps of windows.
+// Addresses of rows and taps of windows for a lane.
 struct Windows {
   int planes;                   // taps along D
-  int plane, plane_tap;         // bytes from one of them to the next, in the box and in the weights
-  int first_plane;              // where the first one lies in the box
-  int row;                      // bytes from a row of the box to the next
+  int plane, plane_tap;         // bytes between planes, in the box and in the weights
+  int first_plane;              // offset of the first plane in the box
+  int row;                      // bytes between rows of the box
   int pair, third;              // this lane's part of two taps of two rows, of one tap of four rows
-  int tap, next_tap;            // this lane's first tap in the weights, and four taps further
+  int tap, next_tap;            // this lane's first tap in the weights, and the one four taps later
 };
 
-// Sums of kWindows windows of 4 x 8 positions, each of two fragments of two rows, from the boxes'
-// corners `corner`. The window's six rows are loaded once, 8 positions a matrix, and meet the 3 x 3
-// taps of 8 channels from registers: two taps of a row a product, the third one in one of half depth.
+// Computes kWindows windows of 4 x 8 positions, each of two fragments of two rows, from the boxes'
+// corners `corner`. A window's six rows are loaded once, 8 positions per matrix, and multiplied from
+// registers by the 3 x 3 taps of 8 channels: two taps of a row in one product, the third in one of
+// half the depth.
 template <int kWindows>
 __device__ __forceinline__ void multiply_windows(float (&sum)[PACK][kWindows * 2][NF][4],
                                                  const u32 (&corner)[kWindows],
@@ -234,7 +234,7 @@ __device__ __forceinline__ void multiply_windows(float (&sum)[PACK][kWindows * 2
 }
 #endif
 
-// A fragment's sums, as they are or rounded, to a warp's rows.
+// Stores a fragment's sums, unrounded or rounded, to a warp's rows.
 template <int kRows, class To>
 __device__ __forceinline__ void put(const float (&sum)[PACK][kRows][NF][4], int f, To* to,
                                     int pitch) {

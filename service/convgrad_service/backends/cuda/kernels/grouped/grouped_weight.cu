@@ -1,26 +1,26 @@
 // The gradient of a grouped convolution's weight, few channels a group, on tensor cores: M = taps x
 // input channels, N = output channels, K = pixels of grad_output, of one group or of as many groups,
-// merged, as fill whole 16-byte chunks of channels on both sides (of the products between different
-// groups nothing is kept). The host's side is grouped_weight.py.
+// merged, as fill whole 16-byte chunks of channels on both sides (products between different groups
+// are discarded). The host's side is grouped_weight.py.
 //
 // w[g, k, c, r] = sum over pixels (n, o) of y[n, g, k, o] * x[n, g, c, o*stride + r*dilation - pad].
 // Along each dimension, output y0 + m*y_step (m in [0, count)) of a phase meets, at tap r, input
 // position x0 + (m*x_step + r*x_tap)*lattice.
 //
-// Block: a slice of neighbouring channels on both sides and its share of all boxes of pixels. A box
-// of y, and of x with its halo, is brought to shared memory once, the next one meanwhile (two
-// stages). Each warp has an item, MT * 16 rows x NF * 8 columns of one merge, and every KSPLITth
-// step of its pixels; all its sums stay in registers. In the end the KSPLIT warps of an item add up
-// through shared memory, and the block's sums go to its own part of `partials`, in the order
-// (g, k, t, r, s, c); core/lane_sum.cu adds the parts up.
-// Dynamic shared memory: two stages of both boxes, then offsets of pixels in x's and of rows;
-// grouped_weight.py says where each begins. Where float32 is to be exact (EXACT), products are FMAs,
-// each lane having the sums that it would have on tensor cores. WINDOWS is for 3 x 3 taps, side by
-// side, of 8 channels on both sides: then boxes have even rows and whole eights of columns.
-// Relies on its launcher for the grid (slices, groups of items, splits)
-// and for tensors whose channels, of all merged groups, are side by side in whole 16-byte chunks.
-// Deterministic: one order of additions for each result and number of splits. Pixels that a box
-// lacks enter as zeros.
+// Block: a slice of adjacent channels on both sides and its share of all boxes of pixels. A box of y,
+// and of x with its halo, is copied to shared memory once, double-buffered. Each warp has an item,
+// MT * 16 rows x NF * 8 columns of one merge, and every KSPLITth step of its pixels, with all sums in
+// registers. At the end the KSPLIT warps of an item add their sums through shared memory, and the
+// block stores them to its part of `partials`, in the order (g, k, t, r, s, c); core/lane_sum.cu adds
+// the parts.
+// Dynamic shared memory: two stages of both boxes, then offsets of pixels in x's box and of rows, as
+// grouped_weight.py computes them. With EXACT, for exact float32, products are FMAs, and each lane has
+// the same sums as with tensor cores. WINDOWS is for 3 x 3 taps without dilation and 8 channels on
+// both sides: boxes then have an even number of rows and a multiple of eight columns.
+// Relies on its launcher for the grid (slices, groups of items, splits), and for tensors whose
+// channels, of all merged groups, are contiguous in whole 16-byte chunks.
+// Deterministic: one order of additions for each result and number of splits. Missing pixels of a box
+// are read as zeros.
 // Index limits: 64-bit offsets; positions and strides of D, H, W in bytes below 2^31.
 #include "grouped/grouped_weight.cuh"
 #include "ptx/pdl.cuh"
@@ -34,7 +34,7 @@ constexpr int kSize = static_cast<int>(sizeof(ELEMENT));
 constexpr int kChunk = 16 / kSize;
 constexpr int kDepth = 32 / kSize;  // pixels of one product
 constexpr int kSums = MT * NF * 4;
-// Blackwell's compiler lacks a register for two blocks where words are read for three columns.
+// On Blackwell two blocks would need one register more if words are read for three columns.
 constexpr int kBlocks = kBlackwell && kSize == 4 && NF == 3 ? 1 : BLOCKS;
 
 }  // namespace
@@ -59,12 +59,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   const int x_chunks = (args.groups - first_group) * args.in_channels / kChunk;
   const int y_chunks = (args.groups - first_group) * args.out_channels / kChunk;
 
-  // Which boxes.
+  // The block's boxes.
   const int begin = split * args.boxes + min(split, args.more);
   const int end = begin + args.boxes + (split < args.more);
   const int phases = args.phases[0] * args.phases[1] * args.phases[2];
   const u32 in_phase = args.tiles[0] * args.tiles[1] * args.tiles[2] * args.tiles[3];
-  // A box: its image and its first pixel in x and y.
+  // A box: its image, and its first pixel in x and y.
   struct Place {
     int image, x[3], y[3];
   };
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   };
   copy(begin, 0);
 
-  // Where a pixel lies in x's box at the first tap, and where a row's tap and channel do.
+  // Offsets in x's box: of a pixel at the first tap, and of a row's tap and channel.
   const int pixels = args.tile[0] * args.tile[1] * args.tile[2] * args.tile[3];
   const int steps = (pixels + kDepth - 1) / kDepth;
   Walk at(args.tile, thread, kThreads);
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
                      args.x_box.extent[3] + s * args.x_tap[2]) * args.x_box.pitch +
                 (row - tap * x_merge) * kSize;
   }
-  // Pixels beyond the box are read where their number is no whole step: once zeros, always zeros.
+  // Pixels past the box are read if their number is not a whole step; they are zeroed once.
   for (int stage = 0; stage < 2; ++stage) {
     char* const tail = base + stage * args.stage_bytes + args.y_at + pixels * args.y_box.pitch;
     const int bytes = (steps * kDepth - pixels) * args.y_box.pitch;
@@ -171,8 +171,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
       const u32 x_box = boxes_at + stage * args.stage_bytes;
       const u32 y_box = x_box + args.y_at + column_offset;
 #if WINDOWS
-      // Eight columns of pixels, two rows a product, whose rows of x are loaded once: x's new two
-      // rows at the taps 0 and 1 of a row, then at tap 2 together with y's rows.
+      // Eight columns of pixels, two rows per product, with each row of x loaded once: the two new rows
+      // of x at taps 0 and 1 of a row, then at tap 2 together with y's rows.
       const int across = args.tile[3] / 8, eighth = lane >> 3;
       const int x_row = args.x_box.extent[3] * args.x_box.pitch, y_row = args.tile[3] * args.y_box.pitch;
       const bool of_y = eighth > 1;
@@ -180,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll 1
       for (int window = k_split; window < args.tile[0] * args.tile[1] * across; window += k_splits) {
         const int plane = quick_divide(window, across), column = (window - plane * across) * 8 + (lane & 7);
-        // A plane of x's box for each of y's: images and, as D has one tap, positions along D.
+        // A plane of x's box for each of y's: images and, because D has one tap, positions along D.
         const u32 x_at = x_box + plane * args.x_box.extent[2] * x_row + column * args.x_box.pitch + mine;
         const u32 y_at = y_box + plane * args.tile[2] * y_row + column * args.y_box.pitch;
         u32 near_at = x_at + (eighth >> 1) * x_row + (eighth & 1) * args.x_box.pitch;
@@ -208,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
           rows_x[3][0] = near[2], rows_x[3][1] = near[3], rows_x[3][2] = far[1];
 #pragma unroll
           for (int i = 0; i < MT; ++i) {
-            // The last product has one tap; what it adds up beside is nobody's.
+            // The last product has one tap; its other half is unused.
             const int first = i * 2, second = first < 8 ? first + 1 : first;
             const u32 a[4] = {rows_x[first / 3][first % 3], rows_x[second / 3][second % 3],
                               rows_x[first / 3 + 1][first % 3], rows_x[second / 3 + 1][second % 3]};
@@ -290,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   cp_async_wait<0>();
   launch_dependent_grids();
 
-  // The warps of one item add up, in order.
+  // The warps of an item add their sums in order.
   float* const slab = reinterpret_cast<float*>(base) + item * kSums * 32 + lane;
   for (int turn = k_splits - 1; turn > 0; --turn) {
     if (turn == k_split && busy) {
@@ -311,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   const i64 results = static_cast<i64>(args.groups) * args.out_channels * taps * args.in_channels;
   float* const partials = args.partials + split * results;
   if (args.merged == 1) {
-    // A group's partial sums are [k][tap][c], and a row is (tap, c).
+    // A group's partial sums are [k][tap][c]; a row is (tap, c).
     const int next = taps * args.in_channels;
     float* const group = partials + static_cast<i64>(first_group + merge) * args.out_channels * next;
 #pragma unroll
@@ -332,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   for (int i = 0; i < kSums; ++i) slab[i * 32] = sum[i / 4 / NF][i / 4 % NF][i % 4];
   __syncwarp();
 
-  // Neighbouring lanes have neighbouring rows: channels, then taps, as partial sums lie.
+  // Adjacent lanes have adjacent rows: channels, then taps, in the order of partial sums.
 #pragma unroll 1
   for (int row = lane; row < MT * 16; row += 32) {
     const int row_of_all = row_block * MT * 16 + row;
@@ -340,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     const int tap = quick_divide(row_of_all, x_merge), channel = row_of_all - tap * x_merge;
     const int own = quick_divide(channel, args.in_channels), c = channel - own * args.in_channels;
     const int group = merge * args.merged + own;
-    // This group's columns, counted from the column block's first.
+    // This group's columns, relative to the column block.
     const int first_column = own * args.out_channels - column_block * NF * 8;
     const i64 first = static_cast<i64>(first_group + group) * args.out_channels;
     float* to = partials + (first * taps + tap) * args.in_channels + c;

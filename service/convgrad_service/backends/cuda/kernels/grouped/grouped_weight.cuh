@@ -20,15 +20,15 @@ struct GroupedWeightArgs {
   Box x_box, y_box;
   int batch;
   int groups;
-  int in_channels;   // in one group
-  int out_channels;  // in one group
+  int in_channels;   // in a group
+  int out_channels;  // in a group
   int merged;
   int slice;  // merges in a block
   int row_blocks;     // items of one merge: of MT * 16 rows,
   int column_blocks;  // by NF * 8 columns
   int items;          // of a block
-  int boxes;          // of a split,
-  int more;           // and one more of so many, the first ones
+  int boxes;          // boxes of a split,
+  int more;           // one more for the first `more` ones
   int kernel[3];
   int tile[4];   // pixels: images, D, H, W
   int tiles[4];  // in the largest phase

@@ -1,4 +1,4 @@
-"""The gradient of a grouped convolution's weight, few channels a group."""
+"""Weight gradient of grouped convolutions with few channels per group."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ __all__ = ["GroupedWeight", "Share", "shares_of"]
 RESERVED_BYTES = 1024
 MAX_GRID_YZ = 65535
 MOST_PIXELS = 512
-# Partial sums together take at most so much, unless the caller asks for more splits.
+# The most memory for partial sums, unless the caller requests more splits.
 PARTIAL_BYTES = 64 * 2**20
 STAGES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What a warp sums: so many 16 rows of taps x channels, by 8 columns."""
+    """What a warp sums: fragments of 16 rows of taps x channels, by 8 columns."""
 
     rows: int
     columns: int
     warps: int
     blocks: int
     windows: bool = False
-    """Whether pixels go in eights of columns whose rows of the input are loaded once."""
+    """Whether pixels form eights of columns whose input rows are loaded once."""
 
     def defines(self, dtype: DType, exact: bool) -> tuple[tuple[str, str], ...]:
         return (
@@ -79,13 +79,13 @@ ITEMS = {
 
 
 SMALL = Item(5, 1, 8, 2, windows=True)
-"""For 3x3 taps of 8 channels, side by side."""
+"""For 3x3 taps of 8 channels without dilation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A block's pixels at once (images, D, H, W), how many merges of channels, and into how many
-    parts all pixels are split; 0 for as many as fill the device."""
+    """A block's pixels at once (images, D, H, W), its merges of channels, and the parts that pixels
+    are split into; 0 for as many as fill the device."""
 
     tile: Size4
     slice: int
@@ -103,7 +103,7 @@ GroupedWeightArgs = structure("grouped/grouped_weight.cu", "GroupedWeightArgs")
 
 
 class GroupedWeight:
-    """bwd_weight of 1 to 64 channels a group, channels last: 16 bits, or float32 in TF32
+    """bwd_weight of 1 to 64 channels per group, channels last: 16 bits, or float32 in TF32
     (``precision: high``) or exact."""
 
     name = "grouped_weight"
@@ -194,7 +194,7 @@ class GroupedWeight:
 
 
 class _Shapes:
-    """What follows from the work alone."""
+    """Sizes that depend on the work only."""
 
     def __init__(self, work: ConvWork) -> None:
         self.work = work
@@ -213,12 +213,12 @@ class _Shapes:
 
     @property
     def items(self) -> int:
-        """Of one merge."""
+        """Items of one merge."""
         return self.row_blocks * self.column_blocks
 
 
 class _Block:
-    """Where things lie in a block's shared memory."""
+    """The layout of a block's shared memory."""
 
     def __init__(self, shapes: _Shapes, share: Share) -> None:
         work, merge, item = shapes.work, shapes.merge, shapes.item
@@ -231,7 +231,7 @@ class _Block:
         depth = 2 * CHUNK_BYTES // work.dtype.itemsize
         pixels = ceil_div(share.pixels, depth) * depth
         self.y_at = prod(self.x_extent) * self.x_pitch
-        # Columns of 8 may be wider than the last channels of the last pixel.
+        # Columns of 8 may extend past the last channels of the last pixel.
         self.stage_bytes = self.y_at + pixels * self.y_pitch + CHUNK_BYTES * 8
         items = share.slice * shapes.items
         self.items = min(items, item.warps)
@@ -255,12 +255,12 @@ def _pitch(chunks: int, dtype: DType) -> int:
 
 
 def shares_of(work: ConvWork, device: CudaDevice) -> Iterator[Share]:
-    """Those that fit in shared memory."""
+    """Yield candidates that fit in shared memory."""
     return _shares_of(_Shapes(work), device)
 
 
 def _shares_of(shapes: _Shapes, device: CudaDevice) -> Iterator[Share]:
-    """Those that fit in shared memory."""
+    """Yield candidates that fit in shared memory."""
     work, merge = shapes.work, shapes.merge
     together = all(
         operand.strides[1] == channels
@@ -285,12 +285,12 @@ def _shares_of(shapes: _Shapes, device: CudaDevice) -> Iterator[Share]:
 
 
 def choose_share(shapes: _Shapes, device: CudaDevice) -> Share:
-    """The one that should take the least time."""
+    """Return the candidate with the least predicted time."""
     return min(_shares_of(shapes, device), key=lambda share: _cost(shapes, share, device))
 
 
 def _cost(shapes: _Shapes, share: Share, device: CudaDevice) -> float:
-    """In bytes of L2 traffic by one multiprocessor."""
+    """Return the cost, in bytes of L2 traffic of one multiprocessor."""
     work, merge = shapes.work, shapes.merge
     block = _Block(shapes, share)
     resident = _resident(shapes, block, device)
@@ -299,7 +299,7 @@ def _cost(shapes: _Shapes, share: Share, device: CudaDevice) -> float:
     blocks = slices * block.item_groups * splits
     boxes = ceil_div(_boxes(shapes, share), splits)
     waves = ceil_div(blocks, resident * device.multiprocessors)
-    # Warps without an item wait for the others.
+    # Warps without an item are idle.
     idle = block.items * block.item_groups / (share.slice * shapes.items)
     idle *= shapes.item.warps / (block.items * (shapes.item.warps // block.items))
     steps = ceil_div(share.pixels, 16) * 16 / share.pixels
@@ -311,13 +311,13 @@ def _cost(shapes: _Shapes, share: Share, device: CudaDevice) -> float:
 
 
 def _resident(shapes: _Shapes, block: _Block, device: CudaDevice) -> int:
-    """Blocks of a multiprocessor at once."""
+    """Return the blocks per multiprocessor."""
     fitting = device.shared_bytes_per_multiprocessor // (block.total_bytes + RESERVED_BYTES)
     return max(1, min(shapes.item.blocks, fitting))
 
 
 def _splits(shapes: _Shapes, share: Share, device: CudaDevice) -> int:
-    """As many as fill the device, where the caller does not say."""
+    """Return the splits: as many as fill the device unless the caller sets them."""
     work = shapes.work
     block = _Block(shapes, share)
     boxes = _boxes(shapes, share)
@@ -327,7 +327,7 @@ def _splits(shapes: _Shapes, share: Share, device: CudaDevice) -> int:
     wanted = max(1, device.multiprocessors * _resident(shapes, block, device) // columns)
     partial = work.groups * work.out_channels * work.in_channels * work.taps * 4
     wanted = min(wanted, boxes, MAX_GRID_YZ, max(1, PARTIAL_BYTES // partial))
-    # No block has more boxes than it would have with fewer splits.
+    # Use the fewest splits with as many boxes per block.
     return ceil_div(boxes, ceil_div(boxes, wanted))
 
 
@@ -344,7 +344,7 @@ def _boxes(shapes: _Shapes, share: Share) -> int:
 
 
 def _channel_last(operand: Operand) -> Operand:
-    """A weight's view as the partial sums are ordered: (G, K, T, R, S, C)."""
+    """Return a weight's strides in the order of partial sums: (G, K, T, R, S, C)."""
     g, k, c, t, r, s = operand.strides
     return Operand(operand.buffer, operand.dtype, (g, k, t, r, s, c))
 

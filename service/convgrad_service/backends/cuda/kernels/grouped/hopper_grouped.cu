@@ -1,24 +1,24 @@
-// A grouped convolution of 4, 8, 16 or 32 channels a group in 3 x 3 taps, forward or the gradient of
-// the input, on Hopper: rows of the source stream through shared memory, each of them once.
-// The host's side is hopper_grouped.py.
+// A grouped convolution of 4, 8, 16 or 32 channels per group with 3 x 3 taps, forward or the gradient
+// of the input, on Hopper: rows of the source stream through shared memory once. The host's side is
+// hopper_grouped.py.
 //
 // y[n, k, m] = sum over taps j and channels c of k's group of x[n, c, m + first + j] * w[k, c, tap(j)].
-// GEMM, of one tap: M = 16 positions of a row (or 8 of each of two images), N = 8 or 16 result
-// channels, K = a chunk of 8 source channels or several; two chunks a product, of two taps where a
-// group has but one. Groups of 4 go in twos, their weights block-diagonal.
+// GEMM of one tap: M = 16 positions of a row (or 8 of each of two images), N = 8 or 16 result
+// channels, K = one or more chunks of 8 source channels; two chunks per product, of two taps if a
+// group has only one chunk. Groups of 4 are merged in pairs, with block-diagonal weights.
 //
-// Block: 64 channels on both sides, whose weights its warps keep in registers, and units (pieces of
-// an image or of several) one after another. A warp has 8 or 16 result channels of all columns of a
-// unit, of the images that are its team's, and goes down their rows: each row of the source is read
-// at the three taps along W and added to the sums of the three rows of results that it meets. One
-// thread more starts all copies: boxes of rows into a ring (tiles over C W H N, zeros outside), and
-// results out of another, in slots of some rows.
-// Dynamic shared memory: 1,024 bytes to align it by, the source's ring, the results', weights on
-// their way to registers (from 16 channels on), barriers.
-// Relies on its launcher for channels side by side in whole 16-byte chunks, and for rings as long as
-// what a slot of results needs. Needs sm_90a.
-// Deterministic: one order of additions for each result, however the units are cut.
-// Positions outside the source, and the other one of two groups of 4, enter as products with zero.
+// Block: 64 channels on both sides, whose weights are in registers, and units (pieces of one or two
+// images) one after another. A warp has 8 or 16 result channels of all columns of a unit, of its
+// team's images, and walks down their rows: each row of the source is read at the three taps along W
+// and added to the three rows of results that it meets. A producer thread starts all copies: boxes of
+// rows into a ring (TMA tiles over C W H N, zeros outside), and results out of another ring, in slots
+// of several rows.
+// Dynamic shared memory: 1,024 bytes for alignment, the rings of the source and of results, weights to
+// be loaded to registers (from 16 channels on), mbarriers.
+// Relies on its launcher for contiguous channels in whole 16-byte chunks, and for rings that hold what
+// a slot of results needs. Needs sm_90a.
+// Deterministic: one order of additions for each result, independent of units.
+// Positions outside the source, and the other one of two groups of 4, are multiplied as zeros.
 // Index limits: a group's weights below 2^31 elements; elsewhere 64-bit.
 #include "grouped/hopper_grouped.cuh"
 #include "grouped/hopper_grouped_weights.cuh"
@@ -30,15 +30,15 @@ using namespace convgrad;
 namespace {
 
 using T = ELEMENT;
-constexpr int kChannels = CHANNELS, kTiles = TILES;         // of 16 positions
-constexpr int kChunks = kChannels < 8 ? 1 : kChannels / 8;  // of the source, that a result meets
-constexpr int kFrags = kChannels < 16 ? 1 : 2;              // of 8 result channels, of a warp
+constexpr int kChannels = CHANNELS, kTiles = TILES;         // tiles of 16 positions
+constexpr int kChunks = kChannels < 8 ? 1 : kChannels / 8;  // chunks of the source that a result meets
+constexpr int kFrags = kChannels < 16 ? 1 : 2;              // fragments of 8 result channels in a warp
 constexpr int kParts = 8 / kFrags;                          // warps that share an image's channels
 constexpr int kWorkers = kParts * TEAMS, kThreads = (kWorkers + 1) * 32;
-constexpr int kReady = 1;  // a barrier
+constexpr int kReady = 1;  // barrier
 constexpr int kPixelBytes = 128, kTileBytes = 16 * kPixelBytes;
-constexpr bool kCopied = kChunks > 1;  // weights come through shared memory
-// Tiles whose last tap, or whose results, a warp loads or stores at once.
+constexpr bool kCopied = kChunks > 1;  // weights are copied through shared memory
+// Tiles of which a warp loads the last tap, or stores the results, at once.
 constexpr int kTogether = kFrags == 1 && kTiles > 1 ? 2 : 1;
 
 using Weights = u32[9][kChunks][kFrags];
@@ -53,14 +53,14 @@ struct Ring {
   }
 };
 
-// Where a chunk of a pixel lies from where rows begin, which is a multiple of 1,024.
+// Offset of a chunk of a pixel from the start of rows, which is a multiple of 1,024.
 __device__ __forceinline__ u32 swizzled(int pixel, int chunk) {
   return pixel * kPixelBytes + ((chunk ^ (pixel & 7)) << 4);
 }
 
 struct Shared {
   u32 ring, slots, weights;
-  u32 full, done, empty;  // barriers: a box is there, results are there, or gone
+  u32 full, done, empty;  // mbarriers: box full, results full, results empty
 
   __device__ __forceinline__ Shared(const HopperGroupedArgs& args, u32 base) {
     ring = base, slots = base + args.slots_at, weights = base + args.weights_at;
@@ -69,7 +69,7 @@ struct Shared {
   }
 };
 
-// One thread: starts the copies of boxes, as many as there is room for.
+// Producer thread: starts copies of boxes while stages are free.
 struct Loader {
   Ring stage;
   GroupedUnit next;
@@ -99,7 +99,7 @@ struct Loader {
   }
 };
 
-// One thread: stores results as they come, and starts the copies of boxes into what that frees.
+// Producer thread: stores results when they are complete, and starts copies into freed stages.
 __device__ __forceinline__ void copy_all(const HopperGroupedArgs& args, const Shared& shared,
                                          Loader& loader) {
   Ring slot;
@@ -112,7 +112,7 @@ __device__ __forceinline__ void copy_all(const HopperGroupedArgs& args, const Sh
       const int corner[4] = {static_cast<int>(blockIdx.x) * 64, at.column, at.row + row, at.image};
       tma_store(args.y_map, shared.slots + slot.at * args.slot_bytes, corner);
       tma_store_commit();
-      // Boxes that were read wholly for these results and those before.
+      // Boxes of which all rows have been read for these results and earlier ones.
       const int rows = row + args.slot_rows, read = at.row + args.first[0] + rows + 2 - at.source_row;
       const int now = rows < at.rows ? max(min(read / args.box_rows, boxes), 0) : boxes;
       loader.room += now - consumed;
@@ -134,8 +134,8 @@ struct Part {
   }
 };
 
-// Where a lane finds rows of matrices, from a row's first pixel on: the first 8 positions of a
-// product and the other 8 of two chunks (where there is but one, of two taps), or of two tiles.
+// Offsets for ldmatrix, relative to a row's first pixel: the first and last 8 positions of a product,
+// of two chunks (or of two taps if there is one chunk), or of two tiles.
 struct Places {
   u32 source[kChunks == 1 ? 1 : 3], third = 0, result;
 
@@ -159,8 +159,8 @@ struct Places {
   }
 };
 
-// Adds what a row of the source gives to the three rows of results that meet it: at its last tap, its
-// second and its first one, which begins a sum.
+// Adds the products of a row of the source to the three rows of results that meet it: at its last tap,
+// its second, and its first, which initializes a sum.
 __device__ __forceinline__ void add_row(Sums& last, Sums& middle, Sums& first, const Weights& w,
                                         const Places& places, u32 from) {
 #pragma unroll
@@ -216,7 +216,7 @@ __device__ __forceinline__ void add_row(Sums& last, Sums& middle, Sums& first, c
   }
 }
 
-// A row of results, to shared memory.
+// Stores a row of results to shared memory.
 __device__ __forceinline__ void put_row(const Sums& sum, const Places& places, u32 to) {
 #pragma unroll
   for (int i = 0; i < kTiles; i += kTogether) {
@@ -242,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     hopper_grouped(const __grid_constant__ HopperGroupedArgs args) {
   extern __shared__ uint4 memory[];
   const int thread = threadIdx.x, lane = thread & 31;
-  // The same in all lanes, which the compiler knows of a shuffle alone.
+  // Uniform in a warp; a shuffle tells the compiler so.
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
   const u32 start = shared_address(memory), base = (start + 1023) & ~1023u;
   const Shared shared(args, base);
@@ -283,8 +283,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     }
   }
   if (args.zeroes) {
-    // What rows at the end of a box read beyond it, before the next box is there, which begins with
-    // zeros too.
+    // Rows at the end of a box read past it, before the next box arrives, which also starts with
+    // zeros.
     for (int i = thread; i < (args.stages + 1) * 8; i += kWorkers * 32) {
       *reinterpret_cast<uint4*>(bytes + i / 8 * args.stage_bytes + i % 8 * 16) = make_uint4(0, 0, 0, 0);
     }
@@ -298,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   }
 
   Ring stage, slot;
-  int box_left = 0, slot_left = args.slot_rows;  // rows, in this box and in this slot
+  int box_left = 0, slot_left = args.slot_rows;  // rows left in this box and in this slot
   u32 from = 0, to = shared.slots;
   const auto next_box = [&] {
     mbarrier_wait(shared.full + 8 * stage.at, stage.parity);
@@ -309,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   for (int unit = blockIdx.y; unit < args.units; unit += gridDim.y) {
     const GroupedUnit at = unit_at(args, unit);
     const int rows = at.rows;
-    // Of the results, that is whole after the next row of the source.
+    // The row of results that the next row of the source finishes.
     int row = at.source_row - (at.row + args.first[0]) - 2, source_left = at.source_rows;
     const auto put = [&](const Sums& sum) {
       put_row(sum, places, to);
@@ -333,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       if (--box_left == 0) next_box();
       return true;
     };
-    // What the last rows of the source leave, where there is padding below.
+    // Rows that the last rows of the source leave unfinished, if there is padding below.
     const auto finish = [&](const Sums& last, const Sums& middle) {
       if (row >= 0 && row < rows) put(last);
       if (++row < rows) put(middle);

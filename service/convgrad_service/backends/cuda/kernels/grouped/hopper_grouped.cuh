@@ -1,5 +1,4 @@
-// What hopper_grouped.cu is given, and the units that its images are cut into.
-// The host's side is hopper_grouped.py.
+// The argument of hopper_grouped.cu, and its units. The host's side is hopper_grouped.py.
 #pragma once
 
 #include "ptx/load_store.cuh"
@@ -11,31 +10,31 @@ struct HopperGroupedArgs {
   TensorMap x_map;  // C W H N
   TensorMap y_map;
   const void* w;
-  i64 w_group;      // from one group's weights to the next one's; from 16 channels on they follow
+  i64 w_group;      // distance of groups in the weights
   int w_stride[4];  // out channel, in channel (of the convolution), R S
-  int w_pairs;      // weights of neighbouring in channels are side by side, and aligned
+  int w_pairs;      // adjacent input channels of the weights are contiguous and aligned
   int groups;
   int x_size[2];  // H W
   int y_size[2];
-  int first[2];  // where in the source the first result's first tap is
-  // Units: pieces of images, so many images, rows and columns of results each.
+  int first[2];  // source position of the first result's first tap
+  // Units: pieces of images, by images, rows and columns of results.
   int units;
-  int images;  // of a team of warps: 1, or 2 of 8 columns
+  int images;  // images of a team of warps: 1, or 2 of 8 columns
   int piece[2];
   int pieces[2];
-  // The source's ring: boxes of so many rows; and that of results.
-  int row_pixels;  // of a row in a box
+  // The source's ring, of boxes of rows; and the ring of results.
+  int row_pixels;  // pixels of a row in a box
   int box_rows, stages, stage_bytes;
   int slot_rows, slots, slot_bytes;
-  int result_row;  // bytes from a row of results to the next one
+  int result_row;  // bytes between rows of results
   int source_half, result_half;  // bytes from the first 8 positions of a product to the others
-  int source_team, result_team;  // and from one team's images to the next one's
+  int source_team, result_team;  // bytes between the images of teams
   int slots_at, weights_at, barriers_at;  // in shared memory
-  int zeroes;  // what is right of the source is the next row's first pixel
+  int zeroes;  // the pixel right of the source is the next row's first one, which must be zeroed
 };
 
-// A unit: where its results begin, and how many rows there are; the rows of the source that they
-// meet, those that there are.
+// A unit: the start and the number of its rows of results, and the valid rows of the source that they
+// meet.
 struct GroupedUnit {
   int image, row, column, rows;
   int source_row, source_rows;

@@ -1,4 +1,4 @@
-"""A grouped convolution of 3x3 taps on Hopper, forward or backward in its input."""
+"""Grouped convolution of 3x3 taps on Hopper, forward or input gradient."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class HopperGrouped:
 def _why_not_operand(work: ConvWork, operand: Operand) -> str | None:
     channels = work.in_channels
     if operand.strides[2] != 1 or operand.strides[1] != channels:
-        return "channels do not lie side by side"
+        return "channels are not contiguous"
     if work.groups * channels % 8:
         return f"{work.groups * channels} channels are no whole chunks of 16 bytes"
     if any(operand.strides[axis] % 8 for axis in (0, 4, 5)):
@@ -171,7 +171,7 @@ def _why_not_operand(work: ConvWork, operand: Operand) -> str | None:
 
 
 def _follow(work: ConvWork) -> bool:
-    """Whether weights lie as (G, K/G, R, S, C/G) without gaps."""
+    """Whether weights are contiguous as (G, K/G, R, S, C/G)."""
     channels = work.in_channels
     row = 9 * channels
     group, k, c, _, r, s = work.w.strides
@@ -181,7 +181,7 @@ def _follow(work: ConvWork) -> bool:
 def _map(
     work: ConvWork, operand: Operand, size: tuple[int, int], box: tuple[int, int, int]
 ) -> TiledMap:
-    """Of so many columns, rows and images at once."""
+    """Return the tensor map of boxes of columns, rows and images."""
     n, _, _, _, h, w = operand.strides
     item = operand.dtype.itemsize
     return TiledMap(

@@ -1,4 +1,4 @@
-"""How hopper_grouped cuts images into units: what a block does at once, and where it fits."""
+"""How hopper_grouped divides images into units, which a block computes one after another."""
 
 from __future__ import annotations
 
@@ -30,31 +30,33 @@ __all__ = [
 SLICE = 64
 """Channels of a block: a row of 128 bytes in shared memory."""
 TILES = {4: (1, 2, 4), 8: (1, 2, 4), 16: (1, 2), 32: (1,)}
-"""By channels a group: how many tiles of 16 positions a warp may keep sums of in its registers."""
+"""By channels per group: numbers of tiles of 16 positions whose sums fit in a warp's registers."""
 TILE, HALF = 16, 8
 PIXEL_BYTES = 2 * SLICE
 COPIED = 16
-"""From so many channels on, weights come through shared memory."""
+"""Channels per group from which weights are copied through shared memory."""
 BOX_BYTES = 16384
-"""Of a box of the source, about: enough that starting it costs little."""
+"""Approximate size of a box of the source, large enough to amortize starting a copy."""
 PATTERN_BYTES = 1024
 RESERVED_BYTES = 1024
 BARRIER_BYTES = 8
 SLOTS = {1: 3, 2: 2}
-"""Of results, on their way out or filled, by teams, as measured."""
+"""Slots of results, by teams, as measured."""
 MOST_STAGES = 16
 START_ROWS = 8
-"""Rows that a multiprocessor might read while a unit begins and ends."""
+"""Fixed cost of a unit, in rows that a multiprocessor could read meanwhile."""
 ROW_PIXELS = 32
-"""Pixels that it might read while a row's results wait for their products."""
+"""Latency of a row's results, in pixels that a multiprocessor could read meanwhile."""
 MAX_GRID = 65535
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How images are cut into units: tiles and rows of each, of one image or of two that are half
-    a tile wide. A row in a box has so many pixels, and what is right of the source is the next
-    row's first one if ``shared``."""
+    """How images are divided into units of tiles and rows.
+
+    A unit has one image, or two that are half a tile wide. ``shared``: the pixel right of a row in
+    a box is the next row's first one.
+    """
 
     tiles: int
     teams: int
@@ -76,7 +78,7 @@ class Cut:
 
     @property
     def boxes(self) -> int:
-        """Of a unit, at most."""
+        """The most boxes of a unit."""
         return ceil_div(self.source_rows, self.box_rows)
 
     @property
@@ -88,7 +90,7 @@ class Cut:
         return self.teams * self.slot_rows * self.tiles * TILE * PIXEL_BYTES
 
     def stages(self, device: CudaDevice, turns: int) -> int:
-        """As many as fit, or a block has boxes."""
+        """Return as many stages as fit, at most the boxes of a block."""
         room = device.shared_bytes_per_multiprocessor // self.blocks - RESERVED_BYTES
         room = min(room, device.shared_bytes_per_block)
         room -= 2 * PATTERN_BYTES + self.slots * self.slot_bytes + self.weight_bytes
@@ -97,7 +99,7 @@ class Cut:
 
     @property
     def least_stages(self) -> int:
-        """Boxes that may have to be there before a slot of results is whole."""
+        """The boxes that a slot of results may need."""
         return min(self.boxes, ceil_div(self.slot_rows + 2, self.box_rows) + 1)
 
     def units(self, batch: int) -> int:
@@ -105,7 +107,7 @@ class Cut:
 
 
 def cuts_of(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
-    """Those that fit in shared memory. Every one gives the same bits."""
+    """Yield cuts that fit in shared memory; all give the same bits."""
     x_size, y_size = sizes_of(work)
     channels = work.in_channels
     weight_bytes = SLICE * (9 * channels * work.dtype.itemsize + 16) if channels >= COPIED else 0
@@ -128,7 +130,7 @@ def cuts_of(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
             found = False
             for down in range(1, y_size[0] + 1):
                 rows = ceil_div(y_size[0], down)
-                # Units of whole slots, of about as many rows each.
+                # Units of whole slots with about equal numbers of rows.
                 slots = ceil_div(rows, most)
                 slot_rows = ceil_div(rows, slots)
                 rows = slots * slot_rows if down > 1 else y_size[0]
@@ -161,7 +163,7 @@ def cuts_of(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
 
 
 def cost_of(work: ConvWork, cut: Cut, device: CudaDevice) -> int:
-    """In pixels that one multiprocessor reads, one after another."""
+    """Return the cost, in pixels that one multiprocessor reads sequentially."""
     slices, workers = grid_of(work, cut, device)
     blocks = slices * workers
     turns = ceil_div(cut.units(work.batch), workers) * ceil_div(blocks, _resident(cut, device))
@@ -171,7 +173,7 @@ def cost_of(work: ConvWork, cut: Cut, device: CudaDevice) -> int:
 
 
 def blocks_of(channels: int, tiles: int, teams: int) -> int:
-    """Of a multiprocessor at once, as registers allow."""
+    """Return the blocks per multiprocessor, as registers allow."""
     return 1 if teams > 1 or (channels < COPIED and tiles > 2) else 2
 
 
@@ -180,7 +182,7 @@ def _resident(cut: Cut, device: CudaDevice) -> int:
 
 
 def grid_of(work: ConvWork, cut: Cut, device: CudaDevice) -> tuple[int, int]:
-    """Slices of channels, and blocks of each: as many as run at once."""
+    """Return the grid: slices of channels, and as many blocks of each as run at once."""
     slices = ceil_div(work.groups * work.in_channels, SLICE)
     units = cut.units(work.batch)
     workers = max(1, min(units, _resident(cut, device) // slices, MAX_GRID))
@@ -188,12 +190,12 @@ def grid_of(work: ConvWork, cut: Cut, device: CudaDevice) -> tuple[int, int]:
 
 
 def sizes_of(work: ConvWork) -> tuple[tuple[int, int], tuple[int, int]]:
-    """H and W of the source and of the result."""
+    """Return H and W of the source and of the result."""
     sizes = work.input[1:], work.output[1:]
     return (sizes[1], sizes[0]) if work.direction == "bwd_data" else sizes
 
 
 def first_of(work: ConvWork, dim: int) -> int:
-    """Where the source meets the first result's first tap."""
+    """Return the source position of the first result's first tap."""
     pad = work.pad[dim]
     return pad - 2 if work.direction == "bwd_data" else -pad

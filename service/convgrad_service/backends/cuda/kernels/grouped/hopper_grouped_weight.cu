@@ -1,27 +1,27 @@
-// The gradient of a grouped 3 x 3 convolution's weight on Hopper, 32 neighbouring channels of both
-// sides at once. The host's side is hopper_grouped_weight.py.
+// The gradient of a grouped 3 x 3 convolution's weight on Hopper, 32 adjacent channels of both sides
+// at once. The host's side is hopper_grouped_weight.py.
 //
-// w[k, c, r, s] = sum over pixels (n, p, q) of y[n, p, q, k] * x[n, p + r - pad, q + s - pad, c], where
-// k and c are of one group; what else 32 x 32 products sum is left out.
-// GEMM: K = 16 columns of y, eight by eight; columns are 32 channels of rows of y, and rows 32 channels of
-// x twice. Of the first two taps s along W: a row of x from one column on, and from the next one, times
-// the 3 rows of y that it meets. Of the last tap: two rows of x, times the 4 rows of y that they meet; row i
-// of x and row j of y meet at tap r = i + 2 - j along H, so of 8 pairs 6 are wanted. For two rows of x
-// and 16 columns that is 160 clocks of products, where two rows of x at each tap s were 192.
+// w[k, c, r, s] = sum over pixels (n, p, q) of y[n, p, q, k] * x[n, p + r - pad, q + s - pad, c] for k
+// and c of one group; other elements of the 32 x 32 products are discarded.
+// GEMM: K = 16 columns of y, in two eights; N = 32 channels of rows of y; M = 32 channels of x, twice.
+// For the first two taps s along W: a row of x at two adjacent columns, times the 3 rows of y that it
+// meets. For the last tap: two rows of x, times the 4 rows of y that they meet; row i of x and row j of
+// y meet at tap r = i + 2 - j along H, so 6 of 8 pairs are used. For two rows of x and 16 columns these
+// products take 160 clocks; two rows of x at each tap s would take 192.
 //
-// Tile: `tile_rows` rows of x by `tile_columns` columns of y, of `images` images, and the columns of x and the
-// rows of y beside them: a box each, as the copy engine leaves them (a pixel's channels a row of 64 bytes).
-// Block: a slice of channels and a share of the tiles. Two threads copy (TMA) into a ring of `stages`
-// tiles; two warpgroups multiply, tiles in turn, and have the sums of all nine taps in registers. In the
-// end they add up through shared memory, and the blocks of a slice through `partials`, each a part of
-// the results (hopper_grouped_weight_sums.cuh).
-// Dynamic shared memory: 512 bytes to align it by, and the ring, or what warps leave of their sums.
-// Relies on its launcher for the grid (slices, at most 255 shares: no more blocks than the device has room
-// for are fastest, more are right), and for tensors whose channels, of all groups, are side by side, with
-// pixels at multiples of 16 bytes. Needs sm_90a, 384 threads.
-// Deterministic: one order of additions for each result and number of shares. Pixels outside enter as
-// zeros. What a row of x is read beyond its end is the next row's first pixels, which meet columns of y
-// beyond its end, or are outside x too.
+// Tile: `tile_rows` rows of x by `tile_columns` columns of y, of `images` images, with a halo of columns
+// of x and rows of y: a TMA box each (a pixel's channels are a row of 64 bytes).
+// Block: a slice of channels and a share of the tiles. Two producer threads copy (TMA) into a ring of
+// `stages` tiles; two consumer warpgroups multiply alternate tiles, with the sums of all nine taps in
+// registers. At the end they are reduced through shared memory, and over the blocks of a slice through
+// `partials`, each block reducing a part of the results (hopper_grouped_weight_sums.cuh).
+// Dynamic shared memory: 512 bytes for alignment, and the ring, later the warps' sums.
+// Relies on its launcher for the grid (slices, at most 255 shares; fastest with no more blocks than run
+// at once), and for tensors whose channels, of all groups, are contiguous, with pixels at multiples of
+// 16 bytes. Needs sm_90a, 384 threads.
+// Deterministic: one order of additions for each result and number of shares. Pixels outside are read
+// as zeros. Past the end of a row of x, the next row's first pixels are read; they meet columns past
+// the end of y, or are outside x too.
 // Index limits: rows and columns of a tensor below 2^30; 64-bit offsets.
 #include "grouped/hopper_grouped_weight_sums.cuh"
 
@@ -32,10 +32,10 @@ namespace {
 using T = ELEMENT;
 constexpr int kBytes = kWidth * 2;
 constexpr int kLoaders = 2, kStart = 1, kRead = 2;  // warps; barriers
-constexpr u32 kOther = 2 * 16 * 8;                  // bytes of one tensor's barriers
+constexpr u32 kOther = 2 * 16 * 8;                  // bytes of a tensor's barriers
 constexpr int kGroups = 2, kThreads = (kGroups + 1) * 128, kMostStages = 16;
 
-// One thread: copies a tensor's boxes. It needs nobody for the first ones.
+// Producer thread: copies a tensor's boxes. It does not wait for the first ones.
 struct Loader {
   const HopperGroupedWeightArgs& args;
   const TensorMap& map;
@@ -56,7 +56,7 @@ struct Loader {
         bytes(of_x ? args.x_bytes : args.y_bytes),
         channel(channel) {}
 
-  // A stage's barriers.
+  // Barriers of a stage.
   __device__ __forceinline__ void make(int i) const {
     mbarrier_init(full + i * 8, 1);
     mbarrier_init(empty + i * 8, 4);
@@ -79,20 +79,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ uint4 shared[];
   __shared__ u64 barriers[4 * kMostStages];
   const int thread = threadIdx.x, lane = thread & 31;
-  // The same in all lanes, which the compiler knows of a shuffle alone.
+  // Uniform in a warp; a shuffle tells the compiler so.
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0), warpgroup = warp / 4;
   const u32 padding = -shared_address(shared) & 511;
   char* const base = reinterpret_cast<char*>(shared) + padding;
   const u32 ring = shared_address(base);
-  // Of x, and those of y behind them: each loader has its own, and need not wait for anybody.
+  // Barriers of x, followed by those of y: each loader has its own.
   const u32 full = shared_address(barriers), empty = full + kMostStages * 8;
 
   const int slice = blockIdx.x, share = blockIdx.y, shares = gridDim.y;
   const int first = slice * kWidth;
   const Tiles tiles(args, share);
 
-  // A thread for either tensor: starting a copy takes longer than most copies. The first box is asked
-  // for before anything else is done.
+  // One thread for each tensor: starting a copy takes longer than most copies. The first box is
+  // requested before anything else.
   const bool copies = warpgroup == kGroups && warp < kGroups * 4 + kLoaders && elect_one();
   Loader loader(args, warp == kGroups * 4, full, ring, first);
   Tile tile(args, tiles.begin);
@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   for (auto& one : sum.pairs) clear(one);
 #pragma unroll
   for (auto& one : sum.last) clear(one);
-  // A row of x at two taps along W; `a_more` makes it two rows of x.
+  // A row of x at two taps along W; with `a_more`, two rows of x.
   const u64 a_first = mn_major_descriptor<kBytes>(ring, kBytes, args.x_eight);
   const u64 a_more = static_cast<u64>((args.x_row - kBytes) >> 4) << 16;
   const u64 b_first = mn_major_descriptor<kBytes>(ring + args.y_at, args.y_row, args.y_eight);
@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   int stage = 0, last = -1;
   u32 parity = 0;
   for (int index = tiles.begin; index < tiles.end; ++index, tile.next()) {
-    // Images in turn begin with the other warpgroup, for their last tiles may be smaller.
+    // Consecutive images start with different warpgroups, because their last tiles may be smaller.
     const int in_turn = index + (args.row_tiles & 1 ? 0 : tile.n);
     if ((in_turn & 1) == warpgroup) {
       const int rows = min(args.tile_rows, args.x_size[0] - tile.h());
@@ -188,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             wgmma<T, kMajorMn, kMajorMn>(sum.pairs, advance_descriptor(a, args.x_row),
                                          advance_descriptor(b, args.y_row), 1);
             wgmma<T, kMajorMn, kMajorMn>(sum.last, advance_descriptor(a + a_more, 2 * kBytes), b, 1);
-            // A group each: one that ends behind a loop ends when all of it is over.
+            // One wgmma group for each: a group committed after a loop would cover all of it.
             wgmma_commit();
             if (last >= 0) {
               wgmma_wait<1>();
@@ -208,12 +208,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     if (++stage == args.stages) stage = 0, parity ^= 1;
   }
-  // How many blocks of the slice have begun, asked for beside the last products.
+  // The number of blocks of the slice that have started, loaded during the last products.
   u32 begun = 0;
   if (thread == 0 && shares > 1) begun = rendezvous_begun(word);
   wgmma_wait<0>();
   hold();
-  named_barrier_sync(kRead, kSummers);  // all of the block have read the ring
+  named_barrier_sync(kRead, kSummers);  // all warps have read the ring
   float4* const room = reinterpret_cast<float4*>(base);
   float4 own[kOwn] = {};
   const Summer of(warp);

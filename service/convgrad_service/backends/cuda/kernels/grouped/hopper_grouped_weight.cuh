@@ -10,17 +10,17 @@ namespace convgrad {
 struct HopperGroupedWeightArgs {
   TensorMap x_map;
   TensorMap y_map;
-  // What the first copies are asked for with lies side by side.
-  int tiles, more;  // of a share, and one more of so many, the first ones
+  // The fields that the first copies need are adjacent.
+  int tiles, more;  // tiles of a share, and one more for the first `more` shares
   Divider by_columns, by_rows;
-  int row_tiles, column_tiles;  // of an image
+  int row_tiles, column_tiles;  // in an image
   int tile_rows, tile_columns, images;
   int pad[2];
   int stages;
   u32 y_at, stage_bytes, x_bytes, y_bytes;
-  u32 x_gap;  // bytes behind a box of x that are zeros
-  // Products of a tile: `outer` times `inner`, with so many bytes between them and between the eights
-  // of columns of one product.
+  u32 x_gap;  // zero bytes after a box of x
+  // Products of a tile: `outer` times `inner`, with distances in bytes, also between the eights of
+  // columns of one product.
   int outer_rows, inner;
   u32 x_row, y_row;
   u32 x_image, y_image;
@@ -30,17 +30,17 @@ struct HopperGroupedWeightArgs {
   int batch;
   int channels;        // of all groups,
   int group_channels;  // and of one, on both sides
-  int wide;            // w holds float32, whatever x and y do
+  int wide;            // w is float32 for any type of x and y
   float alpha;
   float beta;
   float* partials;
   void* w;
   const void* accumulate;  // like w, or null
-  u32* met;                // a zero for each slice, left as zeros
+  u32* met;                // one zero for each slice, left zero
   i64 w_stride[6];  // G K C T R S; accumulate's too
 };
 
-// A tile: its first image, row of x and column of y. Counts on without a division.
+// A tile: its first image, row of x and column of y. Advances without division.
 struct Tile {
   const HopperGroupedWeightArgs& args;
   int n, row, column;

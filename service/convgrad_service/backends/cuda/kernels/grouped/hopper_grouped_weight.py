@@ -1,4 +1,4 @@
-"""The gradient of a grouped 3 x 3 convolution's weight on Hopper: TMA, products of warpgroups."""
+"""Weight gradient of grouped 3 x 3 convolutions on Hopper, by TMA and wgmma."""
 
 from __future__ import annotations
 
@@ -31,25 +31,26 @@ DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 KERNEL = (1, 3, 3)
 TAPS = 3
 WIDTH = 32
-"""Neighbouring channels that a block takes of both sides: a product's rows are so many channels of
-two rows of the input. With 16 of four rows less is in vain, but pixels are copied, and read by
-products, in rows of 32 bytes, which takes longer than what is saved (measured on an H200)."""
+"""Adjacent channels of a block on both sides: a product's rows are these channels of two rows of
+the input. With 16 channels of four rows fewer products are unused, but pixels are copied and read
+in rows of 32 bytes, which costs more than it saves (measured on an H200)."""
 GROUP_CHANNELS = (4, 8, 16, 32)
 NEAR = (8, 16, 32)
-"""Channels that have products wanted, of as many neighbours: a group's, and 8 at least."""
+"""Adjacent channels with used products: those of a group, at least 8."""
 ROWS, COLUMNS = 2, 8
 SUMMERS, THREADS = 256, 384
 APART = 1
 ALIGNMENT, STATIC_BYTES = 512, 1024
 LEAST_STAGES, MOST_STAGES = 4, 16
-"""A warpgroup keeps a tile until it has its next one, and images in turn begin with the other
-warpgroup: of three stages it may keep the one that its next tile is to come to, for ever."""
+"""The least number of stages. A warpgroup releases a tile only when it has its next one, and images
+start with alternate warpgroups: with three stages it could wait for a stage that it holds
+itself."""
 MOST_BOX = 256
 MOST_COLUMNS = 64
 MAX_SIZE, MAX_SPLITS = 2**30, 255
-# What an H200 takes, in clocks: products of two rows and 16 columns; a pixel's copy, and any box's;
-# a tile besides, and a block before its first tile; all multiprocessors' bytes from memory. And
-# what a slice's blocks take to add up: at least, for bytes of a block's sums, for more shares.
+# Clocks on an H200: products of two rows and 16 columns; copies of a pixel and of a box; fixed
+# costs of a tile and of a block; memory traffic of all multiprocessors. And for the reduction over
+# a slice's blocks: a fixed cost, and costs by bytes of a block's sums and by shares.
 PRODUCT_CLOCKS, PIXEL_CLOCKS, BOX_CLOCKS, TILE_CLOCKS, START_CLOCKS = 160, 2.3, 350, 400, 2600
 MEMORY_BYTES_A_CLOCK = 2400
 PUT_CLOCKS, MEET_CLOCKS, SUM_BYTES_A_CLOCK, SHARES_CLOCKS, SHARES_AT_ONCE = 600, 2600, 12.5, 700, 16
@@ -57,7 +58,7 @@ PUT_CLOCKS, MEET_CLOCKS, SUM_BYTES_A_CLOCK, SHARES_CLOCKS, SHARES_AT_ONCE = 600,
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Images, rows and columns of a tile, and into how many parts all tiles are split."""
+    """Images, rows and columns of a tile, and the number of parts that tiles are divided into."""
 
     images: int
     rows: int
@@ -69,21 +70,21 @@ HopperGroupedWeightArgs = structure("grouped/hopper_grouped_weight.cu", "HopperG
 
 
 class HopperGroupedWeight:
-    """bwd_weight on sm_90a of 3x3 kernels, stride 1, 16 bits, with 4, 8, 16 or 32 channels a group
-    on both sides, channels last."""
+    """bwd_weight on sm_90a of 3x3 kernels, stride 1, 16 bits, with 4, 8, 16 or 32 channels per
+    group on both sides, channels last."""
 
     name = "hopper_grouped_weight"
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`. Judged by what a cut along N or a spatial dimension leaves."""
         if device.architecture not in HOPPER:
-            return f"{device.name} has no products of warpgroups"
+            return f"{device.name} has no wgmma"
         if work.dtype not in DTYPES:
-            return f"{work.dtype} is not for products of 16 bits"
+            return f"{work.dtype} is not a 16-bit type"
         if work.groups == 1:
             return "one group"
         if work.kernel != KERNEL or max(work.stride) > 1 or max(work.dilation) > 1:
-            return "taps other than 3 x 3 side by side, in steps of 1"
+            return "taps other than 3 x 3 without dilation, with stride 1"
         if work.input[0] != 1 or work.output[0] != 1 or work.pad[0] != 0:
             return "planes along D"
         channels = work.in_channels
@@ -91,11 +92,11 @@ class HopperGroupedWeight:
             return f"{channels} to {work.out_channels} channels a group; {GROUP_CHANNELS} on both"
         for side, operand in (("input", work.x), ("output", work.y)):
             if operand.strides[2] != 1 or operand.strides[1] != channels:
-                return f"the {side}'s channels do not lie side by side"
+                return f"the {side}'s channels are not contiguous"
             if any(operand.strides[axis] * 2 % CHUNK_BYTES for axis in (0, 4, 5)):
                 return f"the {side}'s pixels do not start at multiples of 16 bytes"
         if work.groups * channels % 8:
-            return "channels that are no whole 16 bytes"
+            return "channels that are not whole 16 bytes"
         if max(*work.input, *work.output, work.batch) > MAX_SIZE:
             return f"an extent is more than {MAX_SIZE}"
         # Small slices are the most.
@@ -139,13 +140,13 @@ class HopperGroupedWeight:
 
 
 class _Boxes:
-    """What a block copies and multiplies, with tiles of such a share."""
+    """What a block copies and multiplies for a share's tiles."""
 
     def __init__(self, work: ConvWork, share: Share) -> None:
         self.work, self.share = work, share
         self.pixel_bytes = WIDTH * 2
         self.eights = ceil_div(share.columns, COLUMNS)
-        # An odd number of pixels: the next row is in other banks.
+        # An odd number of pixels, so that the next row is in other banks.
         self.y_extent = self.eights * COLUMNS + APART, share.rows + TAPS - 1, share.images
         self.column_tiles = ceil_div(work.output[2], share.columns)
         self.x_extent = self._x_columns(), share.rows, share.images
@@ -166,8 +167,8 @@ class _Boxes:
         self.sum_bytes = SUMMERS * (each // 2 + each) * 16
 
     def _x_columns(self) -> int:
-        """Of a row of the input: as many as products read, or, of whole rows, those in it and
-        before it alone, an odd number."""
+        """Columns of a row of the input: those that products read, or of whole rows those in it and
+        before it, an odd number."""
         read = self.eights * COLUMNS + TAPS - 1
         if self.column_tiles > 1:
             return read + APART
@@ -177,7 +178,7 @@ class _Boxes:
 
     @property
     def pairs_rows(self) -> bool:
-        """Whether a product's two eights of columns are those of two sets of rows."""
+        """Whether a product's two eights of columns are of two sets of rows."""
         return self.eights % 2 == 1
 
     def stages(self, device: CudaDevice) -> int:
@@ -188,19 +189,19 @@ class _Boxes:
         return ALIGNMENT + max(self.stages(device) * self.stage_bytes, self.sum_bytes)
 
     def products(self, rows: int) -> int:
-        """Of a tile with so many rows of the input."""
+        """Return the products of a tile with ``rows`` of the input."""
         if self.pairs_rows:
             return ceil_div(rows, 2 * ROWS) * self.eights
         return ceil_div(rows, ROWS) * (self.eights // 2)
 
 
 def _least(work: ConvWork) -> Share:
-    """With the smallest boxes."""
+    """Return the share with the smallest boxes."""
     return Share(1, 2 * ROWS, COLUMNS, 1)
 
 
 def shares_of(work: ConvWork, device: CudaDevice) -> Iterator[Share]:
-    """Those that fit into shared memory."""
+    """Yield candidates that fit in shared memory."""
     width = work.output[2]
     whole = ceil_div(width, COLUMNS) * COLUMNS
     columns = {min(width, extent) for extent in range(COLUMNS, MOST_COLUMNS + 1, COLUMNS)}
@@ -225,19 +226,19 @@ def shares_of(work: ConvWork, device: CudaDevice) -> Iterator[Share]:
 
 
 def _split(work: ConvWork, share: Share, device: CudaDevice) -> Iterator[Share]:
-    """In as many parts as fill the device once, and in fewer, whose sums are added up sooner."""
+    """Yield splits that fill the device once, and fewer, whose sums are added sooner."""
     boxes = _Boxes(work, share)
     if work.split_k is not None:
         yield replace(share, splits=max(1, min(work.split_k, boxes.tiles, MAX_SPLITS)))
         return
     most = min(max(1, device.multiprocessors // boxes.slices), boxes.tiles, MAX_SPLITS)
     for wanted in dict.fromkeys(max(1, most // part) for part in (1, 2, 3, 4, 6, 8)):
-        # No block has more tiles than it would have with fewer.
+        # Use the fewest parts with as many tiles per block.
         yield replace(share, splits=ceil_div(boxes.tiles, ceil_div(boxes.tiles, wanted)))
 
 
 def _clocks(work: ConvWork, share: Share, device: CudaDevice) -> float:
-    """That a launch should take, of a multiprocessor."""
+    """Return the predicted clocks of a launch."""
     boxes = _Boxes(work, share)
     turns = ceil_div(boxes.slices * share.splits, device.multiprocessors)
     tiles = ceil_div(boxes.tiles, share.splits)
@@ -248,7 +249,7 @@ def _clocks(work: ConvWork, share: Share, device: CudaDevice) -> float:
     pixels = prod(work.input) + prod(work.output)
     size = work.batch * pixels * work.groups * work.in_channels * work.dtype.itemsize
     fetched = size / (turns * MEMORY_BYTES_A_CLOCK)
-    # Products wait for the first tile, or the last tile's are behind all copies.
+    # Products wait for the first tile, or those of the last tile follow all copies.
     loop = max(copied + tiles * multiplied, max(tiles * copied, fetched) + multiplied)
     added: float = PUT_CLOCKS
     if share.splits > 1:
@@ -292,14 +293,14 @@ def _args(work: ConvWork, boxes: _Boxes, splits: int, device: CudaDevice) -> Any
 
 
 def _maps(boxes: _Boxes) -> tuple[TiledMap, TiledMap]:
-    """Of the input and of grad_output: channels, W, H, images."""
+    """Return the tensor maps of the input and of grad_output: channels, W, H, images."""
     work = boxes.work
 
     def of(operand: Operand, size: tuple[int, ...], extent: tuple[int, ...]) -> TiledMap:
         channels = work.groups * work.in_channels
         sizes = (channels, size[2], size[1], work.batch)
         given = (operand.strides[5], operand.strides[4], operand.strides[0])
-        # The stride of what there is one of may be anything; the hardware takes multiples of 16.
+        # The stride of a dimension of extent 1 is unused, but must be a multiple of 16.
         strides = tuple(
             stride if extent > 1 else channels
             for stride, extent in zip(given, sizes[1:], strict=True)

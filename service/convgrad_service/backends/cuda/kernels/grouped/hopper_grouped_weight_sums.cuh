@@ -1,10 +1,11 @@
-// The sums of hopper_grouped_weight.cu on their way: from the registers of a block's warps to the sums
-// of the block, of these to those of all blocks of a slice, and to results.
+// Reductions in hopper_grouped_weight.cu: from the registers of warps to the sums of the block, then to
+// those of all blocks of a slice, and to results.
 //
-// A vector: four sums of a lane, as a product leaves them: two neighbouring channels of y, of a channel
-// of x and of the channel eight on. A warp has vectors of two kinds of products. Of the pairs of taps
-// (s = 0 and 1) a warpgroup has each once, so of two every other one is its own; of the last tap each
-// row of x has one, so of four warps every fourth. What is not its own a warp leaves in shared memory.
+// A vector is four sums of a lane, as in a wgmma accumulator: two adjacent channels of y, for a channel
+// of x and for the channel eight further. A warp has vectors of two kinds of products. For the pair of
+// taps s = 0 and 1, both warpgroups have each vector, so each owns every other one; for the last tap,
+// each row of x has one, so each of four warps owns every fourth. Vectors of other owners are passed
+// through shared memory.
 #pragma once
 
 #include "grouped/hopper_grouped_weight.cuh"
@@ -16,9 +17,9 @@ namespace convgrad {
 // NEAR: channels of a group, 8 at least.
 constexpr int kWidth = 32, kTaps = 3, kMet = 4;
 constexpr int kFragments = kWidth / 8;                 // of a row of y
-constexpr int kOfTap = NEAR / 8, kEach = kTaps * kOfTap;  // vectors of a warp with wanted sums
+constexpr int kOfTap = NEAR / 8, kEach = kTaps * kOfTap;  // vectors of a warp with used sums
 constexpr int kOwnPairs = (kEach + 1) / 2, kOwn = kOwnPairs + (kEach + 3) / 4;
-constexpr int kSummers = 256, kSumWarps = kSummers / 32;  // threads and warps that multiply
+constexpr int kSummers = 256, kSumWarps = kSummers / 32;  // consumer threads and warps
 constexpr int kVectors = kSummers * kOwn;                 // of a block
 
 struct Sums {
@@ -26,15 +27,14 @@ struct Sums {
   float last[kMet * kFragments][4];    // rows: 32 channels of a row of x, and of the next
 };
 
-// Of a warp that multiplies: its warpgroup, which 32 rows of products it has (`row`), and which half of
-// these.
+// A consumer warp: its warpgroup, its 32 rows of products (`row`), and its half of these.
 struct Summer {
   int group, row, half;
 
   __device__ __forceinline__ Summer(int warp) : group(warp >> 2), row(warp >> 1 & 1), half(warp & 1) {}
 };
 
-// One of a warp's own vectors: its tap, and its place among that tap's.
+// One of a warp's own vectors: its tap, and its index among that tap's.
 struct Vector {
   int half, tap, of_tap;
   bool is_there;
@@ -49,7 +49,7 @@ struct Vector {
   }
 };
 
-// Of a row of y: its fragments, four sums each.
+// Fragments of a row of y, four sums each.
 template <int kHalf>
 __device__ __forceinline__ float4 vector_of(const float (*row)[4], int of_tap) {
   if constexpr (NEAR == 8) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ float4 last_of(const Sums& sum, int row, int index) {
   return vector_of<kHalf>(sum.last + (row + kTaps - 1 - index / kOfTap) * kFragments, index % kOfTap);
 }
 
-// Where a vector lies in shared memory until its owner adds it.
+// Offset in shared memory of a vector for its owner.
 __device__ __forceinline__ float4* pair_at(float4* room, const Summer& of, int index) {
   return room + ((of.row * 2 + of.half) * kEach + index) * 32 + (threadIdx.x & 31);
 }
@@ -97,7 +97,7 @@ __device__ __forceinline__ void leave(const Sums& sum, const Summer& of, float4*
 template <int kGroup, int kRow>
 __device__ __forceinline__ void leave(const Sums& sum, const Summer& of, float4* room,
                                       float4 (&own)[kOwn]) {
-  // Which half it is matters to the registers where a part of the fragments is wanted.
+  // The half must be known statically if only a part of the fragments is used.
   if (NEAR == 32 || of.half == 0) {
     leave<kGroup, kRow, 0>(sum, of, room, own);
   } else {
@@ -109,7 +109,7 @@ __device__ __forceinline__ void add(float4& to, const float4& more) {
   to.x += more.x, to.y += more.y, to.z += more.z, to.w += more.w;
 }
 
-// The block's sums: of this warp its own vectors. `room` is shared memory that nobody reads any more.
+// Adds the block's sums, each warp its own vectors. `room` is shared memory that is free now.
 __device__ __forceinline__ void sum_block(const Sums& sum, const Summer& of, float4* room,
                                           float4 (&own)[kOwn]) {
   switch (of.group * 2 + of.row) {
@@ -133,10 +133,10 @@ __device__ __forceinline__ void sum_block(const Sums& sum, const Summer& of, flo
   }
 }
 
-// The result that one of a vector's four sums is.
+// The result of one of a vector's four sums.
 struct Result {
   int k, c;     // channels of the slice
-  bool wanted;  // else of two groups
+  bool wanted;  // false if the channels are in two groups
 
   __device__ __forceinline__ Result(const HopperGroupedWeightArgs& args, const Vector& vector, int of) {
     const int lane = threadIdx.x & 31, high = of >> 1, half = vector.half;
@@ -147,7 +147,7 @@ struct Result {
   }
 };
 
-// The results of a vector, of the slice whose first channel is `first`.
+// Stores the results of a vector, of the slice from channel `first` on.
 template <class T>
 __device__ __forceinline__ void put_vector(const HopperGroupedWeightArgs& args, int first,
                                            const Vector& vector, const float4& sum) {
@@ -157,9 +157,9 @@ __device__ __forceinline__ void put_vector(const HopperGroupedWeightArgs& args, 
   const i64 at = group * args.w_stride[0] + (k - group * of) * args.w_stride[1] +
                  (result.c & (of - 1)) * args.w_stride[2] + r * args.w_stride[4] +
                  (vector.tap - r * kTaps) * args.w_stride[5];
-  // Eight channels on: of x in the same group, or of both sides.
+  // Eight channels further: of x in the same group, or on both sides.
   const i64 high = NEAR == 8 ? (of == 4 ? 2 : 1) * args.w_stride[0] : 8 * args.w_stride[2];
-  const int log = args.wide ? 2 : 1;  // of an element's bytes
+  const int log = args.wide ? 2 : 1;  // log2 of an element's bytes
   const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -180,10 +180,10 @@ __device__ __forceinline__ void put_vector(const HopperGroupedWeightArgs& args, 
   }
 }
 
-// ---- The blocks of a slice add up what they left, each a part of the vectors, in the order of shares.
-// They meet at a word of the slice (core/rendezvous.cuh).
+// ---- The blocks of a slice reduce their partial sums, each a part of the vectors, in order of shares.
+// They synchronize at a word of the slice (core/rendezvous.cuh).
 
-// Adds up vectors of all shares: so many vectors, of so many shares, are read at once.
+// Adds vectors of all shares; several vectors of several shares are loaded at once.
 template <class T, int kTogether, int kShares>
 __device__ __forceinline__ void add_shares(const HopperGroupedWeightArgs& args,
                                            const float4* partials, int shares, int first, int warp,
@@ -211,7 +211,7 @@ __device__ __forceinline__ void add_shares(const HopperGroupedWeightArgs& args,
         for (int j = 0; j < kTogether; ++j) add(sum[j], read[j][i]);
       }
     }
-    // Not unrolled: instructions that were never run before come from far away.
+    // Not unrolled: instruction cache misses would cost more.
     int now = row;
 #pragma unroll 1
     for (int j = 0; j < kTogether && now < kVectors / 32; ++j, now += apart) {
@@ -223,7 +223,7 @@ __device__ __forceinline__ void add_shares(const HopperGroupedWeightArgs& args,
   }
 }
 
-// All threads that multiplied: a block's sums become the slice's.
+// All consumer threads: reduces blocks' sums to the slice's.
 template <class T>
 __device__ __forceinline__ void sum_slice(const HopperGroupedWeightArgs& args, int slice, int share,
                                           int shares, int first, int warp, u32 begun,

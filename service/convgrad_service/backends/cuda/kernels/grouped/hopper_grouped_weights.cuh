@@ -1,14 +1,14 @@
-// The weights that warps of hopper_grouped.cu keep: from 16 channels a group on through shared memory,
-// where each is brought once a block, elsewhere straight to registers.
+// Loading the weights of hopper_grouped.cu to registers: from 16 channels per group on through shared
+// memory, to which each block copies them once, otherwise directly.
 #pragma once
 
 #include "grouped/hopper_grouped.cuh"
 
 namespace convgrad {
 
-// Warp: the weights of 3 x 3 taps between kChunks * 8 source channels from `x` on and kFrags * 8
-// result channels from `y` on, counted from the first of all, as mma's second operand; zeros between
-// different groups. kPairs: neighbours along in channels come at once.
+// Warp: loads the weights of 3 x 3 taps between kChunks * 8 source channels from `x` on and kFrags * 8
+// result channels from `y` on, over all groups, as operand B of mma, block-diagonal. kPairs: loads
+// adjacent input channels at once.
 template <class T, int kChannels, bool kAcross, bool kPairs, int kChunks, int kFrags>
 __device__ __forceinline__ void load_weights(const HopperGroupedArgs& args, int x, int y,
                                              u32 (&w)[9][kChunks][kFrags]) {
@@ -40,7 +40,7 @@ __device__ __forceinline__ void load_weights(const HopperGroupedArgs& args, int 
     }
   }
   if constexpr (kAcross) {
-    // Neighbours are to be source channels.
+    // Pairs must be of source channels.
 #pragma unroll
     for (int tap = 0; tap < 9; ++tap) {
 #pragma unroll
@@ -52,11 +52,11 @@ __device__ __forceinline__ void load_weights(const HopperGroupedArgs& args, int 
   }
 }
 
-// Bytes of an out channel's in shared memory: rows fall into other banks.
+// Bytes of an output channel in shared memory, padded to avoid bank conflicts.
 template <int kChannels>
 constexpr int kWeightPitch = 9 * kChannels * 2 + 16;
 
-// kThreads threads: the weights of the block's 64 out channels, as they lie.
+// kThreads threads: copy the weights of the block's 64 output channels unchanged.
 template <int kChannels, int kThreads>
 __device__ __forceinline__ void copy_weights(const HopperGroupedArgs& args, u32 to) {
   constexpr int kRowChunks = 9 * kChannels / 8, kAll = 64 * kRowChunks;
@@ -73,14 +73,13 @@ __device__ __forceinline__ void copy_weights(const HopperGroupedArgs& args, u32 
   cp_async_commit();
 }
 
-// Warp: the same as load_weights does, from there; chunks of 8 channels counted from the slice's
-// first.
+// Warp: like load_weights, from shared memory; chunks of 8 channels are relative to the slice.
 template <int kChannels, bool kAcross, int kChunks, int kFrags>
 __device__ __forceinline__ void take_weights(int x_chunk, int y_chunk, u32 from,
                                              u32 (&w)[9][kChunks][kFrags]) {
   static_assert(kChunks % 2 == 0 && kFrags == 2, "four matrices at once");
   const int lane = threadIdx.x & 31;
-  // Matrices: of two chunks of the source (lanes 0 to 7 and 8 to 15), for both of the result's.
+  // Matrices: two chunks of the source (lanes 0 to 7 and 8 to 15), for both chunks of the result.
   const int x = x_chunk + (lane >> 3 & 1), y = y_chunk + (lane >> 4);
   const int out = (kAcross ? x : y) * 8 + (lane & 7), in = (kAcross ? y : x) % (kChannels / 8);
 #pragma unroll

@@ -1,9 +1,9 @@
-"""Channels-first tensors, by way of channels-last copies of them, padded where that is needed.
+"""Channels-first tensors through channels-last copies, padded if necessary.
 
-A copy moves a tensor once at the memory's speed, and so do these kernels: at most three times the
-channels-last time, where kernels whose lanes run along W share no loads, or have a product for
-each tap. Tensors that are channels last already are left where they are; but those of depthwise
-works whose pixels are no whole chunks of channels are copied too.
+A copy moves a tensor once at memory bandwidth, as these kernels do: the total is at most three
+times the channels-last time. Channels-first kernels would share no loads between lanes along W, or
+need a product for each tap. Tensors that are channels last are not copied, except for depthwise
+convolutions whose pixels are not whole chunks of channels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import prod
 from typing import Generic, TypeVar
 
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
-from convgrad_service.backends.cuda.kernels.pool.pool_lines import PoolLines, lies_flat
+from convgrad_service.backends.cuda.kernels.pool.pool_lines import PoolLines, is_flat
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Family, Work, choose
 from convgrad_service.plans.cuda.program import Fragment, Instance, Step, Workspace, ceil_div
@@ -38,19 +38,19 @@ __all__ = [
 
 W = TypeVar("W", bound=Work)
 ORDER = (0, 3, 4, 5)
-"""N D H W among a view's axes."""
-APART = "groups do not follow one another"
-AS_THEY_ARE = "the channels lie side by side as they are"
+"""The axes of N D H W in a view."""
+APART = "groups are not contiguous"
+CONTIGUOUS = "the channels are contiguous"
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """An activation, and the same in channels-last order: in a workspace, or where it is."""
+    """An activation, and its channels-last form: itself, or a copy in a workspace."""
 
     given: Operand
     last: Operand
     extents: tuple[int, ...]  # N D H W, channels of all groups
-    room: int  # of a pixel, for so many channels
+    room: int  # channels of a pixel, with padding
 
     @classmethod
     def of(
@@ -63,9 +63,9 @@ class _Tensor:
         buffer: str,
         pads: bool = False,
     ) -> _Tensor:
-        """``given``, with ``channels`` a group; its copy would be in ``buffer``.
+        """Make it from an activation with ``channels`` per group; a copy would be in ``buffer``.
 
-        With ``pads`` its pixels are whole chunks of channels, or so is its copy.
+        With ``pads``, pixels of the channels-last form are whole chunks of channels.
         """
         every = groups * channels
         extents = (batch, *size, every)
@@ -87,20 +87,20 @@ class _Tensor:
         return Workspace(self.last.buffer, elements * self.given.dtype.itemsize)
 
     def copy(self, out: bool) -> Copy:
-        """Out of the workspace, or into it."""
+        """Return the copy out of the workspace, or into it."""
         first, second = (self.last, self.given) if out else (self.given, self.last)
         strides = ([one.strides[axis] for axis in (*ORDER, 2)] for one in (first, second))
         axes = tuple(CopyAxis(*axis) for axis in zip(self.extents, *strides, strict=True))
         if out or not self.last.padded:
             return Copy(first.buffer, second.buffer, self.given.dtype, axes)
-        # A bound joins two axes; the outer one here has one position.
+        # A bound refers to two axes; the outer one here has extent 1.
         padded = (CopyAxis(1, 0, 0), *axes[:-1], replace(axes[-1], extent=self.room))
         bounds = ((0, len(axes), self.extents[-1]),)
         return Copy(first.buffer, second.buffer, self.given.dtype, padded, bounds, pads=True)
 
 
 class ThroughChannelsLast(Generic[W]):
-    """``inner``, a family of channels-last tensors, between ``copies``."""
+    """A family of channels-last tensors, ``inner``, between copies."""
 
     def __init__(self, inner: Family[W], copies: Sequence[Family[Copy]]) -> None:
         self.name = f"{inner.name}_through_channels_last"
@@ -108,13 +108,13 @@ class ThroughChannelsLast(Generic[W]):
         self._copies = copies
 
     def instances(self) -> Iterable[Instance]:
-        """None of its own: see `Family.instances` of the families that it joins."""
+        """None of its own; see `Family.instances`."""
         return ()
 
     def _around(
         self, work: W, tensors: Mapping[str, _Tensor], written: str | None, device: CudaDevice
     ) -> Fragment:
-        """The inner family's launches on ``work``, all of whose ``tensors`` are channels last."""
+        """Return the inner family's launches on channels-last ``work``, between copies."""
         inner = self._inner.launches(work, device)
         before: list[Step] = []
         after: list[Step] = []
@@ -134,7 +134,7 @@ class ThroughChannelsLast(Generic[W]):
 
 
 class ConvThroughChannelsLast(ThroughChannelsLast[ConvWork]):
-    """A grouped convolution, depthwise ones among them."""
+    """A grouped or depthwise convolution."""
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
@@ -145,18 +145,18 @@ class ConvThroughChannelsLast(ThroughChannelsLast[ConvWork]):
             return APART
         tensors = _activations(work)
         if not any(tensor.copied for tensor in tensors.values()):
-            return AS_THEY_ARE
-        return self._inner.why_not(_lasting(work, tensors), device)
+            return CONTIGUOUS
+        return self._inner.why_not(_channels_last(work, tensors), device)
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
         tensors = _activations(work)
         written = {"fwd": "y", "bwd_data": "x"}.get(work.direction)
-        return self._around(_lasting(work, tensors), tensors, written, device)
+        return self._around(_channels_last(work, tensors), tensors, written, device)
 
 
 def _activations(work: ConvWork) -> dict[str, _Tensor]:
-    """By the work's fields."""
+    """Return the activations by the work's field names."""
     sides = {
         "x": (work.x, work.in_channels, work.input),
         "y": (work.y, work.out_channels, work.output),
@@ -171,19 +171,19 @@ def _activations(work: ConvWork) -> dict[str, _Tensor]:
     }
 
 
-def _lasting(work: ConvWork, tensors: Mapping[str, _Tensor]) -> ConvWork:
-    """The same work on channels-last tensors."""
+def _channels_last(work: ConvWork, tensors: Mapping[str, _Tensor]) -> ConvWork:
+    """Return the work on channels-last tensors."""
     accumulate = tensors["accumulate"].last if "accumulate" in tensors else work.accumulate
     return replace(work, x=tensors["x"].last, y=tensors["y"].last, accumulate=accumulate)
 
 
 class FusedThroughChannelsLast(ThroughChannelsLast[FusedWork]):
-    """Two convolutions with the intermediate on the chip."""
+    """Two convolutions with the intermediate on chip."""
 
     def why_not(self, work: FusedWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
         if work.first.x.channels_last and work.second.y.channels_last:
-            return AS_THEY_ARE
+            return CONTIGUOUS
         return self._inner.why_not(self._last(work)[0], device)
 
     def launches(self, work: FusedWork, device: CudaDevice) -> Fragment:
@@ -203,8 +203,8 @@ class FusedThroughChannelsLast(ThroughChannelsLast[FusedWork]):
 class PoolThroughChannelsLast(ThroughChannelsLast[PoolWork]):
     """A pooling's gradient from its input.
 
-    ``pool/pool_lines.cu`` reads rows of channels-first planes once where windows are flat and have
-    stride 1: around it no copies save anything.
+    Copies do not help ``pool/pool_lines.cu`` with windows of stride 1 without depth, for which it
+    reads rows of channels-first planes once.
     """
 
     def why_not(self, work: PoolWork, device: CudaDevice) -> str | None:
@@ -212,19 +212,19 @@ class PoolThroughChannelsLast(ThroughChannelsLast[PoolWork]):
         if work.source is None:
             return "the indices are given"
         if work.x.channels_last:
-            return AS_THEY_ARE
-        if isinstance(self._inner, PoolLines) and lies_flat(work):
-            return "flat windows of stride 1 take no longer as they lie"
-        return self._inner.why_not(_last_pool(work, _pooled(work)), device)
+            return CONTIGUOUS
+        if isinstance(self._inner, PoolLines) and is_flat(work):
+            return "windows of stride 1 without depth are as fast channels first"
+        return self._inner.why_not(_channels_last_pool(work, _pooled(work)), device)
 
     def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
         tensors = _pooled(work)
-        return self._around(_last_pool(work, tensors), tensors, "x", device)
+        return self._around(_channels_last_pool(work, tensors), tensors, "x", device)
 
 
 def _pooled(work: PoolWork) -> dict[str, _Tensor]:
-    """By the work's fields."""
+    """Return the activations by the work's field names."""
     if work.source is None:
         raise ValueError("a pooling's gradient without its input")
     sides = {
@@ -238,6 +238,6 @@ def _pooled(work: PoolWork) -> dict[str, _Tensor]:
     }
 
 
-def _last_pool(work: PoolWork, tensors: Mapping[str, _Tensor]) -> PoolWork:
-    """The same work on channels-last tensors."""
+def _channels_last_pool(work: PoolWork, tensors: Mapping[str, _Tensor]) -> PoolWork:
+    """Return the work on channels-last tensors."""
     return replace(work, source=tensors["source"].last, x=tensors["x"].last, y=tensors["y"].last)

@@ -1,4 +1,4 @@
-"""Operands as the tensor-core kernels read them: channels side by side, in whole 16-byte chunks."""
+"""Operands for tensor-core kernels: contiguous channels in whole 16-byte chunks."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ __all__ = [
 CHUNK_BYTES = 16
 
 COPIES = (Transpose(), RowCopy(), StridedCopy())
-# Kernels that wait themselves for the one before them.
+# Kernels that use programmatic dependent launch.
 WAITING = ("transpose", "transpose_planes", "transpose_runs", "row_copy")
-# Of a GPU's caches.
+# Cache line of a GPU.
 LINE_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """An operand to read, and the steps that make it, where it is not the request's own."""
+    """An operand to read, and the steps that make it if it is a copy."""
 
     operand: Operand
     steps: tuple[Step, ...] = ()
@@ -47,8 +47,10 @@ class Prepared:
 
 
 def overlapping(steps: Iterable[Step], device: CudaDevice, first: bool = False) -> tuple[Step, ...]:
-    """The same, copies launched to overlap the step before them; the ``first`` one too, where what
-    is before it is known to be a launch of the same plan."""
+    """Launch copies so that they overlap the previous step.
+
+    That includes a copy at the start if ``first``: a launch of the same plan precedes it.
+    """
     found: list[Step] = []
     for step in steps:
         after = isinstance(found[-1], Launch) if found else first
@@ -59,7 +61,7 @@ def overlapping(steps: Iterable[Step], device: CudaDevice, first: bool = False) 
 
 
 def in_whole_chunks(operand: Operand, extents: tuple[int, ...], channel_axis: int) -> bool:
-    """Whether every vector of channels starts and ends at a multiple of 16 bytes."""
+    """Whether each pixel's channels start and end at multiples of 16 bytes."""
     chunk = CHUNK_BYTES // operand.dtype.itemsize
     if operand.strides[channel_axis] != 1 or extents[channel_axis] % chunk:
         return False
@@ -79,7 +81,7 @@ def prepare_activation(
     name: str,
     device: CudaDevice,
 ) -> Prepared:
-    """(N, D, H, W, G, C/G), the channels of a group padded with zeros to whole chunks."""
+    """Return (N, D, H, W, G, C/G), with a group's channels zero-padded to whole chunks."""
     order = 0, 3, 4, 5, 1, 2
     return _prepare(operand, (batch, groups, channels, *size), order, name, device)
 
@@ -95,9 +97,10 @@ def prepare_weight(
     out_channels_last: bool = False,
     whole_lines: bool = False,
 ) -> Prepared:
-    """(G, K/G, T, R, S, C/G), the channels of a group padded with zeros to whole chunks; or
-    (G, C/G, T, R, S, K/G). With ``whole_lines`` to whole lines of the caches, where there are more
-    than one."""
+    """Return (G, K/G, T, R, S, C/G) or (G, C/G, T, R, S, K/G), zero-padded to whole chunks.
+
+    With ``whole_lines``, channels of more than a cache line are padded to whole lines.
+    """
     order = (0, 2, 3, 4, 5, 1) if out_channels_last else (0, 1, 3, 4, 5, 2)
     extents = groups, out_channels, in_channels, *kernel
     return _prepare(operand, extents, order, name, device, whole_lines)
@@ -111,7 +114,7 @@ def _prepare(
     device: CudaDevice,
     whole_lines: bool = False,
 ) -> Prepared:
-    """``order`` is that of the canonical axes in memory; the last one's extent is padded."""
+    """Copy an operand to the ``order`` of axes in memory, padding the last axis."""
     last, dtype = order[-1], operand.dtype
     chunk, line = (unit // dtype.itemsize for unit in (CHUNK_BYTES, LINE_BYTES))
     whole_lines = whole_lines and extents[last] > line and extents[last] % line != 0
@@ -131,7 +134,7 @@ def _prepare(
     ]
     bounds: tuple[tuple[int, int, int], ...] = ()
     if padded != channels:
-        # A bound joins two axes; the outer one here has one position.
+        # A bound refers to two axes; the outer one here has extent 1.
         axes = [CopyAxis(1, 0, 0), *axes]
         bounds = ((0, 6, channels),)
     copy = Copy(operand.buffer, name, dtype, tuple(axes), bounds, pads=bool(bounds), follows=False)

@@ -1,9 +1,8 @@
-"""Dense layers whose result's channels do not lie side by side: written channels last, then copied.
+"""Dense layers with channels-first results: written channels last, then copied.
 
-The dense kernels' sums have a result's channels side by side, and storing those apart takes one
-store an element: measured on one H200 (bfloat16, gradient of the input) 13 to 460 us more than the
-same results channels last, where a copy takes 2 to 80. Sources are put in order by the kernels
-themselves.
+The accumulators of dense kernels have adjacent channels, so a channels-first result takes one store
+for each element. On an H200 (bfloat16, gradient of the input) that takes 13 to 460 us more than
+channels last, and a copy 2 to 80. The kernels read channels-first sources themselves.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from convgrad_service.plans.cuda.works import (
 
 __all__ = ["ResultThroughChannelsLast"]
 
-# Of a weight: with fewer elements a second launch takes as long as stores apart.
+# Elements of a weight below which a second launch takes as long as strided stores.
 LEAST_WEIGHT = 1 << 18
 
 
 class ResultThroughChannelsLast(ThroughChannelsLast[ConvWork]):
-    """An ungrouped convolution by a family whose results are channels last."""
+    """An ungrouped convolution by a family with channels-last results."""
 
     def __init__(
         self, inner: Family[ConvWork], copies: Sequence[Family[Copy]], *, anywhere: bool = False
     ) -> None:
-        """``anywhere``: also what takes no longer as it lies."""
+        """``anywhere``: also apply where this is not faster."""
         super().__init__(inner, copies)
         self._anywhere = anywhere
 
@@ -50,16 +49,16 @@ class ResultThroughChannelsLast(ThroughChannelsLast[ConvWork]):
         given, extents = _result(work)
         channels = extents[-1]
         if given.strides[2] == 1 or channels == 1:
-            return "the result's channels lie side by side as they are"
+            return "the result's channels are contiguous"
         if channels * given.dtype.itemsize % CHUNK_BYTES:
-            return f"the result's {channels} channels are no whole chunks of {CHUNK_BYTES} bytes"
+            return f"the result's {channels} channels are not whole chunks of {CHUNK_BYTES} bytes"
         few = work.taps == 1 or (prod(extents) < LEAST_WEIGHT and not self._anywhere)
         if work.direction == "bwd_weight" and few:
             return f"a weight of {prod(extents)} elements"
         if work.accumulate is not None and work.accumulate.strides != given.strides:
-            return "accumulate does not lie as the result does"
+            return "accumulate and the result have different strides"
         if work.direction != "bwd_weight" and stores_planes(work) and not self._anywhere:
-            return "pixels are stored as they lie"
+            return "the kernel stores planes"
         return self._inner.why_not(_lasting(work), device)
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
@@ -89,7 +88,7 @@ class ResultThroughChannelsLast(ThroughChannelsLast[ConvWork]):
 
 
 def _result(work: ConvWork) -> tuple[Operand, tuple[int, ...]]:
-    """What is written, and its extents: N D H W C, of a weight K T R S C."""
+    """Return the result and its extents: N D H W C, of a weight K T R S C."""
     if work.direction == "bwd_weight":
         return work.w, (work.out_channels, *work.kernel, work.in_channels)
     size, channels = work.output, work.out_channels
@@ -99,11 +98,11 @@ def _result(work: ConvWork) -> tuple[Operand, tuple[int, ...]]:
 
 
 def _lasting(work: ConvWork) -> ConvWork:
-    """The same work with its result, and what is added to it, channels last."""
+    """Return the work with result and accumulate channels last."""
     given, extents = _result(work)
     weight = work.direction == "bwd_weight"
     outer, *spatial, _ = contiguous_strides(extents)
-    # The one group's stride is not read.
+    # The stride of the only group is not read.
     first, second = (extents[0] * outer, outer) if weight else (outer, extents[-1])
     order = first, second, 1, spatial[0], spatial[1], spatial[2]
     lead = f"{work.prefix}{work.direction}.last_"
@@ -119,7 +118,7 @@ def _lasting(work: ConvWork) -> ConvWork:
 
 
 def _copy(source: Operand, target: Operand, extents: tuple[int, ...], outer: int) -> Copy:
-    """``outer`` is the first axis among the operands' own: N, or a weight's K."""
+    """Return the copy to the result; ``outer`` is the operands' first axis: N, or a weight's K."""
     axes = (
         CopyAxis(extent, source.strides[axis], target.strides[axis])
         for extent, axis in zip(extents, (outer, 3, 4, 5, 2), strict=True)

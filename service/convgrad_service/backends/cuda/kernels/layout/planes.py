@@ -1,4 +1,4 @@
-"""Images whose planes kernels read as they lie, channels apart and pixels side by side."""
+"""Channels-first images that kernels read in place."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ ROW_BYTES = 128
 
 
 def flat_planes(work: ConvWork) -> ConvWork | None:
-    """The same work with one row a plane, where the tensors can be read as they lie: kernels of one
-    tap and stride 1, whose images are planes of whole 16 bytes side by side."""
+    """Return a pointwise work of stride 1 with each plane as one row, if planes allow it.
+
+    Planes must be contiguous and multiples of 16 bytes.
+    """
     if work.taps > 1 or max(work.stride) > 1 or work.input != work.output or any(work.pad):
         return None
     operands = []
@@ -41,8 +43,7 @@ def flat_planes(work: ConvWork) -> ConvWork | None:
 
 
 def plane_pixels(operand: Operand, batch: int, size: Size3) -> int | None:
-    """How many pixels an image has, if they lie side by side, whole chunks of 16 bytes of them that
-    are aligned in every image and channel."""
+    """Return the pixels of a plane if it is contiguous in aligned 16-byte chunks, else None."""
     pixels, chunk = 1, CHUNK_BYTES // operand.dtype.itemsize
     for extent, stride in zip(reversed(size), reversed(operand.strides[3:]), strict=True):
         if extent > 1 and stride != pixels:
@@ -57,7 +58,7 @@ def plane_pixels(operand: Operand, batch: int, size: Size3) -> int | None:
 def plane_map(
     operand: Operand, batch: int, channels: int, pixels: int, box_channels: int
 ) -> TiledMap:
-    """Boxes of 128 bytes of each of so many channels, of one image. Float32 becomes TF32."""
+    """Return the tensor map of boxes of 128 bytes by ``box_channels``; float32 becomes TF32."""
     image, _, channel, *_ = operand.strides
     itemsize = operand.dtype.itemsize
     strides = channel, image if batch > 1 else channel

@@ -1,9 +1,9 @@
-// Copies rows of side-by-side elements to rows of another pitch, with zeros behind them where the
-// target's are longer. The host's side is transpose.py.
+// Copies contiguous rows to rows of another pitch, followed by zeros if the target's rows are longer.
+// The host's side is transpose.py.
 //
 // Block: 256 threads, one 16-byte chunk of the target each. Shared memory: none. Deterministic.
-// Relies on its launcher for the grid, ceil(rows * chunks / 256) blocks, and for targets whose rows
-// are whole, aligned chunks.
+// Relies on its launcher for the grid, ceil(rows * chunks / 256) blocks, and for target rows that are
+// whole, aligned chunks.
 // Index limits: 64-bit throughout; blocks below 2^31.
 #include "ptx/pdl.cuh"
 #include "core/vectors.cuh"
@@ -13,13 +13,13 @@ using namespace convgrad;
 struct RowCopyArgs {
   const void* source;
   void* target;
-  i64 extent[6];  // of the axes that count rows, leading ones where there are fewer
+  i64 extent[6];  // of the axes above rows; missing leading ones are 1
   i64 source_stride[6];
   i64 target_stride[6];
-  i64 chunks;  // of one row, in all and of all rows
+  i64 chunks;  // of one row, and of all rows
   i64 all_chunks;
-  i64 elements;  // of one row of the source
-  int follows;   // the source is what the kernel before this one writes
+  i64 elements;  // in a row of the source
+  int follows;   // the previous kernel writes the source
 };
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -48,6 +48,6 @@ extern "C" __global__ void __launch_bounds__(256)
     if (column + e < args.elements) chunk.at[e] = source[e];
   }
   chunk.store(static_cast<T*>(args.target) + to + column);
-  // Who waits for this kernel waits for the one before it too.
+  // A kernel that waits for this one then also waits for the previous one.
   if (!args.follows) wait_on_dependent_grids();
 }

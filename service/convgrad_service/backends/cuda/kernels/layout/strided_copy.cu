@@ -1,8 +1,9 @@
-// Copies a box of elements from one order in memory to another.
+// Copies a box of elements between any strides. The host's side is strided_copy.py.
 //
-// Block: 256 threads, one run of elements each, a short last axis or a single one; the box's last axis
-// of the others runs along neighbouring threads. Shared memory: none. Deterministic. Where a bound says
-// that the source has no element, the target gets zero (`pads`) or is left alone.
+// Block: 256 threads, each of which copies one run of elements (a short last axis, or one element);
+// adjacent threads have adjacent runs along the last remaining axis. Shared memory: none.
+// Deterministic. Past a bound, where the source has no element, the target gets zero (`pads`) or is
+// not written.
 // Relies on its launcher for the grid: ceil(runs / 256) blocks.
 // Index limits: 64-bit throughout.
 #include "core/elements.cuh"
@@ -13,15 +14,15 @@ struct StridedCopyArgs {
   const void* source;
   void* target;
   i64 runs;
-  i64 extent[8];  // leading ones where there are fewer axes
+  i64 extent[8];  // missing leading axes are 1
   i64 source_stride[8];
   i64 target_stride[8];
   i64 limit[2];  // at[outer] * extent[inner] + at[inner] must stay below it
-  int outer[2];  // negative where there is no bound
+  int outer[2];  // negative if there is no bound
   int inner[2];
   int pads;
-  int run;  // elements; one where there are bounds
-  i64 run_source, run_target;  // from one to the next
+  int run;  // elements; 1 if there are bounds
+  i64 run_source, run_target;  // from one element to the next
 };
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -1,4 +1,4 @@
-"""Copies between orders in memory: Ascend's formats and plain ones."""
+"""Copies between any strides, such as Ascend's formats and plain ones."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from convgrad_service.plans.cuda.works import Copy, CopyAxis
 __all__ = ["StridedCopy"]
 
 BLOCK, AXES, BOUNDS = 256, 8, 2
-# Of the last axis, that one thread copies: the place of the others is worked out once for it.
+# Elements of the last axis that a thread copies; it computes the other coordinates once.
 LONGEST_RUN = 8
-# A copy needs to know an element's size alone.
+# A copy depends on the size of an element only.
 _TYPES = {2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 
 
@@ -39,7 +39,7 @@ class StridedCopy:
         own = list(work.axes) if work.bounds else _joined(work.axes)
         run = CopyAxis(1, 0, 0)
         if own and not work.bounds:
-            # A longer axis is cut into runs, where that leaves nothing over.
+            # Divide a longer axis into equal runs.
             last = own.pop()
             length = max(n for n in range(1, LONGEST_RUN + 1) if last.extent % n == 0)
             if last.extent > length:
@@ -75,7 +75,7 @@ class StridedCopy:
 
 
 def _joined(axes: Sequence[CopyAxis]) -> list[CopyAxis]:
-    """The same copy with fewer axes: neighbours that go on from one another are one."""
+    """Merge adjacent axes that are contiguous on both sides."""
     found: list[CopyAxis] = []
     for axis in axes:
         if axis.extent == 1:

@@ -1,15 +1,15 @@
-// Copies a box of elements between an order in which x runs side by side and one in which y does:
+// Batched transpose: copies from a source in which x is contiguous to a target in which y is,
 // target[o, x, y] = source[o, y, x], through shared memory. The host's side is transpose.py.
 //
-// Block: 256 threads move a tile of 64 x 64, or 128 x 64 of 16 bits, through shared memory, in chunks of
-// 16 bytes on either side. Rows that start anywhere (planes of an odd number of pixels) are read
-// (SOURCE_ANY) and written (TARGET_ANY) by the whole chunks they lie in: of a tile's first and last one
-// in the source a part is left, and in the target each row of a tile ends where a chunk does, for which
-// the tile begins `lead` rows of y earlier. Static shared memory: the tile in words, of two neighbours
-// along y where elements have 16 bits, so that both sides go by words, and placed so that lanes do not
-// meet in a bank. Where y reaches `y_limit`, the source has no element and the target gets zero.
-// Relies on its launcher for the grid: tiles of x (fastest), tiles of y, outer positions; and for
-// buffers that start at whole chunks.
+// Block: 256 threads copy a tile of 64 x 64, or 128 x 64 of 16 bits, by chunks of 16 bytes on both
+// sides. Unaligned rows (planes of an odd number of pixels) are read (SOURCE_ANY) and written
+// (TARGET_ANY) by the aligned chunks that contain them: in the source a part of a tile's first and
+// last chunk is unused; in the target each row of a tile ends at a chunk boundary, for which the tile
+// starts `lead` rows of y earlier. Static shared memory: the tile in 32-bit words, each of two elements
+// adjacent along y if they have 16 bits, and without bank conflicts. From `y_limit` on, the source has
+// no element and the target gets zero.
+// Relies on its launcher for the grid, tiles of x (fastest), tiles of y, outer positions; and for
+// buffers that start at chunk boundaries.
 // Deterministic. Index limits: offsets in 64 bits; blocks below 2^31.
 #include "layout/transpose_args.cuh"
 
@@ -32,20 +32,19 @@ struct WordOf<unsigned short> {
 using Word = WordOf<T>::type;
 using Chunk = Vector<T, kChunk>;
 
-// Of rows that start anywhere a tile has room for what its first and last chunks have beside it. In
-// the target its rows end where sectors of 32 bytes do: what two blocks wrote parts of takes twice as
-// long.
+// A tile of unaligned rows has room for the unused parts of its first and last chunks. In the target
+// its rows end at sectors of 32 bytes, because a sector that two blocks write takes twice as long.
 constexpr int kSector = 2 * kChunk;
 constexpr int kBesideX = SOURCE_ANY ? kChunk : 0, kLead = TARGET_ANY ? kSector : 0;
 constexpr int kAllX = kTileX + 2 * kBesideX, kAllY = kTileY + kLead;
-// Chunks of rows side by side, and of columns on the other side, lie in 32 different banks.
-// Or a warp reads four chunks of eight rows (kFour), whose elements then have places without a skip.
+// Chunks of adjacent rows, and of adjacent columns on the other side, are in 32 different banks. Or a
+// warp reads four chunks of eight rows (kFour), whose elements are then stored without gaps.
 constexpr bool kFour = SOURCE_ANY && kPair == 2;
 constexpr int kRows = kAllY / kPair, kSkip = sizeof(T) == 8 || kFour ? 0 : 2;
 constexpr int kRowSkip = kPair == 2 ? 0 : kSkip;
 constexpr int kOfRow = kAllX + (kAllX - 1) / 32 * kSkip;
 constexpr int kPitch = sizeof(T) == 4 ? kOfRow + 3 - (kOfRow & 3) : kOfRow | 1;
-// A word more where the last rows are read with the next.
+// One more word if the last rows are read together with the next.
 constexpr int kWords = (kRows + TARGET_ANY) * kPitch + kRows / 32 * kRowSkip;
 __device__ __forceinline__ int place(int row, int x) {
   x += kBesideX;
@@ -63,13 +62,13 @@ __device__ __forceinline__ Word joined(const T* first, const T* second, int e) {
   }
 }
 
-// How many elements an address is beyond a multiple of so many.
+// Elements by which an address exceeds a multiple of kElements.
 template <int kElements>
 __device__ __forceinline__ int beyond(const T* at) {
   return static_cast<int>(reinterpret_cast<u64>(at) / sizeof(T)) & (kElements - 1);
 }
 
-// Rows of the tile, those from the first that there is to before `reals`; they start at whole chunks.
+// Loads rows [first, reals) of the tile, which start at chunk boundaries.
 __device__ __forceinline__ void load(Word* words, const T* source, i64 pitch, int xs, int first,
                                      int reals) {
   constexpr int kChunks = kTileX / kChunk, kCount = (kRows * kChunks + kThreads - 1) / kThreads;
@@ -96,10 +95,10 @@ __device__ __forceinline__ void load(Word* words, const T* source, i64 pitch, in
   }
 }
 
-// The same of rows that start anywhere; `end` is where the source does.
+// `load` for unaligned rows; `end` is the end of the source.
 __device__ __forceinline__ void load_any(Word* words, const T* source, const T* end, i64 pitch,
                                          int xs, int first, int reals) {
-  // A row lies in one chunk more than it has elements for: the last one is for a thread a row.
+  // An unaligned row spans one more chunk; the last one is loaded by one thread per row.
   constexpr int kChunks = kTileX / kChunk, kCount = (kAllY * kChunks + kThreads - 1) / kThreads;
   Chunk chunks[kCount + 1];
   int starts[kCount + 1];
@@ -155,8 +154,7 @@ __device__ __forceinline__ void store(const Word* words, T* target, i64 pitch, i
   }
 }
 
-// The same of rows that start anywhere: `before` of y are before the tile's first row, and `left`
-// from there on.
+// Stores unaligned rows: `before` positions of y precede the tile's first row, and `left` follow.
 __device__ __forceinline__ void store_any(Word* words, T* target, i64 pitch, int xs, i64 before,
                                           i64 left) {
   constexpr int kChunks = kTileY / kChunk, kCount = kTileX * kChunks / kThreads;
@@ -167,7 +165,7 @@ __device__ __forceinline__ void store_any(Word* words, T* target, i64 pitch, int
     const int y = at % kChunks * kChunk - beyond<kSector>(row);
     Chunk chunk;
     if constexpr (kPair == 2) {
-      // Words of two neighbours: as they are, or each half of it and half of the next.
+      // Words of two elements: unchanged, or composed of halves of two words.
       const Word* const from = words + place((y + kLead) / kPair, x);
       const u32 halves = (y + kLead) % kPair == 0 ? 0x3210 : 0x5432;
       u32 word[kChunk / 2 + 1];

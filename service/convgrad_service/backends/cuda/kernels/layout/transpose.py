@@ -1,4 +1,4 @@
-"""Copies at the memory's speed: between orders with different inner axes, and to padded rows."""
+"""Copies at memory bandwidth: between different inner axes, and to padded rows."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from convgrad_service.plans.cuda.works import Copy, CopyAxis
 __all__ = ["RowCopy", "Transpose"]
 
 BLOCK, CHUNK_BYTES, SECTOR_BYTES = 256, 16, 32
-# Of a tile, along x by the size of an element.
+# Extents of a tile; along x by the size of an element.
 TILE_X, TILE_Y = {2: 128, 4: 64, 8: 64}, 64
-# Of a multiprocessor, by the sides whose rows start anywhere: what their registers leave room for.
+# Blocks per multiprocessor, as registers allow, by the number of sides with unaligned rows.
 BLOCKS = {2: (6, 5, 4), 4: (6, 4, 4), 8: (4, 2, 2)}
 PLANES, RUNS = "transpose_planes", "transpose_runs"
-# Of a block of either; and the extent of the short axis from which on tiles are filled as well.
+# Bytes of a block of either; and the extent of the short axis from which on tiles are as fast.
 PLANES_BYTES, WIDE_EXTENT = 16384, 64
 OUTER, ROW_AXES = 4, 6
-# Shorter axes would leave most of a tile.
+# Shorter axes would leave most of a tile empty.
 LEAST_EXTENT = 8
 INSIDE = "the source starts inside its buffer"
-# A copy needs to know an element's size alone.
+# A copy depends on the size of an element only.
 _TYPES = {2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 
 
@@ -40,9 +40,9 @@ RowCopyArgs = structure("layout/row_copy.cu", "RowCopyArgs")
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """A copy without axes of extent 1, and those that lie alike on both sides made one.
+    """A copy without axes of extent 1 and with axes merged that are contiguous on both sides.
 
-    ``limit`` is how many elements of axis ``padded`` the source has.
+    ``limit`` is the number of elements of axis ``padded`` that the source has.
     """
 
     axes: tuple[CopyAxis, ...]
@@ -50,7 +50,7 @@ class _Box:
     limit: int
 
     def inner(self, source: bool) -> int | None:
-        """The axis that runs side by side in the source, or in the target."""
+        """Return the index of the contiguous axis of the source, or of the target."""
         for index, axis in enumerate(self.axes):
             if (axis.source if source else axis.target) == 1:
                 return index
@@ -58,7 +58,7 @@ class _Box:
 
 
 def _box(work: Copy) -> _Box | None:
-    """None where a bound is more than the end of one axis, or the target keeps what is beyond."""
+    """Return None if a bound is not the end of one axis, or the target is not padded."""
     padded, limit = None, 0
     for outer, inner, bound in work.bounds:
         if work.axes[outer].extent != 1 or padded is not None or not work.pads:
@@ -83,7 +83,7 @@ def _box(work: Copy) -> _Box | None:
 
 
 class Transpose:
-    """Copies whose sides have different inner axes, as between channels first and last."""
+    """Copies whose sides have different contiguous axes, as between channels first and last."""
 
     name = "transpose"
 
@@ -93,12 +93,12 @@ class Transpose:
         if work.source_start:
             return INSIDE
         if box is None:
-            return "its bounds are more than the end of one axis"
+            return "its bounds are not the end of one axis"
         x, y = box.inner(source=True), box.inner(source=False)
         if x is None or y is None or x == y:
-            return "the sides do not have different axes side by side"
+            return "source and target do not have different contiguous axes"
         if box.padded not in (None, y):
-            return "an axis is padded that does not run side by side in the target"
+            return "the padded axis is not contiguous in the target"
         if len(box.axes) - 2 > OUTER:
             return f"{len(box.axes)} axes are more than {OUTER + 2}"
         extents = box.axes[x].extent, box.axes[y].extent
@@ -106,7 +106,7 @@ class Transpose:
         if sorted(extents)[short] < LEAST_EXTENT:
             return f"inner axes of {extents[0]} and {extents[1]}; expected {LEAST_EXTENT} or more"
         if _tiles(work, box, x, y) > MAX_BLOCKS:
-            return "its tiles are more than one grid holds"
+            return "more tiles than a grid can have"
         return None
 
     def launches(self, work: Copy, device: CudaDevice) -> Fragment:
@@ -127,7 +127,7 @@ class Transpose:
         sources = [axis.source for axis in outer]
         targets = [work.target_start, *(axis.target for axis in outer)]
         name = _kind(box, x, y)
-        # A run of rows starts at a whole chunk if its plane does.
+        # A run of rows is aligned if its plane is.
         if name != PLANES:
             sources += [x_axis.extent, y_axis.source]
         if name != RUNS:
@@ -163,7 +163,7 @@ class Transpose:
 
 
 class RowCopy:
-    """Copies with the same inner axis on both sides, to rows of whole 16-byte chunks."""
+    """Copies with the same contiguous axis on both sides, to rows of whole 16-byte chunks."""
 
     name = "row_copy"
 
@@ -173,14 +173,14 @@ class RowCopy:
         if work.source_start:
             return INSIDE
         if box is None:
-            return "its bounds are more than the end of one axis"
+            return "its bounds are not the end of one axis"
         inner = box.inner(source=False)
         if inner is None or box.axes[inner].source not in (0, 1):
-            return "the sides do not have the same axis side by side"
+            return "source and target do not have the same contiguous axis"
         if box.padded not in (None, inner):
-            return "an axis is padded that does not run side by side"
+            return "the padded axis is not contiguous"
         if box.axes[inner].source == 0 and (box.padded is None or box.limit > 1):
-            return "one element of the source is for all of a row"
+            return "one element of the source is broadcast to a row"
         chunk = CHUNK_BYTES // work.dtype.itemsize
         row = box.axes[inner]
         targets = (axis.target for axis in box.axes if axis is not row)
@@ -260,7 +260,7 @@ def _tiles(work: Copy, box: _Box, x: int, y: int) -> int:
 
 
 def _tile_instance(itemsize: int, source_any: bool, target_any: bool) -> Instance:
-    """Of transpose, whose rows start anywhere in the source or in the target."""
+    """Return an instance of transpose for rows that may be unaligned in source or target."""
     anywhere = source_any + target_any
     defines = {
         "ELEMENT": _TYPES[itemsize],

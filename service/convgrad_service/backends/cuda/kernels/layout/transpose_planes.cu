@@ -1,14 +1,13 @@
-// As transpose.cu, where x is short and its rows lie one after another without a gap, as the taps of
-// a weight or small images do: target[o, x, y] = source[o, y * x_extent + x]. The host's side is
-// transpose.py.
+// transpose.cu for a short x whose rows are contiguous, such as the taps of a weight or small images:
+// target[o, x, y] = source[o, y * x_extent + x]. The host's side is transpose.py.
 //
-// Block: 256 threads move `rows` positions of y, whole rows of x, which are one run in the source, in
-// chunks of 16 bytes, or element by element on a side where those do not fit. Static shared memory:
-// 16 KB of the source as it lies, a word left free after the rows of each chunk of the target, so
-// that lanes, which take neighbouring chunks, do not meet in a bank. Where y reaches `y_limit`, the
-// source has no element and the target gets zero.
-// Relies on its launcher for the grid: runs of rows (fastest), outer positions; and for `rows`, whole
-// chunks of them that fit.
+// Block: 256 threads copy `rows` positions of y, that is whole rows of x, which are contiguous in the
+// source, by chunks of 16 bytes, or by elements on a side that is not aligned. Static shared memory:
+// 16 KB of the source, with a free word after the rows of each chunk of the target to avoid bank
+// conflicts between lanes, which store adjacent chunks. From `y_limit` on, the source has no element
+// and the target gets zero.
+// Relies on its launcher for the grid, runs of rows (fastest), outer positions; and for `rows`, a
+// multiple of a chunk that fits.
 // Deterministic. Index limits: offsets in 64 bits; blocks below 2^31.
 #include "layout/transpose_args.cuh"
 
@@ -26,7 +25,7 @@ using Chunk = Vector<T, kChunk>;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     transpose_planes(const __grid_constant__ TransposeArgs args) {
-  // At least a chunk of rows, of at least one element, goes before each free word.
+  // Each free word follows at least one chunk of rows of at least one element.
   __shared__ T elements[kElements + kElements / kChunk * kFree];
   begin_copy(args);
   const int xs = args.x_extent, rows = args.rows, chunks = rows / kChunk;
@@ -39,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int ys = min(static_cast<i64>(rows), args.y_extent - y0);
   const int reals = max(min(static_cast<i64>(ys), args.y_limit - y0), i64(0)) * xs;
 
-  const int group = kChunk * xs;  // elements of a chunk's rows
+  const int group = kChunk * xs;  // elements in the rows of a chunk
 #pragma unroll 4
   for (int i = threadIdx.x; i < chunks * xs; i += kThreads) {
     const int first = i * kChunk, at = first + first / group * kFree;

@@ -1,13 +1,13 @@
-// As transpose.cu, where y is short and its rows lie one after another without a gap in the target,
-// as the taps of a weight or small images do: target[o, x * y_extent + y] = source[o, y, x]. The way
-// back of transpose_planes.cu. The host's side is transpose.py.
+// transpose.cu for a short y whose rows are contiguous in the target, such as the taps of a weight or
+// small images: target[o, x * y_extent + y] = source[o, y, x]. The inverse of transpose_planes.cu. The
+// host's side is transpose.py.
 //
-// Block: 256 threads move `rows` positions of x, whole rows of y, which are one run in the target, in
-// chunks of 16 bytes, or element by element on a side where those do not fit. Static shared memory:
-// 16 KB of the target as it will lie, a word left free after the rows of each chunk of the source, so
-// that lanes, which take neighbouring chunks, do not meet in a bank.
-// Relies on its launcher for the grid: runs of rows (fastest), outer positions; for `rows`, whole
-// chunks of them that fit; and for a source that has all elements.
+// Block: 256 threads copy `rows` positions of x, that is whole rows of y, which are contiguous in the
+// target, by chunks of 16 bytes, or by elements on a side that is not aligned. Static shared memory:
+// 16 KB of the target, with a free word after the rows of each chunk of the source to avoid bank
+// conflicts between lanes, which load adjacent chunks.
+// Relies on its launcher for the grid, runs of rows (fastest), outer positions; for `rows`, a multiple
+// of a chunk that fits; and for a source without missing elements.
 // Deterministic. Index limits: offsets in 64 bits; blocks below 2^31.
 #include "layout/transpose_args.cuh"
 
@@ -27,7 +27,7 @@ using Chunk = Vector<T, kChunk>;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     transpose_runs(const __grid_constant__ TransposeArgs args) {
-  // At least a chunk of rows, of at least one element, goes before each free word.
+  // Each free word follows at least one chunk of rows of at least one element.
   alignas(16) __shared__ T elements[kElements + kElements / kChunk * kFree];
   begin_copy(args);
   const int ys = args.y_extent, rows = args.rows;
@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int xs = min(static_cast<i64>(rows), args.x_extent - x0);
   const int chunks = (xs + kChunk - 1) / kChunk, count = chunks * ys;
 
-  const int group = kChunk * ys;  // elements of a chunk's rows
+  const int group = kChunk * ys;  // elements in the rows of a chunk
 #pragma unroll 4
   for (int i = threadIdx.x; i < count; i += kThreads) {
     const int y = i / chunks, at = i - y * chunks, x = at * kChunk;

@@ -11,8 +11,8 @@ struct PoolArgs {
   void* indices;        // flat in each (n, c) plane, or null
   const void* grad;     // of the output
   void* grad_x;         // of the input
-  int* bad;             // set to 1 where an index contradicts its window
-  i64 x_stride[6];      // N - C D H W, in elements; the second is not used
+  int* bad;             // set to 1 if an index is outside its window
+  i64 x_stride[6];      // N - C D H W, in elements; the second is unused
   i64 y_stride[6];
   i64 index_stride[6];
   i64 grad_stride[6];
@@ -25,7 +25,7 @@ struct PoolArgs {
   int stride[3];
   int dilation[3];
   int pad[3];
-  int lanes;  // what runs along neighbouring threads: 0 positions, 1 channels
+  int lanes;  // index that varies along adjacent threads: 0 positions, 1 channels
 };
 
 struct Place {
@@ -37,7 +37,7 @@ struct Place {
   }
 };
 
-// The element that this thread computes, of a tensor of this size; false where there is none.
+// Finds the element that this thread computes in a tensor of this size; false if there is none.
 __device__ inline bool place_of(const PoolArgs& args, const int (&size)[3], Place& place) {
   const i64 plane = static_cast<i64>(size[0]) * size[1] * size[2];
   i64 index = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;

@@ -1,4 +1,4 @@
-"""Max pooling forward, and backward from indices or from the input by way of them."""
+"""Max pooling forward, and backward from indices or, by computing indices first, from the input."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PoolArgs = structure("pool/max_pool.cuh", "PoolArgs")
 
 
 class MaxPoolForward:
-    """Every forward: maxima, and their indices where they are wanted."""
+    """Max pooling forward of any size: maxima and, if requested, indices."""
 
     name = "max_pool_forward"
 
@@ -55,7 +55,7 @@ class MaxPoolForward:
 
 
 class MaxPoolBackward:
-    """Every backward, as a gather over the windows that reach an element."""
+    """Max pooling backward of any size, as a gather over the windows that contain an element."""
 
     name = "max_pool_backward"
 
@@ -113,7 +113,7 @@ def _instance(entry: str, dtype: DType, index: DType) -> Instance:
 def _too_many(work: PoolWork) -> str | None:
     elements = work.batch * work.channels * max(prod(work.input), prod(work.output))
     if elements > MAX_BLOCKS * BLOCK:
-        return f"{elements} elements are more than one grid holds"
+        return f"{elements} elements are more than a grid can have"
     return None
 
 

@@ -1,11 +1,11 @@
 // The gradient of max pooling from the indices of its maxima. The host's side is max_pool.py.
 //
-// max_pool_backward: grad_x[n, c, i] = sum of grad[n, c, o] over the windows o that have i and
-// whose index is i: a gather, so without atomics, in the order of the windows. Deterministic.
-// check_indices: sets `bad` to 1 where an index is outside its plane or between its window's taps.
+// max_pool_backward: grad_x[n, c, i] = sum of grad[n, c, o] over the windows o that contain i and
+// whose index is i. It is a gather without atomics, in the order of the windows. Deterministic.
+// check_indices: sets `bad` to 1 if an index is outside its plane or not at a tap of its window.
 // Block: 256 threads, one input element (or one window) each, along positions or channels as
-// `lanes` says. Shared memory: none. Relies on its launcher for the grid: ceil(elements / 256), and
-// for `bad` being 0 before. Memory-safe whatever an index says: indices are compared, not followed.
+// `lanes` says. Shared memory: none. Relies on its launcher for the grid, ceil(elements / 256), and
+// for `bad` being 0 before. Memory-safe for any index: indices are compared, never dereferenced.
 // Index limits: extents below 2^31, tensors by 64-bit offsets.
 #include "pool/max_pool.cuh"
 
@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
   using T = ELEMENT;
   Place element;
   if (!place_of(args, args.x_size, element)) return;
-  // The windows that reach this element: o*stride <= i + pad <= o*stride + (k-1)*dilation.
+  // The windows that contain this element: o*stride <= i + pad <= o*stride + (k-1)*dilation.
   i64 low[3], high[3];
   for (int dim = 0; dim < 3; ++dim) {
     const i64 stride = args.stride[dim];
@@ -61,5 +61,5 @@ extern "C" __global__ void __launch_bounds__(256, 1)
     good = reach >= 0 && reach % args.dilation[dim] == 0 &&
            reach / args.dilation[dim] < args.kernel[dim];
   }
-  if (!good) *args.bad = 1;  // every thread that writes writes the same
+  if (!good) *args.bad = 1;  // all writers write the same value
 }

@@ -1,10 +1,10 @@
-// Max pooling: maxima, and where they are. The host's side is max_pool.py.
+// Max pooling: maxima and their positions. The host's side is max_pool.py.
 //
-// output[n, c, o] = max over the window; the first maximum wins a tie, a NaN wins over any number,
-// of several NaNs the last. Block: 256 threads, one window each, along positions or channels as
-// `lanes` says. Shared memory: none. Deterministic. Relies on its launcher for the grid:
-// ceil(windows / 256) blocks, and on every window having an element.
-// Index limits: extents below 2^31, tensors by 64-bit offsets; INDEX holds a plane's positions.
+// output[n, c, o] = max over the window. Of equal maxima the first wins; a NaN wins over any number,
+// and of several NaNs the last. Block: 256 threads, one window each, along positions or channels as
+// `lanes` says. Shared memory: none. Deterministic. Relies on its launcher for the grid,
+// ceil(windows / 256) blocks, and on every window containing an element.
+// Index limits: extents below 2^31, tensors by 64-bit offsets; INDEX fits a plane's positions.
 #include "pool/max_pool.cuh"
 
 using namespace convgrad;

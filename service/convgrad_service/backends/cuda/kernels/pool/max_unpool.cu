@@ -1,14 +1,14 @@
-// Max unpooling where indices may lie outside the windows of their pooling, and its gradient. The
+// Max unpooling with indices that may be outside the windows of their pooling, and its gradient. The
 // host's side is max_unpool.py.
 //
-// SCATTER 1: y = 0, then y[indices[i]] = x[i] in the order of i, so that the last wins. It
-// returns at once where bad[1] is 0: then window_routes.cu has done it by windows. Channels first: a
-// warp has a plane, 32 elements at a time, of which the last of each index writes. Channels last
-// (INNER): a thread has a plane. Sets bad[0] to 1 where an index is outside its plane, and skips it.
-// SCATTER 0: y[i] = x[indices[i]], or 0 and bad[0] = 1 where that is outside the plane; four
-// elements a thread, 256 apart.
-// Block: 128 threads (scatter), 256 (gather); shared memory: none. Deterministic: one thread, or
-// warp, writes a plane, in order. Relies on its launcher for the grid.
+// SCATTER 1: y = 0, then y[indices[i]] = x[i] in the order of i, so that the last one wins. Returns
+// at once if bad[1] is 0, because window_routes.cu has then unpooled by windows. Channels first: a
+// warp processes a plane, 32 elements at a time, of which the last one of each index writes. Channels
+// last (INNER): a thread processes a plane. An index outside its plane is skipped and sets bad[0].
+// SCATTER 0: y[i] = x[indices[i]], or 0 and bad[0] = 1 if the index is outside the plane; four
+// elements per thread, 256 apart.
+// Block: 128 threads (scatter), 256 (gather); shared memory: none. Deterministic: one thread or one
+// warp writes a plane, in order. Relies on its launcher for the grid.
 // Index limits: planes and a chunk's elements below 2^31; offsets in 64 bits.
 #include "core/divider.cuh"
 
@@ -24,12 +24,12 @@ struct UnpoolArgs {
   void* y;
   const void* indices;
   int* bad;
-  int size;   // positions of the indices' planes, and of those that they count in
+  int size;   // positions in a plane of indices, and in a plane that they index
   int plane;
   int inner;
   int batch;
   int chunk;     // gather: of the batch, one a blockIdx.y
-  int elements;  // of a chunk's indices
+  int elements;  // in a chunk's indices
   Divider by_size, by_inner;  // size * inner, inner
 };
 
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const int image = divide(element, args.by_size);
     const int channel = element - divide(element, args.by_inner) * args.inner;
     const bool good = found[u] >= 0 && found[u] < args.plane;
-    if (!good) args.bad[0] = 1;  // every thread that writes writes the same
+    if (!good) args.bad[0] = 1;  // all writers write the same value
     T value = {};
     if (good) {
       value = x[(static_cast<i64>(image) * args.plane + found[u]) * args.inner + channel];

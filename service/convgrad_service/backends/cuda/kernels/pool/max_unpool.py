@@ -1,5 +1,4 @@
-"""Max unpooling, by the windows of its pooling and, where indices lie elsewhere, plane by plane;
-and its gradient."""
+"""Max unpooling, by windows or, if indices are outside of them, by planes; and its gradient."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ BAD_INDEX = "indices has an index that is out of its plane; expected a flat posi
 
 
 class UnpoolArgs(ctypes.Structure):
-    """See ``max_unpool.cu``."""
+    """Mirrors ``pool/max_unpool.cu``."""
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("x", "y", "indices", "bad")),
@@ -52,7 +51,7 @@ class UnpoolArgs(ctypes.Structure):
 
 
 class MaxUnpool:
-    """Every unpooling of images that 32 bits address, forward and backward."""
+    """Max unpooling, forward and backward, of images with 32-bit offsets."""
 
     name = "max_unpool"
 
@@ -62,7 +61,7 @@ class MaxUnpool:
         if max(prod(work.size), prod(work.plane)) * inner > LARGEST - 2**16:
             return f"an image, or a plane, of more than {LARGEST - 2**16} elements"
         if ceil_div(32 * work.batch * work.channels, SCATTER_BLOCK) > MAX_BLOCKS:
-            return "more blocks than one grid holds"
+            return "more blocks than a grid can have"
         return None if work.windows is None else WindowForm.of(_by_windows(work)).why_not()
 
     def launches(self, work: UnpoolWork, device: CudaDevice) -> Fragment:
@@ -105,7 +104,7 @@ def _moves(work: WindowWork, bad: str) -> list[Launch]:
 
 
 def _by_windows(work: UnpoolWork) -> WindowWork:
-    """The same as routes: each position of the plane looks at the windows that have it."""
+    """Return the work as routes: each position gathers from the windows that contain it."""
     windows = work.windows or ()
     return WindowWork(
         kind="routes",

@@ -1,13 +1,13 @@
-// The gradient of max pooling from its input, where windows of two positions along W stand side by
-// side and so do the positions (channels first). The host's side is pool_cell_rows.py.
+// The gradient of max pooling from its input, for adjacent windows of two positions along W, channels
+// first. The host's side is pool_cell_rows.py.
 //
-// As in pool_cells.cu the gradient of a window goes to its first maximum (a NaN wins over any number,
-// of several the last), the other positions get zero, and so do those beyond the last window.
-// A thread computes VECTOR neighbouring windows of a row of them, from 2*VECTOR neighbouring positions
-// of each row of the input that they reach: each tensor moves once, in 16 (8) bytes an access.
+// As in pool_cells.cu, the gradient of a window goes to its first maximum (a NaN wins over any number,
+// of several the last). Other positions get zero, and so do positions past the last window.
+// A thread computes VECTOR adjacent windows of a row, from 2*VECTOR adjacent positions of each input
+// row in them: each tensor moves once, by accesses of 16 (8) bytes.
 // Block: 128 threads; shared memory: none. Grid: ceil(threads / 128). Relies on its launcher for no
 // padding, an even W of whole vectors, rows aligned to vectors, and an image's extent below 2^31.
-// Deterministic; the gradient's bits pass unchanged.
+// Deterministic; gradients are copied bit by bit.
 #include "core/vectors.cuh"
 
 using namespace convgrad;
@@ -30,7 +30,7 @@ struct CellRowArgs {
   int channels;
   int x_size[3];
   int y_size[3];
-  int cells[3];  // windows, with those beyond the last one; along W vectors of them
+  int cells[3];  // windows, including those past the last one; along W in vectors
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""Max pooling's gradient from its input, windows of two side by side, channels first."""
+"""Max pooling's gradient from its input: adjacent windows of two positions, channels first."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from convgrad_service.plans.cuda.works import Operand, PoolWork, Size3
 __all__ = ["PoolCellRows"]
 
 BLOCK = 128
-# Kernels, which are the strides too.
+# Kernels, which are also the strides.
 WINDOWS: tuple[Size3, ...] = ((1, 2, 2), (2, 2, 2))
-# Windows of one thread: 16 bytes of the input in a row, or half of that where more do not fit.
+# Windows of one thread: 16 bytes of a row of the input, or 8 if W is not a multiple of 16 bytes.
 VECTORS = {2: (4, 2), 4: (2,), 8: (1,)}
 
 
@@ -27,7 +27,7 @@ CellRowArgs = structure("pool/pool_cell_rows.cu", "CellRowArgs")
 
 
 class PoolCellRows:
-    """bwd from the input, positions along W side by side."""
+    """bwd from the input, positions along W contiguous."""
 
     name = "pool_cell_rows"
 
@@ -46,7 +46,7 @@ class PoolCellRows:
         if image_elements(work) >= 2**31:
             return "an image of more than 2^31 elements"
         if ceil_div(_threads(work), BLOCK) > MAX_BLOCKS:
-            return "more blocks than one grid holds"
+            return "more blocks than a grid can have"
         return None
 
     def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:
@@ -80,7 +80,7 @@ class PoolCellRows:
 
 
 def _vector(work: PoolWork) -> int | None:
-    """Windows of one thread: the most that lie aligned in every row."""
+    """Return the windows of one thread: the most that are aligned in every row."""
     if work.source is None or work.input[2] != 2 * work.output[2]:
         return None
     sides = ((work.source, 2), (work.x, 2), (work.y, 1))

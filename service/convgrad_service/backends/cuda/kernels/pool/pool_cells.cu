@@ -1,14 +1,15 @@
-// The gradient of max pooling from its input, where windows do not overlap (kernel <= stride).
+// The gradient of max pooling from its input, for windows that do not overlap (kernel <= stride). The
+// host's side is pool_cells.py.
 //
-// Input positions u = i + pad fall into cells of stride extents, one a window: the gradient of
-// window o goes to the first maximum among the first KERNEL positions of cell o (a NaN wins over
-// any number, of several the last); every other position of the cell gets zero, and so do cells
-// beyond the last window.
-// A thread computes a cell of VECTOR neighbouring elements along channels (channels last) or of one
-// (channels first, windows of a row side by side), all in registers: each tensor moves once.
+// Input positions u = i + pad are divided into cells of one stride, one for each window. The gradient
+// of window o goes to the first maximum among the first KERNEL positions of cell o (a NaN wins over
+// any number, of several the last). Other positions of the cell get zero, and so do cells past the
+// last window.
+// A thread computes a cell of VECTOR adjacent channels (channels last) or of one channel (channels
+// first, adjacent threads have adjacent windows), all in registers: each tensor moves once.
 // Block: 128 threads; shared memory: none. Grid: ceil(threads / 128). Relies on its launcher for
 // aligned vectors, channels divisible by VECTOR and an image's extent below 2^31 elements.
-// Deterministic; the gradient's bits pass unchanged.
+// Deterministic; gradients are copied bit by bit.
 #include "pool/max_pool.cuh"
 #include "core/vectors.cuh"
 
@@ -33,7 +34,7 @@ struct CellArgs {
   int y_size[3];
   int cells[3];
   int pad[3];
-  int lanes;  // what runs along neighbouring threads: 0 positions, 1 channels
+  int lanes;  // index that varies along adjacent threads: 0 positions, 1 channels
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""Max pooling's gradient from its input, windows that do not overlap: ``pool_cells.cu``."""
+"""Max pooling's gradient from its input: windows that do not overlap."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CellArgs = structure("pool/pool_cells.cu", "CellArgs")
 
 
 def image_elements(work: PoolWork) -> int:
-    """One past the largest offset in an image's channel, of the largest tensor."""
+    """Return the end of the offsets in a channel of an image, of the largest tensor."""
     operands = [(work.x, work.input), (work.source, work.input), (work.y, work.output)]
     return max(
         sum(stride * extent for stride, extent in zip(operand.strides[3:], size, strict=True))
@@ -41,7 +41,7 @@ def image_elements(work: PoolWork) -> int:
 
 
 class PoolCells:
-    """bwd from the input, kernels at most as large as their strides."""
+    """bwd from the input, kernels not larger than their strides."""
 
     name = "pool_cells"
 
@@ -54,11 +54,11 @@ class PoolCells:
         if any(d != 1 and k != 1 for d, k in zip(work.dilation, work.kernel, strict=True)):
             return "dilated"
         if any(pad < 0 for pad in work.pad):
-            return "a window cut out of a larger problem"
+            return "a piece of a larger problem"
         if image_elements(work) >= 2**31:
             return "an image of more than 2^31 elements"
         if _blocks(work) > MAX_BLOCKS:
-            return "more blocks than one grid holds"
+            return "more blocks than a grid can have"
         return None
 
     def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:

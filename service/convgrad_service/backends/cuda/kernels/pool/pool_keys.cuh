@@ -1,9 +1,9 @@
-// Values of a window as keys: integers whose order is max pooling's, each position's its own.
+// Keys: unique integers, ordered like the elements of a window in max pooling.
 //
-// A key is the value, made an integer of the same order, above the position, such that of equal
-// values the first has the larger key. NaN is above every number, and of several the last is the
-// largest. -0 and +0 are equal. Since no two keys are equal, their maximum over a window may be
-// taken along one dimension after another, in any order, and says where it is from.
+// The upper bits of a key are the value as an integer of the same order, the lower bits the position,
+// such that of equal values the first has the larger key. NaN is greater than every number, and of
+// several NaNs the last is the greatest. -0 and +0 are equal. Because no two keys are equal, their
+// maximum can be taken along one dimension after another, and it contains its position.
 #pragma once
 
 #include "core/elements.cuh"
@@ -14,7 +14,7 @@ namespace convgrad {
 template <class T>
 struct Keys {
   using type = int;
-  static constexpr int kNone = -0x7fffffff - 1;  // below every value
+  static constexpr int kNone = -0x7fffffff - 1;  // less than every value
   static __device__ __forceinline__ int of(T value, int position) {
     constexpr int kInfinity = sizeof(T) == 2 ? infinity(T{}) : 0;
     const int bits = static_cast<int>(static_cast<u32>(value.bits) << 16);
@@ -23,7 +23,7 @@ struct Keys {
     return magnitude > kInfinity ? 0x7fff0000 + position : number;
   }
   static __device__ __forceinline__ bool same(int a, int b) { return a == b; }
-  // Of a value that there is.
+  // Not for kNone.
   static __device__ __forceinline__ int position(int key) {
     const int low = key & 0xffff;
     return key >= 0x7fff0000 ? low : 0xffff - low;
@@ -46,7 +46,7 @@ struct Keys<float> {
     const u32 lower = nan ? 0x80000000u | position : 0x7fffffffu - position;
     return static_cast<i64>((static_cast<u64>(static_cast<u32>(upper)) << 32) | lower);
   }
-  // The lower halves alone tell positions apart; kNone's is 0, which no position has.
+  // The lower halves hold the positions; that of kNone is 0, which no position has.
   static __device__ __forceinline__ bool same(i64 a, i64 b) {
     return static_cast<u32>(a) == static_cast<u32>(b);
   }

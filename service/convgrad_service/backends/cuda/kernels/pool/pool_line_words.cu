@@ -1,21 +1,21 @@
-// The gradient of max pooling from its input, where square windows of stride 1 overlap: channels
-// last, a word of them a thread. The host's side is pool_line_words.py.
+// The gradient of max pooling from its input, for overlapping square windows of stride 1, channels
+// last, with a 32-bit word of channels per thread. The host's side is pool_line_words.py.
 //
-// grad_x[i] = sum of grad[o] over the windows o whose maximum is at i. The maximum over a window is
-// that of its rows' maxima, and its gradient goes back the same way: to the first row that has it,
-// then to the first position of that row (of several NaN, to the last). See ptx/word_keys.cuh for how a
-// word is compared.
+// grad_x[i] = sum of grad[o] over the windows o whose maximum is at i. The maximum of a window is the
+// maximum of its rows' maxima. Its gradient is routed back the same way: to the first row with that
+// maximum, then to the first position of that row (of several NaNs, to the last). ptx/word_keys.cuh
+// compares words.
 //
-// A block owns a tile of a plane of the input: WORDS words of channels, TILE x TILE positions inside
-// a box of LINES x LINES (the rest is halo); where LINES is TILE the box is the whole plane, and the
-// padding PAD is known when compiling.
-//   along W, a thread a line, whose keys it holds in registers: the rows' maxima, to shared memory;
-//   along H, a thread a column: the windows' maxima, and grad to the rows that it came from;
-//   along W again: the rows' sums to positions.
-// Neighbouring threads hold neighbouring channels. Shared memory: 4 bytes a channel for each row of a
-// window, its maxima at first (of 16 bits in one half or the other, so that the lines of a warp meet
-// in no bank), then its sums. Relies on its launcher for channels side by side, a multiple of WORDS
-// words of them, and an image's extent below 2^31 bytes. Deterministic, no atomics, sums in float32.
+// A block owns a tile of an input plane: WORDS words of channels by TILE x TILE positions, inside a
+// box of LINES x LINES (the rest is halo). If LINES is TILE, the box is the whole plane, and the
+// padding PAD is a constant.
+//   1. Along W, one thread per line, whose keys are in registers: row maxima to shared memory.
+//   2. Along H, one thread per column: window maxima, and gradients to the rows that they come from.
+//   3. Along W: the rows' sums to positions.
+// Adjacent threads hold adjacent channels. Shared memory: 4 bytes per channel for each row of a
+// window, first its maximum (16-bit ones alternate between the halves to avoid bank conflicts within
+// a warp), then its sum. Relies on its launcher for contiguous channels in a multiple of WORDS words,
+// and an image's extent below 2^31 bytes. Deterministic, no atomics, sums in float32.
 #include "pool/pool_words.cuh"
 
 using namespace convgrad;
@@ -27,17 +27,17 @@ constexpr int kPer = kPerWord<T>, kBytes = sizeof(T);
 
 constexpr bool kFull = LINES == TILE;
 static_assert(2 * LINES <= 127, "NaN has so many keys");
-// Shared memory has a place for each row of a window, of as many words as the sums have.
+// Shared memory has a slot for each row of a window, of as many words as the sums have.
 constexpr int kPlaces = 32 / kPer;  // over all banks
-// Lines whose places fill the banks.
+// Lines whose slots fill the banks.
 constexpr int kTogether = WORDS < kPlaces ? kPlaces / WORDS : 1;
-// Places between rows: such that lines lie beside one another in the banks.
+// Slots between rows, so that lines are in adjacent banks.
 constexpr int kRow =
     WINDOWS * WORDS + ((WORDS - WINDOWS * WORDS) % kPlaces + kPlaces) % kPlaces;
-// The word of its place that has a row's maxima: by turns, so that lines of a warp meet in no bank.
+// The word of a slot that holds a row's maxima; it alternates to avoid bank conflicts in a warp.
 constexpr int kHalves = kPer - 1;
 constexpr int kAhead = 4;  // rows
-// Windows of a column whose gradients are on their way at once: there are registers for no more.
+// Gradients of a column in flight, as many as registers allow.
 constexpr int kGiven = WINDOWS < 14 ? WINDOWS : 14;
 
 // What lies in shared memory after the second pass; one access.
@@ -62,7 +62,7 @@ struct LineWordArgs {
   i64 grad_stride[4];
   i64 grad_x_stride[4];
   int channel_tiles;
-  int planes;      // of an image
+  int planes;      // in an image
   int x_size[2];   // H W
   int y_size[2];
   int tiles[2];
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, blocks_here(BLOCKS))
 
   const int one = opaque_one(args.channel_tiles);
 
-  // Along W: this thread's line of the input.
+  // Pass along W: this thread's line of the input.
   const int h = box_h + line;
   const bool there = line < LINES && h >= 0 && h < args.x_size[0];
   u32 keys[LINES];
@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, blocks_here(BLOCKS))
       }
     }
   }
-  // Along H: its column of the gradient, the first windows of it.
+  // Pass along H: the first windows of this thread's column of the gradient.
   u32 given[kGiven];
   const bool column_there =
       line < WINDOWS && window_w + line >= 0 && window_w + line < args.y_size[1];
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, blocks_here(BLOCKS))
 
 #pragma unroll
   for (int j = 0; j < LINES; ++j) {
-    // Of several NaN in a line the last is the greatest.
+    // The last NaN in a line is the greatest.
     keys[j] = rank_nan<kPer>(keys_of<T>(keys[j]), LINES - 1 - j);
   }
   if (!(low <= 0 && high >= LINES)) {
@@ -171,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, blocks_here(BLOCKS))
   if (line < WINDOWS) {
     u32* const halves[2] = {column_slots + own_half, column_slots + (own_half ^ kHalves)};
     u32 most[LINES];
-    // Read ahead: the compiler would not move a read before the writes.
+    // Read ahead explicitly: the compiler does not move reads before writes.
     const auto read = [&](int row) {
       if (row < LINES) most[row] = halves[row / kTogether & kHalves][row * kRow * kPer];
     };
@@ -189,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, blocks_here(BLOCKS))
         if (row < 0 || row >= LINES) continue;
         begin = r;
         end = end > r ? end : r + 1;
-        // Of several NaN the last row's is the greatest.
+        // The NaN of the last row is the greatest.
         if (p == 0 || r == KERNEL - 1) {
           most[row] = rank_nan<kPer>(most[row], 2 * LINES - 1 - row);
         }
@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, blocks_here(BLOCKS))
       });
 #pragma unroll
       for (int row = 0; row < LINES; ++row) {
-        // The rows that no later window reaches.
+        // Rows that no later window contains.
         if (p + 1 == WINDOWS ? row >= p - PAD : row == p - PAD) {
           *reinterpret_cast<Sums*>(column_slots + row * kRow * kPer) = Sums(sums[row]);
         }

@@ -1,4 +1,4 @@
-"""Max pooling's gradient from its input, windows of stride 1, channels last, whole lines."""
+"""Max pooling's gradient from its input: windows of stride 1, channels last, whole lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["PoolLineWords", "Shape"]
 
 KERNELS = (2, 3, 5)
 LONGEST = FULL[-1]
-# Of channels: they make whole sectors of memory. Twice as many where registers leave room for two
+# Words of channels, which are whole sectors of memory. Twice as many if registers suffice for two
 # such blocks on a multiprocessor.
 WORDS = (16, 8)
 REGISTERS_OF_THREAD = 96
@@ -29,20 +29,20 @@ REGISTERS_OF_THREAD = 96
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One instance's numbers, beside its type: positions of a line, windows, the tile inside."""
+    """The parameters of an instance: positions of a line, windows, the tile inside."""
 
     kernel: int
     lines: int
     windows: int
     tile: int
     pad: int
-    per: int  # channels of a word
+    per: int  # channels in a word
     words: int = 8
     registers: int = REGISTERS_OF_THREAD
 
     @classmethod
     def full(cls, lines: int, kernel: int, per: int, words: int = WORDS[-1]) -> Shape:
-        """The whole plane, as many windows as positions."""
+        """Return the shape of a whole plane with as many windows as positions."""
         registers = REGISTERS_OF_THREAD
         if lines == LONGEST:
             registers = 128 if kernel == 5 else 72 if words == WORDS[0] else registers
@@ -50,7 +50,7 @@ class Shape:
 
     @classmethod
     def tiled(cls, kernel: int, per: int) -> Shape:
-        """A tile with all windows that touch it and all positions that those reach."""
+        """Return the shape of a tile, all windows that overlap it, and all of their positions."""
         tile = LONGEST - 2 * (kernel - 1)
         shape = cls(kernel, LONGEST, LONGEST - kernel + 1, tile, 0, per)
         return shape if kernel < 5 else replace(shape, registers=128)
@@ -92,17 +92,17 @@ class PoolLineWords:
         if kernel[0] != 1 or stride[0] != 1 or work.pad[0] != 0 or work.input[0] != work.output[0]:
             return "windows with a depth"
         if not all(in_words(work, operand) for operand in (work.source, work.x, work.y)):
-            return "the channels do not lie side by side in whole words"
+            return "the channels are not contiguous whole words"
         least = WORDS[-1] * per_word(work.dtype)
         if work.channels % least != 0:
-            return f"the channels are no multiple of {least}"
+            return f"the channels are not a multiple of {least}"
         if image_elements(work) * work.dtype.itemsize >= 2**31:
             return "an image of more than 2^31 bytes"
         reason = device.why_not_shared(_shape(work).shared_bytes)
         if reason is not None:
             return reason
         if _blocks(work, _shape(work)) > MAX_BLOCKS:
-            return "more blocks than one grid holds"
+            return "more blocks than a grid can have"
         return None
 
     def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:

@@ -1,24 +1,24 @@
-// The gradient of max pooling from its input, where windows overlap (dilation 1).
+// The gradient of max pooling from its input, for overlapping windows (dilation 1). The host's side
+// is pool_lines.py.
 //
-// grad_x[i] = sum of grad[o] over the windows o whose maximum is at i. With the keys of
-// pool_keys.cuh the maximum over a window is a maximum along W, then H, then D of the former's
-// results, and its gradient goes back the same way: 2*(T + R + S) steps an element, not 2*T*R*S.
+// grad_x[i] = sum of grad[o] over the windows o whose maximum is at i. With the keys of pool_keys.cuh,
+// the maximum of a window can be taken along W, then H, then D. Its gradient is routed back the same
+// way, in 2*(T + R + S) steps per element instead of 2*T*R*S.
 //
-// A block owns a tile of the input: CHANNELS channels, TILE_H x TILE_W positions inside a box of
-// LINES_H x LINES_W (the rest is halo), and a range of planes along D that it walks over. For every
-// window plane:
-//   along W, a thread a line: keys of the planes are reduced along D (a ring of KERNEL_D planes of
-//     keys in shared memory), then along the line; the row maxima go to shared memory;
-//   along H, a thread a column: the windows' maxima, and grad routed to the rows they came from;
-//   along W again: the rows' sums routed to positions, then to planes; finished planes are written.
-// Where LINES_H is TILE_H (LINES_W is TILE_W), the box is the whole input along H (W): there is no
-// halo, and the padding PAD_H (PAD_W) is known when compiling.
+// A block owns a tile of the input: CHANNELS channels by TILE_H x TILE_W positions, inside a box of
+// LINES_H x LINES_W (the rest is halo), and a range of planes along D. For each window plane:
+//   1. Along W, one thread per line: keys are reduced along D (a ring of KERNEL_D planes of keys in
+//      shared memory), then along the line; row maxima go to shared memory.
+//   2. Along H, one thread per column: window maxima; gradients to the rows that they come from.
+//   3. Along W: the rows' sums to positions, then to planes; finished planes are written.
+// If LINES_H is TILE_H (LINES_W is TILE_W), the box is the whole input along H (W): there is no halo,
+// and the padding PAD_H (PAD_W) is a constant.
 // Shared memory: KERNEL_D boxes of keys and a box of row maxima (or sums).
-// Channels last: neighbouring threads hold neighbouring channels. Channels first (FIRST): the box
-// is read and written along W by the whole block, through the keys' place.
-// Relies on its launcher for: tiles that cover the input, with KERNEL_D = 1 one plane a block,
-// STRIDE_D = 1 and no padding along D, planes * box below 2^16 positions, an
-// image's extent below 2^31 elements. Deterministic, no atomics, sums in float32.
+// Channels last: adjacent threads hold adjacent channels. Channels first (FIRST): the whole block
+// reads and writes the box along W, through the memory of the keys.
+// Relies on its launcher for tiles that cover the input; with KERNEL_D = 1 for one plane per block,
+// STRIDE_D = 1 and no padding along D; for planes * box below 2^16 positions, and an image's extent
+// below 2^31 elements. Deterministic, no atomics, sums in float32.
 #include "pool/max_pool.cuh"
 #include "pool/pool_keys.cuh"
 #include "core/vectors.cuh"
@@ -30,19 +30,19 @@ namespace {
 using T = ELEMENT;
 using Key = Keys<T>::type;
 
-// The box is the whole input: it and the windows start at 0.
+// The box is the whole input; it and the windows start at 0.
 constexpr bool kFullH = LINES_H == TILE_H, kFullW = LINES_W == TILE_W;
 constexpr int kWindowsH = WINDOWS_H, kWindowsW = WINDOWS_W;
-// Between neighbouring positions in shared memory; odd where a warp runs along them.
+// Distance of adjacent positions in shared memory; odd if a warp runs along them.
 constexpr int kStep = CHANNELS + (FIRST ? 1 : 0);
-// Rows are apart such that the lines of one warp do not meet in a bank.
+// Row pitch without bank conflicts between the lines of a warp.
 constexpr int padded(int extent) {
   return FIRST ? extent : extent + (extent % (2 * CHANNELS) == CHANNELS ? 0 : CHANNELS);
 }
 constexpr int kKeyRow = padded(LINES_W * kStep);
 constexpr int kMaximumRow = padded(kWindowsW * kStep);
 constexpr int kPlane = LINES_H * kKeyRow;
-// Loads of one thread under way at once; a ring of planes' sums leaves registers for few.
+// Loads of a thread in flight; the sums of a ring of planes leave few registers.
 constexpr int kAhead = KERNEL_D > 1 ? 10 : LINES_W;
 
 struct LineArgs {
@@ -57,14 +57,14 @@ struct LineArgs {
   int x_size[3];
   int y_size[3];
   int pad[3];
-  int planes;       // of the input, that a block owns
+  int planes;       // planes of the input that a block owns
   int tiles[3];     // along D H W
   int box_offset[2];     // H W: the first position of tile 0's box
   int window_offset[2];  // H W: the first window of tile 0
 };
 
-// The same value, but one that the compiler cannot compute with ahead of a loop: multiples of a
-// stride would take a register for each position.
+// Hides a value from the compiler, which would otherwise hoist multiples of a stride out of a loop
+// into one register per position.
 __device__ __forceinline__ int opaque(i64 value) {
   int same = static_cast<int>(value);
   asm volatile("" : "+r"(same));
@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   T* const grad_x = static_cast<T*>(args.grad_x) + n * args.grad_x_stride[0] +
                     first_channel * args.grad_x_stride[1];
 
-  // This thread along W, and along H.
+  // This thread's line along W, and its column along H.
   const int line = threadIdx.x / CHANNELS, line_c = threadIdx.x % CHANNELS;
   const bool has_line = line < LINES_H;
   const int column = FIRST ? threadIdx.x % kWindowsW : threadIdx.x / CHANNELS;
@@ -118,13 +118,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   Key* const line_maxima = maxima + line * kMaximumRow + line_c;
   Key* const column_maxima = maxima + column * kStep + column_c;
 
-  // Window planes that touch the planes of this block, and the first plane they reach.
+  // Window planes that overlap the planes of this block, and the first plane that they contain.
   const int top = plane_begin + args.pad[0] - (KERNEL_D - 1);
   const int first_window = top <= 0 ? 0 : (top + STRIDE_D - 1) / STRIDE_D;
   const int last_window = min((plane_end - 1 + args.pad[0]) / STRIDE_D, args.y_size[0] - 1);
   const int base = first_window * STRIDE_D - args.pad[0];
 
-  // One plane of the box as keys, in its place of the ring. `d` may be outside.
+  // Loads a plane of the box as keys into its slot of the ring. `d` may be outside.
   const auto load_plane = [&](int d, int slot) {
     const bool plane_inside = d >= 0 && d < args.x_size[0];
     const int base_position = (d - base) * (LINES_H * LINES_W);
@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #endif
   };
 
-  // The maximum along D at one position of this thread's line.
+  // Returns the maximum along D at a position of this thread's line.
   const auto reduce_planes = [&](int slot, int j) {
     Key most = line_keys[slot * kPlane + j * kStep];
 #pragma unroll
@@ -185,8 +185,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     return most;
   };
 
-  float sums[KERNEL_D][LINES_W] = {};  // of the planes in the ring
-  // Writes one finished plane, whose keys are in `slot` and not needed any more.
+  float sums[KERNEL_D][LINES_W] = {};  // for the planes in the ring
+  // Writes a finished plane; the keys in `slot` are no longer needed.
   const auto write_plane = [&](int d, int slot, const float (&plane)[LINES_W]) {
     const bool owned = d >= plane_begin && d < plane_end;
     const int plane_at = d * static_cast<int>(args.grad_x_stride[2]);
@@ -233,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #endif
   };
 
-  // Planes before the first window's reach no window that counts here.
+  // Planes before those of the first window get no gradient.
   const float nothing[LINES_W] = {};
   if constexpr (KERNEL_D > 1) {
     for (int d = plane_begin; d < min(base, plane_end); ++d) write_plane(d, 0, nothing);
@@ -249,8 +249,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
     if (FIRST) __syncthreads();
 
-    // In the three passes below each value is read just before its first use and written just after
-    // its last: few are open at a time.
+    // In the three passes below, values are read just before their first use and written just after
+    // their last, so that few registers are live.
     if (has_line) {
       Key reduced[LINES_W];
 #pragma unroll
@@ -353,7 +353,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         }
       }
     }
-    // The planes that no later window reaches.
+    // Planes that no later window contains.
 #pragma unroll
     for (int t = 0; t < STRIDE_D; ++t) {
       write_plane(front + t, slot + t < KERNEL_D ? slot + t : slot + t - KERNEL_D, sums[t]);
@@ -366,10 +366,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                                              : 0.0f;
       }
     }
-    if (KERNEL_D == 1) return;  // one plane a block
+    if (KERNEL_D == 1) return;  // one plane per block
     slot = slot + STRIDE_D < KERNEL_D ? slot + STRIDE_D : slot + STRIDE_D - KERNEL_D;
   }
-  // What the last windows still had open, and planes beyond them.
+  // Planes that the last windows left unfinished, and planes past them.
   const int open = (last_window + 1) * STRIDE_D - args.pad[0];
 #pragma unroll
   for (int t = 0; t + STRIDE_D < KERNEL_D; ++t) {

@@ -1,4 +1,4 @@
-"""Max pooling's gradient from its input, windows that overlap: ``pool_lines.cu``."""
+"""Max pooling's gradient from its input: windows that overlap."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from convgrad_service.plans.cuda.device import CudaDevice, with_shared_bytes
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import PoolWork, Size3
 
-__all__ = ["FULL", "Box", "PoolLines", "blocks_held", "lies_flat"]
+__all__ = ["FULL", "Box", "PoolLines", "blocks_held", "is_flat"]
 
-# A block's channels make whole sectors of memory; a key has 4 bytes for 16-bit types, else 8.
+# A block's channels are whole sectors of memory; a key has 4 bytes for 16-bit types, else 8.
 CHANNELS = {DType.FLOAT16: 16, DType.BFLOAT16: 16, DType.FLOAT32: 8}
-# Whole lines that a thread holds; longer ones are cut into tiles with halos.
+# Whole lines that a thread can hold; longer ones are divided into tiles with halos.
 FULL = (7, 14, 20, 28)
 REGISTERS = 65536
 SHARED_OF_MULTIPROCESSOR = 228 * 1024
@@ -29,7 +29,7 @@ WINDOWS = ((1, 1, 2, 1), (1, 1, 3, 1), (1, 1, 5, 1), (1, 1, 3, 2), (3, 1, 3, 1),
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """What a thread holds along H or W: lines of positions, windows, and the tile inside."""
+    """What a thread holds along H or W: a line of positions, windows, and the tile inside."""
 
     lines: int
     windows: int
@@ -38,7 +38,7 @@ class Box:
 
     @classmethod
     def full(cls, lines: int, kernel: int) -> Box:
-        """The whole input, stride 1, as many windows as positions."""
+        """Return the box of the whole input, stride 1, with as many windows as positions."""
         return cls(lines, lines, lines, (kernel - 1) // 2)
 
     @classmethod
@@ -62,7 +62,7 @@ LineArgs = structure("pool/pool_lines.cu", "LineArgs")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One instance's numbers, beside its type and layout."""
+    """The parameters of an instance other than its type."""
 
     depth: tuple[int, int]  # kernel and stride along D
     kernel: int
@@ -89,7 +89,7 @@ class Shape:
 
     @property
     def blocks(self) -> int:
-        """As many as shared memory and a thread's registers leave room for.
+        """Blocks per multiprocessor, as limited by shared memory and registers.
 
         With 16-bit types 64 registers do; keys of 8 bytes need more, and so do the sums of a ring
         of planes.
@@ -115,8 +115,8 @@ class PoolLines:
         window = work.kernel[0], work.stride[0], work.kernel[1], work.stride[1]
         if not same or window not in WINDOWS:
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
-        if not work.x.channels_last and not lies_flat(work):
-            return "channels first, with a stride or a depth: copies around it take less"
+        if not work.x.channels_last and not is_flat(work):
+            return "channels first, with a stride or a depth: copies to channels last are faster"
         if work.kernel[0] == 1 and (work.pad[0] != 0 or work.input[0] != work.output[0]):
             return "padding along D"
         if image_elements(work) >= 2**31:
@@ -126,7 +126,7 @@ class PoolLines:
         if reason is not None:
             return reason
         if work.batch * prod(_tiles(work, shape, device)) > MAX_BLOCKS:
-            return "more blocks than one grid holds"
+            return "more blocks than a grid can have"
         return None
 
     def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:
@@ -188,18 +188,18 @@ class PoolLines:
 
 
 def blocks_held(threads: int, registers: int, shared_bytes: int) -> int:
-    """Of a multiprocessor, with so many registers a thread."""
+    """Return the blocks of a multiprocessor for given registers of a thread."""
     by_shared = SHARED_OF_MULTIPROCESSOR // (shared_bytes + 1024)
     return max(1, min(by_shared, REGISTERS // (threads * registers)))
 
 
-def lies_flat(work: PoolWork) -> bool:
-    """Whether windows are flat and have stride 1: rows of channels-first planes are read once."""
+def is_flat(work: PoolWork) -> bool:
+    """Whether windows have stride 1 and no depth: channels-first rows are then read once."""
     return work.kernel[0] == 1 and work.stride[1:] == (1, 1)
 
 
 def _channels(dtype: DType, depth: int, box: Box) -> int:
-    """Twice as many where one block of the longest lines fills a multiprocessor."""
+    """Return the channels of a block; twice as many if only one block fits a multiprocessor."""
     longest = box.lines == box.tile == FULL[-1] and depth == 1 and dtype.itemsize == 2
     return CHANNELS[dtype] * (2 if longest else 1)
 
@@ -233,7 +233,7 @@ def _shape(work: PoolWork) -> Shape:
 
 
 def _planes(work: PoolWork, shape: Shape, device: CudaDevice) -> int:
-    """Of the input, that one block owns: all of them where that keeps the device busy."""
+    """Return the planes of the input that a block owns: all, if that keeps the device busy."""
     if work.kernel[0] == 1:
         return 1
     most = 65535 // shape.box.lines**2 - 2 * work.kernel[0]
@@ -251,7 +251,7 @@ def _flat_tiles(work: PoolWork, shape: Shape) -> Size3:
 
 
 def _tiles(work: PoolWork, shape: Shape, device: CudaDevice) -> tuple[int, int, int, int]:
-    """Along D, channels, H and W."""
+    """Return the tiles along D, channels, H and W."""
     return ceil_div(work.input[0], _planes(work, shape, device)), *_flat_tiles(work, shape)
 
 

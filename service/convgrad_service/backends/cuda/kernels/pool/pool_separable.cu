@@ -1,20 +1,20 @@
-// The gradient of max pooling from its input, any windows: channels last. The host's side is
+// The gradient of max pooling from its input, any windows, channels last. The host's side is
 // pool_separable.py.
 //
-// grad_x[i] = sum of grad[o] over the windows o whose maximum is at i. With the keys of pool_keys.cuh
-// the maximum over a window is one along W, then H, then D of the former's results, and its gradient
-// goes back the same way. Lines of a box in shared memory take a thread each: maxima over all windows
-// of a line cost three comparisons a position however long they are, where windows lie side by side.
+// grad_x[i] = sum of grad[o] over the windows o whose maximum is at i. With the keys of pool_keys.cuh,
+// the maximum of a window can be taken along W, then H, then D, and its gradient is routed back the
+// same way. Each line of a box in shared memory has a thread, which takes the maxima of all windows of
+// the line with three comparisons per position, whatever their length.
 //
-// Block: CHANNELS neighbouring channels of a tile of the input; the box around it has all windows that
-// touch the tile, and all positions that those reach.
-//   along W: positions become keys, then a row's maxima take its place; along H and D likewise;
-//   along D: each window's gradient to the plane that its maximum is in; with it goes where there;
-//   along H: what a plane got to the rows; along W: what a row got to its positions, which are stored.
-// A line's thread alone writes to its line, so nothing is added by two, and the order is one.
+// Block: CHANNELS adjacent channels of a tile of the input. The box around it contains all windows
+// that overlap the tile, and all of their positions.
+//   1. Along W: positions become keys, which the row's maxima replace; then along H and D likewise.
+//   2. Along D: each window's gradient, with the position of the maximum, to the maximum's plane.
+//   3. Along H: from planes to rows. 4. Along W: from rows to positions, which are stored.
+// Only a line's thread writes to the line, so the order of additions is fixed.
 // Dynamic shared memory: keys (later sums of rows), sums of planes (later of positions), two boxes of
-// places. Grid: images, tiles of channels, tiles along D, H, W, the last ones fastest.
-// Relies on its launcher for channels side by side, boxes below 65,535 positions, an image's extent
+// positions of maxima. Grid: images, tiles of channels, tiles along D, H, W, the last ones fastest.
+// Relies on its launcher for contiguous channels, boxes below 65,535 positions, an image's extent
 // below 2^31 elements. Deterministic, no atomics, sums in float32.
 #include "core/elements.cuh"
 #include "pool/pool_keys.cuh"
@@ -36,8 +36,8 @@ struct PoolSeparableArgs {
   int stride[3];
   int dilation[3];
   int pad[3];
-  int own[3];    // positions of a tile
-  int box[3];    // of the largest box; an odd number along W, so that lines meet in no bank
+  int own[3];    // positions in a tile
+  int box[3];    // of the largest box; odd along W to avoid bank conflicts between lines
   int tiles[3];
   int sums_at, places_at;  // in shared memory
 };
@@ -54,11 +54,11 @@ using Key = Keys<T>::type;
 constexpr int kThreads = THREADS, kLanes = CHANNELS, kTeams = kThreads / kLanes;
 constexpr unsigned short kNowhere = 0xffff;
 
-// A block's windows and box along a dimension.
+// The windows and the box of a block along one dimension.
 struct Axis {
   int own, own_count;    // the tile
-  int first, windows;    // those that touch it
-  int begin, positions;  // the box, which may begin outside
+  int first, windows;    // windows that overlap it
+  int begin, positions;  // the box, which may start outside the input
 
   __device__ __forceinline__ Axis(const PoolSeparableArgs& args, int dim, int tile) {
     const int stride = args.stride[dim], reach = (args.kernel[dim] - 1) * args.dilation[dim];
@@ -75,13 +75,13 @@ struct Axis {
 
 __device__ __forceinline__ Key larger(Key a, Key b) { return a > b ? a : b; }
 
-// A line's windows' maxima in the place of its first positions, which are `step` keys apart.
+// Replaces the first positions of a line, `step` keys apart, by the maxima of its windows.
 __device__ __forceinline__ void reduce_line(const PoolSeparableArgs& args, int dim, const Axis& axis,
                                             Key* line, int step) {
   const int kernel = args.kernel[dim], stride = args.stride[dim], dilation = args.dilation[dim];
   if (kernel == 1 && stride == 1) return;
   if (dilation > 1 || kernel <= 4 * stride) {
-    // No window reaches back to where an earlier one's maximum is put.
+    // No window contains the positions where earlier maxima are stored.
     for (int q = 0; q < axis.windows; ++q) {
       const Key* const at = line + q * stride * step;
       Key most = at[0];
@@ -91,8 +91,8 @@ __device__ __forceinline__ void reduce_line(const PoolSeparableArgs& args, int d
     }
     return;
   }
-  // A window is the end of one block of as many positions and the beginning of the next: the maxima
-  // of all ends are left in their block's place, those of beginnings are taken as they grow.
+  // A window is a suffix of one block of as many positions and a prefix of the next. The maxima of
+  // all suffixes are stored in their block; those of prefixes are computed on the way.
   int q = 0;
   for (int block = 0; block < axis.positions; block += kernel) {
     const int end = min(block + kernel, axis.positions);
@@ -105,7 +105,7 @@ __device__ __forceinline__ void reduce_line(const PoolSeparableArgs& args, int d
       line[q * step] = start == block ? most : larger(most, line[start * step]);
       ++q;
     }
-    // That of the whole block is not needed any more; its place may hold a window's already.
+    // The maximum of the whole block is no longer needed; its slot may hold a window's already.
     Key rest = line[(end - 1) * step];
 #pragma unroll 4
     for (int i = end - 2; i > block; --i) {
@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(16) unsigned char shared[];
   const int c = threadIdx.x % kLanes, team = threadIdx.x / kLanes;
   Key* const keys = reinterpret_cast<Key*>(shared) + c;
-  float* const row_sums = reinterpret_cast<float*>(shared) + c;  // once keys are read
+  float* const row_sums = reinterpret_cast<float*>(shared) + c;  // after the keys have been read
   float* const plane_sums = reinterpret_cast<float*>(shared + args.sums_at) + c;
   const int slots = args.box[0] * args.box[1] * args.box[2] * kLanes;
   // Of what a plane, or a row, got from a window along the last dimension: the place of its maximum.

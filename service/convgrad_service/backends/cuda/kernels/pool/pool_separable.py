@@ -1,4 +1,4 @@
-"""Max pooling's gradient from its input, any windows, channels last: ``pool_separable.cu``."""
+"""Max pooling's gradient from its input: any windows, channels last."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from convgrad_service.plans.cuda.works import PoolWork, Size3
 __all__ = ["PoolSeparable", "Tile"]
 
 THREADS = 512
-# A block's channels make whole sectors of memory.
+# A block's channels are whole sectors of memory.
 CHANNELS = {DType.FLOAT16: 16, DType.BFLOAT16: 16, DType.FLOAT32: 8}
-# Of a position in shared memory: its key, a sum, two places.
+# Shared memory for each position: its key, a sum, two positions of maxima.
 KEY_BYTES = {DType.FLOAT16: 4, DType.BFLOAT16: 4, DType.FLOAT32: 8}
 SUM_BYTES, PLACE_BYTES = 4, 2
-# Places are counted in 16 bits, of which one is none.
+# Positions have 16 bits; one value means none.
 MOST_POSITIONS = 2**16 - 2
-# Into how many tiles an extent is cut.
+# Numbers of tiles along an extent.
 TILES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
-# What a block takes beside its positions, in positions.
+# Fixed cost of a block, in positions.
 START_POSITIONS = 128
 
 
@@ -37,7 +37,7 @@ PoolSeparableArgs = structure("pool/pool_separable.cu", "PoolSeparableArgs")
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Positions that a block owns, and those of the largest box around them, along D, H and W."""
+    """A block's own positions, and those of the largest box around them, along D, H and W."""
 
     own: Size3
     box: Size3
@@ -64,14 +64,14 @@ class PoolSeparable:
         if work.dtype not in CHANNELS:
             return f"{work.dtype}"
         if not all(operand.channels_last for operand in (work.source, work.x, work.y)):
-            return "the channels do not lie side by side"
+            return "the channels are not contiguous"
         if image_elements(work) >= 2**31:
             return "an image of more than 2^31 elements"
         tile = _tile(work, device)
         if tile is None:
             return f"windows of {work.kernel}, whose boxes do not fit in shared memory"
         if _blocks(work, tile) > MAX_BLOCKS:
-            return "more blocks than one grid holds"
+            return "more blocks than a grid can have"
         return None
 
     def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:
@@ -107,18 +107,17 @@ class PoolSeparable:
 
 
 def _box(work: PoolWork, dim: int, own: int) -> int:
-    """Positions that the windows reach that touch so many neighbouring ones."""
+    """Return the positions in all windows that overlap ``own`` adjacent positions."""
     stride, reach = work.stride[dim], (work.kernel[dim] - 1) * work.dilation[dim]
     windows = min((own - 1 + reach) // stride + 1, work.output[dim])
     return (windows - 1) * stride + reach + 1
 
 
 def _tile(work: PoolWork, device: CudaDevice) -> Tile | None:
-    """Of those that fit the one whose boxes have the fewest positions in all. All give the same
-    bits."""
+    """Return the tile that fits with the fewest positions in all boxes; all give the same bits."""
     channels, each = CHANNELS[work.dtype], _position_bytes(work.dtype)
     most = min(device.shared_bytes_per_block // (channels * each), MOST_POSITIONS)
-    # Of each dimension: tiles, positions of a box, own ones.
+    # For each dimension: tiles, positions of a box, own positions.
     cuts = [
         sorted({(ceil_div(extent, own), _box(work, dim, own), own) for own in _owns(extent)})
         for dim, extent in enumerate(work.input)
@@ -138,7 +137,7 @@ def _owns(extent: int) -> set[int]:
 
 
 def _tiles(work: PoolWork, tile: Tile) -> Size3:
-    """Along D, H and W."""
+    """Return the tiles along D, H and W."""
     d, h, w = (ceil_div(extent, own) for extent, own in zip(work.input, tile.own, strict=True))
     return d, h, w
 

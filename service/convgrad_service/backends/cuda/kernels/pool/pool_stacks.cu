@@ -1,19 +1,19 @@
-// The gradient of max pooling from its input, where cubic windows of stride 1 overlap, padded to as
-// many windows as positions: channels last, a word of them a thread. The host's side is
-// pool_stacks.py.
+// The gradient of max pooling from its input, for cubic windows of stride 1 with padding such that
+// there are as many windows as positions, channels last, with a 32-bit word of channels per thread.
+// The host's side is pool_stacks.py.
 //
-// grad_x[i] = sum of grad[o] over the windows o whose maximum is at i. The maximum over a window is
-// that of its planes' maxima, theirs that of rows, and its gradient goes back the same way: to the
-// first plane that has it, the first row of that, the first position of that (of several NaN, to the
-// last). See ptx/word_keys.cuh for how a word is compared.
+// grad_x[i] = sum of grad[o] over the windows o whose maximum is at i. The maximum of a window is the
+// maximum over its planes, theirs the maximum over rows. Its gradient is routed back the same way: to
+// the first plane with that maximum, its first row, and that row's first position (of several NaNs,
+// to the last). ptx/word_keys.cuh compares words.
 //
-// A block is a stack of planes, a warp each: 32 words of channels, ROWS rows, a strip of columns;
-// it walks along W, from window to window. Where not all planes of the image fit, the outermost are
-// halo. A thread holds the keys of the last KERNEL columns, of all rows that the windows reach which
-// touch its own, and the sums of its own. At each step warps give one another, through shared memory,
-// the maxima of their planes, with the gradients of the windows in whose middle they are.
-// Block: a warp a plane, at most MOST_PLANES; shared memory: two steps of (warps + 2*(KERNEL - 1)) *
-// windows * 32 * 8 bytes. Relies on its launcher for channels side by side in whole words, and an
+// A block processes a stack of planes, one warp each: 32 words of channels, ROWS rows, and a strip of
+// columns, along which it walks from window to window. If not all planes of the image fit, the
+// outermost ones are halo. A thread holds the keys of the last KERNEL columns, of all rows in windows
+// that overlap its own rows, and the sums of its own rows. At each step warps exchange, through shared
+// memory, the maxima of their planes, and the gradients of the windows centred on them.
+// Block: one warp per plane, at most MOST_PLANES; shared memory: two steps of (warps + 2*(KERNEL - 1))
+// * windows * 32 * 8 bytes. Relies on its launcher for contiguous channels in whole words, and an
 // image's extent below 2^31 bytes. Deterministic, no atomics, sums in float32.
 #include "pool/pool_words.cuh"
 
@@ -25,10 +25,10 @@ using T = ELEMENT;
 constexpr int kPer = kPerWord<T>, kBytes = sizeof(T);
 
 constexpr int KERNEL = 3, kPad = 1;
-constexpr int kWindows = ROWS + KERNEL - 1;  // rows of them that touch the own rows
+constexpr int kWindows = ROWS + KERNEL - 1;  // rows of windows that overlap the thread's own rows
 constexpr int kReached = kWindows + KERNEL - 1;
-constexpr int kOwn = KERNEL - 1;  // the first own row among them
-constexpr int kBeside = KERNEL - 1;  // planes on each side that count
+constexpr int kOwn = KERNEL - 1;  // index of the first own row
+constexpr int kBeside = KERNEL - 1;  // planes on each side that contribute
 static_assert(kReached < 32 && kReached + MOST_PLANES <= 127, "NaN has so many keys");
 
 struct StackArgs {
@@ -41,9 +41,9 @@ struct StackArgs {
   int words;  // of channels
   int groups;  // of 32 words
   int size[3];
-  int stacks;  // of an image
-  int planes;  // that a stack owns
-  int halo;    // planes before and after them
+  int stacks;  // in an image
+  int planes;  // planes that a stack owns
+  int halo;    // planes before and after those
   int tiles;   // along H
   int strips;  // along W
   int strip;   // columns
@@ -74,9 +74,9 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_PLANES, blocks_here(BLOCK
   const int h0 = tile * ROWS, w0 = strip * args.strip;
   const int w1 = min(w0 + args.strip, args.size[2]);
   const int p0 = h0 - (KERNEL - 1 - kPad), q0 = w0 - (KERNEL - 1 - kPad), q1 = w1 - 1 + kPad;
-  const int top = p0 - kPad;  // the first row that is reached
+  const int top = p0 - kPad;  // the first row read
   const int one = opaque_one(args.words);
-  // In bytes.
+  // Strides in bytes.
   const int x_row = static_cast<int>(args.x_stride[2] * kBytes);
   const int x_step = static_cast<int>(args.x_stride[3] * kBytes);
   const int grad_row = static_cast<int>(args.grad_stride[2] * kBytes);
@@ -95,13 +95,13 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_PLANES, blocks_here(BLOCK
                                                n * args.grad_x_stride[0] +
                                                d * args.grad_x_stride[1] + word * kPer) +
                        static_cast<i64>(h0) * out_row;
-  // Rows that are there, of those reached, of windows, and of the own.
+  // Valid rows: of those read, of windows, and of this thread's own.
   const int height = there ? args.size[1] : 0;
   const u32 x_rows = there ? bits_between(-top, min(height - top, kReached)) : 0;
   const u32 y_rows = there ? bits_between(-p0, min(height - p0, kWindows)) : 0;
   const u32 own_rows = owned ? bits_between(0, min(height - h0, ROWS)) : 0;
 
-  // What planes that no warp has give: nothing.
+  // Planes without a warp contribute nothing.
   const int slots = (warps + 2 * kBeside) * kWindows * 32;
   for (int i = threadIdx.x; i < 2 * kBeside * kWindows * 32; i += blockDim.x) {
     const int at = i < kBeside * kWindows * 32 ? i : i + warps * kWindows * 32;
@@ -130,16 +130,16 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_PLANES, blocks_here(BLOCK
   }
   fetch(q0 - kPad + KERNEL - 1);
   fetch_gradients(q0);
-  int half = 0;  // of shared memory
+  int half = 0;  // half of shared memory
   UnusedResult unneeded;
   for (int q = q0; q <= q1;) {
-    // As many steps as it takes until columns have their places again.
+    // Unrolled until the ring of columns repeats.
 #pragma unroll
     for (int base = 0; base < KERNEL; ++base) {
       if (q > q1) break;
       const int w = q - kPad;
       take(keys[(base + KERNEL - 1) % KERNEL], w + KERNEL - 1);
-      u32 most[kReached];  // of each row
+      u32 most[kReached];  // maximum of each row
 #pragma unroll
       for (int r = 0; r < kReached; ++r) {
         most[r] = keys[(base + KERNEL - 1) % KERNEL][r];
@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_PLANES, blocks_here(BLOCK
         for (int j = KERNEL - 2; j >= 0; --j) {
           most[r] = max_keys<kPer>(keys[(base + j) % KERNEL][r], most[r]);
         }
-        // Of several NaN the last is the greatest.
+        // The last NaN is the greatest.
         most[r] = rank_nan<kPer>(most[r], kReached - 1 - r);
       }
       uint2* const own = given + half + (warp + kBeside) * kWindows * 32 + lane;
@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_PLANES, blocks_here(BLOCK
       __syncthreads();
       half = slots - half;
       if (owned) {
-        // Windows' gradients to this plane, to its rows, to their positions.
+        // Route the gradients of windows to this plane, then to its rows, then to positions.
         float rows[ROWS][kPer];
 #pragma unroll
         for (int p = 0; p < kWindows; ++p) {

@@ -1,4 +1,4 @@
-"""Max pooling's gradient from its input, cubic windows of stride 1, channels last."""
+"""Max pooling's gradient from its input: cubic windows of stride 1, channels last."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_PLANES = 8
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Rows that a thread owns, and blocks on a multiprocessor."""
+    """Rows that a thread owns, and blocks per multiprocessor."""
 
     rows: int = 7
     blocks: int = 1
@@ -38,7 +38,7 @@ class Stack:
         return 2 * (warps + 2 * (KERNEL - 1)) * windows * LANES * 8
 
 
-# Devices before this capability compare the halves of a word one by one, which takes registers.
+# Devices before this capability compare the halves of a word separately: more registers.
 IN_PAIRS = (9, 0)
 STACK, OLDER_STACK = Stack(), Stack(rows=4)
 
@@ -52,7 +52,7 @@ class PoolStacks:
     name = "pool_stacks"
 
     def __init__(self, stack: Stack = STACK, older: Stack = OLDER_STACK) -> None:
-        """Others where others are tried."""
+        """Other stacks are for tuning."""
         self._newer, self._older = stack, older
 
     def why_not(self, work: PoolWork, device: CudaDevice) -> str | None:
@@ -69,7 +69,7 @@ class PoolStacks:
                 f"and dilation {work.dilation}"
             )
         if not all(in_words(work, operand) for operand in (work.source, work.x, work.y)):
-            return "the channels do not lie side by side in whole words"
+            return "the channels are not contiguous whole words"
         if work.channels < LANES * per_word(work.dtype) // 2:
             return f"{work.channels} channels fill less than half of a warp"
         if image_elements(work) * work.dtype.itemsize >= 2**31:
@@ -78,7 +78,7 @@ class PoolStacks:
         if reason is not None:
             return reason
         if self._blocks(work, device) > MAX_BLOCKS:
-            return "more blocks than one grid holds"
+            return "more blocks than a grid can have"
         return None
 
     def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:
@@ -119,7 +119,7 @@ class PoolStacks:
         return self._older if device.capability < IN_PAIRS else self._newer
 
     def _lines(self, work: PoolWork, device: CudaDevice) -> int:
-        """Blocks of one strip."""
+        """Return the blocks of one strip."""
         stacks = ceil_div(work.input[0], _planes(work)[0])
         tiles = ceil_div(work.input[1], self._stack(device).rows)
         return work.batch * stacks * _groups(work) * tiles
@@ -128,15 +128,17 @@ class PoolStacks:
         return self._lines(work, device) * ceil_div(work.input[2], self._strip(work, device))
 
     def _strip(self, work: PoolWork, device: CudaDevice) -> int:
-        """Columns of a strip: few enough that the last wave of blocks is nearly full, many enough
-        that those which two strips read count little."""
+        """Return the columns of a strip.
+
+        Few fill the last wave of blocks; many share fewer columns with the next strip.
+        """
         together = device.multiprocessors * self._stack(device).blocks
         lines, width = self._lines(work, device), work.input[2]
 
         def expected(strips: int) -> float:
             columns = ceil_div(width, strips)
             waves = ceil_div(lines * ceil_div(width, columns), together)
-            # A strip's first columns and its start, in columns.
+            # Columns that two strips read, and a strip's fixed cost, in columns.
             return waves * (columns + 2 * (KERNEL - 1) + 2)
 
         return ceil_div(width, min(range(1, max(1, width // 4) + 1), key=expected))

@@ -1,20 +1,19 @@
-// The gradient of max pooling from its input, where square windows overlap: channels last, a word
-// of them a thread. The host's side is pool_strips.py.
+// The gradient of max pooling from its input, for overlapping square windows, channels last, with a
+// 32-bit word of channels per thread. The host's side is pool_strips.py.
 //
-// grad_x[i] = sum of grad[o] over the windows o whose maximum is at i. The maximum over a window is
-// that of its rows' maxima, and its gradient goes back the same way: to the first row that has it,
-// then to the first position of that row (of several NaN, to the last). See ptx/word_keys.cuh for how a
-// word is compared.
+// grad_x[i] = sum of grad[o] over the windows o whose maximum is at i. The maximum of a window is the
+// maximum of its rows' maxima. Its gradient is routed back the same way: to the first row with that
+// maximum, then to the first position of that row (of several NaNs, to the last). ptx/word_keys.cuh
+// compares words.
 //
-// A thread owns ROWS rows of a strip of the input and walks along W, from window to window; it holds
-// the keys of the last KERNEL columns, of all rows that the windows reach which touch its own, and
-// the sums of its own. Neighbouring threads hold neighbouring channels: every access is 4 bytes a
-// thread, and the next columns are on their way while one is worked on. Warps of a block have tiles
-// of rows above one another, whose common rows the L1 cache holds.
+// A thread owns ROWS rows of a strip of the input and walks along W from window to window. It holds
+// the keys of the last KERNEL columns, of all rows in windows that overlap its own rows, and the sums
+// of its own rows. Adjacent threads hold adjacent channels: an access is 4 bytes per thread, and the
+// next columns are prefetched. The warps of a block have adjacent tiles along H, whose common rows
+// are in the L1 cache.
 // Block: 128 threads; shared memory: none. Grid: ceil(threads / 128). Relies on its launcher for
-// channels side by side in whole words, padding PAD on the sides before, strips that start at a
-// multiple of STRIDE, and an image's extent below 2^31 bytes. Deterministic, no atomics, sums in
-// float32.
+// contiguous channels in whole words, padding PAD before H and W, strips that start at a multiple of
+// STRIDE, and an image's extent below 2^31 bytes. Deterministic, no atomics, sums in float32.
 #include "pool/pool_words.cuh"
 
 using namespace convgrad;
@@ -29,7 +28,7 @@ constexpr int kLastWindow = (ROWS - 1 + PAD) / STRIDE;
 constexpr int kWindows = kLastWindow - kFirstWindow + 1;
 constexpr int kFirstRow = kFirstWindow * STRIDE - PAD;
 constexpr int kReached = (kWindows - 1) * STRIDE + KERNEL;  // rows
-constexpr int kOwn = -kFirstRow;                            // the first own row among them
+constexpr int kOwn = -kFirstRow;                            // index of the first own row
 static_assert(ROWS % STRIDE == 0 && kReached < 32, "rows are bits of a word");
 
 struct StripArgs {
@@ -65,14 +64,14 @@ extern "C" __global__ void __launch_bounds__(128, blocks_here(BLOCKS))
   const int p0 = h0 / STRIDE + kFirstWindow, q0 = w0 / STRIDE + kFirstWindow;
   const int q1 = (w1 - 1 + PAD) / STRIDE;
   const int one = opaque_one(args.words);
-  // In bytes.
+  // Strides in bytes.
   const int x_row = static_cast<int>(args.x_stride[3] * kBytes);
   const int x_step = static_cast<int>(args.x_stride[4] * kBytes);
   const int grad_row = static_cast<int>(args.grad_stride[3] * kBytes);
   const int grad_step = static_cast<int>(args.grad_stride[4] * kBytes);
   const int out_row = static_cast<int>(args.grad_x_stride[3] * kBytes);
   const int out_step = static_cast<int>(args.grad_x_stride[4] * kBytes);
-  // Of the first row that is reached, and the first row of windows; may be outside.
+  // Addresses of the first row read and the first row of windows; may be outside.
   const char* const x =
       reinterpret_cast<const char*>(static_cast<const T*>(args.x) + n * args.x_stride[0] +
                                     d * args.x_stride[2] + word * kPer) +
@@ -85,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(128, blocks_here(BLOCKS))
       reinterpret_cast<char*>(static_cast<T*>(args.grad_x) + n * args.grad_x_stride[0] +
                               d * args.grad_x_stride[2] + word * kPer) +
       static_cast<i64>(h0) * out_row;
-  // Rows that are there, of those reached, of windows, and of the own.
+  // Valid rows: of those read, of windows, and of this thread's own.
   const int top = h0 + kFirstRow;
   const u32 x_rows = bits_between(-top, min(args.x_size[1] - top, kReached));
   const u32 y_rows = bits_between(-p0, min(args.y_size[1] - p0, kWindows));
@@ -107,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(128, blocks_here(BLOCKS))
     const bool there = q >= 0 && q < args.y_size[2];
     fetch_rows(there ? y_rows : 0, grad + static_cast<i64>(q) * grad_step, grad_row, one, gradients);
   };
-  // What came becomes a column.
+  // Convert the words that have arrived to a column of keys.
   const auto take = [&](u32 (&column)[kReached], int w, const u32 (&words)[kReached]) {
     keys_of_rows<T>(w >= 0 && w < args.x_size[2] ? x_rows : 0, words, column);
   };
@@ -116,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(128, blocks_here(BLOCKS))
     store_rows<T>(rows, grad_x + static_cast<i64>(w) * out_step, out_row, one, column);
   };
 
-  // The columns that the first window shares with one before it.
+  // Columns that the first window shares with the previous one.
   const int first = q0 * STRIDE - PAD;
 #pragma unroll
   for (int start = 0; start < KERNEL - STRIDE; start += STRIDE) {
@@ -130,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(128, blocks_here(BLOCKS))
   fetch_gradients(q0);
   UnusedResult unneeded;
   for (int q = q0; q <= q1;) {
-    // As many steps as it takes until columns have their places again.
+    // Unrolled until the ring of columns repeats.
 #pragma unroll
     for (int turn = 0; turn < KERNEL; ++turn) {
       if (q > q1) break;
@@ -148,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(128, blocks_here(BLOCKS))
         fetch(w + KERNEL, STRIDE);
         fetch_gradients(q + 1);
       }
-      u32 most[kReached];  // of each row
+      u32 most[kReached];  // maximum of each row
 #pragma unroll
       for (int r = 0; r < kReached; ++r) {
         most[r] = keys[(base + KERNEL - 1) % KERNEL][r];
@@ -156,10 +155,10 @@ extern "C" __global__ void __launch_bounds__(128, blocks_here(BLOCKS))
         for (int j = KERNEL - 2; j >= 0; --j) {
           most[r] = max_keys<kPer>(keys[(base + j) % KERNEL][r], most[r]);
         }
-        // Of several NaN the last is the greatest.
+        // The last NaN is the greatest.
         most[r] = rank_nan<kPer>(most[r], kReached - 1 - r);
       }
-      // Each window's gradient to a row, then a row's to its positions.
+      // Route each window's gradient to a row, then each row's to its positions.
       float rows[ROWS][kPer];
 #pragma unroll
       for (int p = 0; p < kWindows; ++p) {

@@ -1,4 +1,4 @@
-"""Max pooling's gradient from its input, windows that overlap, a word of channels a thread."""
+"""Max pooling's gradient from its input: overlapping windows, a word of channels per thread."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Kernel, stride and padding along H and W; rows that a thread owns; blocks on a
-    multiprocessor."""
+    """Kernel, stride and padding along H and W; rows of a thread; blocks per multiprocessor."""
 
     kernel: int
     stride: int
@@ -32,8 +31,7 @@ class Window:
     blocks: int
 
 
-# By the channels of a word. More rows share more of what they read, and two channels' take more
-# registers.
+# By channels in a word. More rows share more loads; two channels need more registers.
 WINDOWS: Mapping[int, tuple[Window, ...]] = {
     2: (Window(3, 2, 1, rows=4, blocks=5),),
     1: (Window(3, 2, 1, rows=8, blocks=4),),
@@ -49,7 +47,7 @@ class PoolStrips:
     name = "pool_strips"
 
     def __init__(self, windows: Mapping[int, tuple[Window, ...]] = WINDOWS) -> None:
-        """Other windows where others are tried."""
+        """Other windows are for tuning."""
         self._windows = windows
 
     def why_not(self, work: PoolWork, device: CudaDevice) -> str | None:
@@ -65,11 +63,11 @@ class PoolStrips:
                 f"no instance for kernel {work.kernel}, stride {work.stride} and padding {work.pad}"
             )
         if not all(in_words(work, operand) for operand in (work.source, work.x, work.y)):
-            return "the channels do not lie side by side in whole words"
+            return "the channels are not contiguous whole words"
         if image_elements(work) * work.dtype.itemsize >= 2**31:
             return "an image of more than 2^31 bytes"
         if self._threads(work, device) > MAX_BLOCKS * BLOCK:
-            return "more blocks than one grid holds"
+            return "more blocks than a grid can have"
         return None
 
     def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:
@@ -123,21 +121,23 @@ class PoolStrips:
 
 
 def _lines(work: PoolWork, window: Window) -> int:
-    """Threads of one strip."""
+    """Return the threads of one strip."""
     tiles = ceil_div(work.input[1], window.rows)
     return work.batch * work.input[0] * tiles * (work.channels // per_word(work.dtype))
 
 
 def _strip(work: PoolWork, window: Window, device: CudaDevice) -> int:
-    """Columns of a strip: few enough that the last wave of blocks is nearly full, many enough that
-    those which two strips read count little."""
+    """Return the columns of a strip.
+
+    Few fill the last wave of blocks; many share fewer columns with the next strip.
+    """
     together = device.multiprocessors * window.blocks * BLOCK
     lines, width = _lines(work, window), work.input[2]
 
     def expected(strips: int) -> float:
         columns = _columns(width, strips, window)
         waves = ceil_div(lines * ceil_div(width, columns), together)
-        # A strip's first columns and its start, in columns.
+        # Columns that two strips read, and a strip's fixed cost, in columns.
         return waves * (columns + 2 * (window.kernel - window.stride) + 4)
 
     best = min(range(1, max(1, width // 4) + 1), key=expected)
@@ -145,17 +145,17 @@ def _strip(work: PoolWork, window: Window, device: CudaDevice) -> int:
 
 
 def _columns(width: int, strips: int, window: Window) -> int:
-    """Of one strip; a multiple of the stride."""
+    """Return the columns of one strip, a multiple of the stride."""
     return ceil_div(ceil_div(width, strips), window.stride) * window.stride
 
 
 def per_word(dtype: DType) -> int:
-    """Channels of four bytes."""
+    """Return the channels in a 32-bit word."""
     return 4 // dtype.itemsize
 
 
 def in_words(work: PoolWork, operand: Operand) -> bool:
-    """Whether the channels of a position are whole words of memory, side by side."""
+    """Whether a position's channels are contiguous, aligned, whole words."""
     n, _, c, *rest = operand.strides
     per = per_word(work.dtype)
     extents = (work.batch, *work.input)

@@ -1,13 +1,13 @@
-// Max pooling forward: maxima, and where they are, several channels a thread. The host's side is
+// Max pooling forward: maxima and their positions, several channels per thread. The host's side is
 // pool_windows.py.
 //
-// output[n, c, o] = max over the window; the first maximum wins a tie, a NaN wins over any number,
-// of several NaNs the last; the index is flat in its (n, c) plane.
-// A thread has the window of VECTOR neighbouring channels (channels last), in 16 bytes an access, or
-// of one (channels first, windows of a row side by side). Block: 128 threads; shared memory: none.
-// Deterministic. Relies on its launcher for the grid, ceil(threads / 128), for aligned vectors,
-// channels divisible by VECTOR, every window having an element, and an image's extent, and its number
-// of positions, below 2^31.
+// output[n, c, o] = max over the window. Of equal maxima the first wins; a NaN wins over any number,
+// and of several NaNs the last. Indices are flat in their (n, c) plane.
+// A thread computes a window in VECTOR adjacent channels (channels last), by accesses of 16 bytes, or
+// in one channel (channels first, adjacent threads have adjacent windows). Block: 128 threads; shared
+// memory: none. Deterministic. Relies on its launcher for the grid, ceil(threads / 128), for aligned
+// vectors, channels divisible by VECTOR, windows that contain an element, and an image's extent and
+// number of positions below 2^31.
 #include "core/vectors.cuh"
 
 using namespace convgrad;
@@ -32,10 +32,10 @@ struct WindowsArgs {
   int stride[3];
   int dilation[3];
   int pad[3];
-  int lanes;  // what runs along neighbouring threads: 0 positions, 1 channels
+  int lanes;  // index that varies along adjacent threads: 0 positions, 1 channels
 };
 
-// Taps of a window along one dimension that are there: from `first` on, `count` of them.
+// The taps of a window that are inside the input along one dimension: `count` from `first` on.
 struct Span {
   int at, first, count;
 };

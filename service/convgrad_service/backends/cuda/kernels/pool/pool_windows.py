@@ -1,4 +1,4 @@
-"""Max pooling forward, several channels a thread."""
+"""Max pooling forward, several channels per thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from convgrad_service.plans.cuda.works import Operand, PoolWork
 __all__ = ["PoolWindows"]
 
 BLOCK = 128
-# Sums of a position, a pad and a dilation below this fit into 32 bits.
+# Sums of a position, a pad and a dilation below this fit in 32 bits.
 FAR = 2**29
 
 
@@ -25,7 +25,7 @@ WindowsArgs = structure("pool/pool_windows.cu", "WindowsArgs")
 
 
 class PoolWindows:
-    """Every forward of images that 32 bits address."""
+    """Max pooling forward of images with 32-bit offsets."""
 
     name = "pool_windows"
 
@@ -40,7 +40,7 @@ class PoolWindows:
         if max(*work.dilation, *work.pad, *work.stride) >= FAR:
             return f"a step, a pad or a dilation of {FAR} or more"
         if ceil_div(_threads(work), BLOCK) > MAX_BLOCKS:
-            return "more blocks than one grid holds"
+            return "more blocks than a grid can have"
         return None
 
     def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:
@@ -58,7 +58,7 @@ class PoolWindows:
 
 
 def pool_windows(work: PoolWork, x: Operand, y: Operand | None, indices: Operand | None) -> Launch:
-    """Maxima, indices, or both, of the input ``x``."""
+    """Return the launch that computes maxima, indices, or both, of the input ``x``."""
     args = WindowsArgs()
     for field, operand in (("x", x), ("y", y), ("index", indices)):
         if operand is not None:
@@ -80,7 +80,7 @@ def pool_windows(work: PoolWork, x: Operand, y: Operand | None, indices: Operand
 
 
 def _vector(work: PoolWork, x: Operand, y: Operand | None, indices: Operand | None) -> int:
-    """Channels of a thread: 16 bytes of them, or one."""
+    """Return the channels of a thread: 16 bytes of them, or one."""
     vector = CHUNK_BYTES // work.dtype.itemsize
     sides = [(x, work.input), (y, work.output), (indices, work.output)]
     whole = work.channels % vector == 0 and all(

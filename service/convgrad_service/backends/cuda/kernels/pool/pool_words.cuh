@@ -1,5 +1,5 @@
-// What the kernels of pooling's gradient share that compare words (see ptx/word_keys.cuh): rows of words from
-// and to memory, and the gradient of a window to the first of its maxima.
+// What gradients of max pooling that compare words (ptx/word_keys.cuh) share: loading and storing rows
+// of words, and routing the gradient of a window to the first of its maxima.
 #pragma once
 
 #include "ptx/load_store.cuh"
@@ -7,8 +7,8 @@
 
 namespace convgrad {
 
-// On a multiprocessor, of so many that registers leave room for on Hopper: others, which take more
-// instructions to compare two keys, take more registers.
+// Blocks per multiprocessor, from the number on Hopper: other GPUs need more instructions, and so
+// registers, to compare two keys.
 __device__ constexpr int blocks_here(int on_hopper) {
 #if __CUDA_ARCH__ == 900
   return on_hopper;
@@ -17,14 +17,14 @@ __device__ constexpr int blocks_here(int on_hopper) {
 #endif
 }
 
-// Bits [low, high) of a word, as far as it has them.
+// Bits [low, high), clamped to a word.
 __device__ __forceinline__ u32 bits_between(int low, int high) {
   const auto below = [](int bit) { return bit <= 0 ? 0u : bit >= 32 ? ~0u : (1u << bit) - 1; };
   return below(high) & ~below(low);
 }
 
-// A word of each row, `pitch` bytes apart; zero of those whose bit is not set. Most warps have them
-// all, and need no predicates.
+// Loads a word from each row, `pitch` bytes apart; zero if the row's bit is not set. Most warps have
+// all rows and take the path without predicates.
 template <int kRows>
 __device__ __forceinline__ void fetch_rows(u32 there, const char* from, int pitch, int one,
                                            u32 (&to)[kRows]) {
@@ -59,7 +59,7 @@ __device__ __forceinline__ void store_rows(u32 wanted, char* to, int pitch, int 
     }
   }
 }
-// The keys of a column of words; of those whose bit is not set kNoKeys.
+// The keys of a column of words; kNoKeys if the row's bit is not set.
 template <class T, int kRows>
 __device__ __forceinline__ void keys_of_rows(u32 there, const u32 (&words)[kRows],
                                              u32 (&keys)[kRows]) {
@@ -73,13 +73,13 @@ __device__ __forceinline__ void keys_of_rows(u32 there, const u32 (&words)[kRows
   }
 }
 
-// The gradient `rest` of a window of kKeys keys, of which [begin, end) are there, goes to the first
-// that is the greatest. `take(j, c, all, value)` gets what reaches key j: all of it, or none.
+// Routes the gradient `rest` of a window of kKeys keys, of which [begin, end) are valid, to the first
+// greatest key. Calls `take(j, c, all, value)` for each key j, which receives all of it or nothing.
 template <int kPer, int kKeys, class Take>
 __device__ __forceinline__ void route(const u32 (&keys)[kKeys], int begin, int end,
                                       float (&rest)[kPer], UnusedResult& unneeded, Take take) {
-  // Of each key, whether it is the greatest from there on. There are few predicates: where these
-  // would be too many the last are found again.
+  // For each key, whether it is the greatest from there on. Predicate registers are few, so beyond
+  // kHeld of them they are recomputed.
   constexpr int kHeld = 2;
   bool here[kKeys][kPer];
   u32 most = 0;
@@ -116,7 +116,7 @@ __device__ __forceinline__ void route(const u32 (&keys)[kKeys], int begin, int e
   }
 }
 
-// What a key got, added up; `first` of all that it may get.
+// Adds what a key received; `first` for its first window.
 __device__ __forceinline__ void add_taken(bool first, bool taken, float value, float& sum) {
   if (first) {
     sum = taken ? value : 0.0f;

@@ -1,5 +1,4 @@
-"""A pooling over windows in the form that its kernels compute: planes of at most three pooled
-axes, what lies outside them and what lies inside, all contiguous."""
+"""The form of poolings that kernels compute: contiguous tensors of at most three pooled axes."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ ONE = WindowAxis.sliding(1, 1, 1, 1, 0)
 
 
 class Divider(ctypes.Structure):
-    """See ``divider.cuh``."""
+    """Mirrors ``core/divider.cuh``."""
 
     _fields_ = (("factor", ctypes.c_uint32), ("shift", ctypes.c_int32))
 
@@ -34,7 +33,7 @@ class Divider(ctypes.Structure):
 
 
 class WindowRange(ctypes.Structure):
-    """See ``windows.cuh``."""
+    """Mirrors ``pool/windows.cuh``."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("whole", "step", "first", "last", "low", "high")),
@@ -49,14 +48,14 @@ class WindowRange(ctypes.Structure):
         whole, step = divmod(axis.step, unit)
         found = cls(whole, step, axis.first, axis.last, axis.low, axis.high, Divider.of(unit))
         if axis.output * step + max(abs(axis.first), abs(axis.last)) > LARGEST:
-            # As Divider.of, in 64 bits.
+            # Like Divider.of, in 64 bits.
             log = (unit - 1).bit_length()
             found.wide_factor, found.wide_shift = ceil_div(2 ** (63 + log), unit), log - 1
         return found
 
 
 class WindowArgs(ctypes.Structure):
-    """See ``windows.cuh``."""
+    """Mirrors ``pool/windows.cuh``."""
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("x", "y", "indices", "bad")),
@@ -78,9 +77,9 @@ class WindowArgs(ctypes.Structure):
 class WindowForm:
     """x is [batch, x_size, inner], y and indices [batch, y_size, inner].
 
-    ``last`` is whether neighbours in ``inner`` are to be computed side by side, which decides the
-    order of additions: it follows from the layout and the windows, not from how many channels
-    there are. ``varying`` says whose windows' sizes divide where not all have one ``divisor``.
+    ``last`` is whether adjacent threads compute adjacent elements of ``inner``. It decides the
+    order of additions, so it depends on the layout and the windows, not on the channel count.
+    ``varying`` is the side whose window sizes divide if there is no common ``divisor``.
     """
 
     batch: int
@@ -99,7 +98,7 @@ class WindowForm:
         axes = list(zip(work.windows, work.counted or (ONE,) * len(work.windows), strict=True))
         divisor, varying = _divisor(work)
         last = work.channels_last
-        if work.kind == "sums":  # indices count positions of whole planes
+        if work.kind == "sums":  # indices refer to whole planes
             while axes and axes[-1][0].is_identity:
                 inner *= axes.pop()[0].input
                 last = True
@@ -122,21 +121,21 @@ class WindowForm:
 
     @property
     def most_window(self) -> int:
-        """Positions of the largest window, or a few more."""
+        """An upper bound of the positions of a window."""
         return prod(map(most_positions, self.windows))
 
     @property
     def overlap(self) -> float:
-        """How often a position of x is read."""
+        """The average number of windows that contain a position of x."""
         return prod(axis.valid_taps / axis.input for axis in self.windows)
 
     def width(self, dtype: DType) -> int:
-        """Elements of a thread along ``inner``: 16 bytes of them, or one."""
+        """Return the elements of a thread along ``inner``: 16 bytes of them, or one."""
         width = CHUNK_BYTES // dtype.itemsize
         return width if self.last and self.inner % width == 0 else 1
 
     def why_not(self) -> str | None:
-        """What the kernels' 32-bit numbers leave out."""
+        """Return why the kernels' 32-bit numbers do not suffice; None if they do."""
         if prod(self.x_size) > LARGEST or prod(self.y_size) > LARGEST:
             return f"a plane of more than {LARGEST} positions"
         if max(self.batch, self.inner, prod(self.y_size) * self.inner) > LARGEST:
@@ -145,7 +144,7 @@ class WindowForm:
 
 
 def _divisor(work: WindowWork) -> tuple[float, str | None]:
-    """The divisor of all windows; or 1, and whose windows' sizes divide."""
+    """Return the divisor of all windows, or 1 and the side whose window sizes divide."""
     if work.divisor is not None:
         return float(work.divisor), None
     sizes = [axis.uniform_size for axis in work.counted]
@@ -155,8 +154,7 @@ def _divisor(work: WindowWork) -> tuple[float, str | None]:
 
 
 def _merged(axes: list[tuple[WindowAxis, WindowAxis]]) -> list[tuple[WindowAxis, WindowAxis]]:
-    """Neighbouring axes that have one window of everything, or one position in every window, lie
-    and behave as one."""
+    """Merge adjacent axes with one window of everything, or with one position in every window."""
     merged: list[tuple[WindowAxis, WindowAxis]] = []
     for axis, counted in axes:
         if merged:
@@ -173,7 +171,7 @@ def _merged(axes: list[tuple[WindowAxis, WindowAxis]]) -> list[tuple[WindowAxis,
 
 
 def _all_of(input: int, output: int) -> WindowAxis:
-    """Windows that all have every position."""
+    """Return windows that all contain every position."""
     return WindowAxis(
         input=input,
         output=output,
@@ -189,14 +187,17 @@ def _all_of(input: int, output: int) -> WindowAxis:
 
 
 def most_positions(axis: WindowAxis) -> int:
-    """What no window exceeds along an axis."""
+    """Return an upper bound of the size of a window along an axis."""
     found = axis.uniform_size or ceil_div(axis.last - axis.first, axis.unit)
     return max(1, min(axis.input, found))
 
 
 def window_args(form: WindowForm, width: int, items: Sequence[int], planes: int = 1) -> WindowArgs:
-    """The numbers of a launch whose threads have ``width`` elements along ``inner`` and ``planes``
-    of the batch, and ``items`` along y's axes."""
+    """Return the arguments of a launch.
+
+    Threads have ``width`` elements along ``inner`` and ``planes`` of the batch; there are ``items``
+    of them along y's axes.
+    """
     args = WindowArgs()
     for i in range(3):
         args.window[i] = WindowRange.of(form.windows[i])
@@ -207,7 +208,7 @@ def window_args(form: WindowForm, width: int, items: Sequence[int], planes: int 
     vectors = form.inner // width
     args.by_vectors = Divider.of(vectors)
     groups, each = ceil_div(form.batch, planes), vectors * prod(items)
-    # Some room, for the blocks' last threads.
+    # Leave room for the last threads of blocks.
     args.chunk = max(1, min(groups, (LARGEST - 2**16) // each))
     args.threads = args.chunk * each
     args.by_outputs = form.varying == "outputs"
@@ -216,7 +217,7 @@ def window_args(form: WindowForm, width: int, items: Sequence[int], planes: int 
 
 
 def window_grid(args: WindowArgs, planes: int, a_block: int) -> tuple[int, int, int]:
-    """Blocks of a chunk, and chunks."""
+    """Return the grid: blocks of a chunk, and chunks."""
     blocks = ceil_div(args.threads, a_block)
     assert blocks <= MAX_BLOCKS  # noqa: S101 - a chunk's threads fit 31 bits
     return blocks, ceil_div(ceil_div(args.batch, planes), args.chunk), 1

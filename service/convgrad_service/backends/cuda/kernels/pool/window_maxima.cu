@@ -1,13 +1,13 @@
-// Max pooling over small windows of any kind: maxima, and where they are. The host's side is
+// Max pooling over small windows of any kind: maxima and their positions. The host's side is
 // window_maxima.py.
 //
-// y[o] = the maximum of x over the window of o, indices[o] = its flat position in the plane; the first
-// maximum wins a tie, a NaN wins over any number, of several NaNs the last.
-// A thread has WIDTH neighbouring elements of `inner` (channels last; 1 with channels first) at one
+// y[o] = the maximum of x over the window of o, indices[o] = its flat position in the plane. Of equal
+// maxima the first wins; a NaN wins over any number, and of several NaNs the last.
+// A thread computes WIDTH adjacent elements of `inner` (channels last; 1 with channels first) at one
 // position of y, in PLANES planes. A window has at most ROWS by COLUMNS positions along its last two
-// axes, all of which are loaded before any is compared. Block: 128 threads; shared memory: none.
+// axes; all of them are loaded before the first comparison. Block: 128 threads; shared memory: none.
 // Deterministic. Relies on its launcher for the grid (chunks of the batch along y), aligned vectors,
-// and every window having a position.
+// and windows that contain a position.
 // Index limits: planes and a chunk's threads below 2^31; offsets in 64 bits.
 #include "pool/windows.cuh"
 
@@ -19,9 +19,9 @@ using T = ELEMENT;
 using S = ElementAccumulator<T>;
 using Values = Vector<T, WIDTH>;
 
-// The most of WIDTH windows so far.
+// Running maxima of WIDTH windows.
 struct Most {
-  Values stored;  // the element itself and not its value widened and rounded: a NaN keeps its bits
+  Values stored;  // the element itself, so that a NaN keeps its bits
   int where[WIDTH];
 
   __device__ __forceinline__ void take(const Values& values, int position, bool first) {

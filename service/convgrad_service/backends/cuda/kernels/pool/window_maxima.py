@@ -1,4 +1,4 @@
-"""Maxima of small windows, and where they are: several windows a thread."""
+"""Maxima of small windows and their positions: several windows per thread."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from convgrad_service.plans.cuda.works import WindowWork
 __all__ = ["WindowMaxima"]
 
 BLOCK = 128
-# Positions of a window along its last two axes, and planes of a thread with channels first, so that
-# it waits for more; the first that holds a window.
+# Positions of a window along its last two axes, and planes of a thread with channels first, to have
+# more loads in flight; the first entry that fits is used.
 SMALL = ((1, 4, 4), (2, 2, 4), (3, 3, 2), (4, 4, 1))
 
 
 class WindowMaxima:
-    """Maxima of windows of a few positions."""
+    """Maxima of windows of at most 4 by 4 positions."""
 
     name = "window_maxima"
 

@@ -1,18 +1,18 @@
-// Pooling over large windows, LANES threads a window: sums that are divided, or with MAXIMA the
-// maxima and where they are. The host's side is window_reduce.py.
+// Pooling over large windows, LANES threads per window: averages, or with MAXIMA the maxima and their
+// positions. The host's side is window_reduce.py.
 //
-// Sums: y[o] = (sum of x[i] over the window of o) / divisor(o).
-// Maxima: y[o] = the maximum, indices[o] = its flat position in the plane; the first maximum wins a
-// tie, a NaN wins over any number, of several NaNs the last. Two parts of a window meet by the same
-// rule, told by their positions, so that the order of meeting does not matter.
-// A window's lanes take its positions in turn, in a grid of 2^lanes_log along the last axis by the
-// rest along the axis before. Channels first (INNER 0): lanes are neighbouring threads, since positions
-// lie side by side. Channels last (INNER 1): neighbouring threads have WIDTH channels each, and lanes
-// are 256/LANES threads apart. Each lane keeps a few parts, and loads a few elements side by side.
-// Channels first, WIDTH above 1 is positions along the last axis, which are added up at the end:
-// where windows start, and end, at multiples of it.
-// Block: 256 threads, 256/LANES windows (of WIDTH channels). Shared memory: a part a thread where
-// lanes are not of one warp. Deterministic: the order of meeting follows from the window alone.
+// Averages: y[o] = (sum of x[i] over the window of o) / divisor(o).
+// Maxima: y[o] = the maximum, indices[o] = its flat position in the plane. Of equal maxima the first
+// wins; a NaN wins over any number, and of several NaNs the last. Partial results are combined by the
+// same rule on their positions, so the order does not matter.
+// The lanes of a window take its positions round robin, 2^lanes_log of them along the last axis by
+// the rest along the axis before. Channels first (INNER 0): lanes are adjacent threads, because
+// positions are contiguous. Channels last (INNER 1): adjacent threads have WIDTH channels each, and
+// lanes are 256/LANES threads apart. Each lane has several accumulators and loads in flight.
+// With channels first, WIDTH above 1 is a vector of positions along the last axis, whose lanes are
+// added at the end; windows must start and end at multiples of it.
+// Block: 256 threads, 256/LANES windows (of WIDTH channels). Shared memory: one partial result per
+// thread if lanes span warps. Deterministic: the order of reduction depends on the window only.
 // Relies on its launcher for the grid (chunks of the batch along y) and aligned vectors.
 // Index limits: extents and a chunk's threads below 2^31; offsets in 64 bits.
 #include "pool/windows.cuh"
@@ -27,13 +27,13 @@ using Values = Vector<T, WIDTH>;
 constexpr int kItems = 256 / LANES;
 constexpr int kAtOnce = MAXIMA ? 4 : 8;
 constexpr int kParts = MAXIMA ? 4 : 2;
-// Elements that are kept apart: channels, or with positions in vectors their places in those.
+// Elements with separate results: channels, or with vectors of positions their lanes.
 constexpr bool kAlong = !INNER && WIDTH > 1;
 
 struct Part {
   S value[WIDTH];
 #if MAXIMA
-  int where[WIDTH];  // -1 where nothing was seen
+  int where[WIDTH];  // -1 before the first element
 #endif
 
   __device__ __forceinline__ void clear() {
@@ -45,7 +45,7 @@ struct Part {
 #endif
     }
   }
-  // One more element, at a later position than those before it.
+  // Adds an element, whose position is after those before it.
   __device__ __forceinline__ void take(const Values& values, int position) {
 #pragma unroll
     for (int v = 0; v < WIDTH; ++v) {
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(256, MAXIMA ? 2 : WIDTH == 8 ? 3 : 
   const int lane = INNER ? thread / kItems : thread % LANES;
   const int own = INNER ? thread % kItems : thread / LANES;
   const int index = static_cast<int>(blockIdx.x) * kItems + own;
-  constexpr int kStep = kAlong ? WIDTH : 1;  // positions of a vector
+  constexpr int kStep = kAlong ? WIDTH : 1;  // positions in a vector
   const int vectors = kAlong ? 1 : args.inner / WIDTH;
   const WindowItem item = item_of(args, min(index, args.threads - 1), args.y_size, vectors);
   const bool exists = index < args.threads && item.group < args.batch;
@@ -178,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(256, MAXIMA ? 2 : WIDTH == 8 ? 3 : 
   const i64 to = (item.group * outputs + position) * args.inner + item.vector * WIDTH;
   Values values;
 #if MAXIMA
-  // The element itself and not its value widened and rounded: a NaN keeps its bits.
+  // Keep the element itself, so that a NaN keeps its bits.
 #pragma unroll
   for (int v = 0; v < WIDTH; ++v) {
     values.at[v] = x[static_cast<i64>(whole.where[v]) * args.inner + v];

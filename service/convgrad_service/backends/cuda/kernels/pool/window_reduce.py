@@ -1,4 +1,4 @@
-"""Large windows, several threads each: averages, and maxima with their indices."""
+"""Large windows, several threads each: averages, and maxima with indices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from convgrad_service.plans.cuda.works import WindowWork
 __all__ = ["WindowReduce", "WindowReduceMaxima"]
 
 BLOCK = 256
-# Below so many positions a thread of its own is quicker; above so many overlaps, sums of lines are.
+# With smaller windows one thread per window is faster; with more overlap, sums of lines are.
 LEAST_WINDOW = 24
 MOST_OVERLAP = 4
 LANES = (8, 32, 256)
@@ -29,7 +29,7 @@ LANES_LAST = (8, 32)
 
 
 class WindowReduce:
-    """Averages over large windows that do not overlap much."""
+    """Averages over large windows with little overlap."""
 
     name = "window_reduce"
 
@@ -62,7 +62,7 @@ class WindowReduce:
 
 
 class WindowReduceMaxima:
-    """Maxima of windows of any size, with their indices or without."""
+    """Maxima of windows of any size, with or without indices."""
 
     name = "window_reduce_maxima"
 
@@ -99,15 +99,17 @@ def _variants(dtype: DType, *, smallest: bool) -> list[tuple[bool, int, int]]:
 
 
 def _lanes(form: WindowForm, width: int = 1) -> int:
-    """Threads of a window, four positions each or more, or eight vectors of them."""
+    """Return the threads of a window: at least four positions, or eight vectors, for each."""
     choices = LANES_LAST if form.last else LANES
     each = 4 if form.last else 8 * width
     return max([lanes for lanes in choices if each * lanes <= form.most_window] or choices[:1])
 
 
 def _along(form: WindowForm, dtype: DType) -> int:
-    """Positions of the last axis that are loaded as a vector, channels first: windows side by side
-    start and end at multiples of it."""
+    """Return the positions of a vector load along the last axis, channels first.
+
+    Windows must start and end at multiples of it.
+    """
     axis, width = form.windows[2], CHUNK_BYTES // dtype.itemsize
     if form.last or axis.unit != 1 or axis.first != 0 or axis.uniform_size is None:
         return 1
@@ -117,7 +119,7 @@ def _along(form: WindowForm, dtype: DType) -> int:
 
 
 def _launch(work: WindowWork, form: WindowForm, lanes: int, along: int = 1) -> Launch:
-    """With ``along`` positions in a vector where that is not of channels."""
+    """Return the launch; ``along`` positions form a vector with channels first."""
     width = form.width(work.dtype)
     args = window_args(form, width, form.y_size)
     across = ceil_div(most_positions(form.windows[2]), along)

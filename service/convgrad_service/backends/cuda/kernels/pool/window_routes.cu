@@ -1,13 +1,13 @@
-// What goes where indices say, by windows of any kind: the gradient of max pooling from the indices of
-// the maxima, and max unpooling. The host's side is window_routes.py.
+// Routing of elements by indices, for windows of any kind: the gradient of max pooling from the
+// indices of the maxima, and max unpooling. The host's side is window_routes.py.
 //
-// CHECK 0: y[i] = sum of x[o] over the windows o that hold i and whose index is i, or with MOVE
-// the last of them, bit by bit: a gather, so without atomics, in the order of the windows.
-// Deterministic. Memory-safe whatever an index says: indices are compared, not followed.
-// CHECK 1: holds the index of each window, one a thread, against the window (`counted`); sets
-// bad[0] to 1 where one lies outside, but with MOVE bad[1] where it is a position of the plane.
-// A thread has WIDTH neighbouring elements of `inner` at one position, in PLANES planes. Where a
-// position has at most ROWS by COLUMNS windows, their indices are loaded side by side. Block: 128
+// CHECK 0: y[i] = sum of x[o] over the windows o that contain i and whose index is i; with MOVE, the
+// last of them, bit by bit. It is a gather without atomics, in the order of the windows.
+// Deterministic. Memory-safe for any index: indices are compared, never dereferenced.
+// CHECK 1: checks that the index of each window, one per thread, is in the window (`counted`). If not,
+// sets bad[0]; with MOVE, sets bad[1] if the index is at least in the plane.
+// A thread computes WIDTH adjacent elements of `inner` at one position, in PLANES planes. If a
+// position is in at most ROWS by COLUMNS windows, their indices are loaded at once. Block: 128
 // threads; shared memory: none. Relies on its launcher for the grid (chunks of the batch along y) and
 // aligned vectors. Index limits: extents, planes and a chunk's threads below 2^31; offsets in 64 bits.
 #include "pool/windows.cuh"
@@ -20,7 +20,7 @@ using T = ELEMENT;
 using S = ElementAccumulator<T>;
 using Values = Vector<T, WIDTH>;
 
-// The indices of WIDTH neighbouring windows; none is -1.
+// The indices of WIDTH adjacent windows; -1 for none.
 struct Found {
   INDEX at[WIDTH];
 
@@ -38,7 +38,7 @@ struct Found {
   }
 };
 
-// What goes to WIDTH neighbouring positions.
+// What WIDTH adjacent positions receive.
 struct Route {
 #if MOVE
   Values moved;
@@ -54,7 +54,7 @@ struct Route {
     for (int v = 0; v < WIDTH; ++v) sum[v] = S(0);
 #endif
   }
-  // Values are read where an index is this position's: few are.
+  // Values are read only if the index matches, which is rare.
   __device__ __forceinline__ void take(const Found& found, const T* from, int position) {
     bool any = false;
 #pragma unroll
@@ -190,6 +190,6 @@ extern "C" __global__ void __launch_bounds__(128)
     good &= at >= range.start(item.at[axis]) && at < range.stop(item.at[axis]);
     rest = outer;
   }
-  if (!good) args.bad[MOVE && exists] = 1;  // every thread that writes writes the same
+  if (!good) args.bad[MOVE && exists] = 1;  // all writers write the same value
 }
 #endif

@@ -23,18 +23,18 @@ from convgrad_service.plans.cuda.works import WindowWork
 __all__ = ["WindowRoutes", "check", "routes", "routes_instances"]
 
 BLOCK = 128
-# Planes of a thread where neighbouring threads have neighbouring positions.
+# Planes of a thread if adjacent threads have adjacent positions.
 PLANES = 4
-# Windows of a position along the last two axes that are loaded side by side, the first that holds
-# them; or one by one.
+# Windows of a position along the last two axes that are loaded at once; the first entry that fits
+# is used, or else they are loaded one by one.
 NEAR = ((1, 2), (2, 2))
 ONE_BY_ONE = (0, 0)
-# Registers of their indices; with more, others are spilled.
+# Registers for their indices; more would spill.
 MOST_WORDS = 32
 
 
 class WindowRoutes:
-    """Every such gradient of images that 32 bits address."""
+    """The gradient of max pooling from indices, of images with 32-bit offsets."""
 
     name = "window_routes"
 
@@ -58,7 +58,7 @@ class WindowRoutes:
 
 
 def check(work: WindowWork, bad: str, *, moves: bool = False) -> Launch:
-    """The launch that holds indices against their windows."""
+    """Return the launch that checks indices against their windows."""
     form = WindowForm.of(work)
     args = window_args(form, 1, form.x_size)
     return Launch(
@@ -70,7 +70,7 @@ def check(work: WindowWork, bad: str, *, moves: bool = False) -> Launch:
 
 
 def routes(work: WindowWork, *, moves: bool = False) -> Launch:
-    """The launch; it ``moves`` elements where it does not add them up."""
+    """Return the launch; with ``moves`` it moves elements instead of adding them."""
     form = WindowForm.of(work)
     width = form.width(work.dtype)
     planes = 1 if form.last else PLANES
@@ -92,7 +92,7 @@ def routes(work: WindowWork, *, moves: bool = False) -> Launch:
 
 
 def routes_instances(*, moves: bool) -> list[Instance]:
-    """Every instance that `routes` and `check` can name."""
+    """Return every instance that `routes` and `check` use."""
     checks = [
         _instance(dtype, index, 1, 1, ONE_BY_ONE, moves, check=True)
         for dtype in FLOATING

@@ -2,17 +2,16 @@
 // divided. The host's side is window_sums.py.
 //
 // y[o] = (sum of x[i] over the window of o) / divisor(o); with WEIGHTED the terms are x[i] / size(i),
-// as the gradient's are whose windows differ in size.
-// A thread has WIDTH neighbouring elements of `inner` (channels last; 1 with channels first) at RUN
-// neighbouring positions of y along AXIS, in PLANES planes. It goes through the lines of x that its
-// windows have along AXIS: each line's part of the windows is added up once and goes into every
-// window that has the line. AXIS is 2 (columns) with channels last and 1 (rows) with channels first,
-// where lanes run along axis 2; the other of the two is the line's own. With TAPS a line has at most so
-// many of those positions, and LINES lines are loaded before any is added: what takes the time is
-// the wait for memory.
+// for gradients of windows that differ in size.
+// A thread computes WIDTH adjacent elements of `inner` (channels last; 1 with channels first) at RUN
+// adjacent positions of y along AXIS, in PLANES planes. It walks over the lines of x in its windows
+// along AXIS: the sum of a line's part is computed once and added to every window that contains the
+// line. AXIS is 2 (columns) with channels last and 1 (rows) with channels first, where lanes run along
+// axis 2; lines run along the other one. With TAPS a line has at most TAPS of those positions, and
+// LINES lines are loaded before the first is added, because memory latency dominates.
 // Block: 128 threads; shared memory: none. Deterministic: an element's order of additions follows
-// from its window. Relies on its launcher for the grid (chunks of the batch along y), and WIDTH
-// elements being aligned.
+// from its window. Relies on its launcher for the grid (chunks of the batch along y), and for aligned
+// vectors of WIDTH elements.
 // Index limits: extents and a chunk's threads below 2^31; offsets in 64 bits.
 #include "pool/windows.cuh"
 
@@ -25,7 +24,7 @@ using S = ElementAccumulator<T>;
 using Values = Vector<T, WIDTH>;
 constexpr int kOther = 3 - AXIS;
 
-// A line's part of the windows, to each window that has the line.
+// Adds a line's part of the windows to each window that contains the line.
 __device__ __forceinline__ void add_line(const WindowArgs& args, const S (&part)[PLANES][WIDTH],
                                          int line, const int (&start)[RUN], const int (&stop)[RUN],
                                          S (&sum)[PLANES][RUN][WIDTH]) {

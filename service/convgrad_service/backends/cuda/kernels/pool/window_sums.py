@@ -1,5 +1,4 @@
-"""Average pooling and its gradient by sums over windows: a few outputs a thread, or a large window
-by many threads."""
+"""Average pooling and its gradient as sums over windows."""
 
 from __future__ import annotations
 
@@ -23,10 +22,10 @@ from convgrad_service.plans.cuda.works import WindowWork
 __all__ = ["WindowSums"]
 
 BLOCK = 128
-# Windows that share so many of their positions along an axis go through a thread as a run.
+# If windows share this many positions along an axis, a thread computes a run of them.
 SHARED = 1.25
-# (RUN, LINES, TAPS) of windows that are loaded whole, the first that holds them; of runs that are
-# loaded line by line; and of either with lines of any length.
+# (RUN, LINES, TAPS) for windows that are loaded whole (the first that fits is used), for runs that
+# are loaded line by line, and for lines of any length.
 WHOLE = ((1, 1, 1), (1, 2, 2), (1, 1, 4), (1, 4, 1), (1, 3, 3))
 LINES_SHARED = ((4, 1, 3),)
 ANY, ANY_SHARED = (1, 0, 0), (4, 0, 0)
@@ -34,7 +33,7 @@ ANY, ANY_SHARED = (1, 0, 0), (4, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What a thread has, see ``window_sums.cu``."""
+    """What a thread computes, see ``window_sums.cu``."""
 
     width: int
     axis: int
@@ -76,7 +75,7 @@ class _Shape:
 
 
 class WindowSums:
-    """Sums of every kind of windows of images that 32 bits address."""
+    """Sums over windows of any kind, of images with 32-bit offsets."""
 
     name = "window_sums"
 
@@ -115,5 +114,5 @@ class WindowSums:
 
 
 def _planes(axis: int, run: int) -> int:
-    """Planes of a thread: several where it has single elements, so that it waits for more."""
+    """Return the planes of a thread: several for single elements, to have more loads in flight."""
     return 1 if axis == 2 else 4 if run == 1 else 2

@@ -1,17 +1,16 @@
-// What windows that lie side by side give back: each position of y has one window at most. The host's
-// side is window_tiles.py.
+// Gradients of poolings whose windows are adjacent, and max unpooling: each position of y is in at
+// most one window. The host's side is window_tiles.py.
 //
 // MODE 0: y[i] = x[window of i] / divisor, the gradient of average pooling.
-// MODE 1: y[i] = x[window of i] where the window's index is i, else 0: the gradient of max pooling.
-// MODE 2: the same as max unpooling, with bad[1] for what is wrong.
-// A window is `tile` positions along each axis; positions behind the last one get zero. The thread
-// that has a window's first position holds its index against the window, where `bad` is given: see
-// window_routes.cu.
-// KIND 0, channels last: a thread has WIDTH channels of a window, which it reads once, and stores
-// them to the window's positions; blockIdx.z takes a part of those along the last axis.
-// KIND 1, channels first: WIDTH neighbouring positions of a row, in all rows of their windows.
-// KIND 2, channels first and one window a plane: WIDTH neighbouring elements of all planes, which lie
-// side by side.
+// MODE 1: y[i] = x[window of i] if the window's index is i, else 0: the gradient of max pooling.
+// MODE 2: like MODE 1, for max unpooling; invalid indices set bad[1].
+// A window has `tile` positions along each axis; positions past the last window get zero. If `bad` is
+// not null, the thread with a window's first position checks its index as window_routes.cu does.
+// KIND 0, channels last: a thread reads WIDTH channels of a window once and stores them to the
+// window's positions, or to a part of them along the last axis, which blockIdx.z selects.
+// KIND 1, channels first: WIDTH adjacent positions of a row, in all rows of their windows.
+// KIND 2, channels first and one window per plane: WIDTH adjacent elements of all planes, which are
+// contiguous.
 // Block: 128 threads; shared memory: none. Deterministic: nothing is added. Relies on its launcher for
 // the grid (chunks of the batch along y) and aligned vectors.
 // Index limits: planes and a chunk's threads below 2^31; offsets in 64 bits.
@@ -33,11 +32,11 @@ struct TilesArgs {
   int tile[3];
   int x_size[3];
   int y_size[3];
-  int items[3];  // of threads along the axes
+  int items[3];  // threads along each axis
   int inner;
   int batch;
   int chunk;    // of the batch
-  int threads;  // of a chunk
+  int threads;  // in a chunk
   int part;     // KIND 0: positions of a tile along the last axis that a thread stores to
   Divider by_vectors, by_items[3];
   Divider by_tile;     // along the last axis
@@ -45,7 +44,7 @@ struct TilesArgs {
   double divisor, reciprocal;
 };
 
-// A window's element: what it gives, and where.
+// An element of a window: its value and its target.
 struct Given {
   T value;
   INDEX index;
@@ -68,7 +67,7 @@ __device__ __forceinline__ void check(const TilesArgs& args, i64 index, const in
     good &= into >= 0 && into < args.tile[axis];
     rest = outer;
   }
-  if (!good) args.bad[MODE == 2 && exists] = 1;  // all threads that write write the same
+  if (!good) args.bad[MODE == 2 && exists] = 1;  // all writers write the same value
 }
 
 __device__ __forceinline__ T shared_out(const TilesArgs& args, T value) {
@@ -85,7 +84,7 @@ __device__ __forceinline__ Given given(const TilesArgs& args, i64 at, bool there
   return found;
 }
 
-// The same of WIDTH neighbours.
+// Elements of WIDTH adjacent windows.
 __device__ __forceinline__ void given_all(const TilesArgs& args, i64 at, bool there,
                                           Given (&found)[WIDTH]) {
 #pragma unroll

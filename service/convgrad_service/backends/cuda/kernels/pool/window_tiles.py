@@ -1,4 +1,4 @@
-"""What windows that lie side by side give back: gradients of poolings, and max unpooling."""
+"""Gradients of poolings whose windows are adjacent, and max unpooling."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from convgrad_service.problems.windows import WindowAxis
 __all__ = ["Tiles", "WindowTiles", "tiles", "tiles_instances"]
 
 BLOCK = 128
-# Positions that a thread with channels stores to along the last axis.
+# Positions along the last axis that a thread stores to, channels last.
 PART = 16
 CHANNELS, ROWS, PLANES = 0, 1, 2
 SPREAD, ROUTE, MOVE = 0, 1, 2
 
 
 class TilesArgs(ctypes.Structure):
-    """See ``window_tiles.cu``."""
+    """Mirrors ``pool/window_tiles.cu``."""
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("x", "y", "indices", "bad")),
@@ -53,26 +53,26 @@ class TilesArgs(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """A form whose positions have one window each, of ``tile`` positions along every axis."""
+    """A form with adjacent windows of ``tile`` positions along each axis."""
 
     form: WindowForm
     tile: tuple[int, ...]
 
     @classmethod
     def of(cls, form: WindowForm) -> Tiles | None:
-        """None where windows overlap, leave gaps or differ in size."""
+        """Return None if windows overlap, have gaps or differ in size."""
         sizes = [_tile_of(axis) for axis in form.windows]
         if form.varying is not None or any(size is None for size in sizes):
             return None
         return cls(form, tuple(size for size in sizes if size is not None))
 
     def shape(self, dtype: DType) -> tuple[int, int]:
-        """The kind of kernel, and the elements of a vector."""
+        """Return the kind of kernel, and the elements of a vector."""
         form, most = self.form, CHUNK_BYTES // dtype.itemsize
         if form.last:
             return CHANNELS, form.width(dtype)
         extent = form.y_size[2]
-        # Planes whose chunks would not start at whole vectors are too large for that anyway.
+        # Planes whose chunks would not start at whole vectors are too large anyway.
         one = prod(form.x_size) == 1 and form.y_size[:2] == (1, 1)
         if one and most <= extent <= LARGEST // 32:
             return PLANES, most
@@ -90,7 +90,7 @@ def _tile_of(axis: WindowAxis) -> int | None:
 
 
 class WindowTiles:
-    """Gradients of poolings whose windows lie side by side."""
+    """Gradients of poolings whose windows are adjacent."""
 
     name = "window_tiles"
 
@@ -117,11 +117,11 @@ class WindowTiles:
 
 
 def tiles(work: WindowWork, bad: str | None, *, moves: bool = False) -> Launch:
-    """The launch, of work that `Tiles` has a form of; it ``moves`` elements for max unpooling."""
+    """Return the launch for work that has `Tiles`; ``moves`` is for max unpooling."""
     form = WindowForm.of(work)
     found = Tiles.of(form)
     if found is None:
-        raise ValueError("windows that do not lie side by side")
+        raise ValueError("windows that are not adjacent")
     kind, width = found.shape(work.dtype)
     args = TilesArgs()
     args.tile[:], args.x_size[:], args.y_size[:] = found.tile, form.x_size, form.y_size
@@ -155,7 +155,7 @@ def tiles(work: WindowWork, bad: str | None, *, moves: bool = False) -> Launch:
 
 
 def tiles_instances(*, moves: bool) -> list[Instance]:
-    """Every instance that `tiles` can name."""
+    """Return every instance that `tiles` uses."""
     modes = ((MOVE, INDEX),) if moves else ((SPREAD, (DType.INT64,)), (ROUTE, INDEX))
     found = []
     for dtype in FLOATING:

@@ -1,4 +1,4 @@
-// Poolings over windows that are ranges of positions, whatever makes them. The host's side is
+// Poolings over windows that are ranges of positions, sliding or adaptive. The host's side is
 // window_form.py.
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace convgrad {
 
-// Window o has the positions from start(o) up to, and without, stop(o), as WindowAxis says.
+// Window o has the positions [start(o), stop(o)); see WindowAxis.
 struct WindowRange {
   int whole, step;  // of positions an output: whole units, and the rest
   int first, last;
@@ -16,7 +16,7 @@ struct WindowRange {
   int wide_shift;
   u64 wide_factor;  // by_unit for products of more than 31 bits; 0 where there are none
 
-  // Below zero only `low` counts, unless the unit is 1.
+  // A negative bound is clamped to `low`, unless the unit is 1.
   __device__ __forceinline__ int floored(int o, int add) const {
     int whole_units = o * whole;
     if (wide_factor != 0) {
@@ -32,28 +32,28 @@ struct WindowRange {
   __device__ __forceinline__ int size(int o) const { return stop(o) - start(o); }
 };
 
-// x is [batch, x_size, inner], y and indices [batch, y_size, inner], contiguous. Threads are counted
-// within a chunk of the batch, one a blockIdx.y, so that they fit 31 bits.
+// x is [batch, x_size, inner], y and indices are [batch, y_size, inner], all contiguous. Threads are
+// numbered within a chunk of the batch, which blockIdx.y selects, so that numbers fit in 31 bits.
 struct WindowArgs {
   const void* x;
-  void* y;        // or null, for maxima
-  void* indices;  // or null, but for routes
-  int* bad;       // routes: what is wrong with an index; null where none can be
-  WindowRange window[3];   // of positions of y, among those of x
+  void* y;        // or null for maxima
+  void* indices;  // or null, except for routes
+  int* bad;       // routes: set for invalid indices; null if they are valid by construction
+  WindowRange window[3];   // from positions of y to those of x
   WindowRange counted[3];  // sizes of windows: of y, of x (window_sums with WEIGHTED), of routes' x
   int x_size[3];
   int y_size[3];
   int inner;
   int batch;
-  int chunk;    // threads' items of the batch in a chunk
-  int threads;  // of a chunk
+  int chunk;    // items of the batch in a chunk
+  int threads;  // in a chunk
   Divider by_vectors, by_items[3];  // of threads: along inner and y's axes
   int by_outputs;                   // whether y's sums are divided by `counted`, else by `divisor`
-  int lanes_log;                    // of the lanes of a window, those along its last axis
+  int lanes_log;                    // log2 of a window's lanes along its last axis
   double divisor, reciprocal;
 };
 
-// What a thread computes: its place among a chunk's threads, by axis.
+// What a thread computes: its coordinates among a chunk's threads.
 struct WindowItem {
   int vector, at[3], group;
 };

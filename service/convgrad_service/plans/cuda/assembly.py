@@ -1,4 +1,4 @@
-"""What planners put plans together from: pieces of work, chosen and joined."""
+"""Assembling plans from the launches chosen for each piece of work."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
+from convgrad_service.plans.cuda.common_launches import hoist_common_launches
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Chosen, Families, choose
 from convgrad_service.plans.cuda.program import (
@@ -17,35 +18,39 @@ from convgrad_service.plans.cuda.program import (
     Workspace,
     ceil_div,
 )
-from convgrad_service.plans.cuda.sharing import taken_out
 from convgrad_service.plans.cuda.works import ConvWork, activation_operand, weight_operand
 from convgrad_service.problems import Problem
 from convgrad_service.problems.convolution import ConvProblem
 
-__all__ = ["choose_conv", "conv_work", "put_together", "side_by_side"]
+__all__ = ["choose_conv", "concurrent_plan", "conv_work", "sequential_plan"]
 
 
-def put_together(chosen: Iterable[Chosen], more: Iterable[Workspace] = ()) -> CudaPlan:
-    """One plan of several pieces of work, one after another."""
+def sequential_plan(chosen: Iterable[Chosen], more: Iterable[Workspace] = ()) -> CudaPlan:
+    """Return a plan that runs several pieces of work one after another.
+
+    ``more`` is workspace beside the fragments' own.
+    """
     return _plan_of([(part, part.fragment) for part in chosen], (), more)
 
 
-def side_by_side(
+def concurrent_plan(
     branches: Sequence[Sequence[Chosen]], problem: Problem, more: Iterable[Workspace] = ()
 ) -> CudaPlan:
-    """One plan of branches that need nothing of each other, each of pieces of work one after
-    another; what they make alike of the inputs goes first."""
+    """Return a plan of independent branches, each a sequence of pieces of work.
+
+    Launches that the branches have in common run first, once.
+    """
     parts = [part for branch in branches for part in branch]
-    first, fragments = taken_out([part.fragment for part in parts], problem.inputs)
-    plan = _plan_of(list(zip(parts, fragments, strict=True)), first, more)
+    common, fragments = hoist_common_launches([part.fragment for part in parts], problem.inputs)
+    plan = _plan_of(list(zip(parts, fragments, strict=True)), common, more)
     left = iter(fragments)
     lengths = [sum(len(next(left).steps) for _ in branch) for branch in branches]
-    starts = accumulate(lengths[:-1], initial=len(first))
+    starts = accumulate(lengths[:-1], initial=len(common))
     return replace(plan, branches=tuple(starts)) if len(branches) > 1 else plan
 
 
 def _plan_of(
-    parts: Sequence[tuple[Chosen, Fragment]], first: tuple[Step, ...], more: Iterable[Workspace]
+    parts: Sequence[tuple[Chosen, Fragment]], common: tuple[Step, ...], more: Iterable[Workspace]
 ) -> CudaPlan:
     fragments = [fragment for _, fragment in parts]
     workspace = (*more, *(item for one in fragments for item in one.workspace))
@@ -58,7 +63,7 @@ def _plan_of(
         sum(ceil_div(w.size_bytes, ALIGNMENT) * ALIGNMENT for w in workspace),
         1,
         tuple(passed_over),
-        (*first, *(step for one in fragments for step in one.steps)),
+        (*common, *(step for one in fragments for step in one.steps)),
         workspace,
         tuple(check for one in fragments for check in one.checks),
         orders=tuple(f"{part.family} {part.fragment.order}".strip() for part, _ in parts),
@@ -69,17 +74,17 @@ def _plan_of(
 def conv_work(
     problem: ConvProblem, direction: Any, x: str, w: str, y: str, **more: Any
 ) -> ConvWork:
-    """A convolution on the problem's tensors, by the names of their buffers."""
+    """Return a convolution on the problem's tensors; ``x``, ``w`` and ``y`` name their buffers."""
     layout, groups = problem.layout, problem.conv.groups
-    result = more.pop("result_dtype", problem.dtype)
-    of_w = result if direction == "bwd_weight" else problem.dtype
+    result_dtype = more.pop("result_dtype", problem.dtype)
+    weight_dtype = result_dtype if direction == "bwd_weight" else problem.dtype
     return ConvWork(
         direction=direction,
         conv=problem.conv,
         dtype=problem.dtype,
-        result_dtype=result,
+        result_dtype=result_dtype,
         x=activation_operand(x, problem.dtype, layout, problem.input_spec.shape, groups),
-        w=weight_operand(w, of_w, layout, problem.weight_spec.shape, groups),
+        w=weight_operand(w, weight_dtype, layout, problem.weight_spec.shape, groups),
         y=activation_operand(y, problem.dtype, layout, problem.output_spec.shape, groups),
         precision=problem.precision,
         deterministic=problem.deterministic,
@@ -88,5 +93,5 @@ def conv_work(
 
 
 def choose_conv(work: ConvWork, device: CudaDevice, families: Families) -> Chosen:
-    """The first family of its direction that takes it."""
+    """Choose among the families of the convolution's direction."""
     return choose(families.of(work), work, device)

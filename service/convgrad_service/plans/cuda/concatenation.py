@@ -1,4 +1,4 @@
-"""Copies that put the operands of two products side by side: see `problems.joined`."""
+"""Copies that concatenate the operands of two products: see `problems.concatenation`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from convgrad_service.plans.cuda.works import (
     contiguous_strides,
     size3,
 )
+from convgrad_service.problems.concatenation import MAX_DIMENSIONS, concatenate
 from convgrad_service.problems.geometry import ConvShape
-from convgrad_service.problems.joined import MOST_DIMENSIONS, joined
 
-__all__ = ["JoinedPlan", "plan_joined"]
+__all__ = ["ConcatenatedOperands", "concatenate_operands"]
 
 # Canonical axes, of activations (N, G, C, D, H, W) and weights (G, K, C, T, R, S).
 ACTIVATION_LAST, ACTIVATION_FIRST = (0, 3, 4, 5, 1, 2), (0, 1, 2, 3, 4, 5)
@@ -27,8 +27,8 @@ PRODUCTS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class JoinedPlan:
-    """The larger convolution, its two operands, and what makes them."""
+class ConcatenatedOperands:
+    """The larger convolution, its two operands, and the copies that fill them."""
 
     conv: ConvShape
     activation: Operand
@@ -37,32 +37,32 @@ class JoinedPlan:
     workspace: tuple[Workspace, ...]
 
 
-def plan_joined(
+def concatenate_operands(
     conv: ConvShape,
     direction: Literal["fwd", "bwd_data"],
     activations: Sequence[Operand],
     weights: Sequence[Operand],
     prefix: str,
-) -> JoinedPlan:
-    """Of two products, each of an activation (x, or y backward) and a weight.
+) -> ConcatenatedOperands:
+    """Concatenate two products, each of an activation (x, or y backward) and a weight.
 
-    Joined by channels, both become channels last, as the kernels want them.
+    Operands concatenated along channels become channels last, which fast kernels read.
     """
-    found = joined(conv, direction)
+    found = concatenate(conv, direction)
     forward = direction == "fwd"
     size = conv.input_size if forward else conv.output_size
     channels = conv.in_channels_per_group, conv.out_channels_per_group
     last = activations[0].channels_last or not found.by_taps
-    # A tap's dimension is the one before the convolution's own.
-    tap = 2 + MOST_DIMENSIONS - conv.ndim
-    activation, of_activation = _side_by_side(
+    # The additional spatial dimension is the one before the convolution's own.
+    tap = 2 + MAX_DIMENSIONS - conv.ndim
+    activation, activation_copies = _concatenated(
         activations,
         (conv.batch, conv.groups, channels[not forward], *size3(size)),
         ACTIVATION_LAST if last else ACTIVATION_FIRST,
         tap if found.by_taps else 2,
         f"{prefix}joined_activation",
     )
-    weight, of_weight = _side_by_side(
+    weight, weight_copies = _concatenated(
         weights[::-1] if found.reversed_taps else weights,
         (conv.groups, channels[1], channels[0], *size3(conv.kernel_size)),
         WEIGHT_LAST if last else WEIGHT_FIRST,
@@ -77,24 +77,25 @@ def plan_joined(
         )
     )
     workspace = tuple(Workspace(one.buffer, size_bytes) for one, size_bytes in sizes)
-    return JoinedPlan(found.conv, activation, weight, (*of_activation, *of_weight), workspace)
+    copies = (*activation_copies, *weight_copies)
+    return ConcatenatedOperands(found.conv, activation, weight, copies, workspace)
 
 
-def _side_by_side(
+def _concatenated(
     sources: Sequence[Operand],
     extents: tuple[int, ...],
     order: tuple[int, ...],
-    along: int,
+    axis: int,
     name: str,
 ) -> tuple[Operand, list[Copy]]:
-    """One operand that holds all of the sources, one after another ``along`` an axis.
+    """Return the concatenation of the sources along an axis, and the copies that fill it.
 
-    ``order`` is that of the axes in memory.
+    ``extents`` are those of one source; ``order`` lists the axes as they lie in memory.
     """
-    shape = [extents[axis] * (len(sources) if axis == along else 1) for axis in order]
+    shape = [extents[each] * (len(sources) if each == axis else 1) for each in order]
     strides = [0] * 6
-    for axis, stride in zip(order, contiguous_strides(tuple(shape)), strict=True):
-        strides[axis] = stride
+    for each, stride in zip(order, contiguous_strides(tuple(shape)), strict=True):
+        strides[each] = stride
     n, g, c, d, h, w = strides
     target = Operand(name, sources[0].dtype, (n, g, c, d, h, w))
     copies = [
@@ -103,9 +104,9 @@ def _side_by_side(
             name,
             source.dtype,
             tuple(CopyAxis(extents[a], source.strides[a], strides[a]) for a in order),
-            target_start=place * extents[along] * strides[along],
+            target_start=index * extents[axis] * strides[axis],
             follows=False,
         )
-        for place, source in enumerate(sources)
+        for index, source in enumerate(sources)
     ]
     return target, copies

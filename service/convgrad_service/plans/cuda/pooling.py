@@ -1,4 +1,7 @@
-"""Plans of average pooling, adaptive pooling and max unpooling: pieces of work on whole planes."""
+"""The work of average pooling, adaptive pooling, max unpooling, and max pooling without dilation.
+
+Max pooling with dilation is in `planner`.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +39,11 @@ __all__ = [
     "unpool_forward",
 ]
 
-Parts = tuple[list[Chosen], list[Workspace]]
-"""What a problem's work is done by, one after another, and the memory between them."""
+Sequential = tuple[list[Chosen], list[Workspace]]
+"""Pieces of work that run one after another, and the workspace between them."""
 
 
-def average_forward(problem: AvgPoolFwd, device: CudaDevice, families: Families) -> Parts:
+def average_forward(problem: AvgPoolFwd, device: CudaDevice, families: Families) -> Sequential:
     """avg_pool_fwd and adaptive_avg_pool_fwd."""
     work = WindowWork(
         kind="sums",
@@ -55,7 +58,7 @@ def average_forward(problem: AvgPoolFwd, device: CudaDevice, families: Families)
     return [choose(families.windows, work, device)], []
 
 
-def average_backward(problem: AvgPoolBwd, device: CudaDevice, families: Families) -> Parts:
+def average_backward(problem: AvgPoolBwd, device: CudaDevice, families: Families) -> Sequential:
     """avg_pool_bwd and adaptive_avg_pool_bwd."""
     work = WindowWork(
         kind="sums",
@@ -72,7 +75,7 @@ def average_backward(problem: AvgPoolBwd, device: CudaDevice, families: Families
 
 def adaptive_max_forward(
     problem: AdaptiveMaxPoolFwd, device: CudaDevice, families: Families
-) -> Parts:
+) -> Sequential:
     """adaptive_max_pool_fwd."""
     work = WindowWork(
         kind="maxima",
@@ -88,13 +91,13 @@ def adaptive_max_forward(
 
 def adaptive_max_backward(
     problem: AdaptiveMaxPoolBwd, device: CudaDevice, families: Families
-) -> Parts:
-    """adaptive_max_pool_bwd: from the input by way of indices in a workspace."""
+) -> Sequential:
+    """adaptive_max_pool_bwd; from an input, it computes indices in a workspace first."""
     planes, chosen, workspace = _planes(problem), [], []
     indices, index_dtype = "indices", problem.index_dtype
     if index_dtype is None:
         spec = problem.inputs["grad_output"]
-        indices, index_dtype = "maxima", _index_of(problem.input_size)
+        indices, index_dtype = "maxima", _index_dtype(problem.input_size)
         workspace.append(Workspace(indices, spec.elements * index_dtype.itemsize))
         found = WindowWork(
             kind="maxima",
@@ -122,7 +125,7 @@ def adaptive_max_backward(
 
 
 def max_forward(problem: MaxPoolFwd, device: CudaDevice, families: Families) -> Chosen:
-    """maxpool1d_fwd to maxpool3d_fwd of windows that are not dilated."""
+    """maxpool1d_fwd to maxpool3d_fwd without dilation."""
     pool = problem.pool
     work = WindowWork(
         kind="maxima",
@@ -140,7 +143,7 @@ def max_forward(problem: MaxPoolFwd, device: CudaDevice, families: Families) -> 
 
 
 def _sliding(pool: PoolShape) -> tuple[WindowAxis, ...]:
-    """The windows of a max pooling that are not dilated."""
+    """Return the windows of a max pooling without dilation."""
     befores = [before for before, _ in pool.padding]
     sides = pool.input_size, pool.output_size, pool.kernel_size, pool.stride, befores
     return tuple(map(WindowAxis.sliding, *sides))
@@ -149,7 +152,7 @@ def _sliding(pool: PoolShape) -> tuple[WindowAxis, ...]:
 def max_backward_from_indices(
     problem: MaxPoolBwd, device: CudaDevice, families: Families
 ) -> Chosen:
-    """maxpool1d_bwd to maxpool3d_bwd of windows that are not dilated, from indices."""
+    """maxpool1d_bwd to maxpool3d_bwd without dilation, from indices."""
     pool = problem.pool
     windows = _sliding(pool)
     work = WindowWork(
@@ -169,7 +172,7 @@ def max_backward_from_indices(
     return choose(families.windows, work, device)
 
 
-def unpool_forward(problem: MaxUnpoolFwd, device: CudaDevice, families: Families) -> Parts:
+def unpool_forward(problem: MaxUnpoolFwd, device: CudaDevice, families: Families) -> Sequential:
     """max_unpool_fwd."""
     work = UnpoolWork(
         kind="scatter",
@@ -184,7 +187,7 @@ def unpool_forward(problem: MaxUnpoolFwd, device: CudaDevice, families: Families
     return [choose(families.unpool, work, device)], []
 
 
-def unpool_backward(problem: MaxUnpoolBwd, device: CudaDevice, families: Families) -> Parts:
+def unpool_backward(problem: MaxUnpoolBwd, device: CudaDevice, families: Families) -> Sequential:
     """max_unpool_bwd."""
     work = UnpoolWork(
         kind="gather",
@@ -198,13 +201,13 @@ def unpool_backward(problem: MaxUnpoolBwd, device: CudaDevice, families: Familie
     return [choose(families.unpool, work, device)], []
 
 
-def _index_of(size: Size) -> DType:
-    """The narrower type that counts a plane's positions."""
+def _index_dtype(size: Size) -> DType:
+    """Return the narrowest type that indexes a plane of this size."""
     return DType.INT32 if prod(size) <= 2**31 else DType.INT64
 
 
 def _planes(problem: PlaneProblem) -> dict[str, Any]:
-    """The fields of a work that say how its planes lie."""
+    """Return the fields of a piece of work that describe its planes."""
     return {
         "batch": problem.batch,
         "channels": problem.channels,

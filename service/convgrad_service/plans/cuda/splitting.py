@@ -1,4 +1,4 @@
-"""In how many pieces a problem fits a GPU's memory."""
+"""How many parts a problem must be split into to fit a GPU's memory."""
 
 from __future__ import annotations
 
@@ -7,23 +7,30 @@ from collections.abc import Callable
 from convgrad.errors import DeviceOutOfMemory
 from convgrad_service.problems.base import Problem
 
-__all__ = ["parts_for"]
+__all__ = ["parts_that_fit"]
 
-MOST_PARTS = 2**16
+MAX_PARTS = 2**16
 
 
-def parts_for(problem: Problem, room_bytes: int, needed: Callable[[Problem], int]) -> int:
-    """The fewest parts, by powers of two, of which each needs at most ``room_bytes``.
+def parts_that_fit(problem: Problem, room_bytes: int, needed: Callable[[Problem], int]) -> int:
+    """Return the smallest power of two of parts that each need at most ``room_bytes``.
 
-    Raises:
-        DeviceOutOfMemory: not even the smallest parts fit.
+    Parameters
+    ----------
+    needed : callable
+        Returns the bytes that a problem needs on the device.
+
+    Raises
+    ------
+    DeviceOutOfMemory
+        Not even the smallest parts fit.
     """
     size, parts, pieces = needed(problem), 1, 1
-    while size > room_bytes and parts <= MOST_PARTS:
+    while size > room_bytes and parts <= MAX_PARTS:
         parts *= 2
         split = problem.split(parts)
         if len(split) == pieces:
-            break  # cut as finely as it can be
+            break  # the problem cannot be split any further
         pieces = len(split)
         size = needed(max((piece.problem for piece in split), key=lambda part: part.memory_bytes))
     if size <= room_bytes:

@@ -1,4 +1,4 @@
-"""Waits that end when nobody wants the answer any more."""
+"""Waiting for the GPU or the compiler until a request is cancelled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _POLL_S = 0.05
 
 
 def stop_if(cancelled: threading.Event | None) -> None:
-    """Raise DeadlineExceeded once ``cancelled`` is set; called between the steps of a problem."""
+    """Report progress and raise DeadlineExceeded if cancelled; called between a problem's steps."""
     if isinstance(cancelled, Cancellation):
         cancelled.advanced()
     if cancelled is not None and cancelled.is_set():
@@ -22,7 +22,7 @@ def stop_if(cancelled: threading.Event | None) -> None:
 
 
 def wait_for(compiled: Future[None] | None, cancelled: threading.Event | None) -> None:
-    """Wait until kernels are compiled; raises why they cannot be, or as `stop_if`."""
+    """Wait until kernels are compiled; raise the compiler's error, or as `stop_if`."""
     while compiled is not None:
         try:
             compiled.result(_POLL_S)

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from convgrad.contract import OPERATIONS, validate
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.on_device import (
-    OnDevice,
+from convgrad_service.backends.cuda.device_tensors import (
+    CudaTensor,
     on_the_host,
     read_in_place,
     write_in_place,
@@ -24,11 +24,11 @@ SHAPE = (4, 3, 6, 5)
 BASE = 1 << 20
 
 
-def whole(shape: tuple[int, ...] = SHAPE, address: int = BASE) -> OnDevice:
-    return OnDevice.whole(address, TensorSpec(shape, DType.BFLOAT16), None)
+def whole(shape: tuple[int, ...] = SHAPE, address: int = BASE) -> CudaTensor:
+    return CudaTensor.whole(address, TensorSpec(shape, DType.BFLOAT16), None)
 
 
-def elements(found: OnDevice, data: NDArray[Any]) -> NDArray[Any]:
+def elements(found: CudaTensor, data: NDArray[Any]) -> NDArray[Any]:
     """What the rows of a tensor hold, in an allocation that holds ``data`` at BASE."""
     count, pitch, width = found.rows
     flat = data.reshape(-1).view(np.uint8)
@@ -71,7 +71,7 @@ def test_every_piece_of_a_problem_is_a_set_of_rows() -> None:
             for piece in problem.split(parts):
                 for name, cut in (*piece.inputs.items(), *piece.outputs.items()):
                     spec = {**problem.inputs, **problem.outputs}[name]
-                    found = OnDevice.whole(BASE, spec, None)[cut]
+                    found = CudaTensor.whole(BASE, spec, None)[cut]
                     count, _, width = found.rows
                     assert count * width == found.nbytes
 
@@ -87,7 +87,7 @@ def test_kernels_use_what_suits_them_where_it_lies() -> None:
     copied: list[tuple[int, Any]] = []
     addresses = {"a": 1, "b": 2, "c": 3}
 
-    class Odd(OnDevice):
+    class Odd(CudaTensor):
         def copy_to(self, address: int, stream: Any) -> None:
             copied.append((address, stream))
 
@@ -106,13 +106,13 @@ def test_a_stored_tensor_is_uploaded_once_and_again_when_forgotten() -> None:
     uploads: list[Any] = []
     room = [True]
 
-    def upload(array: NDArray[Any]) -> OnDevice | None:
+    def upload(array: NDArray[Any]) -> CudaTensor | None:
         uploads.append(array)
         return whole() if room[0] else None
 
     residents, array = Residents(upload, upload), np.zeros(SHAPE)
     first = residents.of(7, 0, array)
-    assert isinstance(first, OnDevice)
+    assert isinstance(first, CudaTensor)
     assert residents.of(7, 0, array) is first
     assert len(uploads) == 1
     residents.of(8, 0, array)
@@ -131,7 +131,7 @@ def test_a_stored_tensor_is_uploaded_once_and_again_when_forgotten() -> None:
 def test_a_result_that_stays_is_there_once_all_of_it_is_written() -> None:
     uploads: list[Any] = []
 
-    def upload(array: NDArray[Any]) -> OnDevice:
+    def upload(array: NDArray[Any]) -> CudaTensor:
         uploads.append(array)
         return whole()
 
@@ -171,7 +171,7 @@ def test_kernels_write_to_what_stays_where_one_copy_brings_it_to_the_host() -> N
         counted[0] += size
 
     spec = TensorSpec(SHAPE, DType.FLOAT32)
-    kept = Mirrored(OnDevice.whole(BASE, spec, None), host, count)
+    kept = Mirrored(CudaTensor.whole(BASE, spec, None), host, count)
     places = places_of(problem, {"output": kept})
     assert places == {"output": kept}
     assert mirrored(places) == [kept]
@@ -189,7 +189,7 @@ def test_kernels_write_to_what_stays_where_one_copy_brings_it_to_the_host() -> N
     assert isinstance(place, np.ndarray)
     assert isinstance(places_of(problem, {})["output"], np.ndarray)
 
-    class Recorded(OnDevice):
+    class Recorded(CudaTensor):
         def fill(self, array: NDArray[Any]) -> None:
             counted.append(array.nbytes)
 

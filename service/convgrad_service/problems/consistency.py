@@ -1,8 +1,4 @@
-"""Whether a request's tensors and parameters agree with one another.
-
-The checks that several operations share stand here once; each operation's own module says which
-of them apply.
-"""
+"""Checks that a request's tensors and parameters are consistent, shared by several operations."""
 
 from __future__ import annotations
 
@@ -37,12 +33,14 @@ __all__ = [
 def agreed_groups(
     layout: Layout, stated: int, *tensors: Activation | Filter, prefix: str = ""
 ) -> int:
-    """The groups: stated, or in a grouped layout the tensors' own.
+    """Return the number of groups: as stated, or in a grouped layout that of the tensors.
 
-    There ``groups`` may stay at its default of 1, or repeat what the tensors say.
+    In a grouped layout ``stated`` may be its default of 1.
 
-    Raises:
-        InvalidProblem: two sources differ, or fewer than one group.
+    Raises
+    ------
+    InvalidProblem
+        Tensors or ``stated`` differ, or there is less than one group.
     """
     positive(f"{prefix}groups", stated)
     if not layout.grouped:
@@ -64,11 +62,7 @@ def agreed_groups(
 
 
 def divisible(what: str, channels: int, groups: int) -> None:
-    """Hold a number of channels to be a multiple of the groups.
-
-    Raises:
-        InvalidProblem: it is not.
-    """
+    """Raise InvalidProblem unless the channels are a multiple of the groups."""
     if channels % groups:
         raise InvalidProblem(
             f"{what} has {show(channels)} channels; expected a multiple of groups, {show(groups)}"
@@ -76,7 +70,7 @@ def divisible(what: str, channels: int, groups: int) -> None:
 
 
 def same_batch(a: Activation, b: Activation) -> None:
-    """Raises InvalidProblem unless both have one N."""
+    """Raise InvalidProblem unless both have the same N."""
     if a.batch != b.batch:
         raise InvalidProblem(
             f"{a.name} has shape {tuple_text(a.shape)}, a batch of {a.batch}; expected "
@@ -85,7 +79,7 @@ def same_batch(a: Activation, b: Activation) -> None:
 
 
 def same_channels(weight: Filter, activation: Activation) -> None:
-    """Raises InvalidProblem unless the weight has an output channel for each of the tensor's."""
+    """Raise InvalidProblem unless the weight has as many output channels as the activation has."""
     if weight.out_channels != activation.channels:
         raise InvalidProblem(
             f"{weight.name} has shape {tuple_text(weight.shape)}, {weight.out_channels} output "
@@ -94,15 +88,17 @@ def same_channels(weight: Filter, activation: Activation) -> None:
 
 
 def check_filter_inputs(layout: Layout, weight: Filter, input: Activation, groups: int) -> None:
-    """Hold a weight's input channels against those of the input.
+    """Check a weight's input channels.
 
-    Raises:
-        InvalidProblem: not C/groups of them, or channels that the groups do not divide.
+    Raises
+    ------
+    InvalidProblem
+        There are not C/groups of them, or channels are no multiple of the groups.
     """
     divisible(input.name, input.channels, groups)
     divisible(f"the output of {weight.name}", weight.out_channels, groups)
     expected = weight_shape(layout, groups, input.channels, weight.out_channels, weight.kernel)
-    # PyTorch keeps its weights in KCRS whatever the memory format.
+    # PyTorch's weights are KCRS in every memory format, so say what is expected here.
     order = (
         "" if layout.weight.startswith("KC") else f"; in {layout.name} a weight is {layout.weight}"
     )
@@ -115,10 +111,12 @@ def check_filter_inputs(layout: Layout, weight: Filter, input: Activation, group
 
 
 def check_output_size(layout: Layout, name: str, shape: Sequence[int], conv: ConvShape) -> None:
-    """Hold the shape of `name`, an output's gradient, against the formula.
+    """Check the shape of ``name``, the gradient of a convolution's output.
 
-    Raises:
-        InvalidProblem: they differ, or the kernel does not fit into the input.
+    Raises
+    ------
+    InvalidProblem
+        It is not the output's shape, or the kernel does not fit into the input.
     """
     size = conv_output_size(
         "the input", conv.input_size, conv.kernel_size, conv.stride, conv.padding, conv.dilation
@@ -132,10 +130,12 @@ def check_output_size(layout: Layout, name: str, shape: Sequence[int], conv: Con
 
 
 def check_bias(name: str, bias: NDArray[Any] | None, channels: int) -> bool:
-    """Whether there is a bias; if so it has one value for each output channel.
+    """Return whether there is a bias.
 
-    Raises:
-        InvalidProblem: another shape.
+    Raises
+    ------
+    InvalidProblem
+        It does not have one value for each output channel.
     """
     if bias is None:
         return False

@@ -1,6 +1,6 @@
-"""Tensors that lie in the GPU's memory already: no host copy is made of what is read or written.
+"""Tensors that are in the GPU's memory already and are read and written there.
 
-Others' allocations are opened by their IPC handles; stored tensors are in `residents`.
+They belong to other processes, by CUDA IPC handles, or are stored tensors (`residents`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from convgrad_service.plans.cuda.program import ALIGNMENT
 from convgrad_service.problems.base import Slices, TensorSpec
 
 __all__ = [
+    "CudaTensor",
     "IpcMemory",
-    "OnDevice",
     "on_the_host",
     "read_in_place",
     "write_in_place",
@@ -33,10 +33,10 @@ _HANDLE_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class OnDevice:
-    """A tensor on the GPU, or a part of one cut as arrays are; ``owner`` keeps its memory alive.
+class CudaTensor:
+    """A tensor in GPU memory, or a slice of one; ``strides`` are in bytes.
 
-    ``strides`` count bytes.
+    ``owner`` keeps the memory alive.
     """
 
     address: int
@@ -46,8 +46,8 @@ class OnDevice:
     owner: Any
 
     @classmethod
-    def whole(cls, address: int, spec: TensorSpec, owner: Any) -> OnDevice:
-        """A tensor that lies row by row."""
+    def whole(cls, address: int, spec: TensorSpec, owner: Any) -> CudaTensor:
+        """Return a row-major tensor."""
         dtype = np.dtype(spec.dtype.numpy)
         strides = tuple(dtype.itemsize * prod(spec.shape[i + 1 :]) for i in range(len(spec.shape)))
         return cls(address, spec.shape, strides, dtype, owner)
@@ -58,14 +58,17 @@ class OnDevice:
 
     @property
     def is_aligned(self) -> bool:
-        """Whether a kernel can use it where it lies."""
+        """Whether kernels can use it in place: it is aligned and contiguous."""
         return self.address % ALIGNMENT == 0 and self.rows[0] == 1
 
     @property
     def rows(self) -> tuple[int, int, int]:
-        """It as rows of equal distance: how many, how many bytes apart, how many bytes each.
+        """The number of equidistant rows that it consists of, their pitch and width in bytes.
 
-        Raises ValueError where it is more scattered than cuts of one dimension leave it.
+        Raises
+        ------
+        ValueError
+            It is sliced in more than one dimension, so there are no such rows.
         """
         width, pitch, count = self.dtype.itemsize, 0, 1
         for extent, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
@@ -81,23 +84,23 @@ class OnDevice:
                 raise ValueError(f"shape {self.shape} of strides {self.strides} is no set of rows")
         return count, pitch or width, width
 
-    def __getitem__(self, cut: Slices) -> OnDevice:
-        """The part that these slices, of step 1, leave."""
+    def __getitem__(self, cut: Slices) -> CudaTensor:
+        """Return a slice of it, of step 1."""
         bounds = [
             each.indices(extent)[:2]
             for each, extent in zip(cut, self.shape[: len(cut)], strict=True)
         ]
         starts = [start * stride for (start, _), stride in zip(bounds, self.strides, strict=False)]
         shape = (*(stop - start for start, stop in bounds), *self.shape[len(cut) :])
-        return OnDevice(self.address + sum(starts), shape, self.strides, self.dtype, self.owner)
+        return CudaTensor(self.address + sum(starts), shape, self.strides, self.dtype, self.owner)
 
     def copy_to(self, address: int, stream: Any) -> None:
-        """Copy it to device memory that lies row by row; returns before the copy ends."""
+        """Start to copy it to contiguous device memory."""
         count, pitch, width = self.rows
         _copy(address, width, self.address, pitch, width, count, stream)
 
     def copy_from(self, address: int, stream: Any) -> None:
-        """Fill it from device memory that lies row by row; returns before the copy ends."""
+        """Start to fill it from contiguous device memory."""
         count, pitch, width = self.rows
         _copy(self.address, pitch, address, width, width, count, stream)
 
@@ -112,7 +115,7 @@ class OnDevice:
         )  # fmt: skip
 
     def read(self, target: NDArray[Any]) -> None:
-        """Copy it to a contiguous array of the host, and wait."""
+        """Copy it to a contiguous host array, and wait."""
         count, pitch, width = self.rows
         runtime = import_cupy().cuda.runtime
         runtime.memcpy2D(
@@ -122,12 +125,12 @@ class OnDevice:
 
 
 class IpcMemory:
-    """A part of another process's allocation, opened by its handle; for the device's context.
+    """A region of another process's allocation, mapped by its IPC handle into the current context.
 
     Raises
     ------
     InvalidProblem
-        The handle opens nothing here, or the allocation is smaller than was said.
+        The handle cannot be opened, or the allocation is smaller than ``size_bytes``.
     """
 
     def __init__(self, handle: bytes, size_bytes: int) -> None:
@@ -149,24 +152,24 @@ class IpcMemory:
                 "not in it"
             )
 
-    def array(self, offset: int, spec: TensorSpec) -> OnDevice:
+    def array(self, offset: int, spec: TensorSpec) -> CudaTensor:
         """A tensor in it."""
-        return OnDevice.whole(self._address + offset, spec, self)
+        return CudaTensor.whole(self._address + offset, spec, self)
 
     def close(self) -> None:
-        """Let go of it: nothing uses it any more."""
+        """Unmap it; nothing may use it any more."""
         self._runtime.ipcCloseMemHandle(self._address)
 
 
 def read_in_place(
     tensors: Mapping[str, Any], addresses: dict[str, int], stream: Any
 ) -> dict[str, NDArray[Any]]:
-    """Have kernels read tensors on the device where they are; the others, to be uploaded.
+    """Set the addresses of tensors on the device, and return the others, which must be uploaded.
 
-    What no kernel can read as it lies is copied to its address.
+    A tensor that is not aligned is copied to the address that it had.
     """
     for name, tensor in tensors.items():
-        if isinstance(tensor, OnDevice):
+        if isinstance(tensor, CudaTensor):
             if tensor.is_aligned:
                 addresses[name] = tensor.address
             else:
@@ -174,12 +177,12 @@ def read_in_place(
     return on_the_host(tensors)
 
 
-def write_in_place(outputs: Mapping[str, Any], addresses: dict[str, int]) -> dict[str, OnDevice]:
-    """Have kernels write outputs on the device to where they belong; those that must be moved."""
+def write_in_place(outputs: Mapping[str, Any], addresses: dict[str, int]) -> dict[str, CudaTensor]:
+    """Set the addresses of outputs on the device; return those that must be copied afterwards."""
     to_move = {}
     for name, place in outputs.items():
         target = place.device if isinstance(place, Mirrored) else place
-        if isinstance(target, OnDevice):
+        if isinstance(target, CudaTensor):
             if target.is_aligned:
                 addresses[name] = target.address
             else:
@@ -188,11 +191,11 @@ def write_in_place(outputs: Mapping[str, Any], addresses: dict[str, int]) -> dic
 
 
 def on_the_host(tensors: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-    """Those that are plain arrays, and the copies of those that are on both."""
+    """Return the host arrays: plain tensors, and the host copies of `Mirrored` ones."""
     return {
         name: each.host if isinstance(each, Mirrored) else each
         for name, each in tensors.items()
-        if not isinstance(each, OnDevice)
+        if not isinstance(each, CudaTensor)
     }
 
 
@@ -211,7 +214,7 @@ def _copy(
 
 
 def _allocation_of(address: int) -> tuple[int, int]:
-    """Where the allocation that holds an address begins, and its size; for a current context."""
+    """Return start and size of the allocation that contains an address in the current context."""
     driver = ctypes.CDLL("libcuda.so.1")
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     status = driver.cuMemGetAddressRange_v2(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import Packed
 from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.plans.cuda.common_launches import hoist_common_launches
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.plans.cuda.program import (
@@ -16,7 +17,6 @@ from convgrad_service.plans.cuda.program import (
     Step,
     Workspace,
 )
-from convgrad_service.plans.cuda.sharing import taken_out
 from convgrad_service.problems import ConvBackward
 from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import LAYOUTS
@@ -92,7 +92,7 @@ def test_only_the_same_launch_of_the_same_input_is_shared() -> None:
     }
     for what, step in cases.items():
         second = fragment("second", step, workspace="w2")
-        common, left = taken_out([first, second], ["x", "y"])
+        common, left = hoist_common_launches([first, second], ["x", "y"])
         assert common == (), what
         assert left == [first, second], what
 
@@ -100,7 +100,7 @@ def test_only_the_same_launch_of_the_same_input_is_shared() -> None:
 def test_what_is_shared_is_renamed_wherever_it_is_used() -> None:
     first = fragment("first", launch(b"a", "x", "w1"), launch(b"b", "w1", "o1"), workspace="w1")
     second = fragment("second", launch(b"a", "x", "w2"), launch(b"c", "o2", "w2"), workspace="w2")
-    common, left = taken_out([first, second], ["x"])
+    common, left = hoist_common_launches([first, second], ["x"])
     assert common == (launch(b"a", "x", "w1"),)
     assert left[0] == fragment("first", launch(b"b", "w1", "o1"), workspace="w1")
     assert left[1] == Fragment("second", (launch(b"c", "o2", "w1"),))
@@ -110,6 +110,6 @@ def test_a_workspace_that_was_written_before_is_not_shared() -> None:
     """The launch may add to what is there."""
     first = fragment("first", launch(b"a", "x", "w1"), workspace="w1")
     second = fragment("second", Clear("w2", 16), launch(b"a", "x", "w2"), workspace="w2")
-    common, left = taken_out([first, second], ["x"])
+    common, left = hoist_common_launches([first, second], ["x"])
     assert common == ()
     assert left == [first, second]

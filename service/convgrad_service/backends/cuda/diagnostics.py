@@ -1,4 +1,4 @@
-"""What `CudaBackend` offers to those who verify and time: references, a stopwatch, peak rates."""
+"""The part of `CudaBackend` for verification and timing: references, a stopwatch, peak rates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from convgrad.contract.timing import Device
 from convgrad.errors import DeviceOutOfMemory, UnsupportedProblem
 from convgrad_service.backends.base import Rates
-from convgrad_service.backends.cuda.cancelling import wait_for
+from convgrad_service.backends.cuda.cancellation import wait_for
 from convgrad_service.backends.cuda.device import cuda_driver_major, import_cupy
 from convgrad_service.backends.cuda.graphs import Graphs
 from convgrad_service.backends.cuda.launch import Kernels
@@ -26,11 +26,11 @@ from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.plans.cuda.program import CudaPlan
 from convgrad_service.problems.base import Problem
 
-__all__ = ["Examined", "peak_flops_per_s"]
+__all__ = ["Diagnostics", "peak_flops_per_s"]
 
 Tensors = Mapping[str, NDArray[Any]]
 
-# Dense FLOPs a clock and multiprocessor of the tensor cores, in 16-bit types and in float64.
+# FLOPs for each clock and multiprocessor, of dense tensor cores, in 16-bit types and in float64.
 _PER_CLOCK: Mapping[tuple[int, int], tuple[int, int]] = {
     (8, 0): (2048, 128),
     (8, 6): (1024, 4),
@@ -39,25 +39,24 @@ _PER_CLOCK: Mapping[tuple[int, int], tuple[int, int]] = {
     (10, 0): (8192, 128),
     (12, 0): (1024, 4),
 }
-# float32 by TF32, or by six products in bfloat16.
-_OF_FLOAT32 = {"high": 1 / 2, "highest": 1 / 6}
-# An empty node of a graph, as measured on an H200.
+# Rate of float32 relative to 16-bit types: by TF32, or by six products in bfloat16.
+_FLOAT32_RATE = {"high": 1 / 2, "highest": 1 / 6}
+# An empty graph node, measured on an H200.
 _LAUNCH_S = 3.1e-6
 _COPY_BYTES, _REPEATS = 512 * 2**20, 5
 
 
 def peak_flops_per_s(device: CudaDevice, clock_hz: float, dtype: str, precision: str) -> float:
-    """The most that the device computes in a type, on paper."""
-    known = _PER_CLOCK.get(device.capability)
-    of_16_bits, of_64 = known if known is not None else _PER_CLOCK[9, 0]
-    each = float(of_64) if dtype == "float64" else float(of_16_bits)
+    """Return the device's theoretical peak in a type."""
+    bits16, float64 = _PER_CLOCK.get(device.capability, _PER_CLOCK[9, 0])
+    rate = float(float64 if dtype == "float64" else bits16)
     if dtype == "float32":
-        each *= _OF_FLOAT32[precision]
-    return each * device.multiprocessors * clock_hz
+        rate *= _FLOAT32_RATE[precision]
+    return rate * device.multiprocessors * clock_hz
 
 
-class Examined:
-    """A part of `CudaBackend`."""
+class Diagnostics:
+    """Base class of `CudaBackend`."""
 
     name: str
     device: CudaDevice
@@ -91,7 +90,7 @@ class Examined:
         return ReferenceKernels(find_nvrtc(cuda_driver_major()), self.device.architecture)
 
     def rates(self, dtype: str, precision: str) -> Rates:
-        """See `ServingBackend.rates`: computing on paper, moving as measured."""
+        """See `ServingBackend.rates`: FLOP/s are theoretical, bandwidth is measured."""
         attributes = self._cuda.Device(self._index).attributes
         clock_hz = 1e3 * attributes["ClockRate"]
         return Rates(
@@ -120,7 +119,7 @@ class Examined:
     def stopwatch(
         self, problem: Problem, tensors: Tensors, out: Tensors
     ) -> Iterator[CudaStopwatch]:
-        """See `ServingBackend.stopwatch`: the plan's graph on tensors in the device's memory."""
+        """See `ServingBackend.stopwatch`: times the plan's graph on tensors in device memory."""
         if self._parts(problem) > 1:
             raise DeviceOutOfMemory(
                 f"{problem.operation} takes more memory than {self.device.name} has, and what is "
@@ -150,18 +149,18 @@ class Examined:
             addresses = arena.addresses(memory.ptr)
             views = {}
             for name, spec in (*problem.inputs.items(), *problem.outputs.items()):
-                place = memory + (addresses[name] - memory.ptr)
-                views[name] = cupy.ndarray(spec.shape, spec.dtype.numpy, place)
+                pointer = memory + (addresses[name] - memory.ptr)
+                views[name] = cupy.ndarray(spec.shape, spec.dtype.numpy, pointer)
                 if name in problem.inputs:
                     data = tensors[name].ctypes.data
                     self._cuda.runtime.memcpy(addresses[name], data, spec.size_bytes, 1)
             try:
-                # Once as it is, which makes what a recording cannot make, and then recorded.
-                self._graphs.side_by_side(plan, addresses, stream)
+                # A first run creates the streams and zeros, which a capture cannot.
+                self._graphs.run_steps(plan, addresses, stream)
                 stream.synchronize()
                 stream.begin_capture()
                 try:
-                    self._graphs.side_by_side(plan, addresses, stream)
+                    self._graphs.run_steps(plan, addresses, stream)
                 finally:
                     graph = stream.end_capture()
                 flush = flusher()
@@ -179,13 +178,13 @@ class Examined:
                     others,
                 )
             finally:
-                # Nothing may still run on memory that goes back to the pool.
+                # Kernels must have ended before their memory returns to the pool.
                 stream.synchronize()
 
     def _others(
         self, problem: Problem, tensors: Tensors, chosen: CudaPlan, flush: Flusher
     ) -> Iterator[tuple[str, AbstractContextManager[CudaStopwatch]]]:
-        """Plans without the families of those before, until nothing computes the problem."""
+        """Yield plans without the families of earlier ones, until no family is left."""
         excluded = set(chosen.families)
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Copies between Ascend's blocked 3D formats and the plain ones that kernels read and write."""
+"""Conversions between Ascend's blocked 3D formats and the plain layouts that kernels use."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from convgrad_service.problems import Conv3dBackpropInput
 from convgrad_service.problems.formats3d import N0
 from convgrad_service.problems.layouts import LAYOUTS, activation_shape, weight_shape
 
-__all__ = ["FormatPlan", "plan_formats"]
+__all__ = ["Conversion", "convert_formats"]
 
-# What a blocked format becomes: its innermost dimension is channels already.
+# Blocked formats are converted to channels last: their innermost dimension is channels too.
 _LAST = LAYOUTS["NDHWC"]
 
 
 @dataclass(frozen=True, slots=True)
-class FormatPlan:
-    """The plain operands of a conv3d_backprop_input, and the copies around it that they need."""
+class Conversion:
+    """The plain operands of a conv3d_backprop_input, and the copies before and after it."""
 
     grad_output: Operand
     weight: Operand
@@ -36,8 +36,8 @@ class FormatPlan:
     workspace: tuple[Workspace, ...]
 
 
-def plan_formats(problem: Conv3dBackpropInput) -> FormatPlan:
-    """Plain formats are read and written in place, blocked ones by way of a workspace."""
+def convert_formats(problem: Conv3dBackpropInput) -> Conversion:
+    """Convert blocked formats in a workspace; plain ones are read and written in place."""
     conv, dtype = problem.conv, problem.dtype
     before: list[Copy] = []
     after: list[Copy] = []
@@ -54,16 +54,16 @@ def plan_formats(problem: Conv3dBackpropInput) -> FormatPlan:
             shape = activation_shape(layout, conv.batch, conv.groups, channels, size)
             return activation_operand(name, dtype, layout, shape, conv.groups)
         shape = activation_shape(_LAST, conv.batch, conv.groups, channels, size)
-        middle = plain(name, shape)
-        writes = name in problem.outputs
-        c0 = (problem.outputs if writes else problem.inputs)[name].shape[-1]
+        buffer = plain(name, shape)
+        is_output = name in problem.outputs
+        c0 = (problem.outputs if is_output else problem.inputs)[name].shape[-1]
         axes = _activation_axes(conv.batch, channels, size, c0)
-        if writes:
+        if is_output:
             swapped = tuple(CopyAxis(axis.extent, axis.target, axis.source) for axis in axes)
-            after.append(Copy(middle, name, dtype, swapped, ((2, 5, channels),), pads=True))
+            after.append(Copy(buffer, name, dtype, swapped, ((2, 5, channels),), pads=True))
         else:
-            before.append(Copy(name, middle, dtype, axes, ((2, 5, channels),)))
-        return activation_operand(middle, dtype, _LAST, shape, conv.groups)
+            before.append(Copy(name, buffer, dtype, axes, ((2, 5, channels),)))
+        return activation_operand(buffer, dtype, _LAST, shape, conv.groups)
 
     def weight() -> Operand:
         form = problem.weight_format.name
@@ -73,15 +73,15 @@ def plan_formats(problem: Conv3dBackpropInput) -> FormatPlan:
         )
         if form in LAYOUTS:
             return weight_operand("weight", dtype, layout, shape, conv.groups)
-        middle = plain("weight", shape)
+        buffer = plain("weight", shape)
         per_group = conv.out_channels_per_group, conv.in_channels_per_group
         c0 = problem.inputs["weight"].shape[-1]
         axes = _fractal_axes(conv.groups, *per_group, conv.kernel_size, c0)
         bounds = ((4, 5, per_group[0]), (2, 6, per_group[1]))
-        before.append(Copy("weight", middle, dtype, axes, bounds))
-        return weight_operand(middle, dtype, layout, shape, conv.groups)
+        before.append(Copy("weight", buffer, dtype, axes, bounds))
+        return weight_operand(buffer, dtype, layout, shape, conv.groups)
 
-    return FormatPlan(
+    return Conversion(
         activation(
             "grad_output", problem.grad_output_format.name, conv.out_channels, conv.output_size
         ),
@@ -96,7 +96,7 @@ def plan_formats(problem: Conv3dBackpropInput) -> FormatPlan:
 def _activation_axes(
     batch: int, channels: int, size: tuple[int, ...], c0: int
 ) -> tuple[CopyAxis, ...]:
-    """From (N, D, C1, H, W, C0) to (N, D, H, W, C), in the first one's order."""
+    """Return the axes of (N, D, C1, H, W, C0), in this order, to (N, D, H, W, C)."""
     depth, height, width = size
     blocked = (batch, depth, ceil_div(channels, c0), height, width, c0)
     n, d, h, w, c = contiguous_strides((batch, depth, height, width, channels))
@@ -107,9 +107,9 @@ def _activation_axes(
 def _fractal_axes(
     groups: int, out_channels: int, in_channels: int, kernel: tuple[int, ...], c0: int
 ) -> tuple[CopyAxis, ...]:
-    """From (G, T, C1, R*S, N1, N0, C0) to (G, K/G, T, R*S, C/G).
+    """Return the axes of (G, T, C1, R*S, N1, N0, C0), in this order, to (G, K/G, T, R*S, C/G).
 
-    R and S are neighbours in both, so they are one axis, the last but three of seven.
+    R and S are adjacent in both, so they are one axis.
     """
     t, rs = kernel[0], kernel[1] * kernel[2]
     n1 = ceil_div(out_channels, N0)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from convgrad_service.plans.cuda.branches import MOST_S, shared_out
 from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.families import Chosen
 from convgrad_service.plans.cuda.program import Fragment
+from convgrad_service.plans.cuda.sm_partition import LONGEST_S, partition_multiprocessors
 
 
 def made(expected_s: Callable[[int], float | None]) -> Callable[[CudaDevice], Chosen]:
@@ -30,13 +30,13 @@ WHOLE = [str(H200.multiprocessors)] * 2
 def test_small_work_is_shared_out() -> None:
     """Half as many multiprocessors take less than twice as long, and each has one start."""
     small = made(lambda count: 10e-6 + 1.5e-3 / count)
-    assert of(*shared_out(small, small, H200)) == ["72", "60"]
+    assert of(*partition_multiprocessors(small, small, H200)) == ["72", "60"]
 
 
 @pytest.mark.parametrize(
     ("what", "first", "second"),
     [
-        ("too long", lambda _: MOST_S, lambda _: 1e-6),
+        ("too long", lambda _: LONGEST_S, lambda _: 1e-6),
         ("no expectation", lambda _: None, lambda _: 20e-6),
         ("none for a share", lambda count: 20e-6 if count == 132 else None, lambda _: 20e-6),
         ("one much longer", lambda count: 60e-6 * 132 / count, lambda _: 1e-6),
@@ -45,4 +45,4 @@ def test_small_work_is_shared_out() -> None:
 def test_other_work_is_not(
     what: str, first: Callable[[int], float | None], second: Callable[[int], float | None]
 ) -> None:
-    assert of(*shared_out(made(first), made(second), H200)) == WHOLE, what
+    assert of(*partition_multiprocessors(made(first), made(second), H200)) == WHOLE, what

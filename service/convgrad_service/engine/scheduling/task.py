@@ -1,0 +1,159 @@
+"""Tasks, groups of tasks, and the workers that run them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from convgrad_service.engine.scheduling.partition import JobResult, OnPartDone, merge_results
+from convgrad_service.engine.workers.execute import Job
+from convgrad_service.problems.base import Lane
+
+__all__ = ["Task", "TaskGroup", "Worker", "WorkerLost"]
+
+
+class Worker(Protocol):
+    """What the scheduler needs of a worker.
+
+    The worker calls `Scheduler.finished` for each task or, if kernels must be compiled first,
+    `Scheduler.compiling` and later `Scheduler.compiled`. With ``slots`` 0 it gets no more tasks.
+    """
+
+    slots: int
+    device: int
+
+    def start(self, task: Task) -> None:
+        """Start a task; the scheduler starts at most ``slots`` at a time."""
+        ...
+
+    def cancel(self, task: Task) -> None:
+        """Stop a task that it runs or compiles kernels for."""
+        ...
+
+    def has_used(self, job: Job) -> int:
+        """Return how many of a job's stored tensors it may still have on its device."""
+        ...
+
+
+class WorkerLost(Exception):
+    """The job was alone in workers that died twice."""
+
+
+class Task:
+    """A job, or one ``part`` of it: waiting, compiling kernels, running or done.
+
+    ``done`` is set once no worker accesses the job's memory any more, even if the request is gone.
+    ``wanted`` is False once it was cancelled, ``hung`` once its worker is killed because of it.
+    """
+
+    def __init__(
+        self, job: Job, deadline_s: float, *, large: bool, part: int | None = None
+    ) -> None:
+        self.job, self.deadline_s, self.large, self.part = job, deadline_s, large, part
+        self.cost = _cost(job, part)
+        self.device = job.device
+        self.done: asyncio.Future[JobResult] = asyncio.get_running_loop().create_future()
+        self.wanted = True
+        self.suspect = self.hung = False
+        self.lane = job.lane
+        self.deaths_alone = 0
+        self.submitted_s = time.monotonic()
+        self.started_s: float | None = None
+        self.worker: Worker | None = None
+
+    @property
+    def waited_s(self) -> float | None:
+        """Seconds from submission to start; None until it starts."""
+        return None if self.started_s is None else self.started_s - self.submitted_s
+
+    @property
+    def alone(self) -> bool:
+        """Whether it must be the only task of its worker."""
+        return self.suspect or self.lane is Lane.ALONE
+
+    def fail(self, error: BaseException) -> None:
+        if not self.done.done():
+            _fail(self.done, error)
+
+
+def _cost(job: Job, part: int | None) -> float:
+    if part is None:
+        return job.cost
+    # The last part adds up partial sums: little work, and no measure of a problem's speed.
+    return job.cost / job.tasks if part < job.tasks else 0.0
+
+
+class TaskGroup:
+    """A job whose parts are separate tasks; to its submitter it looks like a single `Task`.
+
+    ``cancel`` is called with every unfinished task once one has failed. ``last`` starts a final
+    task, which adds up partial sums, once all others are done.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        on_part_done: OnPartDone | None,
+        cancel: Callable[[Task], None],
+        last: Callable[[], Task] | None = None,
+    ) -> None:
+        self.tasks = list(tasks)
+        self.wanted = True
+        self.done: asyncio.Future[JobResult] = asyncio.get_running_loop().create_future()
+        self._on_part_done, self._cancel, self._last = on_part_done, cancel, last
+        self._results: dict[int, JobResult] = {}
+        self._remaining = len(tasks)
+        self._error: BaseException | None = None
+        for number, task in enumerate(tasks):
+            task.done.add_done_callback(partial(self._task_done, number))
+
+    @property
+    def waited_s(self) -> float | None:
+        """How long the first task waited to start; None if none has started."""
+        waits = [task.waited_s for task in self.tasks if task.waited_s is not None]
+        return min(waits, default=None)
+
+    def _task_done(self, number: int, done: asyncio.Future[JobResult]) -> None:
+        self._remaining -= 1
+        error = asyncio.CancelledError() if done.cancelled() else done.exception()
+        if error is None:
+            self._results[number] = done.result()
+            if self._on_part_done is not None and self._error is None:
+                self._on_part_done(number, done.result())
+        elif self._error is None:
+            self._error = error
+            for task in self.tasks:
+                if not task.done.done():
+                    self._cancel(task)
+        if self._remaining > 0 or self.done.done():
+            return
+        if self._last is None or self._error is not None or not self.wanted:
+            self._finish()
+        else:
+            self._start_last(self._last)
+
+    def _start_last(self, last: Callable[[], Task]) -> None:
+        self._last = None
+        self._remaining = 1
+        task = last()
+        task.done.add_done_callback(partial(self._task_done, len(self.tasks)))
+        self.tasks.append(task)
+
+    def _finish(self) -> None:
+        if self._error is None and self._last is None:
+            started_s = min(task.started_s or math.inf for task in self.tasks)
+            results = [self._results[number] for number in sorted(self._results)]
+            self.done.set_result(merge_results(results, time.monotonic() - started_s))
+        elif self._error is None or isinstance(self._error, asyncio.CancelledError):
+            self.done.cancel()
+        else:
+            _fail(self.done, self._error)
+
+
+def _fail(future: asyncio.Future[JobResult], error: BaseException) -> None:
+    future.set_exception(error)
+    future.exception()  # mark it as retrieved: the submitter may be gone
