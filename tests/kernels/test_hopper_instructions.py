@@ -22,7 +22,7 @@ from tests.support.kernels.hopper_probe import Emulated, OnGpu, ProbeArgs, Probe
 
 Array = NDArray[Any]
 SWIZZLES = (0, 32, 64, 128)
-K, MN = "kAlongK", "kAlongMn"
+K, MN = "kMajorK", "kMajorMn"
 
 
 @pytest.fixture(scope="module", params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
