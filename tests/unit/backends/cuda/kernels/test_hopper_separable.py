@@ -82,7 +82,7 @@ def test_other_problems_are_left_to_others() -> None:
     assert "dilation" in why_not(separable(64, 64, kernel=5))
     assert "16-bit" in why_not(separable(64, 64, dtype=DType.FLOAT32))
     assert "16-byte chunks" in why_not(separable(64, 67))
-    assert "warpgroups" in why_not(separable(64, 64), replace(H200, capability=(8, 0)))
+    assert "wgmma" in why_not(separable(64, 64), replace(H200, capability=(8, 0)))
 
 
 def test_channels_first_goes_by_way_of_copies() -> None:
