@@ -158,7 +158,10 @@ def test_what_is_left_to_others(conv: ConvShape, dtype: DType, reason: str) -> N
         (shape((7, 7), size=(19, 19)), None),
         (shape((3, 3), dilation=2), None),
         (shape((3, 3), size=(19, 19), batch=64), "19 columns leave much of 3 strips of 8 empty"),
-        (shape((3, 3), size=(56, 56), batch=1), "150528 elements; other families are faster on few"),
+        (
+            shape((3, 3), size=(56, 56), batch=1),
+            "150528 elements; other families are faster on few",
+        ),
         (shape((3, 7)), "7 columns take an instance of 7 rows"),
         (shape((7, 7), 2), "no instance for kernel (1, 7, 7) and stride (1, 2, 2)"),
         (shape((3, 3), 3), "no instance for kernel (1, 3, 3) and stride (1, 3, 3)"),
