@@ -56,7 +56,7 @@ def peers_for(watch: Stopwatch, problem: Problem, parameters: Mapping[str, Any])
 
 def _why_not(problem: Problem) -> str | None:
     if type(problem) not in _RUNS:
-        return f"PyTorch has no one operator for {problem.operation}"
+        return f"PyTorch is not timed for {problem.operation}"
     layout = getattr(problem, "layout", None)
     if layout is not None and layout.grouped:
         return f"PyTorch has no layout {layout.name}"
