@@ -92,7 +92,7 @@ class DenseGather:
     def launches(
         self, work: ConvWork, device: CudaDevice, tile: DenseTile | None = None
     ) -> Fragment:
-        """See `Family.launches`. ``tile`` overrides the chosen one."""
+        """See `Family.launches`. ``tile`` overrides the chosen tile."""
         backward = work.direction == "bwd_data"
         source, result = gather_sides(work)
         read, written = _channels(work)

@@ -63,7 +63,7 @@ class DenseTile:
         return self.step_bytes // dtype.itemsize
 
     def defines(self, dtype: DType, wide: bool) -> tuple[tuple[str, str], ...]:
-        """The macros of an instance."""
+        """Return the preprocessor macros of an instance."""
         return (
             ("ELEMENT", CUDA_TYPES[dtype]),
             ("WIDE", str(int(wide))),

@@ -165,7 +165,7 @@ class DenseWeight:
 
 
 def _sum(work: ConvWork, partials: str, splits: int) -> Launch:
-    """The launch that reduces the partial sums and applies the epilogue."""
+    """Return the launch that reduces the partial sums and applies the epilogue."""
     results = work.groups * work.out_channels * work.taps * work.in_channels
     accumulate = work.accumulate
     if _in_order(work) and results % SUM_RESULTS == 0:

@@ -106,7 +106,7 @@ class HopperGather:
     def launches(
         self, work: ConvWork, device: CudaDevice, schedule: Schedule | None = None
     ) -> Fragment:
-        """See `Family.launches`; ``schedule`` where another than the chosen one is tried."""
+        """See `Family.launches`. ``schedule`` overrides the chosen schedule."""
         backward = work.direction == "bwd_data"
         axes = [gather_axis(work, dim) for dim in range(3)]
         phases = combined(axes)

@@ -77,7 +77,7 @@ class HopperHalo:
         self._anything = anything
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`. Independent of what a split along N, D or H changes."""
+        """See `Family.why_not`. Splitting along N, D or H does not change the answer."""
         if device.architecture not in HOPPER:
             return f"{device.name} has no products of warpgroups"
         if work.dtype not in DTYPES:
@@ -114,7 +114,7 @@ class HopperHalo:
     def launches(
         self, work: ConvWork, device: CudaDevice, tile: HaloTile | None = None
     ) -> Fragment:
-        """See `Family.launches`. ``tile`` overrides the chosen one."""
+        """See `Family.launches`. ``tile`` overrides the chosen tile."""
         backward = work.direction == "bwd_data"
         source, result = gather_sides(work)
         axes = [gather_axis(work, dim) for dim in range(3)]

@@ -112,7 +112,7 @@ class HopperWeight:
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
-        """See `Family.launches`; ``cut`` where another than the chosen one is tried."""
+        """See `Family.launches`. ``cut`` overrides the chosen partition."""
         cut = cut or _best(work, device)
         if cut is None:
             raise ValueError("a convolution that why_not refuses")
@@ -246,7 +246,7 @@ def _plane_maps(work: ConvWork, cut: Cut) -> tuple[TiledMap, TiledMap]:
 def _sum(
     work: ConvWork, cut: Cut, x: Operand, y: Operand, partials: str, ranges: str | None
 ) -> Launch:
-    """The launch that reduces the partial sums and applies the epilogue."""
+    """Return the launch that reduces the partial sums and applies the epilogue."""
     args = WeightSumArgs()
     fill_result(args, work, cut)
     fill_source(args, work, x, y)

@@ -61,7 +61,7 @@ class Tile:
         return min(self.blocks, device.shared_bytes_per_multiprocessor // each)
 
     def defines(self, dtype: DType, operation: str, vector: int) -> dict[str, object]:
-        """The macros of an instance."""
+        """Return the preprocessor macros of an instance."""
         return {
             "ELEMENT": CUDA_TYPES[dtype],
             "OPERATION": operation,
