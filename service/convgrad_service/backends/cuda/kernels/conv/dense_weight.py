@@ -226,7 +226,7 @@ LEAST_STEPS = 4
 PARTIAL_BYTES = 256 * 2**20
 MOST_WAVES = 3
 COPY_BYTES_PER_S = 3e12
-# Seconds per k-tile to locate its pixels at one more tap, fitted to a first layer with 49 taps x 8
+# Seconds for a thread to locate one pixel at one more tap, fitted to a first layer with 49 taps x 8
 # channels.
 NOTING_S = 0.14e-6
 
