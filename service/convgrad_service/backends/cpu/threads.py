@@ -72,8 +72,8 @@ class Workers:
         self._run = team_function("run", 7)
         work, team = team_function("work", 1), self._team
         self._helpers = [
-            # The thread references the team, which may so outlive this object. It is a daemon
-            # because it waits in native code and does not return to the interpreter by itself.
+            # The thread's reference keeps the team alive after this object. Daemon, since it waits
+            # in native code and does not return to the interpreter by itself.
             threading.Thread(target=_help, args=(work, team), name="convgrad-cpu", daemon=True)
             for _ in range(threads - 1)
         ]

@@ -22,7 +22,7 @@ __all__ = ["WindowArgs", "planes", "scratch_bytes", "set_windows", "task_count",
 
 Array = NDArray[Any]
 _Int64x3 = ctypes.c_int64 * 3
-# Channels of a task at most, and elements of a task at least.
+# Maximum channels per task, and the target number of elements per task.
 BLOCK_CHANNELS = 256
 TASK_ELEMENTS = 2**14
 
