@@ -74,8 +74,8 @@ def encode(array: NDArray[Any]) -> list[bytes | memoryview]:
 def decode(buffer: Buffer | Deferred, *, name: str, dtype: DType | None = None) -> NDArray[Any]:
     """Decode the bytes of a .npy file into a read-only view.
 
-    Only arrays in Fortran order and misaligned data are copied. ``dtype`` is the dtype sent
-    besides the file; it is required for bfloat16 and must otherwise match.
+    Only arrays in Fortran order and misaligned data are copied. ``dtype`` is the dtype sent with
+    the file; it is required for bfloat16 and must otherwise match.
 
     Raises
     ------
@@ -171,7 +171,7 @@ _VALUE_OF = {"descr": "text", "fortran_order": "flag", "shape": "ints"}
 
 
 def _element_type(code: str, beside: DType | None, name: str) -> DType:
-    """Return the element type, from the file's type code and the dtype sent besides the file."""
+    """Return the element type, from the file's type code and the dtype sent with the file."""
     if code == "|O":
         raise MalformedRequest(f"{name}: the .npy file holds pickled objects, which are not read")
     if beside is DType.BFLOAT16 and code in _TWO_BYTE_CODES:
