@@ -259,10 +259,613 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/maxpool1d_fwd": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Max pooling: the largest element of each window, and its index on request. */
+        post: operations["maxpool1d_fwd"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/maxpool1d_bwd": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Gradient of max pooling with respect to its input, from the input or from the indices. */
+        post: operations["maxpool1d_bwd"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/avg_pool_fwd": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Average pooling: the mean of each window. */
+        post: operations["avg_pool_fwd"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/avg_pool_bwd": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Gradient of average pooling with respect to its input. */
+        post: operations["avg_pool_bwd"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/adaptive_avg_pool_fwd": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Adaptive average pooling: means of windows that divide the input into ``output_size``. */
+        post: operations["adaptive_avg_pool_fwd"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/adaptive_avg_pool_bwd": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Gradient of adaptive average pooling with respect to its input. */
+        post: operations["adaptive_avg_pool_bwd"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/adaptive_max_pool_fwd": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Adaptive max pooling: maxima of windows that divide the input into ``output_size``. */
+        post: operations["adaptive_max_pool_fwd"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/adaptive_max_pool_bwd": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Gradient of adaptive max pooling, from its input or from the indices of the maxima. */
+        post: operations["adaptive_max_pool_bwd"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/max_unpool_fwd": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Max unpooling: every element goes where its index says, zeros are elsewhere. */
+        post: operations["max_unpool_fwd"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/max_unpool_bwd": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** Gradient of max unpooling with respect to its input. */
+        post: operations["max_unpool_bwd"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
 }
 export type webhooks = Record<string, never>;
 export interface components {
     schemas: {
+        /**
+         * AdaptiveAvgPoolBwdRequest
+         * @description Gradient of adaptive average pooling with respect to its input.
+         *
+         *     grad_input[n, c, i] = sum of grad_output[n, c, p] / size[p] over the windows p that hold i.
+         *
+         *     Shapes: grad_output [N, C, *out] -> grad_input [N, C, *in], of one to three dimensions.
+         *     Dtypes: float16, bfloat16, float32, float64; sums in float32 or wider.
+         *     Layout: channels first where none is named.
+         *     Source: PyTorch's _adaptive_avg_pool2d_backward and _adaptive_avg_pool3d_backward.
+         */
+        AdaptiveAvgPoolBwdRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: channels first (the default) or last.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Grad Output
+             * @description Gradient with respect to the layer's output, [N, C, *out].
+             */
+            grad_output: components["schemas"]["FloatTensor"];
+            /**
+             * Input Size
+             * @description Size of the input, spatial alone or the full shape.
+             */
+            input_size: number[];
+        };
+        /**
+         * AdaptiveAvgPoolFwdRequest
+         * @description Adaptive average pooling: means of windows that divide the input into ``output_size``.
+         *
+         *     output[n, c, p] = the mean of input[n, c, i] over floor(p*in/out) <= i < ceil((p + 1)*in/out).
+         *
+         *     Shapes: input [N, C, *in] -> output [N, C, *out], of one to three dimensions.
+         *     Dtypes: float16, bfloat16, float32, float64; sums in float32 or wider.
+         *     Layout: channels first where none is named.
+         *     Source: PyTorch's adaptive_avg_pool1d, adaptive_avg_pool2d and adaptive_avg_pool3d.
+         */
+        AdaptiveAvgPoolFwdRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: channels first (the default) or last.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Input
+             * @description The layer's input, [N, C, *in].
+             */
+            input: components["schemas"]["FloatTensor"];
+            /**
+             * Output Size
+             * @description Size of the output: one int, or one a dimension (D, H, W), of which null means the input's own.
+             */
+            output_size: number | (number | null)[];
+        };
+        /**
+         * AdaptiveMaxPoolBwdRequest
+         * @description Gradient of adaptive max pooling, from its input or from the indices of the maxima.
+         *
+         *     grad_input[n, c, i] = sum of grad_output[n, c, p] over the windows p whose maximum is at i.
+         *
+         *     Shapes: grad_output [N, C, *out], input [N, C, *in] or indices [N, C, *out] -> grad_input
+         *     [N, C, *in], of one to three dimensions.
+         *     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
+         *     Layout: channels first where none is named.
+         *     Source: PyTorch's adaptive_max_pool2d_backward and adaptive_max_pool3d_backward.
+         */
+        AdaptiveMaxPoolBwdRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: channels first (the default) or last.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Grad Output
+             * @description Gradient with respect to the layer's output, [N, C, *out].
+             */
+            grad_output: components["schemas"]["FloatTensor"];
+            /**
+             * Input
+             * @description The layer's input, [N, C, *in]; either this or indices.
+             * @default null
+             */
+            input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Indices
+             * @description Index of each window's maximum, flat in its (n, c) plane, [N, C, *out], as the forward gave it.
+             * @default null
+             */
+            indices?: components["schemas"]["IndexTensor"] | null;
+            /**
+             * Input Size
+             * @description Size of the input, spatial alone or the full shape. Needed with indices, which count positions in planes of that size.
+             * @default null
+             */
+            input_size?: number[] | null;
+        };
+        /**
+         * AdaptiveMaxPoolFwdRequest
+         * @description Adaptive max pooling: maxima of windows that divide the input into ``output_size``.
+         *
+         *     output[n, c, p] = the maximum of input[n, c, i] over floor(p*in/out) <= i <
+         *     ceil((p + 1)*in/out). The first maximum wins a tie; a NaN wins over any number, of several NaNs
+         *     the last.
+         *
+         *     Shapes: input [N, C, *in] -> output and indices [N, C, *out], of one to three dimensions.
+         *     Dtypes: float16, bfloat16, float32, float64; indices int64 or int32, flat in each (n, c)
+         *     plane.
+         *     Layout: channels first where none is named.
+         *     Source: PyTorch's adaptive_max_pool1d, adaptive_max_pool2d and adaptive_max_pool3d.
+         */
+        AdaptiveMaxPoolFwdRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: channels first (the default) or last.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Input
+             * @description The layer's input, [N, C, *in].
+             */
+            input: components["schemas"]["FloatTensor"];
+            /**
+             * Output Size
+             * @description Size of the output: one int, or one a dimension (D, H, W), of which null means the input's own.
+             */
+            output_size: number | (number | null)[];
+            /**
+             * Return Indices
+             * @description Also answer with the index of each maximum.
+             * @default false
+             */
+            return_indices?: boolean;
+            /**
+             * Index Dtype
+             * @description Element type of indices.
+             * @default int64
+             * @enum {string}
+             */
+            index_dtype?: "int64" | "int32";
+        };
+        /**
+         * AvgPoolBwdRequest
+         * @description Gradient of average pooling with respect to its input.
+         *
+         *     grad_input[n, c, i] = sum of grad_output[n, c, p] / divisor[p] over the windows p that hold i.
+         *
+         *     Shapes: grad_output [N, C, *out] -> grad_input [N, C, *in], of one to three dimensions.
+         *     Dtypes: float16, bfloat16, float32, float64; sums in float32 or wider.
+         *     Layout: channels first where none is named.
+         *     Source: PyTorch's avg_pool2d_backward and avg_pool3d_backward.
+         */
+        AvgPoolBwdRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Kernel Size
+             * @description Size of the window: one int or one a dimension.
+             */
+            kernel_size: number | number[];
+            /**
+             * Stride
+             * @description Step between windows; kernel_size where left out.
+             * @default null
+             */
+            stride?: (number | number[]) | null;
+            /**
+             * Padding
+             * @description Zeros added around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Ceil Mode
+             * @description Round the output size up, so that a last partial window counts.
+             * @default false
+             */
+            ceil_mode?: boolean;
+            /**
+             * Count Include Pad
+             * @description Count the positions of the padding in a window's divisor.
+             * @default true
+             */
+            count_include_pad?: boolean;
+            /**
+             * Divisor Override
+             * @description The divisor of every window, in the place of its size; not 0.
+             * @default null
+             */
+            divisor_override?: number | null;
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: channels first (the default) or last.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Grad Output
+             * @description Gradient with respect to the layer's output, [N, C, *out].
+             */
+            grad_output: components["schemas"]["FloatTensor"];
+            /**
+             * Input Size
+             * @description Size of the input, spatial alone or the full shape.
+             */
+            input_size: number[];
+        };
+        /**
+         * AvgPoolFwdRequest
+         * @description Average pooling: the mean of each window.
+         *
+         *     output[n, c, p] = (sum over r of input[n, c, p*stride + r - pad_before]) / divisor[p], where
+         *     divisor[p] counts the window's positions inside the padded input, or inside the input alone
+         *     without ``count_include_pad``, or is ``divisor_override``.
+         *
+         *     Shapes: input [N, C, *in] -> output [N, C, *out], of one to three dimensions.
+         *     Dtypes: float16, bfloat16, float32, float64; sums in float32 or wider.
+         *     Layout: channels first where none is named.
+         *     Source: PyTorch's avg_pool1d, avg_pool2d and avg_pool3d.
+         */
+        AvgPoolFwdRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Kernel Size
+             * @description Size of the window: one int or one a dimension.
+             */
+            kernel_size: number | number[];
+            /**
+             * Stride
+             * @description Step between windows; kernel_size where left out.
+             * @default null
+             */
+            stride?: (number | number[]) | null;
+            /**
+             * Padding
+             * @description Zeros added around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Ceil Mode
+             * @description Round the output size up, so that a last partial window counts.
+             * @default false
+             */
+            ceil_mode?: boolean;
+            /**
+             * Count Include Pad
+             * @description Count the positions of the padding in a window's divisor.
+             * @default true
+             */
+            count_include_pad?: boolean;
+            /**
+             * Divisor Override
+             * @description The divisor of every window, in the place of its size; not 0.
+             * @default null
+             */
+            divisor_override?: number | null;
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: channels first (the default) or last.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Input
+             * @description The layer's input, [N, C, *in].
+             */
+            input: components["schemas"]["FloatTensor"];
+        };
         /**
          * Conv3dBackpropInputRequest
          * @description Gradient of a 3D convolution with respect to its input, in plain or Ascend's formats.
@@ -1552,6 +2155,200 @@ export interface components {
             precision?: "highest" | "high";
         };
         /**
+         * MaxPool1dBwdRequest
+         * @description Gradient of max pooling with respect to its input, from the input or from the indices.
+         *
+         *     grad_input[n, c, i] = sum of grad_output[n, c, p] over the windows p whose maximum is i.
+         *
+         *     Shapes: grad_output [N, C, *out], input [N, C, *in] or indices [N, C, *out] -> grad_input
+         *     [N, C, *in].
+         *     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
+         *     Layout: channels first where none is named.
+         *     Source: composable_kernel's maxpool2d_bwd; PyTorch's max_pool2d_with_indices_backward.
+         */
+        MaxPool1dBwdRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Kernel Size
+             * @description Size of the window: one int or one a dimension.
+             */
+            kernel_size: number | number[];
+            /**
+             * Stride
+             * @description Step between windows; kernel_size where left out.
+             * @default null
+             */
+            stride?: (number | number[]) | null;
+            /**
+             * Padding
+             * @description Positions added around the input that never win: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the elements of a window.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Ceil Mode
+             * @description Round the output size up, so that a last partial window counts.
+             * @default false
+             */
+            ceil_mode?: boolean;
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: channels first (the default) or last.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Grad Output
+             * @description Gradient with respect to the layer's output, [N, C, *out].
+             */
+            grad_output: components["schemas"]["FloatTensor"];
+            /**
+             * Input
+             * @description The layer's input, [N, C, *in]; either this or indices.
+             * @default null
+             */
+            input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Indices
+             * @description Index of each window's maximum, flat in its (n, c) plane, [N, C, *out], as the forward gave it.
+             * @default null
+             */
+            indices?: components["schemas"]["IndexTensor"] | null;
+            /**
+             * Input Size
+             * @description Size of the input, spatial alone or the full shape. Needed with indices, which count positions in planes of that size.
+             * @default null
+             */
+            input_size?: number[] | null;
+        };
+        /**
+         * MaxPool1dFwdRequest
+         * @description Max pooling: the largest element of each window, and its index on request.
+         *
+         *     output[n, c, p] = max over r of input[n, c, p*stride + r*dilation - pad_before]. The first
+         *     maximum wins a tie; a NaN wins over any number, of several NaNs the last.
+         *
+         *     Shapes: input [N, C, *in] -> output and indices [N, C, *out].
+         *     Dtypes: float16, bfloat16, float32, float64; indices int64 or int32, flat in each (n, c)
+         *     plane.
+         *     Layout: channels first where none is named.
+         *     Source: PyTorch's max_pool1d, max_pool2d and max_pool3d.
+         */
+        MaxPool1dFwdRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Kernel Size
+             * @description Size of the window: one int or one a dimension.
+             */
+            kernel_size: number | number[];
+            /**
+             * Stride
+             * @description Step between windows; kernel_size where left out.
+             * @default null
+             */
+            stride?: (number | number[]) | null;
+            /**
+             * Padding
+             * @description Positions added around the input that never win: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the elements of a window.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Ceil Mode
+             * @description Round the output size up, so that a last partial window counts.
+             * @default false
+             */
+            ceil_mode?: boolean;
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: channels first (the default) or last.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Input
+             * @description The layer's input, [N, C, *in].
+             */
+            input: components["schemas"]["FloatTensor"];
+            /**
+             * Return Indices
+             * @description Also answer with the index of each maximum.
+             * @default false
+             */
+            return_indices?: boolean;
+            /**
+             * Index Dtype
+             * @description Element type of indices.
+             * @default int64
+             * @enum {string}
+             */
+            index_dtype?: "int64" | "int32";
+        };
+        /**
          * MaxPool2dBwdRequest
          * @description Gradient of max pooling with respect to its input, from the input or from the indices.
          *
@@ -1661,7 +2458,7 @@ export interface components {
          *     Dtypes: float16, bfloat16, float32, float64; indices int64 or int32, flat in each (n, c)
          *     plane.
          *     Layout: channels first where none is named.
-         *     Source: PyTorch's max_pool2d and max_pool3d.
+         *     Source: PyTorch's max_pool1d, max_pool2d and max_pool3d.
          */
         MaxPool2dFwdRequest: {
             /**
@@ -1855,7 +2652,7 @@ export interface components {
          *     Dtypes: float16, bfloat16, float32, float64; indices int64 or int32, flat in each (n, c)
          *     plane.
          *     Layout: channels first where none is named.
-         *     Source: PyTorch's max_pool2d and max_pool3d.
+         *     Source: PyTorch's max_pool1d, max_pool2d and max_pool3d.
          */
         MaxPool3dFwdRequest: {
             /**
@@ -1938,6 +2735,144 @@ export interface components {
              * @enum {string}
              */
             index_dtype?: "int64" | "int32";
+        };
+        /**
+         * MaxUnpoolBwdRequest
+         * @description Gradient of max unpooling with respect to its input.
+         *
+         *     grad_input[n, c, p] = grad_output[n, c, indices[n, c, p]].
+         *
+         *     Shapes: grad_output [N, C, *out], indices [N, C, *in] -> grad_input [N, C, *in], of one to three
+         *     dimensions.
+         *     Dtypes: float16, bfloat16, float32, float64; indices int64 or int32.
+         *     Layout: channels first where none is named.
+         *     Source: PyTorch's max_unpool2d and max_unpool3d.
+         */
+        MaxUnpoolBwdRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: channels first (the default) or last.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Grad Output
+             * @description Gradient with respect to the layer's output, [N, C, *out].
+             */
+            grad_output: components["schemas"]["FloatTensor"];
+            /**
+             * Indices
+             * @description Where each element of the input goes, flat in its (n, c) plane of the output, [N, C, *in], as max pooling gave it.
+             */
+            indices: components["schemas"]["IndexTensor"];
+        };
+        /**
+         * MaxUnpoolFwdRequest
+         * @description Max unpooling: every element goes where its index says, zeros are elsewhere.
+         *
+         *     output[n, c, indices[n, c, p]] = input[n, c, p]. Of several elements with one index the last
+         *     wins, in the order D, H, W.
+         *
+         *     Shapes: input and indices [N, C, *in] -> output [N, C, *out], of one to three dimensions; where
+         *     no ``output_size`` is given, out = (in - 1)*stride - 2*padding + kernel_size.
+         *     Dtypes: float16, bfloat16, float32, float64; indices int64 or int32.
+         *     Layout: channels first where none is named.
+         *     Source: PyTorch's max_unpool1d, max_unpool2d and max_unpool3d.
+         */
+        MaxUnpoolFwdRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: channels first (the default) or last.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Input
+             * @description The layer's input, [N, C, *in].
+             */
+            input: components["schemas"]["FloatTensor"];
+            /**
+             * Indices
+             * @description Where each element of the input goes, flat in its (n, c) plane of the output, [N, C, *in], as max pooling gave it.
+             */
+            indices: components["schemas"]["IndexTensor"];
+            /**
+             * Kernel Size
+             * @description Size of the max pooling's window: one int or one a dimension.
+             */
+            kernel_size: number | number[];
+            /**
+             * Stride
+             * @description Its step between windows; kernel_size where left out.
+             * @default null
+             */
+            stride?: (number | number[]) | null;
+            /**
+             * Padding
+             * @description Its padding on both sides: one int or one a dimension.
+             * @default 0
+             */
+            padding?: number | number[];
+            /**
+             * Output Size
+             * @description Size of the output, spatial alone or the full shape; less than a stride from the one that is meant otherwise.
+             * @default null
+             */
+            output_size?: number[] | null;
         };
         /**
          * Region
@@ -2574,6 +3509,278 @@ export interface operations {
                         grad_grad_output?: components["schemas"]["OutputTensor"];
                         grad_input?: components["schemas"]["OutputTensor"];
                         grad_weight?: components["schemas"]["OutputTensor"];
+                        report: components["schemas"]["Report"];
+                    };
+                };
+            };
+        };
+    };
+    maxpool1d_fwd: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["MaxPool1dFwdRequest"];
+            };
+        };
+        responses: {
+            /** @description The computed tensors, and how they were computed. */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": {
+                        output: components["schemas"]["OutputTensor"];
+                        indices?: components["schemas"]["OutputTensor"];
+                        report: components["schemas"]["Report"];
+                    };
+                };
+            };
+        };
+    };
+    maxpool1d_bwd: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["MaxPool1dBwdRequest"];
+            };
+        };
+        responses: {
+            /** @description The computed tensors, and how they were computed. */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": {
+                        grad_input: components["schemas"]["OutputTensor"];
+                        report: components["schemas"]["Report"];
+                    };
+                };
+            };
+        };
+    };
+    avg_pool_fwd: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["AvgPoolFwdRequest"];
+            };
+        };
+        responses: {
+            /** @description The computed tensors, and how they were computed. */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": {
+                        output: components["schemas"]["OutputTensor"];
+                        report: components["schemas"]["Report"];
+                    };
+                };
+            };
+        };
+    };
+    avg_pool_bwd: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["AvgPoolBwdRequest"];
+            };
+        };
+        responses: {
+            /** @description The computed tensors, and how they were computed. */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": {
+                        grad_input: components["schemas"]["OutputTensor"];
+                        report: components["schemas"]["Report"];
+                    };
+                };
+            };
+        };
+    };
+    adaptive_avg_pool_fwd: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["AdaptiveAvgPoolFwdRequest"];
+            };
+        };
+        responses: {
+            /** @description The computed tensors, and how they were computed. */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": {
+                        output: components["schemas"]["OutputTensor"];
+                        report: components["schemas"]["Report"];
+                    };
+                };
+            };
+        };
+    };
+    adaptive_avg_pool_bwd: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["AdaptiveAvgPoolBwdRequest"];
+            };
+        };
+        responses: {
+            /** @description The computed tensors, and how they were computed. */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": {
+                        grad_input: components["schemas"]["OutputTensor"];
+                        report: components["schemas"]["Report"];
+                    };
+                };
+            };
+        };
+    };
+    adaptive_max_pool_fwd: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["AdaptiveMaxPoolFwdRequest"];
+            };
+        };
+        responses: {
+            /** @description The computed tensors, and how they were computed. */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": {
+                        output: components["schemas"]["OutputTensor"];
+                        indices?: components["schemas"]["OutputTensor"];
+                        report: components["schemas"]["Report"];
+                    };
+                };
+            };
+        };
+    };
+    adaptive_max_pool_bwd: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["AdaptiveMaxPoolBwdRequest"];
+            };
+        };
+        responses: {
+            /** @description The computed tensors, and how they were computed. */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": {
+                        grad_input: components["schemas"]["OutputTensor"];
+                        report: components["schemas"]["Report"];
+                    };
+                };
+            };
+        };
+    };
+    max_unpool_fwd: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["MaxUnpoolFwdRequest"];
+            };
+        };
+        responses: {
+            /** @description The computed tensors, and how they were computed. */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": {
+                        output: components["schemas"]["OutputTensor"];
+                        report: components["schemas"]["Report"];
+                    };
+                };
+            };
+        };
+    };
+    max_unpool_bwd: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["MaxUnpoolBwdRequest"];
+            };
+        };
+        responses: {
+            /** @description The computed tensors, and how they were computed. */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": {
+                        grad_input: components["schemas"]["OutputTensor"];
                         report: components["schemas"]["Report"];
                     };
                 };
