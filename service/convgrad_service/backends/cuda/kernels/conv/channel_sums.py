@@ -1,4 +1,4 @@
-"""Gradient of a bias: sums over everything but the channel (channel_sums.cu)."""
+"""Bias gradients: sums over N, D, H and W per channel (channel_sums.cu)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VECTOR_BYTES = 16
 # Two blocks per SM keep enough loads in flight; more would leave more partial sums to reduce.
 BLOCKS_PER_MULTIPROCESSOR = 2
 MOST_SPLITS = 256
-# The fewest units per thread, so that the block's reduction is amortised.
+# The fewest units per thread that amortise the block's reduction.
 LEAST_UNITS_A_THREAD = 4
 
 
@@ -38,7 +38,7 @@ ChannelSumsArgs = structure("conv/channel_sums.cu", "ChannelSumsArgs")
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A tensor as units x columns of vectors: see ``channel_sums.cu``."""
+    """A tensor as units x columns of vectors, as in ``channel_sums.cu``."""
 
     vector: int
     along_channels: bool
@@ -53,7 +53,7 @@ class _View:
 
     @classmethod
     def of(cls, work: ChannelSums) -> _View:
-        """View a tensor whose spatial dimensions are contiguous with each other."""
+        """Return the view of grad_output, whose pixels have a single stride."""
         n, g, k, _, _, w = work.y.strides
         pixels, samples = prod(work.output), work.batch
         channels, groups = work.conv.out_channels_per_group, work.conv.groups
@@ -66,7 +66,7 @@ class _View:
         steps += [] if one_run else [g]
         fits = inner % widest == 0 and all(step % widest == 0 for step in steps)
         vector = widest if fits and (along_channels or w == 1) else 1
-        # Along pixels, a vector holds several units.
+        # A vector along pixels holds several units, one along channels several columns.
         across, along = (vector, 1) if along_channels else (1, vector)
         one_span = samples == 1 or (along_channels and n == pixels * w)
         return cls(
@@ -84,7 +84,7 @@ class _View:
 
 
 class ChannelSumsKernel:
-    """Every bias gradient, in any dtype and layout."""
+    """Bias gradients in any dtype, of tensors whose pixels have a single stride."""
 
     name = "channel_sums"
 
@@ -100,14 +100,14 @@ class ChannelSumsKernel:
     def launches(self, work: ChannelSums, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
         view = _View.of(work)
-        # Along pixels, consecutive threads take consecutive vectors of one channel.
+        # Along pixels, consecutive threads read consecutive vectors of one channel.
         width = min(WIDEST, view.columns) if view.along_channels else 1
         tiles = ceil_div(view.columns, width)
         wanted = ceil_div(BLOCKS_PER_MULTIPROCESSOR * device.multiprocessors, tiles)
         worth = view.units // (THREADS // width * LEAST_UNITS_A_THREAD)
         splits = max(1, min(wanted, worth, MOST_SPLITS))
         if tiles > ZEROS_BYTES // 4:
-            splits = 1  # there are not so many counters, and blocks enough
+            splits = 1  # too few counters, and enough blocks without splitting
         split_units = ceil_div(view.units, splits)
         splits = ceil_div(view.units, split_units)
 

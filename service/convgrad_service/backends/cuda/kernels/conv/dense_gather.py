@@ -35,8 +35,8 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["DenseGather"]
 
-# The fewest channels per group on either side of a grouped problem; else the least product of
-# both.
+# With groups, the fewest channels per group on either side; without, the least product of input and
+# output channels.
 LEAST_GROUPED, LEAST_PRODUCT = 16, 64
 MAX_TAPS = 1024
 MAX_INDEX = 2**31 - 1
@@ -59,16 +59,23 @@ class DenseGather:
     def __init__(
         self, least_grouped: int = LEAST_GROUPED, least_product: int = LEAST_PRODUCT
     ) -> None:
-        """With groups, the fewest channels of one on either side; without, the least product of
-        both."""
+        """Create the family with the thresholds of tile utilisation.
+
+        Parameters
+        ----------
+        least_grouped
+            With groups, the fewest channels per group on either side.
+        least_product
+            Without groups, the least product of input and output channels.
+        """
         self._least_grouped = least_grouped
         self._least_product = least_product
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`.
 
-        Judged by channels, kernel, stride and dilation, so that a problem in pieces chooses as the
-        whole does; only sizes that no tile can count are refused too.
+        The answer depends on channels, kernel, stride and dilation, so that every part of a split
+        problem gets the same kernel. Sizes matter only if they overflow a kernel's indices.
         """
         if (reason := why_not_dense(work, device)) is not None:
             return reason
@@ -92,7 +99,7 @@ class DenseGather:
     def launches(
         self, work: ConvWork, device: CudaDevice, tile: DenseTile | None = None
     ) -> Fragment:
-        """See `Family.launches`. ``tile`` overrides the chosen one."""
+        """See `Family.launches`. ``tile`` overrides the chosen tile."""
         backward = work.direction == "bwd_data"
         source, result = gather_sides(work)
         read, written = _channels(work)
@@ -115,7 +122,7 @@ class DenseGather:
             f"{work.prefix}weight_channels_last",
             device,
         )
-        # Offsets are computed for positions outside the source too.
+        # The kernel also computes offsets of positions outside the source.
         source_shape = (work.batch, work.groups, read, *(axis.x_size for axis in axes))
         weight_shape = (work.groups, work.out_channels, work.in_channels, *work.kernel)
         wide = (
@@ -194,7 +201,7 @@ class DenseGather:
         ]
 
 
-# The last ones have registers left for 64-bit offsets.
+# Only the last tile has registers left for 64-bit offsets.
 TILES = (
     DenseTile(128, 128, 64, 64, 128, 3, 2, flops=504e12, start_s=4.6e-6),
     DenseTile(64, 128, 32, 64, 128, 3, 3, flops=433e12, start_s=4.0e-6),
@@ -203,7 +210,7 @@ TILES = (
     DenseTile(256, 32, 64, 32, 64, 4, 2, flops=305e12, start_s=4.5e-6),
     DenseTile(128, 128, 64, 64, 64, 4, 2, flops=460e12, start_s=4.7e-6),
 )
-# All have the same depth of partial accumulation, so that all give the same bits.
+# All have the same depth of partial accumulation, and so give bitwise equal results.
 SPLIT_TILES = (
     DenseTile(128, 128, 32, 64, 128, 3, 1, flops=126e12, start_s=3e-6, split=True),
     DenseTile(64, 64, 32, 32, 128, 3, 2, flops=122e12, start_s=3e-6, split=True),
@@ -218,7 +225,6 @@ def expected_s(
 ) -> float:
     """Return the expected time of a tile, in seconds."""
     read, written = _channels(work)
-    # Pixels and taps of each phase.
     phases = [
         (work.batch * prod(phase.count for phase in each), prod(phase.taps for phase in each))
         for each in product(*(axis.phases for axis in axes))
@@ -235,7 +241,7 @@ def expected_s(
 
 
 def gather_tile(work: ConvWork, axes: list[Axis], device: CudaDevice, wide: bool) -> DenseTile:
-    """Return the tile with the least expected time. All tiles give the same bits."""
+    """Return the tile with the least expected time. Results do not depend on the tile."""
     tiles = SPLIT_TILES if splits_factors(work) else TILES
     if wide:
         return tiles[-1]
@@ -244,7 +250,7 @@ def gather_tile(work: ConvWork, axes: list[Axis], device: CudaDevice, wide: bool
 
 
 def _channels(work: ConvWork) -> tuple[int, int]:
-    """Return the operands read and written, in one group."""
+    """Return the channels per group of the source and of the result."""
     channels = work.in_channels, work.out_channels
     return channels[::-1] if work.direction == "bwd_data" else channels
 
@@ -255,8 +261,11 @@ def _instance(tile: DenseTile, dtype: DType, backward: bool, wide: bool) -> Inst
 
 
 def shared_bytes(tile: DenseTile, axes: list[Axis], wide: bool) -> int:
-    """Bytes of shared memory: the pipeline or the sums; per pixel two offsets, per tap three
-    numbers; bits for both."""
+    """Return the bytes of shared memory.
+
+    These are the pipeline or the accumulators, two offsets per pixel, three values per tap, and a
+    bit mask of the taps per pixel and per tile.
+    """
     tap, offset = (24, 8) if wide else (12, 4)
     taps = prod(max(phase.taps for phase in axis.phases) for axis in axes)
     bits = ceil_div(taps, 32) * 4 * (1 + tile.m)
@@ -265,12 +274,12 @@ def shared_bytes(tile: DenseTile, axes: list[Axis], wide: bool) -> int:
 
 
 def _most_pixels(work: ConvWork, axes: list[Axis]) -> int:
-    """Pixels of the largest phase."""
+    """Return the number of pixels of the largest phase."""
     return work.batch * prod(max(phase.count for phase in axis.phases) for axis in axes)
 
 
 def _last(operand: Operand, shape: tuple[int, ...]) -> int:
-    """Offset of the last element, rounded up to a whole chunk."""
+    """Return the offset of the last element plus a whole chunk."""
     return (
         sum((extent - 1) * stride for extent, stride in zip(shape, operand.strides, strict=True))
         + 16
@@ -278,7 +287,7 @@ def _last(operand: Operand, shape: tuple[int, ...]) -> int:
 
 
 def _margin(operand: Operand, axes: list[Axis]) -> int:
-    """How far outside the source offsets reach, on both sides together."""
+    """Return a bound, in elements, on how far offsets reach outside the source on both sides."""
     return sum(
         max(
             abs(phase.x0) + phase.count * axis.x_step + abs(axis.x_tap) * phase.taps
@@ -290,7 +299,7 @@ def _margin(operand: Operand, axes: list[Axis]) -> int:
 
 
 def _runs_of_pixels(result: Operand, axes: list[Axis], size: tuple[int, int, int]) -> bool:
-    """Whether consecutive rows of the result form contiguous runs of whole groups of four."""
+    """Return whether pixels of the result are contiguous in runs of a multiple of four."""
     if result.strides[5] != 1 or axes[2].y_step != 1:
         return False
     run = 1

@@ -13,24 +13,35 @@ from convgrad_service.plans.cuda.works import ConvWork
 __all__ = ["LAUNCH_S", "DenseTile", "few_terms", "splits_factors"]
 
 LAUNCH_S = 3e-6
-# Splitting errs by 2^-21 of each product, float32 accumulation by 2^-24 per term.
+# Splitting has a relative error of 2^-21 per product, float32 accumulation of 2^-24 per term.
 _LEAST_TERMS = 16
-# Throughput of an SM with one resident block where two would fit, and with one or two of three.
+# Relative throughput of an SM with 1, 2, ... resident blocks, by the most that fit.
 _ALONE = {1: (1.0,), 2: (0.65, 1.0), 3: (0.55, 0.8, 1.0)}
-# The number of SMs, and the shared memory of each, for which the rates below were measured.
+# SMs of the GPU on which the rates below were measured.
 _MEASURED_ON = 132
 _RESERVED_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class DenseTile:
-    """M x N of a block, and of a warp; a step's depth in bytes; steps in the ring; blocks that
-    share a multiprocessor; groups in which a step's copies are started.
+    """A tile shape and its measured rates.
 
-    ``flops`` a second in 16 bits (half of it in TF32) that all of an H200 does in such tiles, and
-    ``start_s``, what a block takes beside its steps, were fitted to tests/perf's dense layers
-    there; they serve to choose, on any device. ``split`` is for true float32 by tensor cores, three
-    products in place of one.
+    Attributes
+    ----------
+    m, n, warp_m, warp_n
+        Block tile and warp tile.
+    step_bytes
+        Bytes along K of a k-tile.
+    stages, blocks
+        Pipeline stages, and resident blocks per SM.
+    copy_groups
+        Groups in which the copies of a k-tile are issued.
+    flops, start_s
+        FLOP/s of a whole H200 in 16-bit types (half of that in TF32), and seconds of a block
+        outside its mainloop. They were fitted to tests/perf's dense layers, and rank tiles on
+        every device.
+    split
+        Whether float32 operands are split into three TF32 products.
     """
 
     m: int
@@ -55,15 +66,15 @@ class DenseTile:
 
     @property
     def flag_bytes(self) -> int:
-        """Bytes of ``ScalingFlags`` (core/operand_scaling.cuh), where operands are split."""
+        """Bytes of ``ScalingFlags`` (core/operand_scaling.cuh) if operands are split."""
         return 24 if self.split else 0
 
     def depth(self, dtype: DType) -> int:
-        """Elements along K of a k-tile."""
+        """Return the elements along K of a k-tile."""
         return self.step_bytes // dtype.itemsize
 
     def defines(self, dtype: DType, wide: bool) -> tuple[tuple[str, str], ...]:
-        """The macros of an instance."""
+        """Return the preprocessor macros of an instance."""
         return (
             ("ELEMENT", CUDA_TYPES[dtype]),
             ("WIDE", str(int(wide))),
@@ -89,15 +100,19 @@ class DenseTile:
         shared_bytes: int,
         extra_s: float = 0.0,
     ) -> float:
-        """For so many blocks, of so many steps on average: whole waves, and what is left over.
+        """Return the expected seconds of all full waves of blocks, and of the last partial one.
 
-        ``extra_s`` is what a step takes beside its products and copies.
+        Parameters
+        ----------
+        steps
+            Average number of k-tiles per block.
+        extra_s
+            Seconds of a k-tile besides its products and copies.
         """
         room = device.shared_bytes_per_multiprocessor // (shared_bytes + _RESERVED_BYTES)
         together = max(1, min(self.blocks, room))
         shares = _ALONE[self.blocks]
-        # A k-tile has the same bytes for every type, and TF32 is half as fast on half as many
-        # elements.
+        # Independent of the dtype: in TF32, a k-tile has half the elements at half the rate.
         step_flops = 2 * self.m * self.n * self.step_bytes // 2
         step_s = step_flops * self.blocks * _MEASURED_ON / self.flops + extra_s
         block_s = self.start_s + steps * step_s
@@ -108,12 +123,12 @@ class DenseTile:
 
 
 def splits_factors(work: ConvWork) -> bool:
-    """Whether float32 is computed as three TF32 products of split operands."""
+    """Return whether float32 is computed as three TF32 products of split operands."""
     return work.dtype is DType.FLOAT32 and work.precision != "high"
 
 
 def few_terms(work: ConvWork, terms: int) -> str | None:
-    """Return why operands are not split for sums of that many products, or None."""
+    """Return why sums of that many products are not computed from split operands, or None."""
     if not splits_factors(work) or terms >= _LEAST_TERMS:
         return None
     return f"float32's own sums of {terms} products may be more exact than those of split factors"

@@ -39,12 +39,13 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand, contiguous_stri
 
 __all__ = ["DenseWeight", "weight_expected_s"]
 
-# The fewest channels per group on either side of a grouped problem; else the least product of
-# output channels and of taps x input channels.
+# With groups, the fewest channels per group on either side; without, the least product of output
+# channels and taps x input channels.
 LEAST_GROUPED, LEAST_PRODUCT = 16, 64
 MAX_INDEX = 2**31 - 1
 SPAN_BYTES = 32
-# flat_sum.cu: results per thread, threads per block, and the most slices of a block.
+# flat_sum.cu: results per thread, threads per block, the most slices of a block, and the fewest
+# splits that use them.
 SUM_RESULTS, SUM_BLOCK, SUM_SLICES, MANY_SPLITS = 4, 256, 8, 16
 
 
@@ -65,13 +66,21 @@ class DenseWeight:
     def __init__(
         self, least_grouped: int = LEAST_GROUPED, least_product: int = LEAST_PRODUCT
     ) -> None:
-        """With groups, the fewest channels of one on either side; without, the least product of
-        output channels and taps x input channels."""
+        """Create the family with the thresholds of tile utilisation.
+
+        Parameters
+        ----------
+        least_grouped
+            With groups, the fewest channels per group on either side.
+        least_product
+            Without groups, the least product of output channels and taps x input channels.
+        """
         self._least_grouped = least_grouped
         self._least_product = least_product
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`; judged by channels and kernel, as `DenseGather` is."""
+        """See `Family.why_not`. As in `DenseGather`, splitting the problem does not change the
+        answer."""
         if (reason := why_not_dense(work, device)) is not None:
             return reason
         least = min(work.in_channels, work.out_channels)
@@ -165,7 +174,7 @@ class DenseWeight:
 
 
 def _sum(work: ConvWork, partials: str, splits: int) -> Launch:
-    """The launch that reduces the partial sums and applies the epilogue."""
+    """Return the launch that reduces the partial sums and applies the epilogue."""
     results = work.groups * work.out_channels * work.taps * work.in_channels
     accumulate = work.accumulate
     if _in_order(work) and results % SUM_RESULTS == 0:
@@ -194,7 +203,7 @@ def _sum_instance(dtype: DType) -> Instance:
     return Instance("core/flat_sum.cu", "flat_sum", (("RESULT", CUDA_TYPES[dtype]),))
 
 
-# The last ones have registers left for 64-bit offsets.
+# Only the last tile has registers left for 64-bit offsets.
 TILES = (
     DenseTile(128, 128, 64, 64, 128, 3, 2, flops=400e12, start_s=1e-6),
     DenseTile(128, 256, 64, 64, 128, 3, 1, flops=450e12, start_s=2e-6),
@@ -217,13 +226,13 @@ LEAST_STEPS = 4
 PARTIAL_BYTES = 256 * 2**20
 MOST_WAVES = 3
 COPY_BYTES_PER_S = 3e12
-# Clocks for a thread to locate one pixel at one more tap; fitted to a first layer of 49 taps x 8
+# Seconds for a thread to locate one pixel at one more tap, fitted to a first layer with 49 taps x 8
 # channels.
 NOTING_S = 0.14e-6
 
 
 def _tiles_of(dtype: DType, split: bool, wide: bool) -> Sequence[DenseTile]:
-    """The tiles whose registers leave none for 64-bit offsets."""
+    """Return the tiles that fit into registers, with 64-bit offsets if ``wide``."""
     tiles = SPLIT_TILES if split else TILES
     if wide:
         return tiles[-1:]
@@ -236,7 +245,7 @@ def weight_expected_s(work: ConvWork, device: CudaDevice) -> float:
 
 
 def _expected(work: ConvWork, device: CudaDevice, wide: bool) -> tuple[float, DenseTile, int]:
-    """Return the least expected time, its tile and its number of splits.
+    """Return the least expected time in seconds, its tile and its number of splits.
 
     They depend on the problem and the device model only, so equal requests give equal bits.
     """
@@ -249,7 +258,7 @@ def _expected(work: ConvWork, device: CudaDevice, wide: bool) -> tuple[float, De
             continue
         pixels = work.pixels
         if channels % tile.n == 0:
-            # Only pixels that the tap reads inside the input count.
+            # A tile has a single tap, which skips pixels whose input is padding.
             pixels = ceil_div(pixels * work.conv.valid_flops, work.conv.flops)
         all_steps = ceil_div(pixels, tile.depth(work.dtype))
         tiles = _tiles(work, tile) * work.groups
@@ -300,12 +309,12 @@ def _columns(work: ConvWork) -> int:
 
 
 def _tiles(work: ConvWork, tile: DenseTile) -> int:
-    """Tiles of one group and one split."""
+    """Return the number of tiles per group and split."""
     return ceil_div(work.out_channels, tile.m) * ceil_div(_columns(work), tile.n)
 
 
 def _tile_taps(work: ConvWork, tile: DenseTile) -> int:
-    """The most taps that the columns of one tile belong to."""
+    """Return the most taps that the columns of one tile span."""
     channels = _columns(work) // work.taps
     if channels % tile.n == 0:
         return 1
@@ -313,8 +322,8 @@ def _tile_taps(work: ConvWork, tile: DenseTile) -> int:
 
 
 def _shared_bytes(work: ConvWork, tile: DenseTile, wide: bool) -> int:
-    """Bytes of shared memory: the pipeline, a shift per tap of a tile, and a pixel's offsets in y
-    and per tap in x."""
+    """Return the bytes of shared memory: the pipeline, a shift per tap of the tile, and per pixel
+    its offset in y and, for each tap, in x."""
     taps = _tile_taps(work, tile)
     shift, offset = (32, 8) if wide else (16, 4)
     depth = tile.depth(work.dtype)
@@ -325,10 +334,10 @@ def _shared_bytes(work: ConvWork, tile: DenseTile, wide: bool) -> int:
 
 
 def _least_terms(work: ConvWork) -> int:
-    """The fewest products of any result that has products."""
+    """Return the fewest products of any non-empty sum."""
 
     def meets(dim: int, tap: int) -> int:
-        """Number of outputs that a tap contributes to along one dimension."""
+        """Return the number of outputs that a tap contributes to along one dimension."""
         first = tap * work.dilation[dim] - work.pad[dim]
         low = max(0, ceil_div(-first, work.stride[dim]))
         high = min(work.output[dim], (work.input[dim] - 1 - first) // work.stride[dim] + 1)
@@ -344,20 +353,20 @@ def _partial_bytes(work: ConvWork) -> int:
 
 
 def _in_order(work: ConvWork) -> bool:
-    """Whether the result has the partial sums' layout: (G, K, T, R, S, C), contiguous."""
+    """Return whether the result is contiguous as (G, K, T, R, S, C), like the partial sums."""
     shape = (work.groups, work.out_channels, *work.kernel, work.in_channels)
     strides = zip(shape, _channel_last(work.w).strides, contiguous_strides(shape), strict=True)
     return all(stride == wanted for extent, stride, wanted in strides if extent > 1)
 
 
 def _channel_last(operand: Operand) -> Operand:
-    """A weight's strides in the order of the partial sums: (G, K, T, R, S, C)."""
+    """Return the weight with its axes in the order of the partial sums: (G, K, T, R, S, C)."""
     g, k, c, t, r, s = operand.strides
     return Operand(operand.buffer, operand.dtype, (g, k, t, r, s, c))
 
 
 def _last(operand: Operand, shape: tuple[int, ...]) -> int:
-    """Offset of the last element, rounded up to a whole chunk."""
+    """Return the offset of the last element plus a whole chunk."""
     return (
         sum((extent - 1) * stride for extent, stride in zip(shape, operand.strides, strict=True))
         + 16

@@ -27,15 +27,14 @@ from convgrad_service.plans.cuda.works import ConvWork
 __all__ = ["FirstData"]
 
 STEP_BYTES = 32
-# Of a row of sums, that a 16-bit offset reaches.
+# The most accumulators in a row: 16-bit offsets address them.
 MOST_SUMS = 2**16
 MAX_OFFSET = 2**31 - 1
-# Kernel rows that an instance has accumulators for, and the numbers of channel steps for which a
-# warp keeps their weights in registers.
+# The most kernel rows of an instance, and the k-step counts for which a warp keeps the weights in
+# registers.
 RESIDENT = {1: (), 3: (2, 4, 8), 5: (4,), 7: (2, 4)}
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
-# Cost model of the partitions: 16 x 8 mma per SM and clock, and clocks per row of y and block
-# besides.
+# Cost model: m16n8 mma instructions per SM per clock, and the fixed clocks per block and row of y.
 PRODUCTS_PER_CLOCK, ROW_CLOCKS = 0.7, 500
 
 
@@ -44,8 +43,17 @@ FirstDataArgs = structure("conv/first_data.cu", "FirstDataArgs")
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How x is partitioned into blocks: warps along W, positions and segments along W, rows and
-    segments along H."""
+    """A partition of x among thread blocks.
+
+    Attributes
+    ----------
+    warp_rows
+        Warps of a block along W; each takes 32 positions of y.
+    segment, segments
+        Positions of x along W per block, and the number of such segments.
+    segment_rows, row_segments
+        Rows of y that a block completes, and the number of such segments along H.
+    """
 
     warp_rows: int
     segment: int
@@ -60,7 +68,7 @@ class FirstData:
     name = "first_data"
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`. Independent of what a split along N, D or H changes."""
+        """See `Family.why_not`. Splitting along N, D or H does not change the answer."""
         reason = why_not_first(work, device)
         if reason is not None:
             return reason
@@ -82,7 +90,7 @@ class FirstData:
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
-        """See `Family.launches`. ``cut`` overrides the chosen one."""
+        """See `Family.launches`. ``cut`` overrides the chosen partition."""
         y = prepare_activation(
             work.y,
             work.batch,
@@ -141,7 +149,7 @@ def _rows(work: ConvWork) -> int:
 
 
 def _resident(work: ConvWork) -> int | None:
-    """Return for how many steps weights stay in registers, or None."""
+    """Return the number of k-steps whose weights stay in registers, or None if they do not."""
     needed = ceil_div(work.out_channels * work.dtype.itemsize, STEP_BYTES)
     fitting = [depth for depth in RESIDENT[_rows(work)] if depth >= needed]
     if work.dtype.itemsize > 2 or work.kernel[0] > 1 or not fitting:
@@ -154,8 +162,8 @@ def _steps(work: ConvWork) -> int:
 
 
 def _shared_bytes(work: ConvWork, warp_rows: int, segment: int) -> int:
-    """Bytes of shared memory: the pipeline, the weights, two sets of finished rows, a table entry
-    per position of x."""
+    """Return the bytes of shared memory: the pipeline, the weights, two sets of finished rows and a
+    table entry per element of a row of x."""
     tiles, steps, positions = column_tiles(work), _steps(work), warp_rows * 32
     ring = STAGES * positions * (2 * steps + 1) * CHUNK_BYTES
     weights = steps * STEP_BYTES * ((work.kernel[0] * _rows(work) * tiles) | 1) * 8
@@ -164,13 +172,13 @@ def _shared_bytes(work: ConvWork, warp_rows: int, segment: int) -> int:
 
 
 def _cuts(work: ConvWork, device: CudaDevice) -> list[Cut]:
-    """Yield the partitions that fit."""
+    """Return every partition that fits into shared memory and the grid."""
     tiles, stride, pad = column_tiles(work), work.stride, work.pad
     rows = (work.input[1] - 1 + pad[1]) // stride[1] - pad[1] // stride[1] + 1
     found = []
     for warp_rows in range(1, MOST_WARPS // tiles + 1):
         positions = 32 * warp_rows
-        # Positions of y that contribute to so many of x.
+        # The most positions of x to which only this many positions of y contribute.
         longest = positions * stride[2] - work.kernel[2] + 1
         if work.output[2] <= positions:
             longest = work.input[2]
@@ -193,7 +201,7 @@ def _blocks(work: ConvWork, cut: Cut) -> int:
 
 
 def _expected_clocks(work: ConvWork, cut: Cut, device: CudaDevice) -> float:
-    """Clocks over all waves of blocks."""
+    """Return the expected clocks over all waves of blocks."""
     tiles, blocks = column_tiles(work), _blocks(work, cut)
     threads = 32 * tiles * cut.warp_rows
     shared = _shared_bytes(work, cut.warp_rows, cut.segment)
@@ -202,7 +210,7 @@ def _expected_clocks(work: ConvWork, cut: Cut, device: CudaDevice) -> float:
     taps = ceil_div(work.kernel[0], work.stride[0])
     products = cut.warp_rows * 2 * tiles * _rows(work) * _steps(work) * taps
     row = max(together * products / PRODUCTS_PER_CLOCK, products / PRODUCTS_PER_CLOCK + ROW_CLOCKS)
-    # Rows that only precede the first of a segment, and start-up.
+    # Each segment also reads the rows before its first, and fills the pipeline.
     walked = cut.segment_rows + (work.kernel[1] - 1) // work.stride[1] + 3
     return ceil_div(blocks, device.multiprocessors * together) * walked * row
 

@@ -30,10 +30,10 @@ from convgrad_service.plans.cuda.works import ConvWork
 __all__ = ["FirstForward"]
 
 CHANNELS = 32
-"""Channels of a warp, and positions."""
+"""Output channels, and output positions, of a warp tile."""
 MOST_WARP_CHANNELS = 4
 MOST_TILES = 256
-# Pairs of column tiles whose weights a warp keeps in registers, per instance.
+# By instance, the pairs of column tiles whose weights a warp keeps in registers.
 RESIDENT = (4, 11)
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 
@@ -43,7 +43,7 @@ FirstForwardArgs = structure("conv/first_forward.cu", "FirstForwardArgs")
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Warps along channels; rows and positions of a unit."""
+    """A partition: warps of a block along channels, and the rows and positions of a work unit."""
 
     warp_channels: int
     unit_rows: int
@@ -114,12 +114,12 @@ class FirstForward:
 
 
 def _plain(work: ConvWork) -> bool:
-    """Whether the result is the sum, plus the bias if there is one."""
+    """Return whether the epilogue adds at most a bias."""
     return work.alpha == 1.0 and work.accumulate is None and work.activation == "none"
 
 
 def _pairs(work: ConvWork) -> int:
-    """mma steps along K per tap along D: two column tiles each, one for 32-bit types."""
+    """Return the mma k-steps per tap along D: two column tiles each, or one in 32-bit types."""
     return ceil_div(work.kernel[1] * column_tiles(work), 2 if work.dtype.itemsize == 2 else 1)
 
 
@@ -135,14 +135,14 @@ def _resident(work: ConvWork, device: CudaDevice) -> int | None:
 
 
 def _weight_bytes(work: ConvWork, warp_channels: int) -> int:
-    """Bytes of a channel's row of weights in shared memory, padded against bank conflicts."""
+    """Return the bytes of the weights in shared memory; rows are padded against bank conflicts."""
     columns = work.kernel[0] * _pairs(work)
     row = columns * 32 + 16 if work.dtype.itemsize == 4 else (columns * 2 | 1) * 16
     return warp_channels * CHANNELS * row
 
 
 def _cut(work: ConvWork, device: CudaDevice) -> Cut | None:
-    """Return the largest units that fit, or None."""
+    """Return the partition with the largest units that fits, or None."""
     rows = work.kernel[1]
     for warp_channels in range(min(MOST_WARP_CHANNELS, ceil_div(work.out_channels, 32)), 0, -1):
         places = MOST_WARPS // warp_channels

@@ -1,4 +1,5 @@
-"""dgrad of a first layer by groups of positions, for common shapes (first_groups.cu)."""
+"""dgrad of a first layer of common shape: the positions of a group, times the channels, are the
+columns of one GEMM (first_groups.cu)."""
 
 from __future__ import annotations
 
@@ -28,16 +29,27 @@ __all__ = ["Cut", "FirstGroups", "FirstGroupsArgs", "groups_args", "why_not_grou
 
 MOST_WARPS = 8
 MAX_OFFSET = 2**31 - 1
-# Cost model of the partitions: 16 x 8 mma per SM and clock, clocks per row of y and block
-# besides, and clocks to start a block.
+# Cost model: m16n8 mma instructions per SM per clock, the fixed clocks per block and row of y, and
+# the clocks to start a block.
 PRODUCTS_PER_CLOCK, ROW_CLOCKS, START_CLOCKS = 0.55, 800, 8000
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """An instance: kernel rows of one residue, steps along W, steps of 16 channels and tiles of 8
-    columns whose weights a warp keeps in registers; blocks per SM."""
+    """The capacity of an instance, whose warps keep their weights in registers.
+
+    Attributes
+    ----------
+    slots
+        Kernel rows with the same residue modulo the stride along H.
+    taps
+        Positions of y along W that a group reads.
+    steps, tiles
+        K-steps of 16 channels, and tiles of 8 columns.
+    blocks
+        Blocks per SM.
+    """
 
     slots: int
     taps: int
@@ -47,7 +59,7 @@ class Shape:
 
     @property
     def products(self) -> int:
-        """mma for 16 groups and one row of y, in one residue."""
+        """Number of mma instructions for 16 groups, one row of y and one residue."""
         return self.slots * self.taps * self.steps * self.tiles
 
 
@@ -63,7 +75,17 @@ SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Positions of a group, positions of y between groups, and the first step and their number."""
+    """How positions of x along W form groups.
+
+    Attributes
+    ----------
+    group, hop
+        Positions of x in a group, and of y from one group to the next.
+    first_tap, taps
+        The first position of y that a group reads, relative to the group, and the number of them.
+    shape
+        The instance that takes them.
+    """
 
     group: int
     hop: int
@@ -74,7 +96,7 @@ class Grouping:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Warps along W, rows of y that a block advances by, and the number of such segments."""
+    """A partition: warps of a block along W, rows of y per segment, and segments along H."""
 
     warp_groups: int
     segment_rows: int
@@ -90,7 +112,7 @@ class FirstGroups:
     name = "first_groups"
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`. Independent of what a split along N, D or H changes."""
+        """See `Family.why_not`. Splitting along N, D or H does not change the answer."""
         reason = why_not_groups(work, device)
         if reason is not None:
             return reason
@@ -106,7 +128,7 @@ class FirstGroups:
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
-        """See `Family.launches`. ``cut`` overrides the chosen one."""
+        """See `Family.launches`. ``cut`` overrides the chosen partition."""
         grouping = _grouping(work, device)
         if grouping is None:
             raise ValueError("no grouping of positions fits")
@@ -153,7 +175,7 @@ class FirstGroups:
 def why_not_groups(
     work: ConvWork, device: CudaDevice, dtypes: tuple[DType, ...] = DTYPES
 ) -> str | None:
-    """Return why dgrad is not computed by groups of positions, for any kernel, or None."""
+    """Return why no kernel computes this dgrad by groups of positions, or None if one may."""
     reason = why_not_first(work, device, exact=DType.FLOAT32 in dtypes)
     if reason is not None:
         return reason
@@ -168,7 +190,7 @@ def why_not_groups(
 
 
 def groups_args(args: Any, work: ConvWork, y: Operand, group: int, cut: Cut) -> None:
-    """The argument's fields that depend on the work and its partition along H."""
+    """Fill in the kernel parameters that depend on the work and its partition along H."""
     args.y_stride[:], args.x_stride[:] = y.strides, work.x.strides
     args.w_stride[:] = work.w.strides
     args.alpha, args.beta = work.alpha, work.beta
@@ -183,7 +205,7 @@ def groups_args(args: Any, work: ConvWork, y: Operand, group: int, cut: Cut) -> 
 
 
 def _grouping(work: ConvWork, device: CudaDevice) -> Grouping | None:
-    """Return the shape with the fewest mma per position, or None."""
+    """Return the grouping with the fewest mma instructions per position, or None."""
     stride, pad, taps = work.stride[2], work.pad[2], work.kernel[2]
     steps = ceil_div(work.out_channels, 16)
     slots = ceil_div(work.kernel[1], work.stride[1])
@@ -205,10 +227,10 @@ def _grouping(work: ConvWork, device: CudaDevice) -> Grouping | None:
 
 
 def _plain(work: ConvWork, group: int) -> int:
-    """Code of the epilogue.
+    """Return the epilogue code.
 
-    1 where the sums are the result, 2 where adjacent columns are also adjacent in x, 3 where two
-    of them always start at even offsets; else 0.
+    0 applies the epilogue. The others store the sums: 1 one by one, 2 where columns of a group are
+    contiguous in x, 3 where pairs of columns also start at even offsets.
     """
     if not work.epilogue_free:
         return 0
@@ -226,7 +248,7 @@ def _plain(work: ConvWork, group: int) -> int:
 
 
 def _flat(work: ConvWork) -> bool:
-    """Whether the weight is contiguous as (K, R, S, C)."""
+    """Return whether the weight is contiguous as (K, R, S, C)."""
     _, k, c, _, r, s = work.w.strides
     shape = (work.out_channels, *work.kernel[1:], work.in_channels)
     strides = zip(shape, (k, r, s, c), contiguous_strides(shape), strict=True)
@@ -234,7 +256,7 @@ def _flat(work: ConvWork) -> bool:
 
 
 def _positions(grouping: Grouping, warp_groups: int) -> int:
-    """Positions of y that a block's groups read."""
+    """Return the number of positions of y that a block's groups read per row."""
     return (warp_groups * 32 - 1) * grouping.hop + grouping.taps
 
 
@@ -243,7 +265,7 @@ def _segments(work: ConvWork, grouping: Grouping, warp_groups: int) -> int:
 
 
 def _shared_bytes(work: ConvWork, grouping: Grouping, warp_groups: int) -> int:
-    """Bytes of shared memory: the pipeline and the weights."""
+    """Return the bytes of shared memory: the pipeline and the weights."""
     shape = grouping.shape
     ring = STAGES * _positions(grouping, warp_groups) * (2 * shape.steps + 1) * CHUNK_BYTES
     weights = work.out_channels * work.taps * work.in_channels * work.dtype.itemsize
@@ -281,7 +303,7 @@ def _cut(work: ConvWork, grouping: Grouping, device: CudaDevice) -> Cut | None:
                 continue
             filled = min(together, ceil_div(blocks, device.multiprocessors))
             row = max(filled * products, products + ROW_CLOCKS)
-            # With rows that only precede the first of a segment.
+            # Each segment also reads the rows before its first.
             walked = segment_rows + (work.kernel[1] - 1) // stride
             waves = ceil_div(blocks, device.multiprocessors * filled)
             clocks = waves * (walked * row + START_CLOCKS)

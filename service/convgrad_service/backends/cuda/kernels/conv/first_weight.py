@@ -42,13 +42,13 @@ WARP_TILES = 6
 MOST_UNIT_ROWS = 4
 SUM_WARPS = 8
 SUM_RESULTS = 32
-# A block may count past the last unit.
+# The last block of first_sum may index past the last result.
 MOST_RESULTS = 2**31 - SUM_RESULTS
 # The most bytes of partial sums, unless the caller asks for more splits.
 PARTIAL_BYTES = 256 * 2**20
-# Positions of a unit, in order of preference.
+# Positions of a work unit, in order of preference.
 SEGMENTS = (64, 32)
-# Units of 16 channels per block.
+# M of a block tile, in units of 16 output channels.
 ROWS = (2, 4)
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 
@@ -61,8 +61,17 @@ FirstSumArgs = structure("conv/first_sum.cu", "FirstSumArgs")
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Units of 16 channels and kernel rows of a block, warps along columns; rows and positions of a
-    unit."""
+    """A partition.
+
+    Attributes
+    ----------
+    sixteens, rows
+        Output channels of a block in units of 16, and its kernel rows.
+    warp_columns
+        Warps along the columns (taps x input channels).
+    unit_rows, segment
+        Rows and positions of a work unit.
+    """
 
     sixteens: int
     rows: int
@@ -89,7 +98,7 @@ class FirstWeight:
         return reason
 
     def launches(self, work: ConvWork, device: CudaDevice, splits: int | None = None) -> Fragment:
-        """See `Family.launches`. ``splits`` overrides the chosen number."""
+        """See `Family.launches`. ``splits`` overrides the chosen number of splits."""
         cut = _cut(work, device)
         if cut is None:
             raise ValueError("windows of a row do not fit into shared memory")
@@ -145,7 +154,7 @@ class FirstWeight:
 
 
 def _along_w(work: ConvWork) -> bool:
-    """Whether grad_output's rows are read directly: channels first, in whole chunks."""
+    """Return whether grad_output is read in place: channels first, rows of whole chunks."""
     extents = (work.batch, 1, work.out_channels, *work.output)
     return work.y.strides[2] != 1 and in_whole_chunks(work.y, extents, 5)
 
@@ -160,10 +169,10 @@ def _results(work: ConvWork) -> int:
 
 
 def _cut(work: ConvWork, device: CudaDevice) -> Cut | None:
-    """Return the largest units that fit, or None."""
+    """Return the partition with the largest units that fits, or None."""
     tiles = column_tiles(work)
     rows = min(work.kernel[1], MOST_WARPS * WARP_TILES // tiles)
-    # The same number in each group.
+    # Distribute the kernel rows evenly over the groups.
     rows = ceil_div(work.kernel[1], ceil_div(work.kernel[1], rows))
     sixteens = ROWS[0] if work.out_channels <= 16 * ROWS[0] else ROWS[1]
     warp_columns = ceil_div(rows * tiles, WARP_TILES)
@@ -190,7 +199,7 @@ def _y_bytes(work: ConvWork, sixteens: int, unit_rows: int, segment: int) -> int
 
 
 def _splits(work: ConvWork, units: int, parts: int, cut: Cut, device: CudaDevice) -> int:
-    """The number of splits that fills the device once, where a split is ``parts`` blocks.
+    """Return the number of splits, of ``parts`` blocks each, that fills the device once.
 
     It depends on the problem and the device model only, so equal requests give equal bits.
     """
@@ -209,7 +218,7 @@ def why_not_summed(work: ConvWork) -> str | None:
 
 
 def first_sum(work: ConvWork, partials: str, splits: int, device: CudaDevice) -> Launch:
-    """The launch that reduces the partial sums and applies the epilogue."""
+    """Return the launch that reduces the partial sums and applies the epilogue."""
     _, k, c, *kernel = work.w.strides
     args = FirstSumArgs()
     args.extent[:] = (work.out_channels, *work.kernel, work.in_channels)
@@ -226,7 +235,7 @@ def first_sum(work: ConvWork, partials: str, splits: int, device: CudaDevice) ->
 
 
 def first_sum_instances() -> Iterable[Instance]:
-    """One instance per result type."""
+    """Return one instance per result type."""
     return map(_sum_instance, DTYPES)
 
 

@@ -1,4 +1,4 @@
-"""Host side of ``first_windows.cuh``, shared by the first-layer kernels that read the input."""
+"""Host side of ``first_windows.cuh``, which first-layer fprop and wgrad share."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ BEFORE_BLACKWELL = architectures_before(BLACKWELL)
 """Architectures with enough registers for the largest instances."""
 
 STAGES = 4
-"""Units whose input rows may be in flight to shared memory, or be there."""
+"""Pipeline stages: work units whose input rows are in shared memory or in flight."""
 
 STATIC_BYTES = 4096
 REGISTERS = 65536
@@ -62,10 +62,10 @@ WindowArgs = structure("conv/first_windows.cuh", "WindowArgs")
 
 
 def why_not_first(work: ConvWork, device: CudaDevice, exact: bool = False) -> str | None:
-    """Why a convolution is no first layer for tensor cores; with ``exact`` of a kernel that takes
-    true float32.
+    """Return why the first-layer kernels do not take a convolution, or None.
 
-    Judged by what a cut along N or a spatial dimension does not change.
+    Splitting along N or a spatial dimension does not change the answer. ``exact`` is for kernels
+    that compute full-precision float32.
     """
     if work.groups != 1:
         return f"{work.groups} groups"
@@ -86,18 +86,27 @@ def why_not_first(work: ConvWork, device: CudaDevice, exact: bool = False) -> st
         return "accumulate does not lie as the result does"
     if work.pixels * 16 > MAX_INDEX or prod(work.input[1:]) * work.in_channels * 16 > MAX_INDEX:
         return "positions are more than 32 bits count"
-    # Small tensors may have enormous padding and steps.
+    # Even small tensors may have huge padding and strides.
     return why_not_32bit_positions(work)
 
 
 def column_tiles(work: ConvWork) -> int:
-    """Tiles of 8 columns (taps x channels) of a kernel row."""
+    """Return the number of 8-column tiles (taps x channels) in a kernel row."""
     return ceil_div(work.kernel[2] * work.in_channels, 8)
 
 
 def window_args(work: ConvWork, x: Operand, rows: int, unit_rows: int, segment: int) -> Any:
-    """The geometry, for blocks of so many kernel rows and units of ``unit_rows`` x ``segment``,
-    of the input as `prepare_rows` has it."""
+    """Return the kernel parameters that describe windows of the input.
+
+    Parameters
+    ----------
+    x
+        The input as `prepare_rows` returns it.
+    rows
+        Kernel rows per block.
+    unit_rows, segment
+        Rows and positions of a work unit.
+    """
     args = WindowArgs()
     sizes = (work.batch, 1, work.in_channels, *work.input)
     args.x_end = 1 + sum((size - 1) * stride for size, stride in zip(sizes, x.strides, strict=True))
@@ -115,7 +124,7 @@ def window_args(work: ConvWork, x: Operand, rows: int, unit_rows: int, segment: 
 
 
 def window_bytes(work: ConvWork, rows: int, unit_rows: int, segment: int) -> int:
-    """Bytes of shared memory: the windows' pipeline, rows as loaded, and static arrays."""
+    """Return the bytes of shared memory: the windows, the pipeline of input rows, static arrays."""
     size, stride = work.dtype.itemsize, work.stride[1]
     met = stride * (unit_rows - 1) + rows
     windows = (met + stride * unit_rows) * segment * (column_tiles(work) | 1) * 8 * size
@@ -123,20 +132,20 @@ def window_bytes(work: ConvWork, rows: int, unit_rows: int, segment: int) -> int
 
 
 def _row_words(work: ConvWork, segment: int) -> int:
-    """32-bit words of a row of x that a unit's windows reach, with the rest of whole chunks."""
+    """Return the 32-bit words that a work unit loads of a row of x, in whole chunks."""
     size = work.dtype.itemsize
     elements = (segment - 1) * work.stride[2] * work.in_channels + column_tiles(work) * 8
     return ceil_div(elements * size + 2 * CHUNK_BYTES + 4, CHUNK_BYTES) * (CHUNK_BYTES // 4)
 
 
 def blocks_together(device: CudaDevice, threads: int, shared_bytes: int) -> int:
-    """Blocks per SM."""
+    """Return the number of resident blocks per SM."""
     by_shared = device.shared_bytes_per_multiprocessor // (shared_bytes + 1024)
     return max(1, min(by_shared, REGISTERS // (threads * REGISTERS_OF_THREAD)))
 
 
 def prepare_rows(work: ConvWork, device: CudaDevice) -> Prepared:
-    """The input with channels and W contiguous, so that a row is one vector."""
+    """Return the input, copied if necessary so that each row (W, C) is contiguous."""
     x, channels = work.x, work.in_channels
     shape = (work.batch, *work.input, channels)
     n, d, h, w, c = contiguous_strides(shape)

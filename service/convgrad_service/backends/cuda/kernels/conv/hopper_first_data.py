@@ -1,4 +1,4 @@
-"""dgrad of a first layer on Hopper by groups of positions, all kernel rows at once
+"""dgrad of a first layer on Hopper by wgmma: as in first_groups.py, with all kernel rows as columns
 (hopper_first_data.cu)."""
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ __all__ = ["HopperFirstData"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 CHANNELS, LEAST_CHANNELS = 64, 16
-"""The most channels of grad_output."""
+"""The most and the fewest channels of grad_output."""
 GROUPS = 64
 """Groups of positions per warpgroup."""
-# The most fragments of eight columns per warpgroup with split float32, and steps along W.
+# With split float32: the most 8-column fragments of a warpgroup, and the most taps along W.
 MOST_SPLIT, MOST_SPLIT_TAPS = 7, 7
 MOST_FINISHED = 4
 ROW_BYTES, ALIGNMENT, STATIC_BYTES = 128, 1024, 1024
 MAX_BYTES = 2**31 - 1
-# Cost model, in clocks fitted to an H200: of an SM per row of y besides the wgmmas; that a single
-# block waits per row; to start a block; and the slowdown of wgmmas that overlap splitting.
+# Cost model, fitted to an H200, in clocks: an SM's overhead per row of y; the latency per row of a
+# block that runs alone; a block's start; and the slowdown factor of wgmmas that overlap splitting.
 ROW_CLOCKS, WAIT_CLOCKS, START_CLOCKS, SPLIT_CLOCKS = 300, 500, 6000, 1.5
 
 
@@ -50,8 +50,8 @@ HopperFirstDataArgs = structure("conv/hopper_first_data.cuh", "HopperFirstDataAr
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The capacity of an instance: kernel rows, eights of columns of each, steps along W, steps of
-    16 channels."""
+    """The capacity of an instance: kernel rows, 8-column fragments per kernel row, taps along W,
+    and k-steps of 16 channels."""
 
     rows: int
     eights: int
@@ -64,12 +64,12 @@ class Shape:
 
     @property
     def most_finished(self) -> int:
-        """Rows of the input that a row of grad_output completes."""
+        """The most rows of the input that one row of grad_output completes."""
         return 2 if self.eights == 1 else MOST_FINISHED
 
     @property
     def most_warpgroups(self) -> int:
-        """The accumulators of more do not fit into the registers."""
+        """The most consumer warpgroups, limited by registers for accumulators."""
         return 2 if self.eights == 1 else 1
 
 
@@ -82,8 +82,8 @@ SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """An instance: its type, whether float32 is split, its shape, and how many blocks share the
-    kernel rows (1 or the stride along H)."""
+    """An instance: its dtype, whether float32 is split, its capacity, and the number of blocks that
+    share the kernel rows (1 or the stride along H)."""
 
     dtype: DType
     split: bool
@@ -100,16 +100,16 @@ class Form:
 
     @property
     def blocks(self) -> int:
-        """Blocks per SM, for the largest block."""
+        """Blocks of the largest size per SM."""
         return 1 if self.wide else 2
 
     def together(self, warpgroups: int) -> int:
-        """Blocks per SM with that many warpgroups each, limited by registers."""
+        """Return the blocks per SM of that many warpgroups each, limited by registers."""
         return 1 if self.split else self.blocks * self.shape.most_warpgroups // warpgroups
 
     @property
     def loaders(self) -> int:
-        """Producer threads; those that split get a warpgroup's registers."""
+        """Producer threads: a whole warpgroup if they split float32, else one warp."""
         return 128 if self.split else 32
 
     @property
@@ -119,7 +119,7 @@ class Form:
 
     @property
     def product_clocks(self) -> float:
-        """Clocks of all wgmmas of 64 groups for a row of y."""
+        """Clocks of all wgmmas of a warpgroup for a row of y."""
         shape = self.shape
         each = max(shape.columns / 2, 16 + shape.columns / 4)
         return (
@@ -130,7 +130,7 @@ class Form:
         )
 
     def positions(self, warpgroups: int) -> int:
-        """Positions of y that that many warpgroups' groups read."""
+        """Return the number of positions of y per row that a block of warpgroups reads."""
         return warpgroups * GROUPS + self.shape.taps - 1
 
     def sub_bytes(self, warpgroups: int) -> int:
@@ -140,7 +140,7 @@ class Form:
         return self.sub_bytes(warpgroups) * (2 if self.wide else 1)
 
     def shared_bytes(self, warpgroups: int) -> int:
-        """Bytes of shared memory: alignment, the pipeline, and the weights of each step."""
+        """Return the bytes of shared memory: alignment, the pipeline and the weights."""
         return ALIGNMENT + self.stages * self.stage_bytes(warpgroups) + self.weight_bytes
 
 
@@ -154,7 +154,7 @@ class HopperFirstData:
     name = "hopper_first_data"
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`. Judged by what a cut along N, D or H does not change."""
+        """See `Family.why_not`. Splitting along N, D or H does not change the answer."""
         if device.architecture not in HOPPER:
             return f"{device.name} has no products of warpgroups"
         reason = why_not_groups(work, device, DTYPES)
@@ -176,7 +176,7 @@ class HopperFirstData:
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
-        """See `Family.launches`; ``cut`` where another than the chosen one is tried."""
+        """See `Family.launches`. ``cut`` overrides the chosen partition."""
         y = prepare_activation(
             work.y,
             work.batch,
@@ -226,7 +226,7 @@ class HopperFirstData:
 
 
 def _form(work: ConvWork) -> Form | None:
-    """Return the instance with the fewest products that has the capacity, or None."""
+    """Return the cheapest instance with sufficient capacity, or None."""
     split, stride = _splits(work), work.stride[1]
     forms = (
         Form(work.dtype, split, shape, row_step)
@@ -248,7 +248,7 @@ def _form(work: ConvWork) -> Form | None:
 
 
 def _fits(form: Form) -> bool:
-    """Whether the instance fits into registers and shared memory."""
+    """Return whether the instance fits into registers and shared memory."""
     shape = form.shape
     small = shape.rows * shape.eights <= MOST_SPLIT and shape.taps <= MOST_SPLIT_TAPS
     shared = form.shared_bytes(1) + STATIC_BYTES <= SHARED_BYTES[HOPPER[0]]
@@ -256,20 +256,22 @@ def _fits(form: Form) -> bool:
 
 
 def _splits(work: ConvWork) -> bool:
-    """Whether full float32 precision is requested."""
+    """Return whether float32 is split into bfloat16 parts, for full precision."""
     return work.dtype is DType.FLOAT32 and work.precision != "high"
 
 
 def _taps(work: ConvWork) -> tuple[int, int]:
-    """The first step along W at which a group reads y, and their number."""
+    """Return the first position of y that a group reads, relative to the group, and their count."""
     stride, pad = work.stride[2], work.pad[2]
     first = ceil_div(pad - work.kernel[2] + 1, stride)
     return first, (stride - 1 + pad) // stride - first + 1
 
 
 def _whole_bytes(work: ConvWork, room: int) -> int:
-    """Bytes of the weights that one bulk copy can load: contiguous in any order, whole 16 bytes,
-    and fitting; else 0."""
+    """Return the bytes of the weights if one bulk copy can load them, else 0.
+
+    They must be contiguous in some order, a multiple of 16 bytes, and at most ``room`` bytes.
+    """
     extents = (1, work.out_channels, work.in_channels, *work.kernel)
     reach = 1 + sum(
         (extent - 1) * stride for extent, stride in zip(extents, work.w.strides, strict=True)
@@ -280,12 +282,12 @@ def _whole_bytes(work: ConvWork, room: int) -> int:
 
 
 def _map(work: ConvWork, y: Operand, form: Form, cut: Cut) -> TiledMap:
-    """Tensor map of grad_output: channels, W, H, D, images; a box is a row's positions that a block
-    reads."""
+    """Return the tensor map of grad_output (C, W, H, D, N), whose box is what a block reads of a
+    row."""
     item = work.dtype.itemsize
     n, _, _, d, h, w = y.strides
     sizes = (work.out_channels, *work.output[::-1], work.batch)
-    # The stride of a dimension of one position is arbitrary, but TMA requires multiples of 16.
+    # A dimension of extent 1 may have any stride, but TMA requires a multiple of 16 bytes.
     strides = tuple(
         item * stride if size > 1 else ROW_BYTES
         for stride, size in zip((w, h, d, n), sizes[1:], strict=True)
@@ -326,9 +328,9 @@ def _cut(work: ConvWork, form: Form, device: CudaDevice) -> Cut | None:
             blocks = _blocks(work, cut)
             if blocks > MAX_BLOCKS:
                 continue
-            # One warpgroup that splits is as slow as two.
+            # With split operands, one warpgroup takes as long as two.
             alone = (2 if form.split else warpgroups) * form.product_clocks
-            # With rows that only precede the first of a segment.
+            # Each segment also reads the rows before its first.
             walked = segment_rows + (work.kernel[1] - 1) // stride
             each = ceil_div(blocks * form.row_step, device.multiprocessors)
             turns = ceil_div(each, together)

@@ -1,4 +1,5 @@
-"""wgrad of a first layer on Hopper in float32, as bfloat16 products (hopper_first_split.cu)."""
+"""float32 wgrad of a first layer on Hopper, by bfloat16 wgmma on split operands
+(hopper_first_split.cu)."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["HopperFirstSplit"]
 
-# bfloat16 parts of a float32, and channels of a block: with three parts the accumulators of 64
-# channels exceed the registers.
+# bfloat16 parts of a float32, and channels of a block. With three parts, accumulators for 64
+# channels would not fit into the registers.
 KINDS = [
     Kind(4, channels, 256, made=parts, made_stages=2)
     for parts, channels in ((2, 64), (2, 32), (3, 32))
@@ -27,20 +28,23 @@ KINDS = [
 
 
 class HopperFirstSplit:
-    """bwd_weight on sm_90a with at most ``MOST_CHANNELS`` channels of the input, of float32, and
-    grad_output channels last: in three products of bfloat16 (``precision: high``), which are more
-    exact than one of TF32, or in six."""
+    """float32 bwd_weight on sm_90a with at most ``MOST_CHANNELS`` input channels and a
+    channels-last grad_output.
+
+    Computes three bfloat16 products (``precision: high``), which are more accurate than one in
+    TF32, or six.
+    """
 
     name = "hopper_first_split"
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`. Judged by what a cut along N or H does not change."""
+        """See `Family.why_not`. Splitting along N or H does not change the answer."""
         if work.dtype is not DType.FLOAT32:
             return f"{work.dtype} need not be split"
         return why_not_taps(work, device, _kind(work))
 
     def launches(self, work: ConvWork, device: CudaDevice, splits: int | None = None) -> Fragment:
-        """See `Family.launches`; ``splits`` where another number than the chosen one is tried."""
+        """See `Family.launches`. ``splits`` overrides the chosen number of splits."""
         kind = _kind(work)
         return taps_launches(
             self.name,
@@ -60,7 +64,7 @@ class HopperFirstSplit:
 
 
 def _kind(work: ConvWork) -> Kind:
-    """The widest channel block that leaves no whole 32 channels empty."""
+    """Return the kind with the widest block of channels whose last 32 are not padding."""
     parts = 2 if work.precision == "high" else 3
     widest = 64 if ceil_div(work.out_channels, 32) % 2 == 0 else 32
     return next(one for one in KINDS if one.made == parts and one.channels <= widest)

@@ -1,5 +1,5 @@
-"""wgrad of a first layer on Hopper: windows are read from rows of the input into registers
-(hopper_first_taps.cu)."""
+"""wgrad of a first layer on Hopper by wgmma, with windows of input rows as the A operand in
+registers (hopper_first_taps.cu)."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ __all__ = ["PRODUCTS", "HopperFirstTaps", "Kind", "taps_launches", "why_not_taps
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 EVEN = 2
-"""Elements of a window that are read together."""
+"""Elements of a window per load; windows start at multiples of it."""
 DEPTH, TILE = 16, 64
-"""Columns of y per wgmma; window elements of a warpgroup."""
+"""Positions of y (K) per wgmma, and window elements (M) of a warpgroup."""
 WARPGROUPS = 3
 """The most consumer warpgroups."""
 ROW_BYTES, ALIGNMENT, STATIC_BYTES = 128, 1024, 1024
 PRODUCTS = range(2, 9)
-"""The most wgmmas of a warpgroup per row of y."""
+"""The numbers of wgmmas of a warpgroup per step, one per instance."""
 MOST_BOX, MOST_SEGMENT, MOST_PART = 256, 128, 256
 MOST_STAGES = 16
-# Pipeline depths in steps, in order of preference.
+# Pipeline depths, in order of preference.
 AHEAD = (6, 5, 4, 3, 2)
 MAX_INDEX, MAX_GRID_Y = 2**31 - 1, 65535
-# The most bytes of partial sums, unless the caller asks for more shares.
+# The most bytes of partial sums, unless the caller asks for more splits.
 PARTIAL_BYTES = 256 * 2**20
 
 
@@ -50,8 +50,19 @@ HopperFirstTapsArgs = structure("conv/hopper_first_taps.cuh", "HopperFirstTapsAr
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kernel with these steps: bytes of an element, channels of y per block, producer threads,
-    the number of bfloat16 parts of y and of rows that hold them."""
+    """A kernel that shares this partition.
+
+    Attributes
+    ----------
+    item
+        Bytes of an element.
+    channels
+        Channels of y per block.
+    others
+        Threads besides the consumers.
+    made, made_stages
+        bfloat16 parts of y written to shared memory, and their pipeline stages.
+    """
 
     item: int
     channels: int
@@ -70,8 +81,8 @@ SIXTEEN_BITS = Kind(2, 64, 64)
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The partition: windows into tiles, columns of y per step, parts of x's rows, and pipeline
-    stages."""
+    """A partition: windows into tiles, rows of y into segments (one per step), rows of x into parts
+    (the unit of TMA coordinates), and the pipeline stages."""
 
     kind: Kind
     odd: int
@@ -124,19 +135,19 @@ class Cut:
 
 
 class HopperFirstTaps:
-    """bwd_weight on sm_90a with at most ``MOST_CHANNELS`` channels of the input, of 16 bits, and
-    grad_output channels last."""
+    """16-bit bwd_weight on sm_90a with at most ``MOST_CHANNELS`` input channels and a channels-last
+    grad_output."""
 
     name = "hopper_first_taps"
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`. Judged by what a cut along N or H does not change."""
+        """See `Family.why_not`. Splitting along N or H does not change the answer."""
         if work.dtype not in DTYPES:
             return f"{work.dtype} is not for products of 16 bits"
         return why_not_taps(work, device, SIXTEEN_BITS)
 
     def launches(self, work: ConvWork, device: CudaDevice, splits: int | None = None) -> Fragment:
-        """See `Family.launches`; ``splits`` where another number than the chosen one is tried."""
+        """See `Family.launches`. ``splits`` overrides the chosen number of splits."""
         return taps_launches(
             self.name,
             work,
@@ -155,7 +166,10 @@ class HopperFirstTaps:
 
 
 def why_not_taps(work: ConvWork, device: CudaDevice, kind: Kind) -> str | None:
-    """Return why not, for any type, or None. Independent of what a split along N or H changes."""
+    """Return why kernels of this kind do not take the work, or None.
+
+    Splitting along N or H does not change the answer.
+    """
     if device.architecture not in HOPPER:
         return f"{device.name} has no products of warpgroups"
     if work.groups != 1 or work.in_channels > MOST_CHANNELS:
@@ -197,7 +211,8 @@ def taps_launches(
     instance_of: Callable[[int], Instance],
     splits: int | None,
 ) -> Fragment:
-    """The launches of a kernel of this kind; its instances differ in the number of wgmmas."""
+    """Return the launches of a kernel of this kind; ``instance_of`` maps wgmmas per step to an
+    instance."""
     cut = _cut(work, device, kind)
     if cut is None:
         raise ValueError("rows do not fit into shared memory")
@@ -230,7 +245,7 @@ def taps_launches(
 
 
 def _cut(work: ConvWork, device: CudaDevice, kind: Kind) -> Cut | None:
-    """Return the partition with the fewest wasted columns whose pipelines fit, or None."""
+    """Return the partition with the least padding along W whose pipelines fit, or None."""
     odd = work.pad[2] * work.in_channels % EVEN
     window = ceil_div(work.kernel[2] * work.in_channels + odd, EVEN) * EVEN
     all_tiles = ceil_div(work.kernel[1] * window, TILE)
@@ -274,13 +289,13 @@ def _cut(work: ConvWork, device: CudaDevice, kind: Kind) -> Cut | None:
 def _part(
     work: ConvWork, kind: Kind, segment: int, count: int, window: int, odd: int
 ) -> tuple[int, int]:
-    """Elements of a part of x's row (the unit of TMA coordinates), and the number of parts that a
-    segment's windows reach."""
+    """Return the elements of a part of a row of x, and the most parts that a segment's windows
+    span."""
     row = work.input[2] * work.in_channels
     step = work.stride[2] * work.in_channels
 
     def reached(part: int) -> int:
-        # Places in a part come again after as many segments as it has elements, or fewer.
+        # Start offsets within a part repeat after at most ``part`` segments.
         starts = (
             (one * segment * work.stride[2] - work.pad[2]) * work.in_channels - odd
             for one in range(min(count, part))
@@ -290,13 +305,13 @@ def _part(
     sizes = [
         size for size in range(kind.chunk, min(row, MOST_PART) + 1, kind.chunk) if row % size == 0
     ]
-    # A part costs TMA about as much as 64 bytes.
+    # To TMA, each part costs about as much as 64 bytes.
     part = min(sizes, key=lambda size: reached(size) * (size * kind.item + 64))
     return part, reached(part)
 
 
 def _splits(work: ConvWork, lines: int, blocks: int, results: int, device: CudaDevice) -> int:
-    """The number of shares that fills the device once, where a share is ``blocks`` blocks."""
+    """Return the number of splits, of ``blocks`` blocks each, that fills the device once."""
     if work.split_k is not None:
         return max(1, min(work.split_k, lines, MAX_GRID_Y))
     room = max(1, PARTIAL_BYTES // (results * 4))
@@ -320,10 +335,8 @@ def _args(work: ConvWork, cut: Cut) -> Any:
 
 
 def _maps(work: ConvWork, cut: Cut) -> tuple[TiledMap, TiledMap]:
-    """Tensor maps.
-
-    Input: a part of a row, parts, H, images; grad_output: channels, W, H, images.
-    """
+    """Return the tensor maps of the input (part of a row, parts, H, N) and of grad_output
+    (C, W, H, N)."""
     row = work.input[2] * work.in_channels
     x = work.x.strides[4], work.x.strides[0]
     y = work.y.strides[5], work.y.strides[4], work.y.strides[0]
@@ -347,7 +360,7 @@ def _maps(work: ConvWork, cut: Cut) -> tuple[TiledMap, TiledMap]:
 
 
 def _bytes(kind: Kind, strides: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """A stride that TMA accepts: that of a dimension of one position is arbitrary."""
+    """Return strides in bytes, with a valid one for TMA in dimensions of extent 1."""
     return tuple(
         kind.item * (stride if size > 1 else prod(sizes[:axis]))
         for axis, (stride, size) in enumerate(zip(strides, sizes[1:], strict=True), start=1)

@@ -43,16 +43,16 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand
 __all__ = ["HopperGather"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
-# With fewer channels on either side most of a tile or k-tile would be empty.
+# With fewer channels on either side, most of a tile or k-tile would be padding.
 LEAST_CHANNELS = 48
-# In TF32 a k-tile is 32 channels, and plain results have a tile as narrow.
+# In TF32, a k-tile is 32 channels deep, and plain results have a tile 32 channels wide.
 LEAST_CHANNELS_TF32 = 32
-# The fewest products per sum with an epilogue, or with channels in no whole chunks: such results
-# are stored more slowly than by dense_gather (measured on an H200).
+# The fewest products per sum with an epilogue, and with channels that are not whole chunks.
+# dense_gather stores such results faster (measured on an H200).
 LEAST_TERMS_FINISHED, LEAST_TERMS_APART = 512, 1152
-# The most phases: the kernel's argument holds a map for each.
+# The most phases, by instance: the kernel parameters hold a tensor map for each.
 MAPS = (1, 8, 32)
-# The most taps of a phase along one dimension: one bit each.
+# The most taps of a phase along one dimension: a bit mask holds them.
 MAX_TAPS = 32
 MAX_PIXELS = 2**31 - 2048
 UNBOUNDED = 2**31 - 1
@@ -67,9 +67,14 @@ class HopperGather:
     name = "hopper_gather"
 
     def __init__(self, everything: bool = False, schedule: Schedule | None = None) -> None:
-        """``everything``: take all that it can compute, even where others are faster.
+        """Create the family.
 
-        ``schedule`` overrides the best one.
+        Parameters
+        ----------
+        everything
+            Take all work that the kernel can compute, even if another is faster.
+        schedule
+            Overrides the chosen schedule.
         """
         self._everything = everything
         self._schedule = schedule
@@ -106,7 +111,7 @@ class HopperGather:
     def launches(
         self, work: ConvWork, device: CudaDevice, schedule: Schedule | None = None
     ) -> Fragment:
-        """See `Family.launches`; ``schedule`` where another than the chosen one is tried."""
+        """See `Family.launches`. ``schedule`` overrides the chosen schedule."""
         backward = work.direction == "bwd_data"
         axes = [gather_axis(work, dim) for dim in range(3)]
         phases = combined(axes)
@@ -161,7 +166,7 @@ class HopperGather:
             counts = [along.count for along in reversed(phase)]
             extents = counts
             if schedule.images_first:
-                # The slowest coordinate may pass its end, where nothing is stored.
+                # The slowest coordinate may exceed its extent; nothing is stored there.
                 extents = [work.batch, *counts[:2]]
                 if work.conv.ndim < 3:
                     extents[work.conv.ndim] = UNBOUNDED
@@ -216,7 +221,7 @@ def _least_channels(work: ConvWork) -> int:
 
 
 def _least_terms(work: ConvWork, axes: Sequence[Axis], written: int) -> int:
-    """The fewest products per sum, by how the result is stored."""
+    """Return the fewest products per sum, which depends on how the result is stored."""
     result = gather_sides(work)[1]
     size = work.input if work.direction == "bwd_data" else work.output
     if stores_planes(work):
@@ -229,7 +234,7 @@ def _least_terms(work: ConvWork, axes: Sequence[Axis], written: int) -> int:
 
 
 def _channels(work: ConvWork) -> tuple[int, int]:
-    """The operands read and written."""
+    """Return the channels of the source and of the result."""
     channels = work.in_channels, work.out_channels
     return channels[::-1] if work.direction == "bwd_data" else channels
 

@@ -26,25 +26,24 @@ __all__ = ["Combined", "Sides", "combined", "lowest", "sides_of"]
 Combined = tuple[Phase, Phase, Phase]
 """A phase along D, H and W."""
 
-# The largest im2col offset of a tap from the first one, by the map's dimensions.
+# The largest im2col offset of a tap from the first one, by the rank of the tensor map.
 MOST_OFFSET = {3: 65535, 4: 255, 5: 31}
 
 
 def combined(axes: Sequence[Axis]) -> list[Combined]:
-    """The phases of a convolution, those with the most taps first."""
+    """Return the phases of a convolution in descending order of taps."""
     every = [(d, h, w) for d, h, w in product(*(axis.phases for axis in axes))]
     return sorted(every, key=lambda each: -each[0].taps * each[1].taps * each[2].taps)
 
 
 def lowest(axis: Axis, phase: Phase) -> int:
-    """The source position that a phase's first result reads with its lowest tap."""
+    """Return the lowest source position that a phase's first result reads."""
     return min(phase.x0, phase.x0 + (phase.taps - 1) * axis.x_tap) if phase.taps else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """The operands as the kernel reads and writes them, and the steps that prepare copies of the
-    request's own."""
+    """The operands as the kernel reads and writes them, and the steps that prepare them."""
 
     work: ConvWork
     x: Operand
@@ -55,13 +54,13 @@ class Sides:
 
     @property
     def _channels(self) -> tuple[int, int]:
-        """The source and the result."""
+        """Channels of the source and of the result."""
         channels = self.work.in_channels, self.work.out_channels
         return channels[::-1] if self.work.direction == "bwd_data" else channels
 
     @property
     def across(self) -> bool:
-        """Whether the weight is N-major: contiguous along result channels."""
+        """Whether the weight is N-major, that is, contiguous along result channels."""
         return self.work.direction == "bwd_data" and not _turned(self.work)
 
     @property
@@ -72,7 +71,7 @@ class Sides:
     def source_map(
         self, axes: Sequence[Axis], phase: Combined, tile: HopperTile, images_first: bool
     ) -> Im2colMap:
-        """Tensor map of the pixels that a phase reads with its lowest tap."""
+        """Return the tensor map of the pixels that a phase reads with its lowest tap."""
         x, channels = self.x, self._channels[0]
         item = x.dtype.itemsize
         dims = []  # size, stride, step, corners
@@ -81,7 +80,7 @@ class Sides:
             low = lowest(axis, along)
             high = (along.count - 1) * axis.x_step + low + 1 - axis.x_size
             if not all(each.taps for each in phase):
-                low = high = 0  # nothing is read
+                low = high = 0  # a phase without taps reads nothing
             dims.append((axis.x_size, x.strides[3 + dim] * item, axis.x_step, low, high))
         images = (self.work.batch, x.strides[0] * item, 1, 0, 0)
         dims = [images, *dims] if images_first else [*dims, images]
@@ -99,12 +98,12 @@ class Sides:
         )
 
     def weight_map(self, tile: HopperTile) -> TiledMap:
-        """Tensor map of the weight: a chunk of channels of one tap, for a block's part of the
-        result channels."""
+        """Return the tensor map of the weight, whose box is a k-tile of one tap for a block's share
+        of the N tile."""
         item = self.w.dtype.itemsize
         _, k, c, *kernel = self.w.strides
         work = self.work
-        # Innermost, or outermost with its stride.
+        # The innermost extent, the outermost extent, and the stride of the latter.
         channels, others, step = work.in_channels, work.out_channels, k
         if _turned(work):
             channels, others, step = work.out_channels, work.in_channels, c
@@ -125,7 +124,7 @@ class Sides:
         )
 
     def why_not(self, axes: Sequence[Axis], tile: HopperTile) -> str | None:
-        """Return why TMA cannot read the pixels in their own order, or None."""
+        """Return why TMA cannot read the pixels in their natural order, or None."""
         for phase in combined(axes):
             reason = self.source_map(axes, phase, tile, images_first=False).why_not()
             if reason is not None:
@@ -137,12 +136,13 @@ class Sides:
 
 
 def _turned(work: ConvWork) -> bool:
-    """Whether the weight's out_channels are contiguous. float32 wgmma requires K-major operands."""
+    """Return whether the weight is copied with out_channels contiguous: TF32 wgmma requires K-major
+    operands."""
     return work.direction == "bwd_data" and work.dtype is DType.FLOAT32
 
 
 def sides_of(work: ConvWork, device: CudaDevice) -> Sides:
-    """Channels last, in whole chunks."""
+    """Return the operands in channels-last layout, in whole chunks."""
     backward = work.direction == "bwd_data"
     source, result = gather_sides(work)
     x = prepare_activation(
@@ -176,5 +176,5 @@ def sides_of(work: ConvWork, device: CudaDevice) -> Sides:
 
 
 def _row_bytes(operand: Operand, channels: int) -> int:
-    """A stride that TMA accepts, for a dimension of one position."""
+    """Return a stride in bytes that TMA accepts, for a dimension of extent 1."""
     return ceil_div(channels * operand.dtype.itemsize, CHUNK_BYTES) * CHUNK_BYTES

@@ -1,7 +1,7 @@
-"""Which tile hopper_gather takes: the time that each should take.
+"""Choice of hopper_gather's tile by a cost model.
 
-A multiprocessor's tiles are known before a launch, and so are the taps that each of them meets. So
-the model counts the steps of the busiest one, each at the pace that its tile was measured with.
+The scheduling of tiles to SMs, and the taps that each tile reads, are known before a launch. The
+model counts the k-tiles of the busiest SM, at the rate measured for the tile shape.
 """
 
 from __future__ import annotations
@@ -41,26 +41,25 @@ __all__ = [
     "stores_planes",
 ]
 
-# Activations that plain results can have: clamps, which leave finite sums' bits unchanged.
+# Activations that the plain epilogue supports: clamps, which do not round.
 CLAMPING = ("none", "relu", "relu6")
-# Bytes of the source that all phases of a round read: they should stay in the L2 cache.
+# Bytes of the source that the phases of a round read, so that they stay in the L2 cache.
 ROUND_BYTES = 8 * 2**20
 # The fewest waves of a round.
 ROUND_TURNS = 3
 MOST_COUNTED = 1 << 16
-# Slowdown of PINGPONG with images as the fastest coordinate: 1.1 to 1.4 measured.
+# Slowdown of PINGPONG with images as the fastest coordinate (1.1 to 1.4 as measured).
 PINGPONG_BY_IMAGE = 1.13
-# PINGPONG addresses results in 32-bit counts of 16 bytes; the last value means nowhere.
+# PINGPONG addresses results in 32-bit units of 16 bytes; the largest value marks no result.
 MOST_CHUNKS = 2**32 - 1
-# With a larger stride, a phase's pixels are too far apart for runs of pixels to be stored
-# directly.
+# With a larger stride, pixels of a phase are not contiguous in the result.
 MOST_STRIDE = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A convolution's schedule: its tile, whether images are the fastest coordinate of pixels, and
-    the number of rounds over the phases."""
+    """The tile, whether images are the fastest coordinate of pixels, and the number of rounds over
+    the phases."""
 
     tile: HopperTile
     images_first: bool = False
@@ -71,8 +70,8 @@ class Schedule:
 
 
 def stores_planes(work: ConvWork) -> bool:
-    """Whether results are stored as runs of pixels: channels first, with a tile's adjacent pixels
-    adjacent in the result."""
+    """Return whether results are stored as runs of pixels: channels first, with adjacent pixels of
+    a tile contiguous in the result."""
     stride = work.stride if work.direction == "bwd_data" else (1, 1, 1)
     return (
         work.epilogue_free
@@ -83,10 +82,9 @@ def stores_planes(work: ConvWork) -> bool:
 
 
 def pixels_beside(work: ConvWork) -> int:
-    """The number of pixels per store.
+    """Return the number of pixels per vector store, or 0 if pixels are not contiguous.
 
-    They are contiguous, aligned, and divide each image and channel; 0 where pixels are not
-    contiguous.
+    The vectors are aligned, and evenly divide each channel of each image.
     """
     result = gather_sides(work)[1]
     size = work.input if work.direction == "bwd_data" else work.output
@@ -102,20 +100,20 @@ def pixels_beside(work: ConvWork) -> int:
 
 
 def may_start_with_images(work: ConvWork, axes: Sequence[Axis]) -> bool:
-    """Whether images can be the fastest coordinate of pixels.
+    """Return whether images can be the fastest coordinate of pixels.
 
-    They cannot with a stride along the slowest dimension, where TMA has no traversal stride.
+    They cannot with a stride along the slowest dimension, which has no traversal stride in TMA.
     """
     return axes[3 - work.conv.ndim].x_step == 1
 
 
 def may_split(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, tile: HopperTile) -> bool:
-    """Whether each tile can have a cluster of its own."""
+    """Return whether all tiles can run at once, one cluster each."""
     return count_tiles(work, axes, tile) <= tile.clusters(device)
 
 
 def is_plain(work: ConvWork) -> bool:
-    """Whether results are plain sums, in whole, aligned chunks of channels."""
+    """Return whether results are sums without an epilogue, in whole, aligned chunks of channels."""
     backward = work.direction == "bwd_data"
     size = work.input if backward else work.output
     written = work.in_channels if backward else work.out_channels
@@ -124,9 +122,9 @@ def is_plain(work: ConvWork) -> bool:
 
 
 def finishes_rows(work: ConvWork, axes: Sequence[Axis]) -> bool:
-    """Whether results with a bias or a clamping activation can be stored like plain ones.
+    """Return whether results with a bias or a clamping activation can be stored like plain ones.
 
-    They need 16-bit types, whole, aligned chunks of channels, and one phase.
+    This requires 16-bit types, whole, aligned chunks of channels, and a single phase.
     """
     plain = replace(work, bias=None, activation="none")
     return (
@@ -139,9 +137,9 @@ def finishes_rows(work: ConvWork, axes: Sequence[Axis]) -> bool:
 
 
 def may_pingpong(work: ConvWork, axes: Sequence[Axis]) -> bool:
-    """Whether the tile can run ping-pong.
+    """Return whether tiles can run ping-pong.
 
-    Results must be plain and addressable in 32-bit counts of chunks.
+    Results must be plain, or stored like plain ones, and addressable in 32-bit units of chunks.
     """
     result = gather_sides(work)[1]
     size = work.input if work.direction == "bwd_data" else work.output
@@ -153,7 +151,7 @@ def may_pingpong(work: ConvWork, axes: Sequence[Axis]) -> bool:
 
 
 def count_tiles(work: ConvWork, axes: Sequence[Axis], tile: HopperTile) -> int:
-    """Tiles of clusters, over all phases."""
+    """Return the number of cluster tiles over all phases."""
     written = work.in_channels if work.direction == "bwd_data" else work.out_channels
     pixels = [
         ceil_div(work.batch * prod(along.count for along in phase), tile.pixels)
@@ -165,15 +163,16 @@ def count_tiles(work: ConvWork, axes: Sequence[Axis], tile: HopperTile) -> int:
 def kept_taps(
     axes: Sequence[Axis], phase: Combined, batch: int, pixels: int, images_first: bool
 ) -> NDArray[np.int64]:
-    """The number of taps that each tile of so many pixels reads: ``taps_inside`` of
-    hopper_gather.cuh."""
+    """Return the number of taps that each tile of ``pixels`` reads, as ``taps_inside`` of
+    hopper_gather.cuh computes it."""
     counts = [along.count for along in reversed(phase)]
     extents = [batch, *counts[:2]] if images_first else counts
     everything = batch * prod(counts)
     first = np.arange(0, everything, pixels, dtype=np.int64)
     last = np.minimum(first + pixels, everything) - 1
     kept = np.ones_like(first)
-    # From the fastest dimension to the slowest: where a tile begins and ends, how often between.
+    # From the fastest dimension to the slowest: a tile's first and last coordinate, and how often
+    # it wraps around in between.
     for i in range(4):
         if i < 3:
             (above_first, start), (above_last, stop) = (
@@ -208,7 +207,7 @@ def kept_taps(
 def _taps_of_tiles(
     axes: tuple[Axis, ...], batch: int, pixels: int, images_first: bool
 ) -> NDArray[np.int64]:
-    """`kept_taps` of all phases, one after another; remembered, for several tiles have the same."""
+    """Return `kept_taps` of all phases, concatenated. Cached, as many tile shapes share them."""
     return np.concatenate(
         [kept_taps(axes, phase, batch, pixels, images_first) for phase in combined(axes)]
     )
@@ -217,7 +216,7 @@ def _taps_of_tiles(
 def choose_schedule(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Schedule:
     """Return the schedule with the least expected time.
 
-    All give the same bits except those with SPLIT.
+    All schedules without split-K give bitwise equal results.
     """
     return min(
         candidates(work, axes, device),
@@ -261,7 +260,7 @@ def candidates(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Iter
 def expected_s(
     work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: Schedule
 ) -> float:
-    """The time of the busiest SM, but at least that of the memory traffic."""
+    """Return the expected seconds of the busiest SM, or cluster."""
     tile = schedule.tile
     backward = work.direction == "bwd_data"
     read = work.out_channels if backward else work.in_channels
@@ -286,7 +285,7 @@ def expected_s(
     worker = np.where(turn % 2, workers - 1 - place, place)
     if not tile.pingpong:
         return float(np.bincount(worker, weights=products + beside).max())
-    # Mainloops run one after another; each warpgroup's epilogue overlaps the other's.
+    # Mainloops run one after another, while the other warpgroup's epilogue overlaps.
     together = float(np.bincount(worker, weights=products).max()) + beside
     alone = float(np.bincount(worker * 2 + turn % 2, weights=products + beside).max())
     return max(together, alone)

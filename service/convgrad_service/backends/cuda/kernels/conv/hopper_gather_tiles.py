@@ -12,41 +12,50 @@ from convgrad_service.plans.cuda.program import ceil_div
 __all__ = ["ROW_BYTES", "TILES", "HopperTile", "tiles_of"]
 
 ROW_BYTES = 128
-"""Bytes of an operand's row in shared memory: a k-tile's depth."""
+"""Bytes of an operand's row in shared memory, the depth of a k-tile."""
 BOX_ROWS = 64
 """Weight rows of a stage are a multiple of this."""
 STAGING_BYTES = 64 * ROW_BYTES
 ALIGNMENT, BARRIER_BYTES = 1024, 8
 # The tile queue: four entries, with two mbarriers each.
 QUEUE_BYTES = 4 * (2 * BARRIER_BYTES + 52)
-# Threads.
 WARPGROUP = 128
-# H200 rates, fitted to tests/perf's dense layers: FLOP/s in 16-bit types (TF32: the same bytes),
-# bytes/s from the L2 cache to all SMs (sharing weights gains little: SHARED), and the time of a
-# tile outside its mainloop, per tile and per result byte.
+# Rates of an H200, fitted to tests/perf's dense layers: FLOP/s in 16-bit types (TF32 takes as long
+# per byte), bytes/s from the L2 cache to all SMs (sharing weights gains little: SHARED), and the
+# time of a tile outside its mainloop: fixed, per result byte, and of a split-K reduction.
 MULTIPROCESSORS, FLOPS, L2_BYTES_S = 132, 865e12, 12e12
 TILE_S, BYTE_S, JOIN_S = 0.35e-6, 3.7e-11, 2.5e-6
-# Bytes/s that a block receives of other blocks' partial sums; and bytes/s from L2 to all SMs with
-# few split tiles, which read few pixels repeatedly.
+# With split-K: bytes/s at which a block receives partial sums, and bytes/s from L2 to all SMs.
 JOINED_BYTES_S, SPLIT_L2_BYTES_S = 30e9, 5.5e12
 SHARED = 0.995
-# The same with PINGPONG: power limits mainloops that overlap stores.
+# The rates of PINGPONG, whose mainloops overlap stores and are limited by power.
 PINGPONG_FLOPS, PINGPONG_L2_BYTES_S, PINGPONG_TILE_S = 800e12, 11.3e12, 0.9e-6
-# The same for a tile in float32.
+# The most accumulators of a tile with float32 operands.
 MOST_SUMS = 128 * 256
 CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15}
-"""By their size, how many an H200 runs at the same time where a block fills a multiprocessor."""
-# Registers per thread, by the number of consumer warpgroups: producers, consumers.
+"""Concurrent clusters of an H200 by cluster size, with one block per SM."""
+# Registers per thread of producers and consumers, by the number of consumer warpgroups.
 REGISTERS = {2: (56, 224), 3: (56, 152)}
 MOST_SUMS_OF_FEW, REGISTERS_OF_MANY = 128 * 160, (40, 232)
 
 
 @dataclass(frozen=True, slots=True)
 class HopperTile:
-    """M pixels x N channels of a block, by so many warpgroups, in clusters of blocks that share
-    weights (``sharing`` of them, with pixels of their own), or that ``split`` one tile's reduction
-    among them. Warpgroups that ``pingpong`` have every other tile to themselves: one stores plain
-    results while the other multiplies.
+    """A tile shape and its kernel schedule.
+
+    Attributes
+    ----------
+    m, n
+        Pixels and result channels of a block tile.
+    warpgroups
+        Consumer warpgroups.
+    sharing
+        Blocks of a cluster that share the weights by multicast, each with its own pixels.
+    split
+        Blocks of a cluster that split the K of one tile.
+    pingpong
+        Whether consumer warpgroups alternate tiles: one stores its results while the other
+        multiplies. Otherwise they cooperate on a tile.
     """
 
     m: int
@@ -64,7 +73,7 @@ class HopperTile:
 
     @property
     def cluster(self) -> int:
-        """Blocks of a cluster."""
+        """Blocks per cluster."""
         return self.sharing * self.split
 
     @property
@@ -73,8 +82,11 @@ class HopperTile:
         return self.m * self.sharing
 
     def step_s(self, across: bool) -> float:
-        """Seconds of a k-tile: wgmma, or loads from L2, whose rate per SM does not rise where
-        others idle. N-major weights (``across``) are loaded in whole boxes."""
+        """Return the seconds of a k-tile, limited by wgmma or by loads from L2.
+
+        The L2 rate per SM does not rise if other SMs are idle. N-major weights (``across``) are
+        loaded in whole boxes.
+        """
         flops, l2_bytes_s = (
             (PINGPONG_FLOPS, PINGPONG_L2_BYTES_S) if self.pingpong else (FLOPS, L2_BYTES_S)
         )
@@ -84,11 +96,11 @@ class HopperTile:
         return max(products, loaded / l2_bytes_s) * MULTIPROCESSORS * shared
 
     def split_step_s(self, tiles: int) -> float:
-        """Seconds of a k-tile with that many concurrent tiles, of which each block has a part."""
+        """Return the seconds of a split-K k-tile with that many concurrent tiles."""
         return self.stage_bytes * tiles * self.split / SPLIT_L2_BYTES_S
 
     def tile_s(self, itemsize: int) -> float:
-        """Seconds of a tile outside its mainloop."""
+        """Return the seconds of a tile outside its mainloop."""
         joined = 0.0
         if self.split > 1:
             got = self.m * self.n * 4 * (self.split - 1) // self.split
@@ -102,7 +114,7 @@ class HopperTile:
 
     @property
     def has_epilogue(self) -> bool:
-        """Whether registers suffice for a bias and an activation; other tiles would spill."""
+        """Whether a bias and an activation fit into registers without spilling."""
         sums = self.m * self.n // (WARPGROUP * (1 if self.pingpong else self.warpgroups))
         return self.split == 1 and sums <= (160 if self.pingpong else 128)
 
@@ -111,20 +123,20 @@ class HopperTile:
         return (self.m + ceil_div(self.n, BOX_ROWS) * BOX_ROWS) * ROW_BYTES
 
     def clusters(self, device: CudaDevice) -> int:
-        """The number of clusters that run concurrently: some GPCs have SMs left over."""
+        """Return the number of concurrent clusters, which can leave SMs of a GPC idle."""
         return device.multiprocessors * CLUSTERS[self.cluster] // MULTIPROCESSORS
 
     def weight_rows(self, depth: int | None) -> int:
-        """Rows of weights that one block loads per k-tile.
+        """Return the rows of weights that one block loads per k-tile.
 
-        They are result channels, or with ``depth`` source channels of the k-tile.
+        Rows are result channels, or with ``depth``, the source channels of an N-major k-tile.
         """
         if depth is None:
             return self.n // self.sharing
         return depth // self.sharing if ceil_div(self.n, BOX_ROWS) % self.sharing else depth
 
     def stages(self, device: CudaDevice) -> int:
-        """The number of stages that fit."""
+        """Return the number of pipeline stages that fit."""
         room = device.shared_bytes_per_block - self.shared_bytes(0)
         return min(8, room // (self.stage_bytes + 2 * BARRIER_BYTES))
 
@@ -136,7 +148,7 @@ class HopperTile:
     def defines(
         self, dtype: DType, across: bool, maps: int, stages: int, planes: bool = False
     ) -> dict[str, object]:
-        """The macros of an instance."""
+        """Return the preprocessor macros of an instance."""
         producer, consumer = REGISTERS[self.warpgroups]
         if self.pingpong and self.m * self.n > MOST_SUMS_OF_FEW:
             producer, consumer = REGISTERS_OF_MANY
@@ -174,12 +186,12 @@ TILES = (
         for m, n in ((192, 128), (128, 128), (128, 160), (256, 64), (128, 64), (256, 32))
     ),
 )
-"""Others lost everywhere."""
+"""Tile shapes that were the fastest for some layer."""
 
 
 def tiles_of(dtype: DType) -> tuple[HopperTile, ...]:
-    """Tiles whose accumulators leave registers for results of this type, and narrow ones where a
-    k-tile has as few channels."""
+    """Return the tiles for a dtype: for 32-bit types, those whose results fit into registers; for
+    16-bit types, those at least a k-tile wide."""
     if dtype.itemsize == 2:
         return tuple(tile for tile in TILES if tile.n >= BOX_ROWS)
     return tuple(tile for tile in TILES if tile.m * tile.n <= MOST_SUMS)

@@ -37,12 +37,12 @@ __all__ = ["HopperHalo"]
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 MAX_PASSES, MAX_SLICES, MAX_STEPS, MAX_TAPS = 8, 16, 64, 128
 LEAST_CHANNELS = 16
-# Where other families are faster, measured on an H200.
+# Beyond these, other families are faster (measured on an H200).
 LEAST_TAPS, MOST_READ, MOST_WRITTEN = 9, 128, 96
 MAX_EXTENT, MAX_KERNEL, MAX_STEP, MAX_BOX = 2**28, 127, 8, 256
 MAX_INDEX = 2**31 - 1
 THREADS = 384
-CLOCKS_A_SECOND = 1.7e9  # of an H200 under load
+CLOCKS_A_SECOND = 1.7e9  # SM clock of an H200 under load
 
 
 PassArgs = structure("conv/hopper_halo_args.cuh", "HaloPass")
@@ -67,17 +67,19 @@ HopperHaloArgs = structure("conv/hopper_halo_args.cuh", "HopperHaloArgs")
 
 
 class HopperHalo:
-    """fwd and bwd_data in 16-bit types: each pixel of a tile and its halo is loaded once, and all
-    taps read it from shared memory."""
+    """fwd and bwd_data in 16-bit types.
+
+    Loads each pixel of a tile and its halo once; all taps read it from shared memory.
+    """
 
     name = "hopper_halo"
 
     def __init__(self, *, anything: bool = False) -> None:
-        """``anything`` to take what other kernels compute faster too."""
+        """Create the family; with ``anything``, it also takes work at which others are faster."""
         self._anything = anything
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`. Independent of what a split along N, D or H changes."""
+        """See `Family.why_not`. Splitting along N, D or H does not change the answer."""
         if device.architecture not in HOPPER:
             return f"{device.name} has no products of warpgroups"
         if work.dtype not in DTYPES:
@@ -114,7 +116,7 @@ class HopperHalo:
     def launches(
         self, work: ConvWork, device: CudaDevice, tile: HaloTile | None = None
     ) -> Fragment:
-        """See `Family.launches`. ``tile`` overrides the chosen one."""
+        """See `Family.launches`. ``tile`` overrides the chosen tile."""
         backward = work.direction == "bwd_data"
         source, result = gather_sides(work)
         axes = [gather_axis(work, dim) for dim in range(3)]
@@ -148,7 +150,7 @@ class HopperHalo:
         size = work.input if backward else work.output
         args.wide_stores = in_whole_chunks(result, (work.batch, 1, written, *size), 2)
         if stores_planes(work):
-            # Rows of a tile start and end as groups do, in the result and with their halo.
+            # Rows of a tile, with and without halo, must start and end at a group's boundary.
             args.planes = next(
                 group
                 for group in ((8, 2, 1) if tile.staged else (2, 1))
@@ -191,7 +193,7 @@ class HopperHalo:
 
 
 def _slower(work: ConvWork) -> str | None:
-    """Return why another kernel is at least as fast, as measured on an H200, or None."""
+    """Return why another kernel is at least as fast (measured on an H200), or None."""
     read, written = work.in_channels, work.out_channels
     if work.direction == "bwd_data":
         read, written = written, read
@@ -205,12 +207,12 @@ def _slower(work: ConvWork) -> str | None:
 
 
 def _bytes(operand: Operand, strides: Sequence[int]) -> tuple[int, ...]:
-    """Strides for a tensor map; that of a dimension of one position is not used."""
+    """Return strides in bytes for a tensor map, with a valid one in dimensions of extent 1."""
     return tuple(max(stride * operand.dtype.itemsize, 16) for stride in strides)
 
 
 def _whole(channels: int) -> int:
-    """Channels rounded up to a whole 16-byte chunk, which prepared operands fill with zeros."""
+    """Return channels rounded up to 16-byte chunks, which prepared operands pad with zeros."""
     return ceil_div(channels, 8) * 8
 
 

@@ -1,5 +1,5 @@
-"""What hopper_halo.cu's tables say: which boxes of the source a tile needs, and which products with
-which weights make its results. Pure arithmetic over the axes of a gather."""
+"""Lookup tables of hopper_halo.cu: the boxes of the source that a tile needs, and the products and
+weights of its results."""
 
 from __future__ import annotations
 
@@ -27,22 +27,25 @@ __all__ = [
 ]
 
 CHUNK = 32
-"""Channels of the source in a box."""
+"""Source channels in a box."""
 TAP_BYTES = 4096
-"""Weights of one tap and a chunk: for 64 of the result's channels, or for 32 of them with the tap
-before it."""
+"""Bytes of the weights of one tap and chunk: for 64 result channels, or for 32 at two depths."""
 MOST_RUN = 5
-"""Taps of a load."""
+"""The most taps per load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """Source positions that meet a tile, in slices along H and W, each of every so manyth position
-    as the gather steps.
+    """Source positions that a tile reads, as slices with the traversal stride along H and W.
 
-    ``slices`` are offsets from the tile's first position, along D of the slice, along H and W of
-    its first row and pixel. ``first`` are the least numbers of the rows and pixels that any tap
-    meets in its slice, and ``beyond`` how many more there are than a tile has positions.
+    Attributes
+    ----------
+    slices
+        Offsets (D, H, W) of each slice's first pixel from the tile's first position.
+    first
+        The lowest row and pixel that any tap reads, in units of the traversal stride.
+    beyond
+        Rows and pixels of a slice beyond the tile's own.
     """
 
     slices: tuple[Size3, ...]
@@ -74,7 +77,7 @@ class HaloStep:
 
 @dataclass(frozen=True, slots=True)
 class HaloTap:
-    """See ``hopper_halo_args.cuh``; ``weight`` in bytes."""
+    """See ``hopper_halo_args.cuh``; ``pixel`` is in pixels and ``weight`` in bytes."""
 
     pixel: int
     weight: int
@@ -82,7 +85,7 @@ class HaloTap:
 
 @dataclass(frozen=True, slots=True)
 class HaloLoad:
-    """See ``hopper_halo_args.cuh``; ``to`` in bytes, ``tap``, the first one, along T, R, S."""
+    """See ``hopper_halo_args.cuh``; ``to`` is in bytes, ``tap`` the first tap (T, R, S)."""
 
     to: int
     tap: Size3
@@ -91,11 +94,16 @@ class HaloLoad:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """All of a tile's passes.
+    """The tables of all passes over a tile.
 
-    A load brings ``run`` taps along S, a step of ``s_step`` between them; where products have two
-    depths, both their taps along T, ``t_step`` apart. ``slot_bytes`` is what a step's weights take,
-    or, where they stay, those of all steps.
+    Attributes
+    ----------
+    slot_bytes
+        Bytes of the weights of a step, or of all steps if weights are resident.
+    run, s_step
+        Taps along S per load, and the distance between them.
+    t_step
+        Distance along T between the taps of the two depths of a product.
     """
 
     passes: tuple[HaloPass, ...]
@@ -109,12 +117,12 @@ class Tables:
 
 
 def offsets_of(axis: Axis, phase: Phase) -> list[int]:
-    """Of the source position that each tap of a phase meets."""
+    """Return the offset of the source position that each tap of a phase reads."""
     return [phase.x0 + j * axis.x_tap for j in range(phase.taps)]
 
 
 def halo_of(axes: Sequence[Axis], *, twice: bool) -> Halo:
-    """``twice`` where a product has the results of two neighbouring depths."""
+    """Return the halo of a tile; with ``twice``, a product covers two adjacent depths."""
     met = [
         sorted({offset for phase in axis.phases for offset in offsets_of(axis, phase)}) or [0]
         for axis in axes
@@ -127,7 +135,7 @@ def halo_of(axes: Sequence[Axis], *, twice: bool) -> Halo:
     ]
     first = min(numbers[0]), min(numbers[1])
     beyond = max(numbers[0]) - first[0], max(numbers[1]) - first[1]
-    # Of all that are met; that nothing meets a whole slice is rare.
+    # The residues of all offsets. Some combinations may be unused, which is rare.
     rests = [
         sorted({offset % step for offset in along})
         for along, step in zip(met[1:], steps, strict=True)
@@ -139,8 +147,8 @@ def halo_of(axes: Sequence[Axis], *, twice: bool) -> Halo:
 
 
 def depth_step(axes: Sequence[Axis]) -> int | None:
-    """From the tap of one depth to that with which the next one meets the same source; None where
-    they meet none together."""
+    """Return the distance along T between the taps with which adjacent depths read the same source
+    position, or None if they share none."""
     shift, rest = divmod(axes[0].x_step, abs(axes[0].x_tap))
     return None if rest else shift * axes[0].r_step
 
@@ -154,8 +162,19 @@ def tables_of(
     blocks: int,
     stay: bool,
 ) -> Tables:
-    """``blocks`` of 64 result channels a tile; ``stay`` where all weights are in shared memory, one
-    step's behind another's."""
+    """Return the tables of a tile.
+
+    Parameters
+    ----------
+    row_pixels
+        Pixels of a slice's row.
+    twice
+        Whether a product covers two adjacent depths.
+    blocks
+        Blocks of 64 result channels per tile.
+    stay
+        Whether all weights are resident in shared memory, step after step.
+    """
     passes: list[HaloPass] = []
     steps: list[HaloStep] = []
     taps: list[HaloTap] = []
@@ -206,15 +225,19 @@ def _rows_of(
     *,
     twice: bool,
 ) -> list[list[tuple[int, Size3]]]:
-    """The taps of a phase that meet a slice, those of a row together: a pixel of it, and the
-    weight's tap, the lesser along T of two, one of which may lie outside the kernel."""
+    """Return the taps of a phase that read a slice, grouped by kernel row.
+
+    Each is the pixel of the slice and the tap (T, R, S). With ``twice``, T is the lower one of two,
+    of which one may be outside the kernel.
+    """
     axis, phase = axes[0], phases[0]
     depths = {offset: j for j, offset in enumerate(offsets_of(axis, phase))}
     here, before = depths.get(place[0]), depths.get(place[0] - axis.x_step) if twice else None
     if here is None and before is None:
         return []
     shift = axis.x_step // abs(axis.x_tap) if twice else 0
-    # Of a deeper position the same source is at a tap before, or behind where taps run backwards.
+    # The deeper position reads the same source with an earlier tap, or with a later one if x_tap is
+    # negative.
     if here is None:
         here = (before or 0) + (shift if axis.x_tap > 0 else -shift)
     t = phase.r0 + (here - shift if axis.x_tap > 0 else here) * axis.r_step

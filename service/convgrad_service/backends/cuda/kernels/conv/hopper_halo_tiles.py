@@ -1,4 +1,4 @@
-"""Tiles of hopper_halo.cu: which fit, and the time that each is expected to take."""
+"""Tiles of hopper_halo.cu, and their cost model."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from convgrad_service.plans.cuda.works import ConvWork, Size3
 __all__ = ["COLUMNS", "GROUPS", "TABLE_BYTES", "HaloTile", "halo_tiles", "some_tile_fits"]
 
 COLUMNS = (64, 112, 144, 176, 208, 240)
-"""Of a product: as many as a warpgroup has registers for, in steps that leave few of them empty."""
+"""N of a wgmma, by instance, up to what a warpgroup's registers hold."""
 GROUPS = 2
-"""Warpgroups that multiply."""
+"""Consumer warpgroups."""
 ROW_BYTES = 2 * CHUNK
-# Of positions that are stored together; and of all warps' results on their way, aligned.
+# Positions per vector store, and bytes of the staging buffers of all warps, with alignment.
 GROUP, STAGING_BYTES = 8, 8 * 16 * (64 * 2 + 16) + 16
 MOST_BOX, MOST_STEP = 256, 8
 LEAST_WIDTH = 7
@@ -43,10 +43,9 @@ ALIGNMENT = 1024
 TABLES = {"passes": 8, "steps": 64, "taps": 128, "loads": 128}
 MOST_SLICES = 16
 TABLE_BYTES = 2304
-"""What the argument has room for."""
-# What tiles are weighed with, in clocks of an H200: what a pass takes beside its products, what
-# weights that do not stay do in a tile, what a launch does, and bytes that a multiprocessor is
-# given in one.
+"""The capacity of the tables in the kernel parameters."""
+# Cost model, in clocks of an H200: overhead of a pass, of streaming weights through a tile, and of
+# a launch; and the bytes that an SM loads per clock.
 PASS_CLOCKS, STREAM_CLOCKS, LAUNCH_CLOCKS, BYTES_A_CLOCK = 1500, 1200, 6000, 22
 
 Split = Literal["columns", "channels"]
@@ -54,8 +53,15 @@ Split = Literal["columns", "channels"]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a tile is cut from: the source's and the result's channels, and the axes; and whether
-    results wait in shared memory for those that lie beside them."""
+    """A convolution to be tiled.
+
+    Attributes
+    ----------
+    channels
+        Channels of the source and of the result.
+    staged
+        Whether results are staged in shared memory, so that adjacent ones are stored together.
+    """
 
     channels: tuple[int, int]
     batch: int
@@ -64,13 +70,13 @@ class Problem:
 
     @property
     def extents(self) -> Size3:
-        """Positions along D, H, W, of the largest phase."""
+        """Positions of the largest phase along D, H and W."""
         d, h, w = (max(phase.count for phase in axis.phases) for axis in self.axes)
         return d, h, w
 
     @property
     def twice(self) -> bool:
-        """Whether the result's channels leave half of a product to those of another depth."""
+        """Whether a product has the results of two depths, as channels fill only half of its M."""
         step = depth_step(self.axes)
         few = self.channels[1] <= CHUNK and self.extents[0] > 1
         return few and step is not None and step <= MOST_STEP
@@ -78,9 +84,18 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class HaloTile:
-    """A way to cut a problem: ``extent`` is a tile's positions along D, H, W; ``split`` says what
-    the two warpgroups share, the columns or the result's channels; ``slots`` is 0 where all
-    weights stay in shared memory.
+    """A tile.
+
+    Attributes
+    ----------
+    split
+        What is divided between the two consumer warpgroups: columns, or result channels.
+    columns
+        N of a wgmma.
+    extent
+        Positions of the tile along D, H and W.
+    stages, slots
+        Pipeline stages of the source, and of the weights; 0 slots if all weights are resident.
     """
 
     problem: Problem
@@ -115,7 +130,7 @@ class HaloTile:
 
     @property
     def blocks(self) -> int:
-        """Of the result's channels, in a tile."""
+        """Blocks of 64 result channels in a tile."""
         return GROUPS if self.split == "channels" else 1
 
     @property
@@ -156,7 +171,10 @@ class HaloTile:
 
     @property
     def shared_bytes(self) -> int:
-        """What aligns it, stages, weights and barriers; products read past a slice's end."""
+        """Bytes of shared memory: tables, alignment, the pipelines, barriers and staging.
+
+        wgmma reads past the end of a slice, and this must be allocated too.
+        """
         barriers = 16 * (self.stages + (self.slots or self.chunks))
         columns = self.columns * GROUPS // self.blocks
         last = max(tap.pixel for tap in self.tables.taps) + columns
@@ -171,11 +189,11 @@ class HaloTile:
 
     @property
     def dynamic_bytes(self) -> int:
-        """Of ``shared_bytes``, what the kernel does not declare itself."""
+        """Dynamic shared memory: ``shared_bytes`` without the tables, which are static."""
         return self.shared_bytes - TABLE_BYTES
 
     def clocks(self, device: CudaDevice) -> float:
-        """What it is expected to take."""
+        """Return the expected clocks of a launch."""
         depths = 2 * self.chunks
         products = len(self.tables.taps) * depths * self.columns / 2 * GROUPS
         moved = self.chunks * len(self.halo.slices) * self.box_bytes
@@ -184,12 +202,12 @@ class HaloTile:
         tile = max(products, moved / BYTES_A_CLOCK) + PASS_CLOCKS * len(self.tables.passes)
         if self.slots:
             tile += STREAM_CLOCKS
-        # Where weights stay, the first product waits for all of a chunk's.
+        # With resident weights, the first product waits for a whole chunk of them.
         first = self.tables.slot_bytes / BYTES_A_CLOCK
         return ceil_div(self.count, device.multiprocessors) * tile + first + LAUNCH_CLOCKS
 
     def describe(self, args: Any) -> None:
-        """Fill in the argument's part of it."""
+        """Fill in the kernel parameters that depend on the tile."""
         tables, halo, axes = self.tables, self.halo, self.problem.axes
         args.tile[:], args.tiles[:] = self.extent, self.tiles
         args.channel_tiles, args.all_tiles = self.channel_tiles, self.count
@@ -229,7 +247,10 @@ class HaloTile:
 
 
 def some_tile_fits(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> bool:
-    """Whether some tile does, however many positions there are: one row of the least tile."""
+    """Return whether any tile fits, regardless of the number of positions.
+
+    Tries two adjacent depths of a single row of the smallest width.
+    """
     extents = 2, 1, 2 * LEAST_WIDTH - 1
     few = [
         replace(axis, phases=tuple(replace(phase, count=count) for phase in axis.phases))
@@ -239,7 +260,7 @@ def some_tile_fits(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> 
 
 
 def halo_tiles(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> tuple[HaloTile, ...]:
-    """Those that fit, the one that should take the least time first."""
+    """Return the tiles that fit, fastest first."""
     channels = work.in_channels, work.out_channels
     if work.direction == "bwd_data":
         channels = channels[::-1]
@@ -268,7 +289,7 @@ def _tiles(problem: Problem, device: CudaDevice) -> tuple[HaloTile, ...]:
 
 
 def _shapes(problem: Problem, halo: Halo, groups: int) -> Iterator[tuple[int, int, int]]:
-    """Widths and rows of tiles, and columns that hold them."""
+    """Yield widths and rows of tiles, and the fewest columns per product that cover them."""
     extents, steps = problem.extents, [axis.x_step for axis in problem.axes[1:]]
     for parts in range(1, extents[2] + 1):
         width = ceil_div(extents[2], parts)
@@ -297,7 +318,7 @@ def _fitted(
     *,
     stay: bool,
 ) -> HaloTile | None:
-    """With as many slots and stages as fit; None where too few do."""
+    """Return the tile with as many slots and stages as fit, or None if too few do."""
     tables = tables_of(
         problem.axes,
         halo,
@@ -309,7 +330,7 @@ def _fitted(
     if any(len(getattr(tables, name)) > most for name, most in TABLES.items()):
         return None
     chunks = ceil_div(problem.channels[0], CHUNK)
-    # What several passes read stays until the last of them.
+    # With several passes, slices stay in shared memory until the last one has read them.
     least = chunks * len(halo.slices) if len(tables.passes) > 1 else 2
     for slots in (0,) if stay else SLOTS:
         tile = HaloTile(problem, halo, tables, split, columns, extent, least, slots)

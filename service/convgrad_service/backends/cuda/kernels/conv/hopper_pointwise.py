@@ -1,4 +1,4 @@
-"""1x1 convolutions of stride 1, channels first, and dgrad without overlapping windows, on Hopper
+"""Channels-first 1x1 convolutions of stride 1, and dgrad with non-overlapping windows, on Hopper
 (hopper_pointwise.cu)."""
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand
 __all__ = ["HopperPointwise"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
-# With fewer channels on either side most of a tile or k-tile would be empty.
+# With fewer channels on either side, most of a tile or k-tile would be padding.
 LEAST_CHANNELS = 48
 BOX, ROW_BYTES, GROUPS, THREADS = 64, 128, 2, 384
-BUFFERS = 2  # of a warpgroup's results
-# Taps along W that are stored by turns, and pixels of a fragment of sums.
+BUFFERS = 2  # of the results of a warpgroup
+# Taps along W that interleave in the result, and pixels of an accumulator fragment.
 SPREAD_TAPS, FRAGMENT = 2, 8
 ALIGNMENT, BARRIER_BYTES, MOST_STAGES = 1024, 8, 8
 MAX_TILES = 2**31 - 1
-# What an H200 does a second: products, bytes from its L2 cache (see hopper_gather_tiles.py).
+# FLOP/s of an H200, and bytes/s from its L2 cache (see hopper_gather_tiles.py).
 FLOPS, L2_BYTES_S = 865e12, 12e12
 
 
@@ -42,7 +42,7 @@ HopperPointwiseArgs = structure("conv/hopper_pointwise.cu", "HopperPointwiseArgs
 
 @dataclass(frozen=True, slots=True)
 class PointwiseTile:
-    """Rows of the result x pixels."""
+    """A tile shape: rows of the result x pixels."""
 
     m: int
     n: int
@@ -60,8 +60,8 @@ class PointwiseTile:
         return ALIGNMENT + ring + GROUPS * BUFFERS * BOX * ROW_BYTES
 
 
-# By the result's rows up to which each is taken: few tiles of rows, so that the source is read
-# from memory once, and no more rows than there are.
+# By the most rows of the result for which each is used. Tall tiles read the source fewer times, but
+# rows beyond the result's would be padding.
 TILES = {64: PointwiseTile(64, 256), 128: PointwiseTile(128, 256)}
 LARGEST = PointwiseTile(256, 128)
 
@@ -135,7 +135,7 @@ class HopperPointwise:
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """The GEMM per image: ``rows`` (M) are result channels, or with ``spread`` channels x taps."""
+    """The GEMM per image: ``rows`` (M) are result channels, or channels x taps with ``spread``."""
 
     batch: int
     source: Operand
@@ -153,7 +153,7 @@ class _Product:
 
     @property
     def tiles(self) -> tuple[int, int, int]:
-        """Tiles along the rows, along an image's pixels, and in all."""
+        """Tiles along the rows, along an image's pixels, and in total."""
         rows, pixels = ceil_div(self.rows, self.tile.m), ceil_div(self.pixels, self.tile.n)
         return rows, pixels, rows * pixels * self.batch
 
@@ -166,7 +166,7 @@ class _Product:
             box=(BOX, BOX if self.across else self.tile.m),
         )
         source = self.source, plane_map(self.source, self.batch, self.read, self.pixels, BOX)
-        # Not used where results are spread.
+        # The kernel ignores the result's map if results are spread.
         result = (
             source
             if self.spread
@@ -176,7 +176,7 @@ class _Product:
 
 
 def _product(work: ConvWork) -> _Product | None:
-    """Return the work as a GEMM per image, or None."""
+    """Return the work as a GEMM per image, or None if it is not one."""
     source, result = gather_sides(work)
     backward = work.direction == "bwd_data"
     read, written = work.in_channels, work.out_channels
@@ -205,8 +205,8 @@ def _product(work: ConvWork) -> _Product | None:
 
 
 def _apart(work: ConvWork) -> bool:
-    """Whether no taps overlap and none is left out, and the result's rows have two taps along W by
-    turns, of whole fragments of pixels."""
+    """Return whether windows tile the input exactly, with two taps along W, whole fragments of
+    pixels per row, and rows aligned for vector stores."""
     whole = zip(work.input, work.output, work.kernel, strict=True)
     x = work.x.strides
     return (

@@ -50,18 +50,18 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand, Size3
 __all__ = ["HopperWeight", "reachable"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
-# Input and output operands.
+# Dtypes of the operands and of the result.
 RESULTS = (
     *((dtype, dtype) for dtype in (*DTYPES, DType.FLOAT32)),
     *((dtype, DType.FLOAT32) for dtype in DTYPES),
 )
 LEAST_CHANNELS = 16
-# dense_weight in TF32 on an H200, over its model; and what this kernel takes beside its own.
+# Ratio of dense_weight's measured to its modelled time in TF32 on an H200, and a safety margin.
 DENSE_SLOWER, MARGIN_S = 1.2, 1e-6
 # A k-tile may extend past the last pixel.
 MAX_PIXELS, MAX_GRID_Y = 2**31 - 2**16, 65535
 MOST_STEP = 8
-# The largest im2col offset of a window's pixel, by the number of dimensions.
+# The largest im2col offset of a window's pixel, by the number of spatial dimensions.
 MOST_SHIFT = {1: 65535, 2: 255, 3: 31}
 # hopper_weight_sum.cu: threads, vectors per thread, the most slices of a block, and the threads
 # that saturate an H200.
@@ -74,12 +74,20 @@ class HopperWeight:
     name = "hopper_weight"
 
     def __init__(self, least_channels: int = LEAST_CHANNELS, *, everywhere: bool = False) -> None:
-        """The fewest channels on either side; whether it takes float32 that others do faster."""
+        """Create the family.
+
+        Parameters
+        ----------
+        least_channels
+            The fewest channels on either side.
+        everywhere
+            Take float32 work even if another family is faster.
+        """
         self._least_channels = least_channels
         self._everywhere = everywhere
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`; judged by channels and kernel where not by what TMA can reach."""
+        """See `Family.why_not`. The answer depends on channels, kernel and limits of TMA."""
         if device.architecture != "sm_90a":
             return f"{device.name} is not sm_90a"
         if work.dtype not in DTYPES and (work.dtype, work.precision) != (DType.FLOAT32, "high"):
@@ -112,7 +120,7 @@ class HopperWeight:
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
-        """See `Family.launches`; ``cut`` where another than the chosen one is tried."""
+        """See `Family.launches`. ``cut`` overrides the chosen partition."""
         cut = cut or _best(work, device)
         if cut is None:
             raise ValueError("a convolution that why_not refuses")
@@ -210,17 +218,17 @@ class HopperWeight:
 
 @lru_cache(maxsize=16)
 def _best(work: ConvWork, device: CudaDevice) -> Cut | None:
-    """Cached: each plan uses it twice, and the search is slow."""
+    """Return the fastest partition. Cached, as each plan needs it twice and the search is slow."""
     return min(reachable(work, device), key=lambda one: expected_s(one, device), default=None)
 
 
 def reachable(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
-    """The partitions whose indices fit and whose tensor maps TMA accepts."""
+    """Yield the partitions whose indices fit and whose tensor maps TMA accepts."""
     count = 2 if work.result_dtype is DType.FLOAT32 else 8
     direct = work.epilogue_free and beside(work, count)
     planes = flat_planes(work)
     halves = scaled_halves.copies(work)
-    taken: dict[tuple[int, int, int, bool], bool] = {}  # by all that maps take of a cut
+    taken: dict[tuple[int, int, int, bool], bool] = {}  # by the fields that maps depend on
     for cut in cuts(planes or work, device, direct=direct, planes=planes is not None):
         pixels = cut.steps * (PIXELS if planes is None else plane_pixels(work.dtype))
         if pixels > MAX_PIXELS or cut.parted > MAX_GRID_Y:
@@ -238,7 +246,7 @@ def reachable(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
 
 
 def _plane_maps(work: ConvWork, cut: Cut) -> tuple[TiledMap, TiledMap]:
-    """Tensor maps of the input and grad_output: planes of a box's channels."""
+    """Return the tensor maps of the input and of grad_output as channels-first planes."""
     x = plane_map(work.x, work.batch, work.in_channels, work.output[2], cut.tile.channels)
     return x, plane_map(work.y, work.batch, work.out_channels, work.output[2], ROWS)
 
@@ -246,13 +254,13 @@ def _plane_maps(work: ConvWork, cut: Cut) -> tuple[TiledMap, TiledMap]:
 def _sum(
     work: ConvWork, cut: Cut, x: Operand, y: Operand, partials: str, ranges: str | None
 ) -> Launch:
-    """The launch that reduces the partial sums and applies the epilogue."""
+    """Return the launch that reduces the partial sums and applies the epilogue."""
     args = WeightSumArgs()
     fill_result(args, work, cut)
     fill_source(args, work, x, y)
     vectors = cut.tile.sums // 4
     threads = vectors * cut.parted // SUM_EACH
-    # A block stays within a box, which has 16 vectors per channel.
+    # A block must not cross a box, which has 16 vectors per channel.
     args.slices = max(1, SUM_BLOCK * SUM_EACH // (16 * cut.tile.channels))
     while args.slices < min(MOST_SLICES, cut.shares) and threads * args.slices < SUM_THREADS:
         args.slices *= 2
@@ -278,8 +286,11 @@ def _sum_instance(dtype: DType, result: DType, *, scaled: bool = False) -> Insta
 def _maps(
     work: ConvWork, cut: Cut, x: Operand | None = None, y: Operand | None = None
 ) -> tuple[Im2colMap, Im2colMap]:
-    """Of the input, every pixel that is a window's corner; of grad_output, every pixel, and a halo
-    of zeros after each row. Without operands, of ones that lie in order."""
+    """Return the tensor maps of the input and of grad_output.
+
+    That of the input covers every pixel that is the corner of a window; that of grad_output covers
+    every pixel, with a halo of zeros after each row. Without operands, contiguous ones are assumed.
+    """
     halo = 0, 0, cut.halo
     upper = tuple(
         (out - 1) * stride - pad - (size - 1) + more

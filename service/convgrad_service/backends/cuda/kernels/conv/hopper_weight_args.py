@@ -1,4 +1,4 @@
-"""The arguments of hopper_weight.cu and hopper_weight_sum.cu."""
+"""Kernel parameters of hopper_weight.cu and hopper_weight_sum.cu."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WeightSumArgs = structure(
 
 
 def dims_of(work: ConvWork) -> int:
-    """Number of spatial dimensions."""
+    """Return the number of spatial dimensions that are not trivial."""
     for dim in range(2):
         if max(work.input[dim], work.output[dim], work.kernel[dim]) > 1 or work.pad[dim] != 0:
             return 3 - dim
@@ -45,7 +45,7 @@ def dims_of(work: ConvWork) -> int:
 
 
 def beside(work: ConvWork, count: int) -> bool:
-    """Whether the result's channels are contiguous, and aligned in groups of that many."""
+    """Return whether the result's channels are contiguous in aligned groups of ``count``."""
     strides = work.w.strides
     outer = zip((strides[1], *strides[3:]), (work.out_channels, *work.kernel), strict=True)
     return (
@@ -56,7 +56,7 @@ def beside(work: ConvWork, count: int) -> bool:
 
 
 def fill_result(args: Any, work: ConvWork, cut: Cut) -> None:
-    """The result and its tiling (``WeightResult``)."""
+    """Fill in the result and its tiling (``WeightResult``)."""
     args.w_stride[:], args.kernel[:] = work.w.strides, work.kernel
     args.alpha, args.beta = work.alpha, work.beta
     args.in_channels, args.out_channels = work.in_channels, work.out_channels
@@ -80,7 +80,7 @@ def fill_result(args: Any, work: ConvWork, cut: Cut) -> None:
 
 
 def fill_source(args: Any, work: ConvWork, x: Operand, y: Operand) -> None:
-    """The unscaled operands (``WeightSource``)."""
+    """Fill in the unscaled operands (``WeightSource``)."""
     args.x_stride[:], args.y_stride[:] = x.strides, y.strides
     args.batch = work.batch
     args.x_size[:], args.y_size[:] = work.input, work.output
@@ -90,7 +90,7 @@ def fill_source(args: Any, work: ConvWork, x: Operand, y: Operand) -> None:
 
 
 def least_terms(work: ConvWork) -> int:
-    """The fewest terms of any non-empty sum: outputs that read the input at a tap."""
+    """Return the fewest terms of any non-empty sum: outputs whose tap is inside the input."""
     least = work.batch
     for taps, stride, dilation, pad, size, out in zip(
         work.kernel, work.stride, work.dilation, work.pad, work.input, work.output, strict=True
@@ -106,7 +106,7 @@ def least_terms(work: ConvWork) -> int:
 def arguments(
     work: ConvWork, cut: Cut, x: Operand, y: Operand, device: CudaDevice, *, planes: bool
 ) -> Any:
-    """The argument of hopper_weight.cu.
+    """Return the kernel parameters of hopper_weight.cu.
 
     ``x`` and ``y`` are the given tensors, not scaled copies.
     """

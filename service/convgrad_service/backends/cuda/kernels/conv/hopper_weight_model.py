@@ -8,11 +8,13 @@ from convgrad_service.plans.cuda.program import ceil_div
 
 __all__ = ["expected_s"]
 
-# Constants of an H200, fitted to tests/perf's dense layers. In order: a launch; a tensor-core
-# cycle; bytes to shared memory; a box, with four producer threads; a multicast box; the part of
-# the shorter of compute and copies that is not overlapped; writing a unit's partial sums; the
-# second kernel, and its bytes; a cluster reduction, and the bytes that a block receives; a grid
-# reduction beside the same bytes; float16 copies, and their bytes.
+# Constants of an H200, fitted to tests/perf's dense layers, in order by line:
+# a launch, a tensor-core cycle, bytes/s to shared memory;
+# a box with four producer threads, a multicast box, and the fraction of the shorter of compute and
+# copies that is not overlapped;
+# bytes/s of writing partial sums, the second kernel, and its bytes/s;
+# a cluster reduction, the bytes/s that a block receives, and a grid reduction (besides its bytes);
+# float16 copies, and their bytes/s.
 LAUNCH_S, CYCLE_S, COPIED_BYTES_PER_S = 5.2e-6, 1 / 1.82e9, 8.4e12
 BOX_S, SHARED_BOX_S, BESIDE = 45e-9, 8e-9, 0.12
 PARTIAL_BYTES_PER_S, SUM_S, SUM_BYTES_PER_S = 3.6e12, 6.3e-6, 6.0e12
@@ -21,7 +23,7 @@ HALVES_S, HALVES_BYTES_PER_S = 8e-6, 4.2e12
 
 
 def expected_s(cut: Cut, device: CudaDevice) -> float:
-    """Expected time of a partition on an H200, in seconds; for other GPUs it only ranks."""
+    """Return the expected seconds of a partition on an H200; on other GPUs, only a ranking."""
     tile, blocks = cut.tile, device.multiprocessors
     busy = cut.blocks(device)
     products = tile.step_cycles * CYCLE_S

@@ -1,4 +1,4 @@
-"""Tile shapes of hopper_weight.cu, and how blocks share tiles and pixels."""
+"""Tile shapes of hopper_weight.cu, and the partition of tiles and K among blocks."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["PIXELS", "ROWS", "TILES", "Cut", "WeightTile", "cuts", "plane_pixels"]
 
-# Rows of a wgmma and of a box of grad_output; pixels of a k-tile; bytes of an element.
+# Rows of a wgmma and of a box of grad_output, pixels of a k-tile, and bytes of an element.
 ROWS, PIXELS, ITEM_BYTES = 64, 64, 2
 
 MOST_STAGES, LEAST_STAGES = 16, 3
-# Alignment of the pipeline; static shared memory: mbarriers and the boxes' sources.
+# Alignment of the pipeline; static shared memory for mbarriers and the source of each box.
 ALIGNMENT, BESIDE_BYTES = 1024, 1152
-# Column blocks that share a box are a row apart, but compute-sanitizer takes each wgmma to read
-# up to 256 columns x 16 pixels contiguously.
+# Column blocks that share a box start one row apart, but compute-sanitizer assumes that each wgmma
+# reads up to 256 columns x 16 pixels contiguously.
 BELIEVED_BYTES = 3 * 16 * 128
-# The most bytes of partial sums, unless the caller asks for more; and the most waves.
+# The most bytes of partial sums, unless the caller asks for more splits, and the most waves.
 PARTIAL_BYTES = 256 * 2**20
 MOST_WAVES = 3
 
-# Concurrent clusters of an H200 by their size, and its SMs.
+# Concurrent clusters of an H200 by cluster size, and its number of SMs.
 CLUSTERS, MEASURED_ON = {2: 66, 3: 39, 4: 30, 8: 15}, 132
-# Four fragments of a warpgroup, which are reduced and finished together.
+# Bytes of four accumulator fragments of a warpgroup, the unit of a reduction.
 QUAD_BYTES = 4 * 128 * 16
-# By tile, the (cluster size, blocks that reduce one tile) that were ever the fastest.
+# By tile, the (cluster size, blocks that reduce one tile) that were the fastest for some layer.
 SUMMING = {"128x192": ((3, 3), (4, 4), (8, 4)), "256x128": ((4, 4), (8, 4))}
 # Partial sums that a thread reads at a time, and the most units of a tile's rendezvous word
 # (hopper_weight_grid_reduce.cuh).
@@ -43,9 +43,9 @@ TOGETHER_BATCH, MOST_TOGETHER = 16, 255
 class WeightTile:
     """How the warpgroups of a block share a tile.
 
-    Each has ``rows`` times 64 channels of grad_output, and ``products`` of ``columns`` columns
-    beside each other. Where they ``spread`` all have the same rows and columns of their own, else
-    rows of their own and the same columns. ``channels`` of the input are copied at a time.
+    A warpgroup tile has ``rows`` * 64 channels of grad_output (M) and ``products`` adjacent wgmmas
+    of N = ``columns``. Warpgroups divide the columns if ``spread``, else the rows. A box has
+    ``channels`` input channels.
     """
 
     warpgroups: int
@@ -67,7 +67,7 @@ class WeightTile:
 
     @property
     def blocks_each(self) -> int:
-        """Column blocks (a tap and a box of channels) of one product."""
+        """Column blocks (a tap and a box of channels) of one wgmma."""
         return self.columns // self.channels
 
     @property
@@ -77,7 +77,7 @@ class WeightTile:
 
     @property
     def sums(self) -> int:
-        """Sums of the tile: rows times columns."""
+        """Accumulators of the tile."""
         return self.row_boxes * ROWS * self.blocks * self.channels
 
     @property
@@ -86,24 +86,23 @@ class WeightTile:
 
     @property
     def step_cycles(self) -> int:
-        """Tensor-core cycles of a k-tile: 64 rows x 16 pixels take one for two columns."""
+        """Tensor-core cycles of a k-tile: one per 64 rows x 16 pixels x 2 columns."""
         products = self.warpgroups * self.rows * self.products
         return products * (PIXELS // 16) * self.columns // 2
 
     @property
     def copying(self) -> tuple[int, ...]:
-        """Numbers of blocks that may share loads by multicast, where their code has the registers
-        for it."""
+        """Numbers of blocks that may share loads by multicast, if registers allow it."""
         return () if self.rows * self.columns > 256 else (2,)
 
     @property
     def clusters(self) -> tuple[tuple[int, int], ...]:
-        """All clusters, the single block first: (blocks, blocks that reduce one tile)."""
+        """All cluster shapes (blocks, blocks that reduce one tile), the single block first."""
         summing = SUMMING.get(self.name, ())
         return ((1, 1), *((copying, 1) for copying in self.copying), *summing)
 
     def joined_bytes(self, summing: int) -> int:
-        """Bytes of the sums, and of slices received from other blocks in a cluster reduction."""
+        """Return the bytes of accumulators, and of slices received, in a cluster reduction."""
         quads = self.sums * 4 // QUAD_BYTES
         return (quads + (summing - 1) * ceil_div(quads, summing)) * QUAD_BYTES
 
@@ -116,10 +115,9 @@ class WeightTile:
         planes: bool = False,
         scaled: bool = False,
     ) -> Instance:
-        """``planes``: of operands that lie along the pixels, which float32's products can read.
-        ``scaled``: of float16 that stands for float32."""
-        # Registers of threads that copy, and that multiply: together no more than the block starts
-        # with, or it waits for ever.
+        """Return the instance for channels-first operands (``planes``), or for scaled float16
+        copies of float32 (``scaled``)."""
+        # setmaxnreg: in total at most the registers that the block starts with, or it deadlocks.
         if self.warpgroups == 3:
             copies, multiplies = 32, 160
         else:
@@ -160,12 +158,12 @@ TILES = (
 class Cut:
     """A partition: a tile, the taps along W that share a box of the input, and the split of K.
 
-    The first ``whole`` tiles have one block each, the others ``shares`` blocks with a share of the
-    ``steps`` (k-tiles) each. Blocks of a ``cluster`` have neighbouring tiles: with ``rows_first``
-    of the same columns, sharing boxes of the input, else of the same rows, sharing boxes of
-    grad_output. Or ``summing`` of them have one tile and divide a share; there are no whole tiles
-    then. Partial sums are reduced by their blocks (``together``), or by a second kernel.
-    ``scaled_bytes`` is the traffic of scaling float32 to float16 (scaled_halves.py), or 0.
+    The first ``whole`` tiles are not split; the ``steps`` (k-tiles) of the others are divided into
+    ``shares``. Blocks of a ``cluster`` have adjacent tiles: with ``rows_first``, the same columns
+    and boxes of the input, else the same rows and boxes of grad_output. Or ``summing`` of them
+    split one share of a tile; no tile is whole then. Partial sums are reduced by the same
+    kernel (``together``) or by a second one. ``scaled_bytes`` is the traffic of scaling float32 to
+    float16 (scaled_halves.py), or 0.
     """
 
     tile: WeightTile
@@ -214,7 +212,7 @@ class Cut:
         return self.whole + self.parted * self.shares
 
     def blocks(self, device: CudaDevice) -> int:
-        """Blocks that run, unit after unit: whole clusters."""
+        """Return the number of persistent blocks, in whole clusters."""
         return min(self.units, device.multiprocessors) // self.cluster * self.cluster
 
     @property
@@ -223,8 +221,8 @@ class Cut:
 
     @property
     def slices(self) -> int:
-        """Of the warps of a block that adds up partial sums ``together``, each its part of the
-        shares: those with which a thread waits for memory least often."""
+        """The number of slices of a block's warps, each of which reduces a part of the shares if
+        ``together``: that with the fewest memory latencies per thread."""
         warps = self.tile.warpgroups * 4
 
         def waits(slices: int) -> int:
@@ -242,18 +240,18 @@ class Cut:
 
     @property
     def _operand_bytes(self) -> tuple[int, int]:
-        """Bytes of a k-tile: the input's, grad_output's."""
+        """Bytes of a k-tile of the input and of grad_output."""
         x = self.boxes * self.box_pixels * self.tile.channels * ITEM_BYTES
         return x, self.tile.row_boxes * ROWS * PIXELS * ITEM_BYTES
 
     @property
     def arriving_bytes(self) -> int:
-        """Transaction bytes of a k-tile in a block's shared memory."""
+        """Transaction bytes (mbarrier.expect_tx) of a k-tile per block."""
         return sum(self._operand_bytes)
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes that a block loads per k-tile, from L2."""
+        """Bytes that a block loads from L2 per k-tile."""
         x, y = self._operand_bytes
         return x // self.copying + y if self.rows_first else x + y // self.copying
 
@@ -265,7 +263,7 @@ class Cut:
 
     @property
     def box_bytes(self) -> int:
-        """Distance in bytes between boxes of the input, as wgmma reads them."""
+        """Aligned bytes between boxes of the input in shared memory."""
         return _aligned(self.box_pixels * self.tile.channels * ITEM_BYTES)
 
     @property
@@ -281,8 +279,7 @@ class Cut:
         return self.stages(device) * self.stage_bytes
 
     def shared_bytes(self, device: CudaDevice) -> int:
-        """Dynamic shared memory, padded where there is room for what checking tools believe wgmma
-        reads."""
+        """Return the dynamic shared memory, padded if possible for ``BELIEVED_BYTES``."""
         room = device.shared_bytes_per_block - BESIDE_BYTES
         ring = self.ring_bytes(device)
         if self.sums:
@@ -304,15 +301,15 @@ def _aligned(size_bytes: int) -> int:
 
 
 def plane_pixels(dtype: DType) -> int:
-    """Pixels of a k-tile of planes: 128 bytes."""
+    """Return the pixels of a k-tile of channels-first planes: 128 bytes."""
     return 128 // dtype.itemsize
 
 
 def cuts(
     work: ConvWork, device: CudaDevice, *, direct: bool, planes: bool = False
 ) -> Iterator[Cut]:
-    """All that may be worth while; ``direct`` where whole tiles need no second kernel. Of
-    ``planes`` each image has whole steps."""
+    """Yield candidate partitions. With ``direct``, whole tiles need no second kernel; with
+    ``planes``, k-tiles do not cross images."""
     for cut in _all_tiled(work, device, planes=planes):
         for found in _shared_out(work, device, cut, direct):
             yield found
@@ -321,7 +318,7 @@ def cuts(
 
 
 def _all_tiled(work: ConvWork, device: CudaDevice, *, planes: bool) -> Iterator[Cut]:
-    """Partitions by every tile, before K is split."""
+    """Yield the partitions by each tile, before splitting K."""
     if planes:
         steps = work.batch * ceil_div(prod(work.output), plane_pixels(work.dtype))
         for tile in TILES:
@@ -341,7 +338,7 @@ def _all_tiled(work: ConvWork, device: CudaDevice, *, planes: bool) -> Iterator[
 
 
 def _tiled(work: ConvWork, tile: WeightTile, taps: int) -> Iterator[Cut]:
-    """Partitions with and without clusters, before K is split."""
+    """Yield the partitions with and without clusters, before splitting K."""
     halo = (taps - 1) * work.dilation[2]
     outer = work.kernel[0] * work.kernel[1] * ceil_div(work.kernel[2], taps)
     boxes = outer * ceil_div(work.in_channels, tile.channels)
@@ -365,7 +362,7 @@ def _tiled(work: ConvWork, tile: WeightTile, taps: int) -> Iterator[Cut]:
 def _shared_out(work: ConvWork, device: CudaDevice, cut: Cut, direct: bool) -> Iterator[Cut]:
     tiles, blocks = cut.tiles, device.multiprocessors // cut.cluster * cut.cluster
     if cut.sums:
-        # One unit per block, whose stages then hold the partial sums.
+        # One unit per block, which reuses the pipeline's memory for partial sums.
         room = CLUSTERS[cut.cluster] * device.multiprocessors // MEASURED_ON
         most = min(room * cut.copying // tiles, cut.steps // cut.summing)
         least = cut.tile.joined_bytes(cut.summing) + ALIGNMENT + BESIDE_BYTES
@@ -392,8 +389,7 @@ def _shared_out(work: ConvWork, device: CudaDevice, cut: Cut, direct: bool) -> I
 
 
 def _meets(cut: Cut, device: CudaDevice) -> bool:
-    """Whether blocks can reduce the partial sums themselves: each has those of at most one unit,
-    its last."""
+    """Return whether blocks can reduce partial sums themselves: each has at most one split unit."""
     if cut.sums or cut.parted == 0 or cut.shares > MOST_TOGETHER:
         return False
     return cut.parted * cut.shares <= device.multiprocessors // cut.cluster * cut.cluster

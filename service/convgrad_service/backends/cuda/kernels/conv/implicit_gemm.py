@@ -1,4 +1,4 @@
-"""A convolution as an implicit GEMM by mma.sync: fprop, dgrad and wgrad, any geometry."""
+"""fprop, dgrad and wgrad of any geometry as implicit GEMMs by mma.sync (implicit_gemm.cu)."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 OPERATIONS = {"fwd": "kFprop", "bwd_data": "kDgrad", "bwd_weight": "kWgrad"}
 LEAST_VECTOR = 4
 VECTORS = (16, 8, 4)
-"""Bytes of a copy: the vector widths."""
+"""Bytes per cp.async."""
 COUNTERS = ZEROS_BYTES // 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Operands:
-    """The inputs in the kernel's order, and the bytes per copy."""
+    """The two inputs in the kernel's order, and the bytes per cp.async."""
 
     source: Prepared
     other: Prepared
@@ -64,8 +64,10 @@ class _Operands:
 
 
 class ImplicitGemm:
-    """fwd, bwd_data and bwd_weight on tensor cores, 16 bits or TF32, with little to do before the
-    products: for layers that leave large tiles idle, and for those that no other kernel takes.
+    """fwd, bwd_data and bwd_weight on tensor cores, in 16-bit types or TF32.
+
+    Its prologue is short. It is for layers too small for large tiles, and for those that no other
+    kernel takes.
     """
 
     name = "implicit_gemm"
@@ -76,8 +78,17 @@ class ImplicitGemm:
         dtypes: Sequence[DType] = DTYPES,
         least_channels: int = 1,
     ) -> None:
-        """``config`` where another than the chosen one is tried; ``dtypes`` are those it takes, and
-        ``least_channels`` of a group on either side."""
+        """Create the family.
+
+        Parameters
+        ----------
+        config
+            Overrides the chosen configuration.
+        dtypes
+            The dtypes that it takes.
+        least_channels
+            The fewest channels per group on either side.
+        """
         self._config, self._dtypes, self._least = config, dtypes, least_channels
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
@@ -156,7 +167,7 @@ class ImplicitGemm:
 
 
 def gemm_of(work: ConvWork, axes: list[Axis]) -> Gemm:
-    """The convolution's M, N and K."""
+    """Return the GEMM of a convolution."""
     chunk = CHUNK_BYTES // work.dtype.itemsize
     source, result = channels_of(work)
     size = work.dtype.itemsize
@@ -185,12 +196,12 @@ def gemm_of(work: ConvWork, axes: list[Axis]) -> Gemm:
 
 
 def _gathering(work: ConvWork) -> ConvWork:
-    """The axes of a gather; wgrad reads the input as fprop does."""
+    """Return the work whose gather reads the source: wgrad reads the input as fprop does."""
     return replace(work, direction="fwd") if work.direction == "bwd_weight" else work
 
 
 def _operands(work: ConvWork, device: CudaDevice) -> _Operands:
-    """The inputs themselves where channels are contiguous in vectors, else copies of them."""
+    """Return the inputs, or channels-last copies of those that no vector can load."""
     vectors = []
 
     def ready(operand: Operand, extents: tuple[int, ...], copied: Prepared) -> Prepared:
@@ -227,7 +238,7 @@ def _operands(work: ConvWork, device: CudaDevice) -> _Operands:
 
 
 def vector_of(operand: Operand, extents: tuple[int, ...]) -> int:
-    """The largest vector, in bytes, of contiguous, aligned channels (axis 2); 0 for none."""
+    """Return the bytes of the largest vector of contiguous, aligned channels (axis 2), or 0."""
     size = operand.dtype.itemsize
     strides = [
         stride * size

@@ -1,4 +1,4 @@
-"""The argument of implicit_gemm.cu: a convolution's tensors and axes as the kernel takes them."""
+"""Kernel parameters of implicit_gemm.cu: the tensors and axes of a convolution."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def arguments(
     gemm: Gemm,
     config: Config,
 ) -> Any:
-    """The argument without addresses.
+    """Return the kernel parameters without addresses.
 
-    ``source`` and ``other`` are the inputs, channels contiguous.
+    ``source`` and ``other`` are the inputs, with contiguous channels.
     """
     source_channels, result_channels = channels_of(work)
     result = result_of(work)
@@ -109,7 +109,7 @@ def arguments(
 
 
 def _linear(operand: Operand, batch: int, size: Size3) -> bool:
-    """Whether pixel p is at p times the stride of W."""
+    """Return whether pixel p is at offset p times the stride of W."""
     wanted = operand.strides[5]
     for axis, extent in ((5, size[2]), (4, size[1]), (3, size[0]), (0, batch)):
         if extent > 1 and operand.strides[axis] != wanted:
@@ -119,11 +119,11 @@ def _linear(operand: Operand, batch: int, size: Size3) -> bool:
 
 
 def result_of(work: ConvWork) -> Operand:
-    """The output operand."""
+    """Return the output operand."""
     return {"fwd": work.y, "bwd_data": work.x, "bwd_weight": work.w}[work.direction]
 
 
 def channels_of(work: ConvWork) -> tuple[int, int]:
-    """Channels of the source and of the result (wgrad: of grad_output), in one group."""
+    """Return the channels per group of the source and of the result (in wgrad, of grad_output)."""
     channels = work.in_channels, work.out_channels
     return channels[::-1] if work.direction == "bwd_data" else channels

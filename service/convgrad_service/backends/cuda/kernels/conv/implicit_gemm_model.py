@@ -1,8 +1,8 @@
-"""What a launch of implicit_gemm should take, and the choice of its tile and splits by it.
+"""Cost model of implicit_gemm, which chooses its tile and splits.
 
 The constants were fitted on an H200 to half of 250 random layers (`tests/perf/random_layers.py`,
-seed 11, bfloat16, channels last), with all tiles and splits. On the other half the choice took 5 %
-longer than the fastest by mean. They serve to choose on other devices too.
+seed 11, bfloat16, channels last), with all tiles and splits. On the other half, the choice was 5 %
+slower than the best on average. The same constants rank configurations on other devices.
 """
 
 from __future__ import annotations
@@ -28,22 +28,35 @@ __all__ = ["chosen", "configs", "expected_s"]
 MULTIPROCESSORS, OF_LARGE_CLUSTERS = 132, 120
 # The most clusters per tile that reduce through a workspace, relative to the SMs.
 MOST_WAVES, WORKSPACES = 4, (2, 4, 8, 16, 32, 64)
-# The part of the shorter of memory and compute time that is not overlapped.
+# The fraction of the shorter of memory and compute time that is not overlapped.
 BESIDE = 0.25
 UNIT_SUMS, UNIT_WARPS = 64 * 64, 4
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """In microseconds. Sizes count tiles of 64 x 64; a warp's, 32 x 32.
+    """Constants of the model, in microseconds.
 
-    ``start`` is the launch. ``block`` and ``block_size`` are a block beside its steps, and
-    ``block_irregular`` what finding positions adds. ``step`` and ``step_size`` are the latency of a
-    step; ``size`` and ``warps`` its throughput on a multiprocessor that has several blocks, and
-    ``turn`` that of a block. ``irregular`` multiplies what addresses take in a step. ``join`` and
-    ``join_size`` are the reduction of a cluster; ``meet`` and ``left`` (for each megabyte that a
-    multiprocessor writes) the one through a workspace. ``memory`` and ``l2`` are bandwidths, in
-    megabytes a microsecond.
+    Sizes are in units of a 64 x 64 tile, or of 4 warps.
+
+    Attributes
+    ----------
+    start
+        A launch.
+    block, block_size, block_irregular
+        A block outside its mainloop: fixed, per size, and to locate irregular positions.
+    step, step_size
+        Latency of a k-tile.
+    size, warps, turn
+        Inverse throughput of k-tiles (by size and by warps), and of blocks, on an SM with several.
+    irregular
+        Factor on address computation if positions are irregular.
+    join, join_size
+        Reduction within a cluster.
+    meet, left
+        Reduction through a workspace: fixed, and per megabyte that an SM writes.
+    memory, l2
+        Bandwidths in megabytes per microsecond.
     """
 
     start: float
@@ -103,7 +116,10 @@ WGRAD = Rates(
 
 
 def expected_s(gemm: Gemm, dtype: DType, config: Config, device: CudaDevice) -> float:
-    """What a launch takes in a graph; of float32 in TF32 a step of as many bytes takes as long."""
+    """Return the expected seconds of a launch in a CUDA graph.
+
+    A k-tile has the same number of bytes, and takes the same time, in 16-bit types and in TF32.
+    """
     rates, tile = WGRAD if gemm.weight else GATHER, config.tile
     size, warps = tile.m * tile.n / UNIT_SUMS, tile.threads / 32 / UNIT_WARPS
     irregular = rates.irregular if gemm.irregular else 1.0
@@ -133,7 +149,7 @@ def expected_s(gemm: Gemm, dtype: DType, config: Config, device: CudaDevice) -> 
 
 
 def configs(gemm: Gemm, dtype: DType, device: CudaDevice, counters: int) -> Iterator[Config]:
-    """Yield configurations with at least one k-tile per block, and enough ``counters``."""
+    """Yield the configurations with at least one k-tile per block and enough ``counters``."""
     steps = gemm.steps(dtype)
     clusters = CLUSTERS if device.capability >= (9, 0) else CLUSTERS[:1]
     for tile in TILES:
@@ -155,8 +171,10 @@ def configs(gemm: Gemm, dtype: DType, device: CudaDevice, counters: int) -> Iter
 
 
 def chosen(gemm: Gemm, dtype: DType, device: CudaDevice, counters: int) -> Config:
-    """Return the configuration with the least expected time, from the problem and the device model
-    only."""
+    """Return the configuration with the least expected time.
+
+    It depends on the problem and the device model only.
+    """
     return min(
         configs(gemm, dtype, device, counters),
         key=lambda config: expected_s(gemm, dtype, config, device),

@@ -1,4 +1,4 @@
-"""Tile shapes of implicit_gemm, and how a problem is split among blocks."""
+"""Tile shapes of implicit_gemm, and the split of a problem among blocks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["CLUSTERS", "STEP_BYTES", "TILES", "Config", "Gemm", "Tile"]
 STEP_BYTES = 128
 """Bytes along K of a k-tile."""
 CLUSTERS = (1, 2, 4, 8)
-"""The largest portable cluster."""
+"""Cluster sizes, up to the largest portable one."""
 STAGES = 4
-"""Bytes of most tiles' pipelines, where blocks share an SM."""
-# In front of the ring, for the barrier; what the system has of a multiprocessor's for each block.
+"""The default number of pipeline stages, which tile names omit."""
+# Shared memory in front of the pipeline for the mbarrier, and what the driver reserves per block.
 BARRIER_BYTES, RESERVED_BYTES = 128, 1024
-# ClusterReduce: a fragment of 16 x 8 sums, padded.
+# ClusterReduce: a 16 x 8 fragment of accumulators, padded.
 FRAGMENT_BYTES, FRAGMENT_SUMS = 656, 128
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Block tile and warp tile (M x N), pipeline stages, and blocks per SM by registers."""
+    """Block tile and warp tile (M x N), pipeline stages, and blocks per SM that registers allow."""
 
     m: int
     n: int
@@ -43,11 +43,11 @@ class Tile:
 
     @property
     def fragments(self) -> int:
-        """Fragments of a warp: the most blocks of a cluster that can own a part each."""
+        """Fragments of a warp, which bound the cluster size: each block reduces at least one."""
         return self.warp_m // 16 * (self.warp_n // 8)
 
     def ring_bytes(self, steps: int) -> int:
-        """Pipeline bytes of a block with that many k-tiles: no more stages than it fills."""
+        """Return the pipeline bytes of a block with that many k-tiles, without unused stages."""
         return min(self.stages, max(steps, 1)) * (self.m + self.n) * STEP_BYTES
 
     def shared_bytes(self, cluster: int, steps: int) -> int:
@@ -56,12 +56,12 @@ class Tile:
         return BARRIER_BYTES + (max(ring, sums) if cluster == 1 else ring + sums)
 
     def resident(self, device: CudaDevice, cluster: int, steps: int) -> int:
-        """Resident blocks per SM."""
+        """Return the resident blocks per SM."""
         each = self.shared_bytes(cluster, steps) + RESERVED_BYTES
         return min(self.blocks, device.shared_bytes_per_multiprocessor // each)
 
     def defines(self, dtype: DType, operation: str, vector: int) -> dict[str, object]:
-        """The macros of an instance."""
+        """Return the preprocessor macros of an instance."""
         return {
             "ELEMENT": CUDA_TYPES[dtype],
             "OPERATION": operation,
@@ -91,7 +91,8 @@ TILES = (
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A tile, and its split of K: blocks of a cluster, and clusters through a workspace."""
+    """A tile and its split-K: over the blocks of a cluster, and over clusters that reduce through a
+    workspace."""
 
     tile: Tile
     cluster: int = 1
@@ -106,15 +107,27 @@ class Config:
         return self.cluster * self.workspace
 
     def steps(self, gemm: Gemm, dtype: DType) -> int:
-        """The most k-tiles of one block."""
+        """Return the most k-tiles of any block."""
         return ceil_div(gemm.steps(dtype), self.splits)
 
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """A convolution as implicit_gemm takes it: for each phase its rows and the elements of its
-    reduction (in whole chunks), columns, and groups; the bytes that it must read and write; whether
-    it is wgrad; whether its pixels are looked up (``irregular``), by position and tap."""
+    """A convolution as the GEMM that implicit_gemm computes.
+
+    Attributes
+    ----------
+    phases
+        M and K (in whole chunks) of each phase.
+    columns, groups
+        N, and the number of groups.
+    bytes
+        Bytes of the inputs and the result.
+    weight
+        Whether it is wgrad.
+    irregular
+        Whether the kernel must compute pixel addresses from position and tap.
+    """
 
     phases: tuple[tuple[int, int], ...]
     columns: int
@@ -125,13 +138,13 @@ class Gemm:
 
     @property
     def rows(self) -> int:
-        """Rows of the largest phase."""
+        """M of the largest phase."""
         return max(rows for rows, _ in self.phases)
 
     def tiles(self, tile: Tile) -> int:
-        """Blocks of one phase and group in the grid."""
+        """Return the number of tiles in the grid per phase and group."""
         return ceil_div(self.rows, tile.m) * ceil_div(self.columns, tile.n)
 
     def steps(self, dtype: DType) -> int:
-        """The most k-tiles of any phase."""
+        """Return the most k-tiles of any phase."""
         return max(ceil_div(depth * dtype.itemsize, STEP_BYTES) for _, depth in self.phases)

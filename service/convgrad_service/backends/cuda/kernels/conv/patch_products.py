@@ -1,10 +1,9 @@
-"""First layers of patches that do not overlap, as plain products of their numbers.
+"""First layers with non-overlapping patches, as GEMMs.
 
-Where every dimension's stride is its kernel's extent, without padding, an output position meets a
-patch of the input that no other meets. With the patches copied one after another, in the order in
-which the weights of an output channel lie, the layer is a product of matrices: a pointwise
-convolution of taps * C channels, which the dense kernels compute in any dtype and layout. The copy
-reads and writes the input once.
+If every stride equals the kernel extent and there is no padding, each output position reads a patch
+of the input that no other position reads. With patches copied contiguously, in the memory order of
+an output channel's weights, the layer is a pointwise convolution with taps * C channels, which the
+dense kernels compute in any dtype and layout. The copy reads and writes the input once.
 """
 
 from __future__ import annotations
@@ -29,14 +28,15 @@ from convgrad_service.plans.cuda.works import (
 
 __all__ = ["PatchProducts"]
 
-# Numbers of a patch from which on; in true float32 kernels for few channels are slower.
+# The fewest elements of a patch. In full-precision float32, kernels for few channels are slower, so
+# the threshold is lower.
 LEAST_PATCH, LEAST_EXACT_PATCH = 128, 32
 CHANNEL = 2
-"""The axis of an operand's channels in a group; D, H and W, or T, R and S, are behind it."""
+"""The axis of an operand's channels within a group, before D, H and W, or T, R and S."""
 
 
 class PatchProducts:
-    """Every direction, by the first of ``families`` that takes the product."""
+    """All directions, by the first of ``families`` that takes the pointwise convolution."""
 
     name = "patch_products"
 
@@ -92,18 +92,18 @@ class PatchProducts:
         )
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`: those of the other families."""
+        """See `Family.instances`. These are the instances of ``families``."""
         return [instance for family in self._families for instance in family.instances()]
 
 
 def _extents(work: ConvWork) -> tuple[int, ...]:
-    """Of a patch, by axes from ``CHANNEL`` on."""
+    """Return the extents of a patch, by axis from ``CHANNEL``."""
     return (work.in_channels, *work.kernel)
 
 
 def _order(work: ConvWork) -> list[int] | None:
-    """The axes of a patch as the weights of an output channel lie, outermost first, if they follow
-    one another."""
+    """Return the axes of a patch in the memory order of an output channel's weights, outermost
+    first, or None if those are not contiguous."""
     extents = dict(enumerate(_extents(work), CHANNEL))
     axes = [axis for axis, extent in extents.items() if extent > 1]
     axes.sort(key=lambda axis: -work.w.strides[axis])
@@ -112,7 +112,7 @@ def _order(work: ConvWork) -> list[int] | None:
 
 
 def _product(work: ConvWork) -> ConvWork:
-    """The same work with a patch's numbers as channels."""
+    """Return the work as a pointwise convolution, with the elements of a patch as channels."""
     numbers, conv, ones = work.taps * work.in_channels, work.conv, (1,) * work.conv.ndim
     image, plane, row, pixel, _ = contiguous_strides((work.batch, *work.output, numbers))
     x = Operand(
@@ -142,13 +142,13 @@ def _product(work: ConvWork) -> ConvWork:
 
 
 def _flat(weight: Operand) -> Operand:
-    """With all of an output channel's numbers as channels."""
+    """Return the weight with all of an output channel's elements as input channels."""
     group, channel, *_ = weight.strides
     return replace(weight, strides=(group, channel, 1, 0, 0, 0))
 
 
 def _copy(work: ConvWork, patches: Operand) -> Copy:
-    """Of the input's patches, one after another."""
+    """Return the copy between the input and its contiguous patches."""
     order, extents = _order(work), dict(enumerate(_extents(work), CHANNEL))
     if order is None:
         raise ValueError("the weights of an output channel do not follow one another")

@@ -1,10 +1,10 @@
-"""First layers whose strided positions along W become channels, for the dense kernels.
+"""Strided first layers with W folded into the channels, for the dense kernels.
 
-Where the stride along W divides the taps, the padding and W, and channels last lie side by side,
-position w of the input is channel (w mod stride, c) of position w div stride: the same tensors are
-those of a convolution with stride*C channels, S / stride taps along W and stride 1, which the dense
-kernels compute with full tiles where C alone would leave most of one. Nothing is copied for it. It
-is worth it where patches do not overlap and a patch's row fills chunks, and in one dimension.
+If the stride along W divides the taps, the padding and W, and (W, C) is contiguous, then position w
+of the input is channel (w mod stride, c) of position w div stride. The same memory, without a copy,
+holds the tensors of a convolution with stride*C channels, S / stride taps along W and stride 1.
+With C channels alone, most of a dense kernel's tile would be padding. This is faster if patches do
+not overlap and a row of a patch is a multiple of a chunk, and in one dimension.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LEAST_FOLDED = 32
 
 
 class Patches:
-    """Every direction, by the first of ``families`` that takes the folded convolution."""
+    """All directions, by the first of ``families`` that takes the folded convolution."""
 
     name = "patches"
 
@@ -45,7 +45,7 @@ class Patches:
         if any(extent % stride for extent in whole):
             return f"taps, padding or W are no multiple of the stride {stride}"
         folded = stride * channels
-        # A cut along W would change what folds, and with it the order of sums: not where W is cut.
+        # Splitting along W would change the folding, and so the order of summation.
         cut = work.conv.ndim == 1 and work.direction != "bwd_weight"
         flat = work.kernel[0] == work.kernel[1] == 1
         apart = work.kernel[2] == stride
@@ -76,12 +76,12 @@ class Patches:
         )
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`: those of the other families."""
+        """See `Family.instances`. These are the instances of ``families``."""
         return [instance for family in self._families for instance in family.instances()]
 
 
 def _folded(work: ConvWork) -> ConvWork:
-    """The same work, with what the stride along W steps over among the channels."""
+    """Return the work with the stride along W folded into the channels."""
     conv, stride = work.conv, work.stride[2]
     step = stride * work.in_channels
     x, w, accumulate = _joined(work.x, step), _joined(work.w, step), work.accumulate
@@ -107,6 +107,6 @@ def _folded(work: ConvWork) -> ConvWork:
 
 
 def _joined(operand: Operand, step: int) -> Operand:
-    """The operand with channels and positions as one axis, ``step`` between the new positions."""
+    """Return the operand with W and C as one axis of channels, and ``step`` as its W stride."""
     n, g, _, d, h, _ = operand.strides
     return replace(operand, strides=(n, g, 1, d, h, step))

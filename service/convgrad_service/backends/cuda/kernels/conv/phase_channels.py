@@ -1,10 +1,11 @@
-"""A strided gradient of an input of few channels as a convolution whose channels are its phases.
+"""Strided dgrad with few input channels, as a unit-stride convolution with phases as channels.
 
-Positions i = s*h + a of the input, a below the stride s, meet outputs o = h + d at taps
-a + pad - s*d. So position h of a convolution of stride 1 over grad_output, with a channel for each
-phase a and each channel of the input, gives s^n positions of the input at once: it fills a tile
-where a phase alone would fill a fraction, and reads grad_output once and not for each phase. Its
-weight is the phases' own, zero where a phase has no tap; its result is copied to where it belongs.
+Position i = s*h + a of the input, where the phase a is less than the stride s, receives from output
+o = h + d through tap a + pad - s*d. A unit-stride convolution over grad_output, with a channel per
+phase a and input channel, therefore computes s^n positions of the input for each h. It fills a tile
+of which a single phase would fill a fraction, and reads grad_output once rather than per phase. Its
+weight is gathered from the original taps, with zeros where a phase has none; its result is
+scattered into the input's gradient.
 """
 
 from __future__ import annotations
@@ -31,19 +32,29 @@ from convgrad_service.problems.geometry import ConvShape
 
 __all__ = ["PhaseChannels"]
 
-# More would no longer share one tile's columns, and each is a copy of its part of the weight.
+# More would not fit into the columns of one tile, and each phase takes a copy of weights.
 MOST_PHASES, MOST_CHANNELS = 8, 32
 COPY_BOUNDS = 2
-# Beside first_data on one H200: in float32 1.27x as fast at 1152 terms (a DCGAN's last layer) and
-# 0.56x at 3072 (R3D's stem), since most columns of its tiles stay empty; in 16 bits 0.76x to 1.04x.
+# Speed relative to first_data on an H200: in float32, 1.27x at 1152 terms (last layer of a DCGAN)
+# and 0.56x at 3072 (R3D's stem), where most columns of a tile are padding; in 16-bit types, 0.76x
+# to 1.04x.
 FEW_TERMS = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One dimension: the positions of a phase, and for each phase its first place among the taps of
-    the convolution of phases, how many it has, and its own tap there; the next one is ``stride``
-    taps lower."""
+    """One dimension.
+
+    Attributes
+    ----------
+    positions
+        Positions of a phase.
+    taps, pad
+        Of the convolution of phases.
+    phases
+        For each phase, its first tap in the convolution of phases, its number of taps, and the
+        original tap that the first one holds; the next holds the one ``stride`` lower.
+    """
 
     stride: int
     positions: int
@@ -64,10 +75,11 @@ class _Line:
 
 
 class PhaseChannels:
-    """bwd_data of a first layer with a stride, by the first of ``families`` that takes the
-    convolution of phases; between ``copies``.
+    """bwd_data of a strided first layer, by the first of ``families`` that takes the convolution of
+    phases.
 
-    With ``few_terms`` it leaves to the families after it what it was slower at than they.
+    One of ``copies`` scatters the result. With ``few_terms``, work at which this was slower than
+    the families after it is refused.
     """
 
     name = "phase_channels"
@@ -126,12 +138,12 @@ class PhaseChannels:
         )
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`: those of the other families."""
+        """See `Family.instances`. These are the instances of ``families``."""
         return [instance for family in self._families for instance in family.instances()]
 
 
 class _Phases:
-    """The convolution of phases of a work, its buffers, and the copies around it."""
+    """The convolution of phases, its buffers, and the copies before and after it."""
 
     def __init__(self, work: ConvWork) -> None:
         self._given = work
@@ -161,7 +173,7 @@ class _Phases:
 
     @property
     def work(self) -> ConvWork:
-        """The convolution over grad_output, which is its input."""
+        """The unit-stride fprop whose input is grad_output."""
         work, conv = self._given, self._given.conv
         lines = self._lines[-conv.ndim :]
         ones = (1,) * conv.ndim
@@ -193,7 +205,7 @@ class _Phases:
         )
 
     def copies_in(self) -> Iterator[Copy]:
-        """Each phase's taps of the weight to their places, and the bias to each phase."""
+        """Yield the copies of each phase's taps into the weight, and of the bias to each phase."""
         work = self._given
         source, target = work.w.strides, self._weight.strides
         channels = CopyAxis(work.in_channels, source[2], target[1])
@@ -220,7 +232,7 @@ class _Phases:
             yield Copy(work.bias, self.bias.name, work.dtype, each)
 
     def copy_out(self) -> Copy:
-        """The result's phases to their positions; those beyond the input are left away."""
+        """Return the copy of the phases to their positions, without those outside the input."""
         work, lines = self._given, self._lines
         source, target = self._result.strides, work.x.strides
         axes = [CopyAxis(work.batch, source[0], target[0])]

@@ -1,4 +1,4 @@
-"""1x1 convolutions of stride 1, channels last, as GEMMs on Hopper (pointwise_gemm.cu)."""
+"""Channels-last 1x1 convolutions of stride 1 as GEMMs on Hopper (pointwise_gemm.cu)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class PointwiseGemmArgs(ctypes.Structure):
 
 
 class PointwiseGemm:
-    """fwd, bwd_data and bwd_weight of one tap and stride 1 in 16-bit types, channels contiguous."""
+    """fwd, bwd_data and bwd_weight of 1x1 kernels and stride 1 in 16-bit types, channels last."""
 
     name = "pointwise_gemm"
 
@@ -90,9 +90,16 @@ class PointwiseGemm:
         swapped: bool = False,
         most_s: float = math.inf,
     ) -> None:
-        """``config`` overrides the chosen one, with wgrad's A and B ``swapped``.
+        """Create the family.
 
-        Work expected to take longer than ``most_s`` is left to other families.
+        Parameters
+        ----------
+        config
+            Overrides the chosen configuration.
+        swapped
+            Whether ``config`` is for wgrad with A and B exchanged.
+        most_s
+            The longest expected time of work that it takes, in seconds.
         """
         self._config, self._swapped, self._most_s = config, swapped, most_s
 
@@ -113,8 +120,8 @@ class PointwiseGemm:
         if max(work.pixels, work.in_channels, work.out_channels) > MOST_ROWS:
             return f"more than {MOST_ROWS} pixels or channels"
         if work.follows and work.w.strides[1] * ITEM_BYTES % LINE_BYTES:
-            # hopper_gather copies them to whole lines while the launch before it runs: 102 us
-            # became 84 with 728 channels. Not measured here.
+            # hopper_gather copies such weights to whole cache lines while the preceding launch
+            # runs, which took 84 instead of 102 us with 728 channels. Not measured for this family.
             return "weights whose rows are not whole lines of the cache, after another launch"
         products = products_of(work)
         if not products:
@@ -157,7 +164,7 @@ class PointwiseGemm:
             (config.threads, 1, 1),
             pack_maps(
                 _arguments(work, product, config, stages),
-                # Only TMA stores need a map of the result, and not every result can have one.
+                # Only TMA stores need a tensor map of the result, which not every result can have.
                 {"a_map": a_map, "b_map": b_map, "d_map": a_map if config.cluster else d_map},
                 b=b,
                 result=result,
@@ -175,13 +182,13 @@ class PointwiseGemm:
             (launch,),
             workspace,
             expected_s=expected_s,
-            # Deeper k-tiles split K elsewhere.
+            # The depth of a k-tile determines where K is split, so it is part of the order.
             order=f"{config.cluster}x{config.parts}/{config.depth}" if config.splits > 1 else "",
         )
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
-        # Which operands are K-major: fwd, bwd_data, bwd_weight.
+        # Whether A and B are MN-major: fwd, bwd_data, bwd_weight.
         majors = (False, False), (False, True), (True, True)
         found = {
             _instance(dtype, config, product): None
@@ -194,7 +201,7 @@ class PointwiseGemm:
 
 
 def _arguments(work: ConvWork, product: Product, config: Config, stages: int) -> PointwiseGemmArgs:
-    """The argument without addresses and maps."""
+    """Return the kernel parameters without addresses and tensor maps."""
     args = PointwiseGemmArgs()
     args.rows, args.columns, args.depth = product.rows, product.columns, product.depth
     args.row_stride, args.column_stride = product.row_stride, product.column_stride
@@ -225,14 +232,17 @@ def _instance(dtype: DType, config: Config, product: Product) -> Instance:
 
 
 def _operands(work: ConvWork) -> tuple[Operand, Operand]:
-    """Operands A and B."""
+    """Return the operands A and B."""
     if work.direction == "fwd":
         return work.x, work.w
     return work.y, work.w if work.direction == "bwd_data" else work.x
 
 
 def products_of(work: ConvWork) -> tuple[Product, ...]:
-    """The GEMMs that compute the work, in whole chunks: none, one, or for bwd_weight two."""
+    """Return the GEMMs that compute the work: none, one, or for bwd_weight two.
+
+    There is none if rows are not whole chunks.
+    """
     x, y = _pitch(work.x, work.batch, work.input), _pitch(work.y, work.batch, work.output)
     _, k, c, *_ = work.w.strides
     inputs, outputs, pixels = work.in_channels, work.out_channels, work.pixels
@@ -256,7 +266,7 @@ def products_of(work: ConvWork) -> tuple[Product, ...]:
 
 
 def _stores(work: ConvWork, pitch: int) -> bool:
-    """See `Product`."""
+    """Return `Product.stores`."""
     return (
         work.accumulate is None
         and work.activation == "none"
@@ -266,7 +276,7 @@ def _stores(work: ConvWork, pitch: int) -> bool:
 
 
 def _pitch(operand: Operand, batch: int, size: Size3) -> int | None:
-    """The constant pixel stride of an operand with contiguous channels, or None."""
+    """Return the pixel stride of an operand with contiguous channels, or None if it varies."""
     n, _, channel, *spatial = operand.strides
     if channel != 1:
         return None
@@ -283,7 +293,7 @@ def _pitch(operand: Operand, batch: int, size: Size3) -> int | None:
 
 
 def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent: int) -> TiledMap:
-    """Tensor map of an operand: the boxes that `GemmOperand` loads."""
+    """Return the tensor map of an operand, whose boxes `GemmOperand` loads."""
     row_bytes = config.row_bytes(matrix, extent)
     wide, pitch = row_bytes // ITEM_BYTES, matrix.pitch * ITEM_BYTES
     if not matrix.mn:
@@ -300,7 +310,7 @@ def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent:
 
 
 def _result_map(dtype: DType, product: Product, config: Config) -> TiledMap:
-    """Tensor map of the result: 16 rows of a block of columns."""
+    """Return the tensor map of the result, whose box is 16 rows of a block of columns."""
     return TiledMap(
         dtype,
         (product.columns, product.rows),

@@ -1,7 +1,7 @@
-"""What a launch of pointwise_gemm should take, and the choice of its tile and splits by it.
+"""Cost model of pointwise_gemm, which chooses its tile and splits.
 
-The constants were fitted on an H200 to 170 products, of whole networks and of random layers
-(`tests/perf/random_layers.py`, seed 77), bfloat16, with up to 30 configurations each.
+The constants were fitted on an H200 to 170 GEMMs, of whole networks and of random layers
+(`tests/perf/random_layers.py`, seed 77), in bfloat16, with up to 30 configurations each.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from convgrad_service.plans.cuda.device import CudaDevice
 __all__ = ["chosen", "every_config", "timed"]
 
 ROWS, COLUMNS = (64, 128, 256), (16, 24, 32, 40, 48, 64, 80, 96, 128, 144, 160, 192, 224, 256)
-"""Rows of a tile."""
+"""M and N of tiles."""
 SHALLOW, USUAL, DEEP = (16, 32), 64, 128
-"""Of a step along the reduction: where that is no longer, and where a stage has room for more."""
+"""K of a k-tile: shallow ones for short reductions, deep ones for small tiles."""
 MULTIPROCESSORS = 132
-# Sums of a warpgroup's thread. Results of a small tile, of one with deep steps, of one whose
-# reduction is split, which other blocks send. What was never the fastest is left out (`_Ways`).
+# The most accumulators of a thread; results of a small tile, and the most with deep k-tiles and
+# with split-K. `_Ways` omits configurations that were never the fastest.
 MOST_SUMS, SMALL, MOST_DEEP, MOST_SPLIT = 128, 64 * 64, 64 * 128, 128 * 192
 MOST_RESIDENT_COLUMNS, MOST_RESIDENT_BYTES, MOST_COLUMN_TILES = 160, 100_000, 4
 LEAST_TALL_COLUMNS = 64
 LEAST_STAGES, LEAST_DEEP_STAGES, MANY_STAGES = 3, 4, 4
-# Columns of tiles beyond the result's; tiles of 256 rows, fewer of which leave some SMs idle.
+# The most columns of all tiles relative to the result's, and the fewest tiles of 256 rows, as fewer
+# would leave SMs idle.
 MOST_SPARE, LEAST_TALL = 1.4, 60
 # A tensor-core clock in microseconds, and the fewest clocks of a wgmma.
 CLOCK, LEAST_CLOCKS = 1 / 1755, 16
@@ -44,20 +45,36 @@ CLOCK, LEAST_CLOCKS = 1 / 1755, 16
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """In microseconds, kilobytes and thousands of rows.
+    """Constants of the model, in microseconds, kilobytes and thousands of rows.
 
-    ``start`` and ``start_split`` are a launch with its first copies. A step takes the longest of:
-    its bytes (``bandwidth``) and rows (``line``) on their way to a multiprocessor, its products
-    (``products`` times what the tensor cores need, and ``issue``), all multiprocessors' bytes from
-    the L2 cache (``l2``, megabytes), and ``step``; ``few_stages`` more where little is under way.
-    Neighbouring blocks read the same b at the same time, which the L2 cache answers once for
-    several: ``near`` of its bytes count, with splits ``near_split_a`` of a's and ``near_split_b``
-    of b's.
-    ``tile`` and ``tile_size`` are a tile's results. ``memory`` is a bandwidth, in megabytes, and
-    ``beside`` how much of the shorter of memory's and multiprocessors' time is not hidden.
-    ``resident`` and ``resident_size``: b, copied once. ``join``, ``sent`` and ``finish``: a
-    cluster's reduction, of what is sent and of what a thread finishes; ``meet`` and ``left`` the
-    one through a workspace.
+    A k-tile takes the longest of its copies, its products, the L2 traffic of all SMs, and ``step``.
+
+    Attributes
+    ----------
+    start, start_split
+        A launch with its first copies, without and with split-K.
+    bandwidth, line
+        Copies to an SM: megabytes per microsecond, and time per thousand rows of shared memory.
+    products, issue
+        Factor on the tensor-core time of a k-tile, and overhead.
+    l2
+        L2 bandwidth in megabytes per microsecond.
+    near, near_split_a, near_split_b
+        Fraction of B's bytes that cost L2 bandwidth, as adjacent blocks read the same B at the same
+        time; with split-K, of A's and of B's.
+    step, few_stages
+        Least time of a k-tile, and what is added with a short pipeline.
+    tile, tile_size
+        Storing the results of a tile, fixed and per kilobyte.
+    memory, beside
+        Bandwidth in megabytes per microsecond, and the fraction of the shorter of memory and SM
+        time that is not overlapped.
+    resident, resident_size
+        Loading a resident B, fixed and per kilobyte.
+    join, sent, finish
+        Reduction within a cluster: fixed, per kilobyte sent, and per 16 results of a thread.
+    meet, left
+        Reduction through a workspace: fixed, and per kilobyte of a block and part.
     """
 
     start: float
@@ -139,7 +156,7 @@ WGRAD = Rates(
 
 @dataclass(frozen=True, slots=True)
 class _Ways:
-    """How a tile's results are stored: by TMA, by TMA with B resident, or after split-K."""
+    """Which kernels a tile has: TMA stores, TMA stores with B resident, and split-K."""
 
     stored: bool
     resident: bool
@@ -163,7 +180,7 @@ def _ways(m: int, n: int, depth: int, *, wgrad: bool) -> _Ways:
 
 
 def every_config(*, wgrad: bool) -> Iterator[Config]:
-    """One configuration per instance: all tiles, k-tile depths and ways to store."""
+    """Yield one configuration per instance: every tile, k-tile depth and kind of kernel."""
     for depth in (USUAL, DEEP) if wgrad else (*SHALLOW, USUAL, DEEP):
         for m in ROWS:
             for n in COLUMNS:
@@ -177,14 +194,16 @@ def every_config(*, wgrad: bool) -> Iterator[Config]:
 
 
 class _Table:
-    """All configurations for products whose operands lie so, with what of their times does not
-    depend on sizes: arrays, so that a plan, which is made in a request's time, is a few sums of
-    them. Those with fewer columns come first."""
+    """All configurations for one layout of the operands, in ascending order of columns.
+
+    Arrays hold the parts of the model that do not depend on sizes, so that planning, which adds to
+    the latency of a request, is a few vector operations.
+    """
 
     def __init__(self, device: CudaDevice, *, wgrad: bool, b_mn: bool) -> None:
         self._device, self._wgrad = device, wgrad
         self._rates = rates = WGRAD if wgrad else GATHER
-        # How many kinds of parts each configuration has: see `times`.
+        # Each configuration is repeated for the numbers of parts that `times` tries.
         kinds = 3 if wgrad else 1
         alone = sorted(
             (
@@ -217,7 +236,7 @@ class _Table:
         near = np.where(split, rates.near_split_b, rates.near)
         self.read += np.where(self.resident, 0, near * self.b_bytes)
         self.room = column(lambda one: device.shared_bytes_per_block - one.shared_bytes(like, 0))
-        # A single k-tile's time is included already.
+        # shared_bytes counted one k-tile of resident B; `times` subtracts all of them.
         self.room += np.where(self.resident, self.b_bytes, 0)
 
         results = self.m * self.n
@@ -242,8 +261,11 @@ class _Table:
     def times(
         self, product: Product, counters: int
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """In microseconds, infinite where a configuration is not worth a thought, has clusters that
-        would not run at once, or not enough ``counters``; and parts of the reduction."""
+        """Return the time of each configuration in microseconds, and its number of parts.
+
+        The time is infinite if the configuration is not a candidate, if its clusters would not all
+        be resident, or if there are not enough ``counters``.
+        """
         rates, many = self._rates, self._device.multiprocessors
         widest = next((n for n in COLUMNS if n >= product.columns), COLUMNS[-1])
         end = int(np.searchsorted(self.n, widest, "right"))
@@ -267,8 +289,8 @@ class _Table:
             resident, stays & (tiles > many), ~(self.could_stay[:end] & stays & (tiles > 2 * many))
         )
         stored &= product.stores & (across <= many) & (self.kind[:end] == 1)
-        # The second and third kind of parts fill all clusters, and half of them; clusters of 3 and
-        # 6 were not measured so.
+        # Kind 1 has one part; kinds 2 and 3 fill all and half of the concurrent clusters. Clusters
+        # of 3 and 6 were not measured with several parts.
         kind = self.kind[:end]
         parts = np.where(kind == 1, 1, together // (tiles * np.maximum(kind - 1, 1)))
         joined = (cluster * parts <= steps) & ((kind == 1) | (parts > 1))
@@ -309,7 +331,7 @@ def _table(device: CudaDevice, wgrad: bool, b_mn: bool) -> _Table:
 
 
 def timed(product: Product, device: CudaDevice, counters: int) -> list[tuple[float, Config]]:
-    """The configurations to consider with their expected seconds, fastest first."""
+    """Return the candidate configurations with their expected seconds, fastest first."""
     table = _table(device, product.a.mn, product.b.mn)
     times, parts = table.times(product, counters)
     order = [int(i) for i in np.argsort(times, kind="stable") if np.isfinite(times[i])]
@@ -323,8 +345,11 @@ def timed(product: Product, device: CudaDevice, counters: int) -> list[tuple[flo
 def chosen(
     products: Sequence[Product], device: CudaDevice, counters: int
 ) -> tuple[float, Product, Config] | None:
-    """Of these ways to see the work, what should take the least time, and that time in seconds;
-    None where nothing fits. From sizes and the device model alone."""
+    """Return the least expected time in seconds, its product and its configuration.
+
+    ``products`` are equivalent GEMMs. None if no configuration fits. The choice depends on sizes
+    and the device model only.
+    """
     best = None
     for product in products:
         table = _table(device, product.a.mn, product.b.mn)

@@ -1,4 +1,4 @@
-"""A plain matrix product as pointwise_gemm takes it, its tiles, and how blocks share it."""
+"""GEMMs of pointwise_gemm, its tile shapes, and their partition among blocks."""
 
 from __future__ import annotations
 
@@ -20,21 +20,30 @@ __all__ = [
 ]
 
 ROW_BYTES = (32, 64, 128)
-"""What a row of shared memory may be, and is swizzled by."""
+"""Row lengths in shared memory, which are also the swizzle widths."""
 CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
-"""By their size, how many an H200 runs at the same time where a block fills a multiprocessor."""
+"""Concurrent clusters of an H200 by cluster size, with one block per SM."""
 ITEM_BYTES = 2
 WARPGROUP, PRODUCERS = 128, 64
 MOST_STAGES = 12
 PATTERN_BYTES, BARRIER_BYTES, SLAB_ROWS, FRAGMENT_BYTES = 1024, 8, 16, 512
-# Up to this many results a block has a second buffer for them.
+# The most results of a tile for which a block has a second store buffer.
 BUFFERED = 64 * 128
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """An operand of a product: its ``rows`` along the result (M or N), and the elements from one
-    line in memory to the next. ``mn``: rows lie side by side, else the elements of a row."""
+    """An operand of a GEMM.
+
+    Attributes
+    ----------
+    rows
+        Its extent along M or N.
+    pitch
+        The leading dimension, in elements.
+    mn
+        Whether it is MN-major; otherwise it is K-major.
+    """
 
     rows: int
     pitch: int
@@ -43,11 +52,17 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """result[rows, columns] = a[rows, depth] * b[columns, depth], of 16-bit elements.
+    """The GEMM result[rows, columns] = a[rows, depth] * b[columns, depth], of 16-bit elements.
 
-    ``row_stride`` and ``column_stride`` are the result's. ``stores`` is whether the copy engine can
-    store it: results of the operands' type in chunks of 16 bytes, at most scaled and with a bias.
-    ``swapped``: of wgrad, the rows are input channels.
+    Attributes
+    ----------
+    row_stride, column_stride
+        Strides of the result.
+    stores
+        Whether TMA can store the result: it has the operands' dtype and 16-byte chunks, and its
+        epilogue is at most a scale and a bias.
+    swapped
+        Whether the rows are input channels (wgrad only).
     """
 
     a: Matrix
@@ -68,18 +83,18 @@ class Product:
 
     @property
     def bytes(self) -> int:
-        """That must be read and written."""
+        """Bytes that must be read and written."""
         elements = (self.rows + self.columns) * self.depth + self.rows * self.columns
         return elements * ITEM_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A tile of ``m`` x ``n`` in steps of ``depth``, and who does what.
+    """A tile of ``m`` x ``n`` with k-tiles of ``depth``, and its schedule.
 
-    With ``cluster`` 0 blocks take one row tile after another and the copy engine stores
-    (REDUCE 0), with ``resident`` b is copied once. Else a tile's reduction is split among the
-    blocks of a cluster and ``parts`` clusters.
+    With ``cluster`` 0, blocks are persistent over row tiles and TMA stores results (REDUCE 0); with
+    ``resident``, B is loaded once. Otherwise K is split among the blocks of a cluster, and among
+    ``parts`` clusters.
     """
 
     m: int
@@ -98,7 +113,7 @@ class Config:
 
     @property
     def consumers(self) -> int:
-        """Warpgroups that multiply."""
+        """Consumer warpgroups."""
         return min(self.m // 64, 2)
 
     @property
@@ -111,12 +126,12 @@ class Config:
 
     @property
     def buffers(self) -> int:
-        """Of a warp's results."""
+        """Store buffers per warp."""
         return 2 if self.m * self.n <= BUFFERED else 1
 
     @property
     def fragments(self) -> int:
-        """Of a warp."""
+        """Accumulator fragments of a warp."""
         return self.m // (64 * self.consumers) * (self.n // 8)
 
     @property
@@ -125,29 +140,30 @@ class Config:
 
     @property
     def d_bytes(self) -> int:
-        """Of a block of results, swizzled; 0 for all columns in one, as they are."""
+        """Bytes of a row of a swizzled block of results, or 0 for one block without swizzle."""
         return next((2 * wide for wide in (64, 32) if self.n % wide == 0), 0)
 
     def row_bytes(self, matrix: Matrix, extent: int) -> int:
-        """Of an operand of which a tile has ``extent`` rows."""
+        """Return the bytes of a row in shared memory of an operand with ``extent`` rows per
+        tile."""
         elements = extent if matrix.mn else self.depth
         return next((size for size in ROW_BYTES if elements * ITEM_BYTES <= size), ROW_BYTES[-1])
 
     def boxes(self, matrix: Matrix, extent: int) -> int:
-        """Of a stage of an operand: how many rows there are beside each other."""
+        """Return the number of adjacent boxes per stage of an operand."""
         elements = extent if matrix.mn else self.depth
         return ceil_div(elements * ITEM_BYTES, self.row_bytes(matrix, extent))
 
     def lines(self, matrix: Matrix, extent: int) -> int:
-        """Of a stage of an operand: how many rows of shared memory."""
+        """Return the rows of shared memory per stage of an operand."""
         return (self.depth if matrix.mn else extent) * self.boxes(matrix, extent)
 
     def side_bytes(self, matrix: Matrix, extent: int) -> int:
-        """Of a stage of an operand."""
+        """Return the bytes per stage of an operand."""
         return self.lines(matrix, extent) * self.row_bytes(matrix, extent)
 
     def is_whole(self, matrix: Matrix, extent: int) -> bool:
-        """Whether boxes make up all of an operand's rows, and a tile's."""
+        """Return whether whole boxes cover all rows of an MN-major operand, and those of a tile."""
         wide = self.row_bytes(matrix, extent) // ITEM_BYTES
         return matrix.mn and matrix.rows % wide == 0 and extent % wide == 0
 
@@ -155,11 +171,11 @@ class Config:
         return ceil_div(product.depth, self.depth)
 
     def steps_each(self, product: Product) -> int:
-        """The most of one block, in a tile."""
+        """Return the most k-tiles of any block in a tile."""
         return ceil_div(self.steps(product), self.splits)
 
     def tiles(self, product: Product) -> tuple[int, int]:
-        """Of rows and of columns."""
+        """Return the tiles along rows and along columns."""
         return ceil_div(product.rows, self.m), ceil_div(product.columns, self.n)
 
     def grid(self, product: Product, device: CudaDevice) -> tuple[int, int, int]:
@@ -173,7 +189,8 @@ class Config:
         return a if self.resident else a + self.side_bytes(product.b, self.n)
 
     def shared_bytes(self, product: Product, stages: int) -> int:
-        """Of a block: ring, what is resident, results on their way, barriers, and to align them."""
+        """Return the bytes of shared memory: the pipeline, resident B, results, mbarriers, and
+        alignment."""
         if self.cluster:
             results = self.cluster * self.owned * self.consumers * 4 * FRAGMENT_BYTES
         else:
@@ -184,12 +201,12 @@ class Config:
         return 3 * PATTERN_BYTES + results + ring + 2 * BARRIER_BYTES
 
     def stages(self, product: Product, device: CudaDevice) -> int:
-        """As many as fit."""
+        """Return the number of pipeline stages that fit."""
         room = device.shared_bytes_per_block - self.shared_bytes(product, 0)
         return min(MOST_STAGES, room // (self.stage_bytes(product) + 2 * BARRIER_BYTES))
 
     def defines(self, dtype: DType, product: Product) -> dict[str, object]:
-        """What pointwise_gemm.cu expects."""
+        """Return the preprocessor macros of an instance."""
         return {
             "ELEMENT": CUDA_TYPES[dtype],
             "A_MN": int(product.a.mn),

@@ -1,4 +1,4 @@
-"""Copies of two float32 tensors in float16, each channel scaled to fill its range."""
+"""float16 copies of two float32 tensors, with each channel scaled to the range of float16."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand, Size3, contiguo
 __all__ = ["copied_bytes", "copies", "copies_of", "instances", "ranges_bytes"]
 
 BLOCK, MOST_LANES, EACH, SAMPLED = 256, 32, 8, 4
-# Few enough that of what copies again some have room beside it, and wait there already.
+# Few enough that some blocks of the next pass are resident, and already waiting, when one ends.
 BLOCKS_PER_MULTIPROCESSOR = 2
-# ChannelRange of scaled_halves.cuh, and Unscaling, which follow them all.
+# Per channel: a ChannelRange of scaled_halves.cuh, and an Unscaling. All ranges come first.
 RANGE_BYTES = 16 + 16
 
 # ScaledTensor of scaled_halves.cu.
@@ -59,7 +59,7 @@ def _padded(channels: int) -> int:
 
 
 def copies(work: ConvWork) -> ConvWork:
-    """The same work on the copies."""
+    """Return the work on the float16 copies."""
     x, y = (
         _copy(operand, f"{work.prefix}{name}_halves", work.batch, channels, size)
         for operand, name, channels, size in (
@@ -76,12 +76,12 @@ def _copy(operand: Operand, name: str, batch: int, channels: int, size: Size3) -
 
 
 def ranges_bytes(work: ConvWork) -> int:
-    """Of the input's channels, then of grad_output's."""
+    """Return the bytes of the ranges of the input's channels, then of grad_output's."""
     return RANGE_BYTES * (_padded(work.in_channels) + _padded(work.out_channels))
 
 
 def copied_bytes(work: ConvWork) -> int:
-    """Read once, and written at half the width."""
+    """Return the bytes moved: each tensor is read in float32 and written in float16."""
     x = prod(work.input) * _padded(work.in_channels)
     return 6 * work.batch * (x + prod(work.output) * _padded(work.out_channels))
 
@@ -89,7 +89,8 @@ def copied_bytes(work: ConvWork) -> int:
 def copies_of(
     x: Operand, y: Operand, work: ConvWork, ranges: str, device: CudaDevice
 ) -> tuple[list[Step], list[Workspace]]:
-    """What fills `copies` and ``ranges`` from operands whose channels lie side by side."""
+    """Return the launches that fill `copies` and ``ranges`` from channels-last operands, and their
+    workspace."""
     halves = copies(work)
     workspace = [Workspace(ranges, ranges_bytes(work))]
     for half, channels, size in (
@@ -109,7 +110,7 @@ def copies_of(
     )
     clears, copying, again = instances()
     clearing = ceil_div(ranges_bytes(work) // RANGE_BYTES, BLOCK)
-    # Each waits itself for the one before it.
+    # Each kernel waits for the previous one itself (griddepcontrol.wait).
     steps: list[Step] = [
         Launch(clears, (clearing, 1, 1), (BLOCK, 1, 1), packed),
         Launch(copying, (blocks, 1, 1), (BLOCK, 1, 1), packed, overlaps=True),
@@ -121,7 +122,7 @@ def copies_of(
 def _arguments(
     x: Operand, y: Operand, work: ConvWork, most_blocks: int
 ) -> tuple[ScaledHalvesArgs, int]:
-    """With about so many blocks, and with how many."""
+    """Return the kernel parameters and the number of blocks, about ``most_blocks``."""
     args = ScaledHalvesArgs()
     operands = (
         ("x", x, work.in_channels, work.input),
@@ -134,7 +135,7 @@ def _arguments(
         lanes = min(MOST_LANES, padded // 4)
         rows, chunks = BLOCK // lanes, ceil_div(padded // 4, lanes)
         pixels = work.batch * prod(size)
-        # As many as there is to copy.
+        # Blocks in proportion to the elements to copy.
         wanted = max(1, round(most_blocks * elements / sum(sizes)) // chunks)
         strides = operand.strides[0], *operand.strides[3:]
         values = {
@@ -148,7 +149,7 @@ def _arguments(
             "rows": rows,
             "chunks": chunks,
             "blocks": min(ceil_div(pixels, rows * EACH), wanted) * chunks,
-            # Odd, so that it meets every place of a row.
+            # Odd, so that samples do not always fall on the same positions of a row.
             "sample_step": max(pixels // (rows * SAMPLED) - 1, 0) | 1,
         }
         for field, value in values.items():
@@ -163,7 +164,7 @@ def _arguments(
 
 
 def _in_order(strides: tuple[int, ...], extents: tuple[int, ...]) -> bool:
-    """Whether all pixels lie as far apart as those of a row."""
+    """Return whether one stride, that of W, separates all pixels."""
     step = strides[3]
     for stride, extent in zip(reversed(strides), reversed(extents), strict=True):
         if extent > 1 and stride != step:
@@ -173,5 +174,5 @@ def _in_order(strides: tuple[int, ...], extents: tuple[int, ...]) -> bool:
 
 
 def instances() -> Iterable[Instance]:
-    """What clears, what copies, and what copies again that was scaled too much or too little."""
+    """Return the passes: clear the ranges, copy, and recopy channels that were scaled wrongly."""
     return [Instance.of("conv/scaled_halves.cu", {"PASS": number}, HOPPER) for number in range(3)]

@@ -88,7 +88,7 @@ class HopperSeparable:
     def launches(
         self, work: FusedWork, device: CudaDevice, schedule: Schedule | None = None
     ) -> Fragment:
-        """See `Family.launches`; ``schedule`` where another than the chosen one is tried."""
+        """See `Family.launches`. ``schedule`` overrides the chosen schedule."""
         first, second = work.first, work.second
         if schedule is None:
             schedule = min(

@@ -45,7 +45,7 @@ class HopperGrouped:
     name = "hopper_grouped"
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`. Judged by what a cut along N or H does not change."""
+        """See `Family.why_not`. Splitting along N or H does not change the answer."""
         if device.architecture not in HOPPER:
             return f"{device.name} has no copies of tiles"
         if work.dtype not in DTYPES or work.result_dtype is not work.dtype:
@@ -81,7 +81,7 @@ class HopperGrouped:
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
-        """See `Family.launches`; ``cut`` where another than the chosen one is tried."""
+        """See `Family.launches`. ``cut`` overrides the chosen partition."""
         cut = cut or min(cuts_of(work, device), key=lambda cut: cost_of(work, cut, device))
         backward = work.direction == "bwd_data"
         source, result = gather_sides(work)
