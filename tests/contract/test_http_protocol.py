@@ -140,7 +140,7 @@ def test_a_tensor_stored_again_and_again_takes_no_more_than_one() -> None:
             gc.collect()
             return sys.getallocatedblocks()
 
-        after_storing(20)
+        after_storing(200)  # until caches and pools have grown
         before = after_storing(10)
         # A timer and what it holds would be a dozen blocks each time.
         assert after_storing(200) < before + 400
