@@ -55,12 +55,17 @@ class Served:
         return int(line.split()[1]) * 1024
 
     def all_bytes(self) -> int:
-        """What all its processes hold, what they share counted once."""
+        """What all its processes hold, without tensor memory.
+
+        That one is reserved when the server starts and its pages stay once touched;
+        ``convgrad_inflight_bytes`` says what of it is in use.
+        """
         total = 0
         for process_id in (self.hub, *self.children()):
             with suppress(FileNotFoundError, ProcessLookupError):
                 lines = Path(f"/proc/{process_id}/smaps_rollup").read_text().splitlines()
-                total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+                counted = ("Pss_Anon:", "Pss_File:")
+                total += sum(int(line.split()[1]) for line in lines if line.startswith(counted))
         return total * 1024
 
     def cpu_s(self) -> float:
