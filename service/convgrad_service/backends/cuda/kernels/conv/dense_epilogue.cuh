@@ -7,8 +7,8 @@
 
 namespace convgrad {
 
-// The pitch of a tile's sums avoids bank conflicts both for four consecutive pixels of eight runs x four
-// channels, and for a warp's mma fragments.
+// Accumulators of a tile in shared memory. The pitch avoids bank conflicts both for four
+// consecutive pixels of eight runs x four channels, and for a warp's mma fragments.
 template <int kPixels, int kChannels>
 struct FinishedSums {
   static constexpr int kPitch = kChannels + 8, kBytes = kPixels * (kPitch + 1) * 4;
@@ -18,16 +18,16 @@ struct FinishedSums {
   }
 };
 
-// A run of consecutive results, of pixels or of channels.
+// A vector of consecutive results along pixels or channels.
 template <int kCount_, bool kOfPixels_>
 struct Run {
   static constexpr int kCount = kCount_;
   static constexpr bool kOfPixels = kOfPixels_;
 };
 
-// The epilogue before rounding. With an activation, `activate_sums` applies everything beforehand and
-// nothing is left to do here: an activation's code for every element of a run would not fit into the
-// instruction cache.
+// The epilogue before rounding. With an activation, `activate_sums` has applied all of it
+// beforehand: the code of an activation, unrolled over a run, would not fit into the instruction
+// cache.
 template <class T>
 struct Finisher {
   const T* accumulate;  // this group's, or null
@@ -52,7 +52,7 @@ struct Finisher {
   }
 };
 
-// Applies the whole epilogue to all sums of a tile, in place, by kThreads threads together.
+// Applies the whole epilogue to a tile of accumulators in place, by kThreads threads.
 template <class T, int kPixels, int kChannels, int kThreads>
 __device__ __forceinline__ void activate_sums(const DenseGatherArgs& args, float* sums,
                                               const i64* result_at, int group, int first_channel) {
@@ -68,8 +68,8 @@ __device__ __forceinline__ void activate_sums(const DenseGatherArgs& args, float
   __syncthreads();
 }
 
-// Stores the kPixels x kChannels results of a tile in runs, by kThreads threads together. `result_at`
-// gives the offset of a pixel's channel 0; negative past the last pixel.
+// Stores the kPixels x kChannels results of a tile in runs, by kThreads threads. `result_at` is the
+// offset of each pixel's channel 0, negative past the last pixel.
 template <class T, int kPixels, int kChannels, int kThreads, class Run>
 __device__ __forceinline__ void store_runs(const DenseGatherArgs& args, const float* sums,
                                            const i64* result_at, int group, int first_channel) {
@@ -79,11 +79,11 @@ __device__ __forceinline__ void store_runs(const DenseGatherArgs& args, const fl
   T* const y = static_cast<T*>(args.y) + group * args.y_stride[1];
   const Finisher<T> finished(args, group, args.activation != kNone);
   using Neighbours = Vector<T, kRun>;
-  // Runs of pixels: eight of a channel and four channels at a time, from all banks.
+  // Runs of pixels: a warp reads eight runs of four channels, without bank conflicts.
   constexpr int kAlong = (kOfPixels ? kPixels : kChannels) / kRun;
   constexpr int kGroup = kOfPixels && kRun > 1 ? 8 : kAlong;
   constexpr int kBeside = kOfPixels && kRun > 1 ? 4 : 1;
-  // Runs of a thread that are in flight together.
+  // Runs of a thread in flight at once.
   constexpr int kBatch = kRun == 1 ? 8 : 4;
   static_assert(kPixels * kChannels / kRun % (kThreads * kBatch) == 0, "whole batches");
 #pragma unroll 1
@@ -102,7 +102,7 @@ __device__ __forceinline__ void store_runs(const DenseGatherArgs& args, const fl
       const i64 pixel_at = result_at[pixel[r]];
       at[r] = pixel_at + (first_channel + column[r]) * args.y_stride[2];
       there[r] = pixel_at >= 0 && first_channel + column[r] < args.out_channels;
-      // Pixels may continue in another row, or end.
+      // A run of pixels may cross into another row, or past the last pixel.
       whole[r] = kRun == 1 || !kOfPixels ||
                  (result_at[pixel[r] + kRun - 1] - pixel_at == kRun - 1 &&
                   reinterpret_cast<u64>(y + at[r]) % sizeof(Neighbours) == 0);
@@ -127,7 +127,7 @@ __device__ __forceinline__ void store_runs(const DenseGatherArgs& args, const fl
       }
       float values[kRun];
       if constexpr (kOfPixels || kRun == 1) {
-        // Within four pixels nothing is added to the pitch.
+        // The pitch adds no padding within four pixels.
         static_assert(kRun <= 4, "as it is where runs are of pixels");
 #pragma unroll
         for (int e = 0; e < kRun; ++e) values[e] = from[e * Sums::kPitch];

@@ -44,7 +44,7 @@ constexpr int kSteps = BK * static_cast<int>(sizeof(ELEMENT)) / 32;
 using TileA = Tile<ELEMENT, BM, BK, false>;
 using TileB = Choose<ACROSS, Tile<ELEMENT, BK, BN, true>, Tile<ELEMENT, BN, BK, false>>::type;
 constexpr int kRingBytes = STAGES * (TileA::kBytes + TileB::kBytes);
-// The result's staging reuses the pipeline's stages.
+// The staging tile of the epilogue reuses the pipeline's shared memory.
 using Sums = FinishedSums<BM, BN>;
 constexpr int kRoomBytes = kRingBytes > Sums::kBytes ? kRingBytes : Sums::kBytes;
 
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const Phase &phase0 = args.phase[0][part0], &phase1 = args.phase[1][part1];
   const Phase& phase2 = args.phase[2][part2];
   const int all_taps = phase0.taps * phase1.taps * phase2.taps, words = (all_taps + 31) / 32;
-  i64* const result_at = reinterpret_cast<i64*>(base + kRoomBytes);  // negative past the end
+  i64* const result_at = reinterpret_cast<i64*>(base + kRoomBytes);  // negative past the last pixel
   Tap* const tap_at = reinterpret_cast<Tap*>(result_at + BM);
   Index* const source_at = reinterpret_cast<Index*>(tap_at + all_taps);  // of a pixel at displacement 0
   u32* const kept = reinterpret_cast<u32*>(source_at + BM);  // one bit per tap that is not skipped
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const Index w_result = static_cast<Index>(args.w_stride[1]);
   const Index w_source = static_cast<Index>(args.w_stride[2]);
 
-  // This thread's chunks: one chunk column, several rows, in both operands.
+  // Each thread copies one column of chunks, in several rows, of both operands.
   constexpr int kARows = kThreads / kRowChunks, kACount = BM / kARows;
   constexpr int kBChunks = TileB::kChunks, kBRows = kThreads / kBChunks;
   constexpr int kBCount = TileB::kRows / kBRows;
@@ -190,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   Index a_from[kACount];
 #pragma unroll
   for (int i = 0; i < kACount; ++i) a_from[i] = source_at[a_row + i * kARows] + a_channel;
-  // Which of B's chunks hold result channels: N-major all or none, K-major one bit per row.
+  // Chunks of B that hold result channels: all or none if N-major, one bit per row if K-major.
   const int b_left = args.out_channels - first_channel - (ACROSS ? b_chunk * kChunk : b_row);
   const Index b_step = kBRows * (ACROSS ? w_source : w_result);
 
@@ -225,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   };
   auto fetch = [](int) {};
   auto own = [&](int i) {
-    // Rows this far apart have the same swizzle.
+    // Rows at this distance have the same swizzle.
     static_assert(kARows % 8 == 0, "whole turns of the permutation");
     const int row = b_row + (i - kACount) * kBRows;
     return i < kACount ? a_to + i * kARows * TileA::kRowBytes : TileA::kBytes + TileB::at(row, b_chunk);
@@ -250,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   // Recomputed from here on, to save registers during the mainloop.
   const int own_group = opaque_value(static_cast<int>(blockIdx.y));
   T* const y = static_cast<T*>(args.y) + own_group * args.y_stride[1];
-  // Plain results are rounded and pass through the stages.
+  // Without an epilogue, rounded results are staged in the pipeline's shared memory.
   if (args.plain && args.wide_stores) {
     // Padding rows by a chunk reduces bank conflicts.
     constexpr int kPitch = BM * (BN + kChunk) * sizeof(T) <= kRingBytes ? BN + kChunk : BN;
@@ -281,8 +281,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     return;
   }
 
-  // Other results pass through shared memory as float32 and are finished in runs of channels or pixels,
-  // whichever are contiguous in the result.
+  // Otherwise float32 accumulators are staged, and the epilogue runs over vectors of channels or
+  // pixels, whichever are contiguous in the result.
   float* const slab = reinterpret_cast<float*>(base);
 #pragma unroll
   for (int i = 0; i < kRowFragments; ++i) {

@@ -1,10 +1,10 @@
-// What the dense tensor-core kernels share: tiles in shared memory, fragments, products.
+// The mainloop of the dense tensor-core kernels: tiles in shared memory, fragments, mma.
 //
-// A tile of an operand lies in shared memory in one of two ways, in rows of 16-byte chunks:
-//   rows along M (or N), chunks along the reduction: "along",
-//   rows along the reduction, chunks along M (or N): "across".
-// Chunks of a row are permuted so that neither the copies nor the fragments' loads meet in a bank.
-// A warp's tile is WM x WN; a step is the depth of one mma: 16 of 16-bit elements, 8 of TF32.
+// A tile of an operand in shared memory has rows of 16-byte chunks, in one of two orders:
+//   K-major ("along"): rows along M (or N), chunks along K;
+//   MN-major ("across"): rows along K, chunks along M (or N).
+// Chunks of a row are swizzled so that neither copies nor fragment loads have bank conflicts.
+// A warp tile is WM x WN; a step is the depth of one mma: 16 for 16-bit elements, 8 for TF32.
 // Needs sm_80.
 #pragma once
 
@@ -23,9 +23,9 @@ struct Choose<false, A, B> {
   using type = B;
 };
 
-// The swizzled position of a chunk in its row. Eight consecutive rows of one chunk, which ldmatrix reads,
-// are in eight different 16-byte banks; so are the four rows x two chunks that a transposing load of
-// 32-bit elements reads one by one.
+// The swizzled position of a chunk in its row. One chunk of eight consecutive rows, as ldmatrix
+// reads it, is in eight different 16-byte banks; so are the four rows x two chunks that a
+// transposing load of 32-bit elements reads.
 template <int kRowBytes, bool kWordsAcross>
 __device__ __forceinline__ int permuted(int row, int chunk) {
   if (kRowBytes == 64) return chunk ^ (row >> 1 & 3);
@@ -49,10 +49,10 @@ struct Tile {
   }
 };
 
-// This lane's offset in a tile for the fragments from row (or column) `first` of M or N on, at mma step
-// 0. Tiles start at multiples of 128 bytes, and what steps and fragments add to a chunk index never
-// carries, so other positions differ by an XOR, plus whole rows. The second of a fragment's four 8 x
-// 16-byte matrices follows along M for A, along K for B.
+// This lane's offset in a tile of the fragment at row (or column) `first` of M or N and mma step 0.
+// Tiles are 128-byte aligned, and steps and fragments never carry in the chunk index, so other
+// offsets differ by an XOR plus whole rows. The second of a fragment's four 8 x 16-byte matrices
+// follows along M for A, along K for B.
 template <class T, class Tile, bool kRowsFirst>
 __device__ __forceinline__ u32 lane_offset(int first) {
   const int lane = threadIdx.x & 31;
@@ -69,8 +69,8 @@ __device__ __forceinline__ u32 lane_offset(int first) {
   }
 }
 
-// Loads the fragments of one mma step for 16 rows (or columns), number `index` from `from` on. float32 is
-// rounded to TF32, unless it will be split.
+// Loads the fragments of one mma step for the `index`-th 16 rows (or columns) after `from`. float32
+// is rounded to TF32 unless it is split.
 template <class T, class Tile, bool kRowsFirst, bool kSplit>
 __device__ __forceinline__ void load_fragment(u32 (&to)[4], u32 from, int index, int step) {
   if constexpr (!Tile::kAcross) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ void load_fragment(u32 (&to)[4], u32 from, int index,
   } else {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      // A's second register is 8 rows of M further, B's 4 elements of K.
+      // The second register is 8 rows of M later in A, and 4 elements of K later in B.
       const int beyond = kRowsFirst ? j & 1 : j >> 1, deeper = kRowsFirst ? j >> 1 : j & 1;
       const int chunks = index * 4 + beyond * 2;
       to[j] = ld_shared_u32((from ^ (chunks & 7) * 16) + chunks / 8 * 128 +
@@ -101,14 +101,15 @@ __device__ __forceinline__ void load_a(u32 (&to)[kCount][4], u32 from, int step)
   for (int i = 0; i < kCount; ++i) load_fragment<T, Tile, true, kSplit>(to[i], from, i, step);
 }
 
-// True float32 by tensor cores: each factor is the sum of two TF32 numbers, high + low, and
+// Full-precision float32 on tensor cores: an operand is the sum of two TF32 numbers, high + low,
+// and
 //   a * b = a.high * b.high + a.high * b.low + a.low * b.high,
-// where what is left out, and what mma cuts off low, are 2^-21 of |a * b| at most. mma's sums are
-// added up in float32 after every tile's depth, as mma itself cuts off each of its sums.
+// where the omitted term, and the bits of low that mma truncates, are at most 2^-21 of |a * b|. As
+// mma truncates its accumulators, they are promoted to float32 sums after every k-tile.
 //
-// An infinity's low part is NaN, so it makes what it feeds NaN. Factors whose low part would be too small
-// for TF32, or whose high part would round to an infinity, are scaled by powers of two beforehand, see
-// OperandScaling.
+// The low part of an infinity is NaN, which propagates to the result. Operands whose low part would
+// underflow TF32, or whose high part would round to infinity, are scaled by powers of two
+// beforehand; see OperandScaling.
 __device__ __forceinline__ void split(const u32 (&words)[4], u32 (&high)[4], u32 (&low)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -125,15 +126,14 @@ __device__ __forceinline__ void store_two(float* to, float first, float second) 
   *reinterpret_cast<float2*>(to) = make_float2(first, second);
 }
 
-// One block's product over `tiles` tiles of the reduction, through a ring of kStages in shared
-// memory. A tile's copies are started one by one between the products, so that the tensor cores do
-// not wait for addresses:
-//   prepare(tile)   once for each tile, in order, and for kStages - 1 more past the last;
-//   fetch(i)        what copy i needs from shared memory, some products ahead of it;
-//   copy(i, stage)  starts copy i of kCopies; nothing may be read where the tile is past the last.
-// All threads call them together. With kSplit, float32 factors are split, else rounded to TF32; then
-// own(i) says where in a stage copy i goes, and each thread looks at its own copies of the next tile
-// while the products of this one run.
+// The mainloop of a block over `tiles` k-tiles, with a pipeline of kStages in shared memory. Copies
+// of a k-tile are issued between mma instructions, so that tensor cores do not wait for addresses:
+//   prepare(tile)   once per k-tile, in order, and for kStages - 1 more past the last;
+//   fetch(i)        loads what copy i needs from shared memory, some mma instructions before it;
+//   copy(i, stage)  issues copy i of kCopies, which reads nothing if the k-tile is past the last.
+// All threads call them together. With kSplit, float32 operands are split, else rounded to TF32. To
+// split, own(i) gives the destination of copy i in a stage, and each thread inspects its own copies
+// of the next k-tile during the mma instructions of this one.
 template <class T, class TileA, class TileB, bool kSplit, int kSteps, int kStages, int kCopies, int kGroups,
           int kRowFragments, int kColumnPairs, class Prepare, class Fetch, class Copy, class Own>
 __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPairs * 2][4],
@@ -161,7 +161,7 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
   __syncthreads();
   if constexpr (kSplit) scaling.update(flags, ring, own);
 
-  // Fragments are loaded one ahead: A by mma step; B, for lack of registers, by 16 columns.
+  // Fragments are double-buffered: A by mma step; B, to save registers, by 16 columns.
   u32 a[2][kRowFragments][4], b[2][4];
   const u32 a_lane = lane_offset<T, TileA, true>(warp_row);
   const u32 b_lane = TileA::kBytes + lane_offset<T, TileB, false>(warp_column);
@@ -170,8 +170,7 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
   static_assert(kSteps % 2 == 0, "a tile starts with the first of the two");
   load_a<T, TileA, kSplit>(a[0], read + a_lane, 0);
   load_fragment<T, TileB, false, kSplit>(b[0], read + b_lane, 0, 0);
-  // Copies are issued in batches: each batch costs some waiting, and so does computing all addresses at
-  // once.
+  // Copies are issued in groups: each group adds a stall, and so do the addresses of a large group.
   constexpr int kTurns = kSteps * kColumnPairs, kApart = kTurns / kGroups;
   constexpr int kGroup = (kCopies + kGroups - 1) / kGroups;
   // The next tile's chunks are inspected in the second half of the steps.
@@ -214,7 +213,7 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
           cp_async_commit();
           write += kStageBytes;
           if (write == end) write = ring;
-          // The next tile is complete for all threads, and all have finished reading this one.
+          // The next k-tile has arrived for all threads, and all have finished reading this one.
           cp_async_wait<kStages - 2>();
           if constexpr (kSplit) scaling.apply(flags, next, own);
           __syncthreads();
@@ -224,7 +223,7 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
           load_fragment<T, TileB, false, kSplit>(b[0], read + b_lane, 0, 0);
         }
         if constexpr (kSplit) {
-          // This tile's copies in flight are in no group yet, and are not waited for.
+          // Copies issued during this k-tile are not committed yet, and are not waited for.
           if (turn == kLookFrom) cp_async_wait<kStages - 3>();
 #pragma unroll
           for (int i = (turn - kLookFrom) * kLooks; i < (turn - kLookFrom + 1) * kLooks; ++i) {
@@ -238,7 +237,7 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
           }
           u32 b_high[4], b_low[4];
           split(b[now], b_high, b_low);
-          // The small products first, and no two products of one accumulator in succession.
+          // Small products first, and no two consecutive mma instructions on one accumulator.
 #pragma unroll
           for (int i = 0; i < kRowFragments; ++i) {
             mma<T>(part[i][pair * 2], a_low[i], b_high[0], b_high[1]);

@@ -48,8 +48,8 @@ struct DenseWeightArgs {
   int dilation[3];
   int pad[3];
   int splits;
-  int wide_result;  // w holds float32, whatever x and y do
-  int plain;        // the result is the sum itself, in the order of partial sums
+  int wide_result;  // w is float32, regardless of the type of x and y
+  int plain;        // no epilogue, and the result has the layout of partial sums
 };
 
 namespace {
@@ -66,7 +66,7 @@ constexpr int kThreads = kWarps * 32;
 constexpr int kChunk = 16 / static_cast<int>(sizeof(ELEMENT));
 constexpr int kSteps = BK * static_cast<int>(sizeof(ELEMENT)) / 32;
 
-// Pixels are located in batches: at least as many k-tiles as are in flight, and whole rounds.
+// Pixels are located in batches of k-tiles: at least the k-tiles in flight, in whole rounds.
 constexpr int kRound = kThreads >= BK ? kThreads / BK : 1;
 constexpr int kBatch = (STAGES - 2 + kRound) / kRound * kRound;
 
@@ -74,8 +74,8 @@ using TileA = Tile<ELEMENT, BK, BM, true>;
 using TileB = Tile<ELEMENT, BK, BN, true>;
 constexpr int kRingBytes = STAGES * (TileA::kBytes + TileB::kBytes);
 
-// The outputs [low, low + count) that read inside the input with one tap, or with any tap, along one
-// dimension.
+// Along one dimension, the outputs [low, low + count) whose input is not padding at a tap, or at
+// some tap.
 struct Span {
   int low, count;
 };
@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const T* const x = static_cast<const T*>(args.x) + group * args.x_stride[1];
   const T* const y = static_cast<const T*>(args.y) + group * args.y_stride[1];
 
-  // This thread's chunks: one chunk column, several rows, in both operands; in B they have one tap.
+  // Each thread copies one column of chunks, in several rows, of both operands; in B, of one tap.
   constexpr int kARows = kThreads / TileA::kChunks, kACount = BK / kARows;
   constexpr int kBRows = kThreads / TileB::kChunks, kBCount = BK / kBRows;
   static_assert(kACount * kARows == BK && kBCount * kBRows == BK, "whole rounds");
@@ -125,18 +125,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int b_column = first_column + b_chunk * kChunk;
   const bool b_real = b_column < columns;
 
-  // The taps of the tile, and this thread's among them.
+  // The taps of the tile, and the tap of this thread's chunks.
   const int first_tap = first_column / channels;
   const int tile_taps = (min(first_column + BN, columns) - 1) / channels - first_tap + 1;
   const int b_tap = b_real ? b_column / channels - first_tap : 0;
   Span* const span = reinterpret_cast<Span*>(base + kRingBytes);  // one per dimension
   Shift* const shifts = reinterpret_cast<Shift*>(span + 4);
-  // Offsets of the pixels of two batches of steps: in y, then in x for each tap; kNowhere outside.
+  // Offsets of the pixels of two batches: in y, then in x for each tap; kNowhere if outside.
   Index* const y_at = reinterpret_cast<Index*>(shifts + tile_taps);
   Index* const x_at = y_at + 2 * kBatch * BK;
   auto* const flags = reinterpret_cast<ScalingFlags*>(x_at + tile_taps * (2 * kBatch * BK));
 
-  // The pixels of K: all, or if the tile has one tap, those that read inside the input.
+  // The pixels of K: all, or if the tile has one tap, those whose input is not padding.
   const bool one_tap = channels % BN == 0;
   auto tap_of = [&](int tap, int dim) {
     const int outer = tap / args.kernel[2];
@@ -208,14 +208,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const T* const x_here = x + (b_real ? b_column % channels : 0);
   const Index* const x_mine = x_at + b_tap * (2 * kBatch * BK) + b_row;
   const Index* const y_mine = y_at + a_row;
-  int slot = -1;  // slot of the k-tile in the two batches
-  // Offsets from here on are nowhere.
+  int slot = -1;  // of the k-tile in the two batches
+  // Offsets at or above these limits read nothing.
   const Index a_limit = a_real ? kNowhere : 0, b_limit = b_real ? kNowhere : 0;
   Index from[kACount + kBCount];
   auto prepare = [&](int tile) {
     if (++slot == 2 * kBatch) slot = 0;
-    // All warps locate the next batch in the slots of the previous one, with a barrier between. The first
-    // two batches are complete, and the second one is not used before the first barrier.
+    // All warps locate the next batch in the slots of the previous one, after a barrier. The first
+    // two batches are already located, and the second one is not used before the first barrier.
     if (tile >= kBatch && slot % kBatch == 0) {
       const int next = slot == 0 ? kBatch : 0;
       for (int i = thread; i < kBatch * BK; i += kThreads) {
@@ -251,8 +251,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const i64 group_row = static_cast<i64>(group) * args.out_channels;
   float* const partials =
       args.partials + blockIdx.z * args.groups * args.out_channels * columns_of_all;
-  // In the partial sums, and in most results, taps and channels are contiguous: a column of the tile is a
-  // column there.
+  // In partial sums, and in most results, (tap, channel) is contiguous, so columns map directly.
   const bool direct = channels == args.in_channels && (args.splits > 1 || args.plain);
   if (direct) {
 #pragma unroll
@@ -280,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     return;
   }
 
-  // Otherwise element by element through shared memory.
+  // Otherwise results are staged in shared memory and stored element by element.
   auto put = [&](int t, int c, int k, i64 row, float value) {
     const int t01 = t / args.kernel[2], t0 = t01 / args.kernel[1];
     const int t1 = t01 - t0 * args.kernel[1], t2 = t - t01 * args.kernel[2];

@@ -28,14 +28,14 @@ struct FirstDataArgs {
   const void* w;
   void* x;
   const void* accumulate;  // like x, or null
-  const void* bias;        // one for each channel of x, or null
+  const void* bias;        // one per channel of x, or null
   i64 y_stride[6];         // N G C D H W, in elements
   i64 x_stride[6];
   i64 w_stride[6];  // G K C T R S
   float alpha;
   float beta;
   int activation;
-  int plain;  // the result is the sum itself
+  int plain;  // no epilogue
   int channels;
   int y_chunks;  // 16-byte chunks of y's channels
   int y_channels;
@@ -45,12 +45,12 @@ struct FirstDataArgs {
   int stride[3];
   int pad[3];
   int column_tiles;
-  int steps;         // of 32 bytes of y's channels
-  int positions;     // of y, that a block has room for: a multiple of 16
-  int row_segments;  // along H
-  int segment_rows;  // rows of y that a segment moves on by
-  int segments;      // along W
-  int segment;       // positions of x
+  int steps;         // k-steps of 32 bytes of y's channels
+  int positions;     // positions of y in a stage, a multiple of 16
+  int row_segments;  // segments along H
+  int segment_rows;  // rows of y that a segment advances by
+  int segments;      // segments along W
+  int segment;       // positions of x in a segment along W
   int channels_last;
 };
 
@@ -59,11 +59,11 @@ namespace {
 using T = ELEMENT;
 constexpr int kWide = sizeof(T) == 4;
 constexpr int kChunk = 16 / static_cast<int>(sizeof(T));
-constexpr int kDepth = 32 / static_cast<int>(sizeof(T));  // of one product
+constexpr int kDepth = 32 / static_cast<int>(sizeof(T));  // K of an mma
 
-// Where a position of x finds its sums in a finished row, and where it lies in a row of x.
+// For a position of x: its sums in a finished row, and its offset in a row of x.
 struct Place {
-  u32 sums;  // the first, and from bit 16 on how many
+  u32 sums;  // bits 0 to 15: the first one, bits 16 and above: their count
   int x;
 };
 
@@ -74,7 +74,7 @@ struct Count {
 
 __device__ __forceinline__ int floor_div(int a, int b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
 
-// The weights of one row and one step: b of a product.
+// Loads the B fragment of one kernel row and k-step.
 __device__ __forceinline__ void load_weights(u32 (&to)[2], u32 from, u32 pitch) {
   const int lane = threadIdx.x & 31;
   if constexpr (kWide) {
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const int d = block % args.x_size[0];
   const int n = block / args.x_size[0];
 
-  // Positions along W: of x from w0 on, of y from q0 on.
+  // Positions along W start at w0 in x and at q0 in y.
   const int w0 = segment * args.segment;
   const int owned = min(args.segment, args.x_size[2] - w0);
   const int q0 = max(0, floor_div(w0 + args.pad[2] - args.kernel[2], stride_w) + 1);
@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   Place* const places = reinterpret_cast<Place*>(finished + 2 * stride_h * sum_row);
   const int elements = owned * args.channels;
 
-  // The taps along D that meet this plane: the j-th is t0 + j*stride, in plane z0 - j of y.
+  // Taps along D that contribute to this plane: the j-th is t0 + j*stride, in plane z0 - j of y.
   int t0 = floor_div(d + args.pad[0], args.stride[0]);
   int z0 = t0;
   t0 = d + args.pad[0] - t0 * args.stride[0];
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   z0 -= beyond;
   planes = max(0, min(planes - beyond, z0 + 1));
 
-  // This thread's chunks of y.
+  // Each thread copies one column of chunks of y.
   const int copy_row = thread / args.y_chunks, copy_chunk_at = thread - copy_row * args.y_chunks;
   const int copy_rows = threads / args.y_chunks;
   const T* const y = static_cast<const T*>(args.y) + n * args.y_stride[0] +
@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   };
   for (int i = 0; i < STAGES - 1; ++i) copy_row_of_y(i);
 
-  // Zeros beyond the last channel, up to a whole number of steps.
+  // Zero-fill past the last channel, up to a whole k-step.
   for (int i = thread; i < STAGES * args.positions; i += threads) {
     for (int chunk = args.y_chunks; chunk < 2 * args.steps; ++chunk) {
       *reinterpret_cast<uint4*>(base + i * y_pitch + chunk * 16) = make_uint4(0, 0, 0, 0);
@@ -220,9 +220,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 
   float sum[2][ROWS][4] = {};
   const u32 lane_at = ring + (warp_row * 16 + (lane & 15)) * y_pitch + (lane >> 4) * 16;
-  const u32 further = warp_rows * 16 * y_pitch;  // from a warp's first tile to its second
+  const u32 further = warp_rows * 16 * y_pitch;  // offset of a warp's second tile from its first
   const i64 plane_at = n * args.x_stride[0] + d * args.x_stride[3];
-  // Rows of x whose sums went to shared memory before the last barrier.
+  // Stores rows of x whose sums were written to shared memory before the last barrier.
   const auto write_rows = [&](int p, const float* from) {
     if (p < finish0) return;
 #pragma unroll 1

@@ -26,7 +26,7 @@ struct FirstForwardArgs {
   const void* w;
   void* y;
   const void* accumulate;  // like y, or null
-  const void* bias;        // one for each channel of y, or null
+  const void* bias;        // one per channel of y, or null
   i64 x_stride[6];         // N G C D H W, in elements
   i64 y_stride[6];
   i64 w_stride[6];  // G K C T R S
@@ -34,12 +34,12 @@ struct FirstForwardArgs {
   float alpha;
   float beta;
   int activation;
-  int plain;  // the result is the sum, with the bias if there is one
+  int plain;  // the epilogue is at most a bias
   int y_channels;
   int channel_blocks;
   int warp_channels;
   int ranges;
-  int wide_stores;  // y's channels lie side by side, in whole 16-byte chunks
+  int wide_stores;  // y's channels are contiguous in whole 16-byte chunks
 };
 
 namespace {
@@ -48,22 +48,22 @@ using T = ELEMENT;
 constexpr bool kWide = sizeof(T) == 4;
 constexpr int kBytes = static_cast<int>(sizeof(T));
 constexpr int kChunk = 16 / kBytes;
-constexpr int kSteps = 8;                    // that are known ahead
-constexpr int kTilesOfPair = kWide ? 1 : 2;  // of 8 columns, that one product takes
+constexpr int kSteps = 8;                    // steps whose coordinates are precomputed
+constexpr int kTilesOfPair = kWide ? 1 : 2;  // column tiles per mma
 
-constexpr int kMostTiles = 256;  // of one tap along D
+constexpr int kMostTiles = 256;  // column tiles per tap along D
 
 struct Tile {
   int row, bytes;
 };
 
-// A lane's sums of four tiles are of eight neighbouring channels: column `column` of tile `tile`
-// stands for channel 8*(column / 2) + 2*tile + column % 2.
+// Channels are permuted so that a lane's accumulators of four tiles are eight adjacent channels:
+// column `column` of tile `tile` is channel 8*(column / 2) + 2*tile + column % 2.
 __device__ __forceinline__ int channel_of(int tile, int column) {
   return column / 2 * 8 + tile * 2 + column % 2;
 }
 
-// Of float32, the second half only where it is there.
+// Stores eight results; in float32, the second half only if `all`.
 __device__ __forceinline__ void store_eight(float* to, const float (&values)[8], bool all) {
   *reinterpret_cast<float4*>(to) = make_float4(values[0], values[1], values[2], values[3]);
   if (!all) return;
@@ -96,17 +96,17 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   Windows<T> x{geometry, args.x_stride, static_cast<const T*>(args.x), 0, rows, base, nullptr};
   x.raws = base + x.ring_bytes();
   char* const weights = x.raws + STAGES * x.raw_bytes();
-  const int tiles = rows * geometry.column_tiles;  // of one tap along D
+  const int tiles = rows * geometry.column_tiles;  // per tap along D
   const int padded = (tiles + kTilesOfPair - 1) / kTilesOfPair * kTilesOfPair;
   const u32 w_pitch = (kWide ? (taps * padded * 8 + 4) * 4 : (taps * padded | 1) * 16);
 
-  // Where each tile of columns is: its kernel row, and how far in a window.
+  // For each column tile, its kernel row and its offset in a window.
   __shared__ Tile places[kMostTiles];
   for (int i = thread; i < tiles; i += threads) {
     const int row = i / geometry.column_tiles;
     places[i] = {row, (i - row * geometry.column_tiles) * 8 * kBytes};
   }
-  // Weights: a row for each of the block's channels, in the order of products' columns.
+  // Weights: one row per channel of the block, in the order of the GEMM's K.
   const T* const w = static_cast<const T*>(args.w);
   const int per_channel = taps * padded * 8;
 #pragma unroll 1
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   }
   __syncthreads();
 
-  // b of a product: of 16-bit types the first and the second tile of columns.
+  // The B fragment: for 16-bit types, of both column tiles of a pair.
   const u32 b_at = shared_address(weights) + (warp_channel * 32 + (lane & 7)) * w_pitch +
                    (lane >> 3 & 1) * 16;
   const auto load_b = [&](u32 (&to)[2], int pair, int n) {
@@ -151,8 +151,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 
   float sum[2][4][4];
   const u32 windows_at = shared_address(base);
-  // This lane's address of its tile of a pair; the upper lanes' is the second one's. Beyond the last
-  // tile it is the last one again, whose weights there are zeros.
+  // This lane's address in a pair of tiles: the upper half-warp reads the second one. Past the last
+  // tile, the last one is read again, with weights of zero.
   const int half = lane >> 4, tile_half = kWide ? 0 : half;
   const u32 lane_at = windows_at + (warp_q + (lane & 15)) * x.pitch() + (kWide ? half * 16 : 0);
   const auto window_of = [&](int first_slot, int pair) {
@@ -201,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     if (channel >= args.y_channels) return;
     const i64 row_at = unit.n * args.y_stride[0] + unit.z * args.y_stride[3] +
                        p * args.y_stride[4] + channel * args.y_stride[2];
-    // Eight neighbouring channels of a position at a time.
+    // Eight adjacent channels of a position at a time.
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int q = warp_q + i * 8 + (lane >> 2);
@@ -220,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       }
     }
     if (args.plain) return;
-    // With an epilogue one at a time.
+    // With an epilogue, one result at a time.
 #pragma unroll 1
     for (int i = 0; i < 32; ++i) {
       const int q = warp_q + i / 8 * 8 + (lane >> 2), k = channel + i % 8;
@@ -241,13 +241,13 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     }
   };
 
-  // A step is one tap along D of one unit; with several taps no step finds the last one's windows.
+  // A step is one tap along D of one unit. With several taps, steps cannot reuse windows.
   const int first_step = unit0 * taps, end_step = unit1 * taps;
   const auto step_of = [&](int step) {
     const int index = taps == 1 ? step : step / taps;
     return x.unit_of(index, step - index * taps, taps > 1 || step == first_step);
   };
-  // Steps near the one that is worked on, each worked out by one thread.
+  // Coordinates of upcoming steps, each computed by one thread.
   __shared__ Unit steps[kSteps];
   if (thread < STAGES) steps[thread] = step_of(first_step + thread);
   __syncthreads();
@@ -263,14 +263,14 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   bool ready = false;
   for (int step = first_step; step < end_step; ++step) {
     const int place = step - first_step;
-    cp_async_wait<STAGES - 3>();  // of this step and the next
+    cp_async_wait<STAGES - 3>();  // for this step and the next
     __syncthreads();
     if (thread == 0) steps[(place + STAGES) % kSteps] = step_of(step + STAGES);
     const Unit& unit = steps[place % kSteps];
     copy_step(step + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
     const int next = stage + 1 == STAGES ? 0 : stage + 1;
     if (tap == 0) {
-      // Where a bias is all that is added, sums begin with it.
+      // If the epilogue is just a bias, accumulators start from it.
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
         const int k = first_channel + (lane & 3) * 8 + e;
@@ -284,8 +284,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       x.lay_out<true>(unit, stage, ring);
       __syncthreads();
     }
-    // Some warps lay out the next step before their products and some after, so that both kinds of
-    // work are there all the time.
+    // Some warps lay out the next step before their mma and some after, so that the two overlap.
     const Unit& after = steps[(place + 1) % kSteps];
     ready = step + 1 < end_step && after.inside && !after.fresh;
     const int here = ring;

@@ -25,7 +25,7 @@ namespace {
 
 using T = ELEMENT;
 constexpr int kDepth = TAPS * STEPS;
-// Neighbouring positions are apart such that eight of them meet in no bank.
+// The pitch of positions, which avoids bank conflicts between eight of them.
 constexpr u32 kPitch = (2 * STEPS + 1) * 16;
 
 template <int kValue>
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   T* const weights = reinterpret_cast<T*>(base + STAGES * stage_bytes);
   const u32 ring = shared_address(base);
 
-  // This thread's chunks of y.
+  // Each thread copies one column of chunks of y.
   const int copy_row = thread / args.y_chunks, copy_at = thread - copy_row * args.y_chunks;
   const int copy_rows = threads / args.y_chunks;
   const T* const y = static_cast<const T*>(args.y);
@@ -78,13 +78,13 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   };
   for (int i = 0; i < STAGES - 1; ++i) copy_row_of_y(i);
 
-  // Zeros beyond the last channel, up to a whole number of steps.
+  // Zero-fill past the last channel, up to a whole k-step.
   for (int i = thread; i < STAGES * args.positions; i += threads) {
     for (int chunk = args.y_chunks; chunk < 2 * STEPS; ++chunk) {
       *reinterpret_cast<uint4*>(base + i * kPitch + chunk * 16) = make_uint4(0, 0, 0, 0);
     }
   }
-  // Weights as (K, R, S, C), which they mostly are.
+  // Copies the weights as (K, R, S, C), which is their usual layout.
   const T* const w = static_cast<const T*>(args.w);
   const int in_row = args.kernel[2] * args.channels, in_channel = args.kernel[1] * in_row;
   const int all_weights = args.y_channels * in_channel;
@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
     for (int i = thread * 8; i < all_weights; i += threads * 8) {
       if (i + 8 <= all_weights) {
         cp_async<16>(shared_address(weights + i), w + i);
-      } else {  // the last ones: no whole chunk
+      } else {  // the last, partial chunk
         for (int j = i; j < all_weights; ++j) weights[j] = w[j];
       }
     }
@@ -110,8 +110,8 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   }
   __syncthreads();
 
-  // The kernel rows of this warp's class: slot j stands for row remainder + j*stride. Column (b, c) at
-  // step t along W lies (pad - (first_tap + t)*stride)*C further on in a row of the kernel.
+  // The kernel rows of this warp's residue: slot j is row remainder + j*stride. In a kernel row,
+  // column (b, c) at step t along W is at offset (b + pad - (first_tap + t)*stride)*C + c.
   u32 b[SLOTS][kDepth][TILES][2];
 #pragma unroll
   for (int tile = 0; tile < TILES; ++tile) {
@@ -139,14 +139,14 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   float sum[2][SLOTS][TILES][4] = {};
   const u32 lane_at =
       ring + (warp_group + (lane & 15)) * args.hop * kPitch + (lane >> 4) * 16;
-  const u32 further = 16 * args.hop * kPitch;  // from a warp's first tile to its second
+  const u32 further = 16 * args.hop * kPitch;  // offset of a warp's second tile from its first
 
   const i64 plane_at = share.n * args.x_stride[0] + share.d * args.x_stride[3];
-  const int in_group = args.group * args.channels;  // columns that are there
+  const int in_group = args.group * args.channels;  // columns that are not padding
   const int own_group = first_group + warp_group + (lane >> 2);
   const int own_column = (lane & 3) * 2, own_at = own_group * in_group + own_column;
-  // A lane's sums of a finished row: of groups own_group + 8*(i / 2) for i below 8, columns own_column
-  // + i % 2; then those of the next tile of columns.
+  // A lane's accumulators of a finished row: for i below 8, those of group own_group + 8*(i / 2)
+  // and column own_column + i % 2; then those of the next column tile.
   const auto sum_of = [&](int i) { return sum[i / 4 % 2][0][i / 8][i % 4]; };
   const auto write_row = [&](int h) {
     T* const x = static_cast<T*>(args.x) + (plane_at + h * args.x_stride[4]);
@@ -167,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
     }
   };
 
-  // A row of y times the weights of the first so many slots.
+  // Multiplies a row of y by the weights of the first `count` slots.
   const auto multiply = [&](auto count, u32 from) {
     constexpr int kSlots = decltype(count)::value;
     u32 a[2][2][4];

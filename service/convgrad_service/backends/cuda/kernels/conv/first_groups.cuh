@@ -1,12 +1,12 @@
-// The gradient of a first layer's input by groups of positions: what its kernels share. The host's
-// side is first_groups.py.
+// Shared by the kernels that compute dgrad of a first layer by groups of positions. Launched by
+// first_groups.py.
 //
-// Positions of x along W are taken in groups of `group`, a multiple of the stride: every group meets
-// the positions of y from `hop` times its number on, at the same steps. Then
+// Positions of x along W form groups of `group`, a multiple of the stride. Group i reads the
+// positions of y from i*hop + first_tap, at the same steps as every other group. Then
 //   x[h][i, (b, c)] = sum over h's kernel rows r, steps t and k of
 //                     y[p][i*hop + first_tap + t, k] * v[r][t, k, (b, c)]
 // with v[r][t, k, (b, c)] = w[k, c, r, b + pad - (first_tap + t)*stride], zero outside the kernel, is
-// a product with M = groups i, N = group*C columns, K = steps x channels of y.
+// a GEMM with M = groups i, N = group*C columns, K = steps x channels of y.
 #pragma once
 
 #include "ptx/load_store.cuh"
@@ -26,7 +26,7 @@ struct FirstGroupsArgs {
   float alpha;
   float beta;
   int activation;
-  int plain;  // the result is the sum itself: 1, or where columns are neighbours in x one of these
+  int plain;  // no epilogue: 1, or one of the constants below if columns are contiguous in x
   int flat_weights;  // w is contiguous as (K, R, S, C)
   int channels;
   int y_chunks;  // 16-byte chunks of y's channels
@@ -43,21 +43,21 @@ struct FirstGroupsArgs {
   int warp_groups;
   int positions;     // positions of y that a block's groups read
   int row_segments;  // row segments along H
-  int segment_rows;  // rows of y that a segment moves on by
+  int segment_rows;  // rows of y that a segment advances by
   int segments;      // along W
 };
 
-constexpr int kNeighbours = 2, kInTwos = 3;  // in twos at even offsets
+constexpr int kNeighbours = 2, kInTwos = 3;  // columns are contiguous; and pairs at even offsets
 
 __device__ __forceinline__ int floor_div(int a, int b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
 
 // What a block computes: one plane (n, d) of x, a segment of its rows and one of its groups.
 struct Share {
   int n, d, z, segment;
-  bool met;              // whether a tap along D meets plane z of y
+  bool met;              // whether a tap along D reads plane z of y
   int finish0, finish1;  // after row p of y, rows p*stride - pad + [0, stride) of x are complete
-  int p0;                // the first row of y that enters one of them
-  int real0, real1;      // those that there are
+  int p0;                // the first row of y that contributes to them
+  int real0, real1;      // the range of rows that exist
 
   __device__ __forceinline__ explicit Share(const FirstGroupsArgs& args) {
     u32 block = blockIdx.x;
@@ -79,7 +79,7 @@ struct Share {
   }
 };
 
-// One sum of group `group` in row h, with an epilogue.
+// Stores one result of group `group` in row h, with an epilogue.
 template <class T>
 __device__ inline void put_one(const FirstGroupsArgs& args, const Share& share, int h, int group,
                                int column, float value) {
@@ -96,8 +96,8 @@ __device__ inline void put_one(const FirstGroupsArgs& args, const Share& share, 
       finish<T, float>(value, args.alpha, args.beta, accumulate, bias, args.activation));
 }
 
-// Two neighbouring columns of plain results: `x` is the row, `at` the first column's place in it where
-// columns are neighbours.
+// Stores two adjacent columns without an epilogue. `x` is the row, `at` the offset of the first
+// column in it if columns are contiguous.
 template <class T>
 __device__ __forceinline__ void put_two(const FirstGroupsArgs& args, T* x, int at, int group,
                                         int column, u32 two) {

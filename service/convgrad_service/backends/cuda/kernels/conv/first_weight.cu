@@ -35,7 +35,7 @@ struct FirstWeightArgs {
   float alpha;
   float beta;
   int y_channels;
-  int wide_result;  // w holds float32, whatever x and y do
+  int wide_result;  // w is float32, regardless of the type of x and y
   int row_groups;
   int channel_blocks;
   int warp_columns;
@@ -48,13 +48,13 @@ using T = ELEMENT;
 constexpr bool kWide = sizeof(T) == 4;
 constexpr int kBytes = static_cast<int>(sizeof(T));
 constexpr int kChunk = 16 / kBytes;
-constexpr int kDepth = 32 / kBytes;  // of one product
-constexpr int kTiles = 6;            // of a warp
-constexpr int kUnits = 8;            // that are known ahead
+constexpr int kDepth = 32 / kBytes;  // K of an mma
+constexpr int kTiles = 6;            // column tiles of a warp
+constexpr int kUnits = 8;            // units whose coordinates are precomputed
 constexpr int kChannels = 16 * ROWS;
-constexpr int kSegment = 64;         // positions of a row of y, at most
-// Rows of shared memory, of a position's channels or with ALONG_W of a channel's positions, are apart
-// such that no fragment's rows meet in a bank.
+constexpr int kSegment = 64;         // the most positions of a unit's row
+// The pitch of y in shared memory, whose rows are positions, or with ALONG_W channels. It avoids
+// bank conflicts between the rows of a fragment.
 constexpr int kPitch = ALONG_W ? kSegment * kBytes + 16 : kChannels * kBytes + (kWide ? 32 : 16);
 
 template <class R>
@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   x.raws = x.windows + x.ring_bytes();
   const T* const y = static_cast<const T*>(args.y);
   const auto unit_of = [&](int index) { return x.unit_of(index, tap, index == unit0); };
-  // Units near the one that is worked on, each worked out by one thread.
+  // Coordinates of upcoming units, each computed by one thread.
   __shared__ Unit units[kUnits];
   if (thread < STAGES) units[thread] = unit_of(unit0 + thread);
   __syncthreads();
@@ -108,13 +108,13 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     if (index < unit1) {
       const Unit& unit = units[(index - unit0) % kUnits];
       if (unit.inside) {
-        // Neighbouring threads copy neighbouring chunks: of a position, or of a channel.
+        // Adjacent threads copy adjacent chunks of a position, or with ALONG_W of a channel.
         const int chunks = (ALONG_W ? geometry.segment : kChannels) / kChunk;
         const int chunk = thread % static_cast<u32>(chunks), first = thread / static_cast<u32>(chunks);
         const int step = threads / static_cast<u32>(chunks);
         const int depth = (unit.width + kDepth - 1) / kDepth * kDepth;
-        const int lines = ALONG_W ? kChannels : depth;  // that are copied,
-        int real = ALONG_W ? args.y_channels - first_channel : unit.width;  // and that are there
+        const int lines = ALONG_W ? kChannels : depth;  // rows of shared memory,
+        int real = ALONG_W ? args.y_channels - first_channel : unit.width;  // and those not padding
         const int channel = first_channel + (ALONG_W ? first : chunk * kChunk);
         const int q = ALONG_W ? chunk * kChunk : first;
         if (ALONG_W ? q >= unit.width : channel >= args.y_channels) real = 0;
@@ -142,18 +142,18 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     cp_async_commit();
   };
 
-  // This warp's tiles of columns, dealt out evenly: kernel row and tile in it.
+  // This warp's share of the column tiles (kernel row, tile), which are distributed evenly.
   const int all_tiles = x.rows * geometry.column_tiles;
   const int first_tile = all_tiles * warp_column / args.warp_columns;
   const int tiles = all_tiles * (warp_column + 1) / args.warp_columns - first_tile;
-  // A load of two tiles: the lower lanes' addresses are the first one's, the upper lanes' the
-  // second's. In TF32 every lane reads its own column of both.
+  // ldmatrix loads two tiles: lower lanes hold addresses of the first, upper lanes of the second.
+  // In TF32, every lane reads its own column of both.
   const auto tile_of = [&](int j) { return min(first_tile + j, all_tiles - 1); };
   float sum[ROWS][kTiles][4] = {};
 
   const u32 window_pitch = x.pitch();
   const u32 windows_at = shared_address(x.windows), windows_end = windows_at + x.ring_rows() * x.row_bytes();
-  // This lane's addresses of the unit's windows: they move on with the ring.
+  // This lane's addresses in the unit's windows, which advance with the ring.
   constexpr int kLoads = kWide ? kTiles : kTiles / 2;
   u32 window_at[kLoads];
 #pragma unroll
@@ -222,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   bool ready = false;
   for (int index = unit0; index < unit1; ++index) {
     const int place = index - unit0;
-    cp_async_wait<STAGES - 3>();  // of this unit and the next
+    cp_async_wait<STAGES - 3>();  // for this unit and the next
     __syncthreads();
     if (thread == 0) units[(place + STAGES) % kUnits] = unit_of(index + STAGES);
     const Unit& unit = units[place % kUnits];
@@ -232,8 +232,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       x.lay_out<false>(unit, stage, ring);
       __syncthreads();
     }
-    // Some warps lay out the next unit before their products and some after, so that both kinds of
-    // work are there all the time.
+    // Some warps lay out the next unit before their mma and some after, so that the two overlap.
     const Unit& after = units[(place + 1) % kUnits];
     ready = index + 1 < unit1 && after.inside && !after.fresh;
     if (ready) {
@@ -257,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   __syncthreads();
   launch_dependent_grids();
 
-  // The sums of all warps along the pixels, one after another.
+  // Adds the accumulators of all warps along the pixels, in order.
   float* const total = reinterpret_cast<float*>(base);
   const int total_pitch = all_tiles * 8 + 4;
   for (int turn = 0; turn < geometry.unit_rows; ++turn) {

@@ -1,13 +1,12 @@
-// Windows of a first layer's input in shared memory. The host's side is first_windows.py.
+// Windows of a first layer's input in shared memory (im2col along W). Launched by first_windows.py.
 //
-// With channels last the S taps of a kernel row meet S*C neighbouring numbers of a row of x, from the
-// (q*stride - pad)*C-th on. Rows of x are laid out once as
+// With channels last, the S taps of a kernel row read S*C consecutive elements of a row of x, from
+// element (q*stride - pad)*C. Each row of x is expanded once into
 //   windows[h][q][(s, c)] = x[n, d, h, q*stride - pad + s, c], zeros outside,
-// matrices of positions q by S*C columns, rounded up to whole tiles of 8, for every kernel row and
-// row of y that meet there.
-// A unit is `unit_rows` rows of y by `segment` positions. Its rows of x come to shared memory as they
-// lie, by asynchronous copies, and become windows in a ring of rows, where the next unit down finds
-// those that it shares.
+// a matrix of positions q by S*C columns, rounded up to tiles of 8, which every kernel row and row
+// of y that read row h share. A unit is `unit_rows` rows of y by `segment` positions. Its rows of x
+// are copied to shared memory by cp.async and expanded into a ring of rows, where the next unit
+// down reuses those that overlap.
 #pragma once
 
 #include "ptx/mma.cuh"
@@ -53,7 +52,7 @@ struct Windows {
   char* windows;
   char* raws;
 
-  // Rows of x that a unit reads, and those that the next one down adds.
+  // Rows of x that a unit reads, and the new rows of the next unit down.
   __device__ __forceinline__ int met() const {
     return args.stride[1] * (args.unit_rows - 1) + rows;
   }
@@ -66,7 +65,7 @@ struct Windows {
   __device__ __forceinline__ u32 raw_bytes() const {
     return (args.stride[1] * (args.unit_rows - 1) + args.rows) * args.row_words * 4;
   }
-  // Rows of the windows' ring, for the largest block.
+  // Bytes of the ring of windows, for the largest block.
   __device__ __forceinline__ u32 ring_bytes() const {
     return (args.stride[1] * (2 * args.unit_rows - 1) + args.rows) * row_bytes();
   }
@@ -90,7 +89,7 @@ struct Windows {
   __device__ __forceinline__ i64 row_of(const Unit& unit, int h) const {
     return unit.n * stride[0] + unit.d * stride[3] + h * stride[4];
   }
-  // The first element of a position's window in a row; may be outside.
+  // The first element of a position's window in a row, which may be outside.
   __device__ __forceinline__ int window_at(int q) const {
     return (q * args.stride[2] - args.pad[2]) * args.channels;
   }
@@ -105,8 +104,8 @@ struct Windows {
   __device__ static __forceinline__ u32 shifted(u32 low, u32 high, u32 shift) {
     return static_cast<u32>((static_cast<u64>(high) << 32 | low) >> shift);
   }
-  // Starts the copies of a unit's new rows, one warp per row, in whole chunks, which may include unused
-  // neighbours.
+  // Issues the copies of a unit's new rows, one warp per row, in whole chunks, which may include
+  // elements before and after those needed.
   __device__ __forceinline__ void copy(const Unit& unit, int stage) const {
     const int first = first_element(unit), skip = skipped(unit);
     const int last = min(row_elements(), window_at(unit.q0 + unit.width - 1) + columns());
@@ -123,20 +122,20 @@ struct Windows {
       for (int at = lane * kChunk; at < count; at += 32 * kChunk) {
         if (start + at + kChunk <= args.x_end) {
           cp_async<16>(shared_address(to + at), row_x + at);
-        } else {  // x's last elements: not a whole chunk
+        } else {  // the last, partial chunk of x
           for (int i = at; i < count; ++i) to[i] = row_x[i];
         }
       }
     }
   }
 
-  // Converts a unit's new rows to windows, from slot `ring` on: a warp has 32 positions of a row. With
-  // `kExact` columns past the last are zeros, else arbitrary.
+  // Expands a unit's new rows into windows, starting at slot `ring`. A warp has 32 positions of a
+  // row. Columns past the last are zeros with `kExact`, else arbitrary.
   template <bool kExact>
   __device__ __forceinline__ void lay_out(const Unit& unit, int stage, int ring) const {
     const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
     const int skip = skipped(unit), first = first_element(unit);
-    const int parts_log = args.segment >> 6;  // 32 positions or 64
+    const int parts_log = args.segment >> 6;  // log2 of the warps per row of 32 or 64 positions
     const int row_chunks = args.column_tiles * 8 / kChunk;
     const int first_row_at = static_cast<int>(row_of(unit, unit.h0 + skip) + first);
     const int row_step = static_cast<int>(stride[4]);
@@ -158,7 +157,7 @@ struct Windows {
       const u32* words = reinterpret_cast<const u32*>(raw + row * (args.row_words * 4)) +
                          (kWide ? at : at >> 1);
       const u32 shift = (at & 1) * 16;
-      if (high <= low) {  // none of it, nor of its neighbours
+      if (high <= low) {  // all of it is padding
         for (int chunk = 0; chunk < row_chunks; ++chunk) {
           Vector<T, kChunk>::zero().store(to + chunk * kChunk);
         }
@@ -187,7 +186,7 @@ struct Windows {
     }
   }
 
-  // The word that begins with column `column`, zero outside [low, high).
+  // The word that starts at column `column`, with zeros outside [low, high).
   __device__ static __forceinline__ u32 inside_of(u32 word, int column, int low, int high) {
     const bool first = column >= low && column < high;
     if constexpr (kWide) return first ? word : 0;

@@ -40,9 +40,9 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
   __shared__ u64 barriers[2 * STAGES + 1];
   __shared__ Extremes of_weights;
   const int thread = threadIdx.x, lane = thread & 31;
-  // Uniform over lanes; the compiler infers that only from a shuffle.
+  // Warp-uniform, which the compiler infers only from a shuffle.
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
-  // The rows of x that a row of y completes, from `first_row` on.
+  // The number of rows of x that a row of y completes, and the first kernel row's offset in x.
   const int stride_h = args.stride[1], completed = stride_h / args.row_step;
   const int first_row = static_cast<int>(blockIdx.y) - args.pad[1];
   const Share share(args);
@@ -115,15 +115,15 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
   }
   named_barrier_sync(kWeightsLaid, threads);
 
-  // A lane's accumulators: groups own_group and own_group + 8, columns own_column and own_column + 1, for
-  // each kernel row.
+  // A lane's accumulators per fragment: groups own_group and own_group + 8, columns own_column and
+  // own_column + 1.
   float sum[kAll][4] = {};
   [[maybe_unused]] float finished[kMostFinished][4];
   const int tile = warp / 4;
   const i64 plane_at = share.n * args.x_stride[0] + share.d * args.x_stride[3];
   const int own_row = tile * 64 + warp % 4 * 16 + row_of(lane >> 2);
   const int own_group = first_group + own_row, own_column = (lane & 3) * 2;
-  // Their offsets in a row of x, and which of both groups' columns exist.
+  // Their offsets in a row of x, and whether they exist.
   int own_at[kEights][2];
   bool there[kEights][2][2];
 #pragma unroll
@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
     }
   }
   const int eight_groups = static_cast<int>(8 * args.group * args.x_stride[5]);
-  // One row of x.
+  // Stores one row of x.
   const auto write_row = [&](int h, const float(&of)[4], int beside) {
     if (h < 0 || h >= args.x_size[1]) return;
     T* const x = static_cast<T*>(args.x) + (plane_at + h * args.x_stride[4]);
@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
       if (row < completed) write_row(p * stride_h + first_row + row, finished[row], 0);
     }
   };
-  // Shifts the accumulators by that many kernel rows.
+  // Shifts the accumulators by `rows` kernel rows.
   const auto move_on = [&](auto rows) {
     constexpr int kBy = decltype(rows)::value * kEights;
 #pragma unroll
@@ -204,12 +204,13 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
           }
         }
         wgmma_commit();
-        // Meanwhile stores what the previous row of y completed.
+        // Stores the rows that the previous row of y completed while wgmmas run.
         if (kLater && p > share.p0) write_rows(p - 1);
         wgmma_wait<0>();
         fence_accumulators(sum);
       } else {
-        // Inspects the warp's part of the row: the first and last step's positions cover all.
+        // Inspects the warp's part of the row: positions of the first and last step cover all of
+        // it.
         Extremes seen = Extremes::none();
 #pragma unroll 1
         for (int i = 0; i < 2 * STEPS; ++i) {
@@ -226,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
           y_power.choose(seen.of_warp(), w_most, w_power.exponent > 0);
         }
         const float by = y_power.scale(), back = power_of_two(-y_power.exponent - w_power.exponent);
-        // Accumulators of the largest parts' products, by halves of a step's, and of all others.
+        // Accumulators of products of the largest parts, in two halves, and of all other products.
         float large[2][kAll][4], small[kAll][4];
         u32 parts[2][3][4];
         u32 words[2][4];
@@ -252,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
             }
 #pragma unroll
             for (int part = 0; part < 3; ++part) fence_registers(parts[turn][part]);
-            // Prepares the next operands while these wgmmas run.
+            // Load the next operands while these wgmmas run.
             load(step + 1 < STEPS ? tap : min(tap + 1, TAPS - 1), (step + 1) % STEPS);
             wgmma_fence();
             const auto issue = [&](float(&to)[kAll][4], int of_a, int of_b, int add) {

@@ -1,4 +1,4 @@
-// The arguments of hopper_first_data.cu, what an instance is, and how it lays weights out.
+// Kernel parameters, constants and weight layout of hopper_first_data.cu.
 // Macros: ELEMENT, SPLIT, ROWS, EIGHTS, TAPS, STEPS, STAGES.
 #pragma once
 
@@ -11,29 +11,29 @@ namespace convgrad {
 struct HopperFirstDataArgs : FirstGroupsArgs {
   alignas(64) TensorMap y_map;  // K W H D N
   u32 sub_bytes;                // 128 bytes of each position of a stage, in whole swizzle atoms
-  int row_step;                 // between a block's kernel rows: 1, or the stride, and blockIdx.y the first
-  u32 w_bytes;                  // bytes of the weights as loaded; 0 if they are read from global memory
+  int row_step;                 // between a block's kernel rows, from blockIdx.y: 1, or the stride
+  u32 w_bytes;                  // bytes of the weights' bulk copy; 0 if read from global memory
 };
 
 using FirstElement = ELEMENT;
 constexpr bool kWide = sizeof(FirstElement) == 4, kSplit = SPLIT;
-// Eights of columns of a kernel row, and of all.
+// 8-column fragments of a kernel row, and of all.
 constexpr int kEights = EIGHTS, kAll = ROWS * kEights;
-// Whether registers suffice to store results while the next row's wgmmas run.
+// Whether there are registers to store results while the next row's wgmmas run.
 constexpr bool kLater = kEights == 1;
-constexpr int kMostFinished = 2;  // of rows of x by one of y, in that case
+constexpr int kMostFinished = 2;  // in that case, the most rows of x that a row of y completes
 constexpr int kColumns = kAll * 8, kRowColumns = kEights * 8;
-constexpr int kSubs = kWide ? 2 : 1;                  // rows of 128 bytes that a position of y has
-constexpr int kWeightSubs = kWide && !kSplit ? 2 : 1;  // and a column of the weights
+constexpr int kSubs = kWide ? 2 : 1;                  // rows of 128 bytes per position of y,
+constexpr int kWeightSubs = kWide && !kSplit ? 2 : 1;  // and per column of the weights
 constexpr int kParts = kSplit ? 3 : 1;
 constexpr int kSubChannels = kWide ? 32 : 64;
-constexpr int kProducts = kWide && !kSplit ? 2 * STEPS : STEPS;  // of a step along W
+constexpr int kProducts = kWide && !kSplit ? 2 * STEPS : STEPS;  // wgmmas per step along W
 constexpr u32 kRowBytes = 128, kTapBytes = kColumns * kRowBytes;
 constexpr u32 kPartBytes = TAPS * kWeightSubs * kTapBytes;
-constexpr int kFree = STAGES - 2;  // stages that copies of y find free at first
-constexpr int kWeightsLaid = 1;    // a barrier
-constexpr int kLoaders = kSplit ? 128 : 32;  // threads, a warpgroup where it leaves its registers
-// Two warpgroups, unless the sums of two blocks of them do not fit into the registers.
+constexpr int kFree = STAGES - 2;  // stages free for y while the others hold the weights as loaded
+constexpr int kWeightsLaid = 1;    // a named barrier
+constexpr int kLoaders = kSplit ? 128 : 32;  // producer threads; a warpgroup, to release registers
+// Two warpgroups, unless accumulators of two such blocks would not fit into the registers.
 constexpr int kMostThreads = (kEights == 1 ? 256 : 128) + kLoaders;
 
 template <int kValue>
@@ -41,22 +41,22 @@ struct Count {
   static constexpr int value = kValue;
 };
 
-// Where 16-byte chunk c of row r is.
+// The swizzled offset of a 16-byte chunk of a row.
 __device__ __forceinline__ u32 chunk_at(u32 row, u32 chunk) {
   return row * kRowBytes + (chunk ^ (row & 7)) * 16;
 }
 
-// A lane's A operand is four contiguous channels of y, so that it loads them at once: the first and
-// second pair of the K halves.
+// K is permuted so that a lane's part of A is four contiguous channels of y, which it loads at
+// once: the pairs of both halves of K.
 __device__ __forceinline__ constexpr int channel_of(int place) {
   return place / 2 % 4 * 4 + place / 8 * 2 + place % 2;
 }
-// The row of eight that a lane has, chosen against bank conflicts.
+// The row of eight that a lane has, permuted to avoid bank conflicts.
 __device__ __forceinline__ constexpr int row_of(int of_eight) {
   return kSplit ? of_eight / 2 + of_eight % 2 * 4 : of_eight;
 }
 
-// Two consecutive elements, or one, rounded.
+// Rounds and stores two consecutive elements, or one.
 template <class E>
 __device__ __forceinline__ void put_two(bool wanted, E* to, float first, float second) {
   store_if(wanted, to, narrow_x2<E>(first, second));
@@ -72,7 +72,7 @@ __device__ __forceinline__ void put_one(bool wanted, float* to, float value) {
   store_if(wanted, to, __float_as_uint(value));
 }
 
-// A chunk of a weight operand, or of its three parts, scaled.
+// Packs a chunk of a weight operand, or of its three scaled parts.
 template <class E>
 __device__ __forceinline__ void pack(const E (&values)[8], u32 (&words)[1][4], float) {
 #pragma unroll
@@ -94,8 +94,8 @@ __device__ __forceinline__ void pack(const float (&values)[8], u32 (&words)[3][4
   }
 }
 
-// Writes the weights' operands: columns are kernel rows x (b, c), 8 of each. Weights to be split are
-// multiplied by `by`; returns the extremes that this thread has seen.
+// Writes the B operands to shared memory: columns are kernel rows x (b, c), padded to 8. Weights to
+// be split are multiplied by `by`. Returns the extremes of the weights that this thread read.
 __device__ __forceinline__ Extremes lay_weights(const HopperFirstDataArgs& args, const FirstElement* w,
                                                 char* to, int thread, int threads, float by = 1) {
   Extremes seen = Extremes::none();

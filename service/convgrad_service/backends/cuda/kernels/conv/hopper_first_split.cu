@@ -32,12 +32,12 @@ using namespace convgrad;
 namespace {
 
 constexpr int kMostStages = 16, kMostThreads = 640, kMadeStages = 2;
-constexpr int kSums = 1, kSplit = 2;  // barriers
+constexpr int kSums = 1, kSplit = 2;  // named barriers
 constexpr bool kExact = PARTS == 3;
 constexpr int kChannels = CHANNELS, kFragments = kChannels / 8, kSubs = kChannels / 32;
-constexpr int kRowBytes = kChannels * 2;       // bytes of a column's bfloat16 parts
+constexpr int kRowBytes = kChannels * 2;       // bytes of a bfloat16 part of a column
 constexpr u32 kDepthBytes = 16 * kRowBytes;    // bytes of a part per wgmma
-constexpr int kHalf = (PRODUCTS + 1) / 2;      // half of a row's wgmmas
+constexpr int kHalf = (PRODUCTS + 1) / 2;      // half of the wgmmas of a row
 
 // The scale of a row of y: its exponent, and the biased exponent of the largest scaled element.
 struct Scaled {
@@ -51,18 +51,18 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
   extern __shared__ uint4 shared[];
   __shared__ u64 barriers[6 * kMostStages];
   __shared__ Scaled scaled[kMadeStages];
-  __shared__ Extremes of_rows[3];  // of a row; cleared before it is used again
+  __shared__ Extremes of_rows[3];  // a ring by row; each is cleared before it is reused
   const int thread = threadIdx.x, lane = thread & 31;
-  // Uniform over lanes; the compiler infers that only from a shuffle.
+  // Warp-uniform, which the compiler infers only from a shuffle.
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
-  const int consumers = blockDim.x / 32 - 8;  // warps, then four that split and four that load
+  const int consumers = blockDim.x / 32 - 8;  // warps, before four that split and four that load
   char* const base = reinterpret_cast<char*>(shared) + (-shared_address(shared) & 1023);
   const u32 ring = shared_address(base);
   const u32 y_full = shared_address(barriers), y_empty = y_full + kMostStages * 8;
   const u32 x_full = y_empty + kMostStages * 8, x_empty = x_full + kMostStages * 8;
   const u32 made = x_empty + kMostStages * 8, used = made + kMostStages * 8;
   const BlockAt block(args, kChannels);
-  // Of 32 channels of a row of y, and of the row in one of the parts.
+  // Bytes of 32 channels of a row of y, and of the row in one bfloat16 part.
   const u32 sub_bytes = args.segment * 128, part_bytes = args.segment * kRowBytes;
   if (thread == 0) {
     for (int i = 0; i < kMostStages; ++i) {
@@ -175,8 +175,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
   } else {
     setmaxnreg_inc<120>();
     launch_dependent_grids();
-    // Two consecutive elements of a window: how many steps before a row of y their row of x was loaded,
-    // and their offset in that step's rows.
+    // For this lane's two consecutive elements of a window: how many steps before a row of y their
+    // row of x was loaded, and their offset in the rows of that step.
     const int place = block.first_tile * 64 + own;
     const int row = min(place / args.window, args.kernel[0] - 1);
     const int before_last = args.kernel[0] - 1 - row, lag = before_last / args.added;
@@ -186,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     const u64 b_first = mn_major_descriptor<kRowBytes>(ring + args.made_at);
 
     PipelineState state, parts_state;
-    int freed = 0, freed_at = 0, index = 0;  // of steps, counted from the block's first
+    int freed = 0, freed_at = 0, index = 0;  // step counters, from the block's first step
     const auto free_to = [&](int until) {
       for (; freed < until; ++freed) {
         if (lane == 0) mbarrier_arrive(x_empty + freed_at * 8);
@@ -195,8 +195,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     };
     u32 a[2][PARTS][4];
     float sum[kFragments][4] = {};
-    // Accumulators of the largest parts' products, by halves of a row, where those are separate; and of
-    // all others, scaled by 2^small_lift.
+    // Accumulators of products of the largest parts, by halves of a row, if those are separate; and
+    // of all other products, scaled by 2^small_lift.
     [[maybe_unused]] float large[2][kFragments][4], small[kFragments][4] = {};
     SplitScale power;
     int small_lift = 0;
@@ -207,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
         if (stage < 0) stage += args.x_stages;
         const u32 from = ring + args.raws_at + stage * args.x_stage + own_at + step.lead +
                          part * PRODUCTS * 16 * apart;
-        u32 words[2][4];  // columns 0, 1 and 8, 9 of a product: two neighbours of each
+        u32 words[2][4];  // columns 0, 1 and 8, 9 of a wgmma: two adjacent elements each
         const auto load = [&](int i) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
@@ -252,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
           }
 #pragma unroll
           for (int of = 0; of < PARTS; ++of) fence_registers(a[turn][of]);
-          // Prepares the next operands while these wgmmas run.
+          // Load the next operands while these wgmmas run.
           if (i + 1 < PRODUCTS) load(i + 1);
           wgmma_fence();
           const auto start = [&](float(&to)[kFragments][4], int of_a, int of_b, int add) {
@@ -287,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
         __syncwarp();
         if (lane == 0) mbarrier_arrive(used + parts_state.index * 8);
         parts_state.advance(kMadeStages);
-        // Releases the rows of x that only this row of y needed.
+        // Release the rows of x that no later row of y reads.
         free_to(index - args.before + 1);
       } else if (step.begins()) {
         __syncwarp();
@@ -297,8 +297,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
       state.advance(args.x_stages);
     }
     accumulate_scaled(sum, small, power_of_two(-small_lift));
-    // All copies have been waited for, but other warps may still read. Warpgroups that share a tile add
-    // their sums one after another.
+    // All copies have arrived, but other warps may still read them. Warpgroups that share a tile
+    // add their accumulators one after another.
     for (int turn = 0; turn < args.parts; ++turn) {
       named_barrier_sync(kSums, consumers * 32);
       if (part != turn) continue;

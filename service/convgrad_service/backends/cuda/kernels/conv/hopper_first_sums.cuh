@@ -8,8 +8,8 @@ namespace convgrad {
 
 using T = ELEMENT;
 
-// Stores a lane's sums to shared memory, or adds them unless `first`: one row per channel, `pitch` apart,
-// two consecutive elements of a window.
+// Stores a lane's accumulators to shared memory if `first`, else adds them. Rows are channels,
+// `pitch` apart; a lane has two consecutive elements of a window.
 template <int kFragments>
 __device__ __forceinline__ void leave_sums(float* to, const float (&sum)[kFragments][4], int pitch,
                                            bool first) {
@@ -21,8 +21,8 @@ __device__ __forceinline__ void leave_sums(float* to, const float (&sum)[kFragme
   }
 }
 
-// Writes the block's sums by the `warps` consumer warps: lanes to consecutive elements, warps to
-// channels.
+// Writes the block's partial sums by `warps` consumer warps: each warp takes whole channels, and
+// its lanes consecutive elements.
 template <int kChannels>
 __device__ __forceinline__ void put_partials(const HopperFirstTapsArgs& args, const BlockAt& block,
                                              const float* sums, int pitch, int warp, int warps,

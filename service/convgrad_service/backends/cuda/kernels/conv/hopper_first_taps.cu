@@ -29,11 +29,11 @@ using namespace convgrad;
 namespace {
 
 constexpr int kMostStages = 16, kMostThreads = 448;
-constexpr int kSums = 1;  // a barrier
+constexpr int kSums = 1;  // a named barrier
 constexpr int kChannels = 64;
 constexpr u32 kDepthBytes = 16 * 128;  // bytes of y per wgmma
 
-// Packs the low halves of two words, and their high halves.
+// Pack the low halves, or the high halves, of two words.
 __device__ __forceinline__ u32 lows(u32 first, u32 second) { return __byte_perm(first, second, 0x5410); }
 __device__ __forceinline__ u32 highs(u32 first, u32 second) { return __byte_perm(first, second, 0x7632); }
 
@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
   extern __shared__ uint4 shared[];
   __shared__ u64 barriers[4 * kMostStages];
   const int thread = threadIdx.x, lane = thread & 31;
-  // Uniform over lanes; the compiler infers that only from a shuffle.
+  // Warp-uniform, which the compiler infers only from a shuffle.
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
   const int consumers = blockDim.x / 32 - 2;  // warps
   char* const base = reinterpret_cast<char*>(shared) + (-shared_address(shared) & 1023);
@@ -86,8 +86,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     return;
   } else {
     launch_dependent_grids();
-    // Two consecutive elements of a window: how many steps before a row of y their row of x was loaded,
-    // and their offset in that step's rows.
+    // For this lane's two consecutive elements of a window: how many steps before a row of y their
+    // row of x was loaded, and their offset in the rows of that step.
     const int place = block.first_tile * 64 + own;
     const int row = min(place / args.window, args.kernel[0] - 1);
     const int before_last = args.kernel[0] - 1 - row, lag = before_last / args.added;
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     const u64 b_first = mn_major_descriptor<128>(ring);
 
     PipelineState state, y_state;
-    int freed = 0, freed_at = 0, index = 0;  // of steps, counted from the block's first
+    int freed = 0, freed_at = 0, index = 0;  // step counters, from the block's first step
     int y_last = -1;                         // the row of y that wgmmas in flight read
     const auto free_to = [&](int until) {
       for (; freed < until; ++freed) {
@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
         if (stage < 0) stage += args.x_stages;
         const u32 from = ring + args.raws_at + stage * args.x_stage + own_at + step.lead +
                          part * PRODUCTS * 16 * apart;
-        // While the wgmmas of the previous row of y run.
+        // Load A while the wgmmas of the previous row of y run.
         u32 words[PRODUCTS][4];
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) {
@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
         y_last = y_state.index;
         y_state.advance(args.y_stages);
         __syncwarp();
-        // Releases the rows of x that only this row of y needed.
+        // Release the rows of x that no later row of y reads.
         free_to(index - args.before + 1);
       } else if (step.begins()) {
         __syncwarp();
@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     fence_accumulators(sum);
   }
   named_barrier_sync(kSums, consumers * 32);
-  // All copies have been waited for. Warpgroups that share a tile add their sums one after another.
+  // All copies have arrived. Warpgroups that share a tile add their accumulators one after another.
   const int pitch = args.tiles * 64 + 4;
   float* const sums = reinterpret_cast<float*>(base);
   for (int turn = 0; turn < args.parts; ++turn) {

@@ -1,5 +1,5 @@
-// Shared by hopper_first_taps.cu and hopper_first_split.cu: arguments, a block's work, its steps, the
-// producer of x's rows. Their epilogue is in hopper_first_sums.cuh.
+// Shared by hopper_first_taps.cu and hopper_first_split.cu: kernel parameters, the work and steps
+// of a block, and the producer of rows of x. The epilogue is in hopper_first_sums.cuh.
 #pragma once
 
 #include "core/pipeline_state.cuh"
@@ -37,7 +37,7 @@ struct HopperFirstTapsArgs {
   u32 raws_at;
 };
 
-// Elements from a row's first to a column's window.
+// The offset of a column's window in a row of x, in elements.
 __device__ __forceinline__ int window_of(const HopperFirstTapsArgs& args, int q) {
   return (q * args.stride[1] - args.pad[1]) * args.channels - args.odd;
 }
@@ -56,15 +56,15 @@ struct BlockAt {
   }
 };
 
-// A step's coordinates. All warp roles iterate over the same steps; divides where a walk begins, counts
-// otherwise.
+// The coordinates of a step. All warp roles iterate over the same steps. Divisions are needed only
+// at the start of a walk down an image.
 struct Steps {
   const HopperFirstTapsArgs& args;
-  int line, end;      // of y's rows, counted over segments of images
-  int n, segment, p;  // of the row of y
+  int line, end;      // range of rows of y, numbered over images and segments
+  int n, segment, p;  // coordinates of the row of y
   int left;           // steps of this walk before its next row of y
-  int part;           // of a row of x, in which the segment's first window begins: may be negative
-  u32 lead;           // bytes of it before that
+  int part;           // part of a row of x where the first window starts; may be negative
+  u32 lead;           // bytes of that part before the window
 
   __device__ __forceinline__ Steps(const HopperFirstTapsArgs& args, int line, int end)
       : args(args), line(line), end(end), left(args.before) {
@@ -99,8 +99,8 @@ struct Steps {
   }
 };
 
-// The producer thread of the rows of x that the block's steps add; the pipeline's mbarriers are at `full`
-// and `empty`.
+// The producer of the rows of x that each step adds. The pipeline's mbarriers are at `full` and
+// `empty`.
 __device__ __forceinline__ void copy_rows_of_x(const HopperFirstTapsArgs& args, const BlockAt& block,
                                                u32 ring, u32 full, u32 empty) {
   PipelineState state;

@@ -27,7 +27,7 @@ using namespace convgrad;
 
 namespace {
 
-// The loads of a k-tile of fprop and dgrad: pixels, and weights.
+// The operand loaders of fprop and dgrad: pixels and weights.
 template <class Gemm, Operation kOperation, int kVector>
 struct GatherLoads {
   using T = typename Gemm::T;
@@ -60,7 +60,7 @@ struct GatherLoads {
   }
 };
 
-// The loads of a k-tile of wgrad: pixels of grad_output, and of the input at each column's tap.
+// The operand loaders of wgrad: pixels of grad_output, and of the input at each column's tap.
 template <class Gemm, int kVector>
 struct WgradLoads {
   using T = typename Gemm::T;
@@ -121,7 +121,7 @@ __device__ __forceinline__ void for_each_pair(const Reduce& reduce, bool pixels_
 
 constexpr int kTileSums = Gemm::kM * Gemm::kN;
 
-// Adds a thread's partial sums of the clusters, in order.
+// Adds a thread's partial sums of all clusters, in order.
 __device__ __forceinline__ void add_up(const float4* from, int count, float (&sums)[2][8]) {
 #pragma unroll
   for (int e = 0; e < 16; ++e) sums[e / 8][e % 8] = 0;
@@ -144,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
   using T = ELEMENT;
   extern __shared__ uint4 shared[];
   char* const base = reinterpret_cast<char*>(shared);
-  // The pipeline's stages follow the mbarrier; the reduction reuses them.
+  // The pipeline follows the mbarrier. Without a cluster, the reduction reuses its memory.
   char* const ring = base + 128;
   char* const room = args.cluster_log == 0 ? ring : ring + args.ring_bytes;
 
@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
   const int group = blockIdx.y;
   const u32 phase = args.workspace == 1 ? blockIdx.z : blockIdx.z / args.workspace;
   const u32 part = blockIdx.z - phase * args.workspace;
-  // Other operations than dgrad have one phase, at constant offsets in the argument.
+  // fprop and wgrad have one phase, at constant offsets in the kernel parameters.
   const Phases phases(args, kOperation == Operation::kDgrad ? phase : 0);
   const int pixels = args.batch * phases.d->count * phases.h->count * phases.w->count;
   const int row_end = kOperation == Operation::kWgrad ? args.rows : pixels;
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
   launch_dependent_grids();
   reduce.exchange(sums);
 
-  // Split among clusters: the last block of each rank to arrive reduces its part of the tile.
+  // Split-K among clusters: of each rank, the last block to arrive reduces its part of the tile.
   float4* partials = nullptr;
   if (args.workspace > 1) {
     const u32 tiles = gridDim.x >> args.cluster_log;
@@ -207,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
     if (!__syncthreads_or(last)) return;
     __threadfence();
   }
-  // Four float32 columns at a time: a chunk, which belongs to one tap.
+  // In float32, four columns at a time: a chunk, which belongs to a single tap.
   constexpr int kRun = sizeof(T) == 2 ? 8 : 4;
   for_each_pair(reduce, args.pixels_fastest, [&](int i, int fragment, int in, int r, int c) {
     float found[2][8];

@@ -1,4 +1,4 @@
-// The argument of implicit_gemm.cu. Launched by implicit_gemm.py.
+// Kernel parameters of implicit_gemm.cu. Launched by implicit_gemm.py.
 #pragma once
 
 #include "core/divider.cuh"
@@ -7,11 +7,11 @@ namespace convgrad {
 
 enum class Operation { kFprop, kDgrad, kWgrad };
 
-constexpr int kMaxPhases = 8;  // phases of dgrad along one dimension
+constexpr int kMaxPhases = 8;  // of dgrad, along one dimension
 
-// Positions y0 + m*y_step (m < `count`) of one dimension that use the same taps: the j-th of `taps` is r0
-// + j*r_step and reads the source at x0 + m*x_step + j*x_tap. fprop and wgrad have one phase, dgrad one
-// per residue of the stride.
+// A phase: the positions y0 + m*y_step (m < `count`) of one dimension that have the same taps. The
+// j-th of `taps` is r0 + j*r_step, and reads the source at x0 + m*x_step + j*x_tap. fprop and wgrad
+// have one phase, dgrad one per residue of the stride.
 struct GatherPhase {
   int taps, r0, x0, y0, count;
   Divider by_taps, by_count;
@@ -28,7 +28,7 @@ struct ImplicitGemmArgs {
   const void* bias;        // one per channel of fprop's or dgrad's result, or null
   float* partials;         // [tile][splits of the workspace][kM * kN], if there is more than one
   u32* counters;           // blocks whose partial sums have been written; zero between launches
-  i64 source_stride[6];    // N G C D H W, in bytes; channels are side by side
+  i64 source_stride[6];    // N G C D H W, in bytes; channels are contiguous
   // In bytes. Weights: G, result channel, source channel, T R S; grad_output: as the source.
   i64 other_stride[6];
   i64 result_stride[6];  // in elements; as the source's, or for wgrad G K C T R S
@@ -42,10 +42,10 @@ struct ImplicitGemmArgs {
   // Whether pixel p is at p times the stride of W: in the source, with one tap and one phase (fprop,
   // dgrad) or one tap (wgrad); in grad_output (wgrad); in the result (fprop, dgrad).
   int linear_source, linear_other, linear_result;
-  int plain;              // the result is the plain sum
+  int plain;              // no epilogue
   int result_in_vectors;  // channels of the result are contiguous, in aligned 16-byte chunks
   int pixels_fastest;     // the result's pixels are contiguous, its channels are not
-  int wide_result;        // the result is float32, whatever the operands are
+  int wide_result;        // the result is float32, regardless of the operands' type
   int batch;
   int activation;
   float alpha, beta;

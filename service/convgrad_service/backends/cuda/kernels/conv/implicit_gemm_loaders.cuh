@@ -1,15 +1,15 @@
-// implicit_gemm.cu's operand loaders. A loader starts a thread's copies of one k-tile from the
-// convolution's tensors; chunks that do not exist are filled with zeros.
+// Operand loaders of implicit_gemm.cu. A loader issues a thread's copies of one k-tile from the
+// convolution's tensors. Chunks outside a tensor are filled with zeros.
 #pragma once
 
 #include "conv/implicit_gemm_positions.cuh"
 
 namespace convgrad {
 
-// Loaders are called once per k-tile, in order. The state of the next k-tile is computed after the copies
-// of the current one, so that copies wait for nothing.
+// Loaders are called once per k-tile, in order. They compute the addresses of the next k-tile after
+// issuing the copies of the current one, so that copies never wait for addresses.
 
-// A of fprop and dgrad: rows are pixels of the result, columns the source's channels at a tap.
+// A of fprop and dgrad: rows are pixels of the result, columns are source channels at a tap.
 template <class T, class Tile, int kThreads, int kVector>
 class PixelRows {
  public:
@@ -51,7 +51,7 @@ class PixelRows {
 
  private:
   using Own = Chunks<Tile, kThreads>;
-  static constexpr int kOutside = -(1 << 30);  // for every tap
+  static constexpr int kOutside = -(1 << 30);  // outside the source at every tap
 
   __device__ __forceinline__ void find_tap(const Phases& phases) {
     meets_ = 0;
@@ -79,7 +79,7 @@ class PixelRows {
   const u32 to_;
   TapChunk<T> chunk_;
   i64 shift_;
-  u32 meets_;  // a bit for each row
+  u32 meets_;  // one bit per row: whether it reads inside the source
   const char* from_[Own::kCount];
   int d_[Own::kCount], h_[Own::kCount], w_[Own::kCount];
 };
@@ -96,7 +96,7 @@ __device__ __forceinline__ i64 weight_tap_at(const ImplicitGemmArgs& args, const
          (phases.w->r0 + tap.w * args.axis[2].r_step) * args.other_stride[5];
 }
 
-// B of fprop: rows are result channels, columns their weights of the source's channels at a tap.
+// B of fprop: rows are result channels, columns are source channels at a tap (K-major).
 template <class T, class Tile, int kThreads, int kVector>
 class WeightRows {
  public:
@@ -138,8 +138,7 @@ class WeightRows {
   const char *const row_, *from_;
 };
 
-// B of dgrad: rows are elements of K (the source's channels at a tap), columns their weights of the
-// result's channels.
+// B of dgrad: rows are source channels at a tap, columns are result channels (N-major).
 template <class T, class Tile, int kThreads, int kVector>
 class WeightColumns {
  public:
@@ -164,7 +163,7 @@ class WeightColumns {
         copy_vectors<kVector>(tile + Own::at(to_, i), from, i * Own::kThreadRows < rows, real);
       }
     } else {
-      // A k-tile that spans two taps looks up its rows one by one.
+      // If the k-tile spans two taps, each row is looked up.
 #pragma unroll 1
       for (int i = 0; i < Own::kCount; ++i) {
         if (!Own::exists()) continue;
@@ -182,7 +181,7 @@ class WeightColumns {
   using Own = Chunks<Tile, kThreads>;
   static constexpr int kChunk = TapChunk<T>::kElements;
 
-  // The offset of the weights of an element of K, and whether it exists.
+  // The address of the weights of an element of K, and whether the element exists.
   __device__ __forceinline__ const char* look_up(const Phases& phases, int element, bool& there) {
     const TapChunk<T> chunk(args_, element / kChunk);
     const int channel = chunk.channel + element % kChunk;
@@ -199,16 +198,16 @@ class WeightColumns {
   const ImplicitGemmArgs& args_;
   const u32 to_;
   const int columns_;
-  // This thread's first row: its element of K, that within its tap, and the remaining elements.
+  // This thread's first row: its element of K, the element within its tap, and those remaining.
   int element_, within_, there_;
   const char *const column_, *from_;
 };
 
-// Iterates over the pixels of grad_output that are wgrad's rows, k-tile after k-tile.
+// Iterates over the pixels of grad_output, wgrad's K, by k-tiles.
 template <class Own, int kDepth>
 class PixelWalk {
  public:
-  // `linear`: positions are not needed.
+  // With `linear`, positions are not computed.
   __device__ __forceinline__ PixelWalk(const Phases& phases, int step, int pixels, bool linear)
       : phases_(phases), linear_(linear), left_(pixels - step * kDepth - Own::row()) {
     if (linear) return;
@@ -240,7 +239,7 @@ class PixelWalk {
   Position at_[Own::kCount];
 };
 
-// A of wgrad: rows are pixels of grad_output, columns its channels.
+// A of wgrad: rows are pixels of grad_output, columns are its channels.
 template <class T, class Tile, int kThreads, int kVector>
 class GradientPixels {
  public:
@@ -281,8 +280,8 @@ class GradientPixels {
   const char* from_;
 };
 
-// B of wgrad: rows are pixels of grad_output, columns what they read of the input: the channels of one
-// tap in each chunk.
+// B of wgrad: rows are pixels of grad_output, columns are input channels at a tap, one tap per
+// chunk.
 template <class T, class Tile, int kThreads, int kVector>
 class TapColumns {
  public:

@@ -11,9 +11,9 @@ __device__ __forceinline__ bool inside(int position, int size) {
   return static_cast<u32>(position) < static_cast<u32>(size);
 }
 
-// Copies a chunk in vectors of kVector bytes; zeros where not `there`. With vectors below 16 bytes only
-// those of the first `real` bytes exist; a chunk that is copied at once is whole, or zero-padded in
-// memory.
+// Copies a chunk in vectors of kVector bytes, or fills it with zeros unless `there`. Vectors
+// shorter than 16 bytes are zeros past the first `real` bytes. A 16-byte chunk is copied whole: its
+// tensor has whole chunks, or is padded with zeros.
 template <int kVector>
 __device__ __forceinline__ void copy_vectors(u32 to, const char* from, bool there, int real) {
   if constexpr (kVector == 16) {
@@ -41,7 +41,7 @@ struct Phases {
   __device__ __forceinline__ int taps() const { return d->taps * h->taps * w->taps; }
 };
 
-// A position: an image, and coordinates in the phases.
+// A pixel's image, and its coordinates in the phases.
 struct Position {
   int n, d, h, w;
 
@@ -67,7 +67,7 @@ struct Tap {
   }
 };
 
-// A chunk of the channels at the taps: of K for fprop and dgrad, of the columns for wgrad.
+// A chunk of channels at a tap: a part of K in fprop and dgrad, of N in wgrad.
 template <class T>
 struct TapChunk {
   static constexpr int kElements = 16 / static_cast<int>(sizeof(T));
@@ -91,18 +91,18 @@ struct TapChunk {
     }
     return true;
   }
-  // The remaining elements of the source's channels.
+  // The number of source channels from this chunk to the last.
   __device__ __forceinline__ int left(const ImplicitGemmArgs& args) const {
     return args.source_channels - channel;
   }
 };
 
-// The assignment of a tile's chunks to threads: each has one column of chunks, in rows kThreadRows apart.
+// The thread map of a tile: each thread copies one column of chunks, in every kThreadRows-th row.
 template <class Tile, int kThreads>
 struct Chunks {
   static constexpr int kThreadRows = kThreads / Tile::kChunks;
   static constexpr int kCount = Tile::kRows > kThreadRows ? Tile::kRows / kThreadRows : 1;
-  // Whether each thread has a row.
+  // Whether every thread has a row.
   static constexpr bool kAll = kThreadRows <= Tile::kRows;
   static_assert(kThreads % Tile::kChunks == 0 && Tile::kRows % kCount == 0, "whole rounds");
 

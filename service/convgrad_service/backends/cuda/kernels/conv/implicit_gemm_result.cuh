@@ -1,4 +1,4 @@
-// The destinations of implicit_gemm.cu's results, a run of a row's columns at a time.
+// The addresses of implicit_gemm.cu's results, for a run of columns at a time.
 #pragma once
 
 #include "conv/implicit_gemm_loaders.cuh"
@@ -6,8 +6,8 @@
 
 namespace convgrad {
 
-// kRun consecutive columns of every row: their offset from the row's start, how many exist, and the first
-// one's channel for the bias.
+// kRun consecutive columns of every row: their offset from the start of the row, the number that
+// exist, and the bias channel of the first.
 template <Operation kOperation, class T>
 struct ResultColumns {
   i64 at;
@@ -16,7 +16,7 @@ struct ResultColumns {
   __device__ __forceinline__ ResultColumns(const ImplicitGemmArgs& args, const Phases& phases,
                                            int group, int column) {
     if constexpr (kOperation == Operation::kWgrad) {
-      // A chunk belongs to one tap.
+      // A chunk belongs to a single tap.
       const TapChunk<T> chunk(args, column / TapChunk<T>::kElements);
       const int within = column % TapChunk<T>::kElements;
       const Tap tap(phases, chunk.tap);
