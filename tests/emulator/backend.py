@@ -1,4 +1,4 @@
-"""A backend that runs GPU plans on the CPU, see the package's docstring."""
+"""A backend that runs GPU plans in the emulator."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from tests.emulator.memory import Buffers, Stretch
 __all__ = ["EmulatedBackend", "Launching", "launch_of", "works_here"]
 
 HERE = Path(__file__).parent
-# Headers here stand in for the kernels' own of the same names.
+# These headers replace kernel headers of the same names.
 INSTEAD = HERE / "kernels"
 BUILD = HERE.parents[1] / "build" / "emulator"
 UNWRITTEN = 0xFF
 
-# What core/elements.cuh says to a GPU, and what it means.
+# Inline assembly in core/elements.cuh, and equivalent C++.
 ASSEMBLY = {
     r'asm\("cvt\.f32\.f16 [^;]*;"[^;]*;': "wide = emulator::half_to_float(value.bits);",
     r'asm\("cvt\.rn\.f16\.f32 [^;]*;"[^;]*;': "narrowed.bits = emulator::float_to_half(value);",
@@ -61,11 +61,12 @@ _CLUSTER = re.compile(r"__cluster_dims__\((\w+)")
 
 
 HEADERS = ("emulator.hpp", "transfers.hpp", "cuda.hpp", "launch.hpp")
-# Zig takes any -O for its fastest; what runs once or twice compiles a fifth sooner by clang's -O1.
+# Zig maps every -O level to its highest. Clang's -O1 compiles 20% faster, and kernels run only once
+# or twice.
 OPTIONS = "-std=c++20 -O2 -Xclang -O1 -ffp-contract=off -fno-sanitize=all -g0 -w -shared -fPIC"
-# A vector that is not aligned is a fault on a GPU. launch.hpp has the functions that tell.
+# A misaligned vector access faults on a GPU. launch.hpp defines the functions that report it.
 OPTIONS += " -fsanitize=alignment,array-bounds"
-# Nothing of C++'s library is used, and without it none is compiled.
+# The C++ standard library is not used, so it need not be compiled.
 OPTIONS += " -nostdlib++ -nostdinc++ -fno-exceptions"
 
 
@@ -84,15 +85,15 @@ class Launching(ctypes.Structure):
 
 
 def works_here() -> bool:
-    """Whether threads can take turns on this machine: the switch is written for x86-64."""
+    """Whether the emulator runs on this machine: its context switch is written for x86-64."""
     return sys.platform == "linux" and platform.machine() == "x86_64"
 
 
 @cache
 def _options() -> tuple[str, ...]:
-    """What to compile with: for the level that the CPU kernels run at here.
+    """Return compiler options for the instruction-set level of the CPU kernels.
 
-    For that target the compiler's own parts lie in the cache already, since `make kernels`.
+    `make kernels` has already cached the compiler's runtime libraries for that target.
     """
     named = library.load().level
     level = next(one for one in cpu_compile.LEVELS[cpu_compile.machine()] if one.name == named)
@@ -100,18 +101,18 @@ def _options() -> tuple[str, ...]:
 
 
 def _translated(instance: Instance) -> str:
-    """The kernel's source with its headers, as C++ for the CPU."""
-    # Headers come before what includes them: `included` meets each after its user.
+    """Translate a kernel's source and headers to C++ for the CPU."""
+    # Headers precede the files that include them.
     texts = [f'#line 1 "{Path(name).name}"\n{_text(name)}' for name in _in_order(instance.source)]
     source = re.sub(r"#include \"[^\"]*\"|#pragma (once|unroll.*)", "", "\n".join(texts))
-    # C++ wants the alignment first, and has no memory whose size the launch says.
+    # C++ requires alignas first, and has no dynamically sized shared memory.
     source = re.sub(r"__shared__ (alignas\(\d+\))", r"\1 __shared__", source)
     source = _DYNAMIC.sub(
         r"\1* const \2 = reinterpret_cast<\1*>(emulator::dynamic_shared);", source
     )
     for instruction, meaning in ASSEMBLY.items():
         source = re.sub(instruction, meaning, source)
-    # A number, or the name of one of the instance's; else what stands there is for another entry.
+    # A number or a macro of the instance; otherwise it belongs to another entry point.
     cluster = [dict(instance.defines).get(found, found) for found in _CLUSTER.findall(source)]
     blocks = next(filter(str.isdecimal, cluster), "1")
     structure = dict(_ARGUMENTS.findall(source))[instance.entry]
@@ -130,7 +131,7 @@ def _text(name: str) -> str:
 
 
 def _in_order(source: str) -> list[str]:
-    """A source and its headers, each after those that it includes."""
+    """Return a source and its headers, in topological order: each after those that it includes."""
     ordered: list[str] = []
     for name in reversed(included(source)):
         needed = [one for one in included(name)[1:] if one not in ordered]
@@ -142,7 +143,7 @@ def _in_order(source: str) -> list[str]:
 
 @lru_cache(maxsize=256)
 def launch_of(instance: Instance) -> Any:
-    """The launch function of one instance; what did not change is found in build/."""
+    """Return the launch function of an instance, compiled unless it is cached in build/."""
     text = _translated(instance)
     headers = "".join((HERE / name).read_text() for name in HEADERS)
     headers += " ".join(_options())
@@ -171,7 +172,7 @@ def launch_of(instance: Instance) -> Any:
 
 
 def filled_by(arguments: Arguments, addresses: Mapping[str, int]) -> NDArray[np.uint8]:
-    """The bytes of a kernel's argument, aligned as its structure may want them."""
+    """Return the bytes of a kernel's argument structure, aligned for tensor maps."""
     if isinstance(arguments, MappedArguments):
         filled = arguments.fill_by(encode, addresses)
     else:
@@ -184,17 +185,16 @@ def filled_by(arguments: Arguments, addresses: Mapping[str, int]) -> NDArray[np.
 
 
 class EmulatedBackend:
-    """Computes as `CudaBackend` does, and sees every access outside a plan's buffers, each of which
-    has a fence of its own.
+    """Compute as `CudaBackend` does, and detect every access outside a plan's buffers.
 
-    Only for families whose kernels the emulator understands.
+    It supports the kernel families that the emulator can translate.
     """
 
     name = "emulated"
     fault: str | None = None
 
     def __init__(self, families: Families, device: CudaDevice = H200) -> None:
-        """``device`` is what is planned for."""
+        """Make plans for ``device`` with these kernel families."""
         self._families, self._device = families, device
         self._lock = threading.Lock()  # a kernel's shared memory is static
 

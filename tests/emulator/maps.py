@@ -1,4 +1,4 @@
-"""Tensor maps for the emulator: the description itself, as 128 bytes (``EncodedMap``)."""
+"""Tensor maps for the emulator: 128 bytes that hold the description itself (``EncodedMap``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LAYOUT = struct.Struct("<I4BQ4Q5I5BB5H3h3h")
 
 
 def encode(tensor_map: TensorMap, address: int) -> bytes:
-    """What the kernels' copies read of a map on the CPU, see transfers.hpp."""
+    """Encode a tensor map for the emulated copies; see transfers.hpp."""
     dims = tensor_map.dims
     assert tensor_map.why_not() is None, tensor_map.why_not()
     assert address % 16 == 0, f"a tensor at {address:#x}"

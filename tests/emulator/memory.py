@@ -1,4 +1,4 @@
-"""Buffers for emulated kernels, with memory between them that nobody may touch."""
+"""Buffers for emulated kernels, separated by inaccessible memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 __all__ = ["Buffers", "Stretch"]
 
-# A buffer ends with the last of its pages, so what is read behind it faults at once; before it lies
-# what is left of its first page, which may not be written.
+# A buffer ends at a page boundary, so that accesses behind it fault at once. The bytes between the
+# start of its first page and the buffer hold a pattern, to detect writes.
 PAGE_BYTES = mmap.PAGESIZE
 FENCE_BYTES = 256 * 1024
-# The hardware's widest access: a row's tail is read as a whole chunk where that is aligned.
+# The widest access of the hardware: kernels read the end of a row as a whole aligned chunk.
 CHUNK_BYTES = 16
 PATTERN = 0x5A
 
@@ -30,7 +30,7 @@ class Stretch(ctypes.Structure):
 class Buffers:
     """Named buffers of these sizes, filled with one byte, each between two fences.
 
-    A buffer starts at a multiple of 16 bytes and of no more, where a GPU's start at one of 256.
+    Buffers are aligned to 16 bytes only, although those of a GPU are aligned to 256.
     """
 
     def __init__(self, sizes: Mapping[str, int], filled: int) -> None:
@@ -54,7 +54,7 @@ class Buffers:
             at = page_end
             _forbid(base + at, FENCE_BYTES)
         self.bytes: Mapping[str, NDArray[np.uint8]] = MappingProxyType(bytes_)
-        """Of each buffer."""
+        """The bytes of each buffer."""
         self.addresses = {name: array.ctypes.data for name, array in bytes_.items()}
         self.stretches = (Stretch * len(sizes))(
             *(
@@ -64,7 +64,7 @@ class Buffers:
         )
 
     def spilled(self) -> str | None:
-        """The first buffer beside which something was written."""
+        """Return the name of the first buffer with a write next to it, or None."""
         for name, beside in self._beside.items():
             if any((stretch != PATTERN).any() for stretch in beside):
                 return name

@@ -1,4 +1,4 @@
-"""The backends under test: the CPU's, and with the mark `gpu` a GPU's, through one fixture."""
+"""The `backend` fixture: the CPU backend and, with the mark `gpu`, GPU backends."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def _cpu() -> Backend:
 BACKENDS = {"cpu": _cpu, **cuda_backends.MAKERS}
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses by marks
+@pytest.hookimpl(tryfirst=True)  # before -m selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the emulated products, `make test` runs what covers every value of every parameter.
+    """Mark emulated tests as slow, except enough to cover every value of every parameter.
 
-    Each instance of a kernel is compiled for the emulator, about a second of a core. A test over
-    (case, tile, dtype) keeps as many of its combinations as every case, tile and dtype needs to be
-    run at least once; the whole product is `make test-slow`'s, and the GPU's.
+    Compiling a kernel instance for the emulator takes about a second. Of a test over (case, tile,
+    dtype), `make test` runs combinations that include every case, tile and dtype at least once.
+    `make test-slow` and GPU runs include the whole product.
     """
     products = defaultdict(list)
     for item in items:
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _covering(product: Iterable[pytest.Function]) -> set[pytest.Function]:
-    """Some of a test's combinations in which each value of each parameter appears."""
+    """Choose combinations of a test that include each value of each parameter (greedy cover)."""
     values = {item: _values(item) for item in product}
     missing = set().union(*values.values())
     kept = {item for item, of_item in values.items() if not of_item}
@@ -55,7 +55,7 @@ def _covering(product: Iterable[pytest.Function]) -> set[pytest.Function]:
 
 
 def _values(item: pytest.Function) -> set[tuple[Hashable, ...]]:
-    """What a combination is made of; names that one `parametrize` gives together are one value."""
+    """Return the parameter values of a test. Names of one `parametrize` count as one parameter."""
     if not hasattr(item, "callspec"):
         return set()
     params = item.callspec.params
@@ -74,7 +74,7 @@ def _names(mark: pytest.Mark) -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each backend in turn; a run that leaves GPUs out does not collect their 60,000 tests."""
+    """Parametrize by backend. Runs without GPUs do not collect the 60,000 GPU tests."""
     if "backend" not in metafunc.fixturenames or hasattr(metafunc.module, "backend"):
         return
     without_gpu = "not gpu" in metafunc.config.getoption("markexpr")
@@ -92,13 +92,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def backend(request: pytest.FixtureRequest) -> Backend:
-    """The backend that ``pytest_generate_tests`` names."""
+    """The backend chosen by ``pytest_generate_tests``."""
     return BACKENDS[request.param]()
 
 
 @pytest.fixture(autouse=True)
 def _fresh_memory_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every array that np.empty makes starts as NaNs, so an element never written is seen."""
+    """Fill arrays made by np.empty with NaN, to detect elements that are never written."""
     empty = np.empty
 
     def poisoned(*args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Runs every test that needs a GPU, and stores what was run, on what, and how it ended.
+"""Run all tests that need a GPU, and store the outcome and the environment.
 
     python tests/kernels/gpu_check.py [--git-sha SHA] [--workers 8] [--slow] [pytest's options]
 
-Compiles all kernels first, side by side; with --lazy each as a test needs it, which is sooner for
-few tests. A line goes to tests/perf/results/gpu_checks.jsonl.
+All kernels are compiled first, in parallel; with --lazy, each is compiled when a test needs it,
+which is faster for a few tests. A line is appended to tests/perf/results/gpu_checks.jsonl.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from convgrad_service.plans.cuda.program import Instance
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "tests" / "perf" / "results" / "gpu_checks.jsonl"
-# Takes nearly all of the GPU's memory at times; each of its slow tests up to 26 GB, and the host's
-# as much.
+# It may use nearly all of the GPU's memory. Its slow tests use up to 26 GB each, on the GPU and on
+# the host.
 ALONE, SLOW_WORKERS = "tests/kernels/test_cuda_backend.py", 4
 NOTHING_COLLECTED = 5
 PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "numpy", "ml_dtypes", "pytest", "hypothesis")
@@ -39,8 +39,11 @@ PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "numpy", "ml_dtypes", "pytest", "hyp
 def compile_all(
     architecture: str, instances: Iterable[Instance] | None = None, *, debug: bool = False
 ) -> tuple[int, list[str]]:
-    """These kernels, or every one of this architecture, into the cache, as tests (``debug``) or the
-    service compile them: how many, and which were refused."""
+    """Compile these or all kernels of an architecture into the cache.
+
+    ``debug`` compiles as for tests, otherwise as for the service. Returns the number of kernels and
+    the error messages.
+    """
     compiler = Compiler(find_nvrtc(cuda_driver_major()), architecture, debug=debug)
     chosen = FAMILIES.instances() if instances is None else instances
     wanted = [one for one in chosen if one.is_for(architecture)]
@@ -77,12 +80,12 @@ def git_sha() -> str:
 
 
 def run_tests(command: list[str]) -> dict[str, Any]:
-    """pytest's counts and the names of what failed."""
+    """Run pytest; return its counts and the names of failed tests."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         started = time.perf_counter()
         code = subprocess.run([*command, f"--junitxml={report}"], cwd=ROOT, check=False).returncode
-        # No test of this part was asked for; main looks whether any was.
+        # Selecting no test of this part is no error; main checks that any test ran.
         code = 0 if code == NOTHING_COLLECTED else code
         seconds = time.perf_counter() - started
         if not report.exists():
@@ -98,7 +101,7 @@ def run_tests(command: list[str]) -> dict[str, Any]:
 
 
 def together(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Counts added up, names put in one list, the worse exit code."""
+    """Merge two outcomes: add counts, concatenate names, take the worse exit code."""
     worse = max(first["exit_code"], second["exit_code"])
     names = first.keys() | second.keys()
     added = {
@@ -109,7 +112,7 @@ def together(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def side_by_side(workers: int) -> list[str]:
-    """pytest-xdist's options."""
+    """Return the options of pytest-xdist."""
     return ["-n", str(workers)] if workers > 1 else []
 
 
@@ -129,7 +132,7 @@ def main() -> int:
     )
     marks = "gpu and slow" if asked.slow else "gpu and not slow"
     command = [sys.executable, "-m", "pytest", "-m", marks, f"--seed={asked.seed}", "--fresh"]
-    # Warnings of other packages' plugins are not what is tested here.
+    # Do not turn warnings of other packages' plugins into errors.
     command += ["-q", "-p", "no:cacheprovider", "-W", "default", *more]
     beside = min(asked.workers, SLOW_WORKERS) if asked.slow else 1
     outcome = together(

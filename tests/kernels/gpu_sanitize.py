@@ -1,16 +1,17 @@
-"""Every GPU kernel under compute-sanitizer, over small problems; the outcome is stored as data.
+"""Run every GPU kernel under compute-sanitizer, on small problems, and store the outcome.
 
     python -m tests.kernels.gpu_sanitize [--tools memcheck racecheck initcheck] [--draws 1500]
         [--sources depthwise/ pool/] [--cases 49 84] [--logs build/sanitize]
 
-Named cases run on the general kernels and on those that plans choose; then, so that every fast
-kernel is met, as many random ones as it takes (see covering.py) of so many draws for each class
-of layer and dtype. With ``--sources`` it is the random ones alone, of kernels whose sources' names
-start so; with ``--cases`` those of these numbers, which stay the same while plans and draws do. The
-tools run side by side, each in ``--shards`` processes; where one stops, sanitizer.py finds what at.
-A line for each tool goes to tests/perf/results/gpu_checks.jsonl, whole logs to ``--logs``. Cases
-without an error are kept in sanitized.jsonl beside it, with a hash of their kernels' sources: while
-that is the same they are not run again, and a run that was out of time goes on where it was.
+Named cases run on the general kernels and on those that plans choose. Then random cases run, chosen
+from ``--draws`` draws for each class of layer and dtype to cover every fast kernel (covering.py).
+``--sources`` selects the random cases of kernels whose source names have these prefixes, and
+``--cases`` selects cases by number; numbers are stable as long as plans and draws are unchanged.
+
+The tools run in parallel, each in ``--shards`` processes. If a process stops, sanitizer.py finds
+the cause. A line for each tool is appended to tests/perf/results/gpu_checks.jsonl; full logs go to
+``--logs``. Clean cases are recorded in sanitized.jsonl with a hash of their kernels' sources, and
+are skipped while it is unchanged, so a run that ran out of time can be continued.
 """
 
 from __future__ import annotations
@@ -66,11 +67,11 @@ from tests.support.numerics.window_cases import OPERATIONS as WINDOWS
 from tests.support.numerics.window_cases import window_cases
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
-# Few and small: a tool makes every access many times slower.
+# Few and small, since the tools slow every access down many times.
 NAMES = ("plain", "stride_beyond_kernel", "depthwise", "groups_4", "3d_plain")
 EVEN = Conv(1, 64, 64, (9, 10), (3, 3), padding=1)
 PADDED = Conv(1, 67, 35, (6, 5), (3, 3), 2, 1)
-# What plans keep for large tensors.
+# Kernels that plans use for large tensors only.
 DEPTHWISE = [
     grouped_conv_bwd_weight(
         f"depthwise_{kernel}_{stride}",
@@ -95,22 +96,22 @@ SETS: Mapping[str, Families] = {
     "few": few(),
     "plans": FAMILIES,
 }
-# What is stored by these initcheck does not take for written: of 84,558 errors at 5a95834 all that
-# were printed are in problems whose kernels call it, and tests from poisoned outputs find every
-# element written.
+# initcheck does not recognise these stores as writes: of 84,558 errors at 5a95834, all that were
+# printed are in problems whose kernels call it, and tests with poisoned outputs find every element
+# written.
 BULK_STORES = re.compile(r"\btma_store\b")
-# Of shared memory, that kernels have besides what a launch gives them: at most so much.
+# Upper bound of kernels' static shared memory, in bytes.
 STATIC_BYTES = 16384
-# Cases of one process: few enough that what is cleared is not lost with the time it ran out.
+# Cases per process: few, since those of a process that runs out of time are not recorded.
 PART = 40
 CLEARED = RESULTS.with_name("sanitized.jsonl")
 
 Numbered = dict[int, tuple[str, Covered]]
-"""By a case's number: who computes it, of `SETS`, and what."""
+"""For each case number: the name of its kernels in `SETS`, and the case."""
 
 
 def numbered(covering: Iterable[Covered]) -> Numbered:
-    """Named cases on every set of kernels, then random ones on those that plans choose."""
+    """Number the named cases on every set of kernels, then the random ones on planned kernels."""
     named = []
     for case in CASES:
         layouts = [None] if "backprop" in case.operation else with_layouts(case.ndim, grouped=False)
@@ -124,7 +125,7 @@ def numbered(covering: Iterable[Covered]) -> Numbered:
 
 
 def launched_by(cases: Numbered, device: CudaDevice) -> dict[int, set[Instance]]:
-    """What each case launches."""
+    """Return the kernel instances that each case launches."""
     return {
         number: set(instances_of(one.case, one.dtype, one.layout, device, SETS[kernels]))
         for number, (kernels, one) in cases.items()
@@ -132,7 +133,7 @@ def launched_by(cases: Numbered, device: CudaDevice) -> dict[int, set[Instance]]
 
 
 def stored_by_copies(launched: Mapping[int, Collection[Instance]]) -> set[int]:
-    """The cases some of whose results the copy engine stores."""
+    """Return the cases with results that are stored by bulk copies."""
     folder = Path(kernels.__file__).parent
     engine = {
         path.relative_to(folder).as_posix()
@@ -149,13 +150,13 @@ def stored_by_copies(launched: Mapping[int, Collection[Instance]]) -> set[int]:
 def run_all(
     cases: Numbered, chosen: Sequence[int], more_shared: int, filled: Collection[int]
 ) -> None:
-    """These cases; nothing here looks at the answers.
+    """Run cases without checking the results.
 
-    Outputs and workspace of those in ``filled`` are filled with NaNs first.
+    Outputs and workspace of the cases in ``filled`` are filled with NaN first.
     """
-    # A pool would hand out memory that an earlier problem has written, which initcheck trusts.
+    # Without a pool, which would reuse memory that initcheck regards as initialised.
     import_cupy().cuda.set_allocator(None)
-    # One copy for all outputs takes the gaps between them along, which nobody ever writes.
+    # Download outputs one by one: a single copy would read the unwritten gaps between them.
     whole = Lane.download
 
     def one_by_one(lane: Lane, tensors: Iterable[tuple[int, Any]], base: int) -> None:
@@ -179,7 +180,7 @@ def run_all(
 
 
 def give_more_shared(more: int, most: int) -> None:
-    """So many bytes more of shared memory for each launch than it asks for, as far as there are."""
+    """Make each launch request ``more`` bytes of shared memory, up to ``most`` in total."""
     run = Kernels.run
 
     def given(step: Step) -> Step:
@@ -199,7 +200,7 @@ def give_more_shared(more: int, most: int) -> None:
 def command_for(
     pickled: Path, filled: Collection[int]
 ) -> Callable[[Sequence[int], Sequence[str]], Sequence[str]]:
-    """The command of a process that runs some of the cases."""
+    """Return a function that makes the command to run some cases in a process."""
     inner = [sys.executable, "-m", "tests.kernels.gpu_sanitize", "--inner", str(pickled)]
     inner += ["--filled", *map(str, sorted(filled))]
     return lambda cases, more: [*inner, "--cases", *map(str, cases), *more]
@@ -208,9 +209,9 @@ def command_for(
 def swept(
     sanitizer: Sanitizer, keys: Mapping[int, str], shards: int, cleared: Cleared, facts: Any
 ) -> dict[str, Any]:
-    """What one tool finds in cases, ``shards`` processes at a time; prints their errors.
+    """Run cases under one tool in ``shards`` processes; print errors and return the outcome.
 
-    Cases that a process ran to its end without an error are cleared under their ``keys``.
+    Cases of a process that finishes without errors are recorded as clean, with their ``keys``.
     """
 
     def sweep(part: Sequence[int]) -> Found:
@@ -249,7 +250,7 @@ def swept(
 
 
 def keys_of(cases: Numbered, launched: Mapping[int, Collection[Instance]]) -> dict[int, str]:
-    """Of each case what a tool's finding depends on: the problem, and the kernels' sources."""
+    """Return a key for each case, from the problem and the hashes of its kernels' sources."""
     hashed = lru_cache(maxsize=None)(source_hash)
     return {
         number: key_of(
@@ -295,7 +296,7 @@ def main() -> int:
     launched = launched_by(cases, device)
     needed = set[Instance]().union(*launched.values())
     filled = stored_by_copies(launched)
-    # Beside the tools, which would each compile all of them one after another.
+    # Compile in parallel, before the tools, which would each compile kernels sequentially.
     compile_all(device.architecture, needed if asked.cases or asked.sources else None)
     with TemporaryDirectory() as folder, ThreadPoolExecutor(len(asked.tools)) as pool:
         pickled = Path(folder) / "cases.pickle"

@@ -1,10 +1,10 @@
-"""Runs cases under one of compute-sanitizer's tools, and says which case and kernel it stopped at.
+"""Run cases under one of compute-sanitizer's tools, and find the case and kernel that stop it.
 
-The process under the tool runs cases in the order given, prints a `mark` before each and `DONE`
-after the last. Where it ends sooner, the culprit is run again alone, in the `WAYS` that tell a
-kernel's fault from the tool's, and the cases after it go on in a new process, but for those that
-launch the same instance. Knows nothing of GPUs:
-tests/unit/harness/test_gpu_sanitize.py has its own tool.
+The process under the tool runs cases in the given order, and prints a `mark` before each and `DONE`
+after the last. If it ends early, the failing case is run again alone, in the `WAYS` that
+distinguish errors of the kernel from errors of the tool. The cases after it continue in a new
+process, except those that launch the same instance. This module does not depend on GPUs:
+tests/unit/harness/test_gpu_sanitize.py tests it with a fake tool.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["DONE", "WAYS", "Found", "Ran", "Report", "Sanitizer", "mark", "shown
 
 DONE = "ran all cases"
 _MARK = re.compile(r"^case (\d+):", re.MULTILINE)
-# memcheck and initcheck sum up in one way, racecheck in another.
+# Summaries of memcheck and initcheck, and of racecheck.
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
-# A report's lines, the backtrace of the host left out.
+# The lines of a report, without the host backtrace.
 _REPORT = re.compile(r"^========= (?=\S)(.*(?:\n=========     (?! ).*)*)", re.MULTILINE)
-# What is printed besides errors of kernels: the tool's own words, and what follows from an error.
+# Output other than kernel errors: messages of the tool, and consequences of an error.
 _NOISE = (
     "COMPUTE-SANITIZER",
     "ERROR SUMMARY",
@@ -41,35 +41,35 @@ MOST_STOPS, MOST_REPORTS = 6, 10
 SHOWN_CHARS = 3000
 
 Way = tuple[tuple[str, ...], tuple[str, ...]]
-"""Options of the tool, and of the process under it."""
+"""Options of the tool, and of the process that it runs."""
 
 _AS_IT_WAS: Mapping[str, Way] = {"as it was": ((), ())}
 WAYS: Mapping[str, Mapping[str, Way]] = {
     "memcheck": {
         **_AS_IT_WAS,
-        # Every error of the kernel, and those of the ones after it.
+        # Reports all errors of the kernel and of later kernels.
         "stopping no more than the kernel": (("--destroy-on-device-error=kernel",), ()),
         "launch by launch": (("--force-blocking-launches",), ()),
-        # What Hopper's products and copies touch, the tool works out itself, and has been wrong
-        # (NVIDIA/compute-sanitizer-samples, issue 19). Where errors go away with its check, or with
-        # memory beyond what a kernel asks for, it is either that or an operand that ends too late:
-        # the address that is reported says which.
+        # The tool itself derives the memory that wgmma and bulk copies access, and has been wrong
+        # (NVIDIA/compute-sanitizer-samples, issue 19). If errors disappear without that check, or
+        # with more shared memory, either the tool is wrong or an operand is out of bounds; the
+        # reported address tells which.
         "without checks of wgmma": (("--check-warpgroup-mma=no",), ()),
         "without checks of bulk copies": (("--check-bulk-copy=no",), ()),
         "with 8 KiB more shared memory": ((), ("--more-shared=8192",)),
     }
 }
-"""How a culprit is run again, by tool. (``--launch-timeout`` is for connecting to a process.)"""
+"""For each tool, how to run a failing case again. (``--launch-timeout`` limits connecting only.)"""
 
 
 def mark(case: int, what: str) -> str:
-    """What is printed before a case is run."""
+    """Return the line that is printed before a case is run."""
     return f"case {case}: {what}"
 
 
 @dataclass(frozen=True)
 class Report:
-    """One error, as the tool says it; the kernel is None where it names none that is known."""
+    """One error in the tool's words; ``kernel`` is None unless it names a known kernel."""
 
     case: int | None
     kernel: str | None
@@ -78,7 +78,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Ran:
-    """One process under the tool."""
+    """The outcome of one process under the tool."""
 
     cases: Sequence[int]
     exit_code: int
@@ -91,7 +91,7 @@ class Ran:
 
     @property
     def errors(self) -> int | None:
-        """None where the tool did not come to count them."""
+        """The number of errors; None if the tool did not print a summary."""
         found = _SUMMARY.findall(self.log)
         return sum(map(int, found)) if found else None
 
@@ -101,7 +101,7 @@ class Ran:
         return int(begun[-1]) if begun else None
 
     def reports(self, kernels: Collection[str]) -> list[Report]:
-        """Errors in kernels, of equal ones in one kernel the first."""
+        """Return the reported errors, without repetitions of an error in the same kernel."""
         found: dict[tuple[str | None, str], Report] = {}
         for match in _REPORT.finditer(self.log):
             said = [line.removeprefix("=========").strip() for line in match[1].splitlines()]
@@ -116,7 +116,7 @@ class Ran:
 
 @dataclass
 class Found:
-    """What all processes of some cases found."""
+    """The outcome of all processes that run a list of cases."""
 
     ran: list[Ran] = field(default_factory=list)
     reports: list[Report] = field(default_factory=list)
@@ -125,7 +125,7 @@ class Found:
 
     @property
     def finished(self) -> bool:
-        """Whether every case was run to its end."""
+        """Whether every case ran to completion."""
         return self.ran[-1].finished and not self.stopped
 
     @property
@@ -134,7 +134,7 @@ class Found:
         return sum(counted) if len(counted) == len(self.ran) else None
 
     def record(self) -> dict[str, Any]:
-        """What is stored."""
+        """Return the record to store."""
         return {
             "exit_code": max(one.exit_code for one in self.ran),
             "errors": self.errors,
@@ -148,8 +148,10 @@ class Found:
 
 @dataclass(frozen=True)
 class Sanitizer:
-    """A tool over cases. ``inner`` is the command under it, for some cases and more options;
-    ``launched`` are the kernels' entries and names of instances of each case. Logs go to ``logs``.
+    """Runs cases under a tool.
+
+    ``inner`` makes the command to run from cases and further options. ``launched`` holds the entry
+    points and instance names of the kernels of each case. Logs are written to ``logs``.
     """
 
     tool: str
@@ -157,12 +159,12 @@ class Sanitizer:
     launched: Mapping[int, Collection[tuple[str, str]]]
     logs: Path
     deadline: float
-    """In `time.monotonic`'s seconds: for all but culprits alone, which have ``alone_s`` each."""
+    """End time by `time.monotonic`, except for failing cases alone, which get ``alone_s`` each."""
     alone_s: float = 40.0
     program: Sequence[str] = ("compute-sanitizer",)
 
     def sweep(self, cases: Sequence[int], name: str) -> Found:
-        """Runs all cases, whatever stops it on the way; ``name`` is the log's."""
+        """Run all cases, continuing after failures. ``name`` is the prefix of log names."""
         found, left = Found(), list(cases)
         while left:
             ran = self.run(left, f"{name}-{len(found.ran)}", self.deadline - time.monotonic())
@@ -182,16 +184,16 @@ class Sanitizer:
         return found
 
     def run(self, cases: Sequence[int], name: str, timeout_s: float, way: Way = ((), ())) -> Ran:
-        """One process; one that takes too long ends with 124."""
+        """Run one process. The exit code is 124 if it exceeds the timeout."""
         self.logs.mkdir(parents=True, exist_ok=True)
         log = self.logs / f"{self.tool}-{name}.log"
         command = [*self.program, f"--tool={self.tool}", "--print-limit=20", "--error-exitcode=9"]
         command += [*way[0], *self.inner(cases, way[1])]
         started, code = time.monotonic(), 124
         with (
-            # To a file: what a process said before it was ended is there too.
+            # A file also holds the output of a process that is killed.
             log.open("w", encoding="utf-8") as file,
-            # In a group of its own: the tool, ended, would leave the process under it running.
+            # A new process group, since killing the tool would not end the process under it.
             subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             ) as process,
@@ -207,14 +209,14 @@ class Sanitizer:
         return sorted({entry for case in cases for entry, _ in self.launched[case]})
 
     def _guilty(self, case: int, ran: Ran) -> set[tuple[str, str]]:
-        """The case's launches of the kernel that the tool named; none where it named none."""
+        """Return the case's instances of the kernels that the tool reported."""
         named = {one.kernel for one in ran.reports(self._kernels([case])) if one.case == case}
         return {(entry, name) for entry, name in self.launched[case] if entry in named}
 
     def _stopped(
         self, case: int, guilty: set[tuple[str, str]], ran: Ran, name: str
     ) -> dict[str, Any]:
-        """The culprit, and what is found where it runs alone."""
+        """Run a failing case alone, and return its record."""
         kernels, alone = self._kernels([case]), {}
         for number, (how, way) in enumerate(WAYS.get(self.tool, _AS_IT_WAS).items()):
             again = self.run([case], f"{name}-case{case}-{number}", self.alone_s, way)
@@ -236,7 +238,7 @@ class Sanitizer:
 
 
 def shown(log: str) -> str:
-    """The beginning and the end, where the first error is named and where it all ended."""
+    """Shorten a log to its beginning, with the first error, and its end."""
     if len(log) <= 2 * SHOWN_CHARS:
         return log
     left_out = len(log) - 2 * SHOWN_CHARS

@@ -1,4 +1,4 @@
-"""What a backend promises beside its numbers: it can be cancelled, and it tells its plan."""
+"""Backends apart from their results: cancellation, plans and output arrays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.numerics.cases import FROM_CONV, FUSED, Case, conv_cases, max
 from tests.support.numerics.geometries import POOLS, Conv
 from tests.support.numerics.reference_pool import maxpool_fwd
 
-# About 60 GFLOP in float64: seconds of work that hold little memory.
+# About 60 GFLOP in float64: seconds of work in little memory.
 LONG = Conv(16, 512, 512, (28, 28), (3, 3), padding=1)
 CASES = [
     *(case for operation in FROM_CONV for case in conv_cases(operation)),
@@ -71,7 +71,7 @@ def test_outputs_go_to_their_places(backend: Backend, case: Case) -> None:
     }
     found = backend.run(problem, tensors, None, places).outputs
     for name, place in places.items():
-        # A backend need not use a place; what it does use is what it answers with.
+        # A backend need not use the given array; if it returns it, it has written it.
         if found[name] is place:
             assert_same_bits(place, wanted[name])
         else:
@@ -95,7 +95,7 @@ def test_cancelled_while_it_computes(backend: Backend, operation: str) -> None:
     started = time.perf_counter()
     backend.run(problem, tensors, cancelled)
     whole_s = time.perf_counter() - started
-    # What else the machine has to do may take its share of any run: five attempts.
+    # Other load on the machine may slow down any run: five attempts.
     for _ in range(5):
         cancelled.clear()
         timer = threading.Timer(whole_s / 8, cancelled.set)
@@ -104,19 +104,19 @@ def test_cancelled_while_it_computes(backend: Backend, operation: str) -> None:
         started = time.perf_counter()
         with contextlib.suppress(DeadlineExceeded):
             backend.run(problem, tensors, cancelled)
-            # It was done before it was told: it is faster than it was.
+            # It finished before the cancellation: this run was faster than the one before.
             whole_s, refused = time.perf_counter() - started, False
         spent_s = time.perf_counter() - started
         timer.cancel()
         timer.join()
-        # What a GPU was given it computes to its end; no answer is made of it.
+        # A GPU finishes the launches that it was given, but the request still fails.
         if refused and (backend.name == "cuda" or spent_s < whole_s):
             return
     pytest.fail("it went on to its end though it was cancelled")
 
 
 def test_the_interpreter_stays_free(backend: Backend) -> None:
-    """Other Python threads go on while a kernel runs."""
+    """Other Python threads run while a kernel runs."""
     problem, tensors = problem_and_tensors(FROM_CONV["conv_fwd"]("long", LONG), "float64")
     done = threading.Event()
     taken: dict[str, float] = {}
@@ -134,12 +134,12 @@ def test_the_interpreter_stays_free(backend: Backend) -> None:
         time.sleep(0.001)
         turns += 1
     worker.join()
-    # A turn takes a millisecond where nothing holds it up; the cores are shared, so allow 50.
+    # An iteration takes a millisecond on an idle machine; the cores are shared, so allow 50.
     assert turns >= taken["s"] / 0.05
 
 
 def test_kernels_leave_the_floating_point_mode_alone(backend: Backend) -> None:
-    """No flush to zero stays behind in the calling thread."""
+    """Kernels do not leave flush-to-zero enabled in the calling thread."""
     for case in CASES[::25]:
         backend.run(*problem_and_tensors(case))
     tiny = np.array([np.finfo(np.float32).smallest_subnormal] * 3)
@@ -148,9 +148,9 @@ def test_kernels_leave_the_floating_point_mode_alone(backend: Backend) -> None:
 
 
 def bad(indices: Any, plane: int) -> list[Any]:
-    """The indices with one wrong, each time another, in every part of the array."""
+    """Return copies of the indices, each with one wrong index, across the whole array."""
     places = [(place, value) for place in range(0, indices.size, 29) for value in (-1, plane)]
-    # The first window of a plane does not hold its last element, nor the last window its first.
+    # The first window of a plane does not contain its last element, nor the last window its first.
     windows = int(np.prod(indices.shape[2:]))
     for first in range(0, indices.size, windows):
         places += [(first, plane - 1), (first + windows - 1, 0)]
@@ -166,7 +166,7 @@ def bad(indices: Any, plane: int) -> list[Any]:
 def test_bad_indices_are_found_in_pieces_too(
     backend: Backend, seed: int, name: str, width: type
 ) -> None:
-    """A piece counts its indices from its own first row; none slips through there."""
+    """Indices are relative to a piece's first row; the conversion does not hide bad ones."""
     pool = POOLS[name]
     tensors = draw(maxpool_bwd(name, pool), rng_for(seed, name), DTYPES["float32"], normals)
     _, indices = maxpool_fwd(tensors["input"], pool.kernel, **_geometry(pool.params))

@@ -1,4 +1,4 @@
-"""The bias gradient's kernel, emulated: every layout, vectors and splits of any size, exactly."""
+"""The bias gradient kernel, emulated: exact results for all layouts, vectors and splits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is writte
 SHAPES = (
     (2, 1, 24, 5, 7),
     (3, 4, 8, 4, 4),
-    (1, 6, 1, 9, 3),  # one channel a group
+    (1, 6, 1, 9, 3),  # one channel per group
     (40, 2, 40, 8, 8),  # several splits
     (5, 3, 3, 1, 1),  # one position
     (2, 1, 300, 16, 16),  # several tiles of columns

@@ -1,5 +1,7 @@
-"""Dense layers channels first: results as runs of pixels or through channels-last copies, operands
-read as planes; on the CPU, and what plans choose on every backend."""
+"""Dense layers, channels first: results as runs of pixels or through channels-last copies.
+
+Each way runs in the emulator, and the planned one on every backend.
+"""
 
 from __future__ import annotations
 
@@ -124,8 +126,8 @@ def test_every_backend(backend: Backend, seed: int, case: Case, dtype: str) -> N
     compare(backend, seed, case, dtype)
 
 
-# Both directions are one kernel's, so of the forward one most are among the slow tests; large tiles
-# and copies of most layers too.
+# One kernel computes both directions, so most forward tests are marked slow, as are large tiles and
+# copies of most layers.
 FEW = ("whole_chunks", "odd_planes", "strided", "3d_up")
 MOST_WAYS = ("gather_128x64", "halo", "pointwise")
 

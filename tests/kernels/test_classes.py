@@ -1,4 +1,4 @@
-"""Random geometries of each class of layer that has kernels of its own, through both gates."""
+"""Random geometries of each class of layer with specialised kernels, through both gates."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tests.support.numerics.cases import FROM_CONV, Case
 from tests.support.numerics.classes import CLASSES
 from tests.support.numerics.oracle import TF32, expected
 
-# What networks are trained in comes up most.
+# Weights: the dtypes that networks are trained in are drawn most often.
 SHARES = {"bfloat16": 4, "float16": 2, "float32": 3, "float64": 1}
 
 
 def check_class(
     backend: Backend, case: Case, dtype: str, layout: str | None, high: bool, seed: int
 ) -> None:
-    """Integers to the bit, normal numbers within the arithmetic's own error."""
+    """Check integers for equality, and normal numbers within the error bound."""
     rng = rng_for(seed, case.id)
     c = TF32 if high and backend.name == "cuda" else 0.0
     if high and "pool" not in case.operation:
         case = case.with_params("high", precision="high")
-    # exp is no integer's, and indices are compared as they are.
+    # silu of an integer is not an integer.
     inexact = "silu" in case.params.values()
     for gate, numbers in (("bounded" if inexact else "exact", integers), ("bounded", normals)):
         tensors = draw(case, rng, DTYPES[dtype], numbers)
@@ -35,7 +35,7 @@ def check_class(
 
 
 def _layout(case: Case, rng: Random) -> str | None:
-    """Channels last more often than any other."""
+    """Draw a layout, channels last most often."""
     layouts = with_layouts(case.ndim, grouped=case.operation in FROM_CONV)
     return layouts[2] if rng.random() < 0.5 else rng.choice(layouts)
 

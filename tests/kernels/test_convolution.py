@@ -1,4 +1,4 @@
-"""Every convolution, dtype, layout and hard geometry, through both gates."""
+"""All convolutions, dtypes, layouts and difficult geometries, through both gates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.numerics.arrays import DTYPES
 from tests.support.numerics.cases import EPILOGUES, FROM_CONV, FROM_CONV3D, Case, conv_cases
 
 CASES = [case for operation in (*FROM_CONV, *FROM_CONV3D) for case in conv_cases(operation)]
-# A few geometries for what does not depend on the geometry.
+# A few geometries, for tests that do not depend on the geometry.
 FEW = ("plain", "stride_beyond_kernel", "depthwise", "groups_3_odd", "1d_causal", "3d_plain")
 
 
@@ -39,7 +39,7 @@ def test_named_geometry(backend: Backend, seed: int, case: Case, dtype: str, gat
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", EPILOGUES, ids=lambda case: case.id)
 def test_epilogue(backend: Backend, seed: int, case: Case, dtype: str, gate: str) -> None:
-    """alpha*grad + beta*accumulate, both applied before the one rounding."""
+    """alpha*grad + beta*accumulate is rounded once."""
     check_case(backend, seed, case, dtype, gate)
 
 
@@ -55,7 +55,7 @@ def test_beta_zero_never_reads_accumulate(backend: Backend, seed: int, operation
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("case", few("grouped_conv_bwd_weight"), ids=lambda case: case.id)
 def test_weight_dtype(backend: Backend, seed: int, case: Case, dtype: str, gate: str) -> None:
-    """float32 gradients of 16-bit inputs are not rounded to 16 bits on the way."""
+    """float32 gradients of 16-bit inputs are not rounded to 16 bits first."""
     tensors, wanted = drawn(seed, case, dtype, gate)
     asking = case.with_params("weight_dtype", weight_dtype="float32")
     found = answers(backend, asking, tensors)
@@ -67,7 +67,7 @@ def test_weight_dtype(backend: Backend, seed: int, case: Case, dtype: str, gate:
 @pytest.mark.parametrize("split_k", [1, 2, 7, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_split_k(backend: Backend, seed: int, dtype: str, split_k: int, gate: str) -> None:
-    """Partial sums stay in float32 however many there are."""
+    """Partial sums stay in float32 for any split."""
     for case in few("grouped_conv_bwd_weight"):
         tensors, wanted = drawn(seed, case, dtype, gate)
         found = answers(backend, case.with_params("split", split_k=split_k), tensors)
@@ -115,7 +115,7 @@ def test_where_the_order_of_sums_is_free(backend: Backend, seed: int, operation:
 
 @pytest.mark.parametrize("operation", ["conv_bwd_data", "grouped_conv_bwd_weight"])
 def test_full_shapes_for_sizes(backend: Backend, seed: int, operation: str) -> None:
-    """input_size and weight_size may be whole shapes too, in the layout's own order."""
+    """input_size and weight_size may be full shapes, in the order of the layout."""
     for case in few(operation):
         tensors, wanted = drawn(seed, case, "float32", "bounded")
         (first,) = (ref for name, ref in wanted.items() if name != "grad_bias")

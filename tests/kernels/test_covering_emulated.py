@@ -1,7 +1,7 @@
-"""Random dense layers on the kernels that plans choose, on the CPU within the emulator's fences.
+"""Random dense layers on the kernels that plans choose, in the emulator.
 
-What gpu_sanitize.py runs under compute-sanitizer on a GPU, this does where there is none; and it
-looks at the answers.
+gpu_sanitize.py runs such layers under compute-sanitizer on a GPU; these tests need none, and also
+check the results.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DRAWS = 80
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dense_layers(dtype: str, seed: int) -> None:
-    """As many as it takes to launch every instance that so many draws do."""
+    """Run enough layers to launch every kernel instance that the draws launch."""
     backend = EmulatedBackend(FAMILIES)
     few = covering(H200, FAMILIES, DRAWS, ("dense",), (dtype,))
     assert few

@@ -1,4 +1,4 @@
-"""Every instruction-set level that this CPU runs, not the best alone: other CPUs load those."""
+"""All instruction-set levels that this CPU supports, not only the best, which is tested anyway."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CASES = [
     *FUSED,
 ]
 BEST = load().level
-# A CPU runs every level below its own; a higher one would end the process.
+# A CPU runs every level below its own; a higher one would crash the process.
 LEVELS = [
     name
     for names in LEVEL_NAMES.values()
@@ -32,7 +32,7 @@ LEVELS = [
 
 @pytest.fixture(scope="module", params=LEVELS)
 def lesser(request: pytest.FixtureRequest) -> CpuBackend:
-    """A backend of each level below the best."""
+    """A CPU backend for each level below the best."""
     return CpuBackend(threads=2, level=request.param)
 
 

@@ -1,6 +1,6 @@
-"""What the GPU's backend does beside computing: pieces, memory, faults, kernels on disk.
+"""The GPU backend apart from results: pieces, memory, faults and the kernel cache.
 
-Takes nearly all of the GPU's memory at times, so it runs beside nothing else.
+Some tests take nearly all of the GPU's memory, so this file runs alone.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def problem_and_tensors(case: Case, seed: int, dtype: str = "float32") -> tuple[
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_larger_than_the_memory(seed: int, gpu: Backend, case: Case) -> None:
-    """In pieces: the same bits where they are put side by side, within the bound where summed."""
+    """Run in pieces: equal bits if pieces are concatenated, within the bound if summed."""
     problem, tensors = problem_and_tensors(case, seed)
     small = CudaBackend(memory_limit_bytes=problem.memory_bytes // 2, poison=True)
     outcome = small.run(problem, tensors)
@@ -87,7 +87,7 @@ def test_what_fits_in_no_pieces_is_refused(seed: int) -> None:
 
 @contextmanager
 def held_by_others(left_bytes: int) -> Iterator[None]:
-    """All but about so much of the GPU's memory taken, in blocks, since one may find no place."""
+    """Allocate all but about ``left_bytes`` of GPU memory, in blocks because of fragmentation."""
     cupy = pytest.importorskip("cupy")
     runtime = cupy.cuda.runtime
     cupy.get_default_memory_pool().free_all_blocks()
@@ -106,7 +106,7 @@ def held_by_others(left_bytes: int) -> Iterator[None]:
 
 
 def test_memory_that_others_hold(seed: int, gpu: Backend) -> None:
-    """What is free is used, in pieces; with next to nothing the request is refused, not the GPU."""
+    """Problems run in pieces in the free memory; with almost none, only the request fails."""
     case = FROM_CONV["conv_fwd"]("large", Conv(64, 32, 32, (256, 256), (1, 1)))
     problem, tensors = problem_and_tensors(case, seed)
     whole = gpu.run(problem, tensors)
@@ -124,7 +124,7 @@ def test_memory_that_others_hold(seed: int, gpu: Backend) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("operation", [*FROM_CONV, "maxpool2d_bwd", "maxpool3d_fwd"])
 def test_beside_the_cpu(seed: int, gpu: Backend, operation: str, dtype: str) -> None:
-    """Both backends answer within the same bound of the same reference."""
+    """The results of both backends are within the same bound of the same reference."""
     cases = pool_cases(operation) if operation.startswith("max") else conv_cases(operation)
     cpu = CpuBackend(threads=2)
     for case in list(cases)[::6]:
@@ -165,7 +165,7 @@ backend.close()
 
 
 def test_a_fault_is_told_and_remembered() -> None:
-    """After an illegal address nothing works in the process: each request is told so."""
+    """After an illegal address, every further request in the process fails with that error."""
     ran = subprocess.run(
         [sys.executable, "-c", FAULT], capture_output=True, text=True, timeout=120, check=False
     )
@@ -179,9 +179,9 @@ def test_a_fault_is_told_and_remembered() -> None:
 def test_kernels_are_compiled_once(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cache holds whole cubins, and a second backend reads them."""
+    """The cache holds complete cubins, and a second backend loads them."""
     cache = tmp_path / "cubins"
-    # What lies in the package's own folder would not be compiled at all.
+    # Kernels that ship with the package would not be compiled at all.
     monkeypatch.setattr(compiling, "DEFAULT_CACHE", tmp_path / "ahead")
     problem, tensors = problem_and_tensors(CASES[0], seed)
     first = CudaBackend(cache=cache).run(problem, tensors).outputs
@@ -203,9 +203,9 @@ def test_a_cache_that_cannot_be_written_is_done_without(seed: int, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("operation", ["conv_fwd", "conv_bwd_data", "maxpool2d_fwd"])
 def test_more_than_2_to_the_31_elements(gpu: Backend, operation: str) -> None:
-    """Offsets count in 64 bits: every element of a tensor of 2.2e9 is checked."""
+    """Offsets are 64-bit: every element of a tensor with 2.2e9 elements is checked."""
     rng = np.random.default_rng(0)
-    # Its rows repeat, but not at any power of two.
+    # Its rows repeat, but not with a period that is a power of two.
     rows = rng.integers(-2, 3, (480, 46_000), np.int8).astype(np.float16)
     plane = np.tile(rows, (100, 1))[None, None]
     weight = np.full((1, 1, 1, 1), 3, np.float16)
@@ -226,7 +226,7 @@ def test_more_than_2_to_the_31_elements(gpu: Backend, operation: str) -> None:
 def test_kernels_of_few_layers_on_more_than_2_to_the_31_elements(
     seed: int, gpu: Backend, name: str
 ) -> None:
-    """Each by the kernel that its plan takes, at once; every element is checked."""
+    """Each layer runs in one piece on its planned kernel; every element is checked."""
     large = LARGE[name]
     small = large.small(seed)
     wanted = expected(large.operation, small, large.case(large.conv).params)

@@ -1,6 +1,6 @@
-"""The depthwise tensor-core kernels, run on the CPU: strips at every corner of images and batches.
+"""The depthwise tensor-core kernels, emulated: strips at all corners of images and batches.
 
-On a GPU these kernels meet the tests of the `backend` fixture and the random layers of their class.
+On a GPU, the tests of the `backend` fixture and the random layers of their class cover them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def emulated() -> EmulatedBackend:
-    # What sums over several channels is none of these kernels', nor is a bias on 13 rows.
+    # These kernels support neither sums over several channels nor a bias on 13 rows.
     families = replace(
         FAMILIES,
         fwd=[DepthwiseMma(), GatherDirect()],

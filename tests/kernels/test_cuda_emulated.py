@@ -1,4 +1,4 @@
-"""The GPU kernels, run on the CPU: right, within their memory, whole at each barrier."""
+"""The GPU kernels, emulated: results, memory accesses and barriers."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ POOLS = [
     case for n in (1, 2, 3) for way in ("fwd", "bwd") for case in pool_cases(f"maxpool{n}d_{way}")
 ]
 DTYPE = {"tiles": "float32", "direct": "bfloat16"}
-# The tensor cores' kernels at whole and at odd chunks of channels, in 16 bits, in TF32, and in
-# float32 by split factors.
+# The tensor-core kernels with whole and partial chunks of channels, in 16 bits, in TF32, and in
+# float32 with split factors.
 DENSE = [case for case in CASES if case.operation in FROM_CONV]
-# Factors are split only where sums are long enough.
+# Factors are split only if sums are long enough.
 LONG_NAMES = ("channels_67", "channels_33_to_130")
 LONG = [case for op in FROM_CONV for case in conv_cases(op) if case.name in LONG_NAMES]
 TENSOR_CORES = [
@@ -71,8 +71,8 @@ TENSOR_CORES = [
     *((case, "float32", "high") for case in DENSE),
     *((case, "float32", "highest") for case in LONG),
 ]
-TF32 = 2.0**-10  # what rounding the factors costs
-# What plans choose: kernels for depthwise convolutions and for pooling.
+TF32 = 2.0**-10  # error of rounding the factors
+# Planned kernels for depthwise convolutions and pooling.
 DEPTHWISE_NAMES = ("depthwise", "depthwise_strided")
 DEPTHWISE = [case for op in FROM_CONV for case in conv_cases(op) if case.name in DEPTHWISE_NAMES]
 
@@ -112,8 +112,8 @@ def test_tensor_cores(seed: int, case: Case, dtype: str, precision: str, gate: s
         check(found, wanted, gate, what, TF32 if high else 0.0)
 
 
-# A block alone, a cluster that shares operands, one that shares a reduction; phases at once and in
-# turns; either order of pixels.
+# A single block, a cluster that shares operands, one that shares a reduction; phases at once and in
+# turn; both orders of pixels.
 HOPPER = {
     "block": ("float32", Schedule(HopperTile(128, 96))),
     "sharing": ("bfloat16", Schedule(HopperTile(128, 192, sharing=2), True, 2)),
@@ -130,7 +130,7 @@ GATHERED = [case for case in DENSE if case.operation in ("conv_fwd", "conv_bwd_d
 @pytest.mark.parametrize(
     "way",
     [
-        # Others come near to these: they are among the slow tests.
+        # These are similar to others, so they are marked slow.
         pytest.param(way, marks=[pytest.mark.slow] if way in ("split", "turns_shared") else [])
         for way in HOPPER
     ],
@@ -175,7 +175,7 @@ def test_nonfinite_on_hopper(seed: int, case: Case, way: str) -> None:
 
 @pytest.mark.parametrize("split", [2, 3, 5, 8])
 def test_parts_of_a_reduction_that_begin_behind_every_kept_tap(seed: int, split: int) -> None:
-    """A tile meets few of the taps; the next chunk of channels begins with its first one again."""
+    """A tile uses few of the taps; each chunk of channels starts at the first one again."""
     conv = Conv(1, 72, 136, (10, 11), (5, 5), 1, ((2, 3), (3, 2)), 3)
     case = conv_bwd_data("far_apart", conv)
     tensors, wanted = drawn(seed, case, "bfloat16", "exact")

@@ -1,4 +1,4 @@
-"""Depthwise convolutions of any number of channels, of one dimension and of three."""
+"""Depthwise convolutions with any number of channels, in one to three dimensions."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tests.support.numerics.nonfinite import check_rule
 
 DIRECTIONS = ("conv_fwd", "conv_bwd_data", "grouped_conv_bwd_weight")
 LAYERS = {
-    # Channels that are no whole chunks, in copies of 4 bytes.
+    # Partial chunks of channels, in copies of 4 bytes.
     "channels_36": Conv(2, 36, 36, (9, 14), (3, 3), padding=1, groups=36),
     "channels_36_strided": Conv(2, 36, 36, (9, 14), (3, 3), 2, 1, groups=36),
     "channels_10_5x5": Conv(1, 10, 10, (7, 8), (5, 5), padding=2, groups=10),
     "channels_6_7x7_strided": Conv(1, 6, 6, (11, 9), (7, 7), 2, 3, groups=6),
-    # Channels of which there are odd numbers.
+    # Odd numbers of channels.
     "channels_13": Conv(2, 13, 13, (6, 7), (3, 3), padding=1, groups=13),
     "channels_35_5x5": Conv(1, 35, 35, (5, 6), (5, 5), padding=2, groups=35),
-    # One dimension, and one row or column of taps.
+    # One dimension, or one row or column of taps.
     "1d_k4_causal": Conv(3, 40, 40, (37,), (4,), padding=((3, 0),), groups=40),
     "1d_k31": Conv(5, 16, 16, (70,), (31,), padding=15, groups=16),
     "1d_k31_channels_5": Conv(2, 5, 5, (33,), (31,), padding=15, groups=5),
@@ -33,7 +33,7 @@ LAYERS = {
     "1d_k31_strided": Conv(1, 16, 16, (64,), (31,), 2, 15, groups=16),
     "row_of_taps": Conv(2, 16, 16, (5, 19), (1, 5), padding=((0, 0), (2, 2)), groups=16),
     "column_of_taps": Conv(2, 16, 16, (19, 5), (5, 1), padding=((2, 2), (0, 0)), groups=16),
-    # Kernels with several planes.
+    # Kernels with several depth slices.
     "3d": Conv(2, 16, 16, (4, 6, 9), (3, 3, 3), padding=1, groups=16),
     "3d_strided": Conv(2, 24, 24, (5, 7, 8), (3, 3, 3), 2, 1, groups=24),
     "3d_strided_planes": Conv(1, 16, 16, (7, 5, 6), (2, 3, 3), (3, 1, 1), 1, groups=16),
@@ -48,7 +48,7 @@ emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written
 
 @pytest.fixture(scope="module")
 def emulated() -> EmulatedBackend:
-    """Nothing but the kernels that are meant: no kernel of last resort."""
+    """A backend with only the kernels under test, and no fallback."""
     families = replace(FAMILIES, fwd=DEPTHWISE, bwd_data=DEPTHWISE, bwd_weight=DEPTHWISE_WEIGHT)
     return EmulatedBackend(families)
 

@@ -1,4 +1,4 @@
-"""Depthwise convolutions of pixels as they lie: strips at every corner of images, and of shares."""
+"""Depthwise convolutions without repacking: strips at all corners of images and of shares."""
 
 from __future__ import annotations
 
@@ -62,8 +62,10 @@ CASES += [case_of("conv_fwd", name) for name in FORWARD]
 
 
 class OnFew(DepthwisePairs):
-    """With one of each kernel's tiles, for so many multiprocessors: with few of them blocks' shares
-    are of several tiles of strips."""
+    """The family with one tile per kernel, planned for few multiprocessors.
+
+    A block's share then has several tiles of strips.
+    """
 
     def __init__(self, tile: int, multiprocessors: int) -> None:
         super().__init__(PAIR_TILES[tile::2], anything=True)

@@ -1,6 +1,6 @@
-"""depthwise_weight_direct, run on the CPU: strips, units and chunks that end with rows or do not.
+"""depthwise_weight_direct, emulated: strips, units and chunks that end within rows or do not.
 
-On a GPU it meets the tests of the `backend` fixture and the random layers of its class.
+On a GPU, the tests of the `backend` fixture and the random layers of its class cover it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The same bits, whatever runs beside, however many threads, wherever the arrays lie."""
+"""Equal bits for any concurrent load, number of threads, and alignment of arrays."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_ten_runs_and_other_thread_counts(
 
 
 def test_requests_side_by_side_do_not_touch_each_other(backend: Backend, seed: int) -> None:
-    """Eight threads, each with its own case, through one backend."""
+    """Eight threads, each with its own case, share a backend."""
     work = [(case, tensors_of(seed, case, "float32")) for case in LARGER[::4][:8]]
     alone = [answers(backend, case, tensors) for case, tensors in work]
     failures: list[str] = []
@@ -70,7 +70,7 @@ def test_requests_side_by_side_do_not_touch_each_other(backend: Backend, seed: i
 
 
 def at_odd_address(array: NDArray[Any]) -> NDArray[Any]:
-    """As a body's bytes may hold it: not aligned to its own item size."""
+    """Copy to an address that is not aligned to the item size, as in a request body."""
     room = np.empty(array.nbytes + 64, np.uint8)
     start = (1 - room.ctypes.data) % 64
     view = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -80,7 +80,7 @@ def at_odd_address(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def at_item_address(array: NDArray[Any]) -> NDArray[Any]:
-    """Aligned to its item size and to nothing more."""
+    """Copy to an address that is aligned to the item size only."""
     room = np.empty(array.nbytes + 128, np.uint8)
     start = (array.itemsize - room.ctypes.data) % 64
     view = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -95,7 +95,7 @@ def read_only(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def every_second(array: NDArray[Any]) -> NDArray[Any]:
-    """A view with gaps in its last dimension."""
+    """Return an equal view with gaps in its last dimension."""
     room = np.empty((*array.shape[:-1], 2 * array.shape[-1]), array.dtype)
     room[..., ::2] = array
     return room[..., ::2]
@@ -106,7 +106,7 @@ PLACES: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
     "item address": at_item_address,
     "read-only": read_only,
 }
-# Other strides are another order in memory, and a kernel may sum in that order.
+# With other strides, a kernel may sum in another order.
 STRIDES: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
     "column-major": np.asfortranarray,
     "with gaps": every_second,
@@ -116,7 +116,7 @@ STRIDES: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_wherever_the_arrays_lie(backend: Backend, seed: int, dtype: str, place: str) -> None:
-    """The answer is the same to the bit, and the inputs are as they were."""
+    """The results have the same bits, and the inputs are not modified."""
     for case in LARGER:
         tensors = tensors_of(seed, case, dtype)
         wanted = run(backend, case.operation, tensors, case.params).outputs
@@ -138,7 +138,7 @@ def test_with_other_strides(backend: Backend, seed: int, dtype: str, strides: st
 
 
 def test_pooling_reads_odd_indices(backend: Backend, seed: int) -> None:
-    """Indices at an odd address too."""
+    """Indices may be at an unaligned address."""
     pool = POOLS["overlapping"]
     tensors = tensors_of(seed, maxpool_fwd("", pool), "float32")
     found = answers(backend, maxpool_fwd("", pool), tensors)

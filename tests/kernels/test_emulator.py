@@ -1,4 +1,4 @@
-"""The emulator sees what a GPU would not forgive, so that a kernel that passes it deserves to."""
+"""The emulator detects errors that would fail on a GPU."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ Probe = Callable[[int], "tuple[str | None, NDArray[np.uint32]]"]
 
 @pytest.fixture
 def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Probe:
-    """Runs one mode: what the emulator says, and what the threads wrote."""
+    """Run one mode; return the emulator's message and the output of the threads."""
     for header in ("ptx/mma.cuh", "core/elements.cuh"):
         (tmp_path / header).parent.mkdir(exist_ok=True)
         shutil.copy(sources.KERNELS / header, tmp_path / header)

@@ -1,4 +1,4 @@
-"""The emulator sees what Hopper would not forgive: waits that lack, and barriers used wrongly."""
+"""The emulator detects errors specific to Hopper: missing waits, and misused barriers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def run(folder: Path, mode: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint
 
 
 def test_copies_come_at_once_or_when_waited_for(tmp_path: Path) -> None:
-    """So that a kernel that passes neither reads too early nor overwrites too early."""
+    """So the emulator detects kernels that read or overwrite too early."""
     seen = run(tmp_path, 0)[:BOXES]
     assert set(seen) == {2, 3}
 

@@ -1,6 +1,6 @@
-"""Geometry at the edge of what a request may state: small tensors, enormous steps.
+"""Geometries at the limits of the API: small tensors, enormous strides, padding and dilation.
 
-Nothing here is large to compute. A kernel that pads in memory, or counts in 32 bits, fails.
+They are cheap to compute, but a kernel that pads in memory or overflows 32 bits fails.
 """
 
 from __future__ import annotations

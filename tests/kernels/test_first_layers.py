@@ -1,4 +1,4 @@
-"""Layers whose input has few channels: on every backend, and their GPU kernels on the CPU."""
+"""Layers with few input channels: on every backend, and their GPU kernels in the emulator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KERNELS = {
     "conv_bwd_data": ("hopper_first_data", "first_groups", "first_data"),
     "grouped_conv_bwd_weight": ("hopper_first_taps", "hopper_first_split", "first_weight"),
 }
-TF32 = 2.0**-10  # what rounding the factors costs
+TF32 = 2.0**-10  # error of rounding the factors
 EPILOGUES = [
     case.with_tensor("accumulate", FIRST_LAYERS[case.name].input_shape).with_params(
         "bilinear", alpha=2.0, beta=-0.25
@@ -58,7 +58,7 @@ def test_every_backend(backend: Backend, seed: int, case: Case, dtype: str, gate
     _compare(backend, seed, case, dtype, gate)
 
 
-# Of both types a part; the rest are among the slow tests.
+# A subset of both dtypes; the rest are marked slow.
 @emulated
 @pytest.mark.parametrize(
     ("case", "dtype", "gate"),
@@ -85,7 +85,7 @@ def test_emulated(seed: int, case: Case, dtype: str, gate: str) -> None:
     _compare(EmulatedBackend(FAMILIES), seed, case, dtype, gate)
 
 
-# True float32 of few channels, each as products of bfloat16.
+# True float32 with few channels, as products of bfloat16.
 EXACT = [
     case.with_params("highest", precision="highest")
     for case in CASES
@@ -112,7 +112,7 @@ def test_true_float32_on_every_backend(backend: Backend, seed: int, case: Case) 
 @pytest.mark.parametrize(
     "case",
     [
-        # What others have that these have not is no other code.
+        # The other cases run the same code.
         pytest.param(case, id=case.id, marks=[pytest.mark.slow] if slow else [])
         for case in EXACT
         for slow in [case.name.split("-")[0] not in ("resnet", "mobilenet", "every_third")]
@@ -134,7 +134,7 @@ def _compare_exact(backend: Backend, seed: int, case: Case) -> None:
 @pytest.mark.parametrize("scale", [2.0**-120, 2.0**-95, 2.0**100])
 @pytest.mark.parametrize("of", ["grad_output", "weight"])
 def test_true_float32_of_any_magnitude(seed: int, of: str, scale: float) -> None:
-    """Numbers whose parts are too small for bfloat16, beside zeros; and such as overflow."""
+    """Numbers whose parts underflow in bfloat16, mixed with zeros, and numbers that overflow."""
     case = EXACT[0]
     tensors, _ = drawn(seed, case, "float32", "bounded")
     rng = rng_for(seed, case.id)
@@ -167,7 +167,7 @@ def test_a_plan_takes_the_kernels_that_are_made_for_it(case: Case, dtype: str) -
     plan = plan_for(problem_from(case.operation, request), H200, FAMILIES)
     flat = case.ndim == 1
     if case.name.startswith("patches_") and not (flat and "weight" not in case.operation):
-        # As a product, by whichever dense family should take less time.
+        # As a matrix product, by the dense family with the lower expected time.
         assert plan.kernel.startswith(("patches_dense", "patches_implicit_gemm"))
     elif not (flat and case.operation == "conv_bwd_data"):
         assert plan.kernel.startswith(KERNELS[case.operation])

@@ -1,4 +1,4 @@
-"""Ascend's formats and regions: the same gradient, packed and in parts."""
+"""Ascend's formats and regions: the same gradient, packed or of a region."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def plain(array: NDArray[Any], form: str, channels: int) -> NDArray[Any]:
 def packed_request(
     case: Case, tensors: Arrays, forms: tuple[str, str, str], **params: Any
 ) -> tuple[Arrays, dict[str, Any]]:
-    """A case's tensors in formats, and the parameters that say so."""
+    """Return a case's tensors packed in formats, and the parameters that name the formats."""
     sent = {
         "grad_output": packed(tensors["grad_output"], forms[0], case.groups),
         "weight": packed(tensors["weight"], forms[1], case.groups),
@@ -70,7 +70,7 @@ def packed_request(
 def backprop(
     backend: Backend, case: Case, tensors: Arrays, forms: tuple[str, str, str], **params: Any
 ) -> Arrays:
-    """A case with its tensors in formats, the answer unpacked."""
+    """Run a case with its tensors in formats, and unpack the result."""
     sent, asked = packed_request(case, tensors, forms, **params)
     found = run(backend, case.operation, sent, asked).outputs["grad_input"]
     channels = case.shapes["weight"][1] * case.groups
@@ -97,7 +97,7 @@ def test_float64_in_plain_formats(backend: Backend, seed: int) -> None:
 
 
 def test_the_filling_of_packed_channels_is_not_read(backend: Backend, seed: int) -> None:
-    """Whatever stands in the padded channels of an input, the answer is the same."""
+    """The values of padded channels do not affect the result."""
     case = CASES["3d_channels_17"]
     tensors, wanted = drawn(seed, case, "float32", "exact")
     sent = {

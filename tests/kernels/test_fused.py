@@ -1,4 +1,4 @@
-"""Two convolutions in one: activations, biases, groups, strides, through both gates."""
+"""Two fused convolutions: activations, biases, groups and strides, through both gates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.kernels.harness import GATES, answers, check, drawn, with_lay
 from tests.support.numerics.arrays import DTYPES
 from tests.support.numerics.cases import FUSED, Case
 
-# silu of an integer is no integer, so nothing of it is exact.
+# silu of an integer is not an integer, so only the bounded gate applies.
 GATED = [
     pytest.param(case, gate, id=f"{case.id}-{gate}")
     for case in FUSED
@@ -29,7 +29,7 @@ def test_fused(backend: Backend, seed: int, case: Case, dtype: str, gate: str) -
         check(found, wanted, gate, f"seed {seed}, {case.id} {dtype} {layout}")
 
 
-# What the GPU's fused kernels take: channels in whole 16-byte vectors, side by side.
+# Cases of the GPU's fused kernels: contiguous channels, in whole 16-byte vectors.
 TAKEN = [
     pytest.param(case, gate, id=f"{case.id}-{gate}")
     for case in (*SEPARABLE, *POINTWISE)

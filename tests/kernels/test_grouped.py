@@ -1,4 +1,4 @@
-"""Convolutions of few channels a group, through every backend and, emulated, the tensor cores'."""
+"""Convolutions with few channels per group: on every backend, and tensor-core kernels emulated."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.support.numerics.nonfinite import check_rule
 ONE_WAY = ("conv_fwd", "conv_bwd_data", "grouped_conv_bwd_weight")
 ALONE = [case for operation in ONE_WAY for case in grouped_cases(operation)]
 IN_TURN = ("c8_strided", "c32", "c8_images_together", "3d_c4")
-# With emulation each dtype takes as many compilations again.
+# In the emulator, each dtype multiplies the number of compilations.
 EMULATED = {
     "bfloat16": ALONE,
     "tf32": [case for case in ALONE if "c8" in case.name],
@@ -58,7 +58,7 @@ def emulated() -> EmulatedBackend:
 
 
 class Gather(GroupedGather):
-    """Small boxes, one after another in few blocks."""
+    """The family with small boxes, several per block."""
 
     def launches(self, work: ConvWork, device: CudaDevice, box: Box | None = None) -> Fragment:
         few = replace(device, multiprocessors=1)
@@ -68,7 +68,7 @@ class Gather(GroupedGather):
 
 
 class Weight(GroupedWeight):
-    """Few pixels at once, one after another in few blocks."""
+    """The family with few pixels per step, several steps per block."""
 
     def launches(self, work: ConvWork, device: CudaDevice, share: Share | None = None) -> Fragment:
         few = replace(device, multiprocessors=1)
@@ -94,7 +94,7 @@ def test_not_finite(backend: Backend, seed: int, case: Case) -> None:
         check_rule(backend, seed, case, "bfloat16", layout)
 
 
-# Every third one of bfloat16, every fourth of others; the rest are among the slow tests.
+# Every third case of bfloat16, and every fourth of other dtypes; the rest are marked slow.
 @emulation
 @pytest.mark.parametrize(
     ("case", "dtype"),

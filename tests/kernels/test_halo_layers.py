@@ -1,4 +1,4 @@
-"""Dense layers with few channels: on every backend, and their Hopper kernel on the CPU."""
+"""Dense layers with few channels: on every backend, and their Hopper kernel in the emulator."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ emulated = pytest.mark.skipif(not works_here(), reason="the emulator is written 
 
 
 class WithTile:
-    """The family with tiles that small problems would not get: ``share`` of the way to the last."""
+    """The family with the tile at position ``share`` (0 to 1) in the list of candidates."""
 
     def __init__(self, share: float) -> None:
         self.name = "hopper_halo"
@@ -80,7 +80,7 @@ def test_every_backend(backend: Backend, seed: int, case: Case, dtype: str, gate
     _compare(backend, seed, case, dtype, gate, 2)
 
 
-# Both directions are one kernel's, so of the forward one half are among the slow tests.
+# One kernel computes both directions, so half of the forward tests are marked slow.
 @emulated
 @pytest.mark.parametrize(
     ("case", "share"),

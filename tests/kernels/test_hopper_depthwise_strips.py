@@ -1,6 +1,6 @@
-"""hopper_depthwise_strips, run on the CPU: strips and images that a product has and has not.
+"""hopper_depthwise_strips, emulated: products with all or only some of their strips and images.
 
-On a GPU it meets the tests of the `backend` fixture and the random layers of its class.
+On a GPU, the tests of the `backend` fixture and the random layers of its class cover it.
 """
 
 from __future__ import annotations

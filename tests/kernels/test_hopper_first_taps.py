@@ -1,4 +1,4 @@
-"""First layers' gradients of weights on Hopper, through every backend and emulated."""
+"""Weight gradients of first layers on Hopper, on every backend and emulated."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.support.numerics.nonfinite import check_rule
 OPERATION = "grouped_conv_bwd_weight"
 GEOMETRIES = {
     "resnet": Conv(2, 3, 64, (13, 16), (7, 7), 2, 3),
-    # Rows of several segments, and channels that are no whole block.
+    # Rows of several segments, and a partial block of channels.
     "wide": Conv(1, 3, 24, (9, 320), (7, 7), 2, 3),
     "mobilenet": Conv(3, 3, 32, (10, 24), (3, 3), 2, 1),
-    # Kernel rows in two groups, of which the second has fewer.
+    # Kernel rows in two groups, the second of which is smaller.
     "alexnet": Conv(1, 3, 64, (35, 40), (11, 11), 4, 2),
-    # Rows of grad_output that share none of the input.
+    # Rows of grad_output that share no input.
     "patches": Conv(2, 3, 96, (12, 16), (4, 4), 4),
     "four_channels": Conv(1, 4, 16, (12, 16), (7, 7), 2, 3),
     "one_channel": Conv(2, 1, 16, (9, 32), (5, 5), 2, 2),
@@ -41,14 +41,14 @@ emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written
 
 
 class Few(HopperFirstTaps):
-    """Several rows of several images to a block."""
+    """The family with several rows of several images per block."""
 
     def launches(self, work: ConvWork, device: CudaDevice, splits: int | None = None) -> Fragment:
         return super().launches(work, device, splits or 3)
 
 
 class FewSplit(HopperFirstSplit):
-    """The same."""
+    """`Few` for split factors."""
 
     def launches(self, work: ConvWork, device: CudaDevice, splits: int | None = None) -> Fragment:
         return super().launches(work, device, splits or 3)

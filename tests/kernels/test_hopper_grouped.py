@@ -1,4 +1,4 @@
-"""Grouped layers of 3x3 taps: on every backend, and their Hopper kernel on the CPU."""
+"""Grouped 3x3 layers: on every backend, and their Hopper kernel in the emulator."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LAYERS: dict[str, Conv] = {
     "c32_one_row": Conv(2, 96, 96, (1, 20), (3, 3), padding=1, groups=3),
 }
 CASES = [
-    # Without a bias: results go out as they are summed.
+    # Without a bias, results are stored without an epilogue.
     replace(case, shapes={name: shape for name, shape in case.shapes.items() if name != "bias"})
     for operation in ("conv_fwd", "conv_bwd_data")
     for case in (FROM_CONV[operation](name, conv) for name, conv in LAYERS.items())
@@ -45,8 +45,10 @@ emulated = pytest.mark.skipif(not works_here(), reason="the emulator is written 
 
 
 class WithCut:
-    """The family with cuts that small problems would not get: ``share`` of the way to the last,
-    and all blocks' units for one multiprocessor."""
+    """The family with the tiling at position ``share`` (0 to 1) in the list of candidates.
+
+    It plans for one multiprocessor, so that a block has several units.
+    """
 
     def __init__(self, share: float) -> None:
         self.name = "hopper_grouped"
@@ -67,7 +69,7 @@ class WithCut:
 
 @lru_cache
 def _backend(share: float) -> EmulatedBackend:
-    # Between them they take all of these.
+    # Together they support all of these.
     own = WithCut(share)
     families: list[Family[ConvWork]] = [own, ConvThroughChannelsLast(own, COPIES)]
     return EmulatedBackend(replace(FAMILIES, fwd=families, bwd_data=families))
@@ -76,7 +78,7 @@ def _backend(share: float) -> EmulatedBackend:
 def _compare(
     backend: Backend, seed: int, case: Case, dtype: str, gate: str, layouts: int = 2
 ) -> None:
-    """In the last so many layouts: channels last, and first."""
+    """Compare in the last ``layouts`` layouts: channels first and channels last."""
     tensors, wanted = drawn(seed, case, dtype, gate)
     for layout in with_layouts(case.ndim, grouped=False)[-layouts:]:
         found = answers(backend, case, tensors, layout)
@@ -90,7 +92,7 @@ def test_every_backend(backend: Backend, seed: int, case: Case, dtype: str, gate
     _compare(backend, seed, case, dtype, gate)
 
 
-# Both directions are one kernel's.
+# One kernel computes both directions.
 @emulated
 @pytest.mark.parametrize(
     ("case", "share"),

@@ -1,4 +1,4 @@
-"""Grouped gradients of weights on Hopper, in all kinds of tiles, on backends and emulated."""
+"""Grouped weight gradients on Hopper, in all kinds of tiles, on every backend and emulated."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OPERATION = "grouped_conv_bwd_weight"
 GEOMETRIES = {
     "c4": Conv(2, 32, 32, (7, 9), (3, 3), padding=1, groups=8),
     "c8": Conv(3, 32, 32, (8, 7), (3, 3), padding=1, groups=4),
-    # Channels that are no whole slice.
+    # Partial slices of channels.
     "c8_24": Conv(2, 24, 24, (5, 6), (3, 3), padding=1, groups=3),
     "c16": Conv(3, 48, 48, (14, 14), (3, 3), padding=1, groups=3),
     "c32": Conv(2, 64, 64, (7, 7), (3, 3), padding=1, groups=2),
@@ -43,7 +43,7 @@ GEOMETRIES = {
     "asymmetric_padding": Conv(1, 16, 16, (12, 28), (3, 3), padding=((0, 1), (2, 1)), groups=2),
     "padding_beyond": Conv(1, 16, 16, (5, 4), (3, 3), padding=((4, 0), (1, 5)), groups=2),
     "no_padding": Conv(2, 32, 32, (3, 4), (3, 3), groups=2),
-    # Rows that end within eight columns: products read the next row's first pixels.
+    # Rows that end within eight columns: products read the first pixels of the next row.
     "rows_end_early": Conv(1, 16, 16, (6, 17), (3, 3), padding=((1, 1), (2, 2)), groups=2),
 }
 CASES = {name: FROM_CONV[OPERATION](name, conv) for name, conv in GEOMETRIES.items()}
@@ -53,7 +53,7 @@ emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written
 
 
 class InTurn(HopperGroupedWeight):
-    """Small tiles, many to a block."""
+    """The family with small tiles, many per block."""
 
     def launches(self, work: ConvWork, device: CudaDevice, share: Share | None = None) -> Fragment:
         few = replace(device, multiprocessors=2)
@@ -62,7 +62,7 @@ class InTurn(HopperGroupedWeight):
 
 
 class Together(HopperGroupedWeight):
-    """As many images to a tile as there may be."""
+    """The family with the maximum number of images per tile."""
 
     def launches(self, work: ConvWork, device: CudaDevice, share: Share | None = None) -> Fragment:
         most = max(shares_of(work, device), key=lambda one: one.images)
@@ -116,7 +116,7 @@ def test_emulated_shares(seed: int, name: str, split_k: int) -> None:
 
 
 def test_shares_are_counted() -> None:
-    """In eight bits."""
+    """The number of shares fits eight bits."""
     conv = ConvShape(
         batch=2000,
         groups=2,

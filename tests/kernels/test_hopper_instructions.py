@@ -1,6 +1,6 @@
-"""What the Hopper kernels rely on: copies of boxes and pixels, and products of what they bring.
+"""The instructions that Hopper kernels use: tiled and im2col copies, and wgmma on their results.
 
-The emulator and the hardware must agree with the same plain description of each.
+The emulator and the hardware must both agree with a simple model of each.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def bits(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.uint16]
 
 
 def strides(array: Array) -> tuple[int, ...]:
-    """Of a map: innermost first, without the innermost."""
+    """Return the strides of a tensor map: innermost first, without the innermost."""
     return array.strides[-2::-1]
 
 
 def places(size: int, swizzle: int) -> NDArray[np.int64]:
-    """Where each byte of a box lies in shared memory."""
+    """Return the offset of each byte of a box in swizzled shared memory."""
     at = np.arange(size)
     mask = {0: 0, 32: 1, 64: 3, 128: 7}[swizzle]
     return at ^ ((at >> 7 & mask) << 4)
@@ -64,7 +64,7 @@ def swizzled(box: Array, swizzle: int) -> NDArray[np.uint8]:
 
 
 def box_of(x: Array, at: Sequence[int], box: Sequence[int], steps: Sequence[int]) -> Array:
-    """``at``, ``box`` and ``steps`` innermost first; zeros outside."""
+    """Return a box of x, zero outside; ``at``, ``box`` and ``steps`` are innermost first."""
     found = x
     for axis, (start, extent, step) in enumerate(zip(at, box, steps, strict=True)):
         index = np.arange(start, start + extent, step)
@@ -77,7 +77,7 @@ def box_of(x: Array, at: Sequence[int], box: Sequence[int], steps: Sequence[int]
 
 
 def loaded(prober: Prober, x: Array, one: TiledMap | Im2colMap, size: int, **more: Any) -> Array:
-    """What a box looks like in the shared memory of each block."""
+    """Return the shared memory of each block after the copy of a box."""
     args = ProbeArgs(bytes=size)
     at, by, blocks = more["at"], more.get("by", ()), more.get("blocks", 1)
     args.at[: len(at)], args.by[: len(by)] = at, by
@@ -117,7 +117,7 @@ def test_tiles_in_steps_and_with_gaps(prober: Prober, rng: np.random.Generator) 
 def test_tiles_rounded_to_tf32(prober: Prober, rng: np.random.Generator) -> None:
     x = rng.standard_normal((8, 32)).astype(np.float32)
     words = x.view(np.uint32)
-    # Ties, a value that rounds up to infinity, and what is no number.
+    # Ties, a value that rounds up to infinity, infinity and NaNs.
     words[0, :6] = [0x00001000, 0x00003000, 0x7F7FFFFF, 0xFF800000, 0x7FC00001, 0x7F800001]
     one = TiledMap(DType.FLOAT32, (32, 8), strides(x), 128, box=(32, 8), round_to_tf32=True)
     wanted = (words + 0xFFF + (words >> 13 & 1)) & ~np.uint32(0x1FFF)
@@ -142,7 +142,7 @@ def test_blocks_of_a_cluster_send(prober: Prober, rng: np.random.Generator, bloc
 
 
 def pixels_of(x: Array, one: Im2colMap, at: Sequence[int], by: Sequence[int]) -> Array:
-    """Rows of channels: the definition of im2col, a pixel at a time."""
+    """Return rows of channels by the definition of im2col, one pixel at a time."""
     first, *spatial, image = at
     sizes, steps = one.sizes[1:-1], one.steps_or_ones[1:-1]
     rows = np.zeros((one.pixels, one.channels), x.dtype)
@@ -162,7 +162,7 @@ def pixels_of(x: Array, one: Im2colMap, at: Sequence[int], by: Sequence[int]) ->
     return rows
 
 
-# Shape (images, ..., W, channels); then W first: corners, steps, the first window, the tap.
+# Shape (images, ..., W, channels); then, W first: corners, steps, the first window, the tap.
 PIXELS: dict[str, tuple[tuple[int, ...], ...]] = {
     "1d": ((3, 50, 64), (-3,), (1,), (1,), (2, 0), (4,)),
     "1d_stride_3": ((3, 50, 64), (-3,), (1,), (3,), (0, 1), (2,)),
@@ -239,7 +239,7 @@ def product(
     shift: tuple[int, int] = (0, 0),
     eight: tuple[int, int] = (8, 8),
 ) -> tuple[Array, Array, Array]:
-    """What comes out, and both factors. ``eight``: rows of a box from eight to the next eight."""
+    """Return a product and its factors. ``eight``: distance between groups of eight rows."""
     element, item = NUMPY[dtype], DTYPES[dtype].itemsize
     along_k = [size // item for size, major in zip(swizzles, majors, strict=True) if major == K]
     args = ProbeArgs(depth=min([*along_k, 64]))
@@ -284,7 +284,7 @@ PRODUCTS = [
 ]
 
 
-# Each is a compilation of its own, so most are among the slow tests.
+# Each needs its own compilation, so most are marked slow.
 @pytest.mark.parametrize(
     ("dtype", "fragments", "majors", "swizzles"),
     [
@@ -316,7 +316,7 @@ def test_products_from_registers(
 def test_operands_start_at_any_row(
     prober: Prober, rng: np.random.Generator, major: str, swizzle: int
 ) -> None:
-    """A tap of a haloed tile: rows from any on, and eight rows every so many."""
+    """A tap of a tile with halo starts at any row, with groups of eight rows at any distance."""
     for shift, eight in itertools.product((0, 1, 3, 7, 12), (8, 9, 10, 18)):
         for shifts, eights in (((shift, 0), (eight, 8)), ((0, shift), (8, eight))):
             found, a, b = product(

@@ -1,4 +1,4 @@
-"""The fused kernel for Hopper, run on the CPU: every tile, and the corners of what it takes."""
+"""The fused kernel for Hopper, emulated: every tile, and the limits of what it supports."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def separable(
 
 
 def cases_of(index: int) -> list[Case]:
-    """What fills a tile's pixels, chunks and slices in part, and what has several of each."""
+    """Return cases with partial and with several tiles of pixels, chunks and slices."""
     tile = TILES[index]
     few = min(tile.chunk, 24)
     many = few if tile.row_bytes == 64 else 136
@@ -65,7 +65,7 @@ TAKEN = [
 
 
 class Fused(EmulatedBackend):
-    """With nothing but the kernel that is meant."""
+    """A backend with only the kernel under test."""
 
     def run(self, *given: Any, **named: Any) -> Outcome:
         outcome = super().run(*given, **named)
@@ -80,7 +80,7 @@ def emulated(index: int) -> EmulatedBackend:
 
 @pytest.mark.parametrize(("index", "case", "gate"), TAKEN)
 def test_fused(seed: int, index: int, case: Case, gate: str) -> None:
-    """One launch, and within both gates."""
+    """One launch, through both gates."""
     tensors, wanted = drawn(seed, case, "bfloat16", gate)
     found = answers(emulated(index), case, tensors, "NHWC")
     check(found, wanted, gate, f"seed {seed}, {case.id}, tile {index}")

@@ -1,5 +1,4 @@
-"""Hopper's dense kernel where warpgroups take turns at tiles: many tiles a block, on the CPU and on
-a GPU."""
+"""Hopper's dense ping-pong kernel with many tiles per block, in the emulator and on a GPU."""
 
 from __future__ import annotations
 
@@ -44,11 +43,11 @@ TILES = {
     "float16": HopperTile(128, 64, sharing=2, pingpong=True),
     "float32": HopperTile(128, 160, pingpong=True),
 }
-TF32 = 2.0**-10  # what rounding the factors costs
+TF32 = 2.0**-10  # error of rounding the factors
 
 
 class OnFew:
-    """The family on a device of two multiprocessors, so that each has many tiles."""
+    """The family planned for two multiprocessors, so that each has many tiles."""
 
     name = "hopper_gather"
 

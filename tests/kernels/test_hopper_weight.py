@@ -1,4 +1,4 @@
-"""Dense gradients of weights on Hopper, cut in every way, through every backend and emulated."""
+"""Dense weight gradients on Hopper, with every kind of tiling, on every backend and emulated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GEOMETRIES = {
     "tiles_and_steps": Conv(2, 64, 320, (12, 13), (3, 3), padding=1),
     "channels_67_to_131": Conv(1, 67, 131, (7, 6), (3, 3), padding=1),
     "channels_24_to_40": Conv(2, 24, 40, (8, 5), (3, 3), padding=1),
-    # No multiple of 8: what lies beyond the last of a tap's channels is the next tap's.
+    # Not a multiple of 8: beyond the last channel of a tap is the next tap.
     "channels_36_to_20": Conv(2, 36, 20, (5, 6), (3, 3), padding=1),
     "strided": Conv(2, 40, 72, (9, 10), (3, 3), 2, 1),
     "strided_3_by_2": Conv(1, 32, 64, (11, 10), (4, 5), (3, 2), 2),
@@ -46,7 +46,7 @@ GEOMETRIES = {
     "padding_beyond": Conv(1, 32, 32, (5, 4), (3, 3), padding=((4, 0), (1, 5))),
     "rows_left_over": Conv(1, 32, 32, (12, 11), (3, 2), (5, 3)),
     "pointwise": Conv(3, 64, 128, (7, 7), (1, 1)),
-    # More pixels than a sample of any channel takes.
+    # More pixels than are sampled of a channel.
     "many_pixels": Conv(3, 40, 24, (19, 23), (1, 1)),
     "output_1": Conv(3, 32, 32, (5, 4), (5, 4)),
     "1d": Conv(2, 64, 64, (150,), (3,), padding=4, dilation=4),
@@ -55,7 +55,7 @@ GEOMETRIES = {
     "3d_strided": Conv(1, 64, 64, (5, 6, 7), (3, 2, 3), (2, 1, 2), 1, (1, 2, 1)),
 }
 CASES = {name: FROM_CONV[OPERATION](name, conv) for name, conv in GEOMETRIES.items()}
-# What stands in a cut: a tile, taps that share a box or not, what a cluster does.
+# Kinds of tiling: a tile, whether taps share a box, and the use of the cluster.
 KINDS: dict[str, Callable[[Cut], bool]] = {
     "128x192": lambda cut: cut.cluster == 1,
     "128x192_together": lambda cut: cut.cluster == 1 and cut.shared_taps == 1,
@@ -73,7 +73,7 @@ KINDS: dict[str, Callable[[Cut], bool]] = {
     "256x64": lambda cut: cut.cluster == 1,
     "128x192_whole": lambda cut: cut.cluster == 1 and cut.whole == cut.tiles,
 }
-# Each kind is compiled for the emulator, so few geometries meet many of them.
+# Each kind is compiled for the emulator, so only few geometries run with many kinds.
 EMULATED = [(name, "128x192", "bfloat16") for name in CASES]
 EMULATED += [(name, "128x192_taps", "bfloat16") for name in CASES if "strid" not in name]
 EMULATED += [
@@ -113,12 +113,12 @@ emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written
 
 @lru_cache(maxsize=256)
 def reached(work: ConvWork, device: CudaDevice) -> tuple[Cut, ...]:
-    """`reachable`, which each kind picks from."""
+    """Return the candidates from which each kind is chosen."""
     return tuple(reachable(work, device))
 
 
 class OfKind(HopperWeight):
-    """Whatever the model expects, the first cut of a kind, in as many parts as it comes."""
+    """The family with the first tiling of a kind, with the most shares, ignoring the cost model."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(least_channels=1, everywhere=True)
@@ -135,7 +135,7 @@ class OfKind(HopperWeight):
         return super().launches(work, device, max(cuts, key=lambda one: one.shares))
 
     def _cuts(self, work: ConvWork, device: CudaDevice) -> list[Cut]:
-        # Few multiprocessors, so that blocks have several units; blocks that sum have one.
+        # Few multiprocessors, so that blocks have several units, except "summed" kinds.
         few = device if self._kind.endswith("summed") else replace(device, multiprocessors=12)
         cuts = reached(work, few)
         of_tile = (cut for cut in cuts if cut.tile.name == self._tile)
@@ -167,8 +167,10 @@ def test_emulated(seed: int, name: str, kind: str, dtype: str) -> None:
 
 
 def far_apart(backend: Backend, seed: int, name: str, layout: str | None) -> None:
-    """float32 of ``precision: high`` whose magnitudes no float16 holds: channels by powers of two,
-    and in every third channel of either tensor elements too."""
+    """Check ``precision: high`` on float32 magnitudes beyond the range of float16.
+
+    Channels are scaled by powers of two, as are elements of every third channel.
+    """
     case = CASES[name].with_params("high", precision="high")
     rng = rng_for(seed, case.id, "far_apart")
     tensors = draw(case, rng, DTYPES["float32"], normals)
@@ -190,8 +192,10 @@ def test_far_apart(backend: Backend, seed: int, name: str) -> None:
 
 
 def misjudged(backend: Backend, seed: int, name: str, layout: str | None) -> None:
-    """float32 of ``precision: high`` with channels that a few of their pixels say little of: mostly
-    zeros, one pixel far above the others, or the only one that is not zero."""
+    """Check ``precision: high`` on channels whose magnitude a sample of pixels misjudges.
+
+    They are mostly zero, or have one pixel that is far larger or the only nonzero one.
+    """
     case = CASES[name].with_params("high", precision="high")
     rng = rng_for(seed, case.id, "misjudged")
     tensors = draw(case, rng, DTYPES["float32"], normals)
@@ -240,7 +244,7 @@ def test_emulated_far_apart(seed: int, name: str, kind: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "tf32"])
 @pytest.mark.parametrize("name", ["channels_36_to_20", "output_1"])
 def test_emulated_as_planned(seed: int, name: str, dtype: str) -> None:
-    """Small sums go straight to the result, of float32 two channels at a time."""
+    """Small sums are written to the result directly, in float32 two channels at a time."""
     families = replace(FAMILIES, bwd_weight=(HopperWeight(1, everywhere=True), WeightDirect()))
     case = CASES[name]
     if dtype == "bfloat16":
@@ -260,13 +264,13 @@ def test_emulated_nonfinite(seed: int, name: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["128x192", "128x192_whole", "128x192_together"])
 @pytest.mark.parametrize("name", ["plain", "channels_67_to_131"])
 def test_emulated_nonfinite_scaled(seed: int, name: str, kind: str) -> None:
-    """float32 by scaled halves, whose scales come from finite elements."""
+    """The scales of float32 in scaled halves are computed from finite elements only."""
     case = CASES[name].with_params("high", precision="high")
     layout = with_layouts(case.ndim, grouped=False)[-1]
     check_rule(EmulatedBackend(of_kind(kind)), seed, case, "float32", layout, ROUNDED)
 
 
-# Kinds by turns; the others are among the slow tests.
+# Kinds alternate over cases; the others are marked slow.
 @emulation
 @pytest.mark.parametrize(
     ("case", "kind"),

@@ -1,4 +1,4 @@
-"""implicit_gemm, run on the CPU: every operation, alone, in clusters, through a workspace."""
+"""implicit_gemm, emulated: every operation, in single blocks, clusters and through a workspace."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WAYS = {
     "workspace": Config(TILE[128, 32], 1, 3),
     "both": Config(TILE[64, 32], 2, 2),
 }
-TF32 = 2.0**-10  # what rounding the factors costs
+TF32 = 2.0**-10  # error of rounding the factors
 
 
 @pytest.mark.parametrize("gate", ["exact", "bounded"])
@@ -52,7 +52,7 @@ def test_right(seed: int, case: Case, way: str, gate: str) -> None:
 
 @pytest.mark.parametrize("op", FROM_CONV)
 def test_narrow_tiles_of_float32(seed: int, op: str) -> None:
-    """Whose rows in shared memory are 64 bytes, where operands lie along M or N."""
+    """Rows of operands that are contiguous along M or N have 64 bytes in shared memory."""
     (case,) = (case for case in conv_cases(op) if case.name == "channels_67")
     tensors, wanted = drawn(seed, case, "float32", "bounded")
     backend = EmulatedBackend(implicit_gemm(Config(TILE[128, 16])))

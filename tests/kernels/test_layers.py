@@ -1,4 +1,4 @@
-"""Layers of real networks at their real size, and sums of hundreds of thousands of terms."""
+"""Layers of real networks at full size, and sums of hundreds of thousands of terms."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_pool(backend: Backend, seed: int, make: Any, dtype: str) -> None:
 def positive(
     rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any]
 ) -> NDArray[Any]:
-    """Nothing cancels, so a bias in every addition adds up."""
+    """Draw positive numbers: without cancellation, a bias of each addition accumulates."""
     return rng.uniform(0.5, 1.0, shape).astype(np.float32).astype(dtype)
 
 
@@ -77,7 +77,7 @@ LONG = {
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("name", LONG)
 def test_long_sums(backend: Backend, seed: int, name: str, dtype: str, numbers: Any) -> None:
-    """A hundred thousand terms: float32 holds them, and none is lost."""
+    """A float32 accumulator loses none of a hundred thousand terms."""
     operation = "conv_fwd" if name == "deep" else "grouped_conv_bwd_weight"
     case = FROM_CONV[operation](name, LONG[name])
     tensors = draw(case, rng_for(seed, name), DTYPES[dtype], numbers)

@@ -1,4 +1,4 @@
-"""Max pooling forward and backward: maxima, ties, NaNs, indices good and bad."""
+"""Max pooling forward and backward: maxima, ties, NaNs, valid and invalid indices."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_backward(backend: Backend, seed: int, case: Case, dtype: str, numbers: 
 
 
 def test_a_maximum_keeps_its_bits(backend: Backend, seed: int) -> None:
-    """Signs of zeros, NaNs' payloads: the output is the element that the index names."""
+    """The output is the element at the index, with its sign of zero and NaN payload."""
     for case in FORWARD:
         for dtype in DTYPES.values():
             rng = rng_for(seed, case.id, dtype.name)
             bits = rng.integers(0, 256, (*case.shapes["input"], dtype.itemsize), np.uint8)
             array = bits.view(dtype).reshape(case.shapes["input"])
-            # A signalling NaN may be made quiet on the way; zeros of both signs are what is tied.
+            # Kernels may quieten a signalling NaN. Zeros of both signs remain, as ties.
             with np.errstate(invalid="ignore"):
                 array[np.isnan(array)] = np.nan
             array[rng.random(array.shape) < 0.5] = -0.0
@@ -107,10 +107,10 @@ def test_a_nan_gradient_reaches_its_maximum_alone(backend: Backend, seed: int) -
 def bad_indices(
     rng: np.random.Generator, case: Case, good: NDArray[Any]
 ) -> dict[str, NDArray[Any]]:
-    """One index of many made wrong: beyond the plane, negative, or outside its window."""
+    """Return indices with one wrong: beyond the plane, negative, or outside its window."""
     plane = int(np.prod(case.shapes["input"][2:]))
     wrong = {"plane": plane, "negative": -1, "least": -(2**31), "most": 2**31 - 1}
-    # The plane's last element is not in the first window of these poolings.
+    # The last element of the plane is not in the first window of these poolings.
     made = {}
     for name, value in wrong.items():
         made[name] = good.copy()

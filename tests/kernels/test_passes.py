@@ -1,6 +1,6 @@
-"""Transposed convolutions and second derivatives: compositions of passes that are tested whole.
+"""Transposed convolutions and second derivatives, which are compositions of passes.
 
-So a few geometries of each kind are enough here; `test_random_geometries.py` has more.
+The passes are tested elsewhere, so a few geometries suffice; `test_random_geometries.py` has more.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def test_some_gradients_of_a_transposed_convolution(
 
 
 def test_a_sum_of_two_products_is_rounded_once(backend: Backend) -> None:
-    """2049 is no float16: rounded each by itself, 2049 + 1 would be 2048."""
+    """2049 is not a float16: rounding each product separately would give 2048 for 2049 + 1."""
     case = next(case for case in DOUBLE if case.operation == "conv_double_backward")
     values = {
         "grad_output": [0],
@@ -104,7 +104,7 @@ def test_a_sum_of_two_products_is_rounded_once(backend: Backend) -> None:
 
 @pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 class TestEmulated:
-    """The launches that the plans choose for a GPU."""
+    """The launches that plans choose for a GPU."""
 
     @pytest.mark.parametrize("gate", GATES)
     @pytest.mark.parametrize("case", PASSES, ids=lambda case: case.id)
@@ -121,7 +121,7 @@ class TestEmulated:
 
     @pytest.mark.parametrize("case", DOUBLE, ids=lambda case: case.id)
     def test_a_bias_alone(self, seed: int, case: Case) -> None:
-        """One element of the source is for all of a plane, or for every pixel."""
+        """A bias is broadcast over a plane, or over all pixels."""
         shapes = {
             name: shape
             for name, shape in case.shapes.items()

@@ -1,4 +1,4 @@
-"""Layers of patches that do not overlap, as products of matrices."""
+"""Layers of non-overlapping patches, computed as matrix products."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PATCHES = {
     "in_3d": Conv(1, 3, 16, (4, 14, 21), (2, 7, 7), (2, 7, 7)),
     "in_1d": Conv(2, 2, 16, (320,), (64,), 64),
 }
-# What is left over meets no patch: its gradient is zero, which others write.
+# The remainder belongs to no patch: its gradient is zero, which another kernel writes.
 LEFT_OVER = Conv(2, 3, 24, (31, 45), (14, 14), 14)
 CASES = [
     *(
@@ -41,7 +41,7 @@ CASES = [
     conv_fwd("left_over", LEFT_OVER),
     grouped_conv_bwd_weight("left_over", LEFT_OVER),
 ]
-TF32 = 2.0**-10  # what rounding the factors costs
+TF32 = 2.0**-10  # error of rounding the factors
 
 emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
@@ -85,8 +85,7 @@ def test_emulated(emulated: EmulatedBackend, seed: int, case: Case, dtype: str) 
     "case", [case for case in CASES if case.name in ("of_14", "of_16")], ids=lambda case: case.id
 )
 def test_a_plan_takes_them_as_products(case: Case, layout: str, dtype: str) -> None:
-    """Where nothing has to be copied, without a copy; true float32 weights where there is no other
-    product of true float32."""
+    """Plans use matrix products, without copies of patches if possible."""
     tensors, _ = drawn(0, case, dtype, "exact")
     arrays = request_arrays(case, tensors, layout)
     request = validate(

@@ -1,4 +1,4 @@
-"""Gradients of inputs of few channels as a convolution whose channels are the stride's phases."""
+"""Gradients of inputs with few channels, as a convolution with stride phases as channels."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def emulated() -> EmulatedBackend:
 @pytest.mark.parametrize("gate", ["exact", "bounded"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_both_gates(emulated: EmulatedBackend, seed: int, case: Case, gate: str) -> None:
-    """With a bias, in either order of dimensions."""
+    """With a bias, channels first and channels last."""
     tensors, wanted = drawn(seed, case, "bfloat16", gate)
     for layout in with_layouts(case.ndim, grouped=False)[1:]:
         found = answers(emulated, case, tensors, layout)

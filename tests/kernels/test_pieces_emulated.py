@@ -1,6 +1,6 @@
-"""Pieces whose plans have the same orders of sums give the whole's bits, on the CPU.
+"""Pieces whose plans report the same order of summation have the bits of the whole problem.
 
-Plans pick other tiles for other batches; what they say of the order is held to here.
+Plans choose other tiles for other batches; these tests, in the emulator, check the reported order.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ LAYERS = {
 }
 MOVED = ("conv_fwd", "conv_bwd_data")
 CASES = [FROM_CONV[operation](name, conv) for name, conv in LAYERS.items() for operation in MOVED]
-# On few multiprocessors there are more tiles than these, as there are of large problems on many.
+# With few multiprocessors, even small problems have more tiles than multiprocessors.
 FEW = replace(H200, multiprocessors=2)
 
 
 def alike(seed: int, case: Case, dtype: str, layout: str, parts: int) -> bool | None:
-    """Whether the pieces' orders are the whole's; then the bits must be. None where it is not cut.
+    """Whether the pieces' orders are the whole's; then the bits must agree. None if not split.
 
-    Both are planned for few multiprocessors, on which such small layers fill several turns.
+    Both are planned for few multiprocessors, so that small layers have several waves of tiles.
     """
     backend = EmulatedBackend(FAMILIES, FEW)
     tensors = draw(case, rng_for(seed, case.id, dtype), DTYPES[dtype], normals)
@@ -95,7 +95,7 @@ def test_random_layers(seed: int, number: int) -> None:
 
 @pytest.mark.parametrize("family", [HopperGather(), ImplicitGemm()], ids=lambda one: one.name)
 def test_a_split_reduction_is_another_order(family: Family[ConvWork]) -> None:
-    """The same layer, many images of it and one."""
+    """The same layer with many images and with one."""
     tensors = {"input": np.zeros((64, 9, 9, 256), np.float16)}
     tensors["weight"] = np.zeros((64, 3, 3, 256), np.float16)
     request = validate(OPERATIONS["conv_fwd"].request, {**tensors, "layout": "NHWC"})

@@ -1,4 +1,4 @@
-"""pointwise_gemm, run on the CPU: every operation, each way to share and to finish a tile."""
+"""pointwise_gemm, emulated: every operation, and each way to share and to store a tile."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests.support.numerics.nonfinite import check_rule
 
 pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
-# Rows and columns beyond the last whole tile and box, reductions beyond the last whole step.
+# Partial tiles and boxes, and a partial last step of the reduction.
 USUAL = Conv(2, 72, 136, (9, 11), (1, 1))
 SHALLOW = Conv(3, 40, 24, (5, 9, 4), (1, 1, 1))
 FWD, DATA, WEIGHT = (
     [make(name, conv) for name, conv in (("usual", USUAL), ("shallow", SHALLOW))]
     for make in (conv_fwd, conv_bwd_data, grouped_conv_bwd_weight)
 )
-# Blocks that store, alone and with several tiles; with b resident; splits over clusters that are no
-# power of two, of which some have no step; through a workspace too.
+# Blocks that store, with one or several tiles; with b resident; splits over clusters whose size is
+# not a power of two, some of which have no step; also through a workspace.
 GATHER = (
     (FWD[0], Config(64, 96)),
     (FWD[0], Config(128, 40, 128)),
@@ -61,7 +61,7 @@ def test_gather(seed: int, case: Case, config: Config) -> None:
 def test_weight(seed: int, case: Case, config: Config, swapped: bool) -> None:
     backend = EmulatedBackend(pointwise_gemm(config, swapped=swapped))
     for wide in (False, True):
-        # The copy engine stores what is as wide as what is read alone.
+        # Bulk copies store results only if they are as wide as the inputs.
         if wide and not config.cluster:
             continue
         posed = case.with_params("wide", weight_dtype="float32") if wide else case

@@ -1,4 +1,4 @@
-"""Poolings by the corners of the GPU's fast kernels: on every backend, and emulated."""
+"""Poolings at the limits of the GPU's fast kernels: on every backend, and emulated."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.support.numerics.geometries import Pool
 from tests.support.numerics.oracle import expected
 
 POOLS = {
-    # windows of two side by side, in rows of whole vectors or not
+    # adjacent 2x2 windows, in rows of whole vectors or not
     "cells": Pool(2, 5, (8, 16), 2),
     "cells_odd_rows": Pool(1, 3, (7, 8), 2),
     "cells_ceil": Pool(1, 3, (7, 24), 2, ceil_mode=True),
     "cells_half_vectors": Pool(1, 2, (6, 20), 2),
     "cells_no_vectors": Pool(1, 2, (4, 6), 2),
     "cells_3d": Pool(1, 3, (5, 6, 16), 2),
-    # windows that overlap, channels in pairs
+    # overlapping windows, channels in pairs
     "strips_stride_2": Pool(2, 64, (23, 30), 3, 2, 1),
     "strips_odd_pairs": Pool(1, 34, (12, 13), 3, 2, 1),
     "strips_ceil": Pool(1, 8, (16, 20), 3, 2, 1, ceil_mode=True),
@@ -36,7 +36,7 @@ POOLS = {
     "strips_wide": Pool(1, 2, (5, 90), 3, 2, 1),
     "strips_of_planes": Pool(1, 4, (3, 9, 8), (1, 3, 3), (1, 2, 2), (0, 1, 1)),
     "other_padding": Pool(1, 16, (19, 21), 3, 2, 0),
-    # windows of stride 1, whole planes or tiles
+    # stride 1, whole planes or tiles
     "lines_28": Pool(1, 16, (28, 27), 3, 1, 1),
     "lines_20": Pool(2, 32, (17, 20), 5, 1, 2),
     "lines_7": Pool(3, 16, (7, 5), 3, 1, 1),
@@ -44,7 +44,7 @@ POOLS = {
     "lines_tiles": Pool(1, 16, (30, 53), 3, 1, 1),
     "lines_tiles_5": Pool(1, 16, (43, 25), 5, 1, (2, 1)),
     "lines_tiles_2": Pool(1, 16, (29, 31), 2, 1, 1),
-    # cubic windows of stride 1, stacks of planes
+    # cubic windows with stride 1, stacks of planes
     "stacks": Pool(2, 64, (5, 9, 11), 3, 1, 1),
     "stacks_of_8": Pool(1, 32, (8, 7, 28), 3, 1, 1),
     "stacks_with_halo": Pool(1, 34, (11, 6, 5), 3, 1, 1),
@@ -65,7 +65,7 @@ POOLS = {
     "channels_32_3d": Pool(1, 32, (4, 5, 6), 3, 2, 1),
 }
 CASES = [make(name, pool) for name, pool in POOLS.items() for make in (maxpool_fwd, maxpool_bwd)]
-TAKEN = {  # by what, channels first and last
+TAKEN = {  # kernels, channels first and last
     "cells": ("pool_cell_rows", "pool_cells"),
     "cells_3d": ("pool_cell_rows", "pool_cells"),
     "cells_no_vectors": ("pool_cells", "pool_cells"),
@@ -83,7 +83,7 @@ TAKEN = {  # by what, channels first and last
 
 
 def _compare(backend: Backend, seed: int, case: Case, dtype: str, *, odd: bool) -> None:
-    """Many ties; with ``odd`` values too that are not finite, and both zeros."""
+    """Compare with many ties and, if ``odd``, with non-finite values and zeros of both signs."""
     rng = rng_for(seed, case.id, dtype)
     tensors = draw(case, rng, DTYPES[dtype], integers)
     if odd:

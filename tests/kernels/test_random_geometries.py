@@ -1,4 +1,4 @@
-"""Random valid geometries through the exact gate, and random invalid ones refused."""
+"""Random valid geometries through the exact gate, and random invalid ones that are rejected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.numerics.strategies import (
     zeros,
 )
 
-# The backend and the seed stay the same from example to example, as they should.
+# All examples intentionally share the backend and the seed.
 SAME_FIXTURES = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 QUICK = settings(deadline=None, max_examples=150, suppress_health_check=SAME_FIXTURES)
 LONG = settings(QUICK, max_examples=10_000, phases=[Phase.generate, Phase.shrink])
@@ -77,7 +77,7 @@ def test_random_channels(
     number: int,
     channels: tuple[int, int],
 ) -> None:
-    """More channels than the other sweeps draw: every tail of a vector or a tile."""
+    """More channels than in other sweeps: every remainder of a vector or a tile."""
     groups = conv.groups
     wide = replace(conv, c=groups * channels[0], k=groups * channels[1])
     for make in FROM_CONV.values():
@@ -92,7 +92,7 @@ def test_contradictions_are_refused(case: Case) -> None:
             case.operation,
             validate(OPERATIONS[case.operation].request, {**zeros(case), **case.params}),
         )
-    # What was found and what was expected, in one sentence that a person can read.
+    # One readable sentence with the found and the expected value.
     assert "expected" in refused.value.detail or "takes" in refused.value.detail
     assert len(refused.value.detail) < 600
 
@@ -100,7 +100,7 @@ def test_contradictions_are_refused(case: Case) -> None:
 @settings(QUICK, max_examples=60)
 @given(case=pool_cases())
 def test_the_source_of_a_pooling_backward_is_one(case: Case) -> None:
-    """Input and indices together, or neither, is no request."""
+    """Either the input or indices are required, not both."""
     if case.operation.endswith("fwd"):
         return
     both = {**zeros(case), "indices": np.zeros(case.shapes["grad_output"], np.int64)}

@@ -1,7 +1,7 @@
-"""PyTorch on the CPU as a second opinion, in float64: the reference's and every backend's.
+"""The reference and every backend compared with PyTorch on the CPU, in float64.
 
-PyTorch pads symmetrically, so these are the geometries without a pair of different pads. It is no
-dependency: `make test-torch` installs it aside.
+PyTorch pads symmetrically, so geometries with asymmetric padding are left out. PyTorch is not a
+dependency: `make test-torch` installs it separately.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ POOL = {1: functional.max_pool1d, 2: functional.max_pool2d, 3: functional.max_po
 
 
 def symmetric(padding: Any, ndim: int) -> tuple[int, ...] | None:
-    """The padding as PyTorch takes it, or None where before and after differ."""
+    """Return the padding in PyTorch's form, or None if it is asymmetric."""
     pairs = padding_pairs(padding, ndim)
     return tuple(a for a, _ in pairs) if all(a == b for a, b in pairs) else None
 
 
 SYMMETRIC = {n: c for n, c in CONVS.items() if symmetric(c.padding, c.ndim) is not None}
-# PyTorch limits the padding to half the kernel, undilated.
+# PyTorch limits the padding to half of the undilated kernel.
 POOLABLE = {
     name: pool
     for name, pool in POOLS.items()
@@ -68,7 +68,7 @@ def tensor(array: NDArray[Any]) -> Any:
 
 
 def agree(backend: Backend, case: Case, tensors: Arrays, theirs: dict[str, Any]) -> None:
-    """Three answers, each as exact as float64 allows of the others."""
+    """Compare the results of PyTorch, the reference and the backend within float64 error."""
     ours, reference = (
         answers(backend, case, tensors),
         expected(case.operation, tensors, case.params),
@@ -97,7 +97,7 @@ def test_convolution(backend: Backend, seed: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", SYMMETRIC)
 def test_convolution_backward(backend: Backend, seed: int, name: str) -> None:
-    """aten::convolution_backward, against conv_backward and the two gradients by themselves."""
+    """aten::convolution_backward against conv_backward and the separate gradients."""
     conv = SYMMETRIC[name]
     case = conv_backward(name, conv)
     tensors = draw(case, rng_for(seed, name), F64, normals)
@@ -172,7 +172,7 @@ def strewn_with_nans(
 @pytest.mark.parametrize("numbers", [normals, integers, strewn_with_nans])
 @pytest.mark.parametrize("name", POOLABLE)
 def test_pooling(backend: Backend, seed: int, name: str, numbers: Any) -> None:
-    """Values, indices and gradients; ties and NaNs as PyTorch has them."""
+    """Values, indices and gradients, with PyTorch's handling of ties and NaNs."""
     pool: Pool = POOLABLE[name]
     case = maxpool_fwd(name, pool)
     tensors = draw(case, rng_for(seed, name), F64, numbers)

@@ -1,5 +1,7 @@
-"""A separable forward by two launches on Hopper, the second one's weights at whole lines of the
-caches; on the CPU and on a GPU."""
+"""Separable convolution in two launches on Hopper, in the emulator and on a GPU.
+
+The weights of the second launch are padded to whole cache lines.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ PLACES = [
     pytest.param(partial(CudaBackend, poison=True), marks=pytest.mark.gpu, id="gpu"),
 ]
 Place = Callable[..., Backend]
-TF32 = 2.0**-10  # what rounding the factors costs
+TF32 = 2.0**-10  # error of rounding the factors
 
 TILES = (HopperTile(128, 224), HopperTile(192, 128, pingpong=True), HopperTile(128, 64, split=2))
 
@@ -42,7 +44,7 @@ def separable(
 
 
 CASES = [
-    # Weights in rows of one line and a part, and as they are; outputs beyond one tile.
+    # Weight rows of one and a partial cache line, and without padding; several output tiles.
     separable("lines", 72, 232, (9, 11)),
     separable("as_they_are", 128, 64, (7, 7)),
     separable("strided", 88, 136, (15, 13), 2),
@@ -52,7 +54,7 @@ CASES = [
 
 
 def backend(place: Place, tile: HopperTile) -> Backend:
-    """With nothing but the two kernels that are meant."""
+    """Return a backend with only the two kernels under test."""
     gather = HopperGather(True, Schedule(tile))
     return place(families=replace(FAMILIES, fused=[], fwd=[*DEPTHWISE, gather]))
 
@@ -62,7 +64,7 @@ def backend(place: Place, tile: HopperTile) -> Backend:
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_two_launches(place: Place, seed: int, case: Case, tile: HopperTile, dtype: str) -> None:
-    """Within both gates, and the same bits again."""
+    """Through both gates, with equal bits when repeated."""
     computed = backend(place, tile)
     for gate in ("exact", "bounded"):
         tensors, wanted = drawn(seed, case, dtype, gate)
@@ -76,7 +78,7 @@ def test_two_launches(place: Place, seed: int, case: Case, tile: HopperTile, dty
 @pytest.mark.parametrize("activation", ["none", "relu", "relu6", "silu"])
 @pytest.mark.parametrize("tile", [TILES[0], HopperTile(128, 160, pingpong=True)], ids=str)
 def test_bias_and_activation(place: Place, seed: int, tile: HopperTile, activation: str) -> None:
-    """Of the second one: rounded once, in a plain result's rows but for silu."""
+    """The second launch applies bias and activation before the only rounding."""
     first = Conv(3, 72, 72, (9, 11), (3, 3), 1, 1, 1, 72)
     case = fused("finished", first, Conv(0, 0, 232, (), (1, 1)), ("none", activation), (True, True))
     computed = backend(place, tile)
@@ -89,7 +91,7 @@ def test_bias_and_activation(place: Place, seed: int, tile: HopperTile, activati
 
 @pytest.mark.parametrize("place", PLACES)
 def test_float32(place: Place, seed: int) -> None:
-    """In TF32, whose rows of shared memory are 32 channels."""
+    """In TF32, whose rows of shared memory hold 32 channels."""
     for case in CASES[:2]:
         tensors, wanted = drawn(seed, case, "float32", "bounded")
         computed = backend(place, HopperTile(128, 160, pingpong=True))

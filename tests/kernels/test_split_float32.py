@@ -1,6 +1,6 @@
-"""True float32 by tensor cores at both ends of its range: factors that are split lose nothing.
+"""True float32 on tensor cores at both ends of its range: splitting factors loses no precision.
 
-In two TF32 numbers by the dense kernels, in three of bfloat16 by those of first layers.
+Dense kernels split a factor into two TF32 numbers, those of first layers into three bfloat16.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PLACES = [
 ]
 GEOMETRIES = {
     "channels_67": CONVS["channels_67"],
-    # Several steps of the reduction at each tap, and several images.
+    # Several reduction steps per tap, and several images.
     "deep": Conv(3, 72, 40, (7, 6), (3, 3), padding=1),
 }
 FIRST = {
@@ -40,7 +40,7 @@ FIRST = {
     "first_wide": Conv(1, 3, 64, (9, 48), (3, 3), 2, 1),
 }
 OPERATIONS = ("conv_fwd", "conv_bwd_data", "grouped_conv_bwd_weight")
-# A sum of a tensor's own elements overflows on its way where some are the largest.
+# Sums of elements near the maximum, as in grad_bias, would overflow.
 ALONE = {"grouped_conv_bwd_weight": {"outputs": ("grad_weight",)}}
 CASES = [
     FROM_CONV[operation](name, conv).with_params("", **ALONE.get(operation, {}))
@@ -51,12 +51,12 @@ CASES = [
 
 
 def families(case: Case) -> Families:
-    """Those that split this case's factors."""
+    """Return the kernel families that split this case's factors."""
     return FAMILIES if case.name.startswith("first") else dense()
 
 
 def factors(tensors: Arrays) -> list[np.ndarray]:
-    """The two tensors whose elements are multiplied."""
+    """Return the two tensors that are multiplied."""
     return [tensors[name] for name in ("grad_output", "input", "weight") if name in tensors]
 
 

@@ -1,4 +1,4 @@
-"""A problem in pieces is the problem whole; and memory beyond inputs and outputs stays bounded."""
+"""Splitting a problem does not change its result, and bounds memory beyond inputs and outputs."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ CASES = [
     *FUSED,
     *(case for case in EPILOGUES if case.name.endswith("bilinear")),
 ]
-# Along these each part is a sum over its share of the batch, so the whole's bits may differ.
+# Pieces of these are partial sums over the batch, so their total may differ from the whole.
 SUMMED = ("grad_weight", "grad_bias")
 
 
 def check_sum(found: NDArray[Any], reference: Reference, parts: int, what: str) -> None:
-    """The parts' own addition joins the chain of each element."""
+    """Check a sum of pieces, whose bound includes the additions of the pieces."""
     longer = Reference(reference.value, reference.magnitude, reference.terms + parts)
     assert_bounded(found, longer, what)
 
@@ -85,7 +85,7 @@ def check_sum(found: NDArray[Any], reference: Reference, parts: int, what: str) 
 @pytest.mark.parametrize("parts", [2, 3, 8, 1000])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_pieces_are_the_whole(backend: Backend, seed: int, case: Case, parts: int) -> None:
-    """To the bit where parts are put side by side, within the bound where they are summed."""
+    """Equal bits if pieces are concatenated, within the bound if they are summed."""
     tensors = draw(case, rng_for(seed, case.id), DTYPES["float32"], normals)
     wanted = expected(case.operation, tensors, case.params)
     layouts = [None] if "backprop" in case.operation else with_layouts(case.ndim, grouped=False)
@@ -108,7 +108,7 @@ def test_pieces_are_the_whole(backend: Backend, seed: int, case: Case, parts: in
 def test_pieces_of_a_pooling_from_indices(
     backend: Backend, seed: int, name: str, parts: int
 ) -> None:
-    """Each piece's indices are those of its own rows."""
+    """The indices of a piece are relative to its own rows."""
     pool = POOLS[name]
     tensors = draw(maxpool_bwd(name, pool), rng_for(seed, name), DTYPES["float32"], normals)
     forward, arrays = problem_and_tensors(
@@ -126,14 +126,14 @@ def test_pieces_of_a_pooling_from_indices(
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_pieces_cover_every_output_once(case: Case) -> None:
-    """No element twice, none left out; more parts than there is to divide are no error."""
+    """Every element once, even if more parts are requested than the problem can have."""
     tensors = {name: np.zeros(shape, np.float32) for name, shape in case.shapes.items()}
     problem, _ = problem_and_tensors(case, tensors, None)
     for parts in (1, 2, 5, 10_000):
         pieces = problem.split(parts)
         for name, spec in problem.outputs.items():
             count = np.zeros(spec.shape, np.int64)
-            # Where there are several outputs, a piece may compute one of them alone.
+            # With several outputs, a piece may compute only one of them.
             computing = [piece for piece in pieces if name in piece.outputs]
             for piece in computing:
                 if piece.combine[name] == "sum":
@@ -146,7 +146,7 @@ def test_pieces_cover_every_output_once(case: Case) -> None:
 
 @pytest.fixture
 def direct(monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuBackend]:
-    """A backend for which no tile of the dense kernels is small enough."""
+    """A backend for which all tiles of the dense kernels are too large."""
     choose.cache_clear()
     monkeypatch.setattr(cpu_dense_parts, "PANEL_LIMIT_BYTES", 0)
     yield CpuBackend(threads=2)
@@ -158,7 +158,7 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuBackend]:
 def test_where_no_tile_is_small_enough(
     seed: int, direct: CpuBackend, case: Case, dtype: str
 ) -> None:
-    """The kernels that need no work memory: slower, and as right as ever."""
+    """The direct kernels, which need no workspace, give correct results."""
     tensors, wanted = drawn(seed, case, dtype, "bounded")
     check(answers(direct, case, tensors), wanted, "bounded", f"seed {seed}, {case.id} {dtype}")
 
@@ -222,7 +222,7 @@ print(status("VmHWM") - before - made, outcome.workspace_bytes)
     ],
 )
 def test_memory_beyond_inputs_and_outputs_is_bounded(operation: str) -> None:
-    """Unfolded, this problem's input would take 150 MiB; the kernel is allowed 16."""
+    """The im2col matrix of this problem would take 150 MiB; the limit is 16 MiB."""
     limit = 16 * 2**20
     ran = subprocess.run(
         [sys.executable, "-c", PROBE, operation, str(limit)],
@@ -233,6 +233,6 @@ def test_memory_beyond_inputs_and_outputs_is_bounded(operation: str) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     beyond, said = map(int, ran.stdout.split())
-    # Stacks and the allocator's own rounding are not the kernel's.
+    # The allowance covers thread stacks and the allocator's rounding.
     assert beyond <= limit + 8 * 2**20, f"{beyond} bytes beyond inputs and outputs"
     assert said <= limit

@@ -1,4 +1,4 @@
-"""Copies between channels first and last, by tiles and by runs, of any extents."""
+"""Copies between channels first and channels last, by tiles and by runs, for any sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.emulator.memory import Buffers
 
 pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
-# Images, channels, pixels: whole tiles, planes of an odd number of pixels, short ones, and taps.
+# Images, channels, pixels: whole tiles, odd numbers of pixels, few pixels, and taps of a weight.
 SHAPES = {
     "whole": (2, 128, 192),
     "odd_planes": (2, 72, 131),
@@ -34,7 +34,7 @@ TYPES = {2: DType.BFLOAT16, 4: DType.FLOAT32, 8: DType.FLOAT64}
 
 
 def turned(shape: tuple[int, int, int], itemsize: int, *, back: bool) -> Copy:
-    """(N, C, P) to (N, P, C), or back."""
+    """Return the copy from (N, C, P) to (N, P, C), or back."""
     images, channels, pixels = shape
     first = contiguous_strides((images, channels, pixels))
     last = contiguous_strides((images, pixels, channels))
@@ -82,7 +82,7 @@ def test_turned(name: str, itemsize: int, back: bool) -> None:
 
 @pytest.mark.parametrize("name", ["odd_planes", "images_of_49_pixels", "nine_taps"])
 def test_padded(name: str) -> None:
-    """Channels up to a whole chunk are zeros."""
+    """Channels are padded to a whole chunk with zeros."""
     images, channels, pixels = SHAPES[name]
     channels -= 3
     whole = -(-channels // 8) * 8

@@ -1,4 +1,4 @@
-"""What values do: infinities, NaNs, overflow, subnormals; and that gradients are adjoint."""
+"""Special values (infinities, NaNs, overflow, subnormals), and adjointness of gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.numerics.geometries import CONVS
 from tests.support.numerics.nonfinite import check_rule
 from tests.support.numerics.oracle import expected
 
-# Every way through a kernel: dense, strided, padded past the kernel, grouped, depthwise, tails.
+# All code paths: dense, strided, padded beyond the kernel, grouped, depthwise, remainders.
 NAMES = (
     "plain",
     "pointwise",
@@ -41,7 +41,7 @@ CONVOLUTIONS = [
     for case in conv_cases(operation)
     if case.name in NAMES
 ]
-# silu makes NaN of minus infinity only on the way to its limit, so it has no place here.
+# Without silu: its formula gives NaN for minus infinity, although the limit is zero.
 CASES = [*CONVOLUTIONS, *(case for case in FUSED if "silu" not in case.params.values())]
 
 
@@ -50,7 +50,7 @@ CASES = [*CONVOLUTIONS, *(case for case in FUSED if "silu" not in case.params.va
 def test_non_finite_inputs_reach_what_they_feed_and_no_more(
     backend: Backend, seed: int, case: Case, dtype: str
 ) -> None:
-    """Both bounds of the rule, in every layout."""
+    """Outputs that must be non-finite are, and those that must be finite are, in every layout."""
     layouts = [None] if "backprop" in case.operation else with_layouts(case.ndim, grouped=False)
     for layout in layouts:
         check_rule(backend, seed, case, dtype, layout)
@@ -59,13 +59,13 @@ def test_non_finite_inputs_reach_what_they_feed_and_no_more(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", EPILOGUES, ids=lambda case: case.id)
 def test_non_finite_epilogues(backend: Backend, seed: int, case: Case, dtype: str) -> None:
-    """Zero times an infinite gradient is NaN; beta = 0 alone reads nothing."""
+    """alpha = 0 times an infinite gradient is NaN; beta = 0 ignores accumulate."""
     check_rule(backend, seed, case, dtype)
 
 
 @pytest.mark.parametrize("case", CONVOLUTIONS, ids=lambda case: case.id)
 def test_float16_overflows_to_infinity(backend: Backend, seed: int, case: Case) -> None:
-    """Sums past 65504 are infinite; those before it are not, whatever they passed on the way."""
+    """Sums beyond 65504 are infinite; others are not, even if partial sums exceed it."""
     tensors = draw(case, rng_for(seed, case.id), DTYPES["float16"], normals)
     first = tensors[min(tensors)]
     first *= np.float16(100)
@@ -76,11 +76,11 @@ def test_float16_overflows_to_infinity(backend: Backend, seed: int, case: Case) 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CONVOLUTIONS, ids=lambda case: case.id)
 def test_subnormals_survive(backend: Backend, seed: int, case: Case, dtype: str) -> None:
-    """Small integers times the smallest subnormal: every sum is exact, and none is flushed."""
+    """Sums of multiples of the smallest subnormal are exact, and not flushed to zero."""
     tensors, _ = drawn(seed, case, dtype, "exact")
     tiny = DTYPES[dtype].type(limits(DTYPES[dtype]).smallest_subnormal)
     linear = [name for name in ("grad_output", "bias", "input") if name in tensors]
-    # conv_backward's grad_weight would multiply two of them: the gradient alone is made tiny.
+    # grad_weight of conv_backward would multiply two tiny tensors, so only the gradient is tiny.
     for name in linear[:1] if case.operation == "conv_backward" else linear:
         if case.operation == "grouped_conv_bwd_weight" and name == "input":
             continue
@@ -105,11 +105,11 @@ def test_subnormals_survive(backend: Backend, seed: int, case: Case, dtype: str)
 def test_float32_of_every_magnitude(
     backend: Backend, seed: int, case: Case, least: int, most: int, both: bool
 ) -> None:
-    """Factors that are split in two, or scaled, lose nothing where their range ends."""
+    """Split or scaled factors lose no precision at the ends of the range."""
     rng = rng_for(seed, case.id, str(least))
     tensors = draw(case, rng, DTYPES["float32"], normals)
     factors = [name for name in ("grad_output", "input", "weight") if name in tensors]
-    # conv_backward multiplies grad_output with each of the others.
+    # conv_backward multiplies grad_output with both other tensors.
     for name in factors if both else factors[:1]:
         powers = rng.integers(least, most, tensors[name].shape).astype(np.float64)
         tensors[name] = (tensors[name] * np.exp2(powers)).astype(np.float32)
@@ -120,7 +120,7 @@ def test_float32_of_every_magnitude(
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", CONVS)
 def test_adjointness(backend: Backend, seed: int, name: str, dtype: str) -> None:
-    """<dy, conv(x, w)> = <bwd_data(dy, w), x> = <bwd_weight(x, dy), w>, all three computed here."""
+    """<dy, conv(x, w)> = <bwd_data(dy, w), x> = <bwd_weight(x, dy), w>, computed by the backend."""
     conv, of = CONVS[name], DTYPES[dtype]
     rng = rng_for(seed, name)
     x, w = normals(rng, conv.input_shape, of), normals(rng, conv.weight_shape, of)
@@ -139,7 +139,7 @@ def test_adjointness(backend: Backend, seed: int, name: str, dtype: str) -> None
     case = FROM_CONV["conv_fwd"](name, conv)
     forward = expected("conv_fwd", {"input": x, "weight": w}, case.params)["output"]
     assert not isinstance(forward, np.ndarray)
-    # Each of the three rounds every term at most n times, in all.
+    # Each of the three rounds every term at most n times in total.
     terms = int(forward.terms.max()) + conv.n * int(np.prod(conv.output_size))
     scale = float((forward.magnitude * np.abs(dy.astype(np.float64))).sum())
     allowed = 2 * (terms + 2) * U[dtype] * scale

@@ -1,4 +1,4 @@
-"""Average pooling, adaptive pooling, max unpooling: through both gates, and what they refuse."""
+"""Average pooling, adaptive pooling and max unpooling: both gates, and rejected requests."""
 
 from __future__ import annotations
 
