@@ -1,4 +1,4 @@
-"""convgrad: gradients of convolution and pooling layers, computed by a server.
+"""convgrad: gradients of convolution and pooling layers, computed on a server.
 
 ::
 
@@ -149,7 +149,7 @@ _MODULES = {
     "layers": "convgrad.layers",
 }
 
-if not TYPE_CHECKING:  # a type checker would take every misspelt name to be there
+if not TYPE_CHECKING:  # a type checker would accept every misspelt name
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
@@ -157,10 +157,10 @@ if not TYPE_CHECKING:  # a type checker would take every misspelt name to be the
         if name in _MODULES:
             found = importlib.import_module(_MODULES[name])
         else:
-            # What is not listed is an error: the tree in convgrad.errors is public as a whole.
+            # Every name not listed is an error class: all of convgrad.errors is public.
             home = importlib.import_module(_HOMES.get(name, "convgrad.errors"))
             found = getattr(home, name)
-        globals()[name] = found  # asked once
+        globals()[name] = found  # later accesses skip __getattr__
         return found
 
     def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""`AsyncClient`: every operation as a method to await."""
+"""`AsyncClient`: every operation as a coroutine method."""
 
 from __future__ import annotations
 
@@ -35,20 +35,22 @@ R = TypeVar("R")
 
 
 class AsyncClient(AsyncExaminations):
-    """`Client` for asynchronous programs, with the same parameters and methods.
+    """Asynchronous counterpart of `Client`, with the same parameters and methods.
 
-    Tensors are copied to shared memory, and with ``wire="json"`` become text, on the event loop;
-    safetensors bodies are views, and hold it up for no time.
+    Copying tensors to shared memory and encoding them with ``wire="json"`` block the event loop;
+    safetensors bodies are views of the arrays and do not.
 
     Parameters
     ----------
     http_client
-        An `httpx.AsyncClient`. Without one, plain HTTP under asyncio goes over sockets of the
-        client's own.
+        Your own `httpx.AsyncClient`. Without one, plain HTTP under asyncio uses the client's own
+        sockets.
     sleep
-        Is awaited between attempts: under trio, pass ``trio.sleep``, and an ``http_client``.
+        Function awaited between attempts. Under trio, pass ``trio.sleep`` and an ``http_client``.
     base_url, api_key, timeout, connect_timeout, read_timeout, max_retries, wire, headers
-        As for `Client`; so are ``event_hooks``, which are plain functions, and ``transport``.
+        As for `Client`.
+    event_hooks, transport
+        As for `Client`; the hooks are ordinary functions, not coroutines.
 
     Examples
     --------
@@ -119,7 +121,7 @@ class AsyncClient(AsyncExaminations):
     max_unpool_bwd = async_method(_calls.max_unpool_bwd)
 
     async def call(self, call: Call[T]) -> Answer[T]:
-        """Send a Call, and return its outputs with the server's report; see `Client.call`.
+        """Send a Call and return its outputs with the server's report; see `Client.call`.
 
         Examples
         --------
@@ -131,7 +133,7 @@ class AsyncClient(AsyncExaminations):
         return await self._complete(call_target(call, self._options.wire))
 
     async def iterate(self, call: Call[Any]) -> AsyncIterator[Part]:
-        """Send a Call, and yield the rows of its outputs as they come; see `Client.iterate`.
+        """Send a Call and yield the rows of its outputs as they arrive; see `Client.iterate`.
 
         Examples
         --------
@@ -157,7 +159,7 @@ class AsyncClient(AsyncExaminations):
             await self._sleep(delay_s)
 
     async def empty(self, shape: Sequence[int], dtype: DTypeLike = "float32") -> NDArray[Any]:
-        """An array of any content to be filled and sent; see `Client.empty`.
+        """Allocate an uninitialized array to fill and send; see `Client.empty`.
 
         Examples
         --------
@@ -171,7 +173,7 @@ class AsyncClient(AsyncExaminations):
     async def put(
         self, name: str, tensor: ArrayLike, *, time_to_live_s: float | None = None
     ) -> Stored:
-        """Keep a tensor on the server under a name; see `Client.put`.
+        """Store a tensor on the server under a name; see `Client.put`.
 
         Examples
         --------
@@ -180,7 +182,7 @@ class AsyncClient(AsyncExaminations):
         return await self._complete(put_target(name, tensor, time_to_live_s))
 
     async def fetch(self, name: str) -> NDArray[Any]:
-        """A stored tensor's elements; see `Client.fetch`.
+        """Download a stored tensor; see `Client.fetch`.
 
         Examples
         --------
@@ -189,7 +191,7 @@ class AsyncClient(AsyncExaminations):
         return await self._complete(fetch_target(name))
 
     async def drop(self, name: str) -> None:
-        """Have the server forget a tensor; see `Client.drop`.
+        """Delete a stored tensor; see `Client.drop`.
 
         Examples
         --------
@@ -198,7 +200,7 @@ class AsyncClient(AsyncExaminations):
         await self._complete(drop_target(name))
 
     async def stored(self) -> Mapping[str, Stored]:
-        """The tensors that the server keeps, by name.
+        """Return the tensors stored on the server, by name.
 
         Examples
         --------
@@ -207,7 +209,7 @@ class AsyncClient(AsyncExaminations):
         return await self._complete(list_target())
 
     async def operations(self) -> OperationsInfo:
-        """What the server says of its operations; see `Client.operations`.
+        """Return the server's description of each operation; see `Client.operations`.
 
         Examples
         --------
@@ -216,7 +218,7 @@ class AsyncClient(AsyncExaminations):
         return await self._complete(OPERATIONS_LIST)
 
     async def is_live(self) -> bool:
-        """Whether a server runs there.
+        """Return whether a server answers at the base URL.
 
         Examples
         --------
@@ -225,7 +227,7 @@ class AsyncClient(AsyncExaminations):
         return await self._succeeds(LIVE)
 
     async def is_ready(self) -> bool:
-        """Whether the server takes work.
+        """Return whether the server accepts work.
 
         Examples
         --------
@@ -234,7 +236,7 @@ class AsyncClient(AsyncExaminations):
         return await self._succeeds(READY)
 
     def with_options(self, **changes: Unpack[OptionChanges]) -> AsyncClient:
-        """This client with other options; see `Client.with_options`.
+        """Return a copy of this client with other options; see `Client.with_options`.
 
         Examples
         --------
@@ -246,7 +248,7 @@ class AsyncClient(AsyncExaminations):
         return other
 
     async def close(self) -> None:
-        """Close the connections, unless they are an injected client's.
+        """Close the connections, except those of an ``http_client`` passed in.
 
         Examples
         --------

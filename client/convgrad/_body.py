@@ -1,8 +1,8 @@
-"""A Call as the bytes of a request, and the bytes of an answer as arrays: once per wire form.
+"""Encodes Calls as request bodies and decodes answers into arrays, for each wire format.
 
-In safetensors no bytes are joined: a request is a list of buffers, most of them the arrays' own
-memory, and an answer's arrays are views of the one buffer that received it. In JSON the arrays
-become base64 block by block while they are sent.
+With safetensors nothing is copied: a request is a list of buffers, mostly the memory of the arrays
+themselves, and the arrays of an answer are views of the buffer that received it. With JSON the
+arrays are encoded as base64 block by block while they are sent.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ __all__ = ["WIRES", "Body", "Buffer", "Wire", "decode_answer", "writable"]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Decoded: TypeAlias = tuple[dict[str, Any], Report]
-"""Arrays, or for outputs that the server kept `Stored`, by name; and the report."""
+"""The outputs by name, arrays or `Stored` for those kept on the server; and the report."""
 
-# Large enough to cost few calls, small enough that httpx's copy of each stays in the cache.
+# Large enough for few calls, small enough that httpx's copy of each chunk stays in the cache.
 _CHUNK_BYTES = 1 << 20
-# Of an array, for each megabyte of base64; a multiple of 3, so that the blocks' base64 joins.
+# Bytes of an array per megabyte of base64; a multiple of 3, so that encoded blocks concatenate.
 _BASE64_BLOCK_BYTES = 3 << 18
 
 
 @dataclass(frozen=True)
 class Base64:
-    """Base64 that is made of ``source`` when it is sent, so that it never takes its own memory."""
+    """Base64 of ``source``, encoded only while it is sent, to save memory."""
 
     source: memoryview
 
@@ -50,9 +50,9 @@ class Base64:
 
 @dataclass(frozen=True)
 class Body:
-    """The bytes of a request; every iteration starts afresh, so that a retry can send it again.
+    """The body of a request. Every iteration starts from the beginning, so a retry can resend it.
 
-    ``on_chunk`` is called with the bytes that were taken so far, before each chunk and after the
+    ``on_chunk`` is called with the number of bytes taken so far, before each chunk and after the
     last, and may raise to stop the upload.
     """
 
@@ -67,10 +67,10 @@ class Body:
         )
 
     def views(self) -> Iterator[memoryview]:
-        """The buffers as bytes, without the empty ones."""
+        """Yield the nonempty buffers as bytes."""
         for buffer in self.buffers:
             view = memoryview(buffer.encoded() if isinstance(buffer, Base64) else buffer)
-            if view.nbytes:  # memoryview refuses to cast an empty one
+            if view.nbytes:  # memoryview cannot cast an empty buffer
                 yield view.cast("B")
 
     def chunks(self, on_chunk: Callable[[int], None]) -> Iterator[memoryview]:
@@ -90,7 +90,7 @@ class Body:
 
 @dataclass(frozen=True)
 class Wire:
-    """One form of body: how a request is written in it and an answer read."""
+    """A wire format: how to encode a request and decode an answer."""
 
     media_type: str
     encode: Callable[[Call[Any]], Sequence[Buffer | Base64]]
@@ -101,9 +101,9 @@ class Wire:
 
 
 def decode_answer(content_type: str, content: NDArray[np.uint8]) -> Decoded:
-    """The arrays and the report of a 200 answer.
+    """Decode the arrays and the report of a 200 answer.
 
-    The arrays are writable and the caller's own: no one else holds their memory.
+    The arrays are writable, and nothing else uses their memory.
     """
     media_type = content_type.partition(";")[0].strip().lower()
     wire = _BY_MEDIA_TYPE.get(media_type)
@@ -133,7 +133,7 @@ def _encode_json(call: Call[Any]) -> Sequence[Buffer | Base64]:
     for name, array in call.tensors.items():
         tensor = json_tensors.encode_tensor(array, "npy", b64encode=_base64_blocks)
         blocks = tensor.pop("npy")
-        # What stands beside the base64 comes first: then the rest of the object is its text.
+        # The other keys come first, so that the object ends with the base64 text.
         beside = "".join(f"{json.dumps(key)}:{json.dumps(tensor[key])}," for key in tensor)
         body.append(f'{"," if body else "{"}{json.dumps(name)}:{{{beside}"npy":"'.encode())
         body.extend(blocks)
@@ -168,13 +168,13 @@ def _decode_json(content: NDArray[np.uint8]) -> Decoded:
 
 
 def _stored(descriptions: Mapping[str, Any]) -> dict[str, Stored]:
-    """What stands in the place of the arrays of outputs that the server kept."""
+    """Make a `Stored` for each output that the server kept."""
     return {name: Stored.described(each, each["stored"]) for name, each in descriptions.items()}
 
 
 def writable(array: NDArray[Any]) -> NDArray[Any]:
-    """``array`` as its caller's own, copied only where its memory is not."""
-    # Views of our own buffer are free to open; those of immutable bytes (JSON) are copied.
+    """Return a writable array, copied only if the memory of ``array`` is immutable."""
+    # Views of the receive buffer can be made writable; views of immutable bytes (JSON) cannot.
     try:
         array.flags.writeable = True
     except ValueError:

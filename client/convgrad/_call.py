@@ -1,7 +1,7 @@
-"""`Call`: one request as a value, before any connection; and `Answer`, what comes back.
+"""`Call`, a request as a value independent of any connection, and `Answer`, its result.
 
-A Call holds validated arguments and knows how to read its outputs. Every operation computes a pure
-function of its arguments, so a Call may be sent again, or to another server, without harm.
+A Call holds validated arguments and knows how to read its outputs. Every operation is a pure
+function of its arguments, so a Call can safely be sent again, or to another server.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ Outputs: TypeAlias = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor that the server keeps; it may stand wherever an operation takes an array.
+    """A reference to a tensor stored on the server, accepted wherever an operation takes an array.
 
-    What it is called there, its shape and dtype; none of its elements.
+    Holds the tensor's name, shape and dtype, but not its elements.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Stored:
 
     @classmethod
     def described(cls, description: Mapping[str, Any], name: str) -> Stored:
-        """From what a server says of it: a JSON object with ``shape`` and ``dtype``."""
+        """Build from the server's JSON description, which has ``shape`` and ``dtype``."""
         return cls(name, tuple(description["shape"]), DType(description["dtype"]))
 
     @property
@@ -64,19 +64,19 @@ class Stored:
         return f"Stored({self.name!r}, {described(self)})"
 
     def blank(self) -> NDArray[Any]:
-        """An array of the same shape and dtype that takes no memory, to validate a request with."""
+        """Return an array of this shape and dtype that uses no memory, to validate requests."""
         return np.broadcast_to(np.empty((), self.dtype.numpy), self.shape)
 
 
 TensorLike: TypeAlias = ArrayLike | Stored
-"""What an operation takes for a tensor."""
+"""What an operation accepts as a tensor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call(Generic[T]):
-    """One validated request. The functions of `convgrad.calls` make them.
+    """A validated request, made by a function of `convgrad.calls`.
 
-    ``read`` turns the named arrays of an answer into what the operation returns.
+    ``read`` converts the named arrays of an answer into the operation's return value.
     """
 
     operation: str
@@ -89,7 +89,7 @@ class Call(Generic[T]):
         return fields_text(f"Call.{self.operation}", fields)
 
     def storing(self, outputs: Mapping[str, str]) -> Call[T]:
-        """The same with these outputs kept on the server under these names, and not sent."""
+        """Return a copy whose outputs named here are stored on the server instead of sent."""
         if not outputs:
             return self
         return replace(self, parameters={**self.parameters, "store": dict(outputs)})
@@ -97,10 +97,10 @@ class Call(Generic[T]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer(Generic[T]):
-    """What `Client.call` returns: the outputs, and how the server came by them.
+    """The result of `Client.call`: the outputs and how the server computed them.
 
-    ``server_timing_s`` has the seconds the server spent in each stage (decode, queue, compute …);
-    ``attempts`` counts how often the request was sent.
+    ``server_timing_s`` gives the seconds that the server spent in each stage (decode, queue,
+    compute, …); ``attempts`` is the number of times the request was sent.
     """
 
     outputs: T
@@ -125,7 +125,7 @@ class Answer(Generic[T]):
 
 
 def check_call(call: Any) -> Call[Any]:
-    """``call`` itself; raises TypeError where it is no Call."""
+    """Return ``call``, or raise TypeError if it is not a Call."""
     if not isinstance(call, Call):
         raise TypeError(
             "call: expected what a function of convgrad.calls makes, such as "
@@ -137,10 +137,10 @@ def check_call(call: Any) -> Call[Any]:
 def make_call(
     operation: str, arguments: Mapping[str, Any], read: Callable[[Outputs], T]
 ) -> Call[T]:
-    """Validate arguments by the operation's contract and freeze them as a Call.
+    """Validate arguments against the operation's contract and make a Call of them.
 
-    Arguments left at None count as not given. Raises MalformedRequest with the sentence that the
-    server would have answered with.
+    Arguments that are None count as omitted. Raises MalformedRequest with the same message as the
+    server.
     """
     from convgrad.contract import OPERATIONS, validate
 
@@ -162,20 +162,20 @@ def make_call(
 
 
 def as_tensor(name: str, value: Any) -> NDArray[Any]:
-    """What NumPy makes of ``value``, C-contiguous and of native byte order.
+    """Convert ``value`` to a C-contiguous NumPy array of native byte order.
 
-    A contiguous array is taken as it is, without a copy; so is a tensor of PyTorch on the CPU.
+    A contiguous array, or PyTorch tensor on the CPU, is not copied.
 
     Raises
     ------
     MalformedRequest
-        NumPy makes no array of it, or one of a dtype that no operation takes.
+        NumPy cannot convert it, or no operation accepts its dtype.
     """
     try:
         array: NDArray[Any] = np.asarray(_without_bfloat16(value), order="C")
         if array is not value and str(getattr(value, "dtype", "")) == "torch.bfloat16":
             array = array.view(DType.BFLOAT16.numpy)
-    # RuntimeError: what torch raises for a tensor that requires grad or is not on the CPU.
+    # torch raises RuntimeError for a tensor that requires grad or is not on the CPU.
     except (TypeError, ValueError, RuntimeError) as refused:
         raise MalformedRequest(
             f"{name}: expected a numeric array, got {_what(value)}: {refused}"
@@ -189,14 +189,14 @@ def as_tensor(name: str, value: Any) -> NDArray[Any]:
 
 
 def _without_bfloat16(value: Any) -> Any:
-    """A bfloat16 tensor of PyTorch, of which NumPy makes no array, as the integers of its bits."""
+    """View a bfloat16 PyTorch tensor, which NumPy cannot convert, as int16."""
     if str(getattr(value, "dtype", "")) != "torch.bfloat16":
         return value
     return value.contiguous().view(sys.modules["torch"].int16)
 
 
 def one_output(name: str) -> Callable[[Outputs], NDArray[Any]]:
-    """A reader for operations with one output."""
+    """Make the reader for an operation with one output."""
 
     def read(outputs: Outputs) -> NDArray[Any]:
         return required(outputs, name)
@@ -205,7 +205,7 @@ def one_output(name: str) -> Callable[[Outputs], NDArray[Any]]:
 
 
 def required(outputs: Outputs, name: str) -> NDArray[Any]:
-    """The output of that name; without it, the answer is no answer."""
+    """Return the output of that name; raise InvalidAnswer if it is missing."""
     if name not in outputs:
         found = ", ".join(outputs) or "no tensors"
         raise InvalidAnswer(f"the answer lacks {name}; it has {found}")
@@ -215,7 +215,7 @@ def required(outputs: Outputs, name: str) -> NDArray[Any]:
 def select(
     outputs: Outputs, names: Iterable[str], asked: Collection[str]
 ) -> Iterator[NDArray[Any] | None]:
-    """The outputs of those names in order: None for one not asked for, an error if it lacks."""
+    """Yield the named outputs in order, None for one not requested; raise if one is missing."""
     return (required(outputs, name) if name in asked else None for name in names)
 
 

@@ -5,8 +5,8 @@
     answer = client.call(convgrad.calls.conv_bwd_data(grad_output, weight, stride=2))
     answer.outputs, answer.report.kernel, answer.server_timing_s["compute"]
 
-`Client` and `AsyncClient` have a method for each, with the same parameters, that returns the
-outputs alone.
+`Client` and `AsyncClient` have a method for each function, with the same parameters, that returns
+only the outputs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Average pooling, adaptive too: see `_calls_conv` for how these functions read."""
+"""Average pooling and adaptive average pooling; see `_calls_conv` for the conventions."""
 
 from __future__ import annotations
 
@@ -44,25 +44,24 @@ def avg_pool_fwd(
     Parameters
     ----------
     input : array (N, C, *in)
-        The layer's input, of one to three dimensions: float16, bfloat16, float32 or float64.
+        The layer's input, 1D, 2D or 3D: float16, bfloat16, float32 or float64.
     kernel_size : int or sequence of int
-        Size of the window: one int, or one per spatial dimension in the order D, H, W, whatever the
-        layout.
+        Size of the window: one int, or one per spatial dimension, always in the order D, H, W.
     stride : int or sequence of int, optional
         Step between windows; ``kernel_size`` by default.
     padding : int or sequence, optional
         Zeros around the input: one int, one per dimension, or a pair (before, after) per dimension.
     ceil_mode : bool, optional
-        Let a last window hang over the edge.
+        Round the output size up, so that the last window may extend past the edge.
     count_include_pad : bool, optional
-        Count the padding's positions in a window's divisor.
+        Count padded positions in the divisor of a window.
     divisor_override : int, optional
-        The divisor of every window, in the place of its size.
+        Divisor used for every window instead of its size.
     layout : str, optional
         Channels first (the default: NCW, NCHW or NCDHW) or last (NWC, NHWC or NDHWC), for all
         tensors.
     deterministic : bool, optional
-        The same bits for the same request on the same device model.
+        Return identical bits for identical requests on the same device model.
 
     Returns
     -------
@@ -72,17 +71,17 @@ def avg_pool_fwd(
     Raises
     ------
     MalformedRequest
-        An argument is of the wrong kind.
+        An argument has the wrong type or cannot be read.
     InvalidProblem
-        Sizes contradict each other.
+        The sizes contradict each other.
     ServiceError
-        Any other error that the server answers with: ProblemTooLarge, Overloaded, …
+        The server answered with another error, such as ProblemTooLarge or Overloaded.
     ConnectionFailed, GatewayError, ClientTimeout, InvalidAnswer
-        The server was not reached, or did not answer.
+        The server could not be reached, or gave no valid answer.
 
     Notes
     -----
-    Sums run in float32 (float64 for float64), in a fixed order.
+    Accumulation is in float32 (float64 for float64 tensors), in a fixed order.
     Source: torch.nn.functional.avg_pool1d, avg_pool2d and avg_pool3d.
 
     Examples
@@ -107,32 +106,31 @@ def avg_pool_bwd(
 ) -> Call[Array]:
     """Gradient of `avg_pool_fwd` with respect to its input.
 
-    ``grad_input[n, c, i] = sum of grad_output[n, c, o] / divisor[o] over the windows o with i``.
+    ``grad_input[n, c, i] = sum of grad_output[n, c, o] / divisor[o] over windows o containing i``.
 
     Parameters
     ----------
     grad_output : array (N, C, *out)
         Gradient with respect to the layer's output: float16, bfloat16, float32 or float64.
     input_size : sequence of int
-        Size of the input, spatial or the full shape.
+        Spatial size or full shape of the input.
     kernel_size : int or sequence of int
-        Size of the window: one int, or one per spatial dimension in the order D, H, W, whatever the
-        layout.
+        Size of the window: one int, or one per spatial dimension, always in the order D, H, W.
     stride : int or sequence of int, optional
         Step between windows; ``kernel_size`` by default.
     padding : int or sequence, optional
         Zeros around the input: one int, one per dimension, or a pair (before, after) per dimension.
     ceil_mode : bool, optional
-        Let a last window hang over the edge.
+        Round the output size up, so that the last window may extend past the edge.
     count_include_pad : bool, optional
-        Count the padding's positions in a window's divisor.
+        Count padded positions in the divisor of a window.
     divisor_override : int, optional
-        The divisor of every window, in the place of its size.
+        Divisor used for every window instead of its size.
     layout : str, optional
         Channels first (the default: NCW, NCHW or NCDHW) or last (NWC, NHWC or NDHWC), for all
         tensors.
     deterministic : bool, optional
-        The same bits for the same request on the same device model.
+        Return identical bits for identical requests on the same device model.
 
     Returns
     -------
@@ -142,17 +140,17 @@ def avg_pool_bwd(
     Raises
     ------
     MalformedRequest
-        An argument is of the wrong kind.
+        An argument has the wrong type or cannot be read.
     InvalidProblem
-        Sizes contradict each other.
+        The sizes contradict each other.
     ServiceError
-        Any other error that the server answers with: ProblemTooLarge, Overloaded, …
+        The server answered with another error, such as ProblemTooLarge or Overloaded.
     ConnectionFailed, GatewayError, ClientTimeout, InvalidAnswer
-        The server was not reached, or did not answer.
+        The server could not be reached, or gave no valid answer.
 
     Notes
     -----
-    Sums run in float32 (float64 for float64), in a fixed order.
+    Accumulation is in float32 (float64 for float64 tensors), in a fixed order.
     Source: aten::avg_pool2d_backward and avg_pool3d_backward.
 
     Examples
@@ -169,22 +167,22 @@ def adaptive_avg_pool_fwd(
     layout: PoolLayout | None = None,
     deterministic: bool = True,
 ) -> Call[Array]:
-    """Average pooling over windows that divide the input into ``output_size``.
+    """Average pooling with windows chosen so that the output has size ``output_size``.
 
-    ``output[n, c, o] = mean of input[n, c, i], floor(o*in/out) <= i < ceil((o + 1)*in/out)``.
+    ``output[n, c, o] = mean of input[n, c, i] for floor(o*in/out) <= i < ceil((o + 1)*in/out)``.
 
     Parameters
     ----------
     input : array (N, C, *in)
-        The layer's input, of one to three dimensions: float16, bfloat16, float32 or float64.
+        The layer's input, 1D, 2D or 3D: float16, bfloat16, float32 or float64.
     output_size : int, sequence of (int or None), or None
-        Size of the output: one int, or one per spatial dimension in the order D, H, W; None is the
-        input's own.
+        Size of the output: one int, or one per spatial dimension, always in the order D, H, W. None
+        keeps the size of the input.
     layout : str, optional
         Channels first (the default: NCW, NCHW or NCDHW) or last (NWC, NHWC or NDHWC), for all
         tensors.
     deterministic : bool, optional
-        The same bits for the same request on the same device model.
+        Return identical bits for identical requests on the same device model.
 
     Returns
     -------
@@ -194,17 +192,17 @@ def adaptive_avg_pool_fwd(
     Raises
     ------
     MalformedRequest
-        An argument is of the wrong kind.
+        An argument has the wrong type or cannot be read.
     InvalidProblem
-        Sizes contradict each other.
+        The sizes contradict each other.
     ServiceError
-        Any other error that the server answers with: ProblemTooLarge, Overloaded, …
+        The server answered with another error, such as ProblemTooLarge or Overloaded.
     ConnectionFailed, GatewayError, ClientTimeout, InvalidAnswer
-        The server was not reached, or did not answer.
+        The server could not be reached, or gave no valid answer.
 
     Notes
     -----
-    Sums run in float32 (float64 for float64), in a fixed order.
+    Accumulation is in float32 (float64 for float64 tensors), in a fixed order.
     Source: torch.nn.functional.adaptive_avg_pool1d, adaptive_avg_pool2d and adaptive_avg_pool3d.
 
     Examples
@@ -224,19 +222,19 @@ def adaptive_avg_pool_bwd(
 ) -> Call[Array]:
     """Gradient of `adaptive_avg_pool_fwd` with respect to its input.
 
-    ``grad_input[n, c, i] = sum of grad_output[n, c, o] / size[o] over the windows o with i``.
+    ``grad_input[n, c, i] = sum of grad_output[n, c, o] / size[o] over windows o containing i``.
 
     Parameters
     ----------
     grad_output : array (N, C, *out)
         Gradient with respect to the layer's output: float16, bfloat16, float32 or float64.
     input_size : sequence of int
-        Size of the input, spatial or the full shape.
+        Spatial size or full shape of the input.
     layout : str, optional
         Channels first (the default: NCW, NCHW or NCDHW) or last (NWC, NHWC or NDHWC), for all
         tensors.
     deterministic : bool, optional
-        The same bits for the same request on the same device model.
+        Return identical bits for identical requests on the same device model.
 
     Returns
     -------
@@ -246,17 +244,17 @@ def adaptive_avg_pool_bwd(
     Raises
     ------
     MalformedRequest
-        An argument is of the wrong kind.
+        An argument has the wrong type or cannot be read.
     InvalidProblem
-        Sizes contradict each other.
+        The sizes contradict each other.
     ServiceError
-        Any other error that the server answers with: ProblemTooLarge, Overloaded, …
+        The server answered with another error, such as ProblemTooLarge or Overloaded.
     ConnectionFailed, GatewayError, ClientTimeout, InvalidAnswer
-        The server was not reached, or did not answer.
+        The server could not be reached, or gave no valid answer.
 
     Notes
     -----
-    Sums run in float32 (float64 for float64), in a fixed order.
+    Accumulation is in float32 (float64 for float64 tensors), in a fixed order.
     Source: aten::_adaptive_avg_pool2d_backward and _adaptive_avg_pool3d_backward.
 
     Examples
@@ -267,7 +265,7 @@ def adaptive_avg_pool_bwd(
 
 
 def asked_size(input: TensorLike, output_size: OutputSize) -> int | Sequence[int | None]:
-    """An adaptive pooling's size, None for the whole of it said of each dimension."""
+    """Expand an ``output_size`` of None to one None per spatial dimension."""
     if output_size is not None:
         return output_size
     ndim = len(input.shape) if isinstance(input, Stored) else np.ndim(input)

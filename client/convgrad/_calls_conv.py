@@ -1,7 +1,7 @@
-"""Convolutions forward: one function per operation, each of which builds the operation's Call.
+"""Forward convolutions: one function per operation, each of which builds the operation's Call.
 
-A function's parameters are the fields of the operation's contract, name for name (a test holds
-it), which is why `locals()` is all that it has to hand on.
+The parameters of each function have the names of the fields of the operation's contract (a test
+checks this), so each function passes `locals()` on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ConvLayout: TypeAlias = (
 
 
 class ConvOptions(TypedDict, total=False):
-    """The geometry of one convolution of `grouped_conv_conv_fwd`; defaults as everywhere."""
+    """Geometry of one convolution of `grouped_conv_conv_fwd`, with the defaults of `conv_fwd`."""
 
     stride: Sizes
     padding: Padding
@@ -68,24 +68,23 @@ def conv_fwd(
     weight : array (K, C/groups, *kernel)
         The filters.
     bias : array (K,), optional
-        One value for each output channel.
+        One value per output channel.
     stride : int or sequence of int, optional
-        Step between windows: one int, or one per spatial dimension in the order D, H, W, whatever
-        the layout.
+        Step between windows: one int, or one per spatial dimension, always in the order D, H, W.
     padding : int or sequence, optional
         Zeros around the input: one int, one per dimension, or a pair (before, after) per dimension.
     dilation : int or sequence of int, optional
-        Step between the taps of a window: one int, or one per dimension.
+        Step between the taps of the kernel: one int, or one per dimension.
     groups : int, optional
-        Number of blocks into which the channels are divided.
+        Number of groups that the channels are split into.
     layout : str, optional
-        Order of the dimensions of all tensors: NCHW (channels first, the default in any rank),
-        NHWC, a grouped one such as NHWGC, or their 1D and 3D kin. Weights are KCRS for channels
-        first, KRSC for channels last, GKCRS and GKRSC for grouped layouts.
+        Dimension order of all tensors: NCHW (channels first, the default), NHWC, a grouped layout
+        such as NHWGC, or the 1D or 3D equivalent. Weights are KCRS for channels first, KRSC for
+        channels last, and GKCRS or GKRSC for grouped layouts.
     precision : {"highest", "high"}, optional
         ``highest`` computes float32 in true float32; ``high`` may use TF32.
     deterministic : bool, optional
-        The same bits for the same request on the same device model.
+        Return identical bits for identical requests on the same device model.
 
     Returns
     -------
@@ -95,18 +94,18 @@ def conv_fwd(
     Raises
     ------
     MalformedRequest
-        An argument is of the wrong kind.
+        An argument has the wrong type or cannot be read.
     InvalidProblem
-        Sizes contradict each other.
+        The sizes contradict each other.
     ServiceError
-        Any other error that the server answers with: ProblemTooLarge, Overloaded, …
+        The server answered with another error, such as ProblemTooLarge or Overloaded.
     ConnectionFailed, GatewayError, ClientTimeout, InvalidAnswer
-        The server was not reached, or did not answer.
+        The server could not be reached, or gave no valid answer.
 
     Notes
     -----
-    One dtype for all: float16, bfloat16, float32 or float64. Sums run in float32 (float64 for
-    float64).
+    All tensors share one dtype: float16, bfloat16, float32 or float64. Accumulation is in float32
+    (float64 for float64 tensors).
 
     Source: torch.nn.functional.conv1d, conv2d, conv3d.
 
@@ -132,10 +131,10 @@ def grouped_conv_conv_fwd(
     precision: Precision = "highest",
     deterministic: bool = True,
 ) -> Call[Array]:
-    """Two convolutions in one, whose intermediate is never stored: depthwise → pointwise, say.
+    """Two fused convolutions, such as depthwise → pointwise; the intermediate is never stored.
 
     ``output = activation1(conv1(activation0(conv0(input) + bias0)) + bias1)``, where conv0 and
-    conv1 are as in `conv_fwd`.
+    conv1 are convolutions as in `conv_fwd`.
 
     Parameters
     ----------
@@ -144,23 +143,23 @@ def grouped_conv_conv_fwd(
     weight0 : array (M, C/groups0, *kernel0)
         The filters of the first convolution.
     weight1 : array (K, M/groups1, *kernel1)
-        The filters of the second.
+        The filters of the second convolution.
     bias0 : array (M,), optional
-        One value for each intermediate channel.
+        One value per intermediate channel.
     bias1 : array (K,), optional
-        One value for each output channel.
+        One value per output channel.
     conv0, conv1 : mapping, optional
-        Geometry of each: any of stride, padding, dilation and groups, see `ConvOptions`.
+        Geometry of each: any of stride, padding, dilation and groups; see `ConvOptions`.
     activation0, activation1 : {"none", "relu", "relu6", "silu"}, optional
-        What follows each convolution.
+        The activation that follows each convolution.
     layout : str, optional
-        Order of the dimensions of all tensors: NCHW (channels first, the default in any rank),
-        NHWC, a grouped one such as NHWGC, or their 1D and 3D kin. Weights are KCRS for channels
-        first, KRSC for channels last, GKCRS and GKRSC for grouped layouts.
+        Dimension order of all tensors: NCHW (channels first, the default), NHWC, a grouped layout
+        such as NHWGC, or the 1D or 3D equivalent. Weights are KCRS for channels first, KRSC for
+        channels last, and GKCRS or GKRSC for grouped layouts.
     precision : {"highest", "high"}, optional
         ``highest`` computes float32 in true float32; ``high`` may use TF32.
     deterministic : bool, optional
-        The same bits for the same request on the same device model.
+        Return identical bits for identical requests on the same device model.
 
     Returns
     -------
@@ -170,13 +169,13 @@ def grouped_conv_conv_fwd(
     Raises
     ------
     MalformedRequest
-        An argument is of the wrong kind.
+        An argument has the wrong type or cannot be read.
     InvalidProblem
-        Sizes contradict each other.
+        The sizes contradict each other.
     ServiceError
-        Any other error that the server answers with: ProblemTooLarge, Overloaded, …
+        The server answered with another error, such as ProblemTooLarge or Overloaded.
     ConnectionFailed, GatewayError, ClientTimeout, InvalidAnswer
-        The server was not reached, or did not answer.
+        The server could not be reached, or gave no valid answer.
 
     Notes
     -----

@@ -1,4 +1,4 @@
-"""The 3D convolutions in Ascend C's formats and names: see `_calls_conv` for how these read."""
+"""3D convolutions with Ascend C's names and formats; see `_calls_conv` for the conventions."""
 
 from __future__ import annotations
 
@@ -33,62 +33,61 @@ def conv3d_backprop_input(
     precision: Precision = "highest",
     deterministic: bool = True,
 ) -> Call[Array]:
-    """Gradient of a 3D convolution with respect to its input, in Ascend's formats or plain ones.
+    """Gradient of a 3D convolution with respect to its input, in Ascend or plain formats.
 
-    The formula is that of `conv_bwd_data`.
+    Uses the formula of `conv_bwd_data`.
 
     Parameters
     ----------
     grad_output : array
         (N, K, Do, Ho, Wo) in NCDHW; in NDC1HWC0 an activation is (N, D, ceil(C/C0), H, W, C0).
     weight : array
-        (K, C/groups, Dk, Hk, Wk) in NCDHW; in FRACTAL_Z_3D it is (D*C1*H*W, N1, 16, C0), groups one
-        after another along the first axis.
+        (K, C/groups, Dk, Hk, Wk) in NCDHW; in FRACTAL_Z_3D it is (D*C1*H*W, N1, 16, C0), with the
+        groups concatenated along the first axis.
     input_size : sequence of int, optional
-        [D, H, W] or [N, C, D, H, W] of the input.
+        Size of the input: [D, H, W] or [N, C, D, H, W].
     weight_size : sequence of int, optional
-        [K, C/groups, D, H, W]; needed with FRACTAL_Z_3D.
+        Size of the weight: [K, C/groups, D, H, W]; required with FRACTAL_Z_3D.
     stride : int or sequence of int, optional
-        Step between windows: one int, or one per spatial dimension in the order D, H, W, whatever
-        the layout.
+        Step between windows: one int, or one per spatial dimension, always in the order D, H, W.
     padding : int or sequence, optional
         Zeros around the input: one int, one per dimension, or a pair (before, after) per dimension.
     dilation : int or sequence of int, optional
-        Step between the taps of a window: one int, or one per dimension.
+        Step between the taps of the kernel: one int, or one per dimension.
     groups : int, optional
-        Number of blocks into which the channels are divided.
+        Number of groups that the channels are split into.
     output_padding : int or sequence of int, optional
-        Rows that the input has beyond the smallest, at its end.
+        Rows at the end of the input beyond its smallest possible size.
     grad_output_format, weight_format, output_format : str, optional
-        Order of the dimensions, one per tensor, in the place of ``layout``.
+        Dimension order of each tensor; these replace ``layout``.
     region : mapping, optional
-        ``{"d": [start, stop], "h": [start, stop]}`` computes that part of grad_input alone; either
-        may be left out.
+        ``{"d": [start, stop], "h": [start, stop]}`` computes only that part of grad_input; either
+        key may be omitted.
     precision : {"highest", "high"}, optional
         ``highest`` computes float32 in true float32; ``high`` may use TF32.
     deterministic : bool, optional
-        The same bits for the same request on the same device model.
+        Return identical bits for identical requests on the same device model.
 
     Returns
     -------
     array (N, C, D, H, W)
-        grad_input, or the region of it, in ``output_format``.
+        grad_input, or the requested region of it, in ``output_format``.
 
     Raises
     ------
     MalformedRequest
-        An argument is of the wrong kind.
+        An argument has the wrong type or cannot be read.
     InvalidProblem
-        Sizes contradict each other.
+        The sizes contradict each other.
     ServiceError
-        Any other error that the server answers with: ProblemTooLarge, Overloaded, …
+        The server answered with another error, such as ProblemTooLarge or Overloaded.
     ConnectionFailed, GatewayError, ClientTimeout, InvalidAnswer
-        The server was not reached, or did not answer.
+        The server could not be reached, or gave no valid answer.
 
     Notes
     -----
-    One dtype for all: float16, bfloat16, float32 or float64. Sums run in float32 (float64 for
-    float64).
+    All tensors share one dtype: float16, bfloat16, float32 or float64. Accumulation is in float32
+    (float64 for float64 tensors).
 
     C0 is 16 for 16-bit types and 8 for float32; padded channels are zero.
 
@@ -117,7 +116,7 @@ def conv3d_transpose(
     precision: Precision = "highest",
     deterministic: bool = True,
 ) -> Call[Array]:
-    """Transposed 3D convolution: the mathematics of `conv_bwd_data`, with a bias.
+    """Transposed 3D convolution: the computation of `conv_bwd_data`, with a bias.
 
     ``output[n, k, i] = bias[k] + sum over c, r, o of input[n, c, o] * weight[c, k, r]`` where ``i =
     o*stride + r*dilation - pad_before``.
@@ -129,24 +128,23 @@ def conv3d_transpose(
     weight : array (C, K/groups, Dk, Hk, Wk)
         The filters.
     bias : array (K,), optional
-        One value for each output channel.
+        One value per output channel.
     stride : int or sequence of int, optional
-        Step between windows: one int, or one per spatial dimension in the order D, H, W, whatever
-        the layout.
+        Step between windows: one int, or one per spatial dimension, always in the order D, H, W.
     padding : int or sequence, optional
         Zeros around the input: one int, one per dimension, or a pair (before, after) per dimension.
     output_padding : int or sequence of int, optional
         Rows added at the end of the output.
     groups : int, optional
-        Number of blocks into which the channels are divided.
+        Number of groups that the channels are split into.
     dilation : int or sequence of int, optional
-        Step between the taps of a window: one int, or one per dimension.
+        Step between the taps of the kernel: one int, or one per dimension.
     layout : str, optional
-        NCDHW (the default), NDHWC or a grouped one.
+        NCDHW (the default), NDHWC or a grouped layout.
     precision : {"highest", "high"}, optional
         ``highest`` computes float32 in true float32; ``high`` may use TF32.
     deterministic : bool, optional
-        The same bits for the same request on the same device model.
+        Return identical bits for identical requests on the same device model.
 
     Returns
     -------
@@ -157,18 +155,18 @@ def conv3d_transpose(
     Raises
     ------
     MalformedRequest
-        An argument is of the wrong kind.
+        An argument has the wrong type or cannot be read.
     InvalidProblem
-        Sizes contradict each other.
+        The sizes contradict each other.
     ServiceError
-        Any other error that the server answers with: ProblemTooLarge, Overloaded, …
+        The server answered with another error, such as ProblemTooLarge or Overloaded.
     ConnectionFailed, GatewayError, ClientTimeout, InvalidAnswer
-        The server was not reached, or did not answer.
+        The server could not be reached, or gave no valid answer.
 
     Notes
     -----
-    One dtype for all: float16, bfloat16, float32 or float64. Sums run in float32 (float64 for
-    float64).
+    All tensors share one dtype: float16, bfloat16, float32 or float64. Accumulation is in float32
+    (float64 for float64 tensors).
 
     Source: Ascend C Conv3DTranspose; torch.nn.functional.conv_transpose3d.
 

@@ -1,4 +1,4 @@
-"""The gradients of convolutions: see `_calls_conv` for how these functions read."""
+"""The gradients of convolutions; see `_calls_conv` for the conventions."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def conv_bwd_data(
     """Gradient of a convolution (cross-correlation) with respect to its input, in 1D, 2D or 3D.
 
     ``grad_input[n, c, i] = sum over k, r, o of grad_output[n, k, o] * weight[k, c, r]`` where ``i =
-    o*stride + r*dilation - pad_before`` in every dimension and c, k are of one group; then
-    ``alpha*grad_input + beta*accumulate`` where ``accumulate`` is given.
+    o*stride + r*dilation - pad_before`` in every dimension and c, k are in the same group. If
+    ``accumulate`` is given, the result is ``alpha*grad_input + beta*accumulate``.
 
     Parameters
     ----------
@@ -52,31 +52,30 @@ def conv_bwd_data(
     weight : array (K, C/groups, *kernel)
         The filters.
     stride : int or sequence of int, optional
-        Step between windows: one int, or one per spatial dimension in the order D, H, W, whatever
-        the layout.
+        Step between windows: one int, or one per spatial dimension, always in the order D, H, W.
     padding : int or sequence, optional
         Zeros around the input: one int, one per dimension, or a pair (before, after) per dimension.
     dilation : int or sequence of int, optional
-        Step between the taps of a window: one int, or one per dimension.
+        Step between the taps of the kernel: one int, or one per dimension.
     groups : int, optional
-        Number of blocks into which the channels are divided.
+        Number of groups that the channels are split into.
     input_size : sequence of int, optional
-        Size of the input, spatial or the full shape. By default the smallest that yields
+        Spatial size or full shape of the input. By default the smallest size that yields
         grad_output.
     layout : str, optional
-        Order of the dimensions of all tensors: NCHW (channels first, the default in any rank),
-        NHWC, a grouped one such as NHWGC, or their 1D and 3D kin. Weights are KCRS for channels
-        first, KRSC for channels last, GKCRS and GKRSC for grouped layouts.
+        Dimension order of all tensors: NCHW (channels first, the default), NHWC, a grouped layout
+        such as NHWGC, or the 1D or 3D equivalent. Weights are KCRS for channels first, KRSC for
+        channels last, and GKCRS or GKRSC for grouped layouts.
     precision : {"highest", "high"}, optional
         ``highest`` computes float32 in true float32; ``high`` may use TF32.
     deterministic : bool, optional
-        The same bits for the same request on the same device model.
+        Return identical bits for identical requests on the same device model.
     alpha : float, optional
-        Factor of the gradient.
+        Multiplies the gradient.
     beta : float, optional
-        Factor of ``accumulate``: 1 where that is given.
+        Multiplies ``accumulate``; 1 by default.
     accumulate : array, optional
-        Added to the gradient, times ``beta``; of grad_input's shape.
+        Added to the gradient after multiplication by ``beta``; has the shape of grad_input.
 
     Returns
     -------
@@ -87,18 +86,18 @@ def conv_bwd_data(
     Raises
     ------
     MalformedRequest
-        An argument is of the wrong kind.
+        An argument has the wrong type or cannot be read.
     InvalidProblem
-        Sizes contradict each other.
+        The sizes contradict each other.
     ServiceError
-        Any other error that the server answers with: ProblemTooLarge, Overloaded, …
+        The server answered with another error, such as ProblemTooLarge or Overloaded.
     ConnectionFailed, GatewayError, ClientTimeout, InvalidAnswer
-        The server was not reached, or did not answer.
+        The server could not be reached, or gave no valid answer.
 
     Notes
     -----
-    One dtype for all: float16, bfloat16, float32 or float64. Sums run in float32 (float64 for
-    float64), epilogue included, and are rounded once.
+    All tensors share one dtype: float16, bfloat16, float32 or float64. Accumulation, including the
+    epilogue, is in float32 (float64 for float64 tensors), with one rounding at the end.
 
     Source: composable_kernel, 17_convnd_bwd_data; torch.nn.grad.conv2d_input.
 
@@ -188,11 +187,11 @@ def grouped_conv_bwd_weight(
     beta: float | None = None,
     accumulate: TensorLike | None = None,
 ) -> Call[ConvWeightResult[Any, Any]]:
-    """Gradient of a convolution with respect to its weight, and its bias on request.
+    """Gradient of a convolution with respect to its weight and, on request, its bias.
 
     ``grad_weight[k, c, r] = sum over n, o of grad_output[n, k, o] * input[n, c, i]`` where ``i =
-    o*stride + r*dilation - pad_before``; ``grad_bias[k] = sum over n, o of grad_output[n, k, o]``;
-    then ``alpha*grad_weight + beta*accumulate`` where ``accumulate`` is given.
+    o*stride + r*dilation - pad_before``; ``grad_bias[k] = sum over n, o of grad_output[n, k, o]``.
+    If ``accumulate`` is given, the result is ``alpha*grad_weight + beta*accumulate``.
 
     Parameters
     ----------
@@ -201,65 +200,64 @@ def grouped_conv_bwd_weight(
     grad_output : array (N, K, *out)
         Gradient with respect to the layer's output.
     stride : int or sequence of int, optional
-        Step between windows: one int, or one per spatial dimension in the order D, H, W, whatever
-        the layout.
+        Step between windows: one int, or one per spatial dimension, always in the order D, H, W.
     padding : int or sequence, optional
         Zeros around the input: one int, one per dimension, or a pair (before, after) per dimension.
     dilation : int or sequence of int, optional
-        Step between the taps of a window: one int, or one per dimension.
+        Step between the taps of the kernel: one int, or one per dimension.
     groups : int, optional
-        Number of blocks into which the channels are divided.
+        Number of groups that the channels are split into.
     weight_size : sequence of int, optional
-        Size of the kernel, spatial or the weight's full shape. Needed where input, grad_output and
-        geometry leave it open, as some strides above 1 do.
+        Spatial size of the kernel, or the full shape of the weight. Required where input,
+        grad_output and the geometry do not determine it, which can happen with a stride above 1.
     layout : str, optional
-        Order of the dimensions of all tensors: NCHW (channels first, the default in any rank),
-        NHWC, a grouped one such as NHWGC, or their 1D and 3D kin. Weights are KCRS for channels
-        first, KRSC for channels last, GKCRS and GKRSC for grouped layouts.
+        Dimension order of all tensors: NCHW (channels first, the default), NHWC, a grouped layout
+        such as NHWGC, or the 1D or 3D equivalent. Weights are KCRS for channels first, KRSC for
+        channels last, and GKCRS or GKRSC for grouped layouts.
     weight_dtype : str, optional
-        ``float32`` asks for gradients in float32 from 16-bit tensors; by default that of the
+        ``float32`` returns float32 gradients of 16-bit tensors; by default the dtype of the
         tensors.
     outputs : sequence of {"grad_weight", "grad_bias"}, optional
-        The gradients wanted.
+        The gradients to compute.
     split_k : "auto" or int, optional
-        Number of parts into which the sum over N and space is divided.
+        Number of partial sums that the reduction over N and space is split into.
     precision : {"highest", "high"}, optional
         ``highest`` computes float32 in true float32; ``high`` may use TF32.
     deterministic : bool, optional
-        The same bits for the same request on the same device model.
+        Return identical bits for identical requests on the same device model.
     alpha : float, optional
-        Factor of the gradient.
+        Multiplies the gradient.
     beta : float, optional
-        Factor of ``accumulate``: 1 where that is given.
+        Multiplies ``accumulate``; 1 by default.
     accumulate : array, optional
-        Added to the gradient, times ``beta``; of grad_weight's shape.
+        Added to the gradient after multiplication by ``beta``; has the shape of grad_weight.
 
     Returns
     -------
     ConvWeightResult
-        grad_weight (K, C/groups, *kernel) and grad_bias (K,), None for what ``outputs`` does not
-        name.
+        grad_weight (K, C/groups, *kernel) and grad_bias (K,), None for those not named in
+        ``outputs``.
 
     Raises
     ------
     TypeError
-        A tensor is given by position.
+        A tensor is passed by position.
     MalformedRequest
-        An argument is of the wrong kind.
+        An argument has the wrong type or cannot be read.
     InvalidProblem
-        Sizes contradict each other.
+        The sizes contradict each other.
     ServiceError
-        Any other error that the server answers with: ProblemTooLarge, Overloaded, …
+        The server answered with another error, such as ProblemTooLarge or Overloaded.
     ConnectionFailed, GatewayError, ClientTimeout, InvalidAnswer
-        The server was not reached, or did not answer.
+        The server could not be reached, or gave no valid answer.
 
     Notes
     -----
-    One dtype for all: float16, bfloat16, float32 or float64. Sums run in float32 (float64 for
-    float64).
+    All tensors share one dtype: float16, bfloat16, float32 or float64. Accumulation is in float32
+    (float64 for float64 tensors).
 
-    Tensors are taken by name alone: the order in composable_kernel is not that of `conv_bwd_data`
-    and `conv_backward`, and tensors of one shape could be swapped unnoticed.
+    Tensors are keyword-only: composable_kernel orders them differently from `conv_bwd_data` and
+    `conv_backward`, so tensors of the same shape could be swapped unnoticed.
 
     Source: composable_kernel, 20_grouped_conv_bwd_weight; torch.nn.grad.conv2d_weight.
 
@@ -314,10 +312,10 @@ def conv_backward(
     precision: Precision = "highest",
     deterministic: bool = True,
 ) -> Call[ConvBackwardResult[Any, Any, Any]]:
-    """All gradients of one convolution from one upload.
+    """Compute all gradients of a convolution with one upload.
 
-    The formulas are those of `conv_bwd_data` (grad_input) and `grouped_conv_bwd_weight`
-    (grad_weight, grad_bias).
+    Uses the formulas of `conv_bwd_data` (grad_input) and `grouped_conv_bwd_weight` (grad_weight,
+    grad_bias).
 
     Parameters
     ----------
@@ -328,46 +326,45 @@ def conv_backward(
     weight : array (K, C/groups, *kernel)
         The filters.
     stride : int or sequence of int, optional
-        Step between windows: one int, or one per spatial dimension in the order D, H, W, whatever
-        the layout.
+        Step between windows: one int, or one per spatial dimension, always in the order D, H, W.
     padding : int or sequence, optional
         Zeros around the input: one int, one per dimension, or a pair (before, after) per dimension.
     dilation : int or sequence of int, optional
-        Step between the taps of a window: one int, or one per dimension.
+        Step between the taps of the kernel: one int, or one per dimension.
     groups : int, optional
-        Number of blocks into which the channels are divided.
+        Number of groups that the channels are split into.
     outputs : sequence of {"grad_input", "grad_weight", "grad_bias"}, optional
-        The gradients wanted.
+        The gradients to compute.
     layout : str, optional
-        Order of the dimensions of all tensors: NCHW (channels first, the default in any rank),
-        NHWC, a grouped one such as NHWGC, or their 1D and 3D kin. Weights are KCRS for channels
-        first, KRSC for channels last, GKCRS and GKRSC for grouped layouts.
+        Dimension order of all tensors: NCHW (channels first, the default), NHWC, a grouped layout
+        such as NHWGC, or the 1D or 3D equivalent. Weights are KCRS for channels first, KRSC for
+        channels last, and GKCRS or GKRSC for grouped layouts.
     precision : {"highest", "high"}, optional
         ``highest`` computes float32 in true float32; ``high`` may use TF32.
     deterministic : bool, optional
-        The same bits for the same request on the same device model.
+        Return identical bits for identical requests on the same device model.
 
     Returns
     -------
     ConvBackwardResult
-        grad_input and grad_weight, of the shapes of input and weight, and grad_bias (K,); None for
-        what ``outputs`` does not name.
+        grad_input and grad_weight, shaped like input and weight, and grad_bias (K,); None for
+        those not named in ``outputs``.
 
     Raises
     ------
     MalformedRequest
-        An argument is of the wrong kind.
+        An argument has the wrong type or cannot be read.
     InvalidProblem
-        Sizes contradict each other.
+        The sizes contradict each other.
     ServiceError
-        Any other error that the server answers with: ProblemTooLarge, Overloaded, …
+        The server answered with another error, such as ProblemTooLarge or Overloaded.
     ConnectionFailed, GatewayError, ClientTimeout, InvalidAnswer
-        The server was not reached, or did not answer.
+        The server could not be reached, or gave no valid answer.
 
     Notes
     -----
-    One dtype for all: float16, bfloat16, float32 or float64. Sums run in float32 (float64 for
-    float64).
+    All tensors share one dtype: float16, bfloat16, float32 or float64. Accumulation is in float32
+    (float64 for float64 tensors).
 
     Source: aten::convolution_backward; aclnnConvolutionBackward.
 
@@ -388,7 +385,7 @@ def _read_weight_gradients(asked: Sequence[str]) -> Callable[[Outputs], ConvWeig
 
 
 def read_gradients(asked: Sequence[str]) -> Callable[[Outputs], ConvBackwardResult[Any, Any, Any]]:
-    """A reader for the gradients of a convolution's backward pass."""
+    """Make the reader for the outputs of a convolution's backward pass."""
 
     def read(outputs: Outputs) -> ConvBackwardResult[Any, Any, Any]:
         return ConvBackwardResult(*select(outputs, ConvBackwardResult._fields, asked))

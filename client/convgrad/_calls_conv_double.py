@@ -1,4 +1,4 @@
-"""Second derivatives of convolutions: see `_calls_conv` for how these functions read."""
+"""Second derivatives of convolutions; see `_calls_conv` for the conventions."""
 
 from __future__ import annotations
 
@@ -66,68 +66,66 @@ def conv_double_backward(
     precision: Precision = "highest",
     deterministic: bool = True,
 ) -> Call[ConvDoubleBackwardResult[Any, Any, Any]]:
-    """Double backward pass of a convolution: the gradients of `conv_backward`, from one upload.
+    """Double backward pass of a convolution: the gradients of `conv_backward`, with one upload.
 
     ``grad_grad_output = conv(grad_grad_input, weight) + conv(input, grad_grad_weight) +
-    grad_grad_bias``; grad_input is what `conv_bwd_data` makes of grad_output and grad_grad_weight,
-    grad_weight what `grouped_conv_bwd_weight` makes of grad_grad_input and grad_output.
+    grad_grad_bias``; grad_input is `conv_bwd_data` of grad_output and grad_grad_weight, and
+    grad_weight is `grouped_conv_bwd_weight` of grad_grad_input and grad_output.
 
     Parameters
     ----------
     grad_output : array (N, K, *out)
-        Gradient with respect to the layer's output, as the backward pass had it.
+        Gradient with respect to the layer's output that the backward pass received.
     input : array (N, C, *in)
         The layer's input.
     weight : array (K, C/groups, *kernel)
         The filters.
     grad_grad_input : array (N, C, *in), optional
-        Gradient with respect to the backward pass's grad_input; not given, it counts as zero.
+        Gradient with respect to the grad_input of the backward pass; zero if omitted.
     grad_grad_weight : array (K, C/groups, *kernel), optional
-        Likewise with respect to its grad_weight.
+        Gradient with respect to the grad_weight of the backward pass; zero if omitted.
     grad_grad_bias : array (K,), optional
-        Likewise with respect to its grad_bias.
+        Gradient with respect to the grad_bias of the backward pass; zero if omitted.
     stride : int or sequence of int, optional
-        Step between windows: one int, or one per spatial dimension in the order D, H, W, whatever
-        the layout.
+        Step between windows: one int, or one per spatial dimension, always in the order D, H, W.
     padding : int or sequence, optional
         Zeros around the input: one int, one per dimension, or a pair (before, after) per dimension.
     dilation : int or sequence of int, optional
-        Step between the taps of a window: one int, or one per dimension.
+        Step between the taps of the kernel: one int, or one per dimension.
     groups : int, optional
-        Number of blocks into which the channels are divided.
+        Number of groups that the channels are split into.
     outputs : sequence of {"grad_grad_output", "grad_input", "grad_weight"}, optional
-        The gradients wanted.
+        The gradients to compute.
     layout : str, optional
-        Order of the dimensions of all tensors: NCHW (channels first, the default in any rank),
-        NHWC, a grouped one such as NHWGC, or their 1D and 3D kin. Weights are KCRS for channels
-        first, KRSC for channels last, GKCRS and GKRSC for grouped layouts.
+        Dimension order of all tensors: NCHW (channels first, the default), NHWC, a grouped layout
+        such as NHWGC, or the 1D or 3D equivalent. Weights are KCRS for channels first, KRSC for
+        channels last, and GKCRS or GKRSC for grouped layouts.
     precision : {"highest", "high"}, optional
         ``highest`` computes float32 in true float32; ``high`` may use TF32.
     deterministic : bool, optional
-        The same bits for the same request on the same device model.
+        Return identical bits for identical requests on the same device model.
 
     Returns
     -------
     ConvDoubleBackwardResult
-        grad_grad_output, grad_input and grad_weight, of the shapes of grad_output, input and
-        weight; None for what ``outputs`` does not name.
+        grad_grad_output, grad_input and grad_weight, shaped like grad_output, input and weight;
+        None for those not named in ``outputs``.
 
     Raises
     ------
     MalformedRequest
-        An argument is of the wrong kind.
+        An argument has the wrong type or cannot be read.
     InvalidProblem
-        Sizes contradict each other, or none of the three gradients of gradients is given.
+        The sizes contradict each other, or none of the three gradients of gradients is given.
     ServiceError
-        Any other error that the server answers with: ProblemTooLarge, Overloaded, …
+        The server answered with another error, such as ProblemTooLarge or Overloaded.
     ConnectionFailed, GatewayError, ClientTimeout, InvalidAnswer
-        The server was not reached, or did not answer.
+        The server could not be reached, or gave no valid answer.
 
     Notes
     -----
-    One dtype for all: float16, bfloat16, float32 or float64. Sums run in float32 (float64 for
-    float64),
-    and each output is rounded once.
+    All tensors share one dtype: float16, bfloat16, float32 or float64. Accumulation is in float32
+    (float64 for float64 tensors), and each output is rounded once.
 
     Source: aten::_convolution_double_backward.
 
@@ -196,72 +194,70 @@ def conv_transpose_double_backward(
     precision: Precision = "highest",
     deterministic: bool = True,
 ) -> Call[ConvDoubleBackwardResult[Any, Any, Any]]:
-    """Double backward pass of a transposed convolution, from one upload.
+    """Double backward pass of a transposed convolution, with one upload.
 
-    As `conv_double_backward`, with `conv_transpose_fwd` for the convolution: ``grad_grad_output =
+    Like `conv_double_backward`, with `conv_transpose_fwd` as the convolution: ``grad_grad_output =
     conv_transpose(grad_grad_input, weight) + conv_transpose(input, grad_grad_weight) +
     grad_grad_bias``.
 
     Parameters
     ----------
     grad_output : array (N, K, *out)
-        Gradient with respect to the layer's output, as the backward pass had it.
+        Gradient with respect to the layer's output that the backward pass received.
     input : array (N, C, *in)
         The layer's input.
     weight : array (C, K/groups, *kernel)
         The filters.
     grad_grad_input : array (N, C, *in), optional
-        Gradient with respect to the backward pass's grad_input; not given, it counts as zero.
+        Gradient with respect to the grad_input of the backward pass; zero if omitted.
     grad_grad_weight : array (C, K/groups, *kernel), optional
-        Likewise with respect to its grad_weight.
+        Gradient with respect to the grad_weight of the backward pass; zero if omitted.
     grad_grad_bias : array (K,), optional
-        Likewise with respect to its grad_bias.
+        Gradient with respect to the grad_bias of the backward pass; zero if omitted.
     stride : int or sequence of int, optional
-        Step between windows: one int, or one per spatial dimension in the order D, H, W, whatever
-        the layout.
+        Step between windows: one int, or one per spatial dimension, always in the order D, H, W.
     padding : int or sequence, optional
-        Rows taken from each side of the output: one int, one per dimension, or a pair (before,
+        Rows removed from each side of the output: one int, one per dimension, or a pair (before,
         after) per dimension.
     output_padding : int or sequence of int, optional
-        Rows added at the end of the output, fewer than the larger of stride and dilation.
+        Rows added at the end of the output; fewer than the larger of stride and dilation.
     dilation : int or sequence of int, optional
-        Step between the taps of a window: one int, or one per dimension.
+        Step between the taps of the kernel: one int, or one per dimension.
     groups : int, optional
-        Number of blocks into which the channels are divided.
+        Number of groups that the channels are split into.
     outputs : sequence of {"grad_grad_output", "grad_input", "grad_weight"}, optional
-        The gradients wanted.
+        The gradients to compute.
     layout : str, optional
-        Order of the dimensions of all tensors: NCHW (channels first, the default in any rank),
-        NHWC, a grouped one such as NHWGC, or their 1D and 3D kin. Weights are (C, K/groups,
-        *kernel) for channels first, as PyTorch's, and (C, *kernel, K/groups) for channels last;
-        grouped layouts have G before either.
+        Dimension order of all tensors: NCHW (channels first, the default), NHWC, a grouped layout
+        such as NHWGC, or the 1D or 3D equivalent. Weights are (C, K/groups, *kernel) for channels
+        first, as in PyTorch, and (C, *kernel, K/groups) for channels last; grouped layouts put G
+        first.
     precision : {"highest", "high"}, optional
         ``highest`` computes float32 in true float32; ``high`` may use TF32.
     deterministic : bool, optional
-        The same bits for the same request on the same device model.
+        Return identical bits for identical requests on the same device model.
 
     Returns
     -------
     ConvDoubleBackwardResult
-        grad_grad_output, grad_input and grad_weight, of the shapes of grad_output, input and
-        weight; None for what ``outputs`` does not name.
+        grad_grad_output, grad_input and grad_weight, shaped like grad_output, input and weight;
+        None for those not named in ``outputs``.
 
     Raises
     ------
     MalformedRequest
-        An argument is of the wrong kind.
+        An argument has the wrong type or cannot be read.
     InvalidProblem
-        Sizes contradict each other, or none of the three gradients of gradients is given.
+        The sizes contradict each other, or none of the three gradients of gradients is given.
     ServiceError
-        Any other error that the server answers with: ProblemTooLarge, Overloaded, …
+        The server answered with another error, such as ProblemTooLarge or Overloaded.
     ConnectionFailed, GatewayError, ClientTimeout, InvalidAnswer
-        The server was not reached, or did not answer.
+        The server could not be reached, or gave no valid answer.
 
     Notes
     -----
-    One dtype for all: float16, bfloat16, float32 or float64. Sums run in float32 (float64 for
-    float64),
-    and each output is rounded once.
+    All tensors share one dtype: float16, bfloat16, float32 or float64. Accumulation is in float32
+    (float64 for float64 tensors), and each output is rounded once.
 
     Source: aten::_convolution_double_backward with transposed=True.
 

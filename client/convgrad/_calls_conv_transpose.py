@@ -1,4 +1,4 @@
-"""Transposed convolutions: see `_calls_conv` for how these functions read."""
+"""Transposed convolutions; see `_calls_conv` for the conventions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def conv_transpose_fwd(
     """Transposed convolution in 1D, 2D or 3D.
 
     ``output[n, k, i] = bias[k] + sum over c, r, o of input[n, c, o] * weight[c, k, r]`` where ``i =
-    o*stride + r*dilation - pad_before`` in every dimension and c, k are of one group.
+    o*stride + r*dilation - pad_before`` in every dimension and c, k are in the same group.
 
     Parameters
     ----------
@@ -39,28 +39,27 @@ def conv_transpose_fwd(
     weight : array (C, K/groups, *kernel)
         The filters.
     bias : array (K,), optional
-        One value for each output channel.
+        One value per output channel.
     stride : int or sequence of int, optional
-        Step between windows: one int, or one per spatial dimension in the order D, H, W, whatever
-        the layout.
+        Step between windows: one int, or one per spatial dimension, always in the order D, H, W.
     padding : int or sequence, optional
-        Rows taken from each side of the output: one int, one per dimension, or a pair (before,
+        Rows removed from each side of the output: one int, one per dimension, or a pair (before,
         after) per dimension.
     output_padding : int or sequence of int, optional
-        Rows added at the end of the output, fewer than the larger of stride and dilation.
+        Rows added at the end of the output; fewer than the larger of stride and dilation.
     groups : int, optional
-        Number of blocks into which the channels are divided.
+        Number of groups that the channels are split into.
     dilation : int or sequence of int, optional
-        Step between the taps of a window: one int, or one per dimension.
+        Step between the taps of the kernel: one int, or one per dimension.
     layout : str, optional
-        Order of the dimensions of all tensors: NCHW (channels first, the default in any rank),
-        NHWC, a grouped one such as NHWGC, or their 1D and 3D kin. Weights are (C, K/groups,
-        *kernel) for channels first, as PyTorch's, and (C, *kernel, K/groups) for channels last;
-        grouped layouts have G before either.
+        Dimension order of all tensors: NCHW (channels first, the default), NHWC, a grouped layout
+        such as NHWGC, or the 1D or 3D equivalent. Weights are (C, K/groups, *kernel) for channels
+        first, as in PyTorch, and (C, *kernel, K/groups) for channels last; grouped layouts put G
+        first.
     precision : {"highest", "high"}, optional
         ``highest`` computes float32 in true float32; ``high`` may use TF32.
     deterministic : bool, optional
-        The same bits for the same request on the same device model.
+        Return identical bits for identical requests on the same device model.
 
     Returns
     -------
@@ -71,18 +70,18 @@ def conv_transpose_fwd(
     Raises
     ------
     MalformedRequest
-        An argument is of the wrong kind.
+        An argument has the wrong type or cannot be read.
     InvalidProblem
-        Sizes contradict each other.
+        The sizes contradict each other.
     ServiceError
-        Any other error that the server answers with: ProblemTooLarge, Overloaded, …
+        The server answered with another error, such as ProblemTooLarge or Overloaded.
     ConnectionFailed, GatewayError, ClientTimeout, InvalidAnswer
-        The server was not reached, or did not answer.
+        The server could not be reached, or gave no valid answer.
 
     Notes
     -----
-    One dtype for all: float16, bfloat16, float32 or float64. Sums run in float32 (float64 for
-    float64).
+    All tensors share one dtype: float16, bfloat16, float32 or float64. Accumulation is in float32
+    (float64 for float64 tensors).
 
     Source: torch.nn.functional.conv_transpose1d, conv_transpose2d and conv_transpose3d.
 
@@ -139,7 +138,7 @@ def conv_transpose_backward(
     precision: Precision = "highest",
     deterministic: bool = True,
 ) -> Call[ConvBackwardResult[Any, Any, Any]]:
-    """All gradients of one transposed convolution from one upload.
+    """Compute all gradients of a transposed convolution with one upload.
 
     With ``i = o*stride + r*dilation - pad_before``: ``grad_input[n, c, o] = sum over k, r of
     grad_output[n, k, i] * weight[c, k, r]``, ``grad_weight[c, k, r] = sum over n, o of input[n, c,
@@ -154,50 +153,49 @@ def conv_transpose_backward(
     weight : array (C, K/groups, *kernel)
         The filters.
     stride : int or sequence of int, optional
-        Step between windows: one int, or one per spatial dimension in the order D, H, W, whatever
-        the layout.
+        Step between windows: one int, or one per spatial dimension, always in the order D, H, W.
     padding : int or sequence, optional
-        Rows taken from each side of the output: one int, one per dimension, or a pair (before,
+        Rows removed from each side of the output: one int, one per dimension, or a pair (before,
         after) per dimension.
     output_padding : int or sequence of int, optional
-        Rows added at the end of the output, fewer than the larger of stride and dilation.
+        Rows added at the end of the output; fewer than the larger of stride and dilation.
     dilation : int or sequence of int, optional
-        Step between the taps of a window: one int, or one per dimension.
+        Step between the taps of the kernel: one int, or one per dimension.
     groups : int, optional
-        Number of blocks into which the channels are divided.
+        Number of groups that the channels are split into.
     outputs : sequence of {"grad_input", "grad_weight", "grad_bias"}, optional
-        The gradients wanted.
+        The gradients to compute.
     layout : str, optional
-        Order of the dimensions of all tensors: NCHW (channels first, the default in any rank),
-        NHWC, a grouped one such as NHWGC, or their 1D and 3D kin. Weights are (C, K/groups,
-        *kernel) for channels first, as PyTorch's, and (C, *kernel, K/groups) for channels last;
-        grouped layouts have G before either.
+        Dimension order of all tensors: NCHW (channels first, the default), NHWC, a grouped layout
+        such as NHWGC, or the 1D or 3D equivalent. Weights are (C, K/groups, *kernel) for channels
+        first, as in PyTorch, and (C, *kernel, K/groups) for channels last; grouped layouts put G
+        first.
     precision : {"highest", "high"}, optional
         ``highest`` computes float32 in true float32; ``high`` may use TF32.
     deterministic : bool, optional
-        The same bits for the same request on the same device model.
+        Return identical bits for identical requests on the same device model.
 
     Returns
     -------
     ConvBackwardResult
-        grad_input and grad_weight, of the shapes of input and weight, and grad_bias (K,); None for
-        what ``outputs`` does not name.
+        grad_input and grad_weight, shaped like input and weight, and grad_bias (K,); None for
+        those not named in ``outputs``.
 
     Raises
     ------
     MalformedRequest
-        An argument is of the wrong kind.
+        An argument has the wrong type or cannot be read.
     InvalidProblem
-        Sizes contradict each other.
+        The sizes contradict each other.
     ServiceError
-        Any other error that the server answers with: ProblemTooLarge, Overloaded, …
+        The server answered with another error, such as ProblemTooLarge or Overloaded.
     ConnectionFailed, GatewayError, ClientTimeout, InvalidAnswer
-        The server was not reached, or did not answer.
+        The server could not be reached, or gave no valid answer.
 
     Notes
     -----
-    One dtype for all: float16, bfloat16, float32 or float64. Sums run in float32 (float64 for
-    float64).
+    All tensors share one dtype: float16, bfloat16, float32 or float64. Accumulation is in float32
+    (float64 for float64 tensors).
 
     Source: aten::convolution_backward with transposed=True.
 

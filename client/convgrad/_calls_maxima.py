@@ -1,4 +1,4 @@
-"""Adaptive max pooling and max unpooling: see `_calls_conv` for how these functions read."""
+"""Adaptive max pooling and max unpooling; see `_calls_conv` for the conventions."""
 
 from __future__ import annotations
 
@@ -53,43 +53,43 @@ def adaptive_max_pool_fwd(
     layout: PoolLayout | None = None,
     deterministic: bool = True,
 ) -> Call[MaxPoolResult[Any]]:
-    """Max pooling over windows that divide the input into ``output_size``.
+    """Max pooling with windows chosen so that the output has size ``output_size``.
 
-    ``output[n, c, o] = max of input[n, c, i], floor(o*in/out) <= i < ceil((o + 1)*in/out)``.
+    ``output[n, c, o] = max of input[n, c, i] for floor(o*in/out) <= i < ceil((o + 1)*in/out)``.
 
     Parameters
     ----------
     input : array (N, C, *in)
-        The layer's input, of one to three dimensions: float16, bfloat16, float32 or float64.
+        The layer's input, 1D, 2D or 3D: float16, bfloat16, float32 or float64.
     output_size : int, sequence of (int or None), or None
-        Size of the output: one int, or one per spatial dimension in the order D, H, W; None is the
-        input's own.
+        Size of the output: one int, or one per spatial dimension, always in the order D, H, W. None
+        keeps the size of the input.
     return_indices : bool, optional
-        Also return where the maxima are.
+        Also return the positions of the maxima.
     index_dtype : {"int64", "int32"}, optional
         Dtype of the indices.
     layout : str, optional
         Channels first (the default: NCW, NCHW or NCDHW) or last (NWC, NHWC or NDHWC), for all
         tensors.
     deterministic : bool, optional
-        The same bits for the same request on the same device model.
+        Return identical bits for identical requests on the same device model.
 
     Returns
     -------
     MaxPoolResult
-        output and indices, both (N, C, *out); indices, flat in each (n, c) plane, are None unless
-        ``return_indices``.
+        output and indices, both (N, C, *out). indices are flat in each (n, c) plane, and None
+        unless ``return_indices``.
 
     Raises
     ------
     MalformedRequest
-        An argument is of the wrong kind.
+        An argument has the wrong type or cannot be read.
     InvalidProblem
-        Sizes contradict each other.
+        The sizes contradict each other.
     ServiceError
-        Any other error that the server answers with: ProblemTooLarge, Overloaded, …
+        The server answered with another error, such as ProblemTooLarge or Overloaded.
     ConnectionFailed, GatewayError, ClientTimeout, InvalidAnswer
-        The server was not reached, or did not answer.
+        The server could not be reached, or gave no valid answer.
 
     Notes
     -----
@@ -122,16 +122,16 @@ def adaptive_max_pool_bwd(
     grad_output : array (N, C, *out)
         Gradient with respect to the layer's output: float16, bfloat16, float32 or float64.
     input : array (N, C, *in), optional
-        The layer's input, of grad_output's dtype; either this or ``indices``.
+        The layer's input, with the dtype of grad_output; pass either this or ``indices``.
     indices : array (N, C, *out), optional
-        What the forward pass returned: int64 or int32.
+        The indices that the forward pass returned: int64 or int32.
     input_size : sequence of int, optional
-        Size of the input, spatial or the full shape; needed with ``indices``.
+        Spatial size or full shape of the input; required with ``indices``.
     layout : str, optional
         Channels first (the default: NCW, NCHW or NCDHW) or last (NWC, NHWC or NDHWC), for all
         tensors.
     deterministic : bool, optional
-        The same bits for the same request on the same device model.
+        Return identical bits for identical requests on the same device model.
 
     Returns
     -------
@@ -141,17 +141,17 @@ def adaptive_max_pool_bwd(
     Raises
     ------
     MalformedRequest
-        An argument is of the wrong kind.
+        An argument has the wrong type or cannot be read.
     InvalidProblem
-        Sizes contradict each other, or an index is out of range or outside its window.
+        The sizes contradict each other, or an index is out of range or outside its window.
     ServiceError
-        Any other error that the server answers with: ProblemTooLarge, Overloaded, …
+        The server answered with another error, such as ProblemTooLarge or Overloaded.
     ConnectionFailed, GatewayError, ClientTimeout, InvalidAnswer
-        The server was not reached, or did not answer.
+        The server could not be reached, or gave no valid answer.
 
     Notes
     -----
-    Sums run in float32 (float64 for float64), in a fixed order.
+    Accumulation is in float32 (float64 for float64 tensors), in a fixed order.
     Source: aten::adaptive_max_pool2d_backward and adaptive_max_pool3d_backward.
 
     Examples
@@ -172,31 +172,31 @@ def max_unpool_fwd(
     layout: PoolLayout | None = None,
     deterministic: bool = True,
 ) -> Call[Array]:
-    """Max unpooling: every element goes where its index says, zeros are elsewhere.
+    """Max unpooling: write each element to the position given by its index, and zero elsewhere.
 
     ``output[n, c, indices[n, c, i]] = input[n, c, i]``.
 
     Parameters
     ----------
     input : array (N, C, *in)
-        The layer's input, of one to three dimensions: float16, bfloat16, float32 or float64.
+        The layer's input, 1D, 2D or 3D: float16, bfloat16, float32 or float64.
     indices : array (N, C, *in)
-        Where each element goes, flat in its (n, c) plane of the output: int64 or int32.
+        Flat position of each element in its (n, c) plane of the output: int64 or int32.
     kernel_size : int or sequence of int
-        Size of the max pooling's window: one int, or one per spatial dimension in the order D, H,
-        W, whatever the layout.
+        Window size of the max pooling: one int, or one per spatial dimension, always in the order
+        D, H, W.
     stride : int or sequence of int, optional
         Step between windows; ``kernel_size`` by default.
     padding : int or sequence of int, optional
-        The max pooling's, on both sides.
+        Padding of the max pooling, the same on both sides.
     output_size : sequence of int, optional
-        Size of the output, spatial or the full shape; ``(in - 1)*stride - 2*padding + kernel_size``
-        by default, from which it may differ by less than a stride.
+        Spatial size or full shape of the output; by default ``(in - 1)*stride - 2*padding +
+        kernel_size``, from which it may differ by less than one stride.
     layout : str, optional
         Channels first (the default: NCW, NCHW or NCDHW) or last (NWC, NHWC or NDHWC), for all
         tensors.
     deterministic : bool, optional
-        The same bits for the same request on the same device model.
+        Return identical bits for identical requests on the same device model.
 
     Returns
     -------
@@ -206,17 +206,17 @@ def max_unpool_fwd(
     Raises
     ------
     MalformedRequest
-        An argument is of the wrong kind.
+        An argument has the wrong type or cannot be read.
     InvalidProblem
-        Sizes contradict each other, or an index is out of its plane.
+        The sizes contradict each other, or an index lies outside its plane.
     ServiceError
-        Any other error that the server answers with: ProblemTooLarge, Overloaded, …
+        The server answered with another error, such as ProblemTooLarge or Overloaded.
     ConnectionFailed, GatewayError, ClientTimeout, InvalidAnswer
-        The server was not reached, or did not answer.
+        The server could not be reached, or gave no valid answer.
 
     Notes
     -----
-    Of several elements with one index the last wins.
+    If several elements have the same index, the last one wins.
     Source: torch.nn.functional.max_unpool1d, max_unpool2d and max_unpool3d.
 
     Examples
@@ -242,12 +242,12 @@ def max_unpool_bwd(
     grad_output : array (N, C, *out)
         Gradient with respect to the layer's output: float16, bfloat16, float32 or float64.
     indices : array (N, C, *in)
-        Where each element went, flat in its (n, c) plane of the output: int64 or int32.
+        Flat position of each element in its (n, c) plane of the output: int64 or int32.
     layout : str, optional
         Channels first (the default: NCW, NCHW or NCDHW) or last (NWC, NHWC or NDHWC), for all
         tensors.
     deterministic : bool, optional
-        The same bits for the same request on the same device model.
+        Return identical bits for identical requests on the same device model.
 
     Returns
     -------
@@ -257,17 +257,17 @@ def max_unpool_bwd(
     Raises
     ------
     MalformedRequest
-        An argument is of the wrong kind.
+        An argument has the wrong type or cannot be read.
     InvalidProblem
-        Sizes contradict each other, or an index is out of its plane.
+        The sizes contradict each other, or an index lies outside its plane.
     ServiceError
-        Any other error that the server answers with: ProblemTooLarge, Overloaded, …
+        The server answered with another error, such as ProblemTooLarge or Overloaded.
     ConnectionFailed, GatewayError, ClientTimeout, InvalidAnswer
-        The server was not reached, or did not answer.
+        The server could not be reached, or gave no valid answer.
 
     Notes
     -----
-    Elements are copied.
+    Elements are copied unchanged.
     Source: torch.nn.functional.max_unpool1d, max_unpool2d and max_unpool3d.
 
     Examples

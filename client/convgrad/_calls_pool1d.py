@@ -1,4 +1,4 @@
-"""Max pooling in one dimension: see `_calls_conv` for how these functions read."""
+"""Max pooling in one dimension; see `_calls_conv` for the conventions."""
 
 from __future__ import annotations
 
@@ -79,42 +79,41 @@ def maxpool1d_fwd(
     input : array (N, C, W)
         The layer's input: float16, bfloat16, float32 or float64.
     kernel_size : int or sequence of int
-        Size of the window: one int, or one per spatial dimension in the order D, H, W, whatever the
-        layout.
+        Size of the window: one int, or one per spatial dimension, always in the order D, H, W.
     stride : int or sequence of int, optional
         Step between windows; ``kernel_size`` by default.
     padding : int or sequence, optional
-        Positions around the input that never win: one int, one per dimension, or a pair (before,
-        after) per dimension.
+        Padding around the input, which is never selected as the maximum: one int, one per
+        dimension, or a pair (before, after) per dimension.
     dilation : int or sequence of int, optional
         Step between the elements of a window.
     ceil_mode : bool, optional
-        Let a last window hang over the edge.
+        Round the output size up, so that the last window may extend past the edge.
     return_indices : bool, optional
-        Also return where the maxima are.
+        Also return the positions of the maxima.
     index_dtype : {"int64", "int32"}, optional
         Dtype of the indices.
     layout : str, optional
         NCW (the default) or NWC, for all tensors.
     deterministic : bool, optional
-        The same bits for the same request on the same device model.
+        Return identical bits for identical requests on the same device model.
 
     Returns
     -------
     MaxPoolResult
-        output and indices, both (N, C, Q); indices, positions in each (n, c) row,
-        are None unless ``return_indices``.
+        output and indices, both (N, C, Q). indices are positions in each (n, c) row, and None
+        unless ``return_indices``.
 
     Raises
     ------
     MalformedRequest
-        An argument is of the wrong kind.
+        An argument has the wrong type or cannot be read.
     InvalidProblem
-        Sizes contradict each other.
+        The sizes contradict each other.
     ServiceError
-        Any other error that the server answers with: ProblemTooLarge, Overloaded, …
+        The server answered with another error, such as ProblemTooLarge or Overloaded.
     ConnectionFailed, GatewayError, ClientTimeout, InvalidAnswer
-        The server was not reached, or did not answer.
+        The server could not be reached, or gave no valid answer.
 
     Notes
     -----
@@ -151,27 +150,26 @@ def maxpool1d_bwd(
     grad_output : array (N, C, Q)
         Gradient with respect to the layer's output.
     input : array (N, C, W), optional
-        The layer's input; either this or ``indices``.
+        The layer's input; pass either this or ``indices``.
     kernel_size : int or sequence of int
-        Size of the window: one int, or one per spatial dimension in the order D, H, W, whatever the
-        layout.
+        Size of the window: one int, or one per spatial dimension, always in the order D, H, W.
     stride : int or sequence of int, optional
         Step between windows; ``kernel_size`` by default.
     padding : int or sequence, optional
-        Positions around the input that never win: one int, one per dimension, or a pair (before,
-        after) per dimension.
+        Padding around the input, which is never selected as the maximum: one int, one per
+        dimension, or a pair (before, after) per dimension.
     dilation : int or sequence of int, optional
         Step between the elements of a window.
     ceil_mode : bool, optional
-        Let a last window hang over the edge.
+        Round the output size up, so that the last window may extend past the edge.
     indices : array (N, C, Q), optional
-        What the forward pass returned: int64 or int32.
+        The indices that the forward pass returned: int64 or int32.
     input_size : sequence of int, optional
-        Size of the input, spatial or the full shape; needed with ``indices``.
+        Spatial size or full shape of the input; required with ``indices``.
     layout : str, optional
         NCW (the default) or NWC, for all tensors.
     deterministic : bool, optional
-        The same bits for the same request on the same device model.
+        Return identical bits for identical requests on the same device model.
 
     Returns
     -------
@@ -181,18 +179,18 @@ def maxpool1d_bwd(
     Raises
     ------
     MalformedRequest
-        An argument is of the wrong kind.
+        An argument has the wrong type or cannot be read.
     InvalidProblem
-        Sizes contradict each other, or an index is out of range or outside its window.
+        The sizes contradict each other, or an index is out of range or outside its window.
     ServiceError
-        Any other error that the server answers with: ProblemTooLarge, Overloaded, …
+        The server answered with another error, such as ProblemTooLarge or Overloaded.
     ConnectionFailed, GatewayError, ClientTimeout, InvalidAnswer
-        The server was not reached, or did not answer.
+        The server could not be reached, or gave no valid answer.
 
     Notes
     -----
-    grad_output and input have one dtype: float16, bfloat16, float32 or float64. Sums run in float32
-    (float64 for float64), in a fixed order.
+    grad_output and input share one dtype: float16, bfloat16, float32 or float64. Accumulation is in
+    float32 (float64 for float64 tensors), in a fixed order.
 
     Source: aten::max_pool2d_with_indices_backward.
 

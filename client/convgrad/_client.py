@@ -1,4 +1,4 @@
-"""`Client`: every operation as a method that waits for its answer."""
+"""`Client`: every operation as a blocking method."""
 
 from __future__ import annotations
 
@@ -37,54 +37,54 @@ R = TypeVar("R")
 
 
 class Client(Examinations, StoredTensors):
-    """A connection pool to one convgrad server. Use it as a context manager, or `close` it.
+    """A client with a connection pool to one convgrad server.
 
-    Threads may share a client.
+    Use it as a context manager, or call `close`. Threads may share a client.
 
     Parameters
     ----------
     base_url
-        The server's address; a path in it is kept. By default the environment variable
-        ``CONVGRAD_URL``, or http://127.0.0.1:8000.
+        Address of the server, which may include a path. Defaults to the environment variable
+        ``CONVGRAD_URL``, then http://127.0.0.1:8000.
     api_key
-        Sent as ``Authorization: Bearer <api_key>``. By default the environment variable
-        ``CONVGRAD_API_KEY``, if it is set.
+        Sent as ``Authorization: Bearer <api_key>``. Defaults to the environment variable
+        ``CONVGRAD_API_KEY``, if set.
     timeout
-        Seconds for one call in all, retries and the waits between them included; None for no
-        limit. The server is told (X-Request-Timeout), so that it stops computing in time.
+        Seconds for one call, including retries and the delays between them; None for no limit.
+        Sent to the server as X-Request-Timeout, so that it stops computing in time.
     connect_timeout
-        Seconds that making a connection may take.
+        Seconds to wait for a connection.
     read_timeout
-        Seconds that a connection may be silent before it counts as lost; None for as long as
-        ``timeout``. A server is silent while it computes.
+        Seconds without data before a connection counts as lost; None to wait as long as
+        ``timeout`` allows. A server sends nothing while it computes.
     max_retries
-        How often a call is sent again after a lost connection, an answer of 429, 502, 503 or 504
-        from a proxy, or an error that the table in `convgrad.errors` marks as retryable. Waits
-        grow exponentially, with jitter, and honour Retry-After. Sending again is always safe:
-        operations are pure functions.
+        How many times a call is sent again after a lost connection, a 429, 502, 503 or 504 from
+        a proxy, or an error that the table in `convgrad.errors` marks as retryable. Delays grow
+        exponentially, with jitter, and honour Retry-After. Retrying is always safe: operations
+        are pure functions.
     wire
-        "safetensors", or "json" (slower; for servers behind something that reads bodies).
+        "safetensors", or "json" (slower; for servers behind a proxy that inspects bodies).
     headers
-        Sent with every request.
+        Headers to send with every request.
     event_hooks
-        Functions to call at each request, response, retry and failure, and as an attempt makes
-        progress: ``{"retry": [print]}``, see `convgrad.EventHooks` and `convgrad.progress_bars`.
-        All but progress is also logged to the logger ``convgrad``.
+        Functions to call on each request, response, retry, failure and progress event, such as
+        ``{"retry": [print]}``; see `convgrad.EventHooks` and `convgrad.progress_bars`. Every
+        event except progress is also logged to the logger ``convgrad``.
     transport
-        "http", or "shm" for a server on this machine that has CONVGRAD_SYSTEM_SHARED_MEMORY set:
-        tensors then lie in shared memory, and requests only say where. Results stay there while
-        they are used, and sent again they are not copied; see `empty`.
+        "http", or "shm" for a server on this machine that sets CONVGRAD_SYSTEM_SHARED_MEMORY:
+        tensors are then passed in shared memory, and requests only refer to them. Results stay
+        in shared memory while they are in use, and are sent again without a copy; see `empty`.
     http_client
-        An `httpx.Client` of the caller's own, whose proxies, certificates, limits or transport
-        are then used, and which the caller closes. Without one, plain HTTP goes over sockets of
-        the client's own, and HTTPS, or HTTP where the environment names a proxy, through httpx.
+        Your own `httpx.Client`, whose proxies, certificates, limits and transport are then used;
+        you close it. Without one, plain HTTP uses the client's own sockets; HTTPS, and HTTP if
+        the environment sets a proxy, use httpx.
     sleep
-        Waits between attempts; a test passes its own.
+        Function that waits between attempts; tests replace it.
 
     Raises
     ------
     ValueError
-        For an argument that cannot work.
+        An argument is invalid.
 
     Examples
     --------
@@ -155,19 +155,19 @@ class Client(Examinations, StoredTensors):
     max_unpool_bwd = method(_calls.max_unpool_bwd)
 
     def call(self, call: Call[T]) -> Answer[T]:
-        """Send a Call, and return its outputs together with the server's report and timings.
+        """Send a Call and return its outputs together with the server's report and timings.
 
         Parameters
         ----------
         call
-            What a function of `convgrad.calls` makes.
+            A Call made by a function of `convgrad.calls`.
 
         Raises
         ------
         TypeError
-            It is no Call.
+            ``call`` is not a Call.
         ConvgradError
-            As `conv_bwd_data`.
+            As for `conv_bwd_data`.
 
         Examples
         --------
@@ -180,23 +180,23 @@ class Client(Examinations, StoredTensors):
         return self._complete(call_target(call, self._options.wire))
 
     def iterate(self, call: Call[Any]) -> Iterator[Part]:
-        """Send a Call, and yield the rows of its outputs as they come: a server computes a large
-        problem in parts, and sends each when it is ready.
+        """Send a Call and yield the rows of its outputs as they arrive.
 
-        What is tried again is tried before the first part has come. Tensors go over HTTP, also
-        with ``transport="shm"``. Whoever stops early ends the computation.
+        The server computes a large problem in parts and sends each part when it is ready. A
+        request is retried only until its first part arrives. Tensors are sent over HTTP even with
+        ``transport="shm"``. Stopping the iteration early cancels the computation.
 
         Parameters
         ----------
         call
-            What a function of `convgrad.calls` makes.
+            A Call made by a function of `convgrad.calls`.
 
         Raises
         ------
         ConnectionFailed
-            Also where the answer breaks off in the middle.
+            Also if the answer ends prematurely.
         ConvgradError
-            As `conv_bwd_data`.
+            As for `conv_bwd_data`.
 
         Examples
         --------
@@ -220,22 +220,24 @@ class Client(Examinations, StoredTensors):
             self._sleep(delay_s)
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike = "float32") -> NDArray[Any]:
-        """An array of any content to be filled and sent; with ``transport="shm"`` it lies in
-        shared memory, from where it is sent without a copy. Results lie there too.
+        """Allocate an uninitialized array to fill and send.
+
+        With ``transport="shm"`` the array is in shared memory and is sent without a copy. Results
+        are returned in shared memory too.
 
         Parameters
         ----------
         shape
-            Its extents.
+            Shape of the array.
         dtype
             float16, bfloat16, float32, float64, int32 or int64.
 
         Raises
         ------
         MalformedRequest
-            No operation takes that dtype.
+            No operation accepts the dtype.
         ClientError
-            There is no such memory.
+            The shared memory cannot be allocated.
 
         Examples
         --------
@@ -248,12 +250,12 @@ class Client(Examinations, StoredTensors):
         return self._send_all(self._shared.empty(tuple(shape), DType(array.dtype.name)))
 
     def operations(self) -> OperationsInfo:
-        """What the server says of its operations, by name: tensors, dtypes, layouts.
+        """Return the server's description of each operation, by name: tensors, dtypes, layouts.
 
         Raises
         ------
         ConnectionFailed, ClientTimeout, InvalidAnswer
-            From the way there and back.
+            The server could not be reached, or gave no valid answer.
 
         Examples
         --------
@@ -262,7 +264,7 @@ class Client(Examinations, StoredTensors):
         return self._complete(OPERATIONS_LIST)
 
     def is_live(self) -> bool:
-        """Whether a server runs there.
+        """Return whether a server answers at the base URL.
 
         Examples
         --------
@@ -271,7 +273,7 @@ class Client(Examinations, StoredTensors):
         return self._succeeds(LIVE)
 
     def is_ready(self) -> bool:
-        """Whether the server takes work.
+        """Return whether the server accepts work.
 
         Examples
         --------
@@ -281,23 +283,24 @@ class Client(Examinations, StoredTensors):
         return self._succeeds(READY)
 
     def with_options(self, **changes: Unpack[OptionChanges]) -> Client:
-        """This client with other options; it shares the connections, which only the original
-        closes.
+        """Return a copy of this client with other options.
+
+        The copy shares this client's connections; only the original closes them.
 
         Parameters
         ----------
         timeout, connect_timeout, read_timeout, max_retries, wire, api_key, event_hooks
-            As for the client.
+            As for `Client`.
         headers
-            Sent besides the client's own.
+            Headers to send in addition to the client's own.
         store
-            Outputs that the server shall keep and not send: with ``store={"grad_input": "g"}``
-            what would be grad_input is a `Stored` called g.
+            Outputs for the server to store instead of sending, by name: with
+            ``store={"grad_input": "g"}``, grad_input is returned as a `Stored` named g.
 
         Raises
         ------
         TypeError
-            For the name of no option.
+            An option does not exist.
 
         Examples
         --------
@@ -309,7 +312,7 @@ class Client(Examinations, StoredTensors):
         return other
 
     def close(self) -> None:
-        """Close the connections, unless they are an injected client's.
+        """Close the connections, except those of an ``http_client`` passed in.
 
         Examples
         --------

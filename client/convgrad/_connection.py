@@ -1,10 +1,9 @@
-"""HTTP/1.1 over one connection: a request from the caller's own buffers, an answer into its last
-place.
+"""HTTP/1.1 over one connection, without copying request or answer bodies.
 
-A general client spends half a millisecond of interpreter on a request, longer than a small problem
-takes, and copies a large body on its way. Here the kernel reads the arrays where they are and
-writes the answer where it stays. Nothing here waits: the methods are generators that yield what
-they wait for, so that `Client` can poll and `AsyncClient` can await.
+A general-purpose client spends half a millisecond of interpreter time on a request, longer than a
+small problem takes to compute, and copies large bodies. Here the operating system reads the arrays
+in place and writes the answer into its final buffer. Nothing here blocks: the methods are
+generators that yield what they wait for, so that `Client` can poll and `AsyncClient` can await.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from convgrad.errors import ClientError
 __all__ = ["AVAILABLE", "READ", "WRITE", "Connection", "Http1Error", "Steps"]
 
 AVAILABLE = hasattr(socket.socket, "sendmsg") and hasattr(select, "poll")
-"""Whether this system has what a `Connection` needs; Windows does not."""
+"""Whether this system provides what a `Connection` needs; Windows does not."""
 
 READ = 1
 WRITE = 2
 T = TypeVar("T")
 Steps: TypeAlias = "Generator[int | Receiver, int, T]"
-"""Yields READ or READ | WRITE and is sent which of them is possible; or yields the `Receiver` of
-the answer whenever more has come, the last time with all of it."""
+"""Yields READ or READ | WRITE and is sent the events that are ready; or yields the answer's
+`Receiver` whenever more data has arrived, and finally when the answer is complete."""
 
-# Pieces of this size fill a loopback connection some 15 % faster than one write of everything.
+# Pieces of this size are some 15 % faster over loopback than one write of everything.
 _SEND_BYTES = 1 << 20
 _SEND_BUFFERS = 64  # well under every system's IOV_MAX
 _READ_BYTES = 1 << 16
@@ -41,7 +40,7 @@ _END_OF_HEAD = b"\r\n\r\n"
 
 
 class Http1Error(ClientError):
-    """What came is not HTTP/1.1, or it ended too early."""
+    """The answer is not HTTP/1.1, or it ended prematurely."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,9 @@ class _Head:
 
 
 class Connection:
-    """A connected socket and what was read from it beyond the last answer.
+    """A connected socket and any data read from it beyond the last answer.
 
-    Not for several threads at once. After any exception it is of no more use: close it.
+    Not thread-safe. After an exception the connection must be closed.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -63,17 +62,17 @@ class Connection:
         self.socket = connected
         self._unread = b""
         self.answering = False
-        """Whether a byte of the present answer has come."""
+        """Whether any byte of the current answer has arrived."""
         self.reusable = False
-        """Whether the last answer ended where another may begin."""
+        """Whether the connection can be used for another request."""
         self.sent_bytes = 0
-        """Of the present request's body."""
+        """Bytes of the current request's body sent so far."""
 
     def close(self) -> None:
         self.socket.close()
 
     def is_stale(self) -> bool:
-        """Whether something came while nothing was asked: the end, as a rule."""
+        """Return whether data arrived while idle, which usually means the connection closed."""
         try:
             return bool(self._unread) or self.socket.recv(1, socket.MSG_PEEK) is not None
         except BlockingIOError:
@@ -90,12 +89,13 @@ class Connection:
     ) -> Steps[None]:
         """Send a request and receive its answer.
 
-        A server may answer before it has the whole body: then the rest is not sent.
+        If the server answers before it has the whole body, the rest is not sent.
+        ``check_deadline`` is called whenever data has arrived; what it raises propagates.
 
         Raises
         ------
         OSError, Http1Error
-            And what ``check_deadline`` raises, which is called whenever something has come.
+            The connection failed, or the answer is not valid HTTP/1.1.
         """
         self.answering = self.reusable = False
         sent_all, broken = False, None
@@ -103,7 +103,7 @@ class Connection:
         try:
             sent_all = yield from self._send(_Outgoing(head, body))
         except OSError as error:
-            # The answer that says why may have come before the connection broke.
+            # An answer that gives the reason may have arrived before the connection broke.
             broken = error
         try:
             answer = yield from self._read_head()
@@ -130,7 +130,7 @@ class Connection:
     def _read_head(self) -> Steps[_Head]:
         data = self._unread
         if not data:
-            yield READ  # no server has answered yet: an attempt to read would be in vain
+            yield READ  # the server cannot have answered yet, so do not try to read
         while True:
             head, found, rest = data.partition(_END_OF_HEAD)
             if found:
@@ -138,9 +138,9 @@ class Connection:
                 if parsed.status >= 200:
                     self._unread = rest
                     return parsed
-                data = rest  # 100 Continue and its kin announce another head
+                data = rest  # a 1xx answer, such as 100 Continue: another head follows
                 continue
-            if data.startswith(b"\0"):  # a frame of HTTP/2, whose length begins so
+            if data.startswith(b"\0"):  # the length field of an HTTP/2 frame
                 raise Http1Error(f"expected an answer of HTTP/1.1, got HTTP/2; {GRPC_PORT}")
             if len(data) > _MAX_HEAD_BYTES:
                 raise Http1Error(f"the answer's headers are over {_MAX_HEAD_BYTES:,} bytes")
@@ -149,7 +149,7 @@ class Connection:
     def _read_body(
         self, answer: _Head, receiver: Receiver, check_deadline: Callable[[], object]
     ) -> Steps[bool]:
-        """Whether the answer ended where the next may begin."""
+        """Read the body; return whether the connection is positioned at the next answer."""
         if "transfer-encoding" in answer.headers:
             return (yield from self._read_chunks(receiver, check_deadline))
         if answer.status in (204, 304):
@@ -178,7 +178,7 @@ class Connection:
                 yield READ
                 continue
             if not size:
-                return  # the receiver knows how much is missing, and says so
+                return  # the receiver reports the missing bytes
             receiver.filled(size)
             check_deadline()
 
@@ -243,7 +243,7 @@ class Connection:
 
 
 class _Outgoing:
-    """What is left to send. Buffers are taken only when they are due: some are made on the way."""
+    """The data left to send. Buffers are requested as late as possible: some are made lazily."""
 
     def __init__(self, head: bytes, body: Iterable[memoryview]) -> None:
         self._pending = deque((memoryview(head),))
@@ -251,7 +251,7 @@ class _Outgoing:
         self._rest = iter(body)
 
     def piece(self) -> list[memoryview]:
-        """What to send next; empty at the end."""
+        """Return the next buffers to send, or an empty list at the end."""
         while self._bytes < _SEND_BYTES and len(self._pending) < _SEND_BUFFERS:
             view = next(self._rest, None)
             if view is None:
@@ -268,7 +268,7 @@ class _Outgoing:
         return views
 
     def drop(self, sent: int) -> None:
-        """That many bytes are on their way."""
+        """Remove ``sent`` bytes that the socket has accepted."""
         self._bytes -= sent
         while self._pending and sent >= len(self._pending[0]):
             sent -= len(self._pending.popleft())

@@ -1,6 +1,6 @@
-"""Plain HTTP to a server with nothing in between: sockets of our own, and a pool of them.
+"""Transports for plain HTTP without a proxy, over a pool of the client's own sockets.
 
-`DirectTransport` polls and `AsyncDirectTransport` awaits; what they do between is `Connection`'s.
+`DirectTransport` polls and `AsyncDirectTransport` awaits; `Connection` implements the protocol.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from convgrad.errors import ClientError, ConnectionFailed
 
 __all__ = ["AsyncDirectTransport", "DirectTransport", "is_direct"]
 
-# What an idle pool keeps at most; further connections end with their request.
+# Most idle connections in a pool; further ones are closed after their request.
 _MOST_IDLE = 32
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
 
 
 def is_direct(base_url: str) -> bool:
-    """Whether the way to ``base_url`` is a bare socket: no TLS, no proxy, no password in it."""
+    """Return whether ``base_url`` needs only a plain socket: no TLS, proxy or credentials."""
     url = httpx.URL(base_url)
     proxies = urllib.request.getproxies()
     return (
@@ -45,7 +45,7 @@ def is_direct(base_url: str) -> bool:
 
 
 class _Pool:
-    """The connections of a client that are idle, and the head of a request to its server."""
+    """The idle connections of a client."""
 
     def __init__(self, base_url: str) -> None:
         url = httpx.URL(base_url)
@@ -83,7 +83,7 @@ class _Pool:
 
     @contextmanager
     def _errors(self, exchange: Exchange[Any]) -> Iterator[None]:
-        """What goes wrong on the way as an error of ours."""
+        """Convert connection errors to ConnectionFailed."""
         try:
             yield
         except (OSError, Http1Error) as error:
@@ -99,7 +99,7 @@ class _Pool:
 
 
 class DirectTransport(_Pool):
-    """The `Transport` of `Client` over its own connections; threads may share it."""
+    """The `Transport` of `Client` over its own connections. Thread-safe."""
 
     def send(self, exchange: Exchange[Any]) -> Reply:
         """See `Transport.send`."""
@@ -109,7 +109,7 @@ class DirectTransport(_Pool):
             try:
                 return _last(self._attempt(connection, exchange, head)).finish()
             except ConnectionFailed:
-                # It had been kept for longer than the server would: the server saw no request.
+                # The server had closed the idle connection and did not see the request.
                 if connection.answering:
                     raise
         return _last(self._attempt(self._connected(exchange), exchange, head)).finish()
@@ -214,14 +214,14 @@ class AsyncDirectTransport(_Pool):
 
 
 def _wait(poll: select.poll, connection: Connection, awaited: int, exchange: Exchange[Any]) -> int:
-    """What has come of what is awaited."""
+    """Poll until one of the awaited events is ready, and return the ready events."""
     mask = select.POLLIN | (select.POLLOUT if awaited & WRITE else 0)
     poll.register(connection.socket, mask)
     while True:
         wait_s = exchange.wait_s()
-        # A millisecond more, so that the time is up when poll says so.
+        # One millisecond more, so that the deadline has passed when poll times out.
         for _, events in poll.poll(None if wait_s is None else wait_s * 1e3 + 1):
-            # An error or the end is for a read to find.
+            # Errors and end of stream count as readable: the next read reports them.
             return (WRITE if events & select.POLLOUT else 0) | (
                 READ if events & ~select.POLLOUT else 0
             )

@@ -1,4 +1,4 @@
-"""How results look at a prompt and in a notebook: dtypes and shapes rather than elements."""
+"""Formats results for prompts and notebooks: dtypes and shapes instead of elements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["described", "fields_text", "html_table"]
 
 
 def described(value: Any) -> str:
-    """A tensor as ``float32[8, 32, 56, 56]``; anything else as its repr."""
+    """Format a tensor as ``float32[8, 32, 56, 56]`` and anything else as its repr."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype}{list(value.shape)}"
     if isinstance(value, Mapping):
@@ -19,12 +19,12 @@ def described(value: Any) -> str:
 
 
 def fields_text(kind: str, fields: Iterable[tuple[str, Any]]) -> str:
-    """``Kind(name=float32[2, 3], …)``."""
+    """Format fields as ``Kind(name=float32[2, 3], …)``."""
     return f"{kind}({', '.join(f'{name}={described(value)}' for name, value in fields)})"
 
 
 def html_table(title: str, rows: Iterable[tuple[str, Any]]) -> str:
-    """A table of names and values, for ``_repr_html_``."""
+    """Format names and values as an HTML table, for ``_repr_html_``."""
     body = "".join(
         f"<tr><th>{escape(name)}</th><td>{escape(described(value))}</td></tr>"
         for name, value in rows

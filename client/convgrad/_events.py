@@ -1,6 +1,6 @@
-"""What a client tells of its requests: to event hooks, and to the logger ``convgrad``.
+"""Events that a client reports to event hooks and to the logger ``convgrad``.
 
-A line for each request, response and failure is logged at DEBUG, one for each retry at INFO.
+Requests, responses and failures are logged at DEBUG, retries at INFO.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RequestEvent:
 
 @dataclass(frozen=True, slots=True)
 class ResponseEvent:
-    """An answer has arrived whole, ``elapsed_s`` seconds after its attempt began."""
+    """A complete answer has arrived, ``elapsed_s`` seconds after its attempt began."""
 
     method: str
     url: str
@@ -64,7 +64,7 @@ class ResponseEvent:
 
 @dataclass(frozen=True, slots=True)
 class RetryEvent:
-    """Attempt ``attempt`` failed with ``error``; the next follows in ``delay_s`` seconds."""
+    """Attempt ``attempt`` failed with ``error``; the next one starts in ``delay_s`` seconds."""
 
     method: str
     url: str
@@ -79,7 +79,7 @@ class RetryEvent:
 
 @dataclass(frozen=True, slots=True)
 class FailureEvent:
-    """A call has failed with ``error``, after ``attempt`` attempts; there is no other."""
+    """A call has failed with ``error`` after ``attempt`` attempts and is not retried."""
 
     method: str
     url: str
@@ -93,10 +93,10 @@ class FailureEvent:
 
 @dataclass(frozen=True, slots=True)
 class ProgressEvent:
-    """How far an attempt is, whenever it waits for its connection.
+    """Progress of an attempt, reported whenever it waits for its connection.
 
-    The server computes once ``sent_bytes`` are ``body_bytes``; ``answer_bytes`` is None until its
-    answer begins, and where that does not say how long it is.
+    The server computes once ``sent_bytes`` equals ``body_bytes``. ``answer_bytes`` is None until
+    the answer begins, and if the answer does not announce its length.
     """
 
     method: str
@@ -110,9 +110,9 @@ class ProgressEvent:
 
 
 class EventHooks(TypedDict, total=False):
-    """Functions to call at each event, in order; an exception in one ends the call.
+    """Functions to call on each event, in order; an exception in one ends the call.
 
-    They run in the thread, or on the event loop, of the call: they must not wait.
+    Hooks run in the thread or on the event loop of the call, so they must not block.
     """
 
     request: Sequence[Callable[[RequestEvent], object]]
@@ -123,7 +123,7 @@ class EventHooks(TypedDict, total=False):
 
 
 def check_event_hooks(hooks: EventHooks) -> None:
-    """Raise ValueError for an event that there is not, or a hook that cannot be called."""
+    """Raise ValueError for an unknown event or a hook that is not callable."""
     for name, functions in hooks.items():
         if name not in EventHooks.__annotations__:
             known = ", ".join(EventHooks.__annotations__)
@@ -135,7 +135,7 @@ def check_event_hooks(hooks: EventHooks) -> None:
 def emit(
     hooks: EventHooks, event: RequestEvent | ResponseEvent | RetryEvent | FailureEvent
 ) -> None:
-    """Log an event and call the hooks for it."""
+    """Log an event and call its hooks."""
     name, level = _KINDS[type(event)]
     _logger.log(level, "%s", event)
     for function in hooks.get(name, ()):  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""`verify`, `time` and `plan` of the clients: requests about an operation, answered in words."""
+"""The clients' `verify`, `time` and `plan` methods: requests about an operation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 
 class Examinations:
-    """A part of `Client`."""
+    """Mixin of `Client`."""
 
     _complete: Callable[[Target[Any]], Any]
     _send_all: Callable[[Requests[Any]], Any]
@@ -41,29 +41,31 @@ class Examinations:
         doubled: Any = None,
         **fields: Any,
     ) -> Verification:
-        """Hold a result of your own against float64, on the server.
+        """Check a result of your own against a float64 reference computed by the server.
 
         Parameters
         ----------
         operation
-            Its name, such as ``conv_bwd_data``.
+            Name of the operation, such as ``conv_bwd_data``.
         result
-            The output, or outputs by name.
-        second, doubled
-            The same from a second run, whose bits must be equal, and from one with the operation's
-            first tensor doubled, which must double.
+            The output, or a mapping of outputs by name.
+        second
+            The result of a second run, which must be bit-identical to the first.
+        doubled
+            The result of a run with the operation's first tensor doubled, which must be twice the
+            first.
         **fields
-            The operation's tensors and parameters. Tensors may be left out where ``layer`` says
-            their shapes, in anybody's words: the server draws them from ``seed`` by
-            ``distribution``, as `convgrad.check.draw` does. ``dtype``, ``batch``, ``shapes``,
-            ``factors`` and ``sums`` as in docs/reference/verify.md.
+            The operation's tensors and parameters. Tensors may be omitted if ``layer`` gives their
+            shapes, in any notation that `convgrad.layers` reads: the server then draws them from
+            ``seed`` and ``distribution``, as `convgrad.check.draw` does. For ``dtype``, ``batch``,
+            ``shapes``, ``factors`` and ``sums`` see docs/reference/verify.md.
 
         Raises
         ------
         ProblemTooLarge
-            The reference would take longer than the server allows.
+            Computing the reference would take longer than the server allows.
         ConvgradError
-            As `Client.conv_bwd_data`.
+            As for `Client.conv_bwd_data`.
 
         Examples
         --------
@@ -79,23 +81,23 @@ class Examinations:
         return found
 
     def time(self, operation: str, **fields: Any) -> TimedPlan:
-        """Have the server time an operation, alone on its device, on tensors that it draws.
+        """Time an operation on the server, on generated tensors, with the device to itself.
 
         Parameters
         ----------
         operation
-            Its name.
+            Name of the operation.
         **fields
-            ``layer`` in anybody's words, or ``shapes`` and the operation's parameters; ``dtype``,
-            ``layout``, ``batch``, ``standard_error``, ``budget_s``, ``peers``, ``candidates`` as in
-            docs/reference/verify.md.
+            Either ``layer``, in any notation that `convgrad.layers` reads, or ``shapes`` and the
+            operation's parameters. For ``dtype``, ``layout``, ``batch``, ``standard_error``,
+            ``budget_s``, ``peers`` and ``candidates`` see docs/reference/verify.md.
 
         Raises
         ------
         Overloaded
-            As many timings wait or run as may.
+            Too many timings are queued or running.
         ConvgradError
-            As `Client.conv_bwd_data`.
+            As for `Client.conv_bwd_data`.
 
         Examples
         --------
@@ -106,19 +108,19 @@ class Examinations:
         return found
 
     def plan(self, operation: str, **fields: Any) -> PlanExplained:
-        """Have the server say which kernel would run and why no other; nothing is computed.
+        """Explain which kernel would run, and why each other one would not; compute nothing.
 
         Parameters
         ----------
         operation
-            Its name.
+            Name of the operation.
         **fields
-            As for `time`, but for how it is timed.
+            As for `time`, except those that control the timing.
 
         Raises
         ------
         ConvgradError
-            As `Client.conv_bwd_data`.
+            As for `Client.conv_bwd_data`.
 
         Examples
         --------
@@ -129,7 +131,7 @@ class Examinations:
 
 
 class AsyncExaminations:
-    """A part of `AsyncClient`."""
+    """Mixin of `AsyncClient`."""
 
     _complete: Callable[[Target[Any]], Awaitable[Any]]
     _send_all: Callable[[Requests[Any]], Awaitable[Any]]
@@ -144,7 +146,7 @@ class AsyncExaminations:
         doubled: Any = None,
         **fields: Any,
     ) -> Verification:
-        """Hold a result of your own against float64; see `Client.verify`.
+        """Check a result of your own against a float64 reference; see `Client.verify`.
 
         Examples
         --------
@@ -159,7 +161,7 @@ class AsyncExaminations:
         return found
 
     async def time(self, operation: str, **fields: Any) -> TimedPlan:
-        """Have the server time an operation; see `Client.time`.
+        """Time an operation on the server; see `Client.time`.
 
         Examples
         --------
@@ -169,7 +171,7 @@ class AsyncExaminations:
         return found
 
     async def plan(self, operation: str, **fields: Any) -> PlanExplained:
-        """Have the server explain its plan; see `Client.plan`.
+        """Explain which kernel would run; see `Client.plan`.
 
         Examples
         --------
@@ -182,7 +184,7 @@ class AsyncExaminations:
 def verify_call(
     operation: str, result: Any, *, second: Any, doubled: Any, fields: Mapping[str, Any]
 ) -> Call[Any]:
-    """Make the request of a verification; raises MalformedRequest as the server would."""
+    """Build a verification request; raise MalformedRequest as the server would."""
     from convgrad.contract.examinations import VERIFICATIONS
 
     arguments = dict(fields)
@@ -196,14 +198,14 @@ def verify_call(
 
 
 def verify_target(call: Call[Any]) -> Target[Verification]:
-    """The target of a `verify_call`."""
+    """Make the target of a request built by `verify_call`."""
     from convgrad.contract.verification import Verification
 
     return _post(call, "safetensors" if call.tensors else "json", Verification)
 
 
 def time_target(operation: str, fields: Mapping[str, Any]) -> Target[TimedPlan]:
-    """The target of a timing."""
+    """Make the target of a timing request."""
     from convgrad.contract.examinations import TIMINGS
     from convgrad.contract.timing import TimedPlan
 
@@ -212,7 +214,7 @@ def time_target(operation: str, fields: Mapping[str, Any]) -> Target[TimedPlan]:
 
 
 def plan_target(operation: str, fields: Mapping[str, Any]) -> Target[PlanExplained]:
-    """The request of a plan."""
+    """Make the target of a plan request."""
     from convgrad.contract import validate
     from convgrad.contract.examinations import PLANS
     from convgrad.contract.timing import PlanExplained

@@ -1,7 +1,7 @@
-"""One request from first attempt to answer or final error, without any input or output.
+"""One request from its first attempt to its answer or final error, without doing I/O.
 
-`Client` and `AsyncClient` differ only in how they wait; what they send, when they send it again
-and how long in all they try is decided here.
+`Client` and `AsyncClient` differ only in how they wait. What to send, when to retry and when to
+give up is decided here.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = ["Exchange", "Requests", "Target"]
 
 R = TypeVar("R")
 
-# Three years: sockets refuse much longer ones, and no one waits for them.
+# Three years; sockets reject much longer timeouts.
 _LONGEST_TIMEOUT_S = 1e8
 
 
 @dataclass(frozen=True)
 class Target(Generic[R]):
-    """Where a request goes, with what body, and how its answer is read."""
+    """Where a request goes, its body, and how its answer is read."""
 
     method: str
     path: str
@@ -48,15 +48,15 @@ class Target(Generic[R]):
     read: Callable[[Reply, int], R]
     """Takes the reply and the number of attempts."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Beside those that every request has; names in small letters."""
+    """Headers in addition to those of every request, with lowercase names."""
 
 
 Requests: TypeAlias = Generator[Target[Any], Any, R]
-"""Yields requests for a client to send, and is sent (or thrown) what comes of each."""
+"""Yields targets for a client to request, and is sent each result or thrown each error."""
 
 
 class Exchange(Generic[R]):
-    """The attempts of one request, which share a deadline and a request id."""
+    """The attempts of a request, which share a deadline and a request id."""
 
     def __init__(
         self, target: Target[R], options: Options, clock: Callable[[], float] = time.monotonic
@@ -81,7 +81,7 @@ class Exchange(Generic[R]):
 
     @property
     def path(self) -> str:
-        """The path alone, as a request line has it."""
+        """The path as in a request line."""
         return f"{self._options.base_path}/{self._target.path}"
 
     @property
@@ -89,7 +89,7 @@ class Exchange(Generic[R]):
         return self._target.body
 
     def begin(self) -> Mapping[str, str]:
-        """Begin the next attempt; its headers."""
+        """Begin the next attempt and return its headers."""
         self._attempts += 1
         self._began_s = self._clock()
         body = self._target.body
@@ -99,7 +99,7 @@ class Exchange(Generic[R]):
         return self._headers(self.remaining_s(), size)
 
     def request(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
-        """The next attempt. Its body starts afresh each time, so sending again is safe."""
+        """Build the next attempt, whose body starts from the beginning."""
         headers = self.begin()
         timeout = httpx.Timeout(self.wait_s(), connect=self.connect_s())
         content: Any = None
@@ -117,7 +117,7 @@ class Exchange(Generic[R]):
         return request
 
     def read(self, reply: Reply) -> R:
-        """The answer; raises the error that the reply is, if it is one."""
+        """Read the answer, or raise the error that the reply reports."""
         emit(
             self._options.event_hooks,
             ResponseEvent(
@@ -141,11 +141,10 @@ class Exchange(Generic[R]):
             raise
 
     def retry_delay_s(self, error: ConvgradError, *, possible: bool = True) -> float:
-        """Seconds to wait before the next attempt; raises ``error`` when there is none, or none is
-        ``possible`` any more.
+        """Return the seconds to wait before a retry; raise ``error`` if there is to be none.
 
-        Sending again is safe even after an answer broke off: every operation is a pure function
-        of its request, so a second run changes nothing.
+        ``possible`` is False when the call can no longer be retried. Retrying is safe even after
+        a partial answer, because every operation is a pure function of its request.
         """
         which = self.method, self.url, self.request_id, self._attempts
         delay_s = math.inf
@@ -159,13 +158,13 @@ class Exchange(Generic[R]):
         return delay_s
 
     def failed(self, error: Exception) -> ConvgradError:
-        """What an exception of httpx means here."""
+        """Convert an httpx exception to a convgrad error."""
         if isinstance(error, httpx.ReadTimeout | httpx.WriteTimeout):
             self.waited_in_vain()
         return from_httpx(error, self.url, self.request_id)
 
     def report(self, sent_bytes: int, answer: Receiver | None) -> None:
-        """Tell the hooks for progress, if there are any, how far this attempt is."""
+        """Report the progress of this attempt to the progress hooks, if any."""
         for hook in self._options.event_hooks.get("progress", ()):
             arrived, announced = (
                 (0, None) if answer is None else (answer.arrived_bytes, answer.announced_bytes)
@@ -179,18 +178,18 @@ class Exchange(Generic[R]):
         self.report(sent_bytes, None)
 
     def check_deadline(self) -> None:
-        """Raise ClientTimeout once the time is up, and shorten httpx's timeouts to it.
+        """Raise ClientTimeout after the deadline, and limit httpx's timeouts to the time left.
 
-        httpx bounds each read and each write; a peer that sends a byte now and then would pass
-        those forever. (A read already begun keeps its bound: only a peer that falls silent in the
-        middle of an answer can take longer than asked, and at most twice as long.)
+        httpx only limits each read and write, so a peer that sends a byte now and then would
+        never time out. A read in progress keeps its limit, so a peer that stops in the middle of
+        an answer can take up to twice the timeout.
         """
         wait_s = self.wait_s()
         if wait_s is not None:
             self._socket_timeout.update(read=wait_s, write=wait_s)
 
     def remaining_s(self) -> float | None:
-        """Seconds that are left, None for no bound; raises ClientTimeout once the time is up."""
+        """Return the seconds left, None for no limit; raise ClientTimeout after the deadline."""
         remaining_s = self._deadline_s - self._clock()
         if remaining_s > _LONGEST_TIMEOUT_S:
             return None
@@ -202,22 +201,22 @@ class Exchange(Generic[R]):
         return remaining_s
 
     def wait_s(self) -> float | None:
-        """Seconds that one read or one write may wait; raises as `remaining_s`."""
+        """Return the seconds that one read or write may wait; raise like `remaining_s`."""
         return _sooner(self.remaining_s(), self._options.read_timeout)
 
     def connect_s(self) -> float:
-        """Seconds that connecting may take; raises as `remaining_s`."""
+        """Return the seconds that connecting may take; raise like `remaining_s`."""
         return min(self._options.connect_timeout, self.remaining_s() or _LONGEST_TIMEOUT_S)
 
     def waited_in_vain(self) -> None:
-        """Nothing happened for `wait_s` seconds: raises what that means.
+        """Handle `wait_s` seconds without any data.
 
         Raises
         ------
         ClientTimeout
-            The time for the whole call is up.
+            The deadline of the call has passed.
         ConnectionFailed
-            The server was silent for as long as ``read_timeout`` says.
+            The server sent nothing for ``read_timeout`` seconds.
         """
         self.remaining_s()
         if self._options.read_timeout is not None:
@@ -228,7 +227,7 @@ class Exchange(Generic[R]):
             )
 
     def _headers(self, remaining_s: float | None, body_bytes: int) -> Mapping[str, str]:
-        # Names in small letters; a trace that the caller names wins over the current span's.
+        # Names are lowercase. A trace header set by the caller overrides the current span's.
         headers = {**trace_headers(), **self._options.headers, **self._target.headers}
         headers["accept-encoding"] = "identity"
         headers["x-request-id"] = self.request_id
@@ -236,7 +235,7 @@ class Exchange(Generic[R]):
         if body is not None:
             headers["content-type"] = body.content_type
             headers["accept"] = self._target.headers.get("accept", body.content_type)
-            # Announced, so that httpx does not fall back to chunked encoding.
+            # With a length, httpx does not fall back to chunked encoding.
             headers["content-length"] = str(body_bytes)
             if remaining_s is not None:
                 headers["x-request-timeout"] = f"{max(remaining_s, 0.001):.3f}"
@@ -244,7 +243,7 @@ class Exchange(Generic[R]):
 
 
 class _Content:
-    # Not a generator: httpx iterates it again where an injected client's auth sends twice.
+    # Not a generator: httpx iterates it again if the auth of an injected client sends twice.
     def __init__(self, body: Body, on_chunk: Callable[[int], None]) -> None:
         self._body = body
         self._on_chunk = on_chunk

@@ -1,4 +1,4 @@
-"""httpx's exceptions as convgrad's: one map, and no exception of httpx gets past it."""
+"""Maps every httpx exception to a convgrad error."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from convgrad.errors import ClientError, ClientTimeout, ConnectionFailed, Invali
 
 __all__ = ["GRPC_PORT", "HTTPX_ERRORS", "ROOTS", "from_httpx", "no_answer"]
 
-# Found by method resolution order, so a subclass takes its nearest listed ancestor's entry.
+# Looked up in method resolution order, so a subclass uses the entry of its nearest ancestor.
 HTTPX_ERRORS: dict[type[Exception], type[ClientError]] = {
     httpx.TimeoutException: ClientTimeout,
-    # Nothing was sent yet, so nothing is known about the server but that it is out of reach.
+    # Nothing was sent: the server could not be reached.
     httpx.ConnectTimeout: ConnectionFailed,
     httpx.NetworkError: ConnectionFailed,
     httpx.RemoteProtocolError: ConnectionFailed,
@@ -21,19 +21,19 @@ HTTPX_ERRORS: dict[type[Exception], type[ClientError]] = {
     httpx.UnsupportedProtocol: ClientError,
     httpx.InvalidURL: ClientError,
     httpx.CookieConflict: ClientError,
-    # Only an injected client's hooks make these.
+    # Only the hooks of an injected client raise these.
     httpx.StreamError: ClientError,
     httpx.HTTPStatusError: InvalidAnswer,
     httpx.DecodingError: InvalidAnswer,
     httpx.TooManyRedirects: InvalidAnswer,
 }
 
-# The roots of httpx's tree: what to catch so that nothing is missed.
+# The base classes of all httpx exceptions.
 ROOTS = (httpx.HTTPError, httpx.InvalidURL, httpx.CookieConflict, httpx.StreamError)
 
 
 def from_httpx(error: Exception, url: str, request_id: str) -> ClientError:
-    """The error of ours for one of httpx's, saying where and what happened."""
+    """Convert an httpx exception to a convgrad error that says what happened and where."""
     ours = next(
         (HTTPX_ERRORS[cls] for cls in type(error).__mro__ if cls in HTTPX_ERRORS), ClientError
     )
@@ -41,7 +41,7 @@ def from_httpx(error: Exception, url: str, request_id: str) -> ClientError:
 
 
 def no_answer(url: str, error: Exception) -> str:
-    """The sentence for an exception on the way to ``url``, with what may help."""
+    """Describe a failure to reach ``url``, with a hint if there is one."""
     reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     hint = ""
     if isinstance(error, ConnectionRefusedError | httpx.ConnectError) and "refused" in reason:

@@ -1,7 +1,7 @@
-"""Turns the functions of `_calls` into methods of the clients, docstring and signature included.
+"""Turns the functions of `_calls` into client methods, including docstring and signature.
 
-An operation is defined once. What `Client.conv_fwd` takes is, to a type checker and to `help`,
-what `_calls.conv_fwd` takes; what it returns is what that Call reads.
+Each operation is defined once: to a type checker and to `help`, `Client.conv_fwd` takes the
+parameters of `_calls.conv_fwd` and returns the outputs of that Call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _AsyncCaller(Protocol):
 
 
 def method(build: Callable[P, Call[T]]) -> Callable[Concatenate[Any, P], T]:
-    """The method of `Client` that sends what ``build`` builds."""
+    """Make the `Client` method that sends the Call made by ``build``."""
 
     @functools.wraps(build)
     def send(self: _Caller, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -41,7 +41,7 @@ def method(build: Callable[P, Call[T]]) -> Callable[Concatenate[Any, P], T]:
 def async_method(
     build: Callable[P, Call[T]],
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """The method of `AsyncClient` that sends what ``build`` builds."""
+    """Make the `AsyncClient` method that sends the Call made by ``build``."""
 
     @functools.wraps(build)
     async def send(self: _AsyncCaller, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -52,7 +52,7 @@ def async_method(
 
 
 def by_name(build: Callable[P, T]) -> Callable[P, T]:
-    """Refuse tensors by position, in words that say why: their order differs from its siblings'."""
+    """Reject positional tensors, because similar operations take them in another order."""
 
     @functools.wraps(build)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:

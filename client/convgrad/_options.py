@@ -1,4 +1,4 @@
-"""What a client is configured with, and where the defaults come from."""
+"""Client options and their defaults."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["DEFAULT_URL", "OptionChanges", "Options"]
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _VARIABLES = ("CONVGRAD_URL", "CONVGRAD_API_KEY")
-# The server's own settings that are spelt much like those.
+# Server settings with names similar to the client's.
 _OF_THE_SERVER = ("CONVGRAD_API_KEYS",)
 
 
 class OptionChanges(TypedDict, total=False):
-    """What `with_options` takes; each as the client's own parameter of that name."""
+    """Keyword arguments of `with_options`; each means the same as the parameter of `Client`."""
 
     timeout: float | None
     connect_timeout: float
@@ -39,7 +39,7 @@ class OptionChanges(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Options:
-    """Checked when it is made: raises ValueError for what cannot work."""
+    """Validated options of a client; the constructor raises ValueError if one is invalid."""
 
     base_url: str
     timeout: float | None = 60.0
@@ -62,7 +62,7 @@ class Options:
         event_hooks: EventHooks | None,
         **others: Any,
     ) -> Options:
-        """A client's arguments, completed from CONVGRAD_URL and CONVGRAD_API_KEY."""
+        """Build options from a client's arguments, CONVGRAD_URL and CONVGRAD_API_KEY."""
         _warn_of_misspelt_variables()
         lowered = _lowered(headers or {})
         if api_key is None and "authorization" not in lowered:
@@ -79,7 +79,7 @@ class Options:
             url = httpx.URL(self.base_url)
         except httpx.InvalidURL as refused:
             raise ValueError(f"base_url: {refused}") from refused
-        # A frozen dataclass sets what it derives like this.
+        # The dataclass is frozen, so derived fields are set like this.
         object.__setattr__(self, "base_path", url.raw_path.decode("ascii").rstrip("/"))
         if url.scheme not in ("http", "https") or not url.host:
             raise ValueError(f"base_url: expected http://… or https://…, got {self.base_url!r}")
@@ -96,12 +96,12 @@ class Options:
         check_event_hooks(self.event_hooks)
 
     def changed(self, changes: OptionChanges) -> Options:
-        """These options with some replaced; headers are added to those there are.
+        """Return a copy with some options replaced; headers are merged with the existing ones.
 
         Raises
         ------
         TypeError
-            For the name of no option.
+            An option does not exist.
         """
         unknown = changes.keys() - OptionChanges.__annotations__.keys()
         if unknown:
@@ -114,7 +114,7 @@ class Options:
 
 
 def _warn_of_misspelt_variables() -> None:
-    """Warn of a variable much like one that is read and is not set: it would be ignored."""
+    """Warn about environment variables that look like misspellings of one that is not set."""
     for variable in os.environ:
         if variable.startswith("CONVGRAD_") and variable not in (*_VARIABLES, *_OF_THE_SERVER):
             for meant in difflib.get_close_matches(variable, _VARIABLES, n=1, cutoff=0.85):
@@ -122,7 +122,7 @@ def _warn_of_misspelt_variables() -> None:
                     warnings.warn(
                         f"the variable {variable} is not read; did you mean {meant}?",
                         RuntimeWarning,
-                        stacklevel=4,  # where the client is made
+                        stacklevel=4,  # where the client is constructed
                     )
 
 

@@ -1,4 +1,4 @@
-"""An answer read while it is still being computed: which rows of its outputs are there."""
+"""Reads an answer while the server still computes it, part by part."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from convgrad.wire import safetensors
 __all__ = ["PARTS_WIRE", "Part", "PartReader"]
 
 PARTS_WIRE = "safetensors"
-"""The wire of which an answer's header stands before its first element is computed."""
+"""The wire format whose header is complete before the first element is computed."""
 
 
 class Part(NamedTuple):
-    """Rows of an output: from ``start`` to ``stop`` along ``axis``, its first dimension that is
-    not 1.
+    """Rows ``start`` to ``stop`` of an output along ``axis``, its first dimension that is not 1.
 
-    ``array`` holds them. It is a view of ``whole``, the output itself, whose other rows come with
-    other parts.
+    ``array`` holds these rows. It is a view of ``whole``, the complete output, which later parts
+    continue to fill.
     """
 
     output: str
@@ -41,7 +40,7 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class _Arriving:
-    """One output on its way; its data begins ``begin`` bytes into the answer."""
+    """An output being received; its data begins ``begin`` bytes into the answer."""
 
     name: str
     whole: NDArray[Any]
@@ -56,7 +55,7 @@ class _Arriving:
         self.rows = shape[self.axis]
 
     def next(self, arrived_bytes: int) -> Part | None:
-        """The rows that have come since the last time, if any."""
+        """Return the rows that arrived since the last call, if any."""
         row_bytes = self.whole.nbytes // self.rows
         start, stop = self.read, min(max(arrived_bytes - self.begin, 0) // row_bytes, self.rows)
         if stop <= start:
@@ -67,13 +66,13 @@ class _Arriving:
 
 
 class PartReader:
-    """Takes an answer's parts out of the `Receiver` that it arrives in."""
+    """Extracts the parts of an answer from its `Receiver`."""
 
     def __init__(self) -> None:
         self._arriving: list[_Arriving] | None = None
 
     def read(self, receiver: Receiver) -> Iterator[Part]:
-        """The parts that have come since the last time; none of an answer that is an error.
+        """Yield the parts that arrived since the last call; an error answer has none.
 
         Raises
             InvalidAnswer
@@ -93,7 +92,7 @@ class PartReader:
 
 
 def _described(memory: NDArray[np.uint8], arrived_bytes: int) -> list[_Arriving] | None:
-    """The outputs that the answer's header announces, once it is there."""
+    """Return the outputs that the answer's header announces, or None until it has arrived."""
     arrived = memory[:arrived_bytes].data
     if len(arrived) < 8 or len(arrived) < (data_at := safetensors.header_bytes(arrived)):
         return None

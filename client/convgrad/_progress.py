@@ -1,4 +1,4 @@
-"""Progress bars of calls that take long: upload, computation, download."""
+"""Progress bars for long calls: upload, computation, download."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ __all__ = ["progress_bars"]
 
 @contextmanager
 def progress_bars(*, delay_s: float = 1.0, console: Console | None = None) -> Iterator[EventHooks]:
-    """Event hooks of a client whose calls show a bar, each once it has taken ``delay_s`` seconds.
+    """Make event hooks that show a progress bar for each call longer than ``delay_s`` seconds.
 
-    A bar counts the bytes that are sent, then the seconds while the server computes, then the bytes
-    that come. It is drawn on ``console``, by default the terminal's standard error or the notebook,
-    and goes when its call ends.
+    A bar counts the bytes sent, then the seconds of computation, then the bytes received. It is
+    drawn on ``console``, by default standard error or the notebook, and disappears when its call
+    ends.
 
     Raises
     ------
@@ -64,7 +64,7 @@ def progress_bars(*, delay_s: float = 1.0, console: Console | None = None) -> It
 
 
 class _Calls:
-    """The bars of the calls in flight, by their request ids."""
+    """Progress bars of the calls in flight, by request id."""
 
     def __init__(self, bars: Progress) -> None:
         self._bars = bars
@@ -97,7 +97,7 @@ class _Calls:
 
     def _end(self, event: ResponseEvent | FailureEvent) -> None:
         if isinstance(event, ResponseEvent) and event.status != 200:
-            return  # another attempt follows, or a failure
+            return  # a retry or a failure follows
         found = self._ids.pop(event.request_id, None)
         if found is not None:
             self._bars.remove_task(found)
@@ -112,7 +112,7 @@ class _Calls:
         found = self._ids.get(event.request_id)
         for task in self._bars.tasks:
             if task.id == found:
-                # `Progress.update` cannot take a total back; without one, the bar moves to and fro.
+                # `Progress.update` cannot clear a total; without a total, the bar pulses.
                 operation = event.url.rpartition("/")[2]
                 task.description = f"{operation}: {text}"
                 task.completed, task.total = done, total

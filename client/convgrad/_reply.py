@@ -1,4 +1,4 @@
-"""What came back: receiving an answer's bytes, and reading them as outputs or as an error."""
+"""Receives the bytes of an answer and reads them as JSON or as an error."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ __all__ = [
     "server_timing_s",
 ]
 
-# An error is a few sentences; whatever is longer is not worth waiting for.
+# Errors are a few sentences long; the rest of a longer body is not read.
 _MAX_ERROR_BYTES = 1 << 16
 _EXCERPT_CHARACTERS = 200
-# What a proxy answers for a server that it cannot reach, or that takes no more at the moment.
+# Statuses that a proxy returns for a server that is unreachable or overloaded.
 _GATEWAY_STATUSES = frozenset((429, 502, 503, 504))
-# A metric's name, and its dur among what else may stand behind it.
+# The name of a metric and its dur, among other parameters.
 _DURATION = re.compile(r'(?:^|,)\s*([^;,\s]+)\s*;(?:[^,]*;)?\s*[dD][uU][rR]\s*=\s*"?([^",;\s]+)')
 
 
 @dataclass(frozen=True, eq=False)
 class Reply:
-    """One whole answer; ``request_id`` is the server's own name for it where it gave one."""
+    """A complete answer. ``request_id`` is the server's, if the answer has one."""
 
     status: int
     headers: Mapping[str, str]
-    """By names in small letters."""
+    """Headers by lowercase name."""
     content: NDArray[np.uint8]
     request_id: str
 
 
 class Receiver:
-    """Collects an answer's chunks: in one buffer of the announced size where it is announced.
+    """Collects the chunks of an answer, in one buffer if the answer announces its size.
 
-    Its memory is the arrays' memory later, so there is no copy after this one.
+    The decoded arrays are views of this buffer, so there is no further copy.
     """
 
     def __init__(self, status: int, headers: Mapping[str, str], request_id: str) -> None:
@@ -66,7 +66,7 @@ class Receiver:
         self._used = 0
         self._chunks: list[bytes] = []
         self.announced_bytes = _content_length(headers)
-        """What Content-Length says; None where it says nothing."""
+        """The Content-Length, or None if it is missing."""
         self._buffer: NDArray[np.uint8] | None = None
         if self._succeeded and self.announced_bytes is not None:
             try:
@@ -78,31 +78,31 @@ class Receiver:
 
     @property
     def has_enough(self) -> bool:
-        """Whether the rest, if any, need not be read."""
+        """Whether the rest of the answer need not be read."""
         return not self._succeeded and self._used >= _MAX_ERROR_BYTES
 
     @property
     def missing_bytes(self) -> int:
-        """How many of the announced bytes have not come."""
+        """Number of announced bytes that have not arrived."""
         return max(0, (self.announced_bytes or 0) - self._used)
 
     @property
     def memory(self) -> NDArray[np.uint8] | None:
-        """Where an answer of an announced length comes to lie; None for any other."""
+        """The buffer of a successful answer of announced length, otherwise None."""
         return self._buffer
 
     @property
     def arrived_bytes(self) -> int:
-        """How many bytes of the answer have come."""
+        """Number of bytes of the answer that have arrived."""
         return self._used
 
     def is_of(self, media_type: str) -> bool:
-        """Whether the answer says that it is of this type."""
+        """Return whether the answer's Content-Type is this media type."""
         named = self._headers.get("content-type", "").partition(";")[0]
         return named.strip().lower() == media_type
 
     def space(self) -> memoryview | None:
-        """Where the next bytes belong, if that is known: read into it, then say `filled`."""
+        """Return the unfilled buffer to read into, or None; call `filled` after reading."""
         return None if self._buffer is None else self._buffer.data[self._used :]
 
     def filled(self, size: int) -> None:
@@ -121,7 +121,7 @@ class Receiver:
         self._used = end
 
     def finish(self) -> Reply:
-        """The answer, once all chunks are in."""
+        """Return the answer after the last chunk."""
         if self._buffer is not None and self._used < self._buffer.size:
             raise ConnectionFailed(
                 f"the answer broke off after {self._used} of {self.announced_bytes} bytes",
@@ -137,7 +137,7 @@ class Receiver:
 
 
 def raw_chunks(response: httpx.Response) -> Iterator[bytes]:
-    """The bytes of a response as they come, or as an injected client's hook has read them."""
+    """Yield the bytes of a response, even if a hook of an injected client has read them."""
     return iter([response.content]) if response.is_stream_consumed else response.iter_raw()
 
 
@@ -151,7 +151,7 @@ async def async_raw_chunks(response: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def error_of(reply: Reply) -> ConvgradError | None:
-    """The error that a reply other than 200 is: typed where it is problem+json."""
+    """Return the error that a reply reports, or None; problem+json gives the specific class."""
     if reply.status == httpx.codes.OK:
         if (coding := reply.headers.get("content-encoding", "identity")) != "identity":
             return InvalidAnswer(
@@ -181,7 +181,7 @@ def error_of(reply: Reply) -> ConvgradError | None:
 
 
 def read_json(reply: Reply) -> Any:
-    """The JSON value of a reply."""
+    """Parse a reply as JSON."""
     try:
         return json.loads(reply.content.tobytes())
     except ValueError as refused:
@@ -191,7 +191,7 @@ def read_json(reply: Reply) -> Any:
 
 
 def server_timing_s(headers: Mapping[str, str]) -> dict[str, float]:
-    """Seconds per stage from Server-Timing, whose ``dur`` is in milliseconds."""
+    """Parse Server-Timing, whose ``dur`` is in milliseconds, into seconds per stage."""
     durations: dict[str, float] = {}
     for stage, text in _DURATION.findall(headers.get("server-timing", "")):
         duration = _float(text)
@@ -214,7 +214,7 @@ def _problem(reply: Reply) -> Mapping[str, str] | None:
 
 
 def _excerpt(content: NDArray[np.uint8]) -> str:
-    # Four bytes a character at most, so this much holds the excerpt whatever the text.
+    # A character has at most four bytes, so these bytes contain the whole excerpt.
     text = content[: 4 * _EXCERPT_CHARACTERS + 4].tobytes().decode(errors="replace").strip()
     if not text:
         return "an empty body"

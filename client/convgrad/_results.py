@@ -1,7 +1,7 @@
-"""What operations with more than one output return.
+"""Named tuples returned by operations that can have several outputs.
 
-An operation that can give several outputs always returns its tuple; outputs not asked for are
-None. The type parameters say which of them a type checker may take to be there.
+Such an operation always returns its tuple; outputs that were not requested are None. The type
+parameters tell a type checker which outputs are present.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ConvWeightResult(NamedTuple, Generic[WeightT, BiasT]):
 
 
 class MaxPoolResult(NamedTuple, Generic[IndicesT]):
-    """The maxima, and where they were found: flat positions in each (n, c) plane of the input."""
+    """The maxima and their indices: flat positions in each (n, c) plane of the input."""
 
     output: Array
     indices: IndicesT

@@ -1,4 +1,4 @@
-"""When to send a request again, and how long to wait before."""
+"""How long to wait before a request is retried."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Backoff", "parse_retry_after"]
 
 @dataclass(frozen=True)
 class Backoff:
-    """Exponential back-off with jitter: clients turned away together do not come back together."""
+    """Exponential backoff with jitter, so that clients rejected together do not retry together."""
 
     first_s: float = 0.25
     factor: float = 2.0
@@ -22,8 +22,10 @@ class Backoff:
     uniform: Callable[[float, float], float] = random.uniform
 
     def delay_s(self, attempts: int, retry_after_s: float | None) -> float:
-        """Seconds to wait after ``attempts`` attempts; never less than what the server asked, and
-        up to a quarter more."""
+        """Return the seconds to wait after ``attempts`` attempts.
+
+        With a Retry-After, the wait is at least that long and at most a quarter longer.
+        """
         if retry_after_s is not None:
             return self.uniform(retry_after_s, 1.25 * retry_after_s)
         # The exponent is bounded because a float overflows at 2**1024.
@@ -32,7 +34,7 @@ class Backoff:
 
 
 def parse_retry_after(value: str | None, now_s: Callable[[], float] = time.time) -> float | None:
-    """Seconds to wait, from a Retry-After of seconds or an HTTP date; None where there is none."""
+    """Parse Retry-After (seconds or an HTTP date) into seconds; None if missing or invalid."""
     if value is None:
         return None
     text = value.strip()

@@ -1,8 +1,8 @@
 """Calls whose tensors a server on the same machine reads and writes in shared memory.
 
-The request is the Open Inference Protocol's with Triton's shared-memory extension: a few hundred
-bytes over HTTP that say where each tensor lies. How large the outputs of a request are is known
-from the last answer to one like it; the first such answer brings them over the connection.
+Requests use the Open Inference Protocol with Triton's shared-memory extension: a few hundred bytes
+over HTTP that give the location of each tensor. The sizes of the outputs are known from the last
+answer to a similar request; the first such answer returns them over the connection.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PROTOCOL = {
     DType.INT64: "INT64",
 }
 _FROM_PROTOCOL = {name: dtype for dtype, name in _PROTOCOL.items()}
-# Kinds of calls whose outputs are remembered.
+# Most kinds of calls whose output sizes are cached.
 _MOST_KINDS = 1024
 
 
@@ -55,7 +55,7 @@ class _Output:
 
 
 class SharedMemory:
-    """The regions of one client, and calls through them, as the requests that they take."""
+    """The shared-memory regions of a client, and the requests of calls that use them."""
 
     def __init__(self) -> None:
         self._pool = RegionPool(_register, _unregister)
@@ -63,49 +63,49 @@ class SharedMemory:
         self._texts: dict[Any, bytes] = {}
 
     def call(self, call: Call[T]) -> Requests[Answer[T]]:
-        """The answer to a Call.
+        """Send a Call and return its answer.
 
         Raises
         ------
         ClientError
-            There is no shared memory to be had; and as `Client.call`.
+            Shared memory cannot be allocated. Other errors are those of `Client.call`.
         """
         return (yield from self._again_if_restarted(lambda: self._attempt(call)))
 
     def examine(self, call: Call[Any], target: Callable[[Call[Any]], Target[R]]) -> Requests[R]:
-        """Answer a Call about tensors whose answer has none.
+        """Send a Call whose answer contains no tensors, such as a verification.
 
         ``target`` makes the request of a Call whose tensors are named in ``shared_memory``. Raises
-        as `call`.
+        like `call`.
         """
         return (yield from self._again_if_restarted(lambda: self._examined(call, target)))
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Requests[NDArray[Any]]:
-        """An array in shared memory, of any content."""
+        """Allocate an uninitialized array in shared memory."""
         output = _Output("", dtype, shape)
         region = yield from self._pool.take(output.size_bytes)
         return _array(self._pool.lend(region), output, 0)
 
     def close(self) -> Requests[None]:
-        """Give the regions up; arrays in them stay as they are."""
+        """Release the regions; arrays in them remain valid."""
         return self._pool.close()
 
     def _again_if_restarted(self, attempt: Callable[[], Requests[R]]) -> Requests[R]:
         try:
             return (yield from attempt())
         except NotFound:
-            # A server that was restarted knows none of the regions.
+            # A restarted server knows none of the regions.
             self._pool.forget_all()
             return (yield from attempt())
 
     @contextmanager
     def _held(self) -> Iterator[list[Region]]:
-        """Collects the regions that a request uses; they are never used again if it fails."""
+        """Collect the regions that a request uses; if it fails, they are never used again."""
         held: list[Region] = []
         try:
             yield held
         except BaseException:
-            # The server may still be working on them, whatever the caller was told.
+            # The server may still be using them, even though the request failed.
             for region in held:
                 self._pool.drop(region)
             raise
@@ -116,7 +116,7 @@ class SharedMemory:
             inputs = list(held)
             kind = _kind(call)
             known = None if self._pool.is_full else self._outputs.get(kind)
-            # The shape of a stored tensor is not known here, so neither are those of the outputs.
+            # The shapes of stored tensors, and so of the outputs, are not known here.
             if call.parameters.keys() & {"stored", "store"}:
                 known = None
             into = None
@@ -155,7 +155,7 @@ class SharedMemory:
         return answer
 
     def _places(self, call: Call[Any], held: list[Region]) -> Requests[dict[str, tuple[str, int]]]:
-        """Where each tensor lies, once those that lie elsewhere have been copied to a region."""
+        """Copy tensors that are not in a region into one; return the location of each tensor."""
         places, elsewhere, end = {}, {}, 0
         for name, array in call.tensors.items():
             place = self._pool.place_of(array)
@@ -182,7 +182,7 @@ class SharedMemory:
         known: tuple[_Output, ...] | None,
         into: Region | None,
     ) -> bytes:
-        """The request: the same as before for a call of this kind, from and to the same places."""
+        """Return the request body, cached by kind of call and tensor locations."""
         key = kind, tuple(places.values()), known, None if into is None else into.name
         text = self._texts.get(key)
         if text is None:
@@ -245,7 +245,7 @@ def _control(name: str, what: str, body: bytes) -> Target[None]:
 
 
 def _outputs(told: Any) -> tuple[dict[str, Stored], tuple[_Output, ...]]:
-    """What the server kept of an answer's outputs, and what it sends."""
+    """Split an answer's outputs into those stored on the server and those sent."""
     kept, sent = {}, []
     for each in told:
         name, dtype, shape = each["name"], _FROM_PROTOCOL[each["datatype"]], tuple(each["shape"])
@@ -257,7 +257,7 @@ def _outputs(told: Any) -> tuple[dict[str, Stored], tuple[_Output, ...]]:
 
 
 def _kind(call: Call[Any]) -> Any:
-    """What the outputs' shapes and dtypes follow from."""
+    """Return a key that determines the shapes and dtypes of a call's outputs."""
     tensors = tuple((name, array.shape, array.dtype) for name, array in call.tensors.items())
     return call.operation, tensors, json.dumps(call.parameters, sort_keys=True)
 
@@ -303,7 +303,7 @@ def _placed(name: str, offset: int, size_bytes: int) -> dict[str, Any]:
 
 
 def _split(reply: Reply) -> tuple[dict[str, Any], NDArray[np.uint8]]:
-    """The JSON of an answer, and the binary data behind it."""
+    """Split an answer into its JSON and the binary data after it."""
     length = reply.headers.get("inference-header-content-length")
     end = len(reply.content) if length is None else int(length)
     head = json.loads(reply.content[:end].tobytes())
@@ -317,7 +317,7 @@ def _array(source: NDArray[np.uint8], output: _Output, offset: int) -> NDArray[A
     if found.size != output.size_bytes:
         raise ValueError(f"{output.name} takes {output.size_bytes:,} bytes, got {found.size:,}")
     array = found.view(output.dtype.numpy).reshape(output.shape)
-    # Behind the text of an answer it may begin at any byte.
+    # After the JSON text, the data may start at any byte.
     return array if array.flags.aligned else array.copy()
 
 

@@ -1,7 +1,7 @@
 """Shared memory that a client owns and a server on the same machine reads and writes.
 
-Each region is a file below /dev/shm whose name is removed as soon as the server has opened it, so
-nothing is left there however either of them ends.
+Each region is a file in /dev/shm that is unlinked as soon as the server has opened it, so nothing
+is left behind however either process ends.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from convgrad.errors import ClientError, ConvgradError
 __all__ = ["ALIGNMENT_BYTES", "Region", "RegionPool"]
 
 ALIGNMENT_BYTES = 64
-"""Tensors begin at multiples of it: the server takes those as they lie."""
+"""Tensors begin at multiples of this, so the server can use them without a copy."""
 
 _FOLDER = Path("/dev/shm")  # noqa: S108 - what shm_open's names mean on Linux
 _STEP_BYTES = 1 << 16
-# Regions that nobody uses at the moment, kept for the next call.
+# Most idle regions kept for later calls.
 _MOST_IDLE = 8
-# Regions that results lie in, at most: a server takes no more than so many.
+# Most regions that hold results; a server accepts no more.
 _MOST_IN_USE = 64
 
 
 class Region:
-    """One file, mapped. ``name`` is what the server knows it by."""
+    """A mapped file; ``name`` identifies it on the server."""
 
     def __init__(self, size_bytes: int) -> None:
         self.name = f"convgrad-{os.getpid()}-{secrets.token_hex(8)}"
@@ -50,9 +50,9 @@ class Region:
         except OSError as error:
             raise _no_memory(size_bytes, error) from error
         try:
-            # Held while this process lives: how a server knows that a region has lost its owner.
+            # Held for the life of this process, so that the server can detect orphaned regions.
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # Taken now, so that too little of it is an error here and not a signal later.
+            # Allocated now, so that a lack of memory is an error here and not SIGBUS later.
             os.posix_fallocate(descriptor, 0, size_bytes)
             memory = mmap.mmap(descriptor, size_bytes)
         except OSError as error:
@@ -64,15 +64,15 @@ class Region:
         self.start = int(self.bytes.ctypes.data)
 
     def remove_name(self) -> None:
-        """Take the file's name away; whoever has opened it keeps it."""
+        """Unlink the file; processes that have opened it keep their access."""
         (_FOLDER / self.name).unlink(missing_ok=True)
 
 
 class RegionPool:
-    """The regions of one client. Safe to use from any thread.
+    """The regions of a client. Thread-safe.
 
-    ``register`` makes the request that has the server open a region, ``unregister`` the one that
-    has it forget one; both are yielded for the caller to send.
+    ``register`` and ``unregister`` make the requests by which the server opens and forgets a
+    region; the caller sends what the methods yield.
     """
 
     def __init__(
@@ -84,23 +84,23 @@ class RegionPool:
         self._by_start: list[tuple[int, str]] = []
         self._idle: list[Region] = []
         self._dropped: list[str] = []
-        # Filled by finalizers, which may run in the middle of anything and so take no lock.
+        # Filled by finalizers, which may run at any point and must not take a lock.
         self._returned: deque[Region] = deque()
 
     @property
     def is_full(self) -> bool:
-        """Whether so many regions are in use that results should be copied out of them."""
+        """Return whether so many regions are in use that results should be copied out."""
         with self._lock:
             self._collect()
             return len(self._regions) - len(self._idle) >= _MOST_IN_USE
 
     def take(self, size_bytes: int) -> Requests[Region]:
-        """A region of at least that size, for one user.
+        """Return a region of at least that size, for exclusive use.
 
         Raises
         ------
         ClientError
-            The system has no such memory; and what registering raises.
+            The memory cannot be allocated. Errors of the registration propagate.
         """
         with self._lock:
             self._collect()
@@ -112,23 +112,23 @@ class RegionPool:
         return found or (yield from self._made(-(-size_bytes // _STEP_BYTES) * _STEP_BYTES))
 
     def give(self, region: Region) -> None:
-        """Take back a region for another user."""
+        """Return a region to the pool."""
         self._returned.append(region)
 
     def drop(self, region: Region) -> None:
-        """Never use a region again: the server may be at work on it still."""
+        """Discard a region that the server may still be using."""
         with self._lock:
             self._remove(region)
 
     def lend(self, region: Region) -> NDArray[np.uint8]:
-        """A region's bytes for a caller to keep: it comes back when their last view is gone."""
+        """Return a region's bytes; the region returns to the pool when their last view is freed."""
         # Not a view of region.bytes: views of that would outlive this array.
         owner = np.frombuffer(region.bytes.data, np.uint8)
         weakref.finalize(owner, self.give, region).atexit = False
         return owner
 
     def place_of(self, array: NDArray[Any]) -> tuple[str, int] | None:
-        """The region and the offset at which an array lies, None if it lies elsewhere."""
+        """Return the region and offset of an array, or None if it is not in a region."""
         address = int(array.ctypes.data)
         with self._lock:
             index = bisect_right(self._by_start, (address, "\U0010ffff")) - 1
@@ -139,13 +139,13 @@ class RegionPool:
         return (region.name, offset) if offset + array.nbytes <= region.size_bytes else None
 
     def forget_all(self) -> None:
-        """The server does not know any region any more; arrays in them stay as they are."""
+        """Discard all regions because the server lost them; arrays in them remain valid."""
         with self._lock:
             for names in (self._regions, self._by_start, self._idle, self._dropped):
                 names.clear()
 
     def close(self) -> Requests[None]:
-        """Have the server forget all regions."""
+        """Unregister all regions."""
         with self._lock:
             names = [*self._dropped, *self._regions]
         self.forget_all()
@@ -160,7 +160,7 @@ class RegionPool:
             self._remove(self._idle.pop(0))
 
     def _fitting(self, size_bytes: int) -> Region | None:
-        # One many times too large is better kept for what needs it.
+        # Keep regions that are much too large for calls that need them.
         most = 2 * max(size_bytes, _STEP_BYTES)
         fitting = [each for each in self._idle if size_bytes <= each.size_bytes <= most]
         best = min(fitting, key=lambda each: each.size_bytes, default=None)
@@ -186,7 +186,7 @@ class RegionPool:
 
     def _unregister_all(self, names: list[str]) -> Requests[None]:
         for name in names:
-            # A server that cannot be reached forgets them when it sees that their owner is gone.
+            # An unreachable server forgets them when it detects that their owner is gone.
             with contextlib.suppress(ConvgradError):
                 yield self._unregister(name)
 

@@ -1,4 +1,4 @@
-"""Tensors that stay on the server: how they are put, fetched, dropped and listed."""
+"""Requests that store, download, delete and list tensors on the server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["drop_target", "fetch_target", "list_target", "put_target"]
 
 
 def put_target(name: str, tensor: Any, time_to_live_s: float | None) -> Target[Stored]:
-    """Keep ``tensor`` on the server."""
+    """Make the request that stores a tensor."""
     array = as_tensor("tensor", tensor)
     if time_to_live_s is not None and not time_to_live_s > 0:
         raise MalformedRequest(f"time_to_live_s: expected seconds above zero, got {time_to_live_s}")
@@ -33,7 +33,7 @@ def put_target(name: str, tensor: Any, time_to_live_s: float | None) -> Target[S
 
 
 def fetch_target(name: str) -> Target[NDArray[Any]]:
-    """Bring a stored tensor."""
+    """Make the request that downloads a stored tensor."""
 
     def read(reply: Reply, attempts: int) -> NDArray[Any]:
         try:
@@ -47,12 +47,12 @@ def fetch_target(name: str) -> Target[NDArray[Any]]:
 
 
 def drop_target(name: str) -> Target[None]:
-    """Have the server forget a tensor."""
+    """Make the request that deletes a stored tensor."""
     return Target("DELETE", _path(name), None, lambda reply, attempts: None)
 
 
 def list_target() -> Target[Mapping[str, Stored]]:
-    """What the server keeps, by name."""
+    """Make the request that lists the stored tensors by name."""
 
     def read(reply: Reply, attempts: int) -> Mapping[str, Stored]:
         found = read_json(reply)
@@ -79,5 +79,5 @@ def _read_description(description: Any, name: str) -> Stored:
 def _path(name: str) -> str:
     from convgrad.contract import check_stored_name
 
-    check_stored_name(name)  # here already, because some names would lead to another path
+    check_stored_name(name)  # checked here because some names would change the path
     return f"tensors/{name}"

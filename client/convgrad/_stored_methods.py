@@ -1,4 +1,4 @@
-"""The methods of `Client` for tensors that stay on the server."""
+"""Methods of `Client` for tensors stored on the server."""
 
 from __future__ import annotations
 
@@ -18,34 +18,35 @@ R = TypeVar("R")
 
 
 class StoredTensors(ABC):
-    """A part of `Client`."""
+    """Mixin of `Client`."""
 
     @abstractmethod
     def _complete(self, target: Target[R]) -> R: ...
 
     def put(self, name: str, tensor: ArrayLike, *, time_to_live_s: float | None = None) -> Stored:
-        """Keep a tensor on the server under a name; what is returned stands for it in requests.
+        """Store a tensor on the server under a name and return a reference to use in requests.
 
-        What had the name before goes. Outputs are kept by ``with_options(store=...)``.
+        Replaces any tensor stored under that name. To store outputs, use
+        ``with_options(store=...)``.
 
         Parameters
         ----------
         name
             1 to 128 letters, digits, dots, dashes and underscores.
         tensor
-            What NumPy makes an array of.
+            Anything that NumPy can convert to an array.
         time_to_live_s
-            Seconds since its last use after which it is forgotten; at most, and by default, as
-            long as the server allows.
+            Seconds after its last use at which the server deletes it. The default, and the
+            maximum, is the server's limit.
 
         Raises
         ------
         MalformedRequest
             The name is not 1 to 128 letters, digits, dots, dashes and underscores.
         Overloaded
-            The server keeps as much as it may.
+            The server's storage for tensors is full.
         ConvgradError
-            As `conv_bwd_data`.
+            As for `conv_bwd_data`.
 
         Examples
         --------
@@ -55,17 +56,17 @@ class StoredTensors(ABC):
         return self._complete(put_target(name, tensor, time_to_live_s))
 
     def fetch(self, name: str) -> NDArray[Any]:
-        """A stored tensor's elements.
+        """Download a stored tensor.
 
         Parameters
         ----------
         name
-            What it is called on the server.
+            Name of the tensor on the server.
 
         Raises
         ------
         NotFound
-            There is none of that name.
+            No tensor has that name.
 
         Examples
         --------
@@ -74,17 +75,17 @@ class StoredTensors(ABC):
         return self._complete(fetch_target(name))
 
     def drop(self, name: str) -> None:
-        """Have the server forget a tensor.
+        """Delete a stored tensor.
 
         Parameters
         ----------
         name
-            What it is called on the server.
+            Name of the tensor on the server.
 
         Raises
         ------
         NotFound
-            There is none of that name.
+            No tensor has that name.
 
         Examples
         --------
@@ -93,7 +94,7 @@ class StoredTensors(ABC):
         self._complete(drop_target(name))
 
     def stored(self) -> Mapping[str, Stored]:
-        """The tensors that the server keeps, by name.
+        """Return the tensors stored on the server, by name.
 
         Examples
         --------

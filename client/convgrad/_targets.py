@@ -1,4 +1,4 @@
-"""What the clients send besides bare bytes: where each request goes and how its reply is read."""
+"""The requests of the clients: where each goes and how its reply is read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OperationsInfo: TypeAlias = dict[str, dict[str, Any]]
 
 
 def call_target(call: Call[T], wire: str) -> Target[Answer[T]]:
-    """The target of a Call: its body is laid out once, whatever number of attempts follows."""
+    """Make the target of a Call; the body is encoded once for all attempts."""
 
     def read(reply: Reply, attempts: int) -> Answer[T]:
         arrays, report = decode_answer(reply.headers.get("content-type", ""), reply.content)

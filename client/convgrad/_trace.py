@@ -1,4 +1,4 @@
-"""The caller's trace, where the program keeps one with OpenTelemetry."""
+"""Trace headers of the caller's OpenTelemetry span."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ __all__ = ["trace_headers"]
 
 
 def trace_headers() -> Mapping[str, str]:
-    """What OpenTelemetry's propagators send of the current span: ``traceparent`` and its like.
+    """Return the headers of OpenTelemetry's propagators for the current span: ``traceparent``, ….
 
-    Nothing where the program has not imported OpenTelemetry, which this package never does first.
+    Empty if the program has not imported OpenTelemetry; this package does not import it itself.
     """
     if "opentelemetry.trace" not in sys.modules:
         return {}

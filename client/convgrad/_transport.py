@@ -1,4 +1,4 @@
-"""How a client sends one attempt and receives its answer: any way that does is a `Transport`."""
+"""Transports: how a client sends an attempt and receives its answer."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ __all__ = [
 
 
 class Transport(Protocol):
-    """One way to a server."""
+    """Sends requests to a server."""
 
     @property
     def closed(self) -> bool: ...
 
     def send(self, exchange: Exchange[Any]) -> Reply:
-        """One attempt; whatever goes wrong is a ClientError."""
+        """Send one attempt and return its reply; raise ClientError if that fails."""
         ...
 
     def stream(self, exchange: Exchange[Any]) -> Iterator[Receiver]:
-        """One attempt, whenever more of its answer has come; the last time with all of it."""
+        """Send one attempt; yield its receiver whenever data arrives, finally when complete."""
         ...
 
     def close(self) -> None: ...
@@ -56,7 +56,7 @@ class AsyncTransport(Protocol):
 
 
 class HttpxTransport:
-    """Through httpx: TLS, proxies, and whatever a caller's own `httpx.Client` was made for."""
+    """A `Transport` through httpx, for TLS, proxies and the caller's own `httpx.Client`."""
 
     def __init__(self, injected: httpx.Client | None = None) -> None:
         self._http = injected or httpx.Client()
@@ -98,7 +98,7 @@ class HttpxTransport:
 
 
 class AsyncHttpxTransport:
-    """The same through `httpx.AsyncClient`."""
+    """An `AsyncTransport` through `httpx.AsyncClient`."""
 
     def __init__(self, injected: httpx.AsyncClient | None = None) -> None:
         self._http = injected or httpx.AsyncClient()
@@ -140,26 +140,26 @@ class AsyncHttpxTransport:
 
 
 def check_open(closed: bool) -> None:
-    """Raise ClientError for a client that is closed."""
+    """Raise ClientError if the client is closed."""
     if closed:
         raise ClientError("this client is closed; make another, or call it before its `with` ends")
 
 
 def shared_memory(transport: str) -> SharedMemory | None:
-    """What ``transport`` names.
+    """Return a `SharedMemory` for "shm", or None for "http".
 
     Raises
     ------
     ValueError
-        It is neither "http" nor "shm".
+        ``transport`` is neither.
     ClientError
-        This system has no shared memory of that kind.
+        This system does not support the shared-memory transport.
     """
     if transport == "http":
         return None
     if transport != "shm":
         raise ValueError(f'transport: expected "http" or "shm", got {transport!r}')
-    try:  # not every system has what it needs, and few programs need it
+    try:  # imported here because few programs use it and not every system supports it
         from convgrad._shared_calls import SharedMemory
     except ImportError as missing:
         raise ClientError(f'transport="shm" works on Linux alone: {missing}') from missing

@@ -1,4 +1,4 @@
-"""The element types of convgrad's tensors, and the name each wire gives them."""
+"""Element types of convgrad tensors and their names in each wire format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DType(StrEnum):
 
     @property
     def numpy(self) -> np.dtype[Any]:
-        """The NumPy dtype; bfloat16 is ml_dtypes' own."""
+        """The NumPy dtype; bfloat16 comes from ml_dtypes."""
         return _NUMPY[self]
 
     @property
@@ -42,12 +42,12 @@ class DType(StrEnum):
 
     @classmethod
     def of(cls, dtype: np.dtype[Any]) -> DType | None:
-        """The member for a NumPy dtype of native byte order, or None where there is none."""
+        """Return the member for a NumPy dtype of native byte order, or None."""
         return _FROM_NUMPY.get(dtype)
 
     @classmethod
     def from_safetensors(cls, name: str) -> DType | None:
-        """The member that a safetensors header names, or None where there is none."""
+        """Return the member with this name in safetensors headers, or None."""
         return _FROM_SAFETENSORS.get(name)
 
 

@@ -1,9 +1,9 @@
-"""Every error convgrad raises or answers with, in one table and one tree.
+"""Every error that convgrad raises or returns, in one table and one class tree.
 
 ::
 
     ConvgradError
-    ├── ServiceError                  has a code of the table below
+    ├── ServiceError                  has a code in the table below
     │   ├── MalformedRequest          malformed-request      400
     │   ├── InvalidProblem            invalid-problem        400
     │   ├── Unauthenticated           unauthenticated        401
@@ -21,14 +21,14 @@
     │   ├── DeviceOutOfMemory         device-out-of-memory   503  retryable
     │   ├── DeviceUnavailable         device-unavailable     503  retryable
     │   └── DeadlineExceeded          deadline-exceeded      504
-    └── ClientError                   raised by the SDK alone; no server said it
-        ├── ConnectionFailed          no connection, or it broke        retryable
-        ├── GatewayError              429, 502, 503 or 504 of a proxy    retryable
+    └── ClientError                   raised only by the SDK, not sent by a server
+        ├── ConnectionFailed          no connection, or it broke           retryable
+        ├── GatewayError              429, 502, 503 or 504 from a proxy    retryable
         ├── ClientTimeout             the server did not answer in time
-        └── InvalidAnswer             the answer was not convgrad's
+        └── InvalidAnswer             not a valid convgrad answer
 
-The service raises ServiceErrors and knows no transport; each transport, and the SDK, reads
-`CODES` to turn one into a status and back.
+The service raises ServiceErrors independently of any transport; each transport, and the SDK, uses
+`CODES` to convert between errors and statuses.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ __all__ = [
 class ErrorCode:
     """One row of the error table.
 
-    ``grpc_status`` is None for errors that HTTP alone can make. ``retryable`` says whether the
-    same request may succeed later without the caller changing it.
+    ``grpc_status`` is None for errors that only occur over HTTP. ``retryable`` says whether the
+    same request may succeed later, unchanged.
     """
 
     code: str
@@ -109,10 +109,10 @@ CODES: dict[str, ErrorCode] = {
 
 
 class ConvgradError(Exception):
-    """The root of every error here.
+    """Base class of all convgrad errors.
 
-    ``detail`` is one sentence for the reader; ``request_id`` names the request at the server,
-    where one is known.
+    ``detail`` is a one-sentence description. ``request_id`` identifies the request in the
+    server's logs, or is None if it is unknown.
     """
 
     def __init__(self, detail: str, *, request_id: str | None = None) -> None:
@@ -131,7 +131,7 @@ class ConvgradError(Exception):
 
 
 class ServiceError(ConvgradError):
-    """An error with a code of `CODES`: what a server answers, and what core code raises."""
+    """An error with a code in `CODES`, as raised by the service and sent by a server."""
 
     code: ClassVar[str]
 
@@ -143,7 +143,7 @@ class ServiceError(ConvgradError):
 
     @property
     def row(self) -> ErrorCode:
-        """This error's row of the table."""
+        """This error's row in the table."""
         return CODES[self.code]
 
     @property
@@ -152,7 +152,7 @@ class ServiceError(ConvgradError):
 
 
 class MalformedRequest(ServiceError):
-    """The bytes or the fields of the request cannot be read."""
+    """The request's bytes or fields cannot be read."""
 
     code = "malformed-request"
 
@@ -164,31 +164,31 @@ class InvalidProblem(ServiceError):
 
 
 class Unauthenticated(ServiceError):
-    """No key, or an unknown one."""
+    """The API key is missing or unknown."""
 
     code = "unauthenticated"
 
 
 class PermissionDenied(ServiceError):
-    """The key is known, and may not do this: it lacks the scope."""
+    """The API key is valid but lacks the required scope."""
 
     code = "permission-denied"
 
 
 class NotFound(ServiceError):
-    """No such operation, path or stored tensor."""
+    """The operation, path or stored tensor does not exist."""
 
     code = "not-found"
 
 
 class MethodNotAllowed(ServiceError):
-    """The path exists, but not for this HTTP method."""
+    """The path does not support this HTTP method."""
 
     code = "method-not-allowed"
 
 
 class NotAcceptable(ServiceError):
-    """The server cannot answer in a form that Accept allows."""
+    """The server cannot answer in a format that Accept allows."""
 
     code = "not-acceptable"
 
@@ -212,53 +212,53 @@ class ProblemTooLarge(ServiceError):
 
 
 class UnsupportedMediaType(ServiceError):
-    """The Content-Type is none that the server reads."""
+    """The server does not support this Content-Type."""
 
     code = "unsupported-media-type"
 
 
 class UnsupportedProblem(ServiceError):
-    """A valid problem that no kernel of this server computes; detail says why, for each."""
+    """The problem is valid, but no kernel of this server supports it; ``detail`` says why."""
 
     code = "unsupported-problem"
 
 
 class Overloaded(ServiceError):
-    """More work than may wait; ``retry_after_s`` says when to come again."""
+    """The server has no capacity at the moment; ``retry_after_s`` says when to retry."""
 
     code = "overloaded"
 
 
 class Internal(ServiceError):
-    """A fault of the server's own."""
+    """The server failed unexpectedly."""
 
     code = "internal"
 
 
 class DeviceOutOfMemory(ServiceError):
-    """The device has not enough free memory now."""
+    """The device does not have enough free memory at the moment."""
 
     code = "device-out-of-memory"
 
 
 class DeviceUnavailable(ServiceError):
-    """No device works at the moment."""
+    """No device is available at the moment."""
 
     code = "device-unavailable"
 
 
 class DeadlineExceeded(ServiceError):
-    """The request's deadline passed before its answer was ready."""
+    """The request's deadline passed before the answer was ready."""
 
     code = "deadline-exceeded"
 
 
 class ClientError(ConvgradError):
-    """Raised by the SDK alone: no server answered with it."""
+    """An error raised only by the SDK, not sent by a server."""
 
 
 class ConnectionFailed(ClientError):
-    """No connection could be made, or it broke before the answer was whole."""
+    """No connection could be made, or it broke before the answer was complete."""
 
     @property
     def retryable(self) -> bool:
@@ -270,9 +270,10 @@ class ClientTimeout(ClientError):
 
 
 class GatewayError(ClientError):
-    """What stands before the server answered in its place: a proxy or a load balancer.
+    """A proxy or load balancer in front of the server answered in its place.
 
-    ``status`` is 429, 502, 503 or 504; ``retry_after_s`` what its Retry-After said, if it did.
+    ``status`` is 429, 502, 503 or 504. ``retry_after_s`` is the value of its Retry-After header,
+    or None.
     """
 
     def __init__(
@@ -293,7 +294,7 @@ class GatewayError(ClientError):
 
 
 class InvalidAnswer(ClientError):
-    """The answer is not one that a convgrad server gives."""
+    """The answer is not a valid convgrad answer."""
 
 
 _BY_CODE: dict[str, type[ServiceError]] = {
@@ -304,7 +305,7 @@ _BY_CODE: dict[str, type[ServiceError]] = {
 def service_error(
     code: str, detail: str, *, request_id: str | None = None, retry_after_s: float | None = None
 ) -> ServiceError:
-    """The error for a code of the table; an unknown code gives `Internal` and names it."""
+    """Make the error for a code in the table; an unknown code gives an `Internal` naming it."""
     error = _BY_CODE.get(code)
     if error is None:
         return Internal(f"{detail} (unknown code {code!r})", request_id=request_id)

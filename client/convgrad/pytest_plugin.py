@@ -1,4 +1,4 @@
-"""pytest's plugin for those who write kernels: the fixture ``convgrad_verify``, and layers for it.
+"""pytest plugin for kernel authors: the fixture ``convgrad_verify`` and layers to test on.
 
 ::
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["convgrad_verify"]
 
-# A few of each kind, where no suite was asked for.
+# Layers used without --convgrad-suite.
 _FEW = ("mb2ic16ih14oc32oh14kh3ph1", "mb1ic8ih9oc12oh5kh3sh2ph1", "g8mb2ic8ih10oc8oh10kh5ph2")
 
 
@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test for each layer, of those that ask for ``convgrad_layer``."""
+    """Parametrize tests that use ``convgrad_layer`` over the layers."""
     if "convgrad_layer" not in metafunc.fixturenames:
         return
     name = metafunc.config.getoption("--convgrad-suite")
@@ -54,8 +54,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def convgrad_verify(request: pytest.FixtureRequest) -> Iterator[Callable[..., KernelCheck]]:
-    """A function that fails the test unless a kernel is right; see `convgrad.check.kernel`, whose
-    arguments it takes, the layer before the operation."""
+    """Return a function that fails the test unless a kernel is correct.
+
+    It takes the arguments of `convgrad.check.kernel`, but the layer before the operation.
+    """
     import convgrad
 
     url = request.config.getoption("--convgrad-url")

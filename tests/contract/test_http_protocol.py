@@ -104,7 +104,7 @@ def test_a_handshake_that_is_not_finished_counts_and_ends(tmp_path: Path) -> Non
     with serving(Zeros(), **files.server(), **limits) as server, ExitStack() as held:
         for _ in range(4):
             held.enter_context(server.connect())
-        until(lambda: len(server.server._taking) == 4)
+        until(lambda: len(server.server._handshakes) == 4)
         began_s = time.monotonic()
         with server.connect(20) as refused, pytest.raises(OSError):  # noqa: PT011
             files.client_context().wrap_socket(refused, server_hostname="localhost")
@@ -140,7 +140,7 @@ def test_a_tensor_stored_again_and_again_takes_no_more_than_one() -> None:
             gc.collect()
             return sys.getallocatedblocks()
 
-        after_storing(20)
+        after_storing(200)  # until caches and pools have grown
         before = after_storing(10)
         # A timer and what it holds would be a dozen blocks each time.
         assert after_storing(200) < before + 400

@@ -263,7 +263,7 @@ def test_unregistering_waits_for_the_request_that_uses_it() -> None:
         assert backend.started.acquire(timeout=60)
         leaving = threads.submit(unregister, name)
         (kept,) = server.pipeline.engine.regions._regions.values()  # type: ignore[attr-defined]
-        until(lambda: kept.leaving)
+        until(lambda: bool(kept.unregistering))
         with pytest.raises(TimeoutError):
             leaving.result(0.2)
         with pytest.raises(InferenceServerException, match="no region"):

@@ -137,7 +137,7 @@ def test_grpcio_gets_a_configuration_only_when_files_change(
     files: TlsFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each makes it replace what pending handshakes use, which hundreds of them do not survive."""
-    monkeypatch.setattr(tls, "_LOOK_S", 0.0)
+    monkeypatch.setattr(tls, "_CHECK_S", 0.0)
     fetchers: list[Callable[[], object]] = []
     made = grpc.dynamic_ssl_server_credentials
 

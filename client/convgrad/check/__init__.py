@@ -1,8 +1,8 @@
-"""Verification as pure functions: what a server does with `Client.verify`, without one.
+"""Verification without a server: the functions behind `Client.verify`.
 
-`bounded` holds a result against float64; `kernel` runs a kernel of yours on what is drawn, as often
-as all checks need; `draw` draws the tensors that a server draws for a seed, `spread_indices` the
-indices of a max unpooling; `report` writes what was found for people.
+`bounded` checks a result against a float64 reference; `kernel` runs your kernel on generated
+tensors and checks its results; `draw` generates the tensors that a server generates from a seed,
+and `spread_indices` the indices of a max unpooling; `report` formats a verification for people.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A kernel of the caller's, run on drawn tensors as often as all checks need."""
+"""Runs and verifies a caller's kernel on generated tensors."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["KernelCheck", "Verifier", "kernel"]
 
 Array = NDArray[Any]
 Verifier = Callable[..., Verification]
-"""Takes what `Client.verify` does."""
+"""A function with the parameters of `Client.verify`."""
 
-# Sums of integers are exact and show a missing term; normal numbers show how sums are rounded.
+# Sums of integers are exact and reveal missing terms; normal numbers reveal rounding.
 _GATES = ("integers", "normal")
-# Operations whose outputs double with their first tensor, unless something is added to them.
+# Operations whose outputs double with their first tensor, unless a bias is added.
 _HOMOGENEOUS = frozenset(OPERATIONS) - {
     "conv_double_backward",
     "conv_transpose_double_backward",
@@ -40,7 +40,7 @@ _DOUBLED_OUTPUTS = frozenset({"output", "grad_input", "grad_weight", "grad_bias"
 
 @dataclass(frozen=True)
 class KernelCheck:
-    """What was found of a kernel: a verification for each gate."""
+    """The result of checking a kernel: one verification per kind of input."""
 
     operation: str
     layer: str
@@ -48,12 +48,12 @@ class KernelCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether all verifications passed."""
         return all(found.passed for found in self.gates.values())
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """What is wrong, a sentence each, with the inputs that showed it."""
+        """One sentence per fault, with the kind of input that revealed it."""
         return tuple(
             f"{gate} inputs: {finding.sentence}"
             for gate, found in self.gates.items()
@@ -74,32 +74,34 @@ def kernel(
     sums: str = "float32",
     verify: Verifier | None = None,
 ) -> KernelCheck:
-    """Run a kernel and verify it: on small integers, to the bit, and on normal numbers, within the
-    bound; twice, for determinism; and with a tensor doubled, for linearity.
+    """Run a kernel on generated tensors and verify its results.
+
+    Results on small integers must be exact, and results on normally distributed numbers within
+    the error bound. A second run checks determinism, and one with a doubled tensor linearity.
 
     Parameters
     ----------
     run
-        Called with the operation's tensors and parameters by name, as the methods of
-        `convgrad.Client` are; returns the output, or all of them in the operation's order, or by
-        name.
+        The kernel, called with the operation's tensors and parameters as keyword arguments, like
+        the methods of `convgrad.Client`. It returns the output, a sequence of all outputs in the
+        operation's order, or a mapping of outputs by name.
     operation
-        Its name, such as ``conv_bwd_data``.
+        Name of the operation, such as ``conv_bwd_data``.
     layer
-        In anybody's words, see `convgrad.layers.parse`.
+        The layer, in any notation that `convgrad.layers.parse` reads.
     dtype, layout, batch
-        In place of the layer's own.
+        Override those of the layer.
     seed
-        What tensors are drawn from.
+        Seed of the generated tensors.
     factors, sums
-        How the kernel computes, see `bounded`.
+        Arithmetic of the kernel, see `bounded`.
     verify
-        `Client.verify` of a server that is to judge; by default this process does.
+        `Client.verify` of a server that checks the results; by default this process checks them.
 
     Raises
     ------
     MalformedRequest
-        The layer cannot be read, or the operation does not take it.
+        The layer cannot be read, or the operation does not apply to it.
 
     Examples
     --------
@@ -123,7 +125,7 @@ def kernel(
             if name != "indices"
         }
         if "indices" in shapes:
-            plane = math.prod(stated.input_size)  # of the pooling, which is the unpooling's output
+            plane = math.prod(stated.input_size)  # the pooling's input is the unpooling's output
             tensors["indices"] = spread_indices(shapes["indices"], plane, layout or stated.layout)
         result = _outputs(run, operation, tensors, parameters)
         more: dict[str, Any] = {"second": _outputs(run, operation, tensors, parameters)}
@@ -134,7 +136,7 @@ def kernel(
         if verify is None:
             gates[gate] = bounded(operation, result, sums=sums, **more, **tensors, **parameters)
             continue
-        # The server draws the same: nothing but the results is sent.
+        # The server generates the same tensors, so only the results are sent.
         fields = {"shapes": dict(shapes), "dtype": kind, "seed": seed, "distribution": gate}
         gates[gate] = verify(operation, result, sums=sums, **more, **fields, **parameters)
     return KernelCheck(operation, layers.text(stated), gates)
@@ -146,7 +148,7 @@ def _outputs(
     tensors: Mapping[str, Array],
     parameters: Mapping[str, Any],
 ) -> dict[str, Array]:
-    """What a kernel returns, by name; it gets copies, which it may overwrite."""
+    """Run a kernel on copies, which it may overwrite; return its outputs by name."""
     found = run(**{name: array.copy() for name, array in tensors.items()}, **parameters)
     names: Sequence[str] = parameters.get("outputs") or OPERATIONS[operation].outputs
     if isinstance(found, Mapping):
@@ -168,5 +170,5 @@ def _doubled(
     array = tensors[first]
     twice = {**tensors, first: (array + array).astype(array.dtype)}
     found = _outputs(run, operation, twice, parameters)
-    # Of all gradients from one call, one does not depend on that tensor.
+    # Exclude gradients that do not depend on the doubled tensor.
     return {name: each for name, each in found.items() if name in _DOUBLED_OUTPUTS}

@@ -1,4 +1,4 @@
-"""A verification as lines for people."""
+"""Formats a verification for people."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _of_output(name: str, output: OutputVerification) -> Iterator[str]:
 
 
 def _histogram(output: OutputVerification) -> Iterator[str]:
-    """Shares of the bound, by powers of two."""
+    """Format the histogram of error shares, in powers of two."""
     edges, counts = output.shares.edges, output.shares.counts
     largest = max(counts, default=0)
     if not largest:

@@ -1,4 +1,4 @@
-"""`bounded`: the whole verification as one pure function."""
+"""`bounded`: the complete verification as a pure function."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ Arrays = Mapping[str, Array]
 
 
 class OwnResult(NamedTuple):
-    """What a server computed itself."""
+    """The server's own results."""
 
     kernel: str
     outputs: Arrays
 
 
 class Judged(NamedTuple):
-    """What a caller computed: the results, those of a second run, and for a doubled operand."""
+    """The caller's results, those of a second run, and those with a doubled operand."""
 
     results: Arrays
     second: Arrays
@@ -61,31 +61,32 @@ def bounded(
     doubled: Array | Arrays | None = None,
     **arguments: Any,
 ) -> Verification:
-    """Hold a result against float64, element by element; asks no server.
+    """Check a result against a float64 reference, element by element, without a server.
 
-    Each element may differ by what rounding can do to it and no more, see docs/reference/verify.md;
-    of small integers it must be equal to the bit.
+    Each element may differ by at most the possible rounding error, see docs/reference/verify.md.
+    For inputs of small integers it must be exact.
 
     Parameters
     ----------
     operation
-        Its name, such as ``conv_bwd_data``.
+        Name of the operation, such as ``conv_bwd_data``.
     result
-        The output, or outputs by name.
+        The output, or a mapping of outputs by name.
     factors
-        How factors are rounded before they are multiplied: ``exact``, ``tf32``, ``tf32_truncated``
-        or ``bfloat16``. By default tf32 with ``precision="high"``, else exact.
+        How factors are rounded before multiplication: ``exact``, ``tf32``, ``tf32_truncated`` or
+        ``bfloat16``. By default tf32 with ``precision="high"``, otherwise exact.
     sums
-        ``float32`` (rounded to nearest) or ``tensor_core`` (truncated).
+        How sums are rounded: ``float32`` (to nearest) or ``tensor_core`` (truncated).
     second, doubled
-        Results of a second run, and of one with the operation's first tensor doubled.
+        Results of a second run, and of a run with the operation's first tensor doubled.
     **arguments
-        The operation's tensors and parameters, as the method of `convgrad.Client` takes them.
+        The operation's tensors and parameters, as for the method of `convgrad.Client`.
 
     Raises
     ------
     MalformedRequest, InvalidProblem
-        An unknown operation or argument, a missing tensor, or a result of the wrong shape.
+        The operation or an argument is unknown, a tensor is missing, or a result has the wrong
+        shape.
 
     Examples
     --------
@@ -136,11 +137,10 @@ def judge(
     threads: int = 1,
     check: Callable[[], None] = lambda: None,
 ) -> Verification:
-    """`bounded` with what a server knows besides.
+    """Verify results as `bounded`, with the options of a server.
 
-    ``convolver`` computes the references, parts of them on so many ``threads``; ``check`` is called
-    now and then, and may raise where nobody wants the answer any more. ``ours`` is held against the
-    reference too.
+    ``convolver`` computes the references, in parts on ``threads`` threads. ``check`` is called
+    regularly and may raise to cancel. ``ours`` is checked against the reference too.
     """
     began_s = time.perf_counter()
     if factors is None:
@@ -183,7 +183,7 @@ def judge(
         found += _about_bits(name, bits)
         if adjoint is not None:
             adjointness[name] = adjoint.outcome(convolver)
-            if comparison.passed:  # else it says no more than that some elements are wrong
+            if comparison.passed:  # otherwise it only confirms that elements are wrong
                 found += _about_adjoint(name, adjointness[name])
         else:
             adjointness[name] = Adjointness(applies=False, reason=target.why_not_linear)
@@ -207,13 +207,13 @@ def judge(
 
 
 def _parts(target: Target, threads: int) -> Iterable[tuple[Span, Reference]]:
-    """The parts in order; while one is used, others are computed."""
+    """Yield the parts in order, computing later parts while one is used."""
     if threads <= 1 or len(target.spans) == 1:
         for span in target.spans:
             yield span, target.part(span)
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="reference") as pool:
-        # Not all at once: each is as large as a part of the result in float64, twice.
+        # Not all at once: each takes twice the memory of a part of the result in float64.
         waiting = list(target.spans)
         running = [(span, pool.submit(target.part, span)) for span in waiting[:threads]]
         del waiting[:threads]
@@ -241,7 +241,7 @@ def _check_shape(name: str, array: Array, target: Target) -> None:
 
 
 def _not_exact(tensors: Iterable[Array], parameters: Mapping[str, Any]) -> str | None:
-    """Why sums need not be exact; None where all inputs are integers."""
+    """Return why sums need not be exact, or None if all inputs are integers."""
     for name in ("alpha", "beta"):
         if float(parameters.get(name) or 0.0) % 1:
             return f"{name} is not an integer"
@@ -279,7 +279,7 @@ def _bits(name: str, result: Array, judged: Judged, ours: OwnResult | None) -> B
 
 
 def _differing(a: Array, b: Array) -> int:
-    """Elements that differ in their bits."""
+    """Count the elements whose bits differ."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return int(max(a.size, b.size))
     left, right = (
@@ -289,8 +289,10 @@ def _differing(a: Array, b: Array) -> int:
 
 
 def _doubles(result: Array, doubled: Array) -> bool:
-    """Whether each element has doubled; of those near the ends of the exponents' range nothing is
-    asked, for there doubling may round."""
+    """Return whether every element doubled, except near the ends of the exponent range.
+
+    Doubling may round there.
+    """
     if result.shape != doubled.shape:
         return False
     with np.errstate(all="ignore"):

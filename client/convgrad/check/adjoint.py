@@ -1,4 +1,4 @@
-"""<result, z> a second way: through the adjoint operation, by another loop."""
+"""The adjoint check: <result, z> must equal the same product through the adjoint operation."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["AdjointCheck"]
 
 _SEED = 1
 _WORDS = 4 * 32
-"""Signs that one block of random numbers gives."""
+"""Number of signs from one block of random numbers."""
 
 
 class AdjointCheck:
-    """Adds up <result, z> as parts of the reference come by; then `outcome` has the other side.
+    """Sums <result, z> part by part; `outcome` compares it with the adjoint's side.
 
-    z is +1 or -1, so that it rounds nothing.
+    The elements of z are +1 or -1, so that products are not rounded.
     """
 
     def __init__(self, target: Target, result: NDArray[Any], factors: str, sums: str) -> None:
@@ -37,7 +37,7 @@ class AdjointCheck:
         self._left = self._allowed = self._magnitude = 0.0
 
     def add(self, span: Span, ref: Reference) -> None:
-        """Count a part of the result."""
+        """Add a part of the result."""
         cut = slice(*span)
         with np.errstate(all="ignore"):
             self._left += float((self._seen[cut].astype(np.float64) * self._signs[cut]).sum())
@@ -45,11 +45,11 @@ class AdjointCheck:
             self._magnitude += float(ref.magnitude.sum())
 
     def outcome(self, convolver: Convolver) -> Adjointness:
-        """The other side, and whether the two are as near as the bounds let them."""
+        """Compute the adjoint's side and compare the two within the bounds."""
         linear = self.target.linear
         assert linear is not None  # noqa: S101 - of others there is no such check
         right = _right(linear, self._signs, convolver)
-        # What float64 itself loses on both sides.
+        # The rounding error of float64 on both sides.
         allowed = self._allowed + 2.0**-45 * self._magnitude
         if not np.isfinite([self._left, right, allowed]).all():
             return Adjointness(applies=False, reason="something is not finite")

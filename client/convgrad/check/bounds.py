@@ -1,12 +1,11 @@
-"""By how much rounding may change each element: the one bound that a server and its tests hold to.
-
+"""The rounding error bound of each element, used by the server and the tests alike.
     |out - ref| <= u_out*|ref| + (c + L*u_acc)*S + slack
 
-S is the sum of the magnitudes of that element's terms and L how many there are: no chain of
-additions is longer. u_acc is 2^-24 (float64: 2^-53, twice, for the reference rounds as well); c is
-what rounding the factors costs (0 for FMA units, 2^-10 for TF32). Near zero the spacing of
-subnormals joins in, and where float16 overflows, the reference does so too. NaNs and infinities
-must lie where the reference has them.
+S is the sum of the magnitudes of the element's terms and L their number, the longest possible
+chain of additions. u_acc is 2^-24 (for float64 twice 2^-53, since the reference rounds as well); c
+is the relative error of rounding the factors (0 for FMA units, 2^-10 for TF32). Near zero the
+spacing of subnormals is added, and the reference overflows where float16 does. NaNs and infinities
+must be in the same places as in the reference.
 """
 
 from __future__ import annotations
@@ -35,22 +34,22 @@ __all__ = [
 
 Float = NDArray[np.float64]
 
-# Half the distance from 1 to the next number: the relative error of one rounding.
+# Half the distance from 1 to the next number: the unit roundoff.
 U = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
 
 FACTORS = {"exact": 0.0, "tf32": 2.0**-10, "tf32_truncated": 2.0**-9, "bfloat16": 2.0**-7}
-"""What rounding both factors of a product costs, of the product."""
+"""Relative error of a product from rounding both factors."""
 
 SUMS = {"float32": 1.0, "tensor_core": 2.0}
-"""How much worse than rounding to nearest each addition is."""
+"""Error of one addition, relative to rounding to nearest."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """One output: its value, S = sum |a*b|, the number of terms, all of the value's shape.
+    """Reference of an output: value, magnitude S = sum |a*b| and number of terms, of one shape.
 
-    `slack` is an absolute error that the inputs of the last step may already carry: the fused
-    forward's intermediate is rounded once, and that error travels on.
+    `slack` is an absolute error already present in the inputs of the last step, such as the
+    rounding of the fused forward's intermediate.
     """
 
     value: Float
@@ -59,14 +58,14 @@ class Reference:
     slack: Float | float = 0.0
 
     def map(self, move: Callable[[NDArray[Any]], NDArray[Any]]) -> Reference:
-        """The same with its arrays moved: transposed, sliced, packed."""
+        """Apply a rearrangement, such as a transposition or slice, to all arrays."""
         slack = move(self.slack) if isinstance(self.slack, np.ndarray) else self.slack
         return Reference(move(self.value), move(self.magnitude), move(self.terms), slack)
 
 
 @dataclass(frozen=True)
 class Worst:
-    """The element that uses most of its allowance."""
+    """The element with the largest error relative to its bound."""
 
     index: tuple[int, ...]
     share: float
@@ -82,16 +81,16 @@ class Worst:
 
 
 def limits(dtype: np.dtype[Any]) -> Any:
-    """NumPy's finfo, for bfloat16 too."""
+    """Return NumPy's finfo; supports bfloat16."""
     return ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
 
 
 def rounded(value: Float, dtype: np.dtype[Any]) -> Float:
-    """float64 rounded once to `dtype`, and back; bfloat16 without passing through float32."""
+    """Round float64 once to ``dtype`` and convert back; bfloat16 does not go through float32."""
     with np.errstate(over="ignore", invalid="ignore"):
         if dtype != ml_dtypes.bfloat16:
             return value.astype(dtype).astype(np.float64)
-        # Scale so that the last of the 8 kept bits is a unit, round half to even, scale back.
+        # Scale so that the last of the 8 kept bits is 1, round half to even, scale back.
         _, exponent = np.frexp(value)
         unit = np.ldexp(1.0, np.maximum(exponent - 8, -133))
         near = np.where(np.isfinite(value), np.rint(value / unit) * unit, value)
@@ -99,26 +98,28 @@ def rounded(value: Float, dtype: np.dtype[Any]) -> Float:
 
 
 def _smallest(dtype: np.dtype[Any]) -> float:
-    """The spacing of the subnormals."""
+    """Return the spacing of subnormal numbers."""
     return float(limits(dtype).smallest_subnormal)
 
 
 def allowed_error(
     ref: Reference, dtype: np.dtype[Any], c: float = 0.0, coarser: float = 1.0
 ) -> Float:
-    """The right side of the bound, element by element; ``coarser`` is of `SUMS`."""
+    """Return the right side of the bound, element by element; ``coarser`` is a value of `SUMS`."""
     double = dtype == np.float64
     u_acc = 2 * U["float64"] if double else coarser * U["float32"]
     eta_acc = _smallest(np.dtype(np.float64 if double else np.float32))
     with np.errstate(invalid="ignore", over="ignore"):
         summed = (c + ref.terms * u_acc) * ref.magnitude + ref.terms * eta_acc + ref.slack
-        # What is rounded at the end is the sum with its error.
+        # The final rounding applies to the sum including its error.
         return U[dtype.name] * (np.abs(ref.value) + summed) + summed + _smallest(dtype) / 2
 
 
 def shares(found: Float, dtype: np.dtype[Any], ref: Reference, allowed: Float) -> Float:
-    """The error of each element as a share of what is allowed; infinite where a NaN or an infinity
-    does not lie where the reference has it."""
+    """Return the error of each element relative to its bound.
+
+    It is infinite where a NaN or an infinity does not match the reference.
+    """
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         share = np.abs(found - ref.value) / allowed
         share = np.where(found == ref.value, 0.0, share)
@@ -131,7 +132,7 @@ def shares(found: Float, dtype: np.dtype[Any], ref: Reference, allowed: Float) -
 
 
 def _unusual_shares(found: Float, dtype: np.dtype[Any], value: Float, allowed: Float) -> Float:
-    # An infinity is right where the allowance reaches past the largest number.
+    # An infinity is correct if the bound reaches beyond the largest number.
     low, high = rounded(value - allowed, dtype), rounded(value + allowed, dtype)
     right = np.isinf(found) & ((found == low) | (found == high))
     right |= np.isnan(found) & np.isnan(value)
@@ -139,7 +140,7 @@ def _unusual_shares(found: Float, dtype: np.dtype[Any], value: Float, allowed: F
 
 
 def worst(out: NDArray[Any], ref: Reference, c: float = 0.0) -> Worst | None:
-    """The element that uses most of its allowance; None for an empty array."""
+    """Return the element with the largest error relative to its bound; None for an empty array."""
     if out.shape != ref.value.shape:
         raise AssertionError(f"shape {out.shape}, expected {ref.value.shape}")
     if out.size == 0:

@@ -1,4 +1,4 @@
-"""Holding a result against its reference, part by part, and what is counted meanwhile."""
+"""Compares a result with its reference, part by part, and collects statistics."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _SHARE_EDGES = (0.0, *(2.0**power for power in range(-10, 11)))
 _ULP_EDGES = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 65536)
 _EXAMPLES = 8
 _CELLS = 64
-# Elements that exceed the bound of which the places are remembered, to find what is wrong.
+# Most elements over their bound whose positions are kept for the diagnosis.
 _KEPT = 256
-# Below it float32 holds every sum of integers exactly, float64 below 2^53.
+# Sums of integers below this are exact: 2^24 in float32, 2^53 in float64.
 EXACT_BELOW = {"float64": 2.0**53}
 _EXACT_BELOW = 2.0**24
 _INTEGERS: dict[int, Any] = {2: np.int16, 4: np.int32, 8: np.int64}
@@ -43,7 +43,7 @@ _INTEGERS: dict[int, Any] = {2: np.int16, 4: np.int32, 8: np.int64}
 
 @dataclass(frozen=True)
 class Wrong:
-    """An element that exceeds its bound; ``index`` is as seen."""
+    """An element that exceeds its bound; ``index`` refers to the `Seen` array."""
 
     index: Index
     found: float
@@ -52,10 +52,10 @@ class Wrong:
 
 
 class Comparison:
-    """One output's comparison. `add` is called with every part, in order or not; then `verified`
-    may be.
+    """Comparison of one output: call `add` with every part, in any order, and then `verified`.
 
-    ``exact_inputs`` is None where all inputs are integers, else why the exact gate does not apply.
+    ``exact_inputs`` is None if all inputs are integers, otherwise the reason why the exact gate
+    does not apply.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class Comparison:
         self.worst: Element | None = None
         self.examples: list[Element] = []
         self.kept: list[Wrong] = []
-        """Some of the elements that exceed the bound."""
+        """A sample of the elements that exceed the bound."""
         self.low: NDArray[np.int64] | None = None
         self.high: NDArray[np.int64] | None = None
-        """The box of all elements that exceed it, as seen, both ends included."""
+        """Inclusive bounding box, in the `Seen` array, of all elements that exceed the bound."""
         self.zeros = 0
-        """Elements that exceed the bound and are zero."""
+        """Number of elements that exceed the bound and are zero."""
         self.factor_error = 0.0
-        """What error of the factors would explain all that exceed the bound."""
+        """The error of the factors that would explain all elements over the bound."""
         self._share_counts = np.zeros(len(_SHARE_EDGES) + 1, np.int64)
         self._ulp_counts = np.zeros(len(_ULP_EDGES) + 1, np.int64)
         self._most_ulps = 0
@@ -91,7 +91,7 @@ class Comparison:
         self._extents = (0, 0)
 
     def add(self, span: Span, ref: Reference) -> None:
-        """Count a part: the rows of the first axis as seen that ``span`` says."""
+        """Add a part: the rows ``span`` of the first axis of the `Seen` array."""
         part = self.seen.array[slice(*span)]
         if part.size == 0:
             return
@@ -185,7 +185,7 @@ class Comparison:
         )
 
     def _color(self, span: Span, share: Float) -> None:
-        """The largest shares by channel and position; a weight's by output channel and the rest."""
+        """Update the largest shares by channel and position (weights: output channel and rest)."""
         if share.ndim < 3:
             grid = share.reshape(1, -1)
             first_row, rows = 0, 1
@@ -207,7 +207,7 @@ class Comparison:
 
     @property
     def exact(self) -> ExactGate:
-        """The exact gate, if it applies."""
+        """Outcome of the exact gate, if it applies."""
         below = EXACT_BELOW.get(self.result.dtype.name, _EXACT_BELOW)
         reason = self.target.why_not_exact or self._exact_inputs
         if self.target.is_integer:
@@ -228,11 +228,11 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether no element exceeds its bound, and where sums are exact none differs."""
+        """Whether no element exceeds its bound and, if sums are exact, none differs."""
         return self.exceeding == 0 and self.exact.passed is not False
 
     def verified(self, bits: Bits) -> OutputVerification:
-        """What was found."""
+        """Return the result of the comparison."""
         ulps = None
         if not self.target.is_integer:
             histogram = Histogram(
@@ -275,7 +275,7 @@ class Comparison:
 
 
 def _bins(extent: int) -> NDArray[np.intp]:
-    """Where each of at most 64 bins begins."""
+    """Return the starts of at most 64 bins."""
     count = min(extent, _CELLS)
     return (np.arange(count) * extent) // count
 
@@ -286,14 +286,14 @@ def _counted(values: NDArray[Any], edges: Sequence[float]) -> NDArray[np.int64]:
 
 
 def ulps_between(a: Array, b: Array) -> NDArray[np.uint64]:
-    """How many numbers of their type lie between each pair; of zeros the sign does not count."""
+    """Return the distance of each pair in ULPs; zeros of either sign are equal."""
     left, right = _ordinals(a), _ordinals(b)
     high, low = np.maximum(left, right), np.minimum(left, right)
     return np.ascontiguousarray(high).view(np.uint64) - np.ascontiguousarray(low).view(np.uint64)
 
 
 def _ordinals(array: Array) -> NDArray[np.int64]:
-    """Integers in the order of the numbers, next to each other where those are."""
+    """Map floats to integers of the same order, adjacent floats to adjacent integers."""
     kind = _INTEGERS[array.dtype.itemsize]
     bits = np.ascontiguousarray(array).view(kind).astype(np.int64)
     lowest = np.int64(np.iinfo(kind).min)
@@ -302,6 +302,6 @@ def _ordinals(array: Array) -> NDArray[np.int64]:
 
 
 def digest(array: Array) -> str:
-    """BLAKE2b of an array's bytes in row-major order, 128 bits."""
+    """Return the 128-bit BLAKE2b digest of an array's bytes in row-major order."""
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return hashlib.blake2b(data.data, digest_size=16).hexdigest()

@@ -1,8 +1,8 @@
-"""Convolutions in float64, tap by tap, with the sums of magnitudes beside them.
+"""Convolutions in float64, tap by tap, together with their sums of magnitudes.
 
-Arrays have the groups apart: activations (N, G, C, *spatial), weights (G, K, C, *kernel), in any
-element type. Only pairs that meet are ever multiplied, so an infinity never becomes 0*inf in the
-padding. It shares no code with the kernels that it is there to judge.
+Arrays have a separate group axis: activations are (N, G, C, *spatial), weights (G, K, C, *kernel),
+in any element type. Padding is never multiplied, so infinities do not become 0*inf there. This
+module shares no code with the kernels that it verifies.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ Array = NDArray[Any]
 Both = tuple[Float, Float]
 """Values, and sums of magnitudes."""
 
-# Below so many channels a product of matrices costs more than it saves.
+# With fewer channels, matrix products are slower than elementwise ones.
 _FEW = 16
 
 
 class Convolver(Protocol):
-    """What computes float64 convolutions: NumPy here, a GPU elsewhere."""
+    """Computes float64 convolutions, with NumPy or on a GPU."""
 
     name: str
 
     def forward(self, x: Array, w: Array, geometry: Geometry) -> Both:
-        """(N, G, K, *output) of an input and a weight."""
+        """Return the output (N, G, K, *output) of an input and a weight."""
         ...
 
     def backward_data(self, y: Array, w: Array, geometry: Geometry) -> Both:
-        """(N, G, C, *input) of an output's gradient and a weight."""
+        """Return the input gradient (N, G, C, *input) of an output gradient and a weight."""
         ...
 
     def backward_weight(self, x: Array, y: Array, geometry: Geometry) -> Both:
-        """(G, K, C, *kernel) of an input and an output's gradient."""
+        """Return the weight gradient (G, K, C, *kernel) of an input and an output gradient."""
         ...
 
 
 def wide(array: Array) -> Float:
-    """In float64, C-contiguous."""
+    """Convert to C-contiguous float64."""
     return np.ascontiguousarray(array).astype(np.float64)
 
 
 class NumpyConvolver:
-    """With NumPy's matrix products; ``check`` is called between steps and may raise."""
+    """A `Convolver` with NumPy matrix products; ``check`` is called between steps and may raise."""
 
     name = "cpu"
 
@@ -75,7 +75,7 @@ class NumpyConvolver:
     def _products(
         self, source: Float, w: Float, shape: Sequence[int], geometry: Geometry, *, gather: bool
     ) -> Both:
-        """Each tap's product added where it belongs; forwards, inputs are gathered."""
+        """Accumulate the product of each tap; the forward pass gathers, the backward scatters."""
         value, magnitude = np.zeros(shape), np.zeros(shape)
         sources, weights = (source, np.abs(source)), (w, np.abs(w))
         everything: Any = (slice(None),) * 3
@@ -113,7 +113,7 @@ class NumpyConvolver:
 
 
 def _product(w: Float, x: Float) -> Float:
-    """(G, K, C) times (N, G, C, *spatial)."""
+    """Multiply (G, K, C) by (N, G, C, *spatial)."""
     groups, out_channels, channels = w.shape
     ones = (1,) * (x.ndim - 3)
     if channels * out_channels <= _FEW:
@@ -126,5 +126,5 @@ def _product(w: Float, x: Float) -> Float:
 
 
 def _by_group(x: Float) -> Float:
-    """(N, G, C, *spatial) as (G, C, N*spatial)."""
+    """Rearrange (N, G, C, *spatial) to (G, C, N*spatial)."""
     return np.ascontiguousarray(np.moveaxis(x, 0, 2)).reshape(*x.shape[1:3], -1)

@@ -1,4 +1,4 @@
-"""What is wrong with a result, named: each guess is computed and must explain what was found."""
+"""Diagnoses a wrong result: computes what typical bugs would give and compares."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from convgrad.contract.verification import Finding
 __all__ = ["findings"]
 
 _SAMPLES = 24
-# A guess must explain this share of the elements looked at, and this many of them.
+# A diagnosis must explain at least this share of the sampled elements, and this many of them.
 _MOST, _LEAST = 0.66, 3
-# Guesses that match by chance, of one element, are expected to be fewer than this.
+# Largest acceptable expected number of diagnoses that match an element by chance.
 _CHANCE = 0.05
-# A factor is only one if it moves an element by so many bounds.
+# A scale factor must move an element by at least this many bounds.
 _FAR = 32
-# A coarse arithmetic is wrong nearly everywhere, or at least here and there.
+# Low precision must affect at least this share of the elements.
 _SPREAD = 1e-4
 
 
 def findings(comparison: Comparison) -> Iterator[Finding]:
-    """What is wrong with one output; nothing where nothing is."""
+    """Yield what is wrong with an output, if anything."""
     name = comparison.target.name
 
     def finding(code: str, sentence: str) -> Finding:
@@ -108,7 +108,7 @@ def _named(comparison: Comparison) -> tuple[str, str]:
 
 
 def _wrong(comparison: Comparison) -> list[Wrong]:
-    """Some of the finite elements that exceed their bounds."""
+    """Sample the finite elements that exceed their bounds."""
     kept = [
         one for one in comparison.kept if np.isfinite([one.found, one.reference, one.bound]).all()
     ]
@@ -135,7 +135,7 @@ def _flipped(linear: Linear, wrong: Sequence[Wrong]) -> tuple[str, str] | None:
 
 
 def _permuted(linear: Linear, wrong: Sequence[Wrong]) -> tuple[str, str] | None:
-    """Whether channels hold what belongs to others: first of another group, then any."""
+    """Diagnose channels that hold the values of others: first by group, then by channel."""
     if len(wrong) < _LEAST:
         return None
     weight = linear.kind == "backward_weight"
@@ -162,14 +162,14 @@ def _permuted(linear: Linear, wrong: Sequence[Wrong]) -> tuple[str, str] | None:
 def _mapping(
     own: Sequence[int], values: Sequence[Float], wrong: Sequence[Wrong]
 ) -> dict[int, int] | None:
-    """From which other row each element comes, if one row explains all of a row's elements."""
+    """Map each wrong row to the other row whose values it holds, if that explains enough."""
     votes: dict[int, Counter[int]] = {}
     for row, candidates, one in zip(own, values, wrong, strict=True):
         near = np.flatnonzero(np.abs(candidates - one.found) <= 2 * one.bound)
         votes.setdefault(row, Counter()).update(int(each) for each in near if each != row)
     found = {row: count.most_common(1)[0] for row, count in votes.items() if count}
     explained = sum(count for _, count in found.values())
-    # So many would match by chance.
+    # Expected number of matches by chance.
     chance = np.mean(
         [
             np.count_nonzero(np.abs(candidates - one.reference) <= 2 * one.bound) - 1
@@ -190,7 +190,7 @@ def _moved(what: str, mapping: dict[int, int]) -> str:
 
 
 def _missing(linear: Linear, wrong: Sequence[Wrong]) -> tuple[str, str] | None:
-    """Whether the same terms are missing from each sum, or in it twice."""
+    """Diagnose terms that are missing from every sum, or added twice."""
     votes: Counter[tuple[str, str, Any]] = Counter()
     chance = 0.0
     terms: Terms | None = None
@@ -211,14 +211,16 @@ def _missing(linear: Linear, wrong: Sequence[Wrong]) -> tuple[str, str] | None:
 
 
 def _most(votes: Counter[tuple[str, str, Any]]) -> tuple[tuple[str, str, Any], int]:
-    """The guess with the most votes; of equals the plainest."""
+    """Return the candidate with the most votes, and of equals the simplest."""
     order = {"tap": 0, "sample": 0, "channel": 1, "position": 1, "tail": 2, "term": 3}
     return min(votes.items(), key=lambda item: (-item[1], order[item[0][1]]))
 
 
 def _matches(terms: Terms, error: float, bound: float) -> tuple[set[tuple[str, str, Any]], float]:
-    """The sets of terms whose absence, or second presence, makes this error; and how many would
-    match by chance."""
+    """Return the sets of terms that give this error if missing or repeated.
+
+    Also return the expected number of matches by chance.
+    """
     products = terms.products
     columns = products.sum(axis=0)
     sets: list[tuple[str, Sequence[Any], Float]] = [
@@ -232,7 +234,7 @@ def _matches(terms: Terms, error: float, bound: float) -> tuple[set[tuple[str, s
     found: set[tuple[str, str, Any]] = set()
     chance = 0.0
     for axis, labels, sums in sets:
-        # What is below the bound changes nothing that could be seen.
+        # Changes below the bound cannot be detected.
         large = np.abs(sums) > 2 * bound
         spread = float(np.abs(sums[large]).max(initial=0.0))
         if spread:
@@ -266,7 +268,7 @@ def _scaled(wrong: Sequence[Wrong]) -> tuple[str, str] | None:
         return None
     factor = surest.found / surest.reference
     if abs(surest.found - surest.reference) < _FAR * surest.bound:
-        return None  # as near as coarser arithmetic comes, too
+        return None  # low precision alone could explain it
     right = sum(
         abs(one.found - factor * one.reference) <= (1 + abs(factor)) * 2 * one.bound
         for one in wrong
@@ -277,7 +279,7 @@ def _scaled(wrong: Sequence[Wrong]) -> tuple[str, str] | None:
 
 
 def _coarse(comparison: Comparison) -> tuple[str, str] | None:
-    """Whether factors rounded to fewer bits would explain all."""
+    """Diagnose factors that were rounded to fewer bits."""
     if comparison.exceeding < max(2, _SPREAD * comparison.elements):
         return None
     known = {"tf32": "TF32", "tf32_truncated": "truncated TF32", "bfloat16": "bfloat16"}
@@ -288,7 +290,7 @@ def _coarse(comparison: Comparison) -> tuple[str, str] | None:
 
 
 def _region(comparison: Comparison) -> str:
-    """Where all that exceed their bounds lie."""
+    """Describe the bounding box of the elements that exceed their bounds."""
     low, high = comparison.low, comparison.high
     assert low is not None and high is not None  # noqa: PT018, S101
     words = []

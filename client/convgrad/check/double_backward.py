@@ -1,4 +1,4 @@
-"""Double backward passes: sums of convolutions of several pairs of tensors."""
+"""References of double backward passes: sums of convolutions of several pairs of tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WHY = "it is a sum of several convolutions"
 def double_backward(
     t: Tensors, p: Parameters, convolver: Convolver, _: float, *, transposed: bool
 ) -> list[Target]:
-    """The outputs of a double backward pass; what is not given counts as zero."""
+    """Make the targets of a double backward pass; omitted gradients count as zero."""
     one = Conv(t, p, convolver)
     y, x, w = one.activation("grad_output"), one.activation("input"), one.weight()
     ggx = None if t.get("grad_grad_input") is None else one.activation("grad_grad_input")

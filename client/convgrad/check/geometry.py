@@ -1,7 +1,7 @@
-"""One convolution's or pooling's geometry, and where its coordinates meet.
+"""The geometry of a convolution or pooling: which coordinates meet at which tap.
 
-Everything rests on one sentence: input coordinate i and output coordinate o meet at tap r exactly
-when i = o*stride + r*dilation - pad_before, with both inside their extents.
+Input coordinate i and output coordinate o meet at tap r if and only if
+i = o*stride + r*dilation - pad_before and both are within their extents.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ Sizes = tuple[int, ...]
 
 
 def per_dimension(value: Any, ndim: int) -> Sizes:
-    """One int for all dimensions, or one each."""
+    """Expand one int to all dimensions, or return the given sequence."""
     return (value,) * ndim if isinstance(value, int) else tuple(int(each) for each in value)
 
 
 def pairs(padding: Any, ndim: int) -> tuple[tuple[int, int], ...]:
-    """(before, after) for each dimension."""
+    """Return (before, after) for each dimension."""
     each = (padding,) * ndim if isinstance(padding, int) else tuple(padding)
     return tuple((pad, pad) if isinstance(pad, int) else (int(pad[0]), int(pad[1])) for pad in each)
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Sizes, stride, padding before and dilation, for each spatial dimension."""
+    """Sizes, stride, padding before, and dilation of each spatial dimension."""
 
     input_size: Sizes
     output_size: Sizes
@@ -51,9 +51,9 @@ class Geometry:
         input_size: Sequence[int] | None = None,
         output_size: Sequence[int] | None = None,
     ) -> Geometry:
-        """From a request's parameters, and one of the sizes or both.
+        """Make a geometry from a request's parameters and at least one of the sizes.
 
-        Without an input's size, the smallest that gives the output, ``output_padding`` besides.
+        The default input size is the smallest that gives the output, plus ``output_padding``.
         """
         ndim = len(kernel)
         stride = per_dimension(parameters.get("stride", 1), ndim)
@@ -78,11 +78,11 @@ class Geometry:
         return cls(tuple(input_size), tuple(output_size), tuple(kernel), stride, before, dilation)
 
     def taps(self) -> Iterator[Sizes]:
-        """All taps, in row-major order."""
+        """Yield all taps in row-major order."""
         return product(*(range(extent) for extent in self.kernel_size))
 
     def meeting(self, tap: Sequence[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """The slices of inputs and of outputs that meet at a tap; None where none do."""
+        """Return the slices of inputs and outputs that meet at a tap, or None."""
         inputs, outputs = [], []
         for axis, r in enumerate(tap):
             first, last = self._span(axis, r)
@@ -95,24 +95,24 @@ class Geometry:
         return tuple(inputs), tuple(outputs)
 
     def taps_of_outputs(self) -> NDArray[np.int64]:
-        """How many taps meet an input, for each output position."""
+        """Count, for each output position, the taps that meet an input."""
         return _outer([self._counts(axis)[0] for axis in range(len(self.kernel_size))])
 
     def taps_of_inputs(self) -> NDArray[np.int64]:
-        """How many taps meet an output, for each input position."""
+        """Count, for each input position, the taps that meet an output."""
         return _outer([self._counts(axis)[1] for axis in range(len(self.kernel_size))])
 
     def outputs_of_taps(self) -> NDArray[np.int64]:
-        """How many outputs meet an input, for each tap."""
+        """Count, for each tap, the outputs that meet an input."""
         return _outer([self._counts(axis)[2] for axis in range(len(self.kernel_size))])
 
     @property
     def valid_pairs(self) -> int:
-        """Pairs of tap and output that meet an input."""
+        """Count the pairs of tap and output that meet an input."""
         return int(self.outputs_of_taps().sum())
 
     def _span(self, axis: int, r: int) -> tuple[int, int]:
-        """The first and last output that meets an input at tap ``r`` of a dimension."""
+        """Return the first and last output that meet an input at tap ``r`` of a dimension."""
         s, offset = self.stride[axis], r * self.dilation[axis] - self.before[axis]
         first = max(0, -(offset // s))
         last = min(self.output_size[axis] - 1, (self.input_size[axis] - 1 - offset) // s)

@@ -1,7 +1,7 @@
-"""Tensors in any of a request's layouts and formats, seen with the groups apart.
+"""Views of tensors in any layout or format, with a separate group axis.
 
-Activations are seen as (N, G, C, *spatial) and weights as (G, K, C, *kernel): views, so that what
-is found of an element can be said with its index in the tensor that was sent.
+Activations are viewed as (N, G, C, *spatial) and weights as (G, K, C, *kernel). An index in a view
+can be converted to the index in the tensor that was sent.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A tensor with its groups apart, the names of its axes then, and how to say where an element
-    of it lies in the tensor itself."""
+    """A view with a separate group axis, its axis names, and the map to the tensor's indices."""
 
     array: Array
     axes: tuple[str, ...]
@@ -52,26 +51,26 @@ class Seen:
 
 
 def activation(array: Array, layout: str | None, groups: int) -> Seen:
-    """As (N, G, C, *spatial)."""
+    """View an activation as (N, G, C, *spatial)."""
     letters, _ = _letters(layout, array.ndim)
     spatial = "".join(letter for letter in "DHW" if letter in letters)
     return _seen(array, letters, "NGC" + spatial, "C", groups)
 
 
 def weight(array: Array, layout: str | None, groups: int) -> Seen:
-    """As (G, K, C, *kernel)."""
+    """View a weight as (G, K, C, *kernel)."""
     _, letters = _letters(layout, array.ndim)
     kernel = "".join(letter for letter in "TRS" if letter in letters)
     return _seen(array, letters, "GKC" + kernel, "K", groups)
 
 
 def vector(array: Array) -> Seen:
-    """One value for each output channel, as it is."""
+    """View a vector with one value per output channel."""
     return Seen(array, ("output channel",), lambda found: tuple(int(each) for each in found))
 
 
 def _letters(layout: str | None, rank: int) -> tuple[str, str]:
-    """The orders of activations and weights; channels first where no layout is named."""
+    """Return the axis letters of activations and weights; the default is channels first."""
     if layout is None:
         if rank - 2 not in _SPATIAL:
             raise MalformedRequest(f"a tensor has {rank} dimensions; expected 3, 4 or 5")
@@ -106,7 +105,7 @@ def _seen(array: Array, letters: str, wanted: str, split: str, groups: int) -> S
         return Seen(ordered, names, index)
     at, shape = wanted.replace("G", "").index(split), ordered.shape
     each = shape[at] // groups
-    # A view, since splitting needs no copy, whatever the strides.
+    # Splitting an axis never copies, whatever the strides.
     apart = ordered.reshape(*shape[:at], groups, each, *shape[at + 1 :])
 
     def index_in_all(found: Sequence[int]) -> Index:
@@ -118,13 +117,13 @@ def _seen(array: Array, letters: str, wanted: str, split: str, groups: int) -> S
 
 
 def ndc1hwc0(array: Array, channels: int) -> Array:
-    """(N, D, C1, H, W, C0) as (N, C, D, H, W)."""
+    """Convert (N, D, C1, H, W, C0) to (N, C, D, H, W)."""
     n, d, c1, h, w, c0 = array.shape
     return array.transpose(0, 2, 5, 1, 3, 4).reshape(n, c1 * c0, d, h, w)[:, :channels]
 
 
 def fractal_z(array: Array, size: Sequence[int], groups: int) -> Array:
-    """(groups * D*C1*H*W, N1, 16, C0) as (K, C/groups, D, H, W), whose sizes ``size`` are."""
+    """Convert (groups * D*C1*H*W, N1, 16, C0) to (K, C/groups, D, H, W) of shape ``size``."""
     k, c, d, h, w = size
     n1, n0, c0 = array.shape[1:]
     c1 = -(-c // c0)

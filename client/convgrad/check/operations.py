@@ -1,4 +1,4 @@
-"""The outputs of each operation as `Target`s, from its tensors and parameters."""
+"""Makes the `Target` of every output of an operation, from its tensors and parameters."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def targets(
     *,
     factors: float = 0.0,
 ) -> Targets:
-    """Every output that the operation has for these tensors, by name."""
+    """Return the target of every output, by name."""
     found = TARGETS[operation](tensors, parameters, convolver, factors)
     return {target.name: target for target in found}
 
@@ -107,7 +107,7 @@ def _conv_transpose_backward(
 
 
 def _backprop_input(t: Tensors, p: Parameters, convolver: Convolver, _: float) -> list[Target]:
-    """A plain bwd_data on tensors taken out of their formats."""
+    """Convert the formats to NCDHW and use conv_bwd_data."""
     groups = int(p.get("groups", 1))
     weight_format = p.get("weight_format", "NCDHW")
     weight = t["weight"]
@@ -168,15 +168,18 @@ _ACTIVATIONS: Mapping[str, Callable[[Float], Float]] = {
     "relu6": lambda x: np.where(np.isnan(x), x, np.clip(x, 0.0, 6.0)),
     "silu": lambda x: x / (1.0 + np.exp(-x)),
 }
-# |silu'| never exceeds 1.0999; the others' slope is at most 1.
+# |silu'| is at most 1.0999; the slopes of the other activations are at most 1.
 _SLOPE = 1.1
-# Terms that evaluating an activation may cost in rounding, in units of the accumulator.
+# Rounding errors of evaluating an activation, in units of the accumulator's roundoff.
 _ACTIVATION_TERMS = 8
 
 
 def _fused(t: Tensors, p: Parameters, convolver: Convolver, factors: float) -> list[Target]:
-    """Its intermediate is rounded once: of integers exactly here too; else that error travels on,
-    convolved with the second weight's magnitudes."""
+    """Make the target of the fused forward, whose intermediate is rounded once.
+
+    For integers the intermediate is rounded exactly as in the kernel. Otherwise its error is
+    propagated through the magnitudes of the second weight.
+    """
     first_p, second_p = ({**dict(p.get(name) or {})} for name in ("conv0", "conv1"))
     layout = p.get("layout")
     before, after = p.get("activation0", "none"), p.get("activation1", "none")
@@ -211,7 +214,7 @@ def _fused(t: Tensors, p: Parameters, convolver: Convolver, factors: float) -> l
         else:
             summed = (factors + u_sum * terms0) * magnitude
             error = U[dtype.name] * np.abs(middle) + _SLOPE * summed
-            # An infinity is exact, and so is what an activation makes of it.
+            # Infinities are exact, before and after the activation.
             error = np.where(np.isfinite(magnitude), error, 0.0)
         apart = (middle.shape[0], groups1, -1, *middle.shape[3:])
         value, magnitude = biased(convolver.forward(middle.reshape(apart), w1, g1), bias1)
@@ -263,7 +266,7 @@ def _maxpool_fwd(t: Tensors, p: Parameters, _: Convolver, __: float) -> list[Tar
         return layouts.activation(array, layout, 1)
 
     def exact(value: Float) -> Reference:
-        # A maximum is one of the inputs: it is right to the bit, so nothing may round.
+        # A maximum is one of the inputs, so it must be exact.
         return Reference(value, np.zeros_like(value), np.zeros(value.shape, np.int64))
 
     def values(span: Span) -> Reference:

@@ -1,7 +1,7 @@
-"""Tensors that two programs can draw alike: Philox 4x32-10, and three distributions made of it.
+"""Reproducible random tensors: Philox 4x32-10 and three distributions based on it.
 
-docs/reference/verify.md says it to the bit. The key is the seed; a block's counter is its number,
-the CRC-32 of the tensor's name, and 0; a block gives four words of 32 bits.
+docs/reference/verify.md specifies them to the bit. The key is the seed. The counter of a block
+consists of its number, the CRC-32 of the tensor's name, and 0; a block has four 32-bit words.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
-# Blocks at a time: their words stay in a core's cache.
+# Blocks per step, so that their words stay in a core's cache.
 _BLOCKS = 16384
 _NORMAL_MEAN = 131070.0 * 2.0**32 + 2.0**31
 _NORMAL_SCALE = float.fromhex("0x1.bb67ae8584caap-48")
 
 
 def philox(counter: NDArray[np.uint64], high: tuple[int, int], key: int) -> Words:
-    """Blocks of Philox 4x32-10, [number of counters, 4].
+    """Compute blocks of Philox 4x32-10, of shape (number of counters, 4).
 
     Parameters
     ----------
     counter
         The low 64 bits of each block's counter.
     high
-        Its other two words, the lower one first.
+        The other two words of the counter, low word first.
     key
-        64 bits.
+        The 64-bit key.
     """
     c0, c1 = counter & _LOW, counter >> _SHIFT
     c2 = np.full_like(counter, high[0])
@@ -83,7 +83,7 @@ _DISTRIBUTIONS: Mapping[str, tuple[Callable[[Words], NDArray[np.float64]], int]]
 
 
 def fill(name: str, place: NDArray[Any], seed: int, distribution: str) -> None:
-    """Write a tensor's elements to ``place``, a C-contiguous array; see `draw`."""
+    """Fill ``place``, a C-contiguous array, with a generated tensor; see `draw`."""
     flat = place.reshape(-1)
     convert, each = _DISTRIBUTIONS[distribution]
     high = zlib.crc32(name.encode("ascii")), 0
@@ -104,18 +104,18 @@ def draw(
     seed: int = 0,
     distribution: str = "normal",
 ) -> NDArray[Any]:
-    """The tensor that a server draws for a request with this seed.
+    """Generate the tensor that a server generates for a request with this seed.
 
     Parameters
     ----------
     name
-        Of the tensor in the request, such as ``grad_output``.
+        Name of the tensor in the request, such as ``grad_output``.
     shape
-        In the request's layout.
+        Shape in the request's layout.
     dtype
         float16, bfloat16, float32 or float64.
     seed
-        From 0 to 2^64 - 1.
+        An integer from 0 to 2^64 - 1.
     distribution
         ``normal`` (mean 0, variance 1, within ±3.47), ``uniform`` in [-1, 1), or ``integers`` from
         -2 to 2.
@@ -123,7 +123,7 @@ def draw(
     Raises
     ------
     ValueError
-        An unknown dtype or distribution, or a seed out of its range.
+        The dtype or distribution is unknown, or the seed is out of range.
 
     Examples
     --------
@@ -143,19 +143,19 @@ def draw(
 def spread_indices(
     shape: Sequence[int], plane_elements: int, layout: str | None = None
 ) -> NDArray[np.int64]:
-    """The indices that a server takes for a max unpooling where none are given.
+    """Generate the indices that a server uses for a max unpooling if none are given.
 
-    They are the same whatever the seed: element i of the n elements of a plane gets the index
-    floor(i * plane_elements / n), so they are in order and spread over the output's plane.
+    They do not depend on the seed: element i of the n elements of a plane gets the index
+    floor(i * plane_elements / n), so they increase and are spread over the output's plane.
 
     Parameters
     ----------
     shape
-        Of the tensor of indices, in the request's layout.
+        Shape of the indices, in the request's layout.
     plane_elements
         Number of elements in one (sample, channel) plane of the output.
     layout
-        The request's; channels first by default.
+        The request's layout; channels first by default.
 
     Examples
     --------

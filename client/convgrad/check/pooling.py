@@ -1,4 +1,4 @@
-"""Max pooling in float64: the maxima, where they lie, and where gradients go."""
+"""Max pooling in float64: maxima, their indices, and gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["maxima", "pool_geometry", "routed"]
 
 
 def pool_geometry(parameters: Any, input_size: Sequence[int]) -> Geometry:
-    """The windows of a pooling, ``ceil_mode`` as PyTorch has it."""
+    """Return the geometry of a pooling, with PyTorch's ``ceil_mode``."""
     ndim = len(input_size)
     kernel = per_dimension(parameters["kernel_size"], ndim)
     stated = parameters.get("stride")
@@ -28,17 +28,16 @@ def pool_geometry(parameters: Any, input_size: Sequence[int]) -> Geometry:
         room = size + sum(pad) - d * (k - 1) - 1
         windows = (ceil(room / s) if parameters.get("ceil_mode") else room // s) + 1
         if parameters.get("ceil_mode") and (windows - 1) * s >= size + pad[0]:
-            windows -= 1  # one that would begin behind the input and its padding before
+            windows -= 1  # a window must begin inside the input or the padding before it
         output.append(windows)
     before = tuple(pad[0] for pad in padding)
     return Geometry(tuple(input_size), tuple(output), kernel, stride, before, dilation)
 
 
 def maxima(x: NDArray[Any], geometry: Geometry) -> tuple[Float, NDArray[np.int64]]:
-    """The largest element of each window, and its flat index in its plane.
+    """Return the maximum of each window of (N, G, C, *input), and its flat index in its plane.
 
-    Of (N, G, C, *input). The first maximum wins a tie; a NaN wins over any number, of several NaNs
-    the last.
+    The first maximum wins a tie. A NaN wins over any number, and the last of several NaNs wins.
     """
     shape = (*x.shape[:3], *geometry.output_size)
     best = np.zeros(shape)
@@ -59,7 +58,7 @@ def maxima(x: NDArray[Any], geometry: Geometry) -> tuple[Float, NDArray[np.int64
 
 
 def routed(grad: NDArray[Any], index: NDArray[np.int64], input_size: Sequence[int]) -> Reference:
-    """Each gradient added to the input that its window's index names."""
+    """Add each gradient to the input position that its window's index gives."""
     planes, each = prod(grad.shape[:3]), prod(input_size)
     rows = index.reshape(planes, -1).astype(np.int64)
     flat = (rows + np.arange(planes)[:, None] * each).reshape(-1)

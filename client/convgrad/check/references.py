@@ -1,7 +1,7 @@
-"""Every operation's outputs in float64, in parts: what a result is held against.
+"""float64 references of every operation's outputs, computed in parts.
 
-A `Target` is one output. It gives its reference part by part along its first axis, so that a large
-layer needs no more memory than a few of its samples.
+A `Target` is one output. It computes its reference part by part along its first axis, so that a
+large layer needs only the memory of a few samples.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ Tensors = Mapping[str, Array]
 Parameters = Mapping[str, Any]
 Span = tuple[int, int]
 
-# Float64 elements of a part's largest array.
+# Number of float64 elements in the largest array of a part.
 PART_ELEMENTS = 2**19
 
 
 @dataclass(frozen=True)
 class Linear:
-    """An output that is a sum of products: what to ask for its terms, and for its adjoint.
+    """The operands of an output that is a sum of products, for its terms and its adjoint.
 
-    ``kind`` is forward, backward_data or backward_weight; the operands are x (or the gradient of
-    an output) and w with their groups apart, of backward_weight x and y.
+    ``kind`` is forward, backward_data or backward_weight. The operands have a separate group
+    axis: an activation (or output gradient) and a weight, or for backward_weight an input and an
+    output gradient.
     """
 
     kind: str
@@ -45,15 +46,15 @@ class Linear:
     geometry: Geometry
     scale: float = 1.0
     added: Array | None = None
-    """What stands beside the sum, of its shape or to be broadcast to it, already scaled."""
+    """An addend of the sum, already scaled and broadcastable to its shape."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """One output: how to see a result of it, and its reference in parts.
+    """One output: how to view a result, and its reference in parts.
 
-    ``parts`` yields where on the first axis each part lies, and its reference. Of an integer output
-    the magnitudes are None and each element must be equal.
+    ``part`` computes the reference of one of the ``spans`` of the first axis. The elements of an
+    integer output must be equal to the reference.
     """
 
     name: str
@@ -63,23 +64,23 @@ class Target:
     linear: Linear | None = None
     why_not_linear: str = ""
     why_not_exact: str = ""
-    """Why the result is rounded even where all sums are exact; empty where it is not."""
+    """Why the result is rounded even if all sums are exact; empty if it is not."""
     is_integer: bool = False
     shape: tuple[int, ...] = field(default=())
-    """As seen."""
+    """Shape of the `Seen` array."""
 
 
 Targets = dict[str, Target]
 
 
 def spans_of(extent: int, each: int) -> tuple[Span, ...]:
-    """The parts of a first axis, ``each`` elements of a slice of it counted."""
+    """Split a first axis into parts, given the number of elements in each slice of it."""
     step = max(1, PART_ELEMENTS // max(1, each))
     return tuple((at, min(at + step, extent)) for at in range(0, extent, step))
 
 
 def _ones(array: Array, ndim: int) -> Float:
-    """(G, K) values as they are added to (N, G, K, *spatial)."""
+    """Reshape (G, K) values for addition to (N, G, K, *spatial)."""
     return array.reshape(1, *array.shape, *(1,) * ndim)
 
 
@@ -88,7 +89,7 @@ def _counted(terms: NDArray[np.int64], times: int, shape: Sequence[int]) -> NDAr
 
 
 class Conv:
-    """What a convolution's outputs have in common: their tensors with groups apart."""
+    """Makes the targets of a convolution, from tensors with a separate group axis."""
 
     def __init__(self, tensors: Tensors, parameters: Parameters, convolver: Convolver) -> None:
         self.tensors, self.parameters, self.convolver = tensors, parameters, convolver
@@ -114,7 +115,7 @@ class Conv:
         name: str = "output",
         output_size: Sequence[int] | None = None,
     ) -> Target:
-        """``output_size`` where it is not all that the input gives."""
+        """Make the output's target; ``output_size`` overrides the size that the input gives."""
         geometry = Geometry.of(
             self.parameters, w.shape[3:], input_size=x.shape[3:], output_size=output_size
         )
@@ -143,7 +144,7 @@ class Conv:
         shape = (*y.shape[:2], w.shape[2], *geometry.input_size)
         alpha, added = self._epilogue(self.see_activation)
         bias = self.tensors.get("bias")
-        if bias is not None:  # of a transposed convolution
+        if bias is not None:  # only for a transposed convolution
             added = _ones(wide(bias).reshape(w.shape[0], w.shape[2]), w.ndim - 3)
         terms = geometry.taps_of_inputs() * w.shape[1]
         terms = terms + (1 if bias is not None else self._epilogue_terms)
@@ -232,7 +233,7 @@ def _with(
 
 
 def _groups(tensors: Tensors, parameters: Parameters) -> int:
-    """Said, or a dimension of the tensors in a grouped layout."""
+    """Return the number of groups: the parameter, or the G axis of a grouped layout."""
     layout = parameters.get("layout")
     if layout is not None and "G" in layout:
         for name in ("input", "grad_output"):
@@ -242,7 +243,7 @@ def _groups(tensors: Tensors, parameters: Parameters) -> int:
 
 
 def spatial(size: Any, ndim: int, layout: str | None = None) -> tuple[int, ...]:
-    """A size given spatially, or as a full shape in its layout."""
+    """Return the spatial size from a spatial size or a full shape in its layout."""
     if len(size) == ndim:
         return tuple(size)
     letters = layout if layout is not None and len(layout) == len(size) else None
@@ -252,7 +253,7 @@ def spatial(size: Any, ndim: int, layout: str | None = None) -> tuple[int, ...]:
 
 
 def kernel_of(size: Any, ndim: int, layout: str | None) -> tuple[int, ...]:
-    """A kernel given spatially, or as a weight's full shape in its layout."""
+    """Return the kernel size from a spatial size or a weight's full shape in its layout."""
     if len(size) == ndim:
         return tuple(size)
     if layout is not None and layout.endswith("C"):

@@ -1,4 +1,4 @@
-"""The single terms of one element of a convolution, to find which of them a result lacks."""
+"""The individual terms of an element of a convolution, to find missing or repeated ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Terms:
-    """Products by ``rows`` (taps or samples) and ``columns`` (channels or positions)."""
+    """Products arranged by ``rows`` (taps or samples) and ``columns`` (channels or positions)."""
 
     products: Float
     rows: str
@@ -29,7 +29,7 @@ class Terms:
 
 
 def terms_at(linear: Linear, index: Sequence[int], *, flipped: bool = False) -> Terms:
-    """The terms of the element at ``index``, as seen; ``flipped``, with the kernel turned round."""
+    """Return the terms of the element at ``index``, optionally with the kernel ``flipped``."""
     if linear.kind == "backward_weight":
         return _of_weight(linear, index)
     taps = tuple(linear.geometry.taps())
@@ -43,13 +43,13 @@ def terms_at(linear: Linear, index: Sequence[int], *, flipped: bool = False) -> 
         weights = weights[::-1]
     with np.errstate(all="ignore"):
         found = linear.scale * products[:, g] * weights.astype(np.float64)
-    # Where nothing meets there is no term, whatever the weight.
+    # Taps in the padding have no term, even if the weight is not finite.
     met = _met(linear, index, taps)
     return Terms(np.where(met[:, None], found, 0.0), "tap", "channel", taps)
 
 
 def channel_values(linear: Linear, index: Sequence[int]) -> Float:
-    """What every channel holds at the position of ``index``: [G, channels]."""
+    """Return the values of all channels at the position of ``index``: [G, channels]."""
     if linear.kind == "backward_weight":
         return _of_all_weights(linear, index)
     taps = tuple(linear.geometry.taps())
@@ -71,7 +71,7 @@ def channel_values(linear: Linear, index: Sequence[int]) -> Float:
 
 
 def _source(geometry: Geometry, kind: str, place: Sequence[int], tap: Sizes) -> Sizes | None:
-    """Where the other coordinate lies that meets ``place`` at a tap."""
+    """Return the coordinate that meets ``place`` at a tap, or None."""
     found = []
     for axis, (at, r) in enumerate(zip(place, tap, strict=True)):
         s, d, before = geometry.stride[axis], geometry.dilation[axis], geometry.before[axis]
@@ -93,7 +93,7 @@ def _met(linear: Linear, index: Sequence[int], taps: Sequence[Sizes]) -> NDArray
 
 
 def _by_tap(linear: Linear, index: Sequence[int], taps: Sequence[Sizes]) -> Float:
-    """What meets the element at each tap: [taps, G, channels]."""
+    """Return the values that meet the element at each tap: [taps, G, channels]."""
     place = [int(each) for each in index[3:]]
     sample = linear.first[int(index[0])]
     found = np.zeros((len(taps), *sample.shape[:2]))
@@ -120,7 +120,7 @@ def _of_weight(linear: Linear, index: Sequence[int]) -> Terms:
 
 
 def _of_all_weights(linear: Linear, index: Sequence[int]) -> Float:
-    """For the weight's input channel and tap, every group and output channel."""
+    """Return the gradients of all groups and output channels at the element's C and tap."""
     c = int(index[2])
     met = linear.geometry.meeting([int(each) for each in index[3:]])
     groups, channels = linear.second.shape[1:3]

@@ -1,7 +1,7 @@
 """Average pooling, adaptive pooling and max unpooling in float64.
 
-A window is a product of ranges, one along each spatial dimension, so sums over windows and their
-adjoints are computed one dimension at a time.
+A window is a product of ranges, one per spatial dimension, so sums over windows and their adjoints
+are computed one dimension at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Ints = NDArray[np.int64]
 _DIVIDES = "the sums are divided, and quotients are rounded"
 _ADJOINT = "the other pass of an average is its adjoint; verify that operation too"
 _SELECTS = "elements are selected, not summed"
-# Roundings besides the additions: forward one division, backward reciprocals and their products.
+# Roundings besides additions: one division forward; reciprocals and their products backward.
 _FORWARD_TERMS, _BACKWARD_TERMS = 1, 6
 
 
@@ -39,7 +39,7 @@ _FORWARD_TERMS, _BACKWARD_TERMS = 1, 6
 class _Ranges:
     """The windows along one dimension: output o reads input positions start[o] to stop[o] - 1.
 
-    ``counts`` is what each window contributes to the divisor of an average.
+    ``counts`` is the contribution of each window to the divisor of an average.
     """
 
     start: Ints
@@ -51,7 +51,7 @@ class _Ranges:
         return self.stop - self.start
 
     def offsets(self) -> Any:
-        """For every offset into a window: the outputs whose window is that long, and the inputs."""
+        """Yield, per window offset, the outputs whose window contains it and their inputs."""
         for offset in range(int(self.sizes.max(initial=0))):
             outputs = np.flatnonzero(self.sizes > offset)
             yield outputs, self.start[outputs] + offset
@@ -70,7 +70,7 @@ def _sliding(parameters: Parameters, input_size: Sequence[int]) -> list[_Ranges]
         strict=True,
     ):
         start = np.arange(out) * s - before
-        # A window of ceil_mode may reach past the padding; what lies there never counts.
+        # With ceil_mode a window may extend past the padding; positions there never count.
         stop = np.minimum(start + k, size + after)
         inside = _Ranges(np.maximum(start, 0), np.minimum(stop, size), stop - start)
         if not parameters.get("count_include_pad", True):
@@ -92,7 +92,7 @@ def _adaptive(output_size: Any, input_size: Sequence[int]) -> list[_Ranges]:
 
 
 def _along(axis: int, ndim: int, index: Any) -> tuple[Any, ...]:
-    """The index that applies to one of the last ``ndim`` axes."""
+    """Return an index that selects along one of the last ``ndim`` axes."""
     return (..., index, *(slice(None),) * (ndim - 1 - axis))
 
 
@@ -113,7 +113,7 @@ def _window_sums_adjoint(y: Float, windows: Sequence[_Ranges], size: Sequence[in
         shape[axis - len(windows)] = size[axis]
         spread = np.zeros(shape)
         for outputs, inputs in ranges.offsets():
-            # Windows of an adaptive pooling to a larger size share positions, so indices repeat.
+            # Adaptive windows may overlap, so indices can repeat.
             np.add.at(
                 spread, _along(axis, len(windows), inputs), y[_along(axis, len(windows), outputs)]
             )
@@ -158,7 +158,7 @@ def _average_gradient(
     y: Array, windows: list[_Ranges], size: Sequence[int], p: Parameters, see: Any
 ) -> list[Target]:
     divisors = _divisors(windows, p)
-    # Over a common divisor, so that sums of integers are exact and are divided once, at the end.
+    # Use a common divisor, so that sums of integers are exact and divided only once, at the end.
     common = lcm(*(int(each) for each in np.unique(divisors)))
     shape = (*y.shape[:3], *size)
     ones = np.ones(divisors.shape)
@@ -202,7 +202,7 @@ def _adaptive_avg_pool_bwd(t: Tensors, p: Parameters, _: Convolver, __: float) -
 
 
 def _maxima(x: Array, windows: Sequence[_Ranges]) -> tuple[Float, Ints]:
-    """The maximum of each window and its flat index: the first of equals, but the last NaN."""
+    """Return the maximum of each window and its flat index: the first maximum, or the last NaN."""
     size = x.shape[3:]
     shape = (*x.shape[:3], *(len(ranges.start) for ranges in windows))
     best, index = np.zeros(shape), np.zeros(shape, np.int64)
@@ -222,7 +222,7 @@ def _maxima(x: Array, windows: Sequence[_Ranges]) -> tuple[Float, Ints]:
 
 
 def _selected(value: Float) -> Reference:
-    """Elements that are copied, so that nothing is rounded."""
+    """Make the reference of copied elements, which are not rounded."""
     return Reference(value, np.zeros_like(value), np.zeros(value.shape, np.int64))
 
 
@@ -303,7 +303,7 @@ def _max_unpool_fwd(t: Tensors, p: Parameters, _: Convolver, __: float) -> list[
         planes, each = prod(some.shape[:3]), prod(size)
         flat = (where.reshape(planes, -1) + np.arange(planes)[:, None] * each).reshape(-1)
         value = np.zeros(planes * each)
-        value[flat] = some.astype(np.float64).reshape(-1)  # the last of equal indices stays
+        value[flat] = some.astype(np.float64).reshape(-1)  # the last of equal indices wins
         return _selected(value.reshape(*some.shape[:3], *size))
 
     return [
@@ -347,4 +347,4 @@ WINDOW_TARGETS: Mapping[str, Any] = {
     "max_unpool_fwd": _max_unpool_fwd,
     "max_unpool_bwd": _max_unpool_bwd,
 }
-"""What makes the targets of an operation, as in `convgrad.check.operations.TARGETS`."""
+"""Functions that make the targets of an operation, as in `convgrad.check.operations.TARGETS`."""

@@ -1,4 +1,4 @@
-"""``convgrad bench``: how long an operation takes on a server, the whole call and the kernel."""
+"""``convgrad bench``: times an operation on a server, both the whole call and the kernel."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _timed(client: Client, call: Any) -> tuple[float, Answer[Outputs]]:
 
 
 def _found(calls: Sequence[tuple[float, Answer[Outputs]]]) -> dict[str, Any]:
-    """What was measured, in seconds, FLOP/s and bytes/s; the rates are of the median."""
+    """Summarize the calls in seconds, FLOP/s and bytes/s; the rates are those of the median."""
     answers = [answer for _, answer in calls]
     report: Report = answers[-1].report
     call_s = _spread([seconds for seconds, _ in calls])
@@ -150,7 +150,7 @@ def _found(calls: Sequence[tuple[float, Answer[Outputs]]]) -> dict[str, Any]:
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Percentiles, each a time that was measured (nearest rank)."""
+    """Return percentiles by nearest rank, so that each is a measured time."""
     ranks = np.percentile(seconds, _PERCENTILES, method="inverted_cdf")
     named = {f"p{rank}": float(value) for rank, value in zip(_PERCENTILES, ranks, strict=True)}
     return {"min": min(seconds), **named, "max": max(seconds)}

@@ -1,4 +1,4 @@
-"""``convgrad call``: one request from files, its options made from the operation's contract."""
+"""``convgrad call``: sends one request with tensors from files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options that say which server, and how patiently."""
+"""Command-line options for the connection to the server."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def add_connection_options(parser: argparse.ArgumentParser) -> None:
 def connect(
     options: argparse.Namespace, wire: Literal["safetensors", "json"] = "safetensors"
 ) -> Iterator[convgrad.Client]:
-    """A client as the options ask for it."""
+    """Make a client from the options."""
     headers = {}
     for header in options.header:
         name, colon, value = header.partition(":")

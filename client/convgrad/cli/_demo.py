@@ -1,4 +1,4 @@
-"""``convgrad demo``: hands over to `convgrad.demo`, whose packages are an extra."""
+"""``convgrad demo``: runs `convgrad.demo`, which needs the packages of an extra."""
 
 from __future__ import annotations
 

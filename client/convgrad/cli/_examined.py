@@ -1,4 +1,4 @@
-"""The options that state a problem to verify, time or explain."""
+"""Command-line options that describe a problem to verify, time or explain."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def add_problem_options(parser: argparse.ArgumentParser) -> None:
 
 
 def problem_fields(options: argparse.Namespace) -> dict[str, Any]:
-    """The request's fields that the options say."""
+    """Return the request fields given by the options."""
     fields = {
         name: value for name in _FIELDS if (value := getattr(options, name, None)) is not None
     }
@@ -64,7 +64,7 @@ def problem_fields(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def tensors_of(operation: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the operation's tensors and parameters; tensors not given are drawn as by a server."""
+    """Return the operation's tensors and parameters; generate missing tensors as a server does."""
     given = dict(fields)
     words, batch = given.pop("layer", None), given.pop("batch", None)
     dtype, seed = given.pop("dtype", None), given.pop("seed", 0)
@@ -95,7 +95,7 @@ def _set(fields: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _value(text: str) -> Any:
-    """JSON where it is JSON (2, [1, 1], true), else the text itself (NHWC)."""
+    """Parse JSON (2, [1, 1], true); return any other text unchanged (NHWC)."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""`UsageError`: the command line, or a file it names, is wrong."""
+"""`UsageError`: the command line, or a file that it names, is invalid."""
 
 from __future__ import annotations
 

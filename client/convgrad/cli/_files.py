@@ -1,4 +1,4 @@
-"""Tensors from and to .npy, .npz and .safetensors files."""
+"""Reads and writes tensors in .npy, .npz and .safetensors files."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Tensors = Mapping[str, NDArray[Any]]
 
 
 def read_tensor(name: str, source: str) -> NDArray[Any]:
-    """The tensor ``name`` from ``FILE`` or ``FILE:KEY``.
+    """Read the tensor ``name`` from ``FILE`` or ``FILE:KEY``.
 
-    Without a key, the file's entry of that name is meant, or its only entry.
+    The default key is ``name``, or the file's only entry.
     """
     path, key = _split(source)
     read = _READERS.get(path.suffix)
@@ -38,7 +38,7 @@ def read_tensor(name: str, source: str) -> NDArray[Any]:
 
 
 def check_output(target: str) -> Path:
-    """The path of an output file, refused before the request is sent if it cannot be written."""
+    """Return the path of an output file; raise before the request if it cannot be written."""
     path = Path(target)
     if path.suffix not in _WRITERS:
         raise UsageError(f"--output: expected a file {_NAMES}, got {target!r}")
@@ -48,7 +48,7 @@ def check_output(target: str) -> Path:
 
 
 def write_tensors(tensors: Tensors, path: Path) -> None:
-    """Write the tensors; a file that exists is replaced only once the new one is whole."""
+    """Write the tensors; an existing file is replaced only when the new one is complete."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         with unfinished.open("wb") as file:
@@ -61,7 +61,7 @@ def write_tensors(tensors: Tensors, path: Path) -> None:
 
 
 def _split(source: str) -> tuple[Path, str | None]:
-    # The last colon only where a file's name ends before it: paths may hold colons themselves.
+    # Split at the last colon only after a file extension: paths may contain colons.
     head, colon, key = source.rpartition(":")
     if colon and Path(head).suffix in _READERS:
         return Path(head), key

@@ -1,4 +1,4 @@
-"""``convgrad health``: whether a server takes work, as an exit status."""
+"""``convgrad health``: reports as an exit status whether a server is ready."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["run"]
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run ``convgrad health`` with these arguments: 0 if the server is well, else 1."""
+    """Run ``convgrad health`` with these arguments: 0 if the server is ready, else 1."""
     parser = argparse.ArgumentParser(
         prog="convgrad health",
         description="Ask a server whether it takes work; exit status 0 if it does, else 1.",

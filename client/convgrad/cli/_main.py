@@ -1,7 +1,7 @@
 """Run a command; report a failure as one sentence and an exit status.
 
-Exit status: 0 success; 1 the server refused or could not be reached; 2 the command line, or a file
-that it names, is wrong; 130 interrupted.
+Exit status: 0 success; 1 the server returned an error or could not be reached; 2 the command line,
+or a file that it names, is invalid; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _COMMANDS = {
     "key": ("_service", "make an API key for a server (needs convgrad[service])"),
     "probe": ("_service", "check the server on this machine (needs convgrad[service])"),
 }
-# Modules that serve several commands are told which one runs.
+# Extra arguments for modules that implement several commands.
 _KEYWORDS: Mapping[str, Mapping[str, Any]] = {
     name: {"command": name} for name in ("serve", "kernels", "key", "probe", "time", "plan")
 }
@@ -54,14 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = module.run(arguments[1:], **_KEYWORDS.get(command, {}))
         sys.stdout.flush()
         return status
-    except SystemExit as done:  # argparse's way to stop
+    except SystemExit as done:  # raised by argparse
         return done.code if isinstance(done.code, int) else 1
     except UsageError as error:
         return _fail(error, 2)
     except ConvgradError as error:
         return _fail(error, 1)
     except BrokenPipeError:
-        # The reader has gone (`convgrad operations | head`), so buffered output has nowhere to go.
+        # The reader closed the pipe (`convgrad operations | head`): discard buffered output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""``convgrad operations``: a table of the operations, as a server or the contract has them."""
+"""``convgrad operations``: prints a table of the operations of a server or of the contract."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from convgrad.errors import MalformedRequest
 
 __all__ = ["add_operations", "known_tensor", "named_values", "request_call"]
 
-# The form of tensors in a JSON answer is between the client and the server alone.
+# Fields that the client sets itself.
 _NOT_OPTIONS = frozenset({"response", "stored", "store"})
 _PARAMETER = "parameter:"
 
@@ -28,8 +28,7 @@ _PARAMETER = "parameter:"
 def add_operations(
     parser: argparse.ArgumentParser,
 ) -> Mapping[str, argparse.ArgumentParser]:
-    """A parser for each operation, which takes its tensors, its parameters and the connection's
-    options."""
+    """Add a parser per operation, with options for tensors, parameters and the connection."""
     operations = parser.add_subparsers(dest="operation", metavar="OPERATION", required=True)
     return {
         operation.name: _add_options(operations, operation) for operation in OPERATIONS.values()
@@ -39,7 +38,7 @@ def add_operations(
 def request_call(
     options: argparse.Namespace, tensors: Mapping[str, NDArray[Any]] | None = None
 ) -> Call[Outputs]:
-    """The request that parsed options say, with further ``tensors``; raises UsageError."""
+    """Make the Call given by parsed options and further ``tensors``, or raise UsageError."""
     arguments: dict[str, Any] = {
         name.removeprefix(_PARAMETER): value
         for name, value in vars(options).items()
@@ -58,7 +57,7 @@ def request_call(
 
 
 def known_tensor(option: str, operation: str, name: str) -> str:
-    """``name``; raises UsageError unless it is a tensor of the operation."""
+    """Return ``name``, or raise UsageError if it is not a tensor of the operation."""
     known = OPERATIONS[operation].tensors
     if name not in known:
         raise UsageError(f"{option}: {operation} takes {', '.join(known)}; it has no {name!r}")
@@ -66,7 +65,7 @@ def known_tensor(option: str, operation: str, name: str) -> str:
 
 
 def named_values(option: str, texts: Iterable[str]) -> Iterable[tuple[str, str]]:
-    """The NAME and the value of each NAME=VALUE."""
+    """Split each NAME=VALUE into name and value."""
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
@@ -77,7 +76,7 @@ def named_values(option: str, texts: Iterable[str]) -> Iterable[tuple[str, str]]
 def _add_options(
     operations: argparse._SubParsersAction[argparse.ArgumentParser], operation: Operation
 ) -> argparse.ArgumentParser:
-    # Abbreviations would let a new option change what an old command line means.
+    # No abbreviations: a new option could change the meaning of an existing command line.
     parser = operations.add_parser(
         operation.name,
         help=_plain(operation.summary),
@@ -138,7 +137,7 @@ def _set(arguments: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _value(text: str) -> Any:
-    """JSON where it is JSON (2, [1, 1], true), else the text itself (NHWC)."""
+    """Parse JSON (2, [1, 1], true); return any other text unchanged (NHWC)."""
     try:
         return json.loads(text)
     except ValueError:
@@ -151,5 +150,5 @@ def _required_first(operation: Operation) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    # argparse formats help with %.
+    # argparse %-formats help texts.
     return text.replace("%", "%%")

@@ -1,4 +1,4 @@
-"""``convgrad serve`` and ``convgrad kernels``: hand over to the service, never imported here.
+"""``convgrad serve`` and ``convgrad kernels``: run commands of the service without importing it.
 
 The service is found by name in the entry-point group ``convgrad.commands``.
 """
@@ -16,7 +16,7 @@ _ADVICE = "install it with: pip install 'convgrad[service]'"
 
 
 def run(argv: Sequence[str], command: str) -> int:
-    """Run one of the service's commands until it is done or told to stop."""
+    """Run one of the service's commands until it finishes or is stopped."""
     found = tuple(entry_points(group="convgrad.commands", name=command))
     if not found:
         raise UsageError(f"{command} needs the service, which is not installed; {_ADVICE}")

@@ -1,4 +1,4 @@
-"""``convgrad time`` and ``convgrad plan``: a server times an operation, or explains its plan."""
+"""``convgrad time`` and ``convgrad plan``: time an operation on a server, or explain its plan."""
 
 from __future__ import annotations
 

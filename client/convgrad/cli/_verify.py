@@ -1,6 +1,6 @@
 """``convgrad verify``: compare results in files, or a kernel, with a float64 reference.
 
-Exit status: 0 everything passed; 1 something is wrong, or the server refused; 2 the command line.
+Exit status: 0 all checks passed; 1 a check failed or the server returned an error; 2 usage error.
 """
 
 from __future__ import annotations

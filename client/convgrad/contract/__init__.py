@@ -1,7 +1,4 @@
-"""The contract: request models, the registry of operations, and the report of an answer.
-
-Client and server share it, so neither can drift from the other.
-"""
+"""The contract shared by client and server: request models, operation registry and report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of adaptive pooling, average and max, and their gradients."""
+"""Requests of adaptive average and max pooling and their gradients."""
 
 from __future__ import annotations
 

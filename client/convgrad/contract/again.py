@@ -1,4 +1,4 @@
-"""The line that asks the same once more, in a body and on the command line."""
+"""How to repeat a request, as a JSON body and on the command line."""
 
 from __future__ import annotations
 

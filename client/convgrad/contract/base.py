@@ -1,6 +1,6 @@
-"""`Request`, the base of every request model, and `validate`, the way a request is made.
+"""`Request`, the base of every request model, and `validate`, which makes requests.
 
-Refusals leave here as MalformedRequest with one sentence; pydantic's own errors never do.
+Validation errors are raised as MalformedRequest with one sentence, never as pydantic errors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Parameters(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_first(cls, fields: Any) -> Any:
-        # Before pydantic does: it would make an error for each of a million unknown fields.
+        # Checked before pydantic, which would make an error for each of a million unknown fields.
         if isinstance(fields, Mapping) and (sentence := _unknown(cls, fields)) is not None:
             raise PydanticCustomError("refused", "{sentence}", {"sentence": sentence})
         return fields
@@ -64,7 +64,7 @@ class Request(Parameters):
         description="Outputs that the server shall keep and not send, each with its name there.",
     )
 
-    # Arrays have no single truth value, so a request equals itself alone.
+    # Arrays have no single truth value, so requests compare by identity.
     def __eq__(self, other: object) -> bool:
         return self is other
 
@@ -105,7 +105,7 @@ def validate(request_model: type[R], fields: Mapping[str, Any]) -> R:
     try:
         return request_model.model_validate(dict(fields))
     except ValidationError as refused:
-        # Input is shown by `shown`, bounded; the number of errors is bounded by that of fields.
+        # `shown` bounds the length of the input shown; the number of fields bounds that of errors.
         first = refused.errors(include_url=False)[0]
     raise MalformedRequest(_sentence(request_model, first))
 

@@ -1,4 +1,4 @@
-"""Requests of the two 3D operations that Ascend C defines."""
+"""Requests of Ascend C's two 3D operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of a convolution's second derivatives, transposed or not."""
+"""Requests of the double backward passes of convolutions and transposed convolutions."""
 
 from __future__ import annotations
 

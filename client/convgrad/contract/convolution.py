@@ -1,4 +1,4 @@
-"""Requests of the plain convolutions: forward, and the gradients of input, weight and bias."""
+"""Requests of convolutions: forward, and the gradients of input, weight and bias."""
 
 from __future__ import annotations
 

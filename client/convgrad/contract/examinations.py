@@ -1,7 +1,7 @@
-"""Requests that examine an operation and do not want its tensors: verify, time, plan.
+"""Requests about an operation that do not return its tensors: verify, time and plan.
 
-Their models are made from the operations' own: the same fields, of which none is required, for a
-layer may say them in its own words. Whether they are complete is found as they become a problem.
+Their models are derived from those of the operations. No field is required, because ``layer`` can
+replace them. Completeness is checked when the request is converted to a problem.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _made(
 ) -> Operation:
     fields = _optional(operation)
     if not results:
-        # Nothing is sent: what is not drawn from the seed has no place here.
+        # No tensors are sent: all are generated from the seed.
         fields = {name: field for name, field in fields.items() if name not in operation.tensors}
     else:
         fields |= _results(operation)

@@ -1,4 +1,4 @@
-"""A small request for each operation, as a JSON body: what OpenAPI shows, and a test runs."""
+"""A small example request for each operation, as a JSON body, for OpenAPI and the tests."""
 
 from __future__ import annotations
 

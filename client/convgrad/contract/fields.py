@@ -1,7 +1,7 @@
-"""The types of request fields: what each accepts, how it refuses, and its JSON Schema.
+"""The types of request fields: their accepted values, error messages and JSON Schema.
 
-Every type here checks types alone. Whether sizes and geometry make sense together is the
-Problem's to say, in one place for every transport.
+The types here only check types. `Problem` checks that sizes and geometry are consistent, for every
+transport.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ __all__ = [
     "distinct_choices",
 ]
 
-# Longer than any shape or padding of section 1: an endless list is refused before it is walked.
+# Longer than any shape or padding; longer lists are rejected without reading them.
 _MAX_ITEMS = 8
-# Far above any size a Problem accepts, and far below what makes printing an int slow.
+# Far above any size that a Problem accepts, and small enough to print quickly.
 _MAX_INT_BITS = 256
 
 
@@ -81,7 +81,7 @@ class TensorType(Parsed):
     """Marks a field as a tensor; the registry finds an operation's tensors by it."""
 
 
-# Of which dtypes each tensor may be, and that they agree, is the Problem's to say.
+# Problem checks which dtypes each tensor may have, and that they agree.
 def _tensor(value: Any) -> np.ndarray[Any, Any]:
     if not isinstance(value, np.ndarray) or DType.of(value.dtype) is None:
         raise TypeError
@@ -91,7 +91,7 @@ def _tensor(value: Any) -> np.ndarray[Any, Any]:
 def _int(value: Any) -> int:
     if isinstance(value, bool | np.bool_):
         raise TypeError
-    # operator.index takes NumPy's ints too, and refuses floats and strings.
+    # operator.index also accepts NumPy ints, and rejects floats and strings.
     number = operator.index(value)
     if number.bit_length() > _MAX_INT_BITS:
         raise ValueError
@@ -164,7 +164,7 @@ def _split_k(value: Any) -> Literal["auto"] | int:
 
 
 def _layout(value: Any) -> str:
-    # Which names exist, and which suit a rank, is the Problem's; here, only that it is a name.
+    # Problem checks that the name exists and suits the rank; only its type is checked here.
     if not isinstance(value, str) or not value.isascii() or not 1 <= len(value) <= 16:
         raise ValueError
     return value

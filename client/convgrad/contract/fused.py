@@ -1,4 +1,4 @@
-"""The request of two convolutions in one, whose intermediate never leaves the chip."""
+"""The request of two fused convolutions, whose intermediate never leaves the chip."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The registry: every operation by name, with what it takes, gives, and an example that works.
+"""The registry of operations: inputs, outputs and a working example of each, by name.
 
-What a request model already says (its fields, which of them are tensors, its first line of
-documentation) is read from the model and not repeated here.
+Fields, tensors and the summary of an operation are taken from its request model.
 """
 
 from __future__ import annotations

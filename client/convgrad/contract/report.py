@@ -1,4 +1,4 @@
-"""What an answer says about how it was computed."""
+"""The report of an answer: how it was computed."""
 
 from __future__ import annotations
 

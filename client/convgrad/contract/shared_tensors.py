@@ -1,4 +1,4 @@
-"""Tensors of a request that lie in shared memory: the field ``shared_memory`` of ``/verify``."""
+"""Request tensors in shared memory: the field ``shared_memory`` of ``/verify``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stored tensor may be called."""
+"""Valid names of stored tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON Schema of a tensor in a JSON body: one of three forms, or the name of one that is stored."""
+"""JSON Schema of a tensor in a JSON body: one of three forms, or the name of a stored tensor."""
 
 from __future__ import annotations
 

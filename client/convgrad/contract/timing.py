@@ -1,4 +1,4 @@
-"""What the server says of an operation that it timed, or whose plan it explains."""
+"""Answers of ``/time`` and ``/plan``."""
 
 from __future__ import annotations
 

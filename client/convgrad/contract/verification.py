@@ -1,4 +1,4 @@
-"""What the server says of a result that it was sent to verify."""
+"""The answer of ``/verify``."""
 
 from __future__ import annotations
 

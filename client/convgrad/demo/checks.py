@@ -1,7 +1,6 @@
-"""Every operation of the contract, checked against the float64 reference.
+"""Checks every operation of the contract against the float64 reference.
 
-The registry of operations decides what must be checked: an operation without a case is an
-error, never a gap.
+An operation in the registry without a case is an error.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ __all__ = ["CheckResult", "run_checks"]
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """How one operation did: its worst error as a share of the allowed one, and in which case."""
+    """The worst error of an operation relative to its bound, and the case that showed it."""
 
     operation: str
     cases: int
@@ -40,10 +39,10 @@ def run_checks(
     rng: np.random.Generator,
     cases: Sequence[Case] = CASES,
 ) -> Iterator[CheckResult]:
-    """Check every operation named, in that order.
+    """Check the named operations in order.
 
     Raises
-        DemoError at once, where an operation has no case or a case no operation.
+        DemoError, before any check, if an operation has no case or a case no operation.
     """
     covered = {case.operation for case in cases}
     if covered != set(operations):

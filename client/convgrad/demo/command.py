@@ -1,4 +1,4 @@
-"""The demo from its first line to its last."""
+"""Runs the steps of the demo in order."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _demonstrate(server: Server, schedule: Schedule, folder: Path, console: Cons
             f"{len(data.train_labels):,} images to learn from. Every convolution and pooling, "
             f"forward and backward,\nis computed by the server at {server.url}."
         )
-        # Made now, run later: an operation without a check is told before the training.
+        # Made now and run later, so that a missing case is reported before the training.
         checks_to_run = run_checks(client, OPERATIONS, np.random.default_rng(_SEED))
         rng = np.random.default_rng(_SEED)
         network = Network(client, rng)
@@ -104,7 +104,7 @@ def _demonstrate(server: Server, schedule: Schedule, folder: Path, console: Cons
 
 
 def _writable(folder: Path) -> Path:
-    """The folder, made where it is missing: better refused now than after the training."""
+    """Create the folder if needed, so that an error appears before the training, not after it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

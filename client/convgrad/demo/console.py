@@ -1,6 +1,6 @@
-"""What the demo shows while it works and when it is done.
+"""The demo's progress display and summary.
 
-On a terminal a progress bar moves; in a plain log each epoch is one line.
+A terminal shows a progress bar, a plain log one line per epoch.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from convgrad.demo.training import Step
 
 __all__ = ["Display", "Summary"]
 
-_LOSS_MEMORY = 0.9  # how much of the shown loss is that of the steps before
+_LOSS_MEMORY = 0.9  # weight of earlier steps in the displayed loss
 
-_TENFOLD = 10.0  # from here on a percentage says less than a factor
+_TENFOLD = 10.0  # larger shares are shown as a factor instead of a percentage
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What the last table says."""
+    """The contents of the last table."""
 
     test_accuracy: float
     test_images: int
@@ -40,7 +40,7 @@ class Summary:
 
 @dataclass(slots=True)
 class Display:
-    """Writes to one console; ``meter`` counts the requests whose rate is shown."""
+    """Writes to a console; ``meter`` counts the requests whose rate is shown."""
 
     console: Console
     meter: Meter
@@ -49,7 +49,7 @@ class Display:
 
     @property
     def _moves(self) -> bool:
-        """Whether what was written can be written over: not in a log, though it be coloured."""
+        """Whether output can be overwritten, which is not so in a log, even a coloured one."""
         return self.console.is_interactive and self.console.file.isatty()
 
     def title(self, text: str) -> None:
@@ -59,7 +59,7 @@ class Display:
         self.console.print(text, highlight=False)
 
     def training(self, steps: Iterable[Step], total: int) -> list[Step]:
-        """Run the steps to their end, showing how far they are."""
+        """Run the steps and show the progress."""
         self._started = time.perf_counter()
         self._requests_before = self.meter.requests
         return self._bar(steps, total) if self._moves else self._lines(steps)
@@ -104,7 +104,7 @@ class Display:
         return (self.meter.requests - self._requests_before) / elapsed
 
     def checks(self, results: Iterable[CheckResult]) -> list[CheckResult]:
-        """Run the checks to their end, then show them."""
+        """Run the checks, then show their results."""
         if not self._moves:
             done = list(results)
         else:
@@ -127,12 +127,12 @@ class Display:
                 "[green]ok[/green]" if result.passed else "[bold red]WRONG[/bold red]",
             )
         self.console.print(table, highlight=False)
-        # Half a unit in the last place is most of what a 16-bit answer is allowed.
+        # Half a unit in the last place is most of the bound of a 16-bit answer.
         self.say("[dim]16-bit answers come close to 100% by their last rounding alone.[/dim]")
         return done
 
     def summary(self, summary: Summary) -> None:
-        """The last table."""
+        """Show the last table."""
         passed = sum(result.passed for result in summary.checks)
         rows = {
             "test accuracy": f"[bold]{summary.test_accuracy:.2%}[/bold] of "

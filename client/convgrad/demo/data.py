@@ -1,4 +1,4 @@
-"""The handwritten digits that scikit-learn ships: 1,797 images of 8 x 8, no download."""
+"""scikit-learn's bundled handwritten digits: 1,797 images of 8 x 8, without a download."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["CLASSES", "Digits", "batches", "digits"]
 
 CLASSES = 10
 _SPLIT_SEED = 0
-_TEST_SHARE = 4  # one image in four is kept for the test
+_TEST_SHARE = 4  # one image in four is a test image
 _BRIGHTEST = 16.0
 
 
 @dataclass(frozen=True, slots=True)
 class Digits:
-    """Images (N, 1, 8, 8) in float32 between 0 and 1, and the digit that each shows."""
+    """Images (N, 1, 8, 8) in float32 between 0 and 1, and their labels."""
 
     train_images: NDArray[np.float32]
     train_labels: NDArray[np.int64]
@@ -29,7 +29,7 @@ class Digits:
 
 
 def digits() -> Digits:
-    """The digits, split the same way every time, each class in the same proportion."""
+    """Load the digits with a fixed, stratified split."""
     source: Any = load_digits()
     images = (source.images[:, None] / _BRIGHTEST).astype(np.float32)
     labels = source.target.astype(np.int64)
@@ -47,9 +47,9 @@ def batches(
     batch_size: int,
     rng: np.random.Generator,
 ) -> Iterator[tuple[NDArray[np.float32], NDArray[np.int64]]]:
-    """One epoch in random order; half of the images are moved by up to a pixel each way.
+    """Yield one epoch in random order, with half of the images shifted by up to one pixel.
 
-    A last batch that would not be full is left out: the next epoch's order differs.
+    An incomplete last batch is skipped.
     """
     order = rng.permutation(len(labels))
     for start in range(0, len(order) - batch_size + 1, batch_size):

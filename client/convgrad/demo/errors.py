@@ -1,4 +1,4 @@
-"""The demo's own errors."""
+"""Errors of the demo."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ __all__ = ["DemoError"]
 
 
 class DemoError(Exception):
-    """The demo cannot go on, or did not show what it is there to show; the text says why."""
+    """The demo cannot continue, or a check failed; the message says why."""

@@ -1,8 +1,8 @@
-"""The bounded gate: whether an answer lies within the error that its arithmetic allows.
+"""The bounded gate: checks that an answer is within the rounding error of its arithmetic.
 
-``|answer - reference| <= u_out*|reference| + L*u_acc*S`` for every element, where S is the sum
-of the magnitudes of the element's products and L how many there are. The reference is a formula
-that multiplies and adds, so S and L come from the same formula: of magnitudes, and of ones.
+``|answer - reference| <= u_out*|reference| + L*u_acc*S`` for every element, where S is the sum of
+the magnitudes of the element's products and L their number. The reference is a formula of products
+and sums, so the same formula applied to magnitudes gives S, and applied to ones gives L.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ROUNDING = {
     DType.FLOAT32: 2.0**-24,
     DType.FLOAT64: 2.0**-53,
 }
-# One addition's error. Tensor cores, which truncate, may have added up 16-bit products.
+# Error of one addition. Products of 16-bit types may be summed by tensor cores, which truncate.
 _ADDITION = {
     DType.FLOAT16: 2.0**-23,
     DType.BFLOAT16: 2.0**-23,
@@ -37,21 +37,21 @@ _ADDITION = {
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What an answer should be, and how far from it each element may lie."""
+    """The expected answer and the allowed error of each element."""
 
     value: NDArray[Any]
     allowed: NDArray[np.float64]
     dtype: np.dtype[Any]
 
     def rearranged(self, layout: Callable[[NDArray[Any]], NDArray[Any]]) -> Expected:
-        """The same in another layout."""
+        """Convert the values and the bounds to another layout."""
         return Expected(layout(self.value), layout(self.allowed), self.dtype)
 
 
 def bounded(formula: Formula, *tensors: NDArray[Any], out: DTypeLike | None = None) -> Expected:
-    """The formula of the tensors in float64, and the error that their dtype's arithmetic allows.
+    """Evaluate the formula in float64, with the error bound of the tensors' dtype.
 
-    ``out`` is the dtype of the answer where it is not that of the tensors.
+    ``out`` is the dtype of the answer if it differs from that of the tensors.
     """
     dtype = tensors[0].dtype
     out_dtype = dtype if out is None else np.dtype(out)
@@ -69,20 +69,23 @@ def within(
     dtype: DTypeLike,
     out: DTypeLike | None = None,
 ) -> Expected:
-    """A value, and the error of so many roundings of terms of that magnitude in all."""
+    """Expect a value to within ``terms`` rounding errors of ``magnitude``."""
     out_dtype = np.dtype(dtype if out is None else out)
     allowed = _of(_ROUNDING, out_dtype) * np.abs(value)
     return Expected(value, allowed + terms * _of(_ADDITION, np.dtype(dtype)) * magnitude, out_dtype)
 
 
 def exactly(value: NDArray[Any], dtype: DTypeLike) -> Expected:
-    """An answer in which nothing is rounded: the maxima of a pooling, or their places."""
+    """Expect an exact answer, such as the maxima of a pooling or their indices."""
     return Expected(value, np.zeros(value.shape), np.dtype(dtype))
 
 
 def worst_share(answer: ArrayLike, expected: Expected) -> float:
-    """The largest error as a share of the allowed one; infinite where the answer is of another
-    shape or dtype, not finite, or wrong where nothing is rounded."""
+    """Return the largest error relative to its bound.
+
+    It is infinite if the answer has the wrong shape or dtype, is not finite, or is wrong where it
+    must be exact.
+    """
     got = np.asarray(answer)
     if got.shape != expected.value.shape or got.dtype != expected.dtype:
         return float("inf")

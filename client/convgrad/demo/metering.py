@@ -1,4 +1,4 @@
-"""Counting what goes over the wire: an httpx transport that measures each exchange."""
+"""An httpx transport that counts and times requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Meter", "MeteredTransport"]
 
 @dataclass(slots=True)
 class Meter:
-    """Bodies sent and received, and the seconds from each request to the end of its answer."""
+    """Bytes of bodies sent and received, and the duration of each request in seconds."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -30,7 +30,7 @@ class Meter:
 
 
 class MeteredTransport(httpx.BaseTransport):
-    """Passes requests on to another transport and keeps the count in ``meter``."""
+    """Forwards requests to another transport and records them in ``meter``."""
 
     def __init__(self, inner: httpx.BaseTransport, meter: Meter) -> None:
         self._inner = inner

@@ -1,14 +1,14 @@
-"""A small convolutional network whose convolutions and poolings a convgrad server computes.
+"""A small convolutional network whose convolutions and poolings run on a convgrad server.
 
 ::
 
     image 1x8x8 → conv 3x3, 16 → ReLU → conv 3x3, 32 → max pool 2 → ReLU
                 → conv 3x3, 64 → max pool 2 → ReLU → conv 2x2, 10 → logits
 
-One pass forward is six requests, one pass backward six more. What is left, ReLU and the loss,
-is NumPy below. What one request makes and only the next one needs never leaves the server: the
-large image between a convolution and its pooling, the pooling's indices, and the gradient on the
-way back. (The maximum of a window is positive where any of it is, so ReLU may come after.)
+The forward pass takes six requests and the backward pass six more. ReLU and the loss are computed
+here with NumPy. Tensors that only the next request needs stay on the server: the large image
+between a convolution and its pooling, the pooling's indices, and the gradient between them. (ReLU
+and max pooling commute, so ReLU may follow the pooling.)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class Layer(Protocol):
-    """One step of the network: forward remembers what backward needs."""
+    """A layer of the network; ``forward`` saves what ``backward`` needs."""
 
     def forward(self, input: Array) -> Array: ...
 
@@ -41,7 +41,7 @@ class Layer(Protocol):
 
 
 class Server:
-    """The client, and the names of what stays with its server, which no other program uses."""
+    """The client and the names of its stored tensors, which are unique to this program."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -49,13 +49,13 @@ class Server:
         self._names: set[str] = set()
 
     def keeping(self, layer: int, *outputs: str) -> Client:
-        """The client whose requests leave these outputs of a layer on the server."""
+        """Return a client whose requests store these outputs of a layer on the server."""
         store = {output: f"{self._prefix}.{layer}.{output}" for output in outputs}
         self._names.update(store.values())
         return self.client.with_options(store=store)
 
     def forget(self) -> None:
-        """Drop all that was left there; what cannot be dropped goes by itself."""
+        """Delete the stored tensors; those that cannot be deleted expire."""
         for name in self._names:
             with contextlib.suppress(ConvgradError):
                 self.client.drop(name)
@@ -64,7 +64,7 @@ class Server:
 
 @dataclass(slots=True, eq=False)
 class Convolution:
-    """A convolution with a bias; the server computes it and all three of its gradients."""
+    """A convolution with a bias; the server computes the output and all three gradients."""
 
     client: Client
     weight: Array
@@ -88,7 +88,7 @@ class Convolution:
 
 @dataclass(slots=True, eq=False)
 class PooledConvolution:
-    """A convolution and the max pooling behind it, with nothing between them but the server."""
+    """A convolution followed by max pooling; the tensors between them stay on the server."""
 
     server: Server
     number: int
@@ -136,11 +136,11 @@ class ReLU:
 
 
 class Network:
-    """The layers in order, and the parameters that training changes."""
+    """The layers in order, and their parameters."""
 
     def __init__(self, client: Client, rng: np.random.Generator) -> None:
         def convolution(inputs: int, outputs: int, kernel: int, padding: int) -> Convolution:
-            # He's initialisation keeps the variance through ReLU layers.
+            # He initialization preserves the variance through ReLU layers.
             scale = np.sqrt(2.0 / (inputs * kernel * kernel))
             weight = rng.normal(scale=scale, size=(outputs, inputs, kernel, kernel))
             bias = np.zeros(outputs, dtype=np.float32)
@@ -169,14 +169,14 @@ class Network:
         return activation.reshape(len(images), CLASSES)
 
     def backward(self, grad_logits: Array) -> Array:
-        """∂loss/∂logits (N, 10) → ∂loss/∂images; the parameters' gradients stay in the layers."""
+        """∂loss/∂logits (N, 10) → ∂loss/∂images; layers keep the gradients of their parameters."""
         gradient = grad_logits.reshape(*grad_logits.shape, 1, 1)
         for layer in reversed(self.layers):
             gradient = layer.backward(gradient)
         return gradient
 
     def forget(self) -> None:
-        """Leave nothing on the server."""
+        """Delete all tensors stored on the server."""
         self._server.forget()
 
     def parameters(self) -> list[Array]:
@@ -189,7 +189,7 @@ class Network:
 
 
 def cross_entropy(logits: Array, labels: NDArray[np.int64]) -> tuple[Array, Array]:
-    """The softmax cross-entropy of each image (N,), and ∂(their mean)/∂logits (N, 10)."""
+    """Return the softmax cross-entropy of each image (N,), and ∂(their mean)/∂logits (N, 10)."""
     shifted = logits - logits.max(axis=1, keepdims=True)
     log_probability = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     rows = np.arange(len(labels))
@@ -199,14 +199,14 @@ def cross_entropy(logits: Array, labels: NDArray[np.int64]) -> tuple[Array, Arra
 
 
 def _given(output: T | None) -> T:
-    """An output that was asked for; the SDK types those that can be left out as optional."""
+    """Narrow the type of a requested output, which the SDK types as optional."""
     if output is None:
         raise TypeError("the answer lacks an output that the request asked for")
     return output
 
 
 def _stored(output: object) -> Stored:
-    """An output that the server was asked to keep; the SDK types outputs as arrays."""
+    """Narrow the type of a stored output, which the SDK types as an array."""
     if not isinstance(output, Stored):
         raise TypeError(f"the answer holds {type(output).__name__}, not a tensor that was kept")
     return output

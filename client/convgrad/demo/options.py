@@ -1,4 +1,4 @@
-"""The demo's command line; needs none of the packages that the demo itself needs."""
+"""The demo's command line, importable without the demo's packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo's picture: how training went, what it learned, and gradients as images."""
+"""The demo's picture: training curves, learned filters, and gradients as images."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SMOOTHING_STEPS = 15
 def draw_picture(
     path: Path, network: Network, digits: Digits, steps: Sequence[Step], target: float
 ) -> None:
-    """Draw and write the picture; the gradients in it are asked of the server now."""
+    """Draw and write the picture, requesting its gradients from the server."""
     figure = Figure(figsize=(12, 6.8), facecolor="white")
     figure.set_layout_engine("constrained", w_pad=0.06, h_pad=0.06, hspace=0.02)
     rows: Any = figure.subfigures(2, 1, height_ratios=(1.3, 1))
@@ -78,7 +78,7 @@ def _draw_filters(figure: SubFigure, weight: Array) -> None:
 
 
 def _draw_gradients(figure: SubFigure, network: Network, digits: Digits) -> None:
-    """For each class its hardest test image, above ∂loss/∂image."""
+    """Draw the hardest test image of each class, above ∂loss/∂image."""
     figure.suptitle(
         "The test image of each digit that is hardest to read, and ∂loss/∂image from the server "
         "(more ink on red raises the loss, on blue lowers it)",

@@ -1,7 +1,7 @@
-"""The operations in float64, straight from their definitions, with loops over every tap.
+"""The operations in float64, directly from their definitions, with loops over every tap.
 
-Slow and plain on purpose: this is what the server's answers are held against, so it shares no
-code with it. Arrays here are channels first, (N, C, ...) and (K, C/groups, ...).
+Deliberately slow and simple, because the server's answers are checked against it; it shares no
+code with the server. Arrays are channels first, (N, C, ...) and (K, C/groups, ...).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Ints = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """A convolution's geometry; padding is a (before, after) pair per dimension.
+    """The geometry of a convolution; padding is a (before, after) pair per dimension.
 
-    Input coordinate i and output coordinate o meet at tap r where
-    i = o * stride + r * dilation - padding_before, and i lies inside the input.
+    Input coordinate i and output coordinate o meet at tap r if
+    i = o * stride + r * dilation - padding_before and i is inside the input.
     """
 
     stride: Ints
@@ -44,7 +44,7 @@ class Convolution:
     def _meetings(
         self, input_size: Ints, kernel: Ints, output_size: Ints
     ) -> Iterator[tuple[Any, Any, Any]]:
-        """Every (i, r, o) that meets, each as an index into the trailing dimensions."""
+        """Yield every (i, r, o) that meets, as indices into the trailing dimensions."""
         before = [pad[0] for pad in self.padding]
         for o in product(*map(range, output_size)):
             for r in product(*map(range, kernel)):
@@ -89,14 +89,14 @@ class Convolution:
 
 @dataclass(frozen=True, slots=True)
 class MaxPool:
-    """A max pooling's geometry, the same padding before and after."""
+    """The geometry of a max pooling with symmetric padding."""
 
     kernel: Ints
     stride: Ints
     padding: Ints
 
     def forward(self, input: Array) -> tuple[Array, NDArray[np.int64]]:
-        """The maxima, and the flat place of each in its (n, c) plane: the first where they tie."""
+        """Return the maxima and their flat indices in each (n, c) plane; the first wins a tie."""
         size = input.shape[2:]
         out_size = tuple(
             (extent + 2 * pad - taps) // stride + 1
@@ -120,7 +120,7 @@ class MaxPool:
         return output, indices
 
     def grad_input(self, grad_output: Array, indices: NDArray[np.int64], input_size: Ints) -> Array:
-        """Every gradient goes to the place its maximum came from; overlaps add up."""
+        """Add every gradient to the position of its maximum."""
         batch, channels = grad_output.shape[:2]
         grad = np.zeros((batch, channels, int(np.prod(input_size))))
         for n, c in product(range(batch), range(channels)):
@@ -130,13 +130,13 @@ class MaxPool:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """A pooling's windows: of each dimension (start, stop, size that counts) for every output."""
+    """Windows of a pooling: per dimension, (start, stop, divisor) of every output."""
 
     axes: tuple[tuple[tuple[int, int, int], ...], ...]
 
     @classmethod
     def sliding(cls, size: Ints, kernel: Ints, stride: Ints, padding: Ints) -> Windows:
-        """Average pooling's, whose padding counts."""
+        """Make the windows of average pooling that counts the padding."""
         axes = []
         for extent, taps, step, pad in zip(size, kernel, stride, padding, strict=True):
             starts = [o * step - pad for o in range((extent + 2 * pad - taps) // step + 1)]
@@ -156,28 +156,28 @@ class Windows:
         return tuple(map(len, self.axes))
 
     def each(self) -> Iterator[tuple[Any, Any, int]]:
-        """(the output's index, its part of the input, its divisor), into trailing dimensions."""
+        """Yield (output index, input slices, divisor), for the trailing dimensions."""
         for o in product(*map(range, self.output_size)):
             chosen = [axis[at] for axis, at in zip(self.axes, o, strict=True)]
             part = (slice(start, stop) for start, stop, _ in chosen)
             yield (..., *o), (..., *part), int(np.prod([size for _, _, size in chosen]))
 
     def means(self, input: Array) -> Array:
-        """The sum over each window, divided."""
+        """Return the mean of each window."""
         output = np.zeros((*input.shape[:2], *self.output_size))
         for o, part, size in self.each():
             output[o] = input[part].reshape(*input.shape[:2], -1).sum(axis=2) / size
         return output
 
     def spread(self, grad_output: Array, input_size: Ints) -> Array:
-        """The gradient of the means: each goes, divided, to all of its window."""
+        """Return the gradient of `means`: each gradient, divided, is added to its whole window."""
         grad = np.zeros((*grad_output.shape[:2], *input_size))
         for o, part, size in self.each():
             grad[part] += (grad_output[o] / size)[(...,) + (None,) * len(input_size)]
         return grad
 
     def maxima(self, input: Array) -> tuple[Array, NDArray[np.int64]]:
-        """The maximum of each window, and its flat place in its plane: the first where they tie."""
+        """Return the maximum of each window and its flat index; the first wins a tie."""
         output = np.zeros((*input.shape[:2], *self.output_size))
         indices = np.zeros(output.shape, dtype=np.int64)
         places = np.arange(np.prod(input.shape[2:])).reshape(input.shape[2:])
@@ -189,7 +189,7 @@ class Windows:
 
 
 def ndc1hwc0(array: NDArray[Any], c0: int) -> NDArray[Any]:
-    """(N, C, D, H, W) → (N, D, C1, H, W, C0), the last channels filled with zeros."""
+    """(N, C, D, H, W) → (N, D, C1, H, W, C0), channels padded with zeros."""
     batch, channels, *size = array.shape
     c1 = -(-channels // c0)
     padded = np.zeros((batch, c1 * c0, *size), dtype=array.dtype)
@@ -198,7 +198,7 @@ def ndc1hwc0(array: NDArray[Any], c0: int) -> NDArray[Any]:
 
 
 def fractal_z_3d(weight: NDArray[Any], c0: int) -> NDArray[Any]:
-    """(K, C, D, H, W) → (D*C1*H*W, N1, N0, C0) with N0 = 16, both channels filled with zeros."""
+    """(K, C, D, H, W) → (D*C1*H*W, N1, N0, C0) with N0 = 16, K and C padded with zeros."""
     n0 = 16
     outputs, channels, *kernel = weight.shape
     n1, c1 = -(-outputs // n0), -(-channels // c0)

@@ -1,7 +1,7 @@
-"""The server that the demo talks to: one of its own as a child process, or a running one.
+"""The demo's server: a child process, or one that is already running.
 
-The child never outlives the demo: it is stopped however the block that uses it ends, and signals
-that would end the demo without unwinding are turned into exceptions first.
+The child never outlives the demo: it is stopped however the ``with`` block ends, and signals that
+would terminate the demo without unwinding are converted to exceptions.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _LOG_TAIL_LINES = 15
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where the server is, and its process where the demo started it."""
+    """The server's address, and its process if the demo started it."""
 
     url: str
     process: subprocess.Popen[bytes] | None = None
     log: Path | None = None
 
     def epitaph(self) -> str:
-        """What is to be said of a child that ended on its own; nothing while it runs."""
+        """Describe how the child ended on its own; empty while it runs."""
         if self.process is None or self.log is None or self.process.poll() is None:
             return ""
         return _death(self.process, self.log)
@@ -48,7 +48,7 @@ class Server:
 
 @contextmanager
 def running_server(url: str) -> Iterator[Server]:
-    """A server that someone else runs, once it has said that it is ready."""
+    """Use a server that is already running, after checking that it is ready."""
     try:
         answer = _ask_ready(url, timeout_s=5)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -60,7 +60,7 @@ def running_server(url: str) -> Iterator[Server]:
 
 @contextmanager
 def local_server() -> Iterator[Server]:
-    """A new server on a free port of this machine, stopped when the block ends."""
+    """Start a server on a free local port; stop it when the block ends."""
     with (
         tempfile.TemporaryDirectory(prefix="convgrad-demo-") as folder,
         _signals_as_exceptions(),
@@ -68,10 +68,10 @@ def local_server() -> Iterator[Server]:
         log, port_file = Path(folder, "server.log"), Path(folder, "port")
         command = [sys.executable, "-m", "convgrad", "serve"]
         command += ["--host", _HOST, "--port", "0", "--port-file", str(port_file)]
-        command += ["--grpc-port", "0"]  # whatever else listens on this machine
-        command += ["--log-level", "warning"]  # not a line for each of thousands of requests
+        command += ["--grpc-port", "0"]  # a free port
+        command += ["--log-level", "warning"]  # no line per request
         with log.open("wb") as sink:
-            # A session of its own, so that Ctrl-C reaches the demo alone, which then stops it.
+            # In its own session, so that Ctrl-C reaches only the demo, which then stops it.
             process = subprocess.Popen(  # noqa: S603  (our own interpreter and module)
                 command,
                 stdin=subprocess.DEVNULL,
@@ -105,7 +105,7 @@ def _is_ready(url: str) -> bool:
 
 
 def _ask_ready(url: str, timeout_s: float) -> httpx.Response:
-    # Past any proxy that the environment names: it would not find this machine's loopback.
+    # Ignore proxies set in the environment: they cannot reach the loopback of this machine.
     return httpx.get(f"{url}/v2/health/ready", timeout=timeout_s, trust_env=False)
 
 
@@ -114,7 +114,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(_STOP_S)
     except BaseException as error:
-        # Too slow, or a second Ctrl-C: either way it must not stay.
+        # Too slow, or a second Ctrl-C: kill it either way.
         process.kill()
         process.wait()
         if not isinstance(error, subprocess.TimeoutExpired):
@@ -135,7 +135,7 @@ def _tail(log: Path) -> str:
 @contextmanager
 def _signals_as_exceptions() -> Iterator[None]:
     """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that the child is stopped."""
-    if threading.current_thread() is not threading.main_thread():  # only there may handlers be set
+    if threading.current_thread() is not threading.main_thread():  # handlers can only be set there
         yield
         return
 

@@ -1,4 +1,4 @@
-"""The training loop: Adam with a cosine schedule, in NumPy, over gradients from the server."""
+"""The training loop: Adam with a cosine schedule, in NumPy, with gradients from the server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Adam", "Schedule", "Step", "evaluate", "train"]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How long and how fast to train."""
+    """Training length and learning rate."""
 
     epochs: int = EPOCHS
     batch_size: int = 32
@@ -31,14 +31,14 @@ class Schedule:
         return self.epochs * self.steps_per_epoch(images)
 
     def rate(self, step: int, steps: int) -> float:
-        """The learning rate of a step: a short climb, then half a cosine down to zero."""
+        """Return the learning rate of a step: a short warm-up, then cosine decay to zero."""
         climb = min(1.0, (step + 1) / self.warmup_steps)
         return self.learning_rate * climb * 0.5 * (1 + float(np.cos(np.pi * step / steps)))
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step of training did; ``test_accuracy`` is measured at the end of an epoch."""
+    """The outcome of a training step; ``test_accuracy`` is measured at the end of an epoch."""
 
     number: int
     epoch: int
@@ -49,7 +49,7 @@ class Step:
 
 
 class Adam:
-    """Adam (Kingma and Ba, 2015), changing the parameters in place."""
+    """Adam (Kingma and Ba, 2015), updating the parameters in place."""
 
     def __init__(self, parameters: list[Array], *, beta1: float = 0.9, beta2: float = 0.999):
         self._parameters = parameters
@@ -73,7 +73,7 @@ class Adam:
 def train(
     network: Network, digits: Digits, schedule: Schedule, rng: np.random.Generator
 ) -> Iterator[Step]:
-    """Train, one `Step` after another."""
+    """Train, yielding every `Step`."""
     optimizer = Adam(network.parameters())
     per_epoch = schedule.steps_per_epoch(len(digits.train_labels))
     steps = schedule.steps(len(digits.train_labels))
@@ -96,7 +96,7 @@ def train(
 
 
 def evaluate(network: Network, digits: Digits) -> float:
-    """The share of the test images that the network reads rightly."""
+    """Return the accuracy on the test images."""
     return _accuracy(network.forward(digits.test_images), digits.test_labels)
 
 

@@ -1,11 +1,11 @@
-"""Layers in anybody's words: suite names, benchdnn, MIOpenDriver, PyTorch and ONNX.
+"""Layer descriptions in other tools' notations: benchdnn, MIOpenDriver, PyTorch, ONNX, suites.
 
 ::
 
     layer = convgrad.layers.parse("mb32ic64ih56oc64oh56kh3ph1")
     layer.output_size, convgrad.layers.arguments("conv_bwd_data", layer).shapes
 
-`parse` tells them apart; `text` and `spellings` say a layer in each.
+`parse` detects the notation; `text` and `spellings` write a layer in one or all of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
     "text",
 ]
 
-# Longer than any layer is said, and short enough to be read at once.
+# More than any layer needs, and little enough to parse quickly.
 _MAX_CHARACTERS = 4096
 
 _DIALECTS: Mapping[str, tuple[Callable[[str], bool], Callable[[str], Layer]]] = {
@@ -53,20 +53,20 @@ _WRITERS: Mapping[str, Callable[[Layer], str]] = {
 
 
 def parse(words: str) -> Layer:
-    """The layer that a line states, in whichever of the dialects.
+    """Parse the description of a layer in any supported notation.
 
     Parameters
     ----------
     words
-        A name of a suite (``ck_headline``, ``resnet50``'s layers), a benchdnn problem
-        (``mb32ic64ih56oc64oh56kh3ph1``, with ``--pool``, ``--deconv``, ``--dt=bf16`` before it), a
-        MIOpenDriver line (``conv -n 32 -c 64 …``), a PyTorch module and its input's shape
-        (``Conv2d(…) on 32x64x56x56``), or an ONNX node and its shapes.
+        The name of a layer in a suite (``ck_headline``), a benchdnn problem
+        (``mb32ic64ih56oc64oh56kh3ph1``, optionally preceded by ``--pool``, ``--deconv`` or
+        ``--dt=bf16``), a MIOpenDriver line (``conv -n 32 -c 64 …``), a PyTorch module and the
+        shape of its input (``Conv2d(…) on 32x64x56x56``), or an ONNX node and its shapes.
 
     Raises
     ------
     MalformedRequest
-        It is none of those, or says sizes that contradict each other.
+        The notation is not recognized, or the sizes contradict each other.
     """
     if len(words) > _MAX_CHARACTERS:
         raise MalformedRequest(
@@ -88,12 +88,12 @@ def parse(words: str) -> Layer:
 
 
 def text(layer: Layer) -> str:
-    """A line that `parse` reads back: a benchdnn problem, or where it has none a PyTorch module."""
+    """Format a layer for `parse`: as a benchdnn problem, or if impossible as a PyTorch module."""
     return to_torch(layer) if layer.kind == "adaptive_pool" else to_benchdnn(layer)
 
 
 def spellings(layer: Layer) -> dict[str, str]:
-    """The layer in every dialect that can say it, by the dialect's name."""
+    """Format a layer in every notation that can express it, by the notation's name."""
     said = {}
     for name, write in _WRITERS.items():
         try:

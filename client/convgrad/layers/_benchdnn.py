@@ -1,7 +1,7 @@
-"""benchdnn's problem strings, such as ``g1mb32ic64ih56oc64oh56kh3ph1``, in and out.
+"""Parses and formats benchdnn problem strings, such as ``g1mb32ic64ih56oc64oh56kh3ph1``.
 
-Sizes that are left out follow from others as benchdnn has it: widths from heights, the output from
-the input and the other way round, the padding from both. Its dilation counts from 0.
+Omitted sizes are inferred as in benchdnn: widths from heights, the output from the input and vice
+versa, and the padding from both. benchdnn counts dilation from 0.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DIRECTIONS = {
 }
 _CHANNELS_LAST = {"axb", "nwc", "nhwc", "ndhwc"}
 _LAST_NAMES = {1: "NWC", 2: "NHWC", 3: "NDHWC"}
-# How benchdnn measures and prints says nothing of the layer.
+# Options that control measurement and output, not the layer.
 _IGNORED = (
     "--mode",
     "--engine",
@@ -56,18 +56,18 @@ _IGNORED = (
 
 
 def looks_like_benchdnn(text: str) -> bool:
-    """Whether the last word is a problem string, or the first names a driver."""
+    """Return whether the last word is a problem string, or the first names a driver."""
     words = text.split()
     return bool(words) and (_PROBLEM.match(words[-1]) is not None or words[0] in _DRIVERS)
 
 
 def parse_benchdnn(text: str) -> Layer:
-    """The layer that a problem string states, with the options of a command line before it.
+    """Parse a problem string, optionally preceded by command-line options.
 
     Raises
     ------
     MalformedRequest
-        An option or a field is unknown, or the sizes cannot be completed.
+        An option or a field is unknown, or sizes are missing that cannot be inferred.
     """
     words = text.split()
     if words and words[0].endswith("benchdnn"):
@@ -105,10 +105,10 @@ def parse_benchdnn(text: str) -> Layer:
 
 
 def to_benchdnn(layer: Layer) -> str:
-    """The problem string of a layer, with the driver's option where it is no convolution.
+    """Format a layer as a problem string, preceded by the driver option unless a convolution.
 
-    Padding that no window reaches is not said, and what benchdnn would add for a transposed
-    convolution's ``output_padding`` follows from the sizes.
+    Padding that no window reaches is omitted; the ``output_padding`` of a transposed convolution
+    follows from the sizes.
     """
     letters = "dhw"[3 - layer.ndim :]
     parts = [] if layer.groups == 1 else [f"g{layer.groups}"]
@@ -132,7 +132,7 @@ def to_benchdnn(layer: Layer) -> str:
 
 
 def _each(prefix: str, letters: str, values: Sequence[int]) -> list[str]:
-    """Said once where it is the same in all dimensions."""
+    """Format one value per dimension, or a single one if all are equal."""
     if len(set(values)) == 1:
         return [f"{prefix}{letters[0]}{values[0]}"]
     return [f"{prefix}{letter}{value}" for letter, value in zip(letters, values, strict=True)]
@@ -186,14 +186,13 @@ def _layer(
 
 
 def _axis(kind: Kind, fields: Mapping[str, int], letter: str, letters: str) -> dict[str, int]:
-    """The numbers of one dimension; one that is not said at all is as the dimension before it is,
-    of three the height is as the depth."""
+    """Return the numbers of one dimension; an omitted dimension copies the one before it."""
 
     def said(what: str, default: int | None) -> int | None:
         for other in (letter, *reversed(letters[: letters.index(letter)])):
             if f"{what}{other}" in fields:
                 return fields[f"{what}{other}"]
-        # ``iw`` alone, say, stands for nothing else.
+        # A field such as ``iw`` alone does not apply to other dimensions.
         return default
 
     k, s, d = said("k", None), said("s", 1) or 1, said("d", 0) or 0
@@ -231,7 +230,7 @@ def _transposed_axis(
         out = whole - 2 * (pad or 0)
     before = max(0, whole - out) // 2 if pad is None else pad
     after = whole - before - out
-    # Less than no padding after is what PyTorch calls output_padding.
+    # Negative padding after the input is what PyTorch calls output_padding.
     more, after = max(0, -after), max(0, after)
     return {"i": size, "k": k, "s": s, "d": d, "p": before, "after": after, "more": more}
 

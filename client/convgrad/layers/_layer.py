@@ -1,4 +1,4 @@
-"""`Layer`: one convolution or pooling layer, whatever words it was given in."""
+"""`Layer`: a convolution or pooling layer, independent of notation."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _TITLES = {
     "adaptive_pool": "adaptive pooling",
     "separable": "depthwise-separable convolution",
 }
-# No tensor that a server takes has more in one dimension.
+# Servers accept no larger extents.
 _MAX_SIZE = 2**31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """The sizes and the geometry of one layer; lists are in the order D, H, W.
+    """Sizes and geometry of a layer; sequences are in the order D, H, W.
 
-    A ``conv`` maps [N, C, *input_size] to [N, K, *output_size], a ``deconv`` does so transposed. A
-    ``pool`` is max pooling, an ``avg_pool`` average pooling; an ``adaptive_pool`` has
-    ``adaptive_size`` and no window, so ``kernel_size``, ``stride``, ``padding`` and ``dilation``
-    are empty. A ``separable`` is a depthwise convolution and then a 1x1 one. ``padding`` is a
-    (before, after) pair per dimension. ``dtype``, ``layout`` and ``operation`` are
-    None where the words did not say them.
+    A ``conv`` maps [N, C, *input_size] to [N, K, *output_size]; a ``deconv`` is a transposed
+    convolution. A ``pool`` is max pooling and an ``avg_pool`` average pooling. An
+    ``adaptive_pool`` has ``adaptive_size`` and no window: ``kernel_size``, ``stride``,
+    ``padding`` and ``dilation`` are empty. A ``separable`` is a depthwise convolution followed by
+    a 1x1 convolution. ``padding`` is a (before, after) pair per dimension. ``dtype``, ``layout``
+    and ``operation`` are None if the description did not give them.
 
     Raises
     ------
@@ -113,12 +113,12 @@ class Layer:
 
     @property
     def ndim(self) -> int:
-        """Spatial dimensions."""
+        """Number of spatial dimensions."""
         return len(self.input_size)
 
     @property
     def pools(self) -> bool:
-        """Whether it is a pooling of any kind, which has no weight."""
+        """Whether this is a pooling layer of any kind, without a weight."""
         return self.kind in ("pool", "avg_pool", "adaptive_pool")
 
     @property
@@ -130,7 +130,7 @@ class Layer:
 
     @property
     def title(self) -> str:
-        """A line for people: what it is, and its sizes."""
+        """A one-line description for people: kind and sizes."""
         channels = (
             f"{self.in_channels}" if self.pools else f"{self.in_channels} → {self.out_channels}"
         )
@@ -142,12 +142,15 @@ class Layer:
         )
 
     def with_batch(self, batch: int) -> Layer:
-        """The same layer on another number of samples."""
+        """Return this layer with another batch size."""
         return replace(self, batch=batch)
 
     def normalised(self) -> Layer:
-        """The same layer as benchdnn can say it: the padding after follows from the sizes, see
-        `padding_after`, and what ``ceil_mode`` hangs over the end is padding."""
+        """Return an equivalent layer that benchdnn can express.
+
+        The padding after the input follows from the sizes, see `padding_after`; padding replaces
+        ``ceil_mode``.
+        """
         if self.kind in ("deconv", "adaptive_pool"):
             return self
         padding = tuple(
@@ -165,7 +168,7 @@ class Layer:
         return replace(self, padding=padding, ceil_mode=False)
 
     def geometry(self) -> dict[str, Any]:
-        """Stride, padding and dilation as a request's fields have them."""
+        """Return stride, padding and dilation as the fields of a request."""
         return {
             "stride": list(self.stride),
             "padding": [list(pair) for pair in self.padding],
@@ -185,17 +188,17 @@ class Layer:
         if not self.ceil_mode:
             return room // s + 1
         windows = math.ceil(room / s) + 1
-        # As PyTorch has it: a window begins inside the input or its padding before.
+        # As in PyTorch, every window begins inside the input or the padding before it.
         return windows - 1 if (windows - 1) * s >= size + before else windows
 
 
 def per_dimension(value: int | Sequence[int], ndim: int, what: str) -> Sizes:
-    """One number for all dimensions, or one each.
+    """Expand one number for all dimensions, or check that there is one per dimension.
 
     Raises
     ------
     MalformedRequest
-        Another number of them.
+        The number of values is wrong.
     """
     if isinstance(value, int):
         return (value,) * ndim
@@ -205,13 +208,15 @@ def per_dimension(value: int | Sequence[int], ndim: int, what: str) -> Sizes:
 
 
 def pairs(value: int | Sequence[int], ndim: int) -> tuple[tuple[int, int], ...]:
-    """The same padding before and after, as frameworks give it."""
+    """Convert symmetric padding, as in most frameworks, to (before, after) pairs."""
     return tuple((pad, pad) for pad in per_dimension(value, ndim, "padding"))
 
 
 def padding_after(size: int, out: int, before: int, stride: int, reach: int) -> int:
-    """The padding behind an input that gives so many outputs: as much as before it where that does,
-    else the least. ``reach`` is what a window spans."""
+    """Return the padding after the input that gives ``out`` outputs.
+
+    That is ``before`` if possible, otherwise the smallest. ``reach`` is the extent of a window.
+    """
     if (size + 2 * before - reach) // stride + 1 == out:
         return before
     return max(0, (out - 1) * stride + reach - size - before)

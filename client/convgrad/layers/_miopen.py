@@ -1,4 +1,4 @@
-"""MIOpenDriver's command lines, such as ``conv -n 32 -c 64 -H 56 -W 56 -k 64 -y 3 -x 3``."""
+"""Parses and formats MIOpenDriver lines, such as ``conv -n 32 -c 64 -H 56 -W 56 -k 64 -y 3``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["looks_like_miopen", "parse_miopen", "to_miopen"]
 _DTYPES = {"": "float32", "fp16": "float16", "bfp16": "bfloat16", "fp64": "float64"}
 _SUFFIX = {DType(name): suffix for suffix, name in _DTYPES.items()}
 _COMMANDS = tuple(f"{kind}{suffix}" for kind in ("conv", "pool") for suffix in _DTYPES)
-# The long names, and the letters that stand for them; a pool's ``-y`` and ``-x`` are its window.
+# Long option names and their letters; ``-y`` and ``-x`` of a pool are its window.
 _LONG = {
     "batchsize": "n",
     "in_channels": "c",
@@ -50,7 +50,7 @@ _LONG = {
     "fil_layout": "f",
     "bias": "b",
 }
-# How it measures and prints says nothing of the layer.
+# Options that control measurement and output, not the layer.
 _IGNORED = frozenset("itVwSsPaerzGBZ") | {
     "iter", "time", "verify", "wall", "search", "solution", "printconv", "dump_output",
 }  # fmt: skip
@@ -66,13 +66,13 @@ _LETTERS = {
 
 
 def looks_like_miopen(text: str) -> bool:
-    """Whether its first word is the driver, or one of its commands with options behind it."""
+    """Return whether the first word is the driver, or one of its commands followed by options."""
     first, _, rest = text.strip().partition(" ")
     return first.endswith("MIOpenDriver") or (first in _COMMANDS and rest.lstrip().startswith("-"))
 
 
 def parse_miopen(text: str) -> Layer:
-    """The layer that a line of MIOpenDriver states.
+    """Parse a MIOpenDriver command line.
 
     Raises
     ------
@@ -124,7 +124,7 @@ def parse_miopen(text: str) -> Layer:
 
 
 def to_miopen(layer: Layer) -> str:
-    """MIOpenDriver's line for a layer; raises MalformedRequest where it has none."""
+    """Format a layer as a MIOpenDriver line; raise MalformedRequest if it cannot be expressed."""
     if layer.kind in ("separable", "adaptive_pool") or layer.ndim == 1 or layer.ceil_mode:
         raise MalformedRequest("MIOpenDriver has no line for such a layer")
     if any(before != after for before, after in layer.padding):

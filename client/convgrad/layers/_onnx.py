@@ -1,7 +1,7 @@
-"""ONNX nodes as text, in the format of ONNX's parser and printer or as its helper prints them.
+"""Parses and formats ONNX nodes, in the syntax of ONNX's parser or of its helper's printer.
 
 ``Y = Conv <group = 1, pads = [1, 1, 1, 1], strides = [2, 2]> (float[32,64,56,56] X,
-float[64,64,3,3] W)``; the shapes may stand anywhere behind the node.
+float[64,64,3,3] W)``; the shapes may appear anywhere after the node.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _KINDS = {
 
 
 def looks_like_onnx(text: str) -> bool:
-    """Whether it begins like one of the nodes."""
+    """Return whether the text begins like one of the supported nodes."""
     return _NODE.match(text) is not None
 
 
 def parse_onnx(text: str) -> Layer:
-    """The layer of a node, with the shapes of its input and its weight.
+    """Parse a node with the shapes of its input and its weight.
 
     Raises
     ------
     MalformedRequest
-        A shape is missing, or an attribute cannot be read or is not computed here.
+        A shape is missing, or an attribute cannot be read or is not supported.
     """
     found = _NODE.match(text)
     if found is None:
@@ -97,7 +97,7 @@ def parse_onnx(text: str) -> Layer:
 
 
 def to_onnx(layer: Layer) -> str:
-    """The node with its shapes; raises MalformedRequest where it has none."""
+    """Format a layer as a node with shapes; raise MalformedRequest if it cannot be expressed."""
     if layer.kind in ("separable", "adaptive_pool"):
         raise MalformedRequest("ONNX has no one node for such a layer")
     name = {kind: name for name, kind in _KINDS.items()}[layer.kind]
@@ -126,8 +126,8 @@ def to_onnx(layer: Layer) -> str:
 
 
 def _attributes(text: str) -> tuple[dict[str, Any], str]:
-    """The attributes between the node's brackets, and what stands behind those."""
-    if text[0] == "(":  # none at all
+    """Return the attributes between the node's brackets, and the text after them."""
+    if text[0] == "(":  # no attributes
         return {}, text
     closing = ">" if text[0] == "<" else "]"
     depth, end = 0, -1

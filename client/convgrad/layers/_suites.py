@@ -1,7 +1,7 @@
-"""Layers of known networks by name, from ``suites.txt`` beside this file.
+"""Named layers of known networks, from ``suites.txt`` in this directory.
 
-Each line there is a suite, a name, the networks in which the layer occurs with how often it does
-(``-`` where there is none), and a benchdnn problem.
+Each line there has a suite, a name, the networks that contain the layer and how often (``-`` if
+none), and a benchdnn problem.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 class SuiteLayer(NamedTuple):
-    """A layer of a suite; ``networks`` says how often it occurs in each network."""
+    """A layer of a suite; ``networks`` maps networks to how often the layer occurs."""
 
     suite: str
     layer: Layer
@@ -56,18 +56,18 @@ def _names(each: SuiteLayer) -> tuple[str, ...]:
 
 
 def suite_names() -> tuple[str, ...]:
-    """The suites, and the networks that are suites of their own."""
+    """Return the names of all suites and networks."""
     names = dict.fromkeys(each.suite for each in _all())
     return (*names, *dict.fromkeys(network for each in _all() for network in each.networks))
 
 
 def suite(name: str) -> tuple[SuiteLayer, ...]:
-    """The layers of a suite or of a network.
+    """Return the layers of a suite or network.
 
     Raises
     ------
     MalformedRequest
-        There is none of that name.
+        No suite or network has that name.
     """
     found = tuple(each for each in _all() if name == each.suite or name in each.networks)
     if not found:
@@ -78,10 +78,10 @@ def suite(name: str) -> tuple[SuiteLayer, ...]:
 
 
 def find_named(name: str) -> Layer | None:
-    """The layer of that name, with or without its suite before it."""
+    """Return the layer with this name, optionally prefixed by its suite, or None."""
     return _by_name().get(name)
 
 
 def nearest(name: str) -> str | None:
-    """The name of a layer that is most like this."""
+    """Return the most similar name of a layer, or None."""
     return next(iter(difflib.get_close_matches(name[:64], _by_name(), n=1)), None)

@@ -1,4 +1,4 @@
-"""What an operation's request holds for a layer: the shapes of its tensors and its parameters."""
+"""Tensor shapes and parameters of an operation's request for a layer."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _KERNEL = {1: "S", 2: "RS", 3: "TRS"}
 
 
 class Arguments(NamedTuple):
-    """The tensors that a request needs, by name in the order of its fields, and its parameters."""
+    """The shapes of a request's tensors, in the order of its fields, and its parameters."""
 
     shapes: dict[str, Sizes]
     parameters: dict[str, Any]
 
 
 def operations_of(layer: Layer) -> tuple[str, ...]:
-    """The operations that take a layer like this."""
+    """Return the operations that apply to a layer."""
     if layer.pools:
         names = {
             "pool": (f"maxpool{layer.ndim}d", "max_unpool"),
@@ -50,14 +50,14 @@ def operations_of(layer: Layer) -> tuple[str, ...]:
 
 
 def arguments(operation: str, layer: Layer, layout: str | None = None) -> Arguments:
-    """The shapes and parameters of this operation's request for a layer.
+    """Return the tensor shapes and parameters of an operation's request for a layer.
 
-    ``layout`` wins over the layer's own; without either, channels come first.
+    ``layout`` overrides the layer's own; the default is channels first.
 
     Raises
     ------
     MalformedRequest
-        The operation does not take such a layer, or the layout has another rank.
+        The operation does not apply to the layer, or the layout has the wrong rank.
     """
     possible = operations_of(layer)
     if operation not in possible:
@@ -68,7 +68,7 @@ def arguments(operation: str, layer: Layer, layout: str | None = None) -> Argume
 
 
 class _Shapes:
-    """Shapes in a layout, from sizes over all groups."""
+    """Makes shapes in a layout; channel counts are totals over all groups."""
 
     def __init__(self, ndim: int, groups: int, layout: str | None) -> None:
         hw, rs = _SPATIAL[ndim], _KERNEL[ndim]
@@ -105,7 +105,7 @@ class _Shapes:
     def weight(
         self, out_channels: int, in_channels: int, kernel: Sequence[int], groups: int | None = None
     ) -> Sizes:
-        """``in_channels`` over all groups; ``groups`` where they are not the layer's."""
+        """Return a weight's shape; ``groups`` overrides the layer's."""
         groups = groups or self._groups
         grouped = "G" in self.weights
         sizes = {
@@ -214,7 +214,7 @@ def _double_backward(layer: Layer, shapes: _Shapes) -> Arguments:
 
 
 def _left_over(layer: Layer, axis: int) -> int:
-    """Rows of the input behind the last window."""
+    """Return the number of input rows after the last window."""
     reach = layer.dilation[axis] * (layer.kernel_size[axis] - 1) + 1
     covered = (layer.output_size[axis] - 1) * layer.stride[axis] + reach
     return layer.input_size[axis] + sum(layer.padding[axis]) - covered
@@ -284,7 +284,7 @@ def _adaptive_max_bwd(layer: Layer, shapes: _Shapes) -> Arguments:
 
 
 def _unpool_fwd(layer: Layer, shapes: _Shapes) -> Arguments:
-    """What undoes the pooling: its output is the unpooling's input."""
+    """Unpooling that inverts the layer: the pooling's output is the unpooling's input."""
     padding = [before for before, _ in layer.padding]
     if any(before != after for before, after in layer.padding):
         raise MalformedRequest("max unpooling takes the same padding on both sides")

@@ -1,4 +1,4 @@
-"""PyTorch's modules as they print themselves, with the shape of the input behind them.
+"""Parses and formats the repr of PyTorch modules, followed by the shape of the input.
 
 ``Conv2d(64, 256, kernel_size=(3, 3), stride=(2, 2), padding=(1, 1)) on 32x64x56x56``
 """
@@ -42,17 +42,17 @@ _POSITIONAL = {
 
 
 def looks_like_torch(text: str) -> bool:
-    """Whether it begins like one of the modules."""
+    """Return whether the text begins like one of the supported modules."""
     return _MODULE.match(text.strip()) is not None
 
 
 def parse_torch(text: str) -> Layer:
-    """The layer of a module's repr.
+    """Parse a module's repr and the shape of its input.
 
     Raises
     ------
     MalformedRequest
-        The input's shape is missing, or an argument cannot be read or is not computed here.
+        The input's shape is missing, or an argument cannot be read or is not supported.
     """
     found = _MODULE.match(text.strip())
     if found is None:
@@ -93,7 +93,7 @@ def parse_torch(text: str) -> Layer:
     dilation = per_dimension(values.get("dilation", 1), ndim, "dilation")
     padding = _padding(values.get("padding", 0), kernel, dilation)
     input_size = sizes[2:]
-    if name == "MaxUnpool":  # the pooling that it undoes
+    if name == "MaxUnpool":  # described by the pooling that it inverts
         input_size = tuple(
             (size - 1) * s + k - sum(pads)
             for size, s, k, pads in zip(input_size, stride, kernel, padding, strict=True)
@@ -137,7 +137,7 @@ def _adaptive(name: str, values: dict[str, Any], sizes: tuple[int, ...]) -> Laye
 
 
 def to_torch(layer: Layer) -> str:
-    """The module's repr and its input's shape; raises MalformedRequest where it has none."""
+    """Format a layer as a module's repr; raise MalformedRequest if it cannot be expressed."""
     if layer.kind == "separable" or any(a != b for a, b in layer.padding):
         raise MalformedRequest("PyTorch has no one module for such a layer")
     shape = "x".join(map(str, (layer.batch, layer.in_channels, *layer.input_size)))

@@ -31,7 +31,7 @@ class Counter:
             _COUNTERS.append(self)
 
     def row(self) -> Row:
-        # A runner knows its kernel after a call; of a call left to PyTorch it is the reason's text.
+        # A runner knows its kernel after a call. For calls left to PyTorch, this is the reason.
         kernel = self.runner if isinstance(self.runner, str) else self.runner.kernel
         return Row(self.operation, self.layer, self.computed_by, kernel, self.calls)
 

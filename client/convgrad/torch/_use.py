@@ -35,7 +35,7 @@ _DECLINED = (InvalidProblem, UnsupportedProblem, ProblemTooLarge, PayloadTooLarg
 
 
 class _Choice:
-    """The backend in use. Process-wide, because autograd runs on threads of its own."""
+    """The backend in use. Process-wide, because autograd uses its own threads."""
 
     def __init__(self) -> None:
         self.backend: Backend | None = None

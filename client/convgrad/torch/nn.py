@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 import torch
 from torch import nn
 
-from convgrad.torch import _functional as conv
-from convgrad.torch import _pool_functional as pool
+import convgrad.torch._functional as conv
+import convgrad.torch._pool_functional as pool
 
 __all__ = [
     "AdaptiveAvgPool1d",

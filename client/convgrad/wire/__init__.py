@@ -1,4 +1,4 @@
-"""Tensor codecs: npy, safetensors and the three JSON forms, both ways.
+"""Tensor codecs: npy, safetensors and the three JSON forms.
 
-Every refusal is a MalformedRequest whose sentence names the tensor and what was wrong with it.
+Invalid input raises a MalformedRequest that names the tensor and the fault.
 """

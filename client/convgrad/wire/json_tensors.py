@@ -1,13 +1,13 @@
-"""A tensor in a JSON body, in its three forms, both ways.
+"""Encodes and decodes tensors in JSON bodies, in three forms.
 
 ::
 
-    {"npy": "<base64 of a .npy file>"}                          "dtype" beside it for bfloat16
+    {"npy": "<base64 of a .npy file>"}                          needs "dtype" for bfloat16
     {"data": "<base64>", "dtype": "float32", "shape": [2, 3]}   little-endian, row-major
     {"values": [[1, 2], [3, 4]], "dtype": "float32"}            "NaN", "Infinity", "-Infinity"
 
-Client and server both decode and encode here. The server brings a faster base64; what is refused,
-and in which words, does not depend on it.
+Used by client and server. The server passes a faster base64 codec, which does not change what is
+accepted or the error messages.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ __all__ = ["FORMS", "Base64Text", "Decode", "Form", "decode_tensor", "encode_ten
 Form = Literal["npy", "data", "values"]
 FORMS = frozenset(get_args(Form))
 Base64Text: TypeAlias = str | memoryview
-"""Base64 as it was found: a Python string, or the bytes between the quotes of a JSON text."""
+"""Base64 as a Python string, or as the bytes between the quotes of a JSON text."""
 Decode: TypeAlias = Callable[[Base64Text], bytes | bytearray | Deferred]
 
 
 def _b64decode(text: Base64Text) -> bytes:
     if len(text) % 4:
-        raise ValueError  # which strict_mode does not mind behind a whole group: "AAAA="
+        raise ValueError  # strict_mode accepts padding after a complete group: "AAAA="
     return binascii.a2b_base64(text, strict_mode=True)
 
 
@@ -57,14 +57,14 @@ def decode_tensor(
     name: str,
     b64decode: Decode = _b64decode,
 ) -> NDArray[Any]:
-    """The array that a JSON object describes, read-only; ``name`` names it in sentences.
+    """Decode a JSON object into a read-only array; error messages call it ``name``.
 
-    ``b64decode`` must be strict (no other characters, right padding) and raise ValueError.
+    ``b64decode`` must reject other characters and wrong padding with ValueError.
 
     Raises
     ------
     MalformedRequest
-        Not one of the three forms, or one that contradicts itself.
+        The object has none of the three forms, or contradicts itself.
     """
     if not isinstance(tensor, Mapping):
         raise MalformedRequest(
@@ -92,10 +92,10 @@ def encode_tensor(
     *,
     b64encode: Callable[[list[bytes | memoryview]], Any] = _b64encode,
 ) -> dict[str, Any]:
-    """The object that describes ``array``, for json.dumps.
+    """Encode ``array`` as an object for json.dumps.
 
-    ``b64encode`` gets consecutive parts of the data, of which all but the last have a multiple of
-    3 bytes, so that their base64 joins; what it returns stands in the object.
+    ``b64encode`` receives consecutive parts of the data. All but the last have a multiple of 3
+    bytes, so that their base64 can be concatenated. Its return value is put into the object.
     """
     dtype = dtype_of(array)
     if form == "values":

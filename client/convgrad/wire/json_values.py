@@ -1,4 +1,4 @@
-"""The `values` form of a tensor: nested lists of numbers, for trying by hand."""
+"""The `values` form of a tensor: nested lists of numbers, for requests written by hand."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _SPECIAL = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-
 
 
 def array_from_values(values: Any, dtype: DType, *, name: str) -> NDArray[Any]:
-    """The array of nested lists; every element must be a number that ``dtype`` can hold.
+    """Convert nested lists to an array; ``dtype`` must be able to hold every number.
 
-    A float is rounded to nearest; one beyond the largest of ``dtype`` is refused, not made Inf.
+    Floats are rounded to nearest. A float beyond the range of ``dtype`` is an error, not Inf.
     """
     shape, elements = _flattened(values, name)
     convert = _floats if dtype.is_floating else _ints
@@ -31,7 +31,7 @@ def array_from_values(values: Any, dtype: DType, *, name: str) -> NDArray[Any]:
 
 
 def values_from_array(array: NDArray[Any]) -> Any:
-    """Nested lists of Python numbers, exact, with strings for what JSON has no number for."""
+    """Convert an array exactly to nested lists of numbers, with strings for NaN and infinities."""
     if array.dtype.kind == "i":
         return array.tolist()
     with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
@@ -46,7 +46,7 @@ def values_from_array(array: NDArray[Any]) -> Any:
 
 
 def _flattened(values: Any, name: str) -> tuple[tuple[int, ...], list[Any]]:
-    """Shape and elements, one level of lists at a time: nesting cannot exhaust the stack."""
+    """Return shape and elements, without recursion: deep nesting cannot exhaust the stack."""
     shape: list[int] = []
     items: list[Any] = [values]
     while items and any(isinstance(item, list) for item in items):

@@ -1,7 +1,7 @@
-"""The .npy format, both ways, without copying the data.
+"""Encodes and decodes the .npy format without copying the data.
 
 Source: NEP 1 and ``numpy.lib.format``, versions 1.0 to 3.0. The header is a Python literal; it is
-read here by a pattern and never evaluated, and nothing is unpickled.
+parsed with a regular expression and never evaluated, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from convgrad.wire.shapes import Buffer, Deferred, array_view, checked_shape, da
 __all__ = ["MEDIA_TYPE", "Layout", "decode", "encode", "header_bytes", "layout"]
 
 MEDIA_TYPE = "application/x-npy"
-"""Of a bare file; its parameter ``dtype`` says bfloat16, which the file itself cannot."""
+"""Media type of a bare file. Its parameter ``dtype`` marks bfloat16, which the file cannot."""
 
 _MAGIC = b"\x93NUMPY"
 _MAX_HEADER_BYTES = 10_000
-# numpy wants a multiple of 64 for alignment; a multiple of 3 as well makes the header's base64
-# end without padding, so that header and data can be encoded apart and joined.
+# NumPy requires a multiple of 64 for alignment. With a multiple of 3, the base64 of the header has
+# no padding, so header and data can be encoded separately and concatenated.
 _HEADER_MULTIPLE = 192
 _CODES = {
     DType.FLOAT16: "<f2",
@@ -36,7 +36,7 @@ _CODES = {
     DType.INT64: "<i8",
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items() if dtype is not DType.BFLOAT16}
-# NumPy has no bfloat16, so other writers store its bits as whatever has two bytes.
+# NumPy has no bfloat16, so other writers store it as various two-byte types.
 _TWO_BYTE_CODES = frozenset({"<V2", "|V2", "<u2", "<i2"})
 
 _ITEM = re.compile(
@@ -54,7 +54,7 @@ class _Header(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What a header says: the elements, and where in the file they begin."""
+    """The contents of a header: dtype, shape and order, and where the data begins."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -63,29 +63,29 @@ class Layout(NamedTuple):
 
 
 def encode(array: NDArray[Any]) -> list[bytes | memoryview]:
-    """Header and data of a .npy file; a contiguous array's data is not copied.
+    """Return the header and data of a .npy file; contiguous data is not copied.
 
-    bfloat16 is stored as 2-byte void items, as numpy.save does: its name must travel beside it.
-    The header is always a multiple of 3 bytes.
+    bfloat16 is stored as 2-byte void items, as by numpy.save, so the dtype must be sent
+    separately. The length of the header is always a multiple of 3 bytes.
     """
     return [_written_header(dtype_of(array), array.shape), data_view(array)]
 
 
 def decode(buffer: Buffer | Deferred, *, name: str, dtype: DType | None = None) -> NDArray[Any]:
-    """The array in the bytes of a .npy file, as a read-only view.
+    """Decode the bytes of a .npy file into a read-only view.
 
-    Copied are only arrays in Fortran order and data that is not aligned for its dtype. ``dtype``
-    is what stands beside the file: needed for bfloat16, and otherwise it must agree.
+    Only arrays in Fortran order and misaligned data are copied. ``dtype`` is the dtype sent with
+    the file; it is required for bfloat16 and must otherwise match.
 
     Raises
     ------
     MalformedRequest
-        Not a .npy file, a header that lies or cannot be read, a pickled or structured array, or
-        an element type that no operation takes.
+        Not a .npy file, an unreadable or false header, a pickled or structured array, or an
+        element type that no operation accepts.
     """
     found = layout(buffer, name=name, dtype=dtype)
     if found.fortran_order and not isinstance(buffer, Buffer):
-        buffer = buffer[:]  # to be put in order, it is needed now
+        buffer = buffer[:]  # reordering needs the data now
     array = array_view(
         buffer,
         found.dtype,
@@ -100,10 +100,10 @@ def decode(buffer: Buffer | Deferred, *, name: str, dtype: DType | None = None) 
 
 
 def header_bytes(prefix: Buffer, *, name: str) -> int:
-    """Where the data begins, which the first 12 bytes of a file say.
+    """Return where the data begins, from the first 12 bytes of a file.
 
-    Raises MalformedRequest if they are too few, are not those of a .npy file, or claim a header
-    longer than any that is read.
+    Raises MalformedRequest if they are too short, are not from a .npy file, or announce a header
+    over the size limit.
     """
     prefix = bytes(prefix[:12])
     if prefix[:6] != _MAGIC:
@@ -122,7 +122,7 @@ def header_bytes(prefix: Buffer, *, name: str) -> int:
 
 
 def layout(buffer: Buffer | Deferred, *, name: str, dtype: DType | None = None) -> Layout:
-    """What the header says that ``buffer`` begins with; ``dtype`` and Raises as for `decode`."""
+    """Parse the header at the start of ``buffer``; ``dtype`` and errors as for `decode`."""
     data_offset = header_bytes(buffer[:12], name=name)
     begin = 10 if buffer[6:7] == b"\x01" else 12
     text = bytes(buffer[begin:data_offset])
@@ -142,7 +142,7 @@ def _ends_early(name: str) -> MalformedRequest:
 
 @lru_cache(maxsize=256)
 def _parsed(text: bytes) -> _Header | str:
-    """The header, or a sentence that says why it is none."""
+    """Parse a header; return an error message if it is invalid."""
     content = text.decode("latin-1").strip(" \n\r\t\0")
     if "descr" in content and re.search(r"""['"]descr['"]\s*:\s*\[""", content):
         return "the .npy file holds a structured array; expected plain numbers"
@@ -161,7 +161,7 @@ def _parsed(text: bytes) -> _Header | str:
     extents = [extent.strip().rstrip("L") for extent in found["shape"].split(",")]
     if extents[-1] == "":
         extents.pop()
-    # 19 digits hold any size that memory can: a longer one is a lie, and slow to convert.
+    # No size in memory has more than 19 digits; longer numbers are invalid and slow to convert.
     if not all(extent.isdigit() and len(extent) <= 19 for extent in extents):
         return "the .npy header's shape is not a list of sizes"
     return _Header(found["descr"], found["fortran_order"] == "True", tuple(map(int, extents)))
@@ -171,7 +171,7 @@ _VALUE_OF = {"descr": "text", "fortran_order": "flag", "shape": "ints"}
 
 
 def _element_type(code: str, beside: DType | None, name: str) -> DType:
-    """The element type, from the file's type code and the dtype that stands beside it."""
+    """Return the element type, from the file's type code and the dtype sent with the file."""
     if code == "|O":
         raise MalformedRequest(f"{name}: the .npy file holds pickled objects, which are not read")
     if beside is DType.BFLOAT16 and code in _TWO_BYTE_CODES:

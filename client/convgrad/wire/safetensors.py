@@ -1,11 +1,11 @@
-"""The safetensors format, both ways, without copying the data.
+"""Encodes and decodes the safetensors format without copying the data.
 
-Eight bytes of header length, a JSON header, then the tensors' data end to end. Source: the
-format's own description (huggingface/safetensors). Read as strictly as it is written there: no
-holes, no overlaps, no key twice, sizes that match their shapes.
+A file has eight bytes of header length, a JSON header, and the contiguous data of the tensors.
+Source: the specification in huggingface/safetensors, enforced strictly: no holes, overlaps or
+duplicate keys, and sizes must match shapes.
 
-Requests carry their parameters as JSON text under the metadata key ``parameters``, answers their
-report under ``report``.
+Requests store their parameters as JSON under the metadata key ``parameters``, answers their report
+under ``report``.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ MEDIA_TYPE = "application/vnd.safetensors"
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
 _ENTRY_KEYS = frozenset({"dtype", "shape", "data_offsets"})
-# The format allows 100 MB. A request names a handful of tensors; this holds ten thousand, and
-# bounds what parsing a hostile header can cost.
+# The format allows 100 MB. Requests have a handful of tensors; this is enough for ten thousand and
+# limits the cost of parsing a hostile header.
 _MAX_HEADER_BYTES = 1 << 20
 
 
 class Placed(NamedTuple):
-    """A tensor, and where its bytes stand, counted from the end of the header."""
+    """A tensor and the position of its bytes, relative to the end of the header."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -65,7 +65,7 @@ class Placed(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What a header says: the tensors in the order of their bytes, which leave no holes."""
+    """The contents of a header: the tensors in the order of their data."""
 
     tensors: dict[str, Placed]
     metadata: dict[str, str]
@@ -75,10 +75,10 @@ class Layout(NamedTuple):
 def encode(
     tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | None = None
 ) -> list[bytes | memoryview]:
-    """The header and each tensor's data, to be sent one after another; nothing is joined.
+    """Return the header and each tensor's data as separate buffers, to be sent in order.
 
-    A C-contiguous array is sent from where it lies. Wider elements come first, so that every
-    tensor is aligned for its dtype.
+    C-contiguous arrays are not copied. Tensors are sorted by decreasing element size, so that each
+    is aligned for its dtype.
     """
     specs = tuple((name, dtype_of(array), array.shape) for name, array in tensors.items())
     header, order = _header_again(specs, tuple((metadata or {}).items()))
@@ -89,7 +89,7 @@ def encode(
 def _header_again(
     specs: tuple[tuple[str, DType, tuple[int, ...]], ...], metadata: tuple[tuple[str, str], ...]
 ) -> tuple[bytes, list[str]]:
-    """As `encode_header`: a program asks for the same layer again and again, with other data."""
+    """Cached `encode_header`, since programs send the same layer many times with other data."""
     return encode_header({name: (dtype, shape) for name, dtype, shape in specs}, dict(metadata))
 
 
@@ -97,9 +97,9 @@ def encode_header(
     specs: Mapping[str, tuple[DType, tuple[int, ...]]],
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[bytes, list[str]]:
-    """The file up to its data, and the order in which the tensors' data must follow.
+    """Return the bytes before the data, and the order in which the tensors' data must follow.
 
-    An answer can begin with it before its first element is computed.
+    An answer can start with these bytes before its first element is computed.
     """
     order = sorted(specs, key=lambda name: -specs[name][0].itemsize)
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
@@ -118,21 +118,21 @@ def encode_header(
 
 
 def total_bytes(chunks: Iterable[bytes | memoryview]) -> int:
-    """The size of a scattered body: its Content-Length."""
+    """Return the total size of the chunks: the Content-Length."""
     return sum(chunk.nbytes if isinstance(chunk, memoryview) else len(chunk) for chunk in chunks)
 
 
 def decode(buffer: Buffer) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
-    """The tensors, as read-only views of ``buffer``, and the metadata.
+    """Return the tensors, as read-only views of ``buffer``, and the metadata.
 
-    A tensor whose data is not aligned for its dtype is copied; writers that pad the header to 8
-    bytes, as the reference one and `encode` do, never cause that.
+    Misaligned tensors are copied. Writers that pad the header to 8 bytes, like the reference
+    implementation and `encode`, never cause that.
 
     Raises
     ------
     MalformedRequest
-        The buffer is truncated or has bytes too many, the header is not what the format allows,
-        or a tensor's dtype is none that an operation takes.
+        The buffer is too short or too long, the header violates the format, or no operation
+        accepts a tensor's dtype.
     """
     view = memoryview(buffer).cast("B")
     data_offset = header_bytes(view)
@@ -146,9 +146,9 @@ def decode(buffer: Buffer) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
 
 
 def header_bytes(buffer: Buffer) -> int:
-    """Where the data begins, which the first 8 bytes of a body say.
+    """Return where the data begins, from the first 8 bytes of a body.
 
-    Raises MalformedRequest if they are too few, or say more than is read.
+    Raises MalformedRequest if they are too short or announce a header over the size limit.
     """
     if len(buffer) < _LENGTH_BYTES:
         raise MalformedRequest(
@@ -163,14 +163,14 @@ def header_bytes(buffer: Buffer) -> int:
 
 
 def layout(buffer: Buffer, data_bytes: int | None = None) -> Layout:
-    """What the header, which `buffer` begins with, says of the data that follows.
+    """Parse the header at the start of ``buffer``.
 
-    ``data_bytes`` is how many bytes do, where that is known already.
+    ``data_bytes`` is the number of bytes after the header, if known.
 
     Raises
     ------
     MalformedRequest
-        As `decode`.
+        As for `decode`.
     """
     header = _header(memoryview(buffer).cast("B"))
     metadata = _metadata(header.pop(_METADATA, {}))
@@ -183,14 +183,14 @@ def layout(buffer: Buffer, data_bytes: int | None = None) -> Layout:
 
 
 def parameters(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The parameters of a request, from its metadata; none where there are none.
+    """Return the parameters in the metadata of a request, empty if there are none.
 
-    Other metadata is nobody's business here, but a name much like ``parameters`` is a slip.
+    Other metadata is ignored, except for keys that look like a misspelt ``parameters``.
 
     Raises
     ------
     MalformedRequest
-        They are no JSON object, or stand under a misspelt name.
+        The parameters are not a JSON object, or their key is misspelt.
     """
     if "parameters" not in metadata:
         for key in difflib.get_close_matches("parameters", metadata, n=1, cutoff=0.8):
@@ -249,7 +249,7 @@ def _entry(name: str, entry: Any) -> Placed:
 
 
 def _refuse_holes(entries: Mapping[str, Placed], data_bytes: int | None) -> int:
-    """Tensors must cover the data from its first byte to its last, each byte once; how many."""
+    """Check that the tensors cover every byte of the data exactly once; return its size."""
     end_before = 0
     for name, placed in entries.items():
         if placed.begin != end_before:

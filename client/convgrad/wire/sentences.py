@@ -1,4 +1,4 @@
-"""How a refused value is shown in an error sentence: short, whatever was sent."""
+"""Formats invalid values for error messages, with a bounded length."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INT_BITS_LIMIT = 128
 
 
 def shown(value: Any) -> str:
-    """Describe ``value`` as its JSON text where that is short, else by what kind of thing it is."""
+    """Describe ``value`` by its JSON text if that is short, otherwise by its kind."""
     if value is None:
         return "null"
     if isinstance(value, bool | np.bool_):
@@ -26,7 +26,7 @@ def shown(value: Any) -> str:
         return repr(float(value))
     if isinstance(value, str):
         return _quoted(value)
-    if isinstance(value, memoryview):  # a long string, as the JSON decoder leaves it
+    if isinstance(value, memoryview):  # how the JSON decoder represents a long string
         return f"a string of {value.nbytes} characters"
     if isinstance(value, list | tuple):
         return _shown_list(value)
@@ -38,7 +38,7 @@ def shown(value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    # json.dumps keeps control characters and lone surrogates out of logs and answers.
+    # json.dumps escapes control characters and lone surrogates.
     return json.dumps(text[:_TEXT_LIMIT]) + ("…" if len(text) > _TEXT_LIMIT else "")
 
 
@@ -51,5 +51,5 @@ def _shown_list(values: list[Any] | tuple[Any, ...]) -> str:
 
 
 def _nested(value: Any) -> bool:
-    # A list inside a refused list may nest a hundred thousand deep: it is never walked.
+    # Never descend into nested lists: they may be nested a hundred thousand deep.
     return isinstance(value, list | tuple | dict)

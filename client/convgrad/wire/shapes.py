@@ -1,4 +1,4 @@
-"""What every tensor codec checks before it touches data: the shape, and the bytes it needs."""
+"""Checks that all tensor codecs make before they touch the data: the shape and its size."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ __all__ = [
 
 
 class Deferred(Protocol):
-    """Bytes that are known by their number, and written to where they belong later.
+    """Data of known size that is written to its destination later.
 
-    What a header needs of them is sliced from their beginning.
+    Slicing returns bytes from the beginning, to read a header.
     """
 
     def __len__(self) -> int: ...
@@ -35,18 +35,18 @@ class Deferred(Protocol):
     def __getitem__(self, part: slice, /) -> bytes: ...
 
     def later(self, dtype: DType, shape: tuple[int, ...], offset: int) -> NDArray[Any]:
-        """An array of this shape that has no data yet; the data is what follows ``offset``."""
+        """Return an array to be filled later with the data that begins at ``offset``."""
         ...
 
 
 Buffer = bytes | bytearray | memoryview
 
-# The most dimensions any tensor here has is six or seven; NumPy itself stops at 64.
+# Tensors here have at most six or seven dimensions; NumPy allows 64.
 _MAX_DIMENSIONS = 32
 
 
 def checked_shape(shape: Any, *, name: str) -> tuple[int, ...]:
-    """``shape`` as a tuple, or MalformedRequest unless it is a short list of ints >= 0."""
+    """Return ``shape`` as a tuple; raise MalformedRequest unless it is a list of ints >= 0."""
     if not isinstance(shape, list | tuple) or len(shape) > _MAX_DIMENSIONS:
         raise MalformedRequest(
             f"{name}: expected shape to be a list of at most {_MAX_DIMENSIONS} ints, "
@@ -59,15 +59,15 @@ def checked_shape(shape: Any, *, name: str) -> tuple[int, ...]:
 
 
 def checked_dtype(dtype: Any, *, name: str) -> DType:
-    """The member that ``dtype`` names, or MalformedRequest."""
+    """Return the member that ``dtype`` names, or raise MalformedRequest."""
     if isinstance(dtype, str) and dtype in DType.__members__.values():
         return DType(dtype)
     raise MalformedRequest(f"{name}: expected dtype to be {_DTYPES}, got {shown(dtype)}")
 
 
 def checked_bytes(dtype: DType, shape: tuple[int, ...], found_bytes: int, *, name: str) -> int:
-    """The bytes that a tensor takes, or MalformedRequest unless so many were found for it."""
-    # In Python's ints, which do not overflow, and before anything is allocated.
+    """Return the size of a tensor; raise MalformedRequest unless it equals ``found_bytes``."""
+    # Python ints do not overflow; nothing is allocated yet.
     needed_bytes = math.prod(shape) * dtype.itemsize
     if needed_bytes != found_bytes:
         raise MalformedRequest(
@@ -85,10 +85,9 @@ def array_view(
     name: str,
     offset: int = 0,
 ) -> NDArray[Any]:
-    """A read-only array over ``buffer`` from ``offset`` to its end, which must fit exactly.
+    """View ``buffer`` from ``offset`` to its end, which must fit exactly, as a read-only array.
 
-    Nothing is copied, but for data that does not lie on a multiple of its item size: kernels
-    rely on aligned elements, so such data is copied once.
+    Only misaligned data is copied, because kernels require aligned elements.
     """
     if checked_bytes(dtype, shape, len(buffer) - offset, name=name) == 0:
         array: NDArray[Any] = _empty(shape, dtype, name)
@@ -103,7 +102,7 @@ def array_view(
 
 
 def dtype_of(array: NDArray[Any]) -> DType:
-    """The element type of an array to be written, whatever its byte order; else TypeError."""
+    """Return the element type of an array of any byte order, or raise TypeError."""
     dtype = DType.of(array.dtype.newbyteorder("="))
     if dtype is None:
         raise TypeError(f"{array.dtype} is none of {_DTYPES}")
@@ -111,16 +110,16 @@ def dtype_of(array: NDArray[Any]) -> DType:
 
 
 def data_view(array: NDArray[Any]) -> memoryview:
-    """The bytes of an array, row-major and little-endian; copied only if they lie otherwise."""
+    """Return an array's bytes, row-major and little-endian; copy only if it is stored otherwise."""
     contiguous = np.ascontiguousarray(array)
     if contiguous.dtype.byteorder == ">":
         contiguous = contiguous.astype(contiguous.dtype.newbyteorder("<"))
-    # Through uint8: the buffer protocol has no letter for bfloat16.
+    # Via uint8, because the buffer protocol has no format code for bfloat16.
     return contiguous.reshape(-1).view(np.uint8).data
 
 
 def reshaped(array: NDArray[Any], shape: tuple[int, ...], *, name: str) -> NDArray[Any]:
-    """The array in a shape of as many elements, or MalformedRequest where NumPy has no such."""
+    """Reshape an array; raise MalformedRequest if NumPy does not support the shape."""
     try:
         return array.reshape(shape)
     except ValueError:
@@ -131,7 +130,7 @@ def _empty(shape: tuple[int, ...], dtype: DType, name: str) -> NDArray[Any]:
     try:
         return np.empty(shape, dtype.numpy)
     except ValueError:
-        # A zero beside extents whose product NumPy cannot hold.
+        # An empty shape whose other extents overflow NumPy's size type.
         raise MalformedRequest(f"{name}: shape {shown(shape)} is too large") from None
 
 

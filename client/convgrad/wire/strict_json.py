@@ -1,7 +1,6 @@
-"""JSON as the standard has it: no NaN literals, no key twice, no surprises from deep nesting.
+"""Strict JSON parsing: NaN literals, duplicate keys and excessive nesting are errors.
 
-The stdlib's parser takes more than JSON and keeps the last of two equal keys; here both are
-refused, with a sentence instead of a traceback.
+The standard library accepts more than JSON and keeps the last of duplicate keys.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ def loads(
     pairs_hook: Callable[[Pairs], dict[str, Any]] | None = None,
     position: Callable[[int], int] = lambda index: index,
 ) -> Any:
-    """Parse ``text``; ``what`` names it in sentences, e.g. ``the body``.
+    """Parse ``text``, which error messages call ``what``, e.g. ``the body``.
 
-    ``pairs_hook`` sees the items of every object before duplicates are looked for; ``position``
-    turns an index into ``text`` into the one to report.
+    ``pairs_hook`` receives the items of every object before the check for duplicates.
+    ``position`` maps an index into ``text`` to the index to report.
 
     Raises
     ------
     MalformedRequest
-        Not UTF-8, not JSON, a key twice in one object, a NaN literal, or nested too deep.
+        Not UTF-8, not JSON, a duplicate key, a NaN literal, or nesting too deep.
     """
 
     def unique(pairs: Pairs) -> dict[str, Any]:
@@ -59,7 +58,7 @@ def loads(
     except RecursionError:
         raise MalformedRequest(f"{what} is nested too deep to be a request") from None
     except ValueError:
-        # The one ValueError left: an int of more digits than Python will convert.
+        # The only other ValueError: an int with more digits than Python converts.
         raise MalformedRequest(f"{what} holds an int of thousands of digits") from None
 
 
@@ -70,7 +69,7 @@ def loads_object(
     pairs_hook: Callable[[Pairs], dict[str, Any]] | None = None,
     position: Callable[[int], int] = lambda index: index,
 ) -> dict[str, Any]:
-    """`loads` of a text that must hold an object."""
+    """Parse ``text`` with `loads` and check that it is an object."""
     found = loads(text, what, pairs_hook=pairs_hook, position=position)
     if not isinstance(found, dict):
         raise MalformedRequest(f"{what}: expected a JSON object, got {shown(found)}")

@@ -1,1 +1,1 @@
-"""Which kernel runs a problem, and why: pure functions, one module per kind of device."""
+"""Kernel selection and tiling: pure functions that map a problem and a device to a plan."""

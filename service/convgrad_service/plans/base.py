@@ -1,4 +1,4 @@
-"""What every plan says, whatever the device."""
+"""The part of a plan that is common to all devices."""
 
 from __future__ import annotations
 
@@ -9,10 +9,18 @@ __all__ = ["Plan"]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which kernel runs a problem, in how many pieces, and why the others do not.
+    """The kernel that runs a problem, and why preferred kernels do not.
 
-    ``workspace_bytes`` is the memory beyond inputs and outputs, all threads together.
-    ``passed_over`` holds a kernel's name and the reason, in the order of preference.
+    Attributes
+    ----------
+    kernel : str
+        Name of the kernel.
+    workspace_bytes : int
+        Memory beyond inputs and outputs, over all threads.
+    pieces : int
+        Number of pieces that the problem is split into.
+    passed_over : tuple of (str, str)
+        Rejected kernels, each with the reason, in the order of preference.
     """
 
     kernel: str

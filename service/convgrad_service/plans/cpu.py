@@ -1,4 +1,4 @@
-"""Which CPU kernel computes a convolution, and why not another: pure functions of sizes."""
+"""Choose the CPU engine for a convolution: pure functions of sizes."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ CpuPlan = Plan
 Direction = Literal["fwd", "bwd_data", "bwd_weight"]
 Engine = Literal["first", "grouped", "dense", "direct"]
 
-# The grouped kernels' vectors run over pixels or over groups, the dense ones' over one group's
-# channels. So the grouped ones win where a group has few channels on both sides, and where the
-# dense ones would fill no more than a quarter of a vector (the gradient of a first layer's input).
-# For the gradient of a first layer's weight the first kernel's vectors run over output channels.
+# Grouped kernels vectorise over pixels or groups, dense kernels over the channels of one group. So
+# grouped kernels win if groups have few channels on both sides, or if dense ones would fill at most
+# a quarter of a vector (the gradient of a first layer's input). For the weight gradient of a first
+# layer, the "first" kernel vectorises over output channels.
 GROUPED_CHANNELS = 8
 LEAST_FILLED = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The engine for one direction of a convolution; ``dense`` is set for first and dense ones.
+    """The engine for one direction of a convolution.
 
-    ``passed_over`` has the engines before it, with the reason for each.
+    ``dense`` is set for the engines "first" and "dense". ``passed_over`` lists the rejected engines
+    with reasons.
     """
 
     direction: Direction
@@ -75,14 +76,17 @@ def choose(
     device: CpuDevice,
     without: tuple[tuple[Engine, str], ...] = (),
 ) -> Choice:
-    """The first engine that holds this problem: first, then grouped, dense and direct.
+    """Choose the most preferred suitable engine, in the order first, grouped, dense, direct.
 
-    ``without`` names engines that cannot, and why, for reasons beyond the sizes.
+    Parameters
+    ----------
+    without : tuple of (engine, reason)
+        Engines to exclude for reasons that do not follow from the sizes.
 
     Raises
     ------
     ProblemTooLarge
-        The engine needs more work memory than the device is allowed.
+        The engine needs more workspace than the device allows.
     """
     passed_over: list[tuple[str, str]] = []
     excluded = dict(without)
@@ -125,7 +129,7 @@ def _why_not_grouped(
 
 
 def _first_plan(conv: ConvShape, dtype: DType, device: CpuDevice) -> DensePlan | None:
-    """The launches for few input channels and a vector of output channels; else None."""
+    """Return the plan of the "first" engine, or None. It needs few input channels."""
     dense, size = dense_of(conv), sum_bytes(dtype)
     lanes = device.vector_bytes // size
     if dense.in_channels * LEAST_FILLED > lanes or dense.out_channels < lanes:
@@ -155,7 +159,7 @@ def _dense_plan(
 
 def _worth_tiling(direction: Direction, conv: ConvShape, dtype: DType, device: CpuDevice) -> bool:
     dense, size, backward = dense_of(conv), sum_bytes(dtype), direction == "bwd_data"
-    # For one thread, whatever there are: the choice decides the order of sums.
+    # Always planned for one thread, since the engine determines the order of summation.
     if direction == "bwd_weight":
         tiles = weight_tiles(
             dense,

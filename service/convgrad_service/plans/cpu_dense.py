@@ -1,7 +1,7 @@
-"""Tile sizes of the dense CPU engine: pure arithmetic over one convolution and one CPU.
+"""Tile sizes of the dense CPU engine: pure functions of the convolution and the CPU.
 
 The kernels (``backends/cpu/kernels/dense_gather.cpp``, ``dense_bwd_weight.cpp``) lay out their
-scratch by the same formulas and refuse to run where it is too small.
+scratch by the same formulas and fail if it is too small.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from convgrad_service.problems.geometry import ConvShape
 
 __all__ = ["Dense", "Tiles", "dense_of", "gather_tiles", "weight_chunks", "weight_tiles"]
 
-# A tile's copy of its source region is meant to stay in half of a core's L2 cache, beside the
-# weight panel that passes over it.
+# Target size of a tile's slab, the packed copy of its source region: half of a core's L2 cache. The
+# rest is for the weight panel being streamed.
 SLAB_BYTES = 256 * 1024
 TASKS_PER_THREAD = 12
-# Of grad_output and input rows that one pass of a weight gradient reads: two thirds of the L1
-# cache, at one tile row of A (64 bytes) and one of B (128 bytes) a pixel.
+# Pixels (the K dimension) of a weight gradient's cache block. At 64 bytes of A and 128 bytes of B
+# per pixel, a register tile's operands fill two thirds of the L1 cache.
 GROUP_PIXELS = 170
-# Partial weight gradients: at most so many, and together at most so large, since each is cleared,
-# read and added once.
+# Limits on the number and total size of partial weight gradients, since each is cleared and then
+# read for the reduction.
 PARTIALS = 8
 PARTIAL_BYTES = 4 * 1024 * 1024
 SHARE_CHANNELS = 256
@@ -31,7 +31,7 @@ SEGMENT_BYTES = 24
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """One convolution as the kernels see it: three spatial dimensions, channels of one group."""
+    """A convolution with three spatial dimensions; channel counts are per group."""
 
     batch: int
     groups: int
@@ -51,9 +51,10 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How one launch is cut; ``block`` is the kernel's own list of numbers.
+    """The tiling of one launch.
 
-    ``scratch_bytes`` is each thread's own, ``workspace_bytes`` what they share.
+    ``block`` holds the parameters that the kernel documents. ``scratch_bytes`` is per thread,
+    ``workspace_bytes`` shared.
     """
 
     block: tuple[int, ...]
@@ -64,12 +65,12 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """One dimension of a gather: result extent, phases, and the source span of a tile."""
+    """One dimension of a gather: result extent, stride phases, and source extent of a tile."""
 
     result: int
     phases: int
     step: int
-    reach: int  # source coordinates that one step of all phases and taps spans
+    reach: int  # source extent of one step, over all phases and taps
 
     @property
     def steps(self) -> int:
@@ -94,10 +95,10 @@ def _axis(dense: Dense, dim: int, backward: bool) -> _Axis:
 
 
 def slab_pixel(channels: int, sum_bytes: int) -> int:
-    """Sums from one slab pixel to the next.
+    """Return the pitch of a slab's pixels, in elements.
 
-    Few channels stay packed, so that neighbouring taps join into one run. Many get a spare cache
-    line where the distance would otherwise put every pixel into the same few sets of the L1 cache.
+    Few channels are stored without padding, so that adjacent taps form one segment. Otherwise a
+    pitch that would map all pixels to a few L1 cache sets is padded by a cache line.
     """
     line = 64 // sum_bytes
     if channels < line:
@@ -109,7 +110,7 @@ def slab_pixel(channels: int, sum_bytes: int) -> int:
 def gather_tiles(
     dense: Dense, *, backward: bool, sum_bytes: int, vector_bytes: int, threads: int
 ) -> Tiles:
-    """Tiles for the forward pass (or, ``backward``, for the gradient of the input)."""
+    """Return the tiles of a forward pass or, if ``backward``, of an input gradient."""
     columns = 2 * vector_bytes // sum_bytes
     source_channels = dense.out_channels if backward else dense.in_channels
     result_channels = dense.in_channels if backward else dense.out_channels
@@ -138,8 +139,8 @@ def gather_tiles(
     def tiles() -> int:
         return -(-d.steps // td) * -(-h.steps // th) * -(-w.steps // tw)
 
-    # More tasks, so that the threads end together: first shorter tiles, while the halo stays
-    # small beside them, then fewer channel blocks a task.
+    # More tasks for load balance: first shorter tiles, as long as the halo stays relatively small,
+    # then fewer channel blocks per task.
     while outer * tiles() < wanted and td > 1:
         td = _even(d.steps, td - 1)
     while outer * tiles() < wanted and th > max(4, h.reach):
@@ -162,7 +163,7 @@ def _up(value: int, unit: int) -> int:
 
 
 def _even(extent: int, tile: int) -> int:
-    """The smallest tile that cuts the extent into as many parts as ``tile`` does."""
+    """Return the smallest tile that gives the same number of tiles."""
     return -(-extent // -(-extent // tile))
 
 
@@ -175,10 +176,11 @@ def weight_tiles(
     vector_bytes: int,
     threads: int,
 ) -> Tiles:
-    """Tiles for the gradient of the weight; ``whole_out_channels`` are those of all parts.
+    """Return the tiles of a weight gradient.
 
-    The tiles and groups, which decide the order of additions, follow from the problem and the
-    vector width alone; the threads and the parts decide only the shares of channels.
+    ``whole_out_channels`` counts the channels of all parts of a `DensePlan`. Tiles and row groups,
+    which determine the order of summation, depend only on the problem and the vector width; the
+    number of threads and parts affects only the channel shares.
     """
     lanes = vector_bytes // sum_bytes
     columns = 2 * lanes
@@ -186,7 +188,7 @@ def weight_tiles(
     channels_k, channels_c = dense.out_channels, dense.in_channels
     padded_c = -(-channels_c // lanes) * lanes
 
-    # Tiles are sized for full shares of channels, so that threads and parts leave them alone.
+    # Sized for full channel shares, so that tiles do not depend on threads and parts.
     y_bytes = _weight_pixel(min(whole_out_channels, SHARE_CHANNELS), sum_bytes) * sum_bytes
     x_bytes = _weight_pixel(min(channels_c, SHARE_CHANNELS), sum_bytes) * sum_bytes
 
@@ -234,7 +236,7 @@ def weight_tiles(
 
 
 def weight_chunks(dense: Dense, sum_bytes: int) -> int:
-    """In how many parts the pixels of a weight gradient are summed: by the problem alone."""
+    """Return the number of pixel chunks (split K), which depends only on the problem."""
     partial = dense.groups * dense.taps * dense.out_channels * dense.in_channels * sum_bytes
     pixels = dense.batch * math.prod(dense.output)
     rows = dense.batch * dense.output[0] * dense.output[1]
@@ -245,13 +247,13 @@ def weight_chunks(dense: Dense, sum_bytes: int) -> int:
 
 
 def _weight_pixel(channels: int, sum_bytes: int) -> int:
-    # An odd number of cache lines, so that the pixels of a row spread over all sets of the L1.
+    # An odd number of cache lines spreads a row's pixels over all L1 cache sets.
     line = 64 // sum_bytes
     return (-(-channels // line) | 1) * line
 
 
 def dense_of(conv: ConvShape) -> Dense:
-    """A convolution of one to three dimensions as the kernels see it."""
+    """Convert a convolution with one to three spatial dimensions."""
     return Dense(
         batch=conv.batch,
         groups=conv.groups,

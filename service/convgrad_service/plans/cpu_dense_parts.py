@@ -1,4 +1,4 @@
-"""The launches of one dense convolution: how it is cut so that its work memory stays bounded."""
+"""Split a dense convolution into launches, to bound its workspace."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ __all__ = [
     "weight_plan",
 ]
 
-# The most that the packed weights of one tile of channels, and one thread's scratch, may take;
-# beyond, the direct kernels run. Constants, not shares of the workspace limit: dense and direct
-# kernels add in different orders, and a setting must not change an answer's bits.
+# Limits on the weight panels of one channel tile and on the scratch of one thread. Above them the
+# direct kernels run. They do not depend on the workspace limit because dense and direct kernels sum
+# in different orders, and a setting must not change the bits of a result.
 PANEL_LIMIT_BYTES = 64 * 1024 * 1024
 SCRATCH_LIMIT_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One launch: a range of groups, and a range of the result's channels in each.
+    """One launch: a range of groups, and a range of result channels in each.
 
-    For a weight gradient these are output channels.
+    The result channels of a weight gradient are the output channels.
     """
 
     groups: tuple[int, int]
@@ -47,7 +47,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class DensePlan:
-    """A dense convolution in one launch or several, and how many threads its memory allows."""
+    """The launches of a dense convolution, and the number of threads that its memory allows."""
 
     parts: tuple[Part, ...]
     threads: int
@@ -57,12 +57,12 @@ class DensePlan:
 def gather_plan(
     dense: Dense, *, backward: bool, sum_bytes: int, device: CpuDevice
 ) -> DensePlan | None:
-    """The launches of a forward pass or a gradient of the input; None where tiles are too large.
+    """Plan a forward pass or an input gradient; None if a tile is too large.
 
     Raises
     ------
     ProblemTooLarge
-        One launch of the least size needs more than the workspace limit.
+        The smallest possible launch exceeds the workspace limit.
     """
     columns = 2 * device.vector_bytes // sum_bytes
     source = dense.out_channels if backward else dense.in_channels
@@ -87,12 +87,12 @@ def gather_plan(
 
 
 def weight_plan(dense: Dense, *, sum_bytes: int, device: CpuDevice) -> DensePlan | None:
-    """The launches of a gradient of the weight; None where tiles are too large.
+    """Plan a weight gradient; None if a tile is too large.
 
     Raises
     ------
     ProblemTooLarge
-        One launch of the least size needs more than the workspace limit.
+        The smallest possible launch exceeds the workspace limit.
     """
     chunks = weight_chunks(dense, sum_bytes)
     lanes = device.vector_bytes // sum_bytes
@@ -116,12 +116,12 @@ def weight_plan(dense: Dense, *, sum_bytes: int, device: CpuDevice) -> DensePlan
 
 
 def first_plan(dense: Dense, *, sum_bytes: int, device: CpuDevice) -> DensePlan | None:
-    """The launches of a first layer's gradient of the weight; None where tiles are too large.
+    """Plan the weight gradient of a first layer; None if a tile is too large.
 
     Raises
     ------
     ProblemTooLarge
-        One launch of the least size needs more than the workspace limit.
+        The smallest possible launch exceeds the workspace limit.
     """
     chunks = first_chunks(dense, sum_bytes)
     lanes = device.vector_bytes // sum_bytes
@@ -151,10 +151,10 @@ def _in_parts(
     tiles: Callable[[Dense, int], Tiles],
     device: CpuDevice,
 ) -> DensePlan | None:
-    """Cut by groups, then by result channels, until half of the limit holds the shared work.
+    """Split by groups, then by result channels, until workspace takes at most half of the limit.
 
-    Parts hold whole results, so where the cuts fall changes no sum. Whether the dense kernels run
-    at all does, so it follows from the problem: one thread's scratch is the largest there is.
+    Each result belongs to one part, so the split does not affect the order of summation. The choice
+    of the dense engine does, so it is made for one thread, whose scratch is the largest.
     """
     if unit_bytes > PANEL_LIMIT_BYTES or tiles(dense, 1).scratch_bytes > SCRATCH_LIMIT_BYTES:
         return None

@@ -1,7 +1,7 @@
-"""Tiles of the depthwise CPU kernels: pure arithmetic over a planar plan.
+"""Tiles of the depthwise CPU kernels: pure functions of a planar plan.
 
-The kernels (``backends/cpu/kernels/depthwise.cpp``, ``depthwise_weight.cpp``) lay out their scratch
-by the same formulas. Every position is a vector of channels there.
+The kernels (``backends/cpu/kernels/depthwise.cpp``, ``depthwise_weight.cpp``) store every position
+as a vector of channels, and lay out their scratch by the same formulas.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from convgrad_service.plans.planar import PLANS_KEPT, PlanarPlan, Triple
 
 __all__ = ["DepthwiseTiles", "depthwise_tiles"]
 
-# A task's blocks should stay in half of a core's L2 cache; beyond the hard limit the grouped
+# Target size of a task's blocks, to fit half of the L2 cache. Above the hard limit the grouped
 # kernels run.
 BLOCK_BYTES = 384 * 1024
 SCRATCH_LIMIT_BYTES = 8 * 1024 * 1024
-# Each thread packs all weights for itself.
+# Limit on the packed weights, of which each thread has a copy.
 WEIGHT_LIMIT_BYTES = 1024 * 1024
-# Vectors of a task at most, and the rows that its tile keeps if it has more than one.
+# Maximum channel vectors per task, and minimum tile rows of a task with more than one.
 VECTORS, ROWS = 8, 4
-# Columns computed together, `kWide` of the kernels.
+# Columns of a register block, kWide in the kernels.
 WIDE = 8
-# Parts that a weight's gradient is summed in, whatever the threads.
+# Maximum splits of a weight gradient's sum, independent of the number of threads.
 MOST_SPLITS = 64
 RUN_BYTES, MET_BYTES = 40, 24
 
 
 @dataclass(frozen=True, slots=True)
 class DepthwiseTiles:
-    """One launch; names as in ``kernels/planar_args.hpp``."""
+    """The tiling of one launch, with the names of ``kernels/planar_args.hpp``."""
 
     tile: Triple
     tiles: Triple
@@ -52,10 +52,10 @@ def depthwise_tiles(
     *,
     weight: bool,
 ) -> DepthwiseTiles | None:
-    """Tiles for a correlation, or for the gradient of the weight; None where one is too large.
+    """Return the tiles of a correlation, or of a weight gradient; None if a tile is too large.
 
-    A task takes several vectors of channels at once, as long as its tile keeps rows enough beside
-    their halo: where channels lie side by side in memory it then reads and writes long runs.
+    A task processes several channel vectors, which makes memory accesses longer if channels are
+    contiguous, as long as its tile still has enough rows relative to the halo.
     """
     low, high = _met(plan)
     extent = [-(-size // step) for size, step in zip(plan.dst_size, plan.dst_step, strict=True)]
@@ -112,7 +112,7 @@ def depthwise_tiles(
 
 
 def _met(plan: PlanarPlan) -> tuple[list[int], list[int]]:
-    """The least and the greatest source coordinates that any tap meets at t = 0."""
+    """Return the lowest and highest source coordinates that any tap reads at t = 0."""
     if not len(plan.taps):
         return [0, 0, 0], [0, 0, 0]
     offsets = plan.taps[:, 1:4] + plan.origin

@@ -1,4 +1,4 @@
-"""What a plan needs to know of a CPU."""
+"""The description of a CPU that plans are made for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VECTOR_BYTES = {"x86_64": 16, "x86_64_v3": 32, "x86_64_v4": 64, "aarch64": 16}
 
 @dataclass(frozen=True, slots=True)
 class CpuDevice:
-    """The instruction-set level of the kernels, the threads, and the work memory allowed."""
+    """Instruction-set level of the kernels, number of threads, and workspace limit."""
 
     level: str
     threads: int
@@ -21,10 +21,10 @@ class CpuDevice:
 
     @property
     def vector_bytes(self) -> int:
-        """Bytes of the widest vector register."""
+        """Size of the widest vector register."""
         return VECTOR_BYTES[self.level]
 
 
 def sum_bytes(dtype: DType) -> int:
-    """Bytes of what the CPU sums elements of this type in: float32, or float64 for float64."""
+    """Return the size of the accumulator type: float64 for float64, otherwise float32."""
     return 8 if dtype is DType.FLOAT64 else 4

@@ -1,7 +1,7 @@
-"""Tiles of the CPU kernel for a first layer's weights: pure arithmetic over one convolution.
+"""Tiles of the CPU kernel for the weight gradient of a first layer: pure functions of sizes.
 
 The kernel (``backends/cpu/kernels/first_bwd_weight.cpp``) lays out its scratch by the same formulas
-and refuses to run where it is too small.
+and fails if it is too small.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from convgrad_service.plans.cpu_dense import Dense, Tiles
 
 __all__ = ["first_chunks", "first_steps", "first_tiles"]
 
-# Pixels multiplied at once: a register tile of their terms and gradients stays in the L1 cache. The
-# input under a tile, of which neighbouring rows share much, stays in the L2 cache.
+# Pixels (the K dimension) of a cache block: the operands of a register tile fit the L1 cache. The
+# slab, the packed input region of a tile, fits the L2 cache.
 GROUP_PIXELS = 160
 SLAB_BYTES = 128 * 1024
-# Partial gradients: at most so many, and together at most so large.
+# Limits on the number and total size of partial gradients.
 PARTIALS = 16
 PARTIAL_BYTES = 4 * 1024 * 1024
 SHARE_CHANNELS = 256
@@ -24,7 +24,7 @@ RUN_BYTES, SEGMENT_BYTES = 24, 24
 
 
 def first_chunks(dense: Dense, sum_bytes: int) -> int:
-    """In how many parts the pixels are summed: by the problem alone."""
+    """Return the number of pixel chunks (split K), which depends only on the problem."""
     terms = dense.taps * dense.in_channels
     partial = dense.groups * terms * dense.out_channels * sum_bytes
     limit = min(
@@ -36,7 +36,7 @@ def first_chunks(dense: Dense, sum_bytes: int) -> int:
 def first_tiles(
     dense: Dense, *, chunks: int, sum_bytes: int, vector_bytes: int, threads: int
 ) -> Tiles:
-    """Tiles for the gradient of the weight; the threads decide only the shares of channels."""
+    """Return the tiles of a weight gradient. Threads affect only the channel shares."""
     lanes, line = vector_bytes // sum_bytes, 64 // sum_bytes
     rows, columns, group = _tile(dense, sum_bytes)
     share = _up(min(dense.out_channels, SHARE_CHANNELS), lanes)
@@ -60,21 +60,21 @@ def first_tiles(
 
 
 def first_steps(dense: Dense, tiles: Tiles, *, sum_bytes: int) -> float:
-    """What copying all tiles takes, in the steps of plans/cpu_worth.py."""
+    """Return the cost of packing all tiles, in the steps of plans/cpu_worth.py."""
     shares = -(-dense.out_channels // tiles.block[4])
     visits = dense.batch * dense.groups * shares * math.prod(_tiles(dense, sum_bytes))
     return visits * tiles.scratch_bytes / sum_bytes
 
 
 def _slab(dense: Dense, rows: int, columns: int) -> int:
-    """Elements of the input under a tile."""
+    """Return the number of input elements that a tile reads."""
     high = (rows - 1) * dense.stride[1] + (dense.kernel[1] - 1) * dense.dilation[1] + 1
     wide = (columns - 1) * dense.stride[2] + (dense.kernel[2] - 1) * dense.dilation[2] + 1
     return dense.kernel[0] * high * wide * dense.in_channels
 
 
 def _tile(dense: Dense, sum_bytes: int) -> tuple[int, int, int]:
-    """Rows and columns of a tile, whole rows where they are short, and rows multiplied at once."""
+    """Return a tile's rows and columns, and the rows of a cache block. Short rows stay whole."""
     parts = -(-dense.output[2] // GROUP_PIXELS)
     columns = -(-dense.output[2] // parts)
     group = min(dense.output[1], max(1, GROUP_PIXELS // columns))
@@ -85,7 +85,7 @@ def _tile(dense: Dense, sum_bytes: int) -> tuple[int, int, int]:
 
 
 def _tiles(dense: Dense, sum_bytes: int) -> tuple[int, int, int]:
-    """Tiles of an image along each dimension."""
+    """Return the number of tiles of an image along each dimension."""
     rows, columns, _ = _tile(dense, sum_bytes)
     return dense.output[0], -(-dense.output[1] // rows), -(-dense.output[2] // columns)
 

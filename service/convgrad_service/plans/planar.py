@@ -1,8 +1,9 @@
-"""How a grouped convolution becomes correlations of planes: the plan of the grouped kernels.
+"""The plan of the grouped kernels, which express a convolution as unit-stride plane correlations.
 
-Per spatial dimension, position t of the result and element u of the source (both counted within
-a stride phase) meet at u = t + offset(tap). The forward reads x, whose phases are the stride's;
-bwd_data writes x, so there the phases are the result's. Pure: sizes in, sizes out.
+Each tensor is split into stride phases. In each spatial dimension, a tap multiplies result position
+t with source position u = t + offset(tap), both counted within their phases. The forward pass reads
+x, so the source has the stride's phases; bwd_data writes x, so the result has them. Pure functions
+of sizes.
 """
 
 from __future__ import annotations
@@ -31,27 +32,27 @@ __all__ = [
 
 Triple = tuple[int, int, int]
 
-# A task's planes should stay in the second-level cache; beyond the hard limit another kernel runs.
+# Target size of a task's planes, to fit the L2 cache. Above the hard limit another kernel runs.
 TILE_BYTES = 256 * 1024
 SCRATCH_LIMIT_BYTES = 8 * 1024 * 1024
-# Small planes share a task, so that taking a task costs little beside the work.
+# Small planes share a task, to amortise the cost of claiming it.
 TASK_BYTES = 24 * 1024
 ENOUGH_TASKS = 64
 WORKSPACE_LIMIT_BYTES = 32 * 1024 * 1024
 SLACK_VECTORS = 9
-# Tables hold a row for each tap and each phase, made in Python: more than these are no layer that
-# anybody trains, and would take seconds and gigabytes before anything is computed. The last plans
-# are kept, together a hundred megabytes if all were of the largest.
+# Limits on the tables, which Python builds with one row per tap and phase. Real layers are far
+# smaller; beyond the limits, building would take seconds and gigabytes. The plan cache takes a
+# hundred megabytes if all plans are of the largest size.
 MOST_TAPS, MOST_PHASES, MOST_PAIRS = 8 * 1024, 4 * 1024, 64 * 1024
 PLANS_KEPT = 128
-# A phase of one tile's result: its loop and its stores.
+# Cost of one phase of one result tile: its loop and its stores.
 PHASE_STEPS = 50.0
 TAP_WORDS = 5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanarPlan:
-    """The numbers of one launch, named as in ``kernels/planar_args.hpp``."""
+    """The parameters of one launch, with the names of ``kernels/planar_args.hpp``."""
 
     src_size: Triple
     dst_size: Triple
@@ -66,7 +67,7 @@ class PlanarPlan:
     dst_phase: NDArray[np.int64]
     first_tap: NDArray[np.int64]
     taps: NDArray[np.int64]
-    """One row a tap: source phase, three offsets, and its index in the kernel (row-major)."""
+    """One row per tap: source phase, three offsets, and row-major index in the kernel."""
     splits: int
     tasks: int
     scratch_bytes: int
@@ -75,7 +76,7 @@ class PlanarPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One dimension: the phases of both sides, and per phase of the result its taps."""
+    """One dimension: the phases of source and result, and the taps of each result phase."""
 
     src_size: int
     dst_size: int
@@ -84,7 +85,7 @@ class _Line:
     src_phases: tuple[int, ...]
     dst_phases: tuple[int, ...]
     taps: tuple[tuple[tuple[int, int, int], ...], ...]
-    """Per phase of the result: (index of the source's phase, offset, tap)."""
+    """For each result phase: (index of the source phase, offset, tap)."""
 
     @property
     def extent(self) -> int:
@@ -97,7 +98,7 @@ class _Line:
 
 
 def triple(values: tuple[int, ...], missing: int) -> Triple:
-    """One to three dimensions as three, leading ones filled."""
+    """Pad one to three values in front to three."""
     first, second, third = (*(missing,) * (3 - len(values)), *values)
     return first, second, third
 
@@ -123,7 +124,7 @@ def _forward_line(
     met = []
     for tap in range(kernel):
         offset, phase = divmod(tap * dilation - pad, step)
-        # Elements phase + u * step of the source, u = t + offset: does any t meet one?
+        # Source elements are phase + u * step with u = t + offset: is any t inside?
         last = (size - 1 - phase) // step
         if keep or (offset <= last and offset + out - 1 >= 0):
             met.append((phase, offset, tap))
@@ -148,7 +149,15 @@ def _bwd_data_line(size: int, kernel: int, out: int, step: int, dilation: int, p
 
 @lru_cache(maxsize=PLANS_KEPT)
 def forward_plan(conv: ConvShape, acc_bytes: int, lanes: int, swap: bool) -> PlanarPlan | None:
-    """The forward; ``swap`` where channels lie side by side. None where another kernel runs."""
+    """Plan a forward pass; None if another kernel should run.
+
+    Parameters
+    ----------
+    acc_bytes, lanes : int
+        Size of the accumulator type, and number of accumulators in a vector.
+    swap : bool
+        Whether channels are contiguous, so that blocks are transposed.
+    """
     if not _tables_fit("fwd", conv):
         return None
     lines = [_forward_line(*line, keep=False) for line in _lines(conv)]
@@ -158,7 +167,7 @@ def forward_plan(conv: ConvShape, acc_bytes: int, lanes: int, swap: bool) -> Pla
 
 @lru_cache(maxsize=PLANS_KEPT)
 def bwd_data_plan(conv: ConvShape, acc_bytes: int, lanes: int, swap: bool) -> PlanarPlan | None:
-    """The gradient with respect to the input; None where another kernel runs."""
+    """Plan an input gradient; see `forward_plan`."""
     if not _tables_fit("bwd_data", conv):
         return None
     lines = [_bwd_data_line(*line) for line in _lines(conv)]
@@ -168,7 +177,7 @@ def bwd_data_plan(conv: ConvShape, acc_bytes: int, lanes: int, swap: bool) -> Pl
 
 @lru_cache(maxsize=PLANS_KEPT)
 def bwd_weight_plan(conv: ConvShape, acc_bytes: int, lanes: int, swap: bool) -> PlanarPlan | None:
-    """The gradient with respect to the weight; None where another kernel runs."""
+    """Plan a weight gradient; see `forward_plan`."""
     if not _tables_fit("bwd_weight", conv):
         return None
     lines = [_forward_line(*line, keep=True) for line in _lines(conv)]
@@ -177,13 +186,13 @@ def bwd_weight_plan(conv: ConvShape, acc_bytes: int, lanes: int, swap: bool) -> 
 
 
 def _tables_fit(direction: str, conv: ConvShape) -> bool:
-    """Before anything is listed: whether a plan's tables are of a size to be made in Python."""
+    """Whether the tables of a plan are small enough to build in Python."""
     kernel = conv.kernel_size
     phases = [
         min(step, size if direction == "bwd_data" else taps)
         for step, size, taps in zip(conv.stride, conv.input_size, kernel, strict=True)
     ]
-    # A dimension's own table pairs its taps with the phases of a result.
+    # The table of a dimension pairs its taps with the result's phases.
     paired = phases if direction == "bwd_data" else [1] * len(phases)
     pairs = sum(taps * phase for taps, phase in zip(kernel, paired, strict=True))
     return prod(kernel) <= MOST_TAPS and prod(phases) <= MOST_PHASES and pairs <= MOST_PAIRS
@@ -235,7 +244,7 @@ def _plan(
     a = acc_bytes
     extent = [line.extent for line in lines]
     tile = list(extent)
-    # Swapping moves squares of `lanes` channels: a block of groups should fill them.
+    # A block of groups should fill the squares of `lanes` channels that are transposed.
     block = min(conv.groups, -(-lanes // min(channels))) if swap else 1
     while scratch(tile, block) > TILE_BYTES:
         longest = next((d for d in (0, 1) if tile[d] > 1), 2)
@@ -256,7 +265,7 @@ def _plan(
     ):
         block *= 2
     blocks = -(-conv.groups // block)
-    # Every position of a row's padded pitch is multiplied, by whole vectors.
+    # Whole vectors are multiplied, including the padding between rows.
     box = [t + r for t, r in zip(tile, reach, strict=True)]
     positions = ((tile[0] - 1) * box[1] + tile[1] - 1) * box[2] + tile[2]
     copied = len(src_phase) * channels[0] * prod(box)
@@ -269,7 +278,7 @@ def _plan(
     if weight:
         splits = min(units, -(-ENOUGH_TASKS // blocks))
         splits = max(1, min(splits, WORKSPACE_LIMIT_BYTES // (weights * a)))
-    # A weight's gradient has a vector of zeros past the end of each of its planes.
+    # A weight gradient has a vector of zeros after each plane.
     ends = _up64(block * len(src_phase) * channels[0] * lanes * a) if weight else 0
     return PlanarPlan(
         src_size=_triple(line.src_size for line in lines),

@@ -1,8 +1,8 @@
-"""Tiles of the pooling kernels: how many windows, or input positions, a task handles.
+"""Tiles of the pooling kernels: pure functions of sizes.
 
-A task copies what its tile reaches into blocks in which every position is one vector of channels.
-The blocks should stay in the second-level cache, and the rows shared with the neighbours (which
-both read) should be few. Pure: sizes in, sizes out.
+A tile is a box of windows or input positions. A task packs the input of its tile into blocks that
+store every position as a vector of channels. Blocks should fit the L2 cache, and adjacent tiles
+should overlap in few rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCRATCH_LIMIT_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """One launch; names as in ``kernels/pool_args.hpp``."""
+    """The tiling of one launch, with the names of ``kernels/pool_args.hpp``."""
 
     tile: Triple
     tiles: Triple
@@ -35,7 +35,7 @@ class PoolPlan:
 
 @lru_cache(maxsize=256)
 def pool_forward_plan(pool: PoolShape, vector_bytes: int, lanes: int) -> PoolPlan | None:
-    """Tiles of windows; None where taking the windows one by one costs less."""
+    """Tile the windows of a forward pass; None if processing single windows costs less."""
     output = triple(pool.output_size, 1)
 
     def scratch(tile: list[int]) -> int:
@@ -51,9 +51,9 @@ def pool_forward_plan(pool: PoolShape, vector_bytes: int, lanes: int) -> PoolPla
 def pool_backward_plan(
     pool: PoolShape, vector_bytes: int, lanes: int, searches: bool
 ) -> PoolPlan | None:
-    """Tiles of input positions; ``searches`` where the maxima come from the input.
+    """Tile the input positions of a backward pass; None if processing single windows costs less.
 
-    None where taking the windows one by one costs less.
+    ``searches`` if the maxima are recomputed from the input, otherwise indices are given.
     """
     kernel = triple(pool.kernel_size, 1)
     words = sum(kernel) + kernel[2] + prod(kernel)
@@ -69,17 +69,17 @@ def pool_backward_plan(
     windows = _met(pool, tile)
     plan = _plan(pool, size, tile, windows, scratch(tile), lanes, words)
     copied = _COPY * prod(_reached(pool, windows)) if searches else 0
-    # Each window of a tile is searched, or its index held against its taps.
+    # Each window of a tile is searched, or its index is checked.
     work = prod(plan.tiles) * (copied + prod(windows) * (_taps(pool) if searches else kernel[0]))
-    # Each row of a tile lists its windows, and for each of its columns' phases asks every tap.
+    # Each row of a tile lists its windows, and tests every tap for each phase of its columns.
     met = [max(1, taps // step) for taps, step in zip(kernel, stride, strict=True)]
     asked = met[0] * met[1] * min(stride[2], tile[2]) * kernel[2]
     work += size[0] * size[1] * plan.tiles[2] * (kernel[0] + kernel[1] + asked)
     return plan if _pays(pool, plan, work, lanes, searches) else None
 
 
-# What copying a position into a block costs, and one tap of a window taken by itself, in units of
-# one tap of a vector of windows. Rough: the two ways differ by orders of magnitude or not at all.
+# Costs of packing one position, and of one tap of a single window, relative to one tap of a vector
+# of windows. Rough, since the alternatives differ either by orders of magnitude or hardly at all.
 _COPY = 2
 _SINGLE = 2
 
@@ -89,7 +89,7 @@ def _taps(pool: PoolShape) -> int:
 
 
 def _pays(pool: PoolShape, plan: PoolPlan, work: int, lanes: int, searches: bool) -> bool:
-    """Whether tiles of a vector's channels beat those channels' windows one by one."""
+    """Whether tiling costs less than processing the same channels' windows one by one."""
     if plan.scratch_bytes > SCRATCH_LIMIT_BYTES:
         return False
     channels = min(lanes, pool.channels)
@@ -98,7 +98,7 @@ def _pays(pool: PoolShape, plan: PoolPlan, work: int, lanes: int, searches: bool
 
 
 def _reached(pool: PoolShape, windows: list[int]) -> list[int]:
-    """Input positions from the first tap of the first window to the last of the last."""
+    """Return the extent of the input that the windows read, in each dimension."""
     stride, kernel = triple(pool.stride, 1), triple(pool.kernel_size, 1)
     dilation = triple(pool.dilation, 1)
     return [
@@ -108,7 +108,7 @@ def _reached(pool: PoolShape, windows: list[int]) -> list[int]:
 
 
 def _met(pool: PoolShape, tile: list[int]) -> list[int]:
-    """Windows that may meet a run of input positions, those outside the output included."""
+    """Return the maximum number of windows, also outside the output, that overlap a tile."""
     stride, kernel = triple(pool.stride, 1), triple(pool.kernel_size, 1)
     dilation = triple(pool.dilation, 1)
     return [
@@ -118,7 +118,7 @@ def _met(pool: PoolShape, tile: list[int]) -> list[int]:
 
 
 def _shrunk(tile: list[int], least: list[int], scratch: Callable[[list[int]], int]) -> list[int]:
-    """Halve the longest dimension until the blocks fit the cache or nothing is left to halve."""
+    """Halve the longest dimension until the blocks fit the cache or the minimum is reached."""
     while scratch(tile) > BLOCK_BYTES:
         longest = max((0, 1, 2), key=lambda d: tile[d] / least[d])
         if tile[longest] <= least[longest]:

@@ -1,4 +1,4 @@
-"""The cases that the demo checks, one module per family of operations."""
+"""The demo's test cases, one module per family of operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of the 3D convolutions that Ascend C names, in its formats and in plain ones."""
+"""Cases of Ascend C's 3D convolutions, in its formats and in plain ones."""
 
 from __future__ import annotations
 

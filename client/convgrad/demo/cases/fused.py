@@ -1,4 +1,4 @@
-"""Cases of the two convolutions in one."""
+"""Cases of the two fused convolutions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _(client: Client, draw: Draw) -> Pairs:
         output: Array = pointwise.forward(x, w) + b[:, None, None]
         return output
 
-    # ReLU enlarges no error, so what the intermediate may be off by passes through |weight1|.
+    # ReLU does not increase errors, so the intermediate's error propagates through |weight1|.
     intermediate = bounded(first, input, weight0, bias0)
     rectified = np.maximum(intermediate.value, 0)
     exact1, exact_bias1 = weight1.astype(np.float64), bias1.astype(np.float64)

@@ -1,4 +1,4 @@
-"""Cases of max pooling in 2D and 3D: forward, where nothing is rounded, and backward."""
+"""Cases of max pooling in 2D and 3D: forward, which is exact, and backward."""
 
 from __future__ import annotations
 

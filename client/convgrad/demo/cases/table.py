@@ -1,4 +1,4 @@
-"""What a case is: a request to the server, and what should come back."""
+"""The type of a case: requests to the server and the expected answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Pairs: TypeAlias = Iterator[tuple[Array | None, Expected]]
 
 
 class Draw:
-    """Draws the tensors of a case: normal numbers, never zeros or constants."""
+    """Generates the tensors of a case, with normally distributed elements."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
@@ -30,7 +30,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One case of one operation; ``run`` yields each answer with what it should be."""
+    """A case of an operation; ``run`` yields each answer with the expected one."""
 
     operation: str
     title: str
@@ -38,7 +38,7 @@ class Case:
 
 
 class CaseTable(list[Case]):
-    """The cases of a module, in the order in which it writes them down."""
+    """The cases of a module, in order of definition."""
 
     def add(
         self, operation: str, title: str

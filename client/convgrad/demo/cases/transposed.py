@@ -1,4 +1,4 @@
-"""Cases of transposed convolutions, and of the double backward passes of all."""
+"""Cases of transposed convolutions, and of all double backward passes."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _AVERAGE = Windows.sliding((9, 11), (3, 3), (2, 2), (1, 1))
 _ADAPTIVE = Windows.adaptive((9, 11), (4, 5))
 _POOL_2X2 = MaxPool(kernel=(2, 2), stride=(2, 2), padding=(0, 0))
 _POOL_1D = MaxPool(kernel=(3,), stride=(2,), padding=(1,))
-# Beside the additions: reciprocals of the sizes along three dimensions, and their products.
+# Roundings besides additions: reciprocals of the sizes in three dimensions, and their products.
 _FACTORS = 6
 
 

@@ -1,4 +1,4 @@
-"""The CPU backend: the embedded default where there is no GPU."""
+"""The CPU backend: the default of the embedded service if there is no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An activation over a whole array: kernels/activation.cpp."""
+"""Elementwise activation of an array: kernels/activation.cpp."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def activate(
     target: NDArray[Any],
     cancelled: threading.Event | None,
 ) -> None:
-    """target = activation(source), rounded once; they may be one array.
+    """Compute target = activation(source), rounded once. NaN is propagated.
 
-    ``source`` has target's dtype, or float32 where target's has 16 bits. NaN stays NaN.
+    ``source`` has the dtype of ``target``, or float32 if that has 16 bits. Both may be one array.
     """
     args = _ActivationArgs()
-    # The dimension in which target is contiguous goes last, so that vectors run along it.
+    # Vectors run along the last dimension, so target's contiguous one goes last.
     order = sorted(range(target.ndim), key=lambda axis: -abs(target.strides[axis]))
     for view, array in ((args.src, source), (args.dst, target)):
         view.data = array.ctypes.data

@@ -1,4 +1,4 @@
-"""The structures that the kernels receive: ``kernels/conv_args.hpp`` mirrored for ctypes."""
+"""The kernels' argument structures: ``kernels/conv_args.hpp`` mirrored in ctypes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PHASES = 6
 
 
 class View(ctypes.Structure):
-    """A strided view of at most six dimensions; strides count elements. Null where absent."""
+    """A strided view of at most six dimensions, strides in elements. Null if absent."""
 
     _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64 * 6))
 
 
 class ConvArgs(ctypes.Structure):
-    """One convolution for the kernels; the C++ header says what each field means."""
+    """One convolution. The C++ header documents the fields."""
 
     _fields_ = (
         ("x", View),
@@ -57,7 +57,7 @@ class ConvArgs(ctypes.Structure):
 
 
 class Control(ctypes.Structure):
-    """The task counters of one launch, zero when made; see ``kernels/conv_args.hpp``."""
+    """The task counters of one launch, initially zero; see ``kernels/conv_args.hpp``."""
 
     _fields_ = (
         ("cancelled", ctypes.c_int64),
@@ -68,10 +68,10 @@ class Control(ctypes.Structure):
 
 
 def view_of(array: NDArray[Any] | None, lead: int = 0) -> View:
-    """The view of an array; ``lead`` dimensions at the front stay, spatial ones move to the back.
+    """Return the view of an array, which must outlive the launch.
 
-    An array with fewer than ``lead`` + 3 dimensions gets leading spatial extents of 1, so that
-    every convolution has three spatial dimensions. The array must outlive the launch.
+    If ``lead`` is not 0, the dimensions after the first ``lead`` are spatial, and are padded in
+    front with extents of 1 so that every convolution has three spatial dimensions.
     """
     view = View()
     if array is None:
@@ -79,15 +79,15 @@ def view_of(array: NDArray[Any] | None, lead: int = 0) -> View:
     strides = [stride // array.itemsize for stride in array.strides]
     if lead:
         strides[lead:lead] = [0] * (lead + 3 - len(strides))
-    view.data = array.__array_interface__["data"][0]  # a third of the time of array.ctypes
+    view.data = array.__array_interface__["data"][0]  # three times as fast as array.ctypes
     view.stride[: len(strides)] = strides
     return view
 
 
 def conv_args(conv: ConvShape, dtype: np.dtype[Any], result_dtype: np.dtype[Any]) -> ConvArgs:
-    """A convolution's numbers, with no tensors yet, alpha 1 and beta 0.
+    """Return the arguments of a convolution without tensors, with alpha 1 and beta 0.
 
-    ``dtype`` is what the kernel reads, ``result_dtype`` what it writes.
+    The kernel reads ``dtype`` and writes ``result_dtype``.
     """
     return ConvArgs.from_buffer_copy(_numbers(conv, dtype, result_dtype))
 
@@ -106,7 +106,7 @@ def _numbers(conv: ConvShape, dtype: np.dtype[Any], result_dtype: np.dtype[Any])
 
 
 def aligned_empty(size_bytes: int) -> NDArray[np.uint8]:
-    """Uninitialised bytes that start on a 64-byte boundary, as vector stores like them."""
+    """Return uninitialised bytes aligned to 64 bytes, for vector stores."""
     raw = np.empty(size_bytes + 64, np.uint8)
     start = -raw.__array_interface__["data"][0] % 64
     return raw[start : start + size_bytes]

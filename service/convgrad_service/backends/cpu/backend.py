@@ -1,4 +1,4 @@
-"""`CpuBackend`: one runner for each class of problems, on shared threads and work memory."""
+"""`CpuBackend`: dispatches each problem class to its runner on a shared thread pool."""
 
 from __future__ import annotations
 
@@ -23,21 +23,27 @@ from convgrad_service.problems.base import Problem
 
 __all__ = ["CpuBackend"]
 
-# A problem of fewer operations on fewer bytes ends sooner than a cancellation is worth watching.
+# Below both limits a problem finishes so fast that watching for cancellation does not pay.
 WATCHED_FLOPS, WATCHED_BYTES = 2_000_000_000, 64 * 1024 * 1024
 
 
 class CpuBackend(OnHost):
-    """Computes every operation on the CPU, deterministically, whatever the number of threads.
+    """Compute every operation on the CPU. Results do not depend on the number of threads.
 
-    Memory beyond inputs and outputs stays below ``workspace_limit_bytes``; a smaller limit means
-    smaller steps, or a ProblemTooLarge, and never other bits. ``level`` picks an instruction-set
-    level by name; the default is the best that this CPU has.
+    Parameters
+    ----------
+    threads : int, optional
+        Number of threads; by default, the number of usable cores.
+    workspace_limit_bytes : int
+        Limit on memory beyond inputs and outputs. A smaller limit leads to smaller steps or to
+        ProblemTooLarge, but never changes the bits of a result.
+    level : str, optional
+        Instruction-set level; by default, the best that this CPU supports.
 
     Raises
     ------
     DeviceUnavailable
-        The kernels were not built, or not for this CPU.
+        The kernels have not been built, or do not support this CPU.
     """
 
     name = "cpu"
@@ -53,14 +59,14 @@ class CpuBackend(OnHost):
         threads = threads or usable_cores()
         self._machine = Machine(
             library,
-            # Of the limit, what is kept while nothing runs.
+            # Up to a quarter of the limit stays allocated while idle.
             Workers(threads, keep_bytes=workspace_limit_bytes // 4),
             CpuDevice(library.level, threads, workspace_limit_bytes),
         )
 
     @property
     def device(self) -> CpuDevice:
-        """What plans are made for."""
+        """The device description that plans are made for."""
         return self._machine.device
 
     def run(
@@ -92,11 +98,11 @@ class CpuBackend(OnHost):
         return Outcome(ran.outputs, ran.kernel, compute_s, ran.pieces, ran.workspace_bytes)
 
     def explain(self, problem: Problem) -> Plan:
-        """See `Backend.explain`: the runner itself says it, on threads that launch nothing."""
+        """See `Backend.explain`. This is a dry run: the runner executes without launching."""
         runner = RUNNERS.get(type(problem))
         if runner is None:
             raise UnsupportedProblem(f"the CPU has no kernel for {problem.operation}")
-        # Untouched beyond the first piece of them, so the system gives them no memory.
+        # Never touched beyond the first piece, so the operating system commits no memory.
         blank = {
             name: np.empty(spec.shape, spec.dtype.numpy) for name, spec in problem.inputs.items()
         }
@@ -104,12 +110,12 @@ class CpuBackend(OnHost):
         return Plan(ran.kernel, ran.workspace_bytes, ran.pieces, ran.passed_over)
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._machine.workers.close()
 
 
 def _in_elements(array: NDArray[Any]) -> NDArray[Any]:
-    """The array itself, or a copy where its strides are not whole elements: kernels count those."""
+    """Return the array, or a copy if its strides are not multiples of the element size."""
     if any(stride % array.itemsize for stride in array.strides):
         return np.ascontiguousarray(array)
     return array

@@ -15,7 +15,7 @@ from convgrad_service.plans.planar import triple
 __all__ = ["channel_sum"]
 
 Array = NDArray[Any]
-# Of the images' sums: as many images share one as keeps them this small.
+# Limit on the partial sums. Consecutive images share one as needed to stay below it.
 SUMS_BYTES = 16 * 1024 * 1024
 
 
@@ -26,10 +26,18 @@ def channel_sum(
     *,
     cancelled: threading.Event | None = None,
 ) -> int:
-    """grad_bias[g, k] = the sum of grad_output[n, g, k, position] over n and position.
+    """Sum grad_output over the batch and all spatial positions.
 
-    ``grad_output`` is a canonical view (N, G, K/G, *spatial), ``grad_bias`` one (G, K/G) of its
-    dtype or, for 16-bit types, of float32. Returns the bytes of work memory used.
+    Parameters
+    ----------
+    grad_output : array of shape (N, G, K/G, *spatial)
+    grad_bias : array of shape (G, K/G)
+        Written. It has the dtype of ``grad_output`` or, for 16-bit types, float32.
+
+    Returns
+    -------
+    int
+        Bytes of workspace used.
     """
     args = ConvArgs()
     args.y, args.bias = view_of(grad_output, 3), view_of(grad_bias)

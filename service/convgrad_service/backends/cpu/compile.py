@@ -1,9 +1,9 @@
-"""Compiles the CPU kernels: every ``kernels/*.cpp`` into one library per instruction-set level.
+"""Compile the CPU kernels (``kernels/*.cpp``) into one library per instruction-set level.
 
-Run as a script (``python compile.py``), or by the wheel's build hook through
-``compile_libraries``. It stands alone, on the standard library, because the hook runs it before
-the package exists. The compiler is zig's clang from PyPI (``ziglang``, needed at build time
-alone), which needs no system compiler and targets an old glibc, so that the wheels run anywhere.
+Run it as a script (``python compile.py``); the wheel's build hook calls ``compile_libraries``. It
+imports only the standard library because the hook runs before the package is installed. The
+compiler is zig's clang from PyPI (``ziglang``, a build-time dependency): it needs no system
+compiler and targets an old glibc, so the wheels run on old distributions.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE / "kernels"
 NATIVE = HERE / "_native"
-# In a checkout beside what else is built; from a source distribution within its folder.
+# The repository root in a checkout, otherwise the root of the source distribution.
 _ROOT = HERE.parents[3] if (HERE.parents[3] / "client").is_dir() else HERE.parents[2]
 _CACHE = _ROOT / "build" / "zig-cache"
-# The compiler's settings for where it keeps what it compiled of its own.
+# Environment variables that place zig's caches.
 CACHES = {
     "ZIG_GLOBAL_CACHE_DIR": str(_CACHE / "global"),
     "ZIG_LOCAL_CACHE_DIR": str(_CACHE / "local"),
@@ -40,7 +40,7 @@ FLAGS = (
     "-fvisibility=hidden",
     "-nostdlib++",
     "-nostdinc++",
-    # One rounding for a*b+c is allowed; -ffast-math is not: NaN, Inf and subnormals must survive.
+    # Contraction to FMA is allowed. -ffast-math is not: NaN, Inf and subnormals must survive.
     "-ffp-contract=fast",
     "-Wall",
     "-Wextra",
@@ -50,7 +50,7 @@ FLAGS = (
 
 @dataclass(frozen=True)
 class Level:
-    """One library: its name's suffix, the target it is compiled for, and the CPU features."""
+    """One library: its name suffix, compilation target and CPU feature flags."""
 
     name: str
     target: str
@@ -74,23 +74,22 @@ LEVELS = {
 
 
 class CompileError(RuntimeError):
-    """The compiler is missing, or it refused a source; the message holds what it said."""
+    """The compiler is missing or rejected a source. The message includes its output."""
 
 
 def machine() -> str:
-    """This machine's architecture, by the names of `LEVELS`."""
+    """Return this machine's architecture, a key of `LEVELS`."""
     name = platform.machine().lower()
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
 
 
 def compile_libraries(architecture: str | None = None) -> list[Path]:
-    """Compile what is out of date and return every library of the architecture (default: this one).
+    """Compile outdated libraries; return all of the architecture's (default: this machine's).
 
     Raises
     ------
     CompileError
-        No ziglang in this environment, an architecture without kernels, or an error
-        in a source.
+        ziglang is not installed, the architecture has no kernels, or a source does not compile.
     """
     architecture = architecture or machine()
     levels = LEVELS.get(architecture)
@@ -125,12 +124,12 @@ def _compile(level: Level, sources: list[Path]) -> None:
         )
         if done.returncode != 0:
             raise CompileError(f"compiling {level.name} failed:\n{done.stderr}")
-        # Renamed when whole: a process that loads the library meanwhile sees the old one.
+        # Atomic: a process that loads the library meanwhile sees the old one.
         partial.replace(level.library)
     finally:
         partial.unlink(missing_ok=True)
     if max(path.stat().st_mtime for path in sources) > started:
-        os.utime(level.library, (0, 0))  # edited while it compiled: stale again
+        os.utime(level.library, (0, 0))  # a source changed during compilation: stay outdated
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs conv3d_backprop_input: Ascend's formats in and out, around a plain conv_bwd_data."""
+"""Run conv3d_backprop_input: conv_bwd_data with conversion from and to Ascend formats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["run_backprop_input"]
 
 Array = NDArray[Any]
 PLAIN = LAYOUTS["NCDHW"]
-# Of a piece's plain copies: a constant, so that no setting decides where the pieces are cut.
+# Limit on one piece's unpacked copies. A constant, so that settings do not change the split.
 COPIES_BYTES = 64 * 1024 * 1024
 
 
@@ -28,7 +28,7 @@ def run_backprop_input(
     tensors: Mapping[str, Array],
     cancelled: threading.Event | None,
 ) -> Ran:
-    """Piece by piece, so that the plain copies that blocked formats need stay small."""
+    """Run piece by piece, to bound the unpacked copies of blocked formats."""
     pieces = problem.split(_parts(problem))
     conv = problem.conv
     grad_input = machine.output("grad_input", problem.outputs["grad_input"])
@@ -40,7 +40,7 @@ def run_backprop_input(
         source = tensors["grad_output"][piece.inputs["grad_output"]]
         plain = part.grad_output_format.unpack(source, conv.out_channels)
         target = grad_input[piece.outputs["grad_input"]]
-        # A plain format is written in place: its unpacked form is a view.
+        # A plain format unpacks to a view, so the result is written in place.
         view = part.output_format.unpack(target, conv.in_channels)
         choice, used = bwd_data_into(
             machine,
@@ -61,7 +61,7 @@ def run_backprop_input(
 
 
 def _copied(plain: Array, packed: Array) -> int:
-    """Bytes of a plain copy; none where the plain array is a view of the packed one."""
+    """Return the bytes of an unpacked copy; 0 if it is a view of the packed array."""
     return 0 if np.may_share_memory(plain, packed) else plain.nbytes
 
 

@@ -1,4 +1,4 @@
-"""Runs the plain convolution problems: makes the outputs, and gives the engines their views."""
+"""Runners of the convolution problems: allocate outputs and pass canonical views to engines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Tensors = Mapping[str, Array]
 def run_forward(
     machine: Machine, problem: ConvFwd, tensors: Tensors, cancelled: threading.Event | None
 ) -> Ran:
-    """conv_fwd."""
+    """Run conv_fwd."""
     conv, layout = problem.conv, problem.layout
     output = machine.output("output", problem.output_spec)
     choice, used = forward_into(
@@ -47,7 +47,7 @@ def run_forward(
 def run_bwd_data(
     machine: Machine, problem: ConvBwdData, tensors: Tensors, cancelled: threading.Event | None
 ) -> Ran:
-    """conv_bwd_data."""
+    """Run conv_bwd_data."""
     conv, layout = problem.conv, problem.layout
     grad_input = machine.output("grad_input", problem.input_spec)
     accumulate = tensors["accumulate"] if problem.epilogue.accumulate else None
@@ -71,7 +71,7 @@ def run_bwd_weight(
     tensors: Tensors,
     cancelled: threading.Event | None,
 ) -> Ran:
-    """grouped_conv_bwd_weight: grad_weight, grad_bias or both."""
+    """Run grouped_conv_bwd_weight: grad_weight, grad_bias or both."""
     conv, layout = problem.conv, problem.layout
     grad_output = activation_view(tensors["grad_output"], layout, conv.groups)
     ran = Ran({}, f"channel_sum/{machine.device.level}", 0)
@@ -105,7 +105,7 @@ def run_bwd_weight(
 def run_backward(
     machine: Machine, problem: ConvBackward, tensors: Tensors, cancelled: threading.Event | None
 ) -> Ran:
-    """conv_backward: its parts, one after another."""
+    """Run conv_backward: its parts, in sequence."""
     ran = [
         run_bwd_data(machine, part, tensors, cancelled)
         if isinstance(part, ConvBwdData)

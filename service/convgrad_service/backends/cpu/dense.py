@@ -1,7 +1,7 @@
 """Dense convolutions: kernels/dense_gather.cpp, dense_bwd_weight.cpp and first_bwd_weight.cpp.
 
-All take canonical views: activations (N, G, C/G, *spatial), weights (G, K/G, C/G, *kernel), bias
-(G, K/G) or, for bwd_data, (G, C/G); any strides. A plan says which parts are launched.
+All functions take canonical views of any strides: activations (N, G, C/G, *spatial), weights
+(G, K/G, C/G, *kernel), bias (G, K/G) or, for bwd_data, (G, C/G). The plan lists the launches.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def forward(
     bias: Array | None = None,
     cancelled: threading.Event | None = None,
 ) -> None:
-    """output = conv(input, weight) + bias, rounded once."""
+    """Compute output = conv(input, weight) + bias, rounded once."""
     for part in plan.parts:
         groups, channels = slice(*part.groups), slice(*part.channels)
         args = conv_args(conv, input.dtype, output.dtype)
@@ -62,7 +62,7 @@ def bwd_data(
     bias: Array | None = None,
     cancelled: threading.Event | None = None,
 ) -> None:
-    """grad_input = alpha * grad + beta * accumulate + bias, rounded once."""
+    """Compute grad_input = alpha * grad + beta * accumulate + bias, rounded once."""
     for part in plan.parts:
         groups, channels = slice(*part.groups), slice(*part.channels)
         args = conv_args(conv, grad_output.dtype, grad_input.dtype)
@@ -92,7 +92,7 @@ def bwd_weight(
     accumulate: Array | None = None,
     cancelled: threading.Event | None = None,
 ) -> None:
-    """grad_weight = alpha * grad + beta * accumulate, rounded once, in grad_weight's own type."""
+    """Compute grad_weight = alpha * grad + beta * accumulate, rounded once to its own dtype."""
     for part in plan.parts:
         groups, channels = slice(*part.groups), slice(*part.channels)
         args = conv_args(conv, input.dtype, grad_weight.dtype)

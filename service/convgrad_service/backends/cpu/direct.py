@@ -1,6 +1,6 @@
-"""Convolutions straight from the definition: kernels/direct.cpp, for what no other kernel holds.
+"""Direct convolution, the fallback for shapes that no other engine supports: kernels/direct.cpp.
 
-Views as in dense.py; no work memory.
+Views are those of dense.py. No workspace is needed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def forward(
     bias: Array | None = None,
     cancelled: threading.Event | None = None,
 ) -> None:
-    """output = conv(input, weight) + bias, rounded once."""
+    """Compute output = conv(input, weight) + bias, rounded once."""
     args = conv_args(conv, input.dtype, output.dtype)
     args.x, args.w, args.y = view_of(input, 3), view_of(weight, 3), view_of(output, 3)
     args.bias = view_of(bias)
@@ -52,7 +52,7 @@ def bwd_data(
     bias: Array | None = None,
     cancelled: threading.Event | None = None,
 ) -> None:
-    """grad_input = alpha * grad + beta * accumulate + bias, rounded once."""
+    """Compute grad_input = alpha * grad + beta * accumulate + bias, rounded once."""
     args = conv_args(conv, grad_output.dtype, grad_input.dtype)
     args.x, args.w, args.y = view_of(grad_input, 3), view_of(weight, 3), view_of(grad_output, 3)
     args.alpha, args.bias = alpha, view_of(bias)
@@ -74,7 +74,7 @@ def bwd_weight(
     accumulate: Array | None = None,
     cancelled: threading.Event | None = None,
 ) -> None:
-    """grad_weight = alpha * grad + beta * accumulate, rounded once, in grad_weight's own type."""
+    """Compute grad_weight = alpha * grad + beta * accumulate, rounded once to its own dtype."""
     args = conv_args(conv, input.dtype, grad_weight.dtype)
     args.x, args.w, args.y = view_of(input, 3), view_of(grad_weight, 3), view_of(grad_output, 3)
     args.alpha = alpha

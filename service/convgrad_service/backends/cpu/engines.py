@@ -1,8 +1,8 @@
-"""One direction of a convolution, on canonical views: picks the engine and gives it its arguments.
+"""Choose an engine for one direction of a convolution and run it on canonical views.
 
-Activations are (N, G, C/G, *spatial), weights (G, K/G, C/G, *kernel), bias (G, K/G) or, for the
-gradient of the input, (G, C/G); any strides. Each function writes its result, and returns the
-choice it made and the bytes of work memory that it took.
+Activations are (N, G, C/G, *spatial), weights (G, K/G, C/G, *kernel), bias (G, K/G) or, for
+bwd_data, (G, C/G), with any strides. Each function writes its result and returns the choice and
+the bytes of workspace used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from convgrad_service.problems.geometry import ConvShape
 __all__ = ["bwd_data_into", "bwd_weight_into", "forward_into"]
 
 Array = NDArray[Any]
-# Why an engine that ran out of room at run time is passed over.
+# Passed to `choose` when the grouped engine declines at run time.
 NO_ROOM = (("grouped", "its padded planes do not fit into the workspace"),)
 
 
@@ -40,7 +40,7 @@ def forward_into(
     activation: str = "none",
     cancelled: threading.Event | None = None,
 ) -> tuple[Choice, int]:
-    """y = activation(conv(x, weight) + bias), rounded once."""
+    """Compute y = activation(conv(x, weight) + bias), rounded once."""
     choice = choose("fwd", conv, dtype, machine.device)
     if choice.engine == "grouped":
         used = grouped.forward(
@@ -53,10 +53,10 @@ def forward_into(
     if activation != "silu" or dtype.itemsize != 2:
         _ungrouped(machine, choice, conv, x, weight, bias, y, cancelled)
         if activation != "none":
-            # In place: clamping to 0 and 6 commutes with the rounding before it.
+            # In place: clamping to 0 and 6 commutes with the earlier rounding.
             activate(machine, activation, y, y, cancelled)
         return choice, choice.plan.workspace_bytes
-    # silu does not commute with a rounding to 16 bits, so the sums are kept in float32.
+    # silu does not commute with rounding to 16 bits, so the sums stay in float32.
     single = np.float32
     choice = choose("fwd", conv, DType.FLOAT32, machine.device, NO_ROOM)
     wide, wide_x, wide_weight = np.empty_like(y, single), x.astype(single), weight.astype(single)
@@ -101,7 +101,7 @@ def bwd_data_into(
     bias: Array | None = None,
     cancelled: threading.Event | None = None,
 ) -> tuple[Choice, int]:
-    """grad_input = alpha * grad + beta * accumulate + bias, rounded once."""
+    """Compute grad_input = alpha * grad + beta * accumulate + bias, rounded once."""
     alpha, beta = epilogue.alpha, epilogue.beta
     choice = choose("bwd_data", conv, dtype, machine.device)
     if choice.engine == "grouped":
@@ -137,7 +137,7 @@ def bwd_weight_into(
     accumulate: Array | None = None,
     cancelled: threading.Event | None = None,
 ) -> tuple[Choice, int]:
-    """grad_weight = alpha * grad + beta * accumulate, rounded once."""
+    """Compute grad_weight = alpha * grad + beta * accumulate, rounded once."""
     alpha, beta = epilogue.alpha, epilogue.beta
     choice = choose("bwd_weight", conv, dtype, machine.device)
     if choice.engine == "grouped":

@@ -1,7 +1,7 @@
-"""grouped_conv_conv_fwd: two convolutions, piece by piece, so that what is between stays in cache.
+"""grouped_conv_conv_fwd: two convolutions run piece by piece, to keep the intermediate in cache.
 
-A piece is some rows of one sample's output and the rows of the intermediate that they read. Rows
-that two pieces read are computed by both; the intermediate as a whole never exists.
+A piece is a range of output rows of one sample and the intermediate rows that they read. Rows read
+by two pieces are computed twice. The full intermediate is never materialised.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from convgrad_service.problems.layouts import activation_view, weight_view
 __all__ = ["run_fused"]
 
 Array = NDArray[Any]
-# A piece's intermediate. Larger ones cost fewer launches, smaller ones less cache.
+# Size of a piece's intermediate: larger means fewer launches, smaller means less cache.
 INTERMEDIATE_BYTES = 4 * 1024 * 1024
-# A piece's float32 copies, which silu makes of a 16-bit convolution's input and output.
+# Limit on a piece's float32 copies: silu widens a 16-bit convolution's input and output.
 WIDENED_BYTES = 64 * 1024 * 1024
 
 
@@ -34,7 +34,7 @@ def run_fused(
     tensors: Mapping[str, Array],
     cancelled: threading.Event | None,
 ) -> Ran:
-    """output = activation1(conv1(activation0(conv0(input) + bias0)) + bias1)."""
+    """Compute output = activation1(conv1(activation0(conv0(input) + bias0)) + bias1)."""
     pieces = problem.split(_parts(problem))
     output = machine.output("output", problem.outputs["output"])
     weights = [
@@ -58,7 +58,7 @@ def run_fused(
             weights[0], activation_view(between, layout, first.groups),
             bias=biases[0], activation=part.activation0, cancelled=cancelled,
         )  # fmt: skip
-        # The second convolution may group the channels between in its own way.
+        # The second convolution may have another number of groups.
         regrouped = _regrouped(activation_view(between, layout, first.groups), second.groups)
         choice1, used1 = forward_into(
             machine, second, part.dtype, regrouped,
@@ -90,6 +90,6 @@ def _parts(problem: GroupedConvConvFwd) -> int:
 
 
 def _regrouped(view: Array, groups: int) -> Array:
-    """(N, G, C/G, ...) with other groups; a copy only where the two groupings' strides differ."""
+    """View (N, G, C/G, ...) with another number of groups; copy if strides do not allow it."""
     batch, _, _, *size = view.shape
     return view.reshape(batch, groups, -1, *size)

@@ -1,8 +1,8 @@
-"""Grouped convolutions of few channels a group: kernels/grouped*.cpp and, of one, depthwise*.cpp.
+"""Grouped convolutions with few channels per group: kernels/grouped*.cpp, depthwise*.cpp.
 
-All take canonical views: activations (N, G, C/G, *spatial), weights (G, K/G, C/G, *kernel), bias
-(G, K/G), any strides. They answer how many bytes of work memory they used, or None where the plan
-finds that the padded planes would not fit, and then nothing was computed.
+All functions take canonical views of any strides: activations (N, G, C/G, *spatial), weights
+(G, K/G, C/G, *kernel), bias (G, K/G) or, for bwd_data, (G, C/G). They return the bytes of workspace
+used, or None, having computed nothing, if the padded planes do not fit the scratch limit.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ __all__ = ["bwd_data", "bwd_weight", "forward"]
 
 Array = NDArray[Any]
 Direction = Literal["fwd", "bwd_data", "bwd_weight"]
-# Of a vector's lanes, at least one in so many must be a group for the depthwise kernels to run: the
-# grouped ones fill theirs with positions.
+# The depthwise kernels, whose lanes are groups, run only if groups fill at least 1/LEAST_FILLED of
+# a vector. The lanes of the grouped kernels are positions.
 LEAST_FILLED = 4
 PLANNED = {"fwd": forward_plan, "bwd_data": bwd_data_plan, "bwd_weight": bwd_weight_plan}
 
@@ -60,7 +60,7 @@ def forward(
     activation: str = "none",
     cancelled: threading.Event | None = None,
 ) -> int | None:
-    """output = activation(conv(input, weight) + bias), rounded once."""
+    """Compute output = activation(conv(input, weight) + bias), rounded once."""
     swap = _swaps(input) or _swaps(output)
     prepared = _prepared("fwd", conv, dtype, library.vector_bytes, swap, _taps_of(weight))
     if prepared is None:
@@ -87,7 +87,7 @@ def bwd_data(
     bias: Array | None = None,
     cancelled: threading.Event | None = None,
 ) -> int | None:
-    """grad_input = alpha * grad + beta * accumulate + bias (G, C/G), rounded once."""
+    """Compute grad_input = alpha * grad + beta * accumulate + bias, rounded once."""
     swap = _swaps(grad_output) or _swaps(grad_input)
     prepared = _prepared("bwd_data", conv, dtype, library.vector_bytes, swap, _taps_of(weight))
     if prepared is None:
@@ -95,7 +95,7 @@ def bwd_data(
     args = prepared.args()
     args.src, args.dst = view_of(grad_output, 3), view_of(grad_input, 3)
     args.weight = view_of(weight)
-    # What the forward calls output channels is summed over here.
+    # The roles of input and output channels are exchanged: this sums over output channels.
     args.weight.stride[1], args.weight.stride[2] = args.weight.stride[2], args.weight.stride[1]
     args.alpha, args.beta = alpha, 0.0 if accumulate is None else beta
     args.accumulate, args.bias = view_of(accumulate, 3), view_of(bias)
@@ -116,7 +116,7 @@ def bwd_weight(
     accumulate: Array | None = None,
     cancelled: threading.Event | None = None,
 ) -> int | None:
-    """grad_weight = alpha * grad + beta * accumulate; the two have the same strides."""
+    """Compute grad_weight = alpha * grad + beta * accumulate, rounded once."""
     swap, taps = _swaps(input) or _swaps(grad_output), _taps_of(grad_weight)
     prepared = _prepared("bwd_weight", conv, dtype, library.vector_bytes, swap, taps)
     if prepared is None:
@@ -126,7 +126,7 @@ def bwd_weight(
     args.weight = view_of(grad_weight)
     args.alpha, args.beta = alpha, 0.0 if accumulate is None else beta
     if accumulate is not None and accumulate.strides != grad_weight.strides:
-        # The weight is small: a copy in its order keeps the kernel simple.
+        # The kernel requires equal strides, and the weight is small enough to copy.
         same = np.empty_like(grad_weight)
         same[...] = accumulate
         accumulate = same
@@ -136,7 +136,7 @@ def bwd_weight(
 
 
 def _swaps(activation: Array) -> bool:
-    """Whether channels lie side by side and columns do not, so that squares are transposed."""
+    """Whether channels are contiguous and columns are not, so that blocks are transposed."""
     size = activation.itemsize
     _, groups, channels, *_ = activation.shape
     adjacent = channels == 1 or activation.strides[2] == size
@@ -145,13 +145,13 @@ def _swaps(activation: Array) -> bool:
 
 
 def _taps_of(weight: Array) -> tuple[int, ...]:
-    """Strides of a weight's taps, in elements."""
+    """Return the strides of a weight's spatial dimensions, in elements."""
     return tuple(stride // weight.itemsize for stride in weight.strides[3:])
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What launches of one problem share: arguments without tensors, whose tables live here."""
+    """The state shared by all launches of a problem: arguments without tensors, and tables."""
 
     template: PlanarArgs
     kernel: str
@@ -160,7 +160,7 @@ class _Prepared:
     workspace_bytes: int
 
     def args(self) -> PlanarArgs:
-        """A launch's own copy."""
+        """Return a copy for one launch."""
         return PlanarArgs.from_buffer_copy(self.template)
 
 

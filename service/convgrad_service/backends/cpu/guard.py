@@ -1,4 +1,4 @@
-"""Guards mappings of files that others may shorten: see ``kernels/shared_region.cpp``."""
+"""Survive the truncation of mapped files: see ``kernels/shared_region.cpp``."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["Guard"]
 
 
 class Guard:
-    """From its making until `remove`, a missing page of the range reads as zeros."""
+    """From construction until `remove`, a missing page of the range reads as zeros."""
 
     def __init__(self, address: int, size_bytes: int) -> None:
-        """Guard ``size_bytes`` from ``address``, where a page begins.
+        """Guard ``size_bytes`` from ``address``, which is page-aligned.
 
         Raises
         ------
         DeviceUnavailable
-            This system cannot guard them, or too many are guarded.
+            This system does not support guards, or all guards are in use.
         """
         self._functions = _functions()
         self._number = self._functions.convgrad_guard_add(address, size_bytes)
@@ -29,12 +29,12 @@ class Guard:
             raise DeviceUnavailable("as many regions are mapped as can be")
 
     def lost(self) -> int | None:
-        """The offset of the first page that was missing when it was touched; None if none was."""
+        """Return the offset of the first missing page that was accessed, or None."""
         offset = self._functions.convgrad_guard_lost(self._number)
         return None if offset < 0 else offset
 
     def remove(self) -> None:
-        """End it; nothing may touch the range any more. Once."""
+        """Remove the guard. Call it once; the range must not be accessed afterwards."""
         self._functions.convgrad_guard_remove(self._number)
 
 

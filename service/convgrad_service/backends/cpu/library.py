@@ -1,4 +1,4 @@
-"""Finds and loads the compiled kernels: the best instruction-set level that this CPU runs."""
+"""Load the compiled kernels of the best instruction-set level that this CPU supports."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from convgrad_service.plans.cpu_device import VECTOR_BYTES
 __all__ = ["Kernel", "Library", "load", "team_function"]
 
 NATIVE = Path(__file__).parent / "_native"
-# By what `convgrad_cpu_level` answers; each CPU also runs every level below its own.
+# Keys are the return values of `convgrad_cpu_level`. A CPU also runs every lower level.
 LEVEL_NAMES = {"x86_64": {1: "x86_64", 3: "x86_64_v3", 4: "x86_64_v4"}, "aarch64": {1: "aarch64"}}
 
 Kernel = Callable[[object, object, int], None]
-"""A kernel's entry point: (byref(args), byref(control), scratch address); releases the GIL."""
+"""A kernel's entry point: (byref(args), byref(control), scratch address). Releases the GIL."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """One loaded level."""
+    """The loaded kernels of one instruction-set level."""
 
     level: str
     handle: ctypes.CDLL
@@ -32,16 +32,16 @@ class Library:
 
     @property
     def vector_bytes(self) -> int:
-        """Bytes of the level's widest vector register."""
+        """Size of the level's widest vector register."""
         return VECTOR_BYTES[self.level]
 
     def kernel(self, name: str) -> Kernel:
-        """The entry point ``convgrad_<name>``.
+        """Return the entry point ``convgrad_<name>``.
 
         Raises
         ------
         DeviceUnavailable
-            The library has no such kernel, so it is older than this package.
+            The library has no such kernel: it is older than this package.
         """
         known = self._kernels.get(name)
         if known is not None:
@@ -68,12 +68,12 @@ _HOW_TO_BUILD = (
 
 @functools.cache
 def load(level: str | None = None) -> Library:
-    """Load the kernels for one level, or for the best one that this CPU and system run.
+    """Load the kernels of one level; by default, of the best that this CPU supports.
 
     Raises
     ------
     DeviceUnavailable
-        This architecture has no kernels, or they were not built.
+        This architecture has no kernels, or they have not been built.
     """
     architecture = {"amd64": "x86_64", "arm64": "aarch64"}.get(
         platform.machine().lower(), platform.machine().lower()
@@ -93,7 +93,7 @@ def load(level: str | None = None) -> Library:
 
 
 def team_function(name: str, arguments: int) -> Callable[..., None]:
-    """``convgrad_team_<name>``, of addresses and integers; one library's serves all levels.
+    """Return ``convgrad_team_<name>``, which is the same in the libraries of all levels.
 
     Raises
     ------
@@ -102,7 +102,7 @@ def team_function(name: str, arguments: int) -> Callable[..., None]:
     """
     function = load().handle[f"convgrad_team_{name}"]
     function.restype = None
-    # Slot and count are 64-bit integers, which a pointer's converter takes as well.
+    # Slot and count are 64-bit integers, which c_void_p converts as well.
     function.argtypes = (ctypes.c_void_p,) * arguments
     typed: Callable[..., None] = function
     return typed

@@ -1,7 +1,7 @@
 """Max pooling in 2D and 3D: kernels/pool_*.cpp.
 
-`forward` and `backward` take views (N, C, *spatial) of any strides, and answer how many bytes of
-work memory they used.
+`forward` and `backward` take views (N, C, *spatial) of any strides and return the bytes of scratch
+memory used.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def forward(
     *,
     cancelled: threading.Event | None = None,
 ) -> int:
-    """output = the maximum of each window; indices, where given, receive its flat positions."""
+    """Write the maximum of each window and, if ``indices`` is given, its flat position."""
     tensors = [input, output] if indices is None else [input, output, indices]
     args = _args(pool, dtype)
     args.x, args.y = view_of(input, 2), view_of(output, 2)
@@ -72,19 +72,19 @@ def forward(
 
 
 class _Launch(NamedTuple):
-    """How many tasks there are, and the bytes of scratch that each thread gets."""
+    """The number of tasks, and the bytes of scratch per thread."""
 
     tasks: int
     scratch_bytes: int
 
 
 def _singly(pool: PoolShape, dtype: DType, *, sums: bool) -> _Launch:
-    """A launch of kernels/pool_windows.cpp; ``sums`` where it adds gradients up.
+    """Return a launch of kernels/pool_windows.cpp; ``sums`` if it accumulates gradients.
 
     Raises
     ------
     UnsupportedProblem
-        A plane's sums, which 16-bit types keep aside, do not fit.
+        A plane of float32 sums, which 16-bit types need, exceeds the scratch limit.
     """
     plane_bytes = prod(pool.input_size) * sum_bytes(dtype)
     aside = sums and dtype.itemsize < sum_bytes(dtype)
@@ -108,14 +108,15 @@ def backward(
     indices: Array | None = None,
     cancelled: threading.Event | None = None,
 ) -> int:
-    """grad_input[i] = the sum of grad_output over the windows whose maximum is at i.
+    """Compute grad_input[i] = the sum of grad_output over the windows whose maximum is at i.
 
-    The maxima are searched for in ``input``, or given by ``indices`` (int32 or int64).
+    The positions of the maxima come from ``indices`` (int32 or int64), or are recomputed from
+    ``input``.
 
     Raises
     ------
     InvalidProblem
-        An index is none of its window's positions inside the input.
+        An index is not a position of its window inside the input.
     """
     tensors = [array for array in (grad_output, grad_input, input, indices) if array is not None]
     args = _args(pool, dtype)
@@ -150,7 +151,7 @@ def backward(
 
 
 def _wrong_index(pool: PoolShape, indices: Array, position: int) -> str:
-    """The sentence about the first index that is not in its window."""
+    """Return the error message about an index outside its window."""
     at = tuple(int(i) for i in np.unravel_index(position, indices.shape))
     value = int(indices[at])
     size = prod(pool.input_size)
@@ -173,7 +174,7 @@ def _wrong_index(pool: PoolShape, indices: Array, position: int) -> str:
 
 
 def _merged(pool: PoolShape, tensors: list[Array]) -> tuple[PoolShape, list[Array]]:
-    """Channels first, every plane is alike: N and C become one dimension, which fills vectors."""
+    """Merge N and C into one dimension, to fill vectors, if the layout is channels-first."""
     batch, channels = pool.batch, pool.channels
     if batch == 1 or any(
         a.strides[0] != channels * a.strides[1] or a.strides[1] == a.itemsize for a in tensors
@@ -188,7 +189,7 @@ def _merged(pool: PoolShape, tensors: list[Array]) -> tuple[PoolShape, list[Arra
 
 
 def _args(pool: PoolShape, dtype: DType) -> PoolArgs:
-    """The arguments that all kernels share."""
+    """Return the arguments that all kernels share, without tensors."""
     if prod(pool.input_size) > LARGEST_PLANE:
         raise UnsupportedProblem(
             f"the input's planes have {prod(pool.input_size)} elements; the CPU's max pooling "
@@ -207,7 +208,7 @@ def _args(pool: PoolShape, dtype: DType) -> PoolArgs:
 
 
 def _tile(args: PoolArgs, pool: PoolShape, plan: PoolPlan) -> None:
-    """Put the plan of blocks of channels into the arguments."""
+    """Copy the tiles of a plan into the arguments."""
     args.batch, args.channels = pool.batch, pool.channels
     args.tile[:], args.tiles[:], args.windows[:] = plan.tile, plan.tiles, plan.windows
     args.meeting_words, args.scratch_bytes = plan.meeting_words, plan.scratch_bytes
@@ -221,7 +222,7 @@ def _run(
     plan: PoolPlan | PoolPlanesArgs | _Launch,
     cancelled: threading.Event | None,
 ) -> tuple[int, int]:
-    """Bytes of work memory used, and the kernel's error value."""
+    """Launch a kernel; return the bytes of scratch used and the kernel's error value."""
     control = workers.launch(
         library.kernel(kernel),
         args,

@@ -1,4 +1,4 @@
-"""Runs several passes of one convolution, one after another: problems.passes."""
+"""Run several passes of one convolution in sequence: problems.passes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = ["run_passes"]
 
 Array = NDArray[Any]
 Tensors = Mapping[str, Array]
-# Size of a piece's concatenated operands; a constant, so that settings do not change the pieces.
+# Limit on one piece's concatenated operands. A constant, so that settings do not change the split.
 CONCATENATED_BYTES = 64 * 1024 * 1024
 
 
 def run_passes(
     machine: Machine, problem: ConvPasses, tensors: Tensors, cancelled: threading.Event | None
 ) -> Ran:
-    """Every output of the problem."""
+    """Compute every output of the problem."""
     ran = [_run(machine, problem.only([one.output]), tensors, cancelled) for one in problem.passes]
     return Ran(
         {name: array for one in ran for name, array in one.outputs.items()},
@@ -44,7 +44,7 @@ def run_passes(
 def _run(
     machine: Machine, problem: ConvPasses, tensors: Tensors, cancelled: threading.Event | None
 ) -> Ran:
-    """One pass; in pieces where its operands are concatenated, so that the copies stay small."""
+    """Run one pass. If operands are concatenated, run it in pieces, to bound the copies."""
     (one,) = problem.passes
     result = machine.output(one.output, problem.outputs[one.output])
     whole = {**tensors, one.output: result}
@@ -136,8 +136,7 @@ def _run_concatenated(
 
 
 def _concatenated(views: Sequence[Array]) -> Array:
-    """Canonical activations, one after another in the channels of each group, in their own order in
-    memory."""
+    """Concatenate canonical activations along each group's channels, preserving memory order."""
     first = views[0]
     if first.strides[2] != first.itemsize:
         return np.concatenate(views, 2)
@@ -155,5 +154,5 @@ def _by_group(problem: ConvPasses, bias: Array) -> Array:
 
 
 def _over(view: Array, bias: Array) -> Array:
-    """(G, C) against (N, G, C, *spatial)."""
+    """Reshape a bias (G, C) to broadcast against (N, G, C, *spatial)."""
     return bias.reshape(*bias.shape, *(1,) * (view.ndim - 3))

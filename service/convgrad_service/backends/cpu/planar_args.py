@@ -1,4 +1,4 @@
-"""``kernels/planar_args.hpp`` mirrored for ctypes, filled from a plan."""
+"""``kernels/planar_args.hpp`` mirrored in ctypes, and its initialisation from a plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Int64x3 = ctypes.c_int64 * 3
 
 
 class PlanarArgs(ctypes.Structure):
-    """One launch of a grouped kernel; the C++ header says what each field means."""
+    """One launch of a grouped kernel. The C++ header documents the fields."""
 
     _fields_ = (
         ("src", View),
@@ -62,7 +62,7 @@ class PlanarArgs(ctypes.Structure):
 
 
 def fill(args: PlanarArgs, plan: PlanarPlan, taps: NDArray[np.int64]) -> None:
-    """Put a plan's numbers into the structure, which keeps the plan and the taps alive."""
+    """Copy a plan into the structure, which keeps the plan's tables alive."""
     args.keeps = (plan, taps)
     for name in ("src_size", "dst_size", "src_step", "dst_step"):
         setattr(args, name, _Int64x3(*getattr(plan, name)))
@@ -81,7 +81,7 @@ def fill(args: PlanarArgs, plan: PlanarPlan, taps: NDArray[np.int64]) -> None:
 
 
 def tap_table(plan: PlanarPlan, kernel: Triple, strides: Triple) -> NDArray[np.int64]:
-    """The plan's taps with each index in the kernel replaced by elements from the first tap."""
+    """Return the plan's taps, with each kernel index replaced by its offset in elements."""
     taps = plan.taps.copy()
     index = taps[:, 4]
     rest, third = np.divmod(index, kernel[2])

@@ -1,4 +1,4 @@
-"""``kernels/pool_args.hpp`` mirrored for ctypes."""
+"""``kernels/pool_args.hpp`` mirrored in ctypes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Int64x3 = ctypes.c_int64 * 3
 
 
 class PoolArgs(ctypes.Structure):
-    """One max pooling; the C++ header says what each field means."""
+    """One max pooling. The C++ header documents the fields."""
 
     _fields_ = (
         ("x", View),

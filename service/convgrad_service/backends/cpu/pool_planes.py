@@ -1,6 +1,6 @@
-"""Max pooling plane by plane, where columns are contiguous: kernels/pool_planes.cpp.
+"""Max pooling of one plane at a time, if columns are contiguous: kernels/pool_planes.cpp.
 
-The windows are read as a depthwise convolution's are, so its plan serves here too.
+Windows are accessed as in a depthwise convolution, so its plan is used here too.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["PoolPlanesArgs", "planes_args"]
 
 SCRATCH_LIMIT_BYTES = 1024 * 1024
 SLACK_VECTORS = 9
-# The kernel keeps a maximum's place, relative to its window's tap 0, in 32 bits, and adds there:
-# past them it would write outside the plane.
+# The kernel stores a maximum's offset from its window's tap 0 in 32 bits, and adds gradients at
+# that offset. A larger reach would overflow and write outside the plane.
 LARGEST_REACH = 2**30
 
 
 class PoolPlanesArgs(ctypes.Structure):
-    """``kernels/pool_planes.hpp`` for ctypes."""
+    """``kernels/pool_planes.hpp`` mirrored in ctypes."""
 
     _fields_ = (("planar", PlanarArgs), ("pool", PoolArgs))
     scratch_bytes: int
@@ -45,10 +45,10 @@ def planes_args(
     input: NDArray[Any] | None,
     tensors: list[NDArray[Any]],
 ) -> PoolPlanesArgs | None:
-    """The arguments, or None where columns are not contiguous, or a plane or window is too large.
+    """Return the arguments; None if columns are not contiguous or a plane or window is too large.
 
-    ``args`` are those of the other pooling kernels, filled; ``input`` is None where indices are
-    given.
+    ``args`` are the initialised arguments of the other pooling kernels. ``input`` is None if
+    indices are given.
     """
     if any(array.strides[-1] != array.itemsize for array in tensors):
         return None
@@ -66,7 +66,7 @@ def planes_args(
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """What depends on the pooling alone; ``planar`` points into the tables it keeps."""
+    """The part that depends on the pooling only; ``planar`` points into the tables held here."""
 
     planar: PlanarArgs
     scratch_bytes: int
@@ -75,7 +75,7 @@ class _Described:
 
 @lru_cache(maxsize=256)
 def _described(pool: PoolShape, acc_bytes: int, lanes: int) -> _Described | None:
-    """None where a plane or a window is too large."""
+    """Describe a pooling; None if a plane or a window is too large."""
     if _reach(pool) >= LARGEST_REACH:
         return None
     plan = _plan(pool, acc_bytes, lanes)
@@ -96,7 +96,7 @@ def _described(pool: PoolShape, acc_bytes: int, lanes: int) -> _Described | None
 
 
 def _reach(pool: PoolShape) -> int:
-    """From a window's first tap to its last, in elements of a plane, padding counted."""
+    """Return the distance from a window's first tap to its last, in elements of a padded plane."""
     _, height, width = triple(pool.input_size, 1)
     taps = zip(triple(pool.kernel_size, 1), triple(pool.dilation, 1), strict=True)
     steps = (height * width, width, 1)
@@ -120,7 +120,7 @@ def _plan(pool: PoolShape, acc_bytes: int, lanes: int) -> PlanarPlan | None:
 
 
 def _scratch_bytes(pool: PoolShape, plan: PlanarPlan, acc_bytes: int, lanes: int) -> int:
-    """As scratch_of in the kernel takes it."""
+    """Return the bytes of scratch, as computed by scratch_of in the kernel."""
     box, tile = plan.box, plan.tile
     plane = _up(prod(box), lanes)
     source = plan.group_block * len(plan.src_phase) * plane + SLACK_VECTORS * lanes

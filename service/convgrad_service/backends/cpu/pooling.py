@@ -1,4 +1,4 @@
-"""Runs the max-pooling problems: makes the outputs and gives max_pool.py its views."""
+"""Runners of the max-pooling problems: allocate outputs and pass views to max_pool.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Tensors = Mapping[str, Array]
 def run_forward(
     machine: Machine, problem: MaxPoolFwd, tensors: Tensors, cancelled: threading.Event | None
 ) -> Ran:
-    """maxpool2d_fwd and maxpool3d_fwd."""
+    """Run maxpool2d_fwd or maxpool3d_fwd."""
     outputs = {name: machine.output(name, spec) for name, spec in problem.outputs.items()}
     layout = problem.layout
     used = max_pool.forward(
@@ -41,7 +41,7 @@ def run_forward(
 def run_backward(
     machine: Machine, problem: MaxPoolBwd, tensors: Tensors, cancelled: threading.Event | None
 ) -> Ran:
-    """maxpool2d_bwd and maxpool3d_bwd, from the input or from indices."""
+    """Run maxpool2d_bwd or maxpool3d_bwd, from the input or from indices."""
     grad_input = machine.output("grad_input", problem.outputs["grad_input"])
     layout = problem.layout
     used = max_pool.backward(
@@ -59,5 +59,5 @@ def run_backward(
 
 
 def _view(array: Array, layout: Layout) -> Array:
-    """(N, C, *spatial)."""
+    """Return the view (N, C, *spatial)."""
     return activation_view(array, layout, 1)[:, 0]

@@ -1,4 +1,4 @@
-"""What a runner of one problem class gets and gives."""
+"""The interface of runners: a runner executes the problems of one class."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["Machine", "Ran", "Runner"]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The loaded kernels, the threads that run them, and the description that plans read.
+    """The loaded kernels, the threads that run them, and the device description for plans.
 
-    ``out`` are places for outputs by name; they have the outputs' shapes and types.
+    ``out`` holds caller-provided arrays for outputs, by name, of the outputs' shapes and dtypes.
     """
 
     library: Library
@@ -31,24 +31,24 @@ class Machine:
     out: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     def output(self, name: str, spec: TensorSpec) -> NDArray[Any]:
-        """Where an output is to be written."""
+        """Return the array to write an output to."""
         place = self.out.get(name)
         if place is not None:
             return place
         return aligned_empty(spec.size_bytes).view(spec.dtype.numpy).reshape(spec.shape)
 
     def rehearsing(self) -> Machine:
-        """The same, on threads that launch nothing."""
+        """Return a copy for a dry run, whose threads launch nothing."""
         return replace(self, workers=Rehearsal(self.workers.threads))
 
     def to_run(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
-        """All of them; in a rehearsal the first, which tells what the others do."""
+        """Return all pieces; in a dry run only the first, which stands for the others."""
         return pieces[:1] if isinstance(self.workers, Rehearsal) else pieces
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A problem's outputs, and what an Outcome and a Plan say of how they came about."""
+    """The outputs of a problem, and the statistics reported in an Outcome or a Plan."""
 
     outputs: dict[str, NDArray[Any]]
     kernel: str

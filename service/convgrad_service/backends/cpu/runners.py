@@ -1,4 +1,4 @@
-"""The runner of every class of problems."""
+"""The runner of each problem class."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Runs one kernel on several threads: the caller's own and a few that wait for work.
+"""A thread pool for kernels: the caller's thread and a few helper threads.
 
-The kernels share their tasks through atomic counters in `Control`, and release the GIL while they
-run. So a thread that comes late, or never, costs time but not correctness, and requests that run
-side by side share the same few helpers.
+Threads claim a kernel's tasks through atomic counters in `Control`, without the GIL. A helper that
+arrives late or never costs time but not correctness, and concurrent requests share the helpers.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from convgrad_service.thread_priority import give_way
 __all__ = ["Rehearsal", "Workers", "Workspaces"]
 
 CANCEL_POLL_S = 0.01
-# `Team` of kernels/team.cpp: six words, then six for each slot.
+# `Team` in kernels/team.cpp: six words, then six for each slot.
 TEAM_SLOTS = 16
 TEAM_WORDS = 6 + 6 * TEAM_SLOTS
 
 
 class Workspaces:
-    """Work buffers kept between launches, since fresh memory costs a page fault per 4 KiB.
+    """A cache of workspace buffers, since fresh memory costs a page fault per 4 KiB.
 
     At most ``keep_bytes`` stay allocated while unused.
     """
@@ -42,7 +41,7 @@ class Workspaces:
         self._lock = threading.Lock()
 
     def take(self, size_bytes: int) -> NDArray[np.uint8]:
-        """A buffer of at least this many bytes, 64-byte aligned, contents undefined."""
+        """Return an uninitialised buffer of at least this many bytes, 64-byte aligned."""
         with self._lock:
             fitting = [index for index, one in enumerate(self._free) if one.size >= size_bytes]
             if fitting:
@@ -50,19 +49,19 @@ class Workspaces:
         return aligned_empty(max(size_bytes, 1))
 
     def give(self, buffer: NDArray[np.uint8]) -> None:
-        """Hand a buffer back."""
+        """Return a buffer to the cache."""
         with self._lock:
             self._free.append(buffer)
             self._free.sort(key=lambda one: one.size)
             while sum(one.size for one in self._free) > self._keep_bytes:
-                self._free.pop()  # the largest: that makes room for the many small ones
+                self._free.pop()  # evict the largest, to keep many small ones
 
 
 class Workers:
-    """The threads of one backend; ``threads`` includes the caller's.
+    """The thread pool of one backend; ``threads`` includes the caller's thread.
 
-    The helpers wait in native code (``kernels/team.cpp``) and end with `close`, or with this
-    object.
+    Helper threads wait in native code (``kernels/team.cpp``) and exit on `close`, or when this
+    object is collected.
     """
 
     def __init__(self, threads: int, keep_bytes: int) -> None:
@@ -73,8 +72,8 @@ class Workers:
         self._run = team_function("run", 7)
         work, team = team_function("work", 1), self._team
         self._helpers = [
-            # The thread holds the team, so that it outlives this object. A daemon, since it never
-            # comes back to the interpreter on its own.
+            # The thread's reference keeps the team alive after this object. Daemon, since it waits
+            # in native code and does not return to the interpreter by itself.
             threading.Thread(target=_help, args=(work, team), name="convgrad-cpu", daemon=True)
             for _ in range(threads - 1)
         ]
@@ -93,21 +92,28 @@ class Workers:
     ) -> Control:
         """Run a kernel on all threads and return its counters.
 
-        ``scratch_bytes`` is what each thread gets for itself; ``tasks``, where known, keeps a
-        launch with fewer tasks than threads from waking the others. Where there is ``cancelled``, a
-        further thread watches it.
+        Parameters
+        ----------
+        kernel, args
+            The entry point and its argument structure.
+        scratch_bytes : int
+            Private scratch memory of each thread.
+        tasks : int, optional
+            The number of tasks, if known. No more threads than that are woken.
+        cancelled : threading.Event, optional
+            Cancels the launch when set. Another thread polls it.
 
         Raises
         ------
         DeadlineExceeded
-            ``cancelled`` was set; the outputs are incomplete.
+            ``cancelled`` was set. The outputs are incomplete.
         """
         control = Control()
         threads = self.threads if tasks is None else max(1, min(self.threads, tasks))
         try:
             slot = self._free_slots.pop()
         except IndexError:
-            slot, threads = None, 1  # so many launches at once that none needs help
+            slot, threads = None, 1  # all slots in use: enough launches to occupy the CPU
         buffers = [self.workspaces.take(scratch_bytes) for _ in range(threads)]
         scratch = (ctypes.c_void_p * threads)(*(buffer.ctypes.data for buffer in buffers))
         addresses = ctypes.addressof(args), ctypes.addressof(control)
@@ -129,14 +135,14 @@ class Workers:
         return control
 
     def close(self) -> None:
-        """End the threads; launches in flight finish first, on their callers' own."""
+        """Stop the helper threads. Launches in flight finish on their callers' threads."""
         self._stop()
         for helper in self._helpers:
             helper.join()
 
 
 class Rehearsal(Workers):
-    """Threads that launch nothing: what runs on them finds out what it would do."""
+    """A thread pool for dry runs, which launches nothing."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
@@ -164,7 +170,7 @@ def _help(work: Callable[..., None], team: ctypes.Array[ctypes.c_uint64]) -> Non
 
 @contextmanager
 def _watching(cancelled: threading.Event | None, control: Control) -> Iterator[None]:
-    """Tell the kernel, within `CANCEL_POLL_S`, once the event is set; and the event of progress."""
+    """Poll ``cancelled`` every `CANCEL_POLL_S` and forward it to the kernel; report progress."""
     if cancelled is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""``kernels/windows.hpp`` mirrored for ctypes, and filled in from a problem's windows."""
+"""``kernels/windows.hpp`` mirrored in ctypes, and its initialisation from a problem's windows."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["WindowArgs", "planes", "scratch_bytes", "set_windows", "task_count",
 
 Array = NDArray[Any]
 _Int64x3 = ctypes.c_int64 * 3
-# Channels that a task takes together, and elements that are worth a task.
+# Maximum channels per task, and the target number of elements per task.
 BLOCK_CHANNELS = 256
 TASK_ELEMENTS = 2**14
 
 
 class PlaneView(ctypes.Structure):
-    """A tensor of planes; strides count elements."""
+    """A tensor of planes; strides are in elements."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -39,7 +39,7 @@ class PlaneView(ctypes.Structure):
 
 
 class WindowRange(ctypes.Structure):
-    """A `WindowAxis`."""
+    """`WindowAxis` as the kernels read it."""
 
     _fields_ = tuple(
         (name, ctypes.c_int64) for name in ("step", "first", "last", "unit", "low", "high")
@@ -51,7 +51,7 @@ class WindowRange(ctypes.Structure):
 
 
 class WindowArgs(ctypes.Structure):
-    """One pooling; the C++ header says what each field means."""
+    """One pooling. The C++ header documents the fields."""
 
     _fields_ = (
         ("x", PlaneView),
@@ -74,7 +74,7 @@ class WindowArgs(ctypes.Structure):
 
 
 def window_args(problem: PlaneProblem, x_size: Size, y_size: Size, index_bytes: int) -> WindowArgs:
-    """A pooling's numbers, with no tensors and no windows yet."""
+    """Return the arguments of a pooling, without tensors and windows."""
     args = WindowArgs()
     args.batch, args.channels = problem.batch, problem.channels
     args.x_size[:], args.y_size[:] = triple(x_size, 1), triple(y_size, 1)
@@ -87,32 +87,32 @@ def window_args(problem: PlaneProblem, x_size: Size, y_size: Size, index_bytes: 
 
 
 def set_windows(field: Any, axes: Sequence[WindowAxis]) -> None:
-    """``window`` or ``counted``, in three dimensions."""
+    """Set the field ``window`` or ``counted``, padded to three dimensions."""
     single = WindowAxis.sliding(1, 1, 1, 1, 0)
     for i, axis in enumerate((single,) * (3 - len(axes)) + tuple(axes)):
         field[i] = WindowRange.of(axis)
 
 
 def task_count(args: WindowArgs) -> int:
-    """Tasks of a kernel that goes by rows of y."""
+    """Return the number of tasks of a kernel that iterates over rows of y."""
     width = max(1, args.lanes)
     rows = args.batch * -(-args.channels // width) * args.y_size[0] * args.y_size[1]
     return int(-(-rows // args.rows_per_task))
 
 
 def scratch_bytes(args: WindowArgs, dtype: DType) -> int:
-    """For window_sums: a line of x and a line of y in sums, and a line's windows."""
+    """Return window_sums' scratch: a row of x and of y in the sum type, and a row's windows."""
     width = max(1, args.lanes)
     elements = (args.x_size[2] + args.y_size[2]) * width + 32 + max(args.x_size[2], args.y_size[2])
     return int(elements * sum_bytes(dtype) + 16 * args.y_size[2])
 
 
 def planes(array: Array, layout: Layout) -> PlaneView | None:
-    """A tensor whose planes lie as a whole, cut along N and C alone; None for any other."""
+    """View a tensor as planes; None if a plane's elements are not equally spaced, row-major."""
     view = activation_view(array, layout, 1)[:, 0]
     batch, channel, *spatial = (stride // array.itemsize for stride in view.strides)
     size = view.shape[2:]
-    # Of a dimension of extent 1 the stride means nothing.
+    # The stride of a dimension of extent 1 is arbitrary.
     steps = [
         stride / prod(size[axis + 1 :]) for axis, stride in enumerate(spatial) if size[axis] > 1
     ]

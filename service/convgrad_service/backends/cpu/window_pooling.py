@@ -1,4 +1,4 @@
-"""Runs average and adaptive pooling and max unpooling: kernels/window_*.cpp, max_unpool.cpp."""
+"""Run average and adaptive pooling and max unpooling: kernels/window_*.cpp, max_unpool.cpp."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _BY_ONE, _BY_OUTPUTS, _BY_INPUTS = 0, 1, 2
 def run_average_forward(
     machine: Machine, problem: AvgPoolFwd, tensors: Tensors, cancelled: Cancelled
 ) -> Ran:
-    """avg_pool_fwd and adaptive_avg_pool_fwd."""
+    """Run avg_pool_fwd or adaptive_avg_pool_fwd."""
     args = window_args(problem, problem.input_size, problem.output_size, 8)
     set_windows(args.window, problem.windows)
     _set_divisor(args, problem, _BY_OUTPUTS)
@@ -62,7 +62,7 @@ def run_average_forward(
 def run_average_backward(
     machine: Machine, problem: AvgPoolBwd, tensors: Tensors, cancelled: Cancelled
 ) -> Ran:
-    """avg_pool_bwd and adaptive_avg_pool_bwd."""
+    """Run avg_pool_bwd or adaptive_avg_pool_bwd."""
     args = window_args(problem, problem.output_size, problem.input_size, 8)
     set_windows(args.window, [axis.transposed() for axis in problem.windows])
     _set_divisor(args, problem, _BY_INPUTS)
@@ -70,7 +70,7 @@ def run_average_backward(
 
 
 def _set_divisor(args: WindowArgs, problem: AvgPoolFwd | AvgPoolBwd, varying: int) -> None:
-    """One divisor for all windows where there is one, else the sizes that make it."""
+    """Set the divisor if all windows share one, else the windows whose sizes are the divisors."""
     set_windows(args.counted, problem.counted)
     sizes = [axis.uniform_size for axis in problem.counted]
     one = problem.divisor
@@ -99,7 +99,7 @@ def _sums(
 def run_adaptive_max_forward(
     machine: Machine, problem: AdaptiveMaxPoolFwd, tensors: Tensors, cancelled: Cancelled
 ) -> Ran:
-    """adaptive_max_pool_fwd."""
+    """Run adaptive_max_pool_fwd."""
     outputs = {name: machine.output(name, spec) for name, spec in problem.outputs.items()}
     indices = outputs.get("indices")
     used = _maxima(machine, problem, tensors["input"], outputs["output"], indices, cancelled)
@@ -128,7 +128,7 @@ def _maxima(
 def run_adaptive_max_backward(
     machine: Machine, problem: AdaptiveMaxPoolBwd, tensors: Tensors, cancelled: Cancelled
 ) -> Ran:
-    """adaptive_max_pool_bwd, from the input or from indices."""
+    """Run adaptive_max_pool_bwd, from the input or from indices."""
     grad = machine.output("grad_input", problem.outputs["grad_input"])
     used = 0
     if problem.index_dtype is None:
@@ -154,14 +154,14 @@ def run_adaptive_max_backward(
 def run_unpool_forward(
     machine: Machine, problem: MaxUnpoolFwd, tensors: Tensors, cancelled: Cancelled
 ) -> Ran:
-    """max_unpool_fwd."""
+    """Run max_unpool_fwd."""
     return _moved(machine, problem, "max_unpool_scatter", tensors, "input", "output", cancelled)
 
 
 def run_unpool_backward(
     machine: Machine, problem: MaxUnpoolBwd, tensors: Tensors, cancelled: Cancelled
 ) -> Ran:
-    """max_unpool_bwd."""
+    """Run max_unpool_bwd."""
     return _moved(
         machine, problem, "max_unpool_gather", tensors, "grad_output", "grad_input", cancelled
     )
@@ -196,7 +196,7 @@ def _moved(
 def _launch(
     machine: Machine, kernel: str, args: WindowArgs, scratch: int, cancelled: Cancelled
 ) -> int:
-    """Bytes of work memory used."""
+    """Launch a kernel and return the bytes of scratch used."""
     machine.workers.launch(
         machine.library.kernel(kernel),
         args,
@@ -208,7 +208,7 @@ def _launch(
 
 
 class _Views:
-    """Tensors as the kernels take them: those whose planes do not lie as a whole are copied."""
+    """Sets the kernel's tensors. Those that `planes` cannot view are copied."""
 
     def __init__(self, problem: PlaneProblem, args: WindowArgs) -> None:
         self._layout, self._args = problem.layout, args
@@ -243,7 +243,7 @@ class _Views:
 
 
 def _check_plane(indices: Array, problem: MaxUnpoolFwd | MaxUnpoolBwd) -> None:
-    """Raises InvalidProblem for the first index that is no position of a plane."""
+    """Raise InvalidProblem for the first index that is not a position in a plane."""
     size = prod(problem.output_size)
     if int(indices.min()) >= 0 and int(indices.max()) < size:
         return
@@ -256,7 +256,7 @@ def _check_plane(indices: Array, problem: MaxUnpoolFwd | MaxUnpoolBwd) -> None:
 
 
 def _check_windows(indices: Array, problem: AdaptiveMaxPoolBwd) -> None:
-    """Raises InvalidProblem for the first index outside its window."""
+    """Raise InvalidProblem for the first index outside its window."""
     layout = problem.layout
     size = prod(problem.input_size)
     wrong = (indices < 0) | (indices >= size)
@@ -287,7 +287,7 @@ def _check_windows(indices: Array, problem: AdaptiveMaxPoolBwd) -> None:
 
 
 def _bounds(window: WindowAxis) -> tuple[Array, Array]:
-    """Where an adaptive pooling's windows start and stop."""
+    """Return the starts and stops of an adaptive pooling's windows."""
     o = np.arange(window.output)
     starts = (o * window.step + window.first) // window.unit
     return starts.clip(window.low), ((o * window.step + window.last) // window.unit).clip(

@@ -183,7 +183,7 @@ def test_every_wait_for_a_barrier_has_a_bound() -> None:
     texts = {path.name: path.read_text(encoding="utf-8") for path in KERNELS.rglob("*.cu*")}
     waiting = {name for name, text in texts.items() if "mbarrier.try_wait" in text}
     assert waiting
-    assert not [name for name in waiting if "const Wait " not in texts[name]]
+    assert not [name for name in waiting if "const BoundedWait " not in texts[name]]
 
 
 def test_the_cache_is_filled_once(nvrtc: Nvrtc, tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
-// An activation over a tensor: dst = activation(src), rounded once, for convolution kernels that
-// have no activation of their own.
+// Elementwise activation: dst = activation(src), rounded once, for convolution kernels without a
+// fused activation.
 //
-// A task is one row of the last dimension of a six-dimensional view (for channels last, of the
-// dimension that is contiguous: the host orders them). Deterministic. Indices are 64-bit. src may
-// be dst.
+// A task is a few rows of a six-dimensional view, whose last dimension is contiguous in dst (the
+// host orders the dimensions). Deterministic. Indices are 64-bit. src may be dst.
 #include "conv_args.hpp"
 #include "epilogue.hpp"
 
@@ -14,7 +13,7 @@ struct ActivationArgs {
   View src;
   View dst;
   int64_t size[6];
-  int32_t src_dtype;  // the sums' type, or dst_dtype
+  int32_t src_dtype;  // the accumulator type, or dst_dtype
   int32_t dst_dtype;
   int32_t activation;
   int32_t unused;

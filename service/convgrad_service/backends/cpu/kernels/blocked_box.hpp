@@ -1,9 +1,9 @@
-// Moving boxes of a strided tensor (N, C, 3 spatial) into blocks of channels and back.
+// Packs boxes of a strided tensor (N, C, 3 spatial) into channel-blocked storage, and unpacks them.
 //
-// In a block every position is one vector whose lanes are channels, so that windows of any stride
-// and dilation are whole-vector loads, and what lies outside the tensor is filled in once. Where
-// channels are contiguous in the tensor vectors are copied; where columns are, squares of channels
-// by columns are transposed in registers; else element by element.
+// In a block every position is a vector of channels, so windows of any stride and dilation are read
+// with full-vector loads, and padding is filled in once. Contiguous channels are copied as vectors;
+// contiguous columns are transposed in square register blocks; otherwise elements are copied
+// singly.
 #pragma once
 
 #include "conv_args.hpp"
@@ -11,7 +11,7 @@
 
 namespace convgrad {
 
-// How a stored element becomes a lane and back: Acc is the lane's type, Storage the tensor's.
+// Conversion between the tensor's elements (Storage) and lanes (Acc).
 template <class E>
 struct ValueLanes {
   using Acc = typename E::Acc;
@@ -22,7 +22,8 @@ struct ValueLanes {
   static CONVGRAD_INLINE void put(Storage* p, Vec<Acc> v) { store<E>(p, v); }
 };
 
-// Indices travel in lanes of the values' width, their bits as T; what does not fit becomes -1.
+// Indices are stored in lanes as wide as the values, bit-cast to T. Those that do not fit become
+// -1.
 template <class T, class Index>
 struct IndexLanes {
   using Acc = T;
@@ -55,8 +56,8 @@ struct IndexLanes {
 
 struct BlockBox {
   i64 batch;
-  i64 channel;  // the first lane's
-  int lanes;    // how many are channels of the tensor
+  i64 channel;  // of the first lane
+  int lanes;    // number of lanes that are channels of the tensor
   i64 size[3];  // of the tensor
   i64 first[3];
   i64 extent[3];
@@ -72,7 +73,7 @@ struct BlockBox {
   }
 };
 
-// One row of `n` columns between a tensor and vectors, one vector a column.
+// Packs one row of `n` columns, one vector per column.
 template <class Lanes>
 CONVGRAD_INLINE void read_row(const typename Lanes::Storage* p, i64 channel_stride,
                               i64 column_stride, int lanes, i64 n, typename Lanes::Acc* out) {
@@ -155,7 +156,7 @@ CONVGRAD_INLINE void write_row(typename Lanes::Storage* p, i64 channel_stride, i
   }
 }
 
-// The tensor's element at box position (v0, v1, v2), lane 0.
+// Address of the element at box position (v0, v1, v2), lane 0.
 template <class Storage>
 CONVGRAD_INLINE Storage* element_at(const View& view, const BlockBox& box, i64 v0, i64 v1, i64 v2) {
   return static_cast<Storage*>(view.data) + box.batch * view.stride[0] +
@@ -163,7 +164,7 @@ CONVGRAD_INLINE Storage* element_at(const View& view, const BlockBox& box, i64 v
          (box.first[1] + v1) * view.stride[3] + (box.first[2] + v2) * view.stride[4];
 }
 
-// Reads a box into extent[0] * extent[1] * extent[2] vectors; `fill` stands outside the tensor.
+// Packs a box into extent[0] * extent[1] * extent[2] vectors, with `fill` outside the tensor.
 template <class Lanes>
 void read_block(const View& view, const BlockBox& box, Vec<typename Lanes::Acc> fill,
                 typename Lanes::Acc* out) {

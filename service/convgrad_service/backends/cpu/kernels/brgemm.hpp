@@ -1,23 +1,21 @@
-// The dense engine's inner kernel, a batch-reduced small matrix product held in registers:
+// The micro-kernel of the dense engine: a batch-reduce GEMM (BRGEMM) with C in registers.
 //
 //   C[i][j] (+)= sum over segments b, sum over k < b.k :
 //                A[b.a + i * a_row + k * a_step] * B[b.b + k * b_step + j]
 //
-// GEMM view: M = i < rows (pixels of a gather, output channels of a weight gradient), N = j < one
-// or two vectors (channels), K = segments times k. A is broadcast, B is loaded as vectors. Each
-// C[i][j] is one chain of fused multiply-adds in the order of the segments, so its value does not
-// depend on which tile it falls into.
+// M = rows (pixels of a gather, output channels of a weight gradient), N = one or two vectors of
+// channels, K = segments x k. A is broadcast, B is loaded as vectors. Each C[i][j] is one chain of
+// fused multiply-adds in segment order, so its value does not depend on the tiling.
 //
-// Registers: rows * vectors accumulators + vectors for B + one broadcast: 14 * 2 + 3 of AVX-512's
-// 32, 6 * 2 + 3 of AVX2's 16. A tile of fewer rows still hides the multiply-add's latency from
-// 4 * 2 = 8 accumulators on.
+// Registers: rows * vectors accumulators, `vectors` for B and one broadcast: 14 * 2 + 3 of the 32
+// of AVX-512, 6 * 2 + 3 of the 16 of AVX2. FMA latency is hidden from 4 * 2 = 8 accumulators on.
 #pragma once
 
 #include "elements.hpp"
 
 namespace convgrad {
 
-// One term of the batch: where it starts in A and in B, and its length along K.
+// One element of the batch: its offsets in A and B, and its length along K.
 struct Segment {
   i64 a;
   i64 b;
@@ -26,7 +24,7 @@ struct Segment {
 
 inline constexpr int kTileRows = kVectorRegisters == 32 ? 14 : 6;
 inline constexpr int kTileVectors = 2;
-// Channels of a full tile.
+// Channels of a full register block.
 template <class T>
 inline constexpr int kTileColumns = kTileVectors * kLanes<T>;
 
@@ -43,8 +41,7 @@ struct Product {
   i64 c_row;
 };
 
-// What is known of the strides at compile time: a gather walks A's contiguous channels, a weight
-// gradient broadcasts A's contiguous channels.
+// Which stride of A is known to be 1: its channels are K in a gather, M in a weight gradient.
 enum class Walk { kUnitStep, kUnitRow };
 
 template <class T, int rows, int vectors, Walk walk, bool accumulate>
@@ -95,7 +92,7 @@ __attribute__((noinline)) void brgemm_tile(const Product<T>& p) {
 template <class T>
 using TileFunction = void (*)(const Product<T>&);
 
-// Calls brgemm_tile<rows, vectors> for run-time rows in 1 .. kTileRows and vectors in 1 .. 2.
+// Dispatches to brgemm_tile<rows, vectors> for rows in 1 .. kTileRows and vectors in 1 .. 2.
 template <class T, Walk walk, bool accumulate, int rows = kTileRows>
 CONVGRAD_INLINE void brgemm(const Product<T>& product, int row_count, int vectors) {
   if (row_count == rows) {
@@ -109,12 +106,11 @@ CONVGRAD_INLINE void brgemm(const Product<T>& product, int row_count, int vector
   }
 }
 
-// How `count` rows are cut into tiles: as evenly as possible, since a tile of one or two rows
-// waits for its own multiply-adds.
+// Divides rows into tiles as evenly as possible, since a tile of one or two rows is latency-bound.
 struct Cut {
   i64 tiles;
-  i64 base;   // rows of a tile
-  i64 extra;  // the first so many tiles have one more
+  i64 base;   // rows per tile
+  i64 extra;  // number of leading tiles with one row more
 };
 CONVGRAD_INLINE Cut cut_rows(i64 count, i64 most) {
   const i64 tiles = (count + most - 1) / most;

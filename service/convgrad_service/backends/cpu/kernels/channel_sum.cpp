@@ -1,12 +1,12 @@
 // The gradient of a bias: result[g, k] = sum over n and positions of y[n, g, k, position].
 //
-// A task is one share of the images and one channel, or a vector of channels where those are
-// contiguous. Each row is summed in vectors of floats (doubles for F64), rows and images are added
-// up in double, and a second phase adds the shares in their order and rounds once: an element's
-// chain of float additions is at most a row long. Deterministic. Indices are 64-bit.
+// A task is a share of the images, for one channel or, if channels are contiguous, for a vector of
+// channels. Each row is summed in vectors of floats (doubles for F64), rows and images are summed
+// in double, and a second phase sums the shares in order and rounds once. So chains of float
+// additions are at most a row long. Deterministic. Indices are 64-bit.
 //
-// Relies on: ConvArgs with y, bias (the result), batch, groups, out_channels, output, dtype,
-// result_dtype, block[] = {images a share}, and a workspace of shares * groups * out_channels
+// Requires: ConvArgs with y, bias (the result), batch, groups, out_channels, output, dtype,
+// result_dtype, block[] = {images per share}, and a workspace of shares * groups * out_channels
 // doubles.
 #include "conv_args.hpp"
 #include "elements.hpp"
@@ -14,7 +14,7 @@
 namespace convgrad {
 namespace {
 
-// One channel: a row's vectors are kept apart, so that there are L short chains and not a long one.
+// Sums one channel. A row is summed in L lanes, which makes L short chains instead of a long one.
 template <class E>
 double sum_of_channel(const ConvArgs& args, const typename E::Storage* y) {
   using T = typename E::Acc;
@@ -48,7 +48,7 @@ double sum_of_channel(const ConvArgs& args, const typename E::Storage* y) {
   return total;
 }
 
-// A vector of contiguous channels, added to what the result holds.
+// Sums a vector of contiguous channels and adds it to the result.
 template <class E>
 void sum_of_channels(const ConvArgs& args, const typename E::Storage* y, int channels,
                      double* result) {

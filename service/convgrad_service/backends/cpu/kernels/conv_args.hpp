@@ -1,16 +1,16 @@
-// What every CPU kernel receives: tensor views, the shape of a convolution, and the task counter
-// that its threads share. Mirrored field by field in ../arguments.py.
+// Kernel arguments: tensor views, the shape of a convolution, and the task counters that threads
+// share. Mirrored field by field in ../arguments.py.
 #pragma once
 
 #include <stdint.h>
 
 namespace convgrad {
 
-// Element types by number, as in arguments.py.
+// Element types, numbered as in arguments.py.
 enum DTypeCode : int32_t { kFloat16 = 0, kBfloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
 
-// A strided view; strides count elements and may be zero or negative. `data` is null where the
-// tensor is absent. Dimension order:
+// A strided view; strides are in elements and may be zero or negative. `data` is null if the tensor
+// is absent. Dimension order:
 //   activations    N, G, C/G, D, H, W   (outputs: N, G, K/G, Z, P, Q)
 //   weights        G, K/G, C/G, T, R, S
 //   bias           G, K/G (the rest unused)
@@ -19,14 +19,14 @@ struct View {
   int64_t stride[6];
 };
 
-// One convolution, always with three spatial dimensions: lower ranks lead with extents of 1,
-// stride 1, dilation 1 and padding 0. Input coordinate i and output coordinate o meet at tap r
-// iff i = o * stride + r * dilation - pad, 0 <= i < input, 0 <= o < output; pad may be negative.
+// One convolution with three spatial dimensions; missing ones lead, with extent 1, stride 1,
+// dilation 1 and padding 0. Tap r connects input coordinate i and output coordinate o iff
+// i = o * stride + r * dilation - pad, 0 <= i < input, 0 <= o < output. pad may be negative.
 struct ConvArgs {
   View x;           // input or grad_input
   View w;           // weight or grad_weight
   View y;           // output or grad_output
-  View accumulate;  // shaped as the result; read only where beta != 0
+  View accumulate;  // shape of the result; read only if beta != 0
   View bias;        // bias (added to a forward result) or grad_bias (written)
   int64_t batch;
   int64_t groups;
@@ -40,40 +40,40 @@ struct ConvArgs {
   int64_t pad[3];
   double alpha;
   double beta;
-  int32_t dtype;         // of x, w, y: what the kernel reads
-  int32_t result_dtype;  // of what it writes (and of accumulate)
+  int32_t dtype;         // of the tensors that the kernel reads
+  int32_t result_dtype;  // of the result and accumulate
   void* workspace;       // shared by the threads, 64-byte aligned
   int64_t workspace_bytes;
-  int64_t scratch_bytes;  // size of each thread's own scratch
-  int64_t block[8];       // tile sizes and the like, chosen by the plan; each kernel names its own
+  int64_t scratch_bytes;  // per thread
+  int64_t block[8];       // blocking parameters from the plan, documented by each kernel
 };
 
-// Shared by the threads of one launch, zeroed before it. A kernel goes through phases; in each,
-// threads take tasks until none is left, so a thread that comes late finds less to do and nobody
-// waits for one that never comes.
+// Shared by the threads of one launch, initially zero. A kernel runs in phases, in each of which
+// threads claim tasks until none is left. So a thread that arrives late finds fewer tasks, and no
+// thread waits for one that never arrives.
 constexpr int kPhases = 6;
 struct Control {
-  int64_t cancelled;  // set by the host at any time: no further task is taken
-  int64_t error;      // set by a kernel; each kernel names its own values
+  int64_t cancelled;  // set by the host at any time: no further tasks are claimed
+  int64_t error;      // set by kernels, which document the values
   int64_t next[kPhases];
   int64_t done[kPhases];
 };
 
-// The index of the next task of this phase, or -1 where none is left or the launch is cancelled.
+// Returns the next task of a phase, or -1 if none is left or the launch is cancelled.
 inline int64_t take_task(Control* control, int phase, int64_t total) {
   if (__atomic_load_n(&control->cancelled, __ATOMIC_RELAXED)) return -1;
   int64_t index = __atomic_fetch_add(&control->next[phase], 1, __ATOMIC_RELAXED);
   return index < total ? index : -1;
 }
 
-// To be called after each task of a phase that a later phase waits for.
+// Call after each task of a phase that wait_phase waits for.
 inline void finish_task(Control* control, int phase) {
   __atomic_fetch_add(&control->done[phase], 1, __ATOMIC_RELEASE);
 }
 
 extern "C" int sched_yield(void);
 
-// Waits until every task of the phase is finished; false where the launch was cancelled instead.
+// Waits until all tasks of the phase are finished. Returns false if the launch was cancelled.
 inline bool wait_phase(Control* control, int phase, int64_t total) {
   for (int64_t spin = 0; __atomic_load_n(&control->done[phase], __ATOMIC_ACQUIRE) < total; ++spin) {
     if (__atomic_load_n(&control->cancelled, __ATOMIC_RELAXED)) return false;
@@ -82,8 +82,8 @@ inline bool wait_phase(Control* control, int phase, int64_t total) {
   return true;
 }
 
-// Every kernel entry point: `extern "C" CONVGRAD_EXPORT void convgrad_<name>(const <Args>*,
-// Control*, void* scratch)`, called once by each thread, `scratch` 64-byte aligned and its own.
+// Kernel entry points are `extern "C" CONVGRAD_EXPORT void convgrad_<name>(const <Args>*, Control*,
+// void* scratch)`. Each thread calls it once, with private, 64-byte aligned scratch.
 #define CONVGRAD_EXPORT __attribute__((visibility("default")))
 
 }  // namespace convgrad

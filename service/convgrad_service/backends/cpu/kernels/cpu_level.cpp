@@ -1,6 +1,6 @@
-// Which x86-64 level this CPU and its operating system can run: 1 (baseline), 3 (AVX2, FMA, F16C)
-// or 4 (AVX-512 F, BW, CD, DQ, VL). Elsewhere always 1. Lives in every library; asked of the
-// baseline one, which any CPU can load.
+// Detects the x86-64 level that the CPU and the operating system support: 1 (baseline), 3 (AVX2,
+// FMA, F16C) or 4 (AVX-512 F, BW, CD, DQ, VL); 1 on other architectures. It is compiled into every
+// library and called in the baseline one, which any CPU can load.
 #include "conv_args.hpp"
 
 #if defined(__x86_64__)
@@ -10,7 +10,7 @@ namespace {
 
 uint64_t enabled_state() {
   uint32_t low, high;
-  // xgetbv by hand: the intrinsic would need the xsave target, which the baseline has not.
+  // Inline assembly, since the intrinsic needs the xsave target feature, which the baseline lacks.
   __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   return (uint64_t(high) << 32) | low;
 }
@@ -24,13 +24,13 @@ int level() {
   const bool movbe = has(c, 22);
   if (!(osxsave && avx && fma && f16c && movbe)) return 1;
   const uint64_t state = enabled_state();
-  if ((state & 0x6) != 0x6) return 1;  // xmm and ymm kept by the operating system
+  if ((state & 0x6) != 0x6) return 1;  // the operating system saves xmm and ymm registers
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 1;
   const bool avx2 = has(b, 5), bmi = has(b, 3) && has(b, 8);
   if (!(avx2 && bmi)) return 1;
   uint32_t ea, eb, ec, ed;
   if (!__get_cpuid(0x80000001u, &ea, &eb, &ec, &ed) || !has(ec, 5)) return 1;  // lzcnt
-  if ((state & 0xe6) != 0xe6) return 3;  // zmm and mask registers too
+  if ((state & 0xe6) != 0xe6) return 3;  // and zmm and mask registers
   const bool avx512 = has(b, 16) && has(b, 17) && has(b, 28) && has(b, 30) && has(b, 31);
   return avx512 ? 4 : 3;
 }

@@ -5,23 +5,22 @@
 //                                                                 + t * dilation - pad]
 //                             + beta * accumulate
 //
-// GEMM view, for each tap: M = output channels, N = input channels, K = output pixels. The pixel
-// rows (n, z, p, tile of q) are numbered through and cut into `chunks` runs of equal length; each
-// chunk sums into its own partial gradient, and phase 1 adds the partials in the order of the
-// chunks. Phase 0's task is one chunk for one share of the output channels and one of the input
-// channels: tile by tile it copies grad_output and input, channels last and widened, into its
-// scratch, then runs brgemm_tile per tap over groups of rows small enough for the L1 cache.
+// GEMM view, for each tap: M = output channels, N = input channels, K = output pixels, split into
+// `chunks` (split K) of equal numbers of pixel rows (n, z, p, tile of q). Each chunk has its own
+// partial gradient, and phase 1 sums the partials in order. A task of phase 0 computes one chunk
+// for a share of the output channels and a share of the input channels. For each tile, it packs
+// grad_output and input (channels last, widened) into scratch, then runs brgemm_tile for each tap
+// over groups of rows that fit the L1 cache.
 //
 // Only pairs inside the tensors are multiplied: each tap has its own range of q in each row. So
-// padding meets nothing, and non-finite values go where the definition sends them.
+// padding is not multiplied, and non-finite values propagate as in the definition.
 //
-// Deterministic: the chunks, tiles and row groups follow from the problem alone (block[], chosen
-// without regard to the threads); the shares do not change any sum.
+// Deterministic: chunks, tiles and row groups depend only on the problem, not on the threads, and
+// the shares do not affect the order of summation.
 //
-// Relies on the launcher for: workspace of chunks * groups * taps * K * padded C sums; scratch as
-// laid out in the constructor; block[] = {chunks, rows a tile, columns a tile, rows a group,
-// output channels a share, input channels a share}, the last a multiple of a tile's columns
-// unless it is all of them.
+// Requires: a workspace of chunks * groups * taps * K * padded C accumulators; scratch as laid out
+// in the constructor; block[] = {chunks, rows per tile, columns per tile, rows per group, output
+// channels per share, input channels per share}, the last a multiple of kTileColumns or all.
 #include "brgemm.hpp"
 #include "conv_args.hpp"
 #include "matrix_copy.hpp"
@@ -30,15 +29,15 @@ namespace convgrad {
 namespace {
 
 constexpr int kErrorScratch = 1;
-constexpr i64 kReduceTaps = 64;      // of one transposition block on the way out
+constexpr i64 kReduceTaps = 64;      // block size of the transposition in `reduce`
 constexpr i64 kReduceChannels = 128;
 
 CONVGRAD_INLINE i64 floor_div(i64 a, i64 b) { return a >= 0 ? a / b : -((-a + b - 1) / b); }
 CONVGRAD_INLINE i64 ceil_div(i64 a, i64 b) { return -floor_div(-a, b); }
 CONVGRAD_INLINE i64 round_up(i64 a, i64 to) { return (a + to - 1) / to * to; }
 
-// Sums from one packed pixel to the next: an odd number of cache lines, so that the pixels of a row
-// spread over all sets of the L1 cache.
+// Pitch of packed pixels, in elements: an odd number of cache lines, to spread the pixels of a row
+// over all L1 cache sets.
 template <class T>
 CONVGRAD_INLINE i64 pixel_size(i64 channels) {
   const i64 line = 64 / static_cast<i64>(sizeof(T));
@@ -54,7 +53,7 @@ struct WeightGradient {
   const ConvArgs& args;
   i64 chunks, tile_rows, tile_columns, group_rows, k_share, c_share;
   i64 k_shares, c_shares, q_tiles, units;
-  i64 taps, padded_c;  // sums of one row of a partial gradient
+  i64 taps, padded_c;  // padded_c: row pitch of a partial gradient
   i64 y_pixel, x_pixel, slab_width, slab_rows;
   Segment* segments;
   T* y_tile;
@@ -108,7 +107,7 @@ struct WeightGradient {
     for (i64 unit = units * chunk / chunks; unit < stop;) {
       const i64 q_tile = unit % q_tiles, row = unit / q_tiles;
       const i64 p = row % args.output[1], plane = row / args.output[1];
-      // Whole rows that follow each other in one plane make one tile.
+      // A tile consists of consecutive whole rows of one plane.
       i64 rows = 1;
       if (q_tiles == 1) rows = least(least(tile_rows, stop - unit), args.output[1] - p);
       const i64 q0 = q_tile * tile_columns;
@@ -138,7 +137,7 @@ struct WeightGradient {
     }
   }
 
-  // The input region under the tile; what lies outside the tensor is left as it was, unread.
+  // Packs the input region of the tile. Positions outside the tensor are not initialised or read.
   void pack_x(i64 n, i64 g, i64 z, i64 p, i64 rows, i64 q0, i64 q1, i64 c0, i64 c_count) const {
     const View& x = args.x;
     const S* base = static_cast<const S*>(x.data) + n * x.stride[0] + g * x.stride[1] +
@@ -162,7 +161,7 @@ struct WeightGradient {
     }
   }
 
-  // Adds what rows [first, last) of the tile give to every tap.
+  // Accumulates the contribution of tile rows [first, last) to every tap.
   void multiply(i64 z, i64 p, i64 first, i64 last, i64 q0, i64 q1, i64 k_count, i64 c_count,
                 T* sums) const {
     const i64 b_step = args.stride[2] * x_pixel;
@@ -176,7 +175,7 @@ struct WeightGradient {
       }
       for (i64 r = 0; r < args.kernel[1]; ++r) {
         for (i64 s = 0; s < args.kernel[2]; ++s, ++tap) {
-          // The q that meet an input column at this tap.
+          // Range of q for which this tap is inside the input.
           const i64 shift = args.pad[2] - s * args.dilation[2];
           const i64 begin = most(q0, ceil_div(shift, args.stride[2]));
           const i64 end =
@@ -219,7 +218,7 @@ struct WeightGradient {
     }
   }
 
-  // Adds the partials of one output channel and writes its gradient, in the result's own type.
+  // Sums the partials of one output channel and writes the gradient in the result type.
   template <class R>
   void reduce(i64 g, i64 k, T* block) const {
     const View& w = args.w;

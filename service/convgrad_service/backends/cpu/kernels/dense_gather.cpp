@@ -5,24 +5,24 @@
 //                        + beta * accumulate + bias[g, j]
 //
 // Forward: result coordinate u reads source coordinate u * stride + t * dilation - pad. Backward
-// data: u reads (u + pad - t * dilation) / stride where that divides, so u falls into `stride`
-// phases per dimension, each a gather of unit step over its own taps; inserted zeros are never
+// data: u reads (u + pad - t * dilation) / stride if that is an integer. So u has `stride` phases
+// per dimension, each a gather with unit step over a subset of the taps; no inserted zeros are
 // multiplied.
 //
 // GEMM view: M = result pixels of one row and phase, N = result channels, K = taps x source
-// channels. A task makes one tile of pixels for some channel blocks: it copies the source region
-// that the tile needs into its scratch (channels last, widened, zeros where the region leaves the
-// tensor in W), runs brgemm_tile per row, and writes the staged tile out in the result's layout.
-// Rows and planes outside the tensor are skipped, not multiplied.
+// channels. A task computes one tile of pixels for some channel blocks. It packs the source region
+// of the tile into a slab (channels last, widened, zero-padded in W), runs brgemm_tile for each
+// row, and writes the staged tile in the result's layout. Rows and planes outside the tensor are
+// skipped, not multiplied.
 //
-// Weights are packed once per launch, phase 0, as panels [tap][source channel][tile columns].
+// Phase 0 packs the weights into panels [tap][source channel][tile columns].
 //
 // Deterministic: each result is one chain of multiply-adds in the order of taps and channels,
-// whatever the tiles and threads.
+// independent of tiles and threads.
 //
-// Relies on the launcher for: workspace of groups * blocks * taps * channels * tile columns sums;
-// scratch as laid out in `Scratch`; block[] = {tile planes, tile rows, tile columns (in steps of
-// the phases), channel blocks a task, floats a slab pixel}; a slab of less than 2^62 elements.
+// Requires: a workspace of groups * blocks * taps * channels * tile columns accumulators; scratch
+// as laid out in the constructor; block[] = {tile planes, tile rows, tile columns (in steps of the
+// phases), channel blocks per task, slab pixel pitch}; a slab of fewer than 2^62 elements.
 #include "brgemm.hpp"
 #include "gather_axis.hpp"
 
@@ -39,12 +39,12 @@ struct Gather {
 
   const ConvArgs& args;
   Axis d, h, w;
-  View source, weight, result;  // weight's dimension 1 is the result's channel, 2 the source's
+  View source, weight, result;  // weight dimensions 1 and 2: result and source channels
   i64 source_channels, result_channels, blocks, taps, pixel;
   i64 slab_row, slab_plane;
   i64 stage_w, stage_h;  // tile pixels along W and H
   T* panels;
-  i64 panel;  // sums of one panel
+  i64 panel;  // elements of one panel
   Segment* segments;
   T* slab;
   T* stage;
@@ -69,7 +69,7 @@ struct Gather {
     stage_h = least(h.tile * h.phases, h.result);
     panels = static_cast<T*>(a.workspace);
     panel = taps * source_channels * kColumns;
-    // Scratch: segments, slab, stage, each on a 64-byte boundary.
+    // Scratch: segments, slab, stage, each 64-byte aligned.
     char* at = static_cast<char*>(scratch);
     segments = reinterpret_cast<Segment*>(at);
     at += (taps * static_cast<i64>(sizeof(Segment)) + 63) / 64 * 64;
@@ -95,8 +95,8 @@ struct Gather {
     const i64 tap_row = source_channels * kColumns;
     if (width < kColumns) __builtin_memset(to, 0, panel * sizeof(T));
     if (weight.stride[5] == 1 && w.taps > 1 && by_result != 1 && by_source != 1) {
-      // Taps are innermost: for each source channel a (taps x result channels) transposition. The
-      // whole kernel is one run where it is contiguous.
+      // Taps are contiguous: transpose (taps x result channels) for each source channel, over the
+      // whole kernel at once if that is contiguous.
       const bool whole = weight.stride[4] == w.taps && weight.stride[3] == w.taps * h.taps;
       const i64 run = whole ? taps : w.taps;
       for (i64 tap = 0; tap < taps; tap += run) {
@@ -118,7 +118,7 @@ struct Gather {
     return t * weight.stride[3] + r * weight.stride[4] + s * weight.stride[5];
   }
 
-  // Copies the source region of one tile into the slab.
+  // Packs the source region of one tile into the slab.
   void pack_slab(i64 n, i64 g, i64 d0, i64 h0, i64 w0, i64 w_steps) const {
     const S* base =
         static_cast<const S*>(source.data) + n * source.stride[0] + g * source.stride[1];
@@ -144,8 +144,8 @@ struct Gather {
     }
   }
 
-  // Lists the taps that one row of one phase meets. Adjacent taps that are contiguous in both the
-  // slab and the panel become one segment.
+  // Lists the valid taps of one row and phase. Taps that are contiguous in both slab and panel are
+  // merged into one segment.
   i64 list_taps(i64 jd, i64 d0, i64 fd, i64 jh, i64 h0, i64 fh, i64 fw) const {
     i64 count = 0;
     const i64 tap_row = source_channels * kColumns;
@@ -235,7 +235,7 @@ struct Gather {
                 channel * args.bias.stride[1];
       to.bias_column = args.bias.stride[1];
     }
-    // Rows that follow each other in memory, here and there, are written as one.
+    // If rows are contiguous in all tensors, they are written as one.
     const bool joined = result.stride[4] == result.stride[5] * width &&
                         (!adds || add.stride[4] == add.stride[5] * width);
     const i64 at_once = joined ? uh1 - uh0 : 1;

@@ -1,19 +1,19 @@
-// Depthwise convolution, forward and backward with respect to data.
+// Depthwise convolution: forward and backward data.
 //
-// A task is a few vectors of channels, one image and a tile of positions: its source becomes blocks
-// (depthwise.hpp), one a vector, and for seven or eight columns of a row of the result all taps are summed in
-// registers. Of a run of taps each source vector is loaded once for all columns that it meets.
+// A task is a tile of positions of one image, for a few vectors of channels. It packs the source
+// into blocks (depthwise.hpp), one per vector, and sums all taps in register blocks of seven or
+// eight columns of a row. In a run of taps, each source vector is loaded once for all columns that
+// use it.
 //
-// Relies on: PlanarArgs with one channel a group on both sides, tile and scratch as
-// plans/cpu_depthwise.py makes them. Deterministic: every element is one chain of multiply-adds in
-// the order of the runs. Padding along W is multiplied as zeros, within a channel.
+// Requires: PlanarArgs with one input and output channel per group; tile and scratch from
+// plans/cpu_depthwise.py. Deterministic: each element is one chain of multiply-adds in the order of
+// the runs. Padding along W is multiplied as zeros, within a channel.
 #include "depthwise.hpp"
 
 namespace convgrad {
 namespace {
 
-// sum[q] += the run's taps times the source columns that they meet. `step` vectors lie between the
-// columns of neighbouring results.
+// sum[q] += sum over s of weight[s] * x[q * step + s], for the S taps of a run.
 template <class T, int Q, int S>
 CONVGRAD_INLINE void add_run(const T* x, i64 step, const T* weight, Vec<T> (&sum)[Q]) {
   constexpr int L = kLanes<T>;
@@ -48,7 +48,7 @@ CONVGRAD_INLINE void add_any_run(i64 taps, const T* x, i64 step, const T* weight
   }
 }
 
-// A run that one row of the result meets: where its source lies at column 0, and its weights.
+// A run that is valid for one row of the result: offsets of its source at column 0 and its weights.
 struct MetRun {
   i64 source;
   i64 weight;
@@ -72,7 +72,7 @@ void row_of_sums(const MetRun* met, i64 count, const T* source, const T* weights
   }
 }
 
-// Packs the weights of all channels as [vector of channels][run order][lane], and the bias.
+// Packs the weights of all channels as [vector of channels][tap in run order][lane], and the bias.
 template <class E>
 void pack_channels(const PlanarArgs& args, const Runs& runs, typename E::Acc* weights,
                    typename E::Acc* bias) {
@@ -109,7 +109,7 @@ void correlate_blocks(const PlanarArgs& args, Control* control, void* scratch) {
     positions *= (args.tile[d] - 1) * args.src_step[d] + runs.high[d] - runs.low[d] + 1;
     results *= args.tile[d] * args.dst_step[d];
   }
-  // Sums of a vector's block, with what columns past its last row meet and leave.
+  // Block sizes include the columns read and written past the end of the last row.
   const i64 source_block = (positions + kWide * args.src_step[2]) * L;
   const i64 result_block = (results + most(kWide * args.dst_step[2], L)) * L;
   const i64 vectors = args.group_block / L;
@@ -128,7 +128,7 @@ void correlate_blocks(const PlanarArgs& args, Control* control, void* scratch) {
     ++column_phases;
   }
   for (i64 task; (task = take_task(control, 0, units * blocks)) >= 0;) {
-    // All channels of a tile one after another: where they lie side by side, lines are shared.
+    // Channels are innermost in task order: contiguous channels share cache lines.
     const TileOrigin tile = tile_at(args, task % blocks, task / blocks);
     i64 first[3], extent[3], start[3], end[3];
     for (int d = 0; d < 3; ++d) {
@@ -140,13 +140,13 @@ void correlate_blocks(const PlanarArgs& args, Control* control, void* scratch) {
     read_source_blocks<E>(args, tile, first, extent, 0, source, source_block);
     const i64 width = end[2] - start[2];
     const i64 together = columns_together(tile.extent[2]);
-    // In the order of the result's rows: what a row computes past its end is then overwritten.
+    // Rows are computed in order, so that columns computed past a row's end are overwritten.
     const i64 held = ceil_div(tile.groups, L);
     i64 row = 0;
     for (i64 i0 = start[0]; i0 < end[0]; ++i0) {
       for (i64 i1 = start[1]; i1 < end[1]; ++i1, row += width * L) {
         const i64 t[2] = {i0 / args.dst_step[0], i1 / args.dst_step[1]};
-        // The phases of this row lie side by side, those of the columns last.
+        // The column phases of a row are consecutive.
         i64 p = 0;
         while (args.dst_phase[p * 3] != i0 - t[0] * args.dst_step[0] ||
                args.dst_phase[p * 3 + 1] != i1 - t[1] * args.dst_step[1]) {

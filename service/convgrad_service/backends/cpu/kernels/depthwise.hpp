@@ -1,9 +1,8 @@
-// What the depthwise kernels share: blocks of channels, and runs of taps.
+// Shared by the depthwise kernels: channel-blocked storage, and runs of taps.
 //
-// In a block every position is one vector whose lanes are channels, so taps of any stride and
-// dilation are whole-vector loads, in whatever layout the tensors come: squares of channels by
-// columns are transposed on the way where the channels are not side by side. Columns outside the
-// tensor are zeros; rows outside are skipped.
+// In a block every position is a vector of channels, so taps of any stride and dilation are read
+// with full-vector loads. Unless channels are contiguous in the tensor, packing transposes square
+// blocks in registers. Columns outside the tensor are zeros; rows outside are skipped.
 #pragma once
 
 #include "matrix_copy.hpp"
@@ -11,29 +10,29 @@
 
 namespace convgrad {
 
-// Columns of a result computed together, so that their multiply-adds overlap: those of the two
-// widths that leave fewer over are taken. A row's last columns may be past its end.
+// Columns of a register block, whose multiply-adds overlap to hide latency. The width that wastes
+// fewer columns is used. The last block may extend past the end of a row.
 inline constexpr i64 kWide = 8, kNarrow = 7;
-// Taps of a run at most: their weights stay in registers.
+// Maximum taps of a run, whose weights stay in registers.
 inline constexpr int kRunTaps = 7;
 
 CONVGRAD_INLINE i64 columns_together(i64 columns) {
   return ceil_div(columns, kNarrow) * kNarrow < ceil_div(columns, kWide) * kWide ? kNarrow : kWide;
 }
 
-// Taps of one row of the kernel that meet neighbouring columns of the source, from left to right.
+// Taps of one kernel row that read adjacent columns of the source, from left to right.
 struct TapRun {
-  i64 source[3];  // coordinates that its first tap meets at t = 0
-  i64 first;      // its first tap's place among the packed weights
+  i64 source[3];  // coordinates that the first tap reads at t = 0
+  i64 first;      // index of the first tap in the packed weights
   i64 taps;
 };
 
-// The taps of all phases, as runs, and where each tap's weight lies among the packed ones.
+// The taps of all phases, as runs.
 struct Runs {
   TapRun* run;
-  i64* first;   // [dst_phases + 1]: the runs of phase p are first[p] ...
-  i64* packed;  // [taps]
-  i64 low[3];   // least and greatest of the coordinates met at t = 0
+  i64* first;   // [dst_phases + 1]: index of the first run of each phase
+  i64* packed;  // [taps]: index of each tap in the packed weights
+  i64 low[3];   // minimum and maximum coordinates read at t = 0
   i64 high[3];
 };
 
@@ -42,7 +41,7 @@ CONVGRAD_INLINE i64 tap_source(const PlanarArgs& args, i64 tap, int d) {
   return (at.offset[d] + args.origin[d]) * args.src_step[d] + args.src_phase[at.src_phase * 3 + d];
 }
 
-// A tap that meets the column beside the one before it, to the left or to the right.
+// Whether a tap reads the column at distance `step` from that of the previous tap, in the same row.
 CONVGRAD_INLINE bool neighbours(const PlanarArgs& args, i64 tap, i64 step) {
   return tap_source(args, tap, 0) == tap_source(args, tap - 1, 0) &&
          tap_source(args, tap, 1) == tap_source(args, tap - 1, 1) &&
@@ -84,15 +83,15 @@ inline Runs make_runs(const PlanarArgs& args, Arena& arena) {
   return runs;
 }
 
-// Where a task's channels lie in a tensor (N, G, 1, 3 spatial).
+// Address of a task's channels at a position of a tensor (N, G, 1, 3 spatial).
 template <class S>
 CONVGRAD_INLINE S* block_at(const View& view, const TileOrigin& tile, i64 i0, i64 i1, i64 i2) {
   return static_cast<S*>(view.data) + tile.batch * view.stride[0] + tile.group * view.stride[1] +
          i0 * view.stride[3] + i1 * view.stride[4] + i2 * view.stride[5];
 }
 
-// Reads n positions of `channels` channels, `width` a row, into rows of vectors that lie `pitch`
-// vectors apart. Each vector of channels has a block of its own, `block` sums after the one before.
+// Packs n positions, `width` per row, into rows with a pitch of `pitch` vectors. Each vector of
+// channels has its own block; blocks are `block` elements apart.
 template <class E>
 void read_positions(const typename E::Storage* from, const View& view, i64 channels, i64 n,
                     i64 width, typename E::Acc* out, i64 pitch, i64 block) {
@@ -139,7 +138,7 @@ void read_positions(const typename E::Storage* from, const View& view, i64 chann
   }
 }
 
-// Writes n positions that follow each other, in the blocks and in the tensor, through an epilogue.
+// Unpacks n positions through an epilogue. They are consecutive in both the blocks and the tensor.
 template <class E>
 void write_positions(const typename E::Acc* sums, i64 block, i64 channels, i64 n,
                      typename E::Storage* to, const View& view, const typename E::Storage* add,
@@ -194,8 +193,8 @@ void write_positions(const typename E::Acc* sums, i64 block, i64 channels, i64 n
   }
 }
 
-// Reads the source blocks of a tile, from coordinates `first` on. Rows outside the tensor are left
-// as they were, but for `past` vectors of zeros that follow the last row inside.
+// Packs the source blocks of a tile, starting at coordinates `first`. Rows outside the tensor are
+// not written, except for `past` vectors of zeros after the last row inside.
 template <class E>
 void read_source_blocks(const PlanarArgs& args, const TileOrigin& tile, const i64* first,
                         const i64* extent, i64 past, typename E::Acc* out, i64 block) {

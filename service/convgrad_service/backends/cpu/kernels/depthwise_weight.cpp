@@ -1,34 +1,35 @@
-// Depthwise convolution backward with respect to the weight.
+// Depthwise convolution: backward weight.
 //
-// A task is a few vectors of channels and one of `splits` parts of the images and tiles of positions.
-// Input and grad_output become blocks (depthwise.hpp), one a vector; the taps of a run are summed in registers
-// over a tile, each input vector being loaded once for all taps that it meets, and added to the
-// split's [tap][channel] sums in the workspace. A second phase adds the splits up in their order,
-// applies alpha and beta * accumulate and rounds once.
+// A task is a few vectors of channels, for one of `splits` parts of the images and tiles of
+// positions. It packs input and grad_output into blocks (depthwise.hpp), one per vector, sums the
+// taps of a run over a tile in registers, loading each input vector once for all taps that use it,
+// and adds them to the split's partial sums [tap][channel] in the workspace. A second phase sums
+// the splits in order, applies alpha and beta * accumulate and rounds once.
 //
-// Relies on: PlanarArgs with one channel a group on both sides, dst = grad_output, tile, scratch and
-// splits as plans/cpu_depthwise.py makes them, workspace of splits * taps * whole vectors of groups
-// sums. Deterministic: the splits depend on the problem alone. Padding along W and columns past a
-// row's end are multiplied as zeros, within a channel.
+// Requires: PlanarArgs with one input and output channel per group and dst = grad_output; tile,
+// scratch and splits from plans/cpu_depthwise.py; a workspace of splits * taps * groups
+// accumulators, groups rounded up to full vectors. Deterministic: the splits depend only on the
+// problem. Padding along W and columns past the end of a row are multiplied as zeros, within a
+// channel.
 #include "depthwise.hpp"
 
 namespace convgrad {
 namespace {
 
-// A tile's rows of grad_output and, for one run, of the input that they meet.
+// The rows of grad_output in a tile, and the input rows that one run of taps multiplies them with.
 template <class T>
 struct Meeting {
   const T* y;
   const T* x;
-  i64 y_row;  // sums from one row to the next
+  i64 y_row;  // row pitches, in elements
   i64 x_row;
   i64 rows;
   i64 columns;  // a multiple of Q
   i64 step;     // input columns from one column to the next
 };
 
-// sums[s] += over rows and columns, the input at tap s times grad_output. Neighbouring columns go
-// to two sums each, so that their multiply-adds overlap.
+// sums[s] += sum over rows and columns of the input at tap s times grad_output. Even and odd
+// columns have separate accumulators, so that multiply-adds overlap.
 template <class T, int Q, int S>
 void contract_run(const Meeting<T>& met, T* sums) {
   constexpr int L = kLanes<T>;
@@ -79,7 +80,7 @@ CONVGRAD_INLINE void contract_any_run(i64 taps, const Meeting<T>& met, T* sums) 
   }
 }
 
-// Writes what block of channels `block` has for one tap.
+// Sums the splits for one tap and block of channels, and writes the result.
 template <class E, class Result>
 void finish_tap(const PlanarArgs& args, const typename E::Acc* sums, i64 each, i64 block, i64 i) {
   using T = typename E::Acc;
@@ -96,7 +97,7 @@ void finish_tap(const PlanarArgs& args, const typename E::Acc* sums, i64 each, i
   for (i64 c = 0; c < L && block * L + c < args.groups; ++c) {
     const i64 at = (block * L + c) * args.weight.stride[0];
     T sum = total[c];
-    // accumulate has the weight's own strides: the host sees to it.
+    // The host ensures that accumulate has the strides of the weight.
     if (add != nullptr) {
       sum += beta * static_cast<T>(load_one<Result>(add + args.tap[i].weight + at));
     }
@@ -129,7 +130,7 @@ void contract_blocks(const PlanarArgs& args, Control* control, void* scratch) {
   const i64 blocks = ceil_div(args.groups, L), of_block = args.taps * L;
   const i64 each = blocks * of_block;
   for (i64 task; (task = take_task(control, 0, tasks)) >= 0;) {
-    // All channels of a split one after another: where they lie side by side, lines are shared.
+    // Channels are innermost in task order: contiguous channels share cache lines.
     const i64 block = task % parts, split = task / parts;
     const i64 held = least(vectors, blocks - block * vectors);
     T* sums = partials + split * each + block * vectors * of_block;
@@ -142,7 +143,7 @@ void contract_blocks(const PlanarArgs& args, Control* control, void* scratch) {
         first[d] = tile.start[d] * args.src_step[d] + runs.low[d];
         extent[d] = (tile.extent[d] - 1) * args.src_step[d] + runs.high[d] - runs.low[d] + 1;
       }
-      // What columns past a row's end meet is multiplied by zeros, and so must be finite.
+      // Input read by columns past a row's end is multiplied by zeros, so it must be finite.
       read_source_blocks<E>(args, tile, first, extent, kWide * args.src_step[2], source,
                             source_block);
       const i64 width = tile.extent[2];
@@ -169,7 +170,7 @@ void contract_blocks(const PlanarArgs& args, Control* control, void* scratch) {
         for (i64 v0 = 0; v0 < tile.extent[0]; ++v0) {
           const i64 u0 = (tile.start[0] + v0) * args.src_step[0] + run.source[0];
           if (u0 < 0 || u0 >= args.src_size[0]) continue;
-          // The rows of the tile whose row of the input exists.
+          // Range of tile rows whose input row is inside the tensor.
           const i64 base = tile.start[1] * args.src_step[1] + run.source[1];
           const i64 low = base >= 0 ? 0 : ceil_div(-base, args.src_step[1]);
           const i64 room = args.src_size[1] - 1 - base;

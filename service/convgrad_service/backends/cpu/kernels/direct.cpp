@@ -1,11 +1,12 @@
-// Convolution forward, backward data and backward weight straight from the definition, one result
-// at a time: for the rare shapes whose tiles would not fit into bounded memory, or would hold mostly
-// what nothing meets (a huge kernel in padding, a dilation or a stride of thousands of pixels).
+// Direct convolution (forward, backward data and backward weight), one result at a time. It is for
+// rare shapes whose tiles would be too large, or would consist mostly of unused elements (a huge
+// kernel in padding, or a dilation or stride of thousands of pixels).
 //
-// A task is one row of results, or for the weight the kernel of one pair of channels. Only pairs
-// that meet are visited, whatever the padding, stride and dilation. Needs no workspace. Sums in
-// double. Deterministic: each result is one sum in the order of taps and channels, or of samples
-// and positions. Any strides; coordinates in 64 bits. A cancelled launch ends within a row of terms.
+// A task is one row of results or, for the weight gradient, all taps of one pair of channels. Only
+// valid pairs of elements are visited, for any padding, stride and dilation. Needs no workspace and
+// accumulates in double. Deterministic: each result is one sum in the order of taps and channels,
+// or of samples and positions. Supports any strides, with 64-bit coordinates. A cancelled launch
+// ends within a row of terms.
 #include "direct_axis.hpp"
 #include "elements.hpp"
 
@@ -38,8 +39,8 @@ CONVGRAD_INLINE i64 spot(const View& view, i64 z, i64 y, i64 x) {
   return z * view.stride[3] + y * view.stride[4] + x * view.stride[5];
 }
 
-// Calls row(first offset in a, step there, first offset in b, step there, count) for the pairs of
-// every two outer dimensions; false where the launch was cancelled.
+// Calls row(offset in a, step in a, offset in b, step in b, count) for all pairs along the two
+// outer dimensions. Returns false if the launch was cancelled.
 template <class Row>
 CONVGRAD_INLINE bool for_rows(const Run* runs, const View& a, const View& b, const Control* control,
                               Row row) {
@@ -57,13 +58,12 @@ CONVGRAD_INLINE bool for_rows(const Run* runs, const View& a, const View& b, con
   return true;
 }
 
-// Forward, and backward data with the roles of input and output, and of the weight's channels,
-// exchanged.
+// Forward; backward data exchanges the roles of input and output, and of the weight's channels.
 template <class E, bool backward>
 void gather(const ConvArgs& args, Control* control) {
   const View& source = backward ? args.y : args.x;
   const View& result = backward ? args.x : args.y;
-  View weight = args.w;  // dimension 1 the result's channel, 2 the source's
+  View weight = args.w;  // dimensions 1 and 2: result and source channels
   if (backward) weight.stride[1] = args.w.stride[2], weight.stride[2] = args.w.stride[1];
   const i64 channels = backward ? args.out_channels : args.in_channels;
   const i64 results = backward ? args.in_channels : args.out_channels;

@@ -1,6 +1,6 @@
-// One spatial dimension of direct.cpp: which taps, or which positions, meet. Each answer is an
-// arithmetic progression found in constant time, so that nothing is ever tried in vain: neither the
-// size of a kernel nor that of a stride costs anything where they meet nothing.
+// One spatial dimension of direct.cpp: enumerates the valid pairs of tap and position. Each result
+// is an arithmetic progression found in constant time, so invalid pairs cost nothing, however large
+// the kernel or the stride.
 #pragma once
 
 #include "conv_args.hpp"
@@ -8,7 +8,7 @@
 
 namespace convgrad {
 
-// `count` pairs: tap and position go on by their own steps.
+// `count` pairs (tap, position), each advancing by its step.
 struct Run {
   i64 count;
   i64 tap;
@@ -21,18 +21,17 @@ CONVGRAD_INLINE i64 floor_div(i64 a, i64 b) { return a >= 0 ? a / b : -((-a + b 
 CONVGRAD_INLINE i64 ceil_div(i64 a, i64 b) { return -floor_div(-a, b); }
 CONVGRAD_INLINE i64 modulo(i64 a, i64 b) { return a - floor_div(a, b) * b; }
 
-// Sizes are below 2^31 and so products below 2^62; |pad| too, in a window cut out of a larger
-// convolution.
+// Sizes are below 2^31, so products are below 2^62. So is |pad| in a piece of a larger convolution.
 struct Line {
   i64 input, kernel, output, stride, dilation, pad;
   i64 common;   // gcd(stride, dilation)
-  i64 period;   // stride / common: of the taps that one input position meets
+  i64 period;   // stride / common: distance between the valid taps of an input position
   i64 inverse;  // of dilation / common, modulo the period
 
   static Line of(const ConvArgs& args, int d) {
     Line line{args.input[d], args.kernel[d], args.output[d], args.stride[d], args.dilation[d],
               args.pad[d],   1,              1,              0};
-    // Extended Euclid: a = inverse * dilation modulo stride, all the way down to a = common.
+    // Extended Euclid with the invariant a = of_a * dilation (mod stride); ends with a = common.
     i64 a = line.dilation, b = line.stride, of_a = 1, of_b = 0;
     while (b != 0) {
       const i64 times = a / b, rest = a - times * b, next = of_a - times * of_b;
@@ -44,7 +43,7 @@ struct Line {
     return line;
   }
 
-  // The taps at which output position o meets an input position.
+  // Valid taps of output position o, with the input positions.
   CONVGRAD_INLINE Run of_output(i64 o) const {
     const i64 start = o * stride - pad;
     const i64 first = most(ceil_div(-start, dilation), 0);
@@ -52,7 +51,7 @@ struct Line {
     return Run{last - first + 1, first, 1, start + first * dilation, dilation};
   }
 
-  // The taps at which input position i meets an output position.
+  // Valid taps of input position i, with the output positions.
   CONVGRAD_INLINE Run of_input(i64 i) const {
     const i64 sum = i + pad;
     if (sum < 0 || sum % common != 0) return Run{0, 0, 1, 0, 0};
@@ -69,7 +68,7 @@ struct Line {
     return backward ? of_input(position) : of_output(position);
   }
 
-  // The output positions that meet an input position at a tap: `tap` counts those.
+  // Output positions (in the field `tap`) for which a tap is valid, with the input positions.
   CONVGRAD_INLINE Run of_tap(i64 tap) const {
     const i64 start = tap * dilation - pad;
     const i64 first = most(ceil_div(-start, stride), 0);

@@ -1,16 +1,15 @@
-// The element types of the CPU kernels: how each is stored, what it is summed in, and the
-// conversions between the two, for one element and for a vector of them.
+// Element types: storage type, accumulator type, and scalar and vector conversions between them.
 //
-//   F16   IEEE binary16   summed in float     rounded to nearest even, overflow gives Inf
-//   BF16  bfloat16        summed in float     rounded to nearest even
-//   F32   float           summed in float
-//   F64   double          summed in double
+//   F16   IEEE binary16   accumulated in float    round to nearest even, overflow to Inf
+//   BF16  bfloat16        accumulated in float    round to nearest even
+//   F32   float           accumulated in float
+//   F64   double          accumulated in double
 //
-// A NaN stays a NaN and subnormals are kept, in both directions. A vector is 64 bytes of sums
-// with AVX-512, 32 with AVX and 16 otherwise (SSE2, NEON); its lanes are a compile-time constant,
-// and so the order of additions in a kernel follows from the level it was compiled for.
+// Conversions preserve NaN and subnormals. A vector of accumulators has 64 bytes with AVX-512, 32
+// with AVX and 16 otherwise (SSE2, NEON). The number of lanes is a compile-time constant, so the
+// order of summation depends on the instruction-set level.
 //
-// Relies on: clang's vector extensions, and no -ffast-math. Uses no standard library.
+// Requires clang's vector extensions and no -ffast-math. Does not use the standard library.
 #pragma once
 
 #if defined(__x86_64__)
@@ -63,12 +62,12 @@ struct MaskElement<double> {
 };
 }  // namespace detail
 
-// n elements of T, and a whole vector of sums (float or double).
+// n elements of T, and a full vector of accumulators (float or double).
 template <class T, int n>
 using VecN = typename detail::VectorOf<T, n>::type;
 template <class T>
 using Vec = VecN<T, kLanes<T>>;
-// What comparing two Vec<T> gives: all bits set where true.
+// The result of comparing two Vec<T>: all bits set if true.
 template <class T>
 using Mask = VecN<typename detail::MaskElement<T>::type, kLanes<T>>;
 
@@ -86,7 +85,7 @@ CONVGRAD_INLINE void store_raw(T* p, V v) {
   __builtin_memcpy(p, &v, sizeof(V));
 }
 
-// bfloat16 <-> float: integer operations alone. (The AVX512-BF16 instruction flushes subnormals.)
+// bfloat16 <-> float in integer operations, since AVX512-BF16 instructions flush subnormals.
 template <class U32>
 CONVGRAD_INLINE U32 bf16_bits_from_float_bits(U32 bits) {
   const U32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
@@ -94,8 +93,8 @@ CONVGRAD_INLINE U32 bf16_bits_from_float_bits(U32 bits) {
   return (bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded;
 }
 
-// binary16 <-> float without F16C. A subnormal half is a subnormal float's bits times 2^112, and
-// adding 0.5 rounds a float below 2^-14 at 2^-24, the subnormal half's last place.
+// binary16 <-> float without F16C. Widening multiplies the shifted bits by 2^112, which normalises
+// subnormal halves. Adding 0.5 rounds a float below 2^-14 at 2^-24, the unit of subnormal halves.
 template <class U32, class F>
 CONVGRAD_INLINE F float_from_f16_bits(U32 half) {
   const U32 magnitude = half & 0x7fffu;
@@ -191,7 +190,7 @@ struct F16 {
 #endif
 };
 
-// The stored form of one Vec<Acc>.
+// A Vec<Acc> in storage type.
 template <class E>
 using StoredVec = VecN<typename E::Storage, kLanes<typename E::Acc>>;
 
@@ -213,8 +212,8 @@ CONVGRAD_INLINE void store(typename E::Storage* p, Vec<typename E::Acc> value) {
   store_raw(p, E::round(value));
 }
 
-// The first n lanes (0 <= n <= lanes): others read as zero, and are not written. Never touches
-// memory beyond them.
+// Masked load and store of the first n lanes, 0 <= n <= lanes. Other lanes load as zero and are not
+// stored; their memory is not accessed.
 template <class T, int lanes>
 CONVGRAD_INLINE VecN<T, lanes> load_raw_first(const T* p, int n) {
 #if defined(CONVGRAD_AVX512)
@@ -279,7 +278,7 @@ CONVGRAD_INLINE VecN<T, n> some_lanes(VecN<T, lanes> v) {
   }
 }
 
-// The sum of a vector's lanes, always halved in the same way: lane i with lane i + n/2.
+// Sums a vector's lanes in a fixed order: recursively, lane i plus lane i + n/2.
 template <class T, int n>
 CONVGRAD_INLINE T sum_lanes(VecN<T, n> v) {
   if constexpr (n == 2) {

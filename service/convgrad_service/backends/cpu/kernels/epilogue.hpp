@@ -1,5 +1,5 @@
-// What happens to a finished sum before its one rounding: alpha, beta * accumulate, bias and
-// activation, for one element or a vector of them.
+// The epilogue, applied to accumulators before the only rounding: alpha, beta * accumulate, bias
+// and activation.
 #pragma once
 
 #include "elements.hpp"
@@ -7,10 +7,9 @@
 
 namespace convgrad {
 
-// exp(x) for x <= 0, to about one unit in the last place, subnormal results included.
-// x = n ln2 + r with |r| <= ln2 / 2, exp(r) by its Taylor series, 2^n in two factors so that
-// neither underflows. Adding and subtracting 1.5 * 2^mantissa rounds to an integer, which the sum's
-// low bits then hold.
+// exp(x) for x <= 0, accurate to about 1 ulp, including subnormal results. With x = n ln2 + r and
+// |r| <= ln2 / 2, exp(r) is a Taylor series, and 2^n is split into two factors so that neither
+// underflows. Adding 1.5 * 2^mantissa rounds to an integer, held in the low bits of the sum.
 template <class V, class Bits, class T, int terms, int mantissa, int bias>
 CONVGRAD_INLINE V exp_of_negative(V x) {
   const V lowest = V(T(sizeof(T) == 4 ? -150.0 : -800.0));
@@ -37,8 +36,8 @@ CONVGRAD_INLINE Vec<double> exp_of_negative(Vec<double> x) {
   return exp_of_negative<Vec<double>, Mask<double>, double, 14, 52, 1023>(x);
 }
 
-// NaN passes through every activation. silu(x) = x / (1 + exp(-x)), with exp of -|x| alone so that
-// it cannot overflow: x < 0 gives x * e / (1 + e).
+// All activations propagate NaN. silu(x) = x / (1 + exp(-x)) is computed from e = exp(-|x|), which
+// cannot overflow: for x < 0 it is x * e / (1 + e).
 template <class T>
 CONVGRAD_INLINE Vec<T> activate(Vec<T> v, int32_t activation) {
   const Vec<T> zero = Vec<T>(T(0));
@@ -54,13 +53,13 @@ CONVGRAD_INLINE Vec<T> activate(Vec<T> v, int32_t activation) {
   return rectified > six ? six : rectified;
 }
 
-// The constants of one epilogue, in the sums' type.
+// The parameters of an epilogue, in the accumulator type.
 template <class T>
 struct Epilogue {
   T alpha;
   T beta;
   int32_t activation;
-  bool scales;  // false where alpha = 1 and nothing is accumulated
+  bool scales;  // false if alpha = 1 and nothing is accumulated
 
   explicit Epilogue(const PlanarArgs& args)
       : alpha(static_cast<T>(args.alpha)),

@@ -1,20 +1,19 @@
-// The gradient of a convolution with respect to its weight, for few input channels: a first layer.
+// The weight gradient of a convolution with few input channels, as in a network's first layer.
 //
-// GEMM view: M = terms (taps x input channels), N = output channels, K = output pixels. Vectors run
-// over the output channels, since the input channels would not fill one. The pixels are cut into
-// `chunks` runs of tiles of equal length; a task is one chunk of one group for one share of the
-// output channels: tile by tile it copies the input under the tile, channels last, widened and with
-// zeros outside the tensor, into its scratch, where taps side by side in W lie side by side as well
-// and make up the rows of a register tile; grad_output follows a few rows at a time, as many as the
-// L1 cache holds. Phase 1 adds the chunks up in their order, applies alpha and beta * accumulate and
-// rounds once.
+// GEMM view: M = terms (taps x input channels), N = output channels, K = output pixels. It is
+// vectorised over output channels, since input channels would not fill a vector. K is split into
+// `chunks` of equal numbers of tiles. A task is one chunk of one group for a share of the output
+// channels. For each tile, it packs the input region into a slab (channels last, widened,
+// zero-padded), in which adjacent taps in W are contiguous and form the rows of a register tile;
+// then it packs grad_output a few rows at a time, as many as fit the L1 cache. Phase 1 sums the
+// chunks in order, applies alpha and beta * accumulate and rounds once.
 //
-// Deterministic: chunks and tiles follow from the problem alone. Padding is multiplied as zeros with
-// grad_output's own channel.
+// Deterministic: chunks and tiles depend only on the problem. Padding is multiplied as zeros,
+// within an output channel.
 //
-// Relies on: ConvArgs with workspace of chunks * groups * terms * padded K sums and scratch as
-// plans/cpu_first.py lays it out; block[] = {chunks, rows a tile, columns a tile, rows of
-// grad_output at once, output channels a share, a multiple of a vector}.
+// Requires: a workspace of chunks * groups * terms * padded K accumulators; scratch as laid out in
+// plans/cpu_first.py; block[] = {chunks, rows per tile, columns per tile, rows of grad_output per
+// cache block, output channels per share (a multiple of a vector)}.
 #include "brgemm.hpp"
 #include "conv_args.hpp"
 #include "matrix_copy.hpp"
@@ -27,7 +26,7 @@ constexpr int kErrorScratch = 1;
 CONVGRAD_INLINE i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
 CONVGRAD_INLINE i64 round_up(i64 a, i64 to) { return ceil_div(a, to) * to; }
 
-// Terms that lie side by side in the slab.
+// Terms that are contiguous in the slab.
 struct Run {
   i64 slab;
   i64 term;
@@ -65,7 +64,7 @@ struct FirstGradient {
                  a.in_channels;
     slab_rows = (tile_rows - 1) * a.stride[1] + (a.kernel[1] - 1) * a.dilation[1] + 1;
     slab_plane = slab_rows * slab_width;
-    // An odd number of cache lines, so that pixels spread over all sets of the L1 cache.
+    // An odd number of cache lines spreads pixels over all L1 cache sets.
     const i64 line = 64 / static_cast<i64>(sizeof(T));
     y_pixel = (ceil_div(k_share, line) | 1) * line;
     char* at = static_cast<char*>(scratch);
@@ -198,7 +197,7 @@ struct FirstGradient {
     }
   }
 
-  // Adds up what the chunks have for a vector of output channels, and writes it in the result's type.
+  // Sums the chunks for a vector of output channels and writes the result type.
   template <class R>
   void reduce(i64 g, i64 k0) const {
     const View& w = args.w;

@@ -1,5 +1,5 @@
-// One spatial dimension of dense_gather.cpp: which source coordinate a result coordinate reads at a
-// tap, forward and backward, and the tile along it.
+// One spatial dimension of dense_gather.cpp: the tiling, and the source coordinate that a result
+// coordinate reads at a tap.
 #pragma once
 
 #include "conv_args.hpp"
@@ -17,14 +17,14 @@ struct Axis {
   i64 step;
   i64 tile;     // in j
   i64 tiles;
-  i64 lowest;   // smallest and largest base of any phase and tap
+  i64 lowest;   // minimum and maximum base over all phases and taps
   i64 highest;
   i64 dilation;
   i64 pad;
   bool backward;
 
   i64 slab() const { return (tile - 1) * step + highest - lowest + 1; }
-  // False where this phase has no such tap.
+  // Returns false if the tap does not belong to the phase.
   CONVGRAD_INLINE bool base(i64 phase, i64 tap, i64* value) const {
     if (!backward) {
       *value = tap * dilation - pad;
@@ -55,13 +55,13 @@ inline Axis make_axis(const ConvArgs& args, int d, bool backward) {
   const i64 steps = (axis.result + axis.phases - 1) / axis.phases;
   axis.tile = least(args.block[d], steps);
   axis.tiles = (steps + axis.tile - 1) / axis.tile;
-  // Bounds of (phase + pad - tap * dilation) / stride, or of tap * dilation - pad.
+  // Bounds of (phase + pad - tap * dilation) / stride (backward), tap * dilation - pad (forward).
   const i64 reach = (axis.taps - 1) * axis.dilation;
   if (backward) {
     const i64 last_phase = least(axis.phases, axis.result) - 1;
     axis.lowest = -floor_div(reach - axis.pad, axis.phases);
     axis.highest = floor_div(last_phase + axis.pad, axis.phases);
-    if (axis.highest < axis.lowest) axis.highest = axis.lowest;  // no tap at all
+    if (axis.highest < axis.lowest) axis.highest = axis.lowest;  // no taps
   } else {
     axis.lowest = -axis.pad;
     axis.highest = reach - axis.pad;

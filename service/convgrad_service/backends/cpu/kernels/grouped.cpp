@@ -1,21 +1,20 @@
-// Grouped convolution, forward and backward with respect to data, for few channels a group.
+// Grouped convolution with few channels per group: forward and backward data.
 //
-// GEMM view: per group M = positions, N = dst channels, K = src channels * taps.
-// A task is a block of groups of one image and a tile of positions: the source box is copied into
-// padded planes of sums (one per channel and stride phase), the weights are packed in the order in
-// which they are used, and register tiles of 8 channels x 3 vectors of positions are summed over
-// all terms. With a stride, bwd_data is one such correlation per phase of the result.
+// GEMM view, for each group: M = positions, N = dst channels, K = src channels x taps. A task is a
+// tile of positions of one image, for a block of groups. It packs the source box into padded planes
+// (one per channel and stride phase) and the weights in the order of use, and computes register
+// blocks of 8 channels x 3 vectors of positions. With a stride, bwd_data is one correlation per
+// phase of the result.
 //
-// Relies on: PlanarArgs as plans/planar.py makes it, scratch_bytes of scratch. Deterministic: every
-// element is summed by one thread in an order that the problem fixes. Indices are 64-bit. Padding
-// along every dimension is multiplied as zeros, so an infinite weight makes NaN of what it meets
-// there, in its own channel of the result.
+// Requires: PlanarArgs from plans/planar.py, with scratch_bytes of scratch. Deterministic: each
+// element is summed by one thread in an order that depends only on the problem. Indices are 64-bit.
+// Padding is multiplied as zeros, so an infinite weight gives NaN there, in its own result channel.
 #include "planar_plan.hpp"
 
 namespace convgrad {
 namespace {
 
-// Packs a block's weights, group after group: phase, tile of channels, term, channel of the tile.
+// Packs the weights of a block of groups as [group][phase][register block][term][channel].
 template <class E>
 void pack_weights(const PlanarArgs& args, const TileOrigin& tile, typename E::Acc* packed) {
   const auto* weights = static_cast<const typename E::Storage*>(args.weight.data);

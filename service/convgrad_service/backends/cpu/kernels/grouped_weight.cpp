@@ -1,17 +1,17 @@
-// Grouped convolution backward with respect to the weight, for few channels a group.
+// Grouped convolution with few channels per group: backward weight.
 //
-// GEMM view: per group M = dst channels, N = src channels * taps, K = images * positions.
-// A task is a block of groups and one of `splits` parts of the images and tiles of positions. The
-// source box becomes padded planes as in grouped.cpp, grad_output planes of the same pitch with
-// zeros in the gaps; register tiles of 4 channels x 6 (channel, tap) pairs are summed over vectors
-// of positions. Each split leaves its sums in the workspace; a second phase adds the splits up in
-// their order, applies alpha and beta * accumulate and rounds once.
+// GEMM view, for each group: M = dst channels, N = src channels x taps, K = images x positions. A
+// task is a block of groups and one of `splits` parts of K. The source box is packed into padded
+// planes as in grouped.cpp, grad_output into planes of the same pitch with zeros in the gaps.
+// Register blocks of 4 channels x 6 (channel, tap) pairs are summed over vectors of positions. Each
+// split stores partial sums in the workspace; a second phase sums the splits in order, applies
+// alpha and beta * accumulate and rounds once.
 //
-// Relies on: PlanarArgs as plans/planar.py makes it (one dst phase, dst = grad_output, workspace of
-// splits * groups * dst channels * src channels * taps sums). Deterministic: the splits depend on
-// the problem alone. Indices are 64-bit. Gaps and padding are multiplied as zeros, with elements of
-// the same two channels alone: a vector that reaches past a plane's end reads zeros, not the next
-// channel, so that what is not finite there stays in its own channel's sums.
+// Requires: PlanarArgs from plans/planar.py (one dst phase, dst = grad_output, workspace of splits
+// * groups * dst channels * src channels * taps accumulators). Deterministic: the splits depend
+// only on the problem. Indices are 64-bit. Gaps and padding are multiplied as zeros, within one
+// pair of channels: a vector that extends past the end of a plane reads zeros, not the next
+// channel, so that non-finite values stay in the sums of their channel.
 #include "planar_plan.hpp"
 
 namespace convgrad {
@@ -35,7 +35,7 @@ void finish_group(const PlanarArgs& args, const typename E::Acc* partials, i64 g
         const i64 at = g * args.weight.stride[0] + k * args.weight.stride[1] +
                        c * args.weight.stride[2] + args.tap[i].weight;
         sum *= alpha;
-        // accumulate has the weight's own strides: the host sees to it.
+        // The host ensures that accumulate has the strides of the weight.
         if (add != nullptr) sum += beta * static_cast<T>(load_one<Result>(add + at));
         store_one<Result>(weights + at, sum);
       }
@@ -50,7 +50,7 @@ void contract_tasks(const PlanarArgs& args, Control* control, void* scratch) {
   const Planes full = Planes::of<T>(args, args.tile);
   const i64 pitch = ceil_div(args.tile[0] * args.box[1] * args.box[2], L) * L;
   const i64 terms = args.taps * args.src_channels;
-  const i64 plane = full.plane + L;  // the last vector of positions may reach past its end
+  const i64 plane = full.plane + L;  // the last vector may extend past the end
   const i64 source_of_group = args.src_phases * args.src_channels * plane;
   Arena arena{static_cast<char*>(scratch)};
   i64* offsets = arena.take<i64>(terms);

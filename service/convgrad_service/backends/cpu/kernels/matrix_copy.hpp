@@ -1,19 +1,19 @@
-// Moves small matrices between a tensor's own layout and element type and the kernels' row-major
-// blocks of sums, with the transposition that takes and the epilogue on the way out.
+// Packs small matrices from a tensor's layout and element type into row-major blocks of
+// accumulators, and unpacks them through an epilogue.
 //
 //   read_matrix    block[i][j] = widen(source[i * row + j * column])
 //   write_matrix   result[i * row + j * column] = round(alpha * block[i][j]
 //                      + beta * accumulate[...] + bias[j])
 //
-// Three ways, by the strides: columns contiguous (vectors), rows contiguous (transposition of
-// vector-by-vector blocks in registers), neither, or too few columns for a block (one by one).
+// Contiguous columns are copied as vectors, contiguous rows are transposed in square register
+// blocks. Other strides, and blocks with too few columns, are copied element by element.
 #pragma once
 
 #include "transpose.hpp"
 
 namespace convgrad {
 
-// block[i * block_row + j], i < rows, j < columns; nothing else of the block is written.
+// Writes block[i * block_row + j] for i < rows, j < columns, and nothing else.
 template <class E>
 void read_matrix(const typename E::Storage* source, i64 row, i64 column, i64 rows, i64 columns,
                  typename E::Acc* block, i64 block_row) {
@@ -29,7 +29,7 @@ void read_matrix(const typename E::Storage* source, i64 row, i64 column, i64 row
       if (rest) store_raw_first<T, lanes>(to + j, load_first<E>(from + j, rest), rest);
     }
   } else if (row == 1 && columns * 4 > lanes) {
-    // Along the rows first: the source is read in a few long runs, which the CPU prefetches.
+    // Rows are innermost: the source is read in a few long streams, which the CPU prefetches.
     for (i64 j = 0; j < columns; j += lanes) {
       const int width = static_cast<int>(least(lanes, columns - j));
       for (i64 i = 0; i < rows; i += lanes) {
@@ -65,7 +65,7 @@ void read_matrix(const typename E::Storage* source, i64 row, i64 column, i64 row
   }
 }
 
-// Where write_matrix puts a block and what it adds. `accumulate` and `bias` may be null.
+// The destination and epilogue of write_matrix. `accumulate` and `bias` may be null.
 template <class E>
 struct Destination {
   typename E::Storage* result;

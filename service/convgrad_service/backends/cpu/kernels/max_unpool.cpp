@@ -1,10 +1,10 @@
-// Max unpooling and its gradient: elements moved by their flat positions in a plane, bit by bit.
+// Max unpooling and its gradient: elements are copied bit for bit, by their flat index in a plane.
 //
 // max_unpool_scatter: y = 0, then y[indices[i]] = x[i] in the order of i, so that the last wins.
 // max_unpool_gather: y[i] = x[indices[i]]. A task is one plane, or a block of channels of an image.
 //
-// Relies on: WindowArgs with x_size, y_size and lanes; every index in its plane (the caller checks).
-// Deterministic: one thread writes a plane.
+// Requires: WindowArgs with x_size, y_size and lanes; all indices inside the plane (the caller
+// checks). Deterministic: one thread writes a plane.
 #include "windows.hpp"
 
 namespace convgrad {

@@ -1,9 +1,10 @@
-// Moving boxes of a strided activation into planes of sums (float, double) and back.
+// Packs boxes of a strided activation into planes of accumulators (float, double), and unpacks
+// them.
 //
-// A box is some groups' channels, each a plane of box[0] x box[1] x box[2] elements at coordinates
-// (first + v) * step + phase of the tensor; what lies outside the tensor, or at v >= limit, reads as
-// zero. Where the columns are contiguous a row is copied vector by vector; where the channels are,
-// squares of channels by columns are transposed in registers; else element by element.
+// A box holds the channels of some groups, each a plane of box[0] x box[1] x box[2] elements at
+// tensor coordinates (first + v) * step + phase. Elements outside the tensor, or at v >= limit,
+// read as `fill`. Contiguous columns are copied as vectors; contiguous channels are transposed in
+// square register blocks; otherwise elements are copied singly.
 #pragma once
 
 #include "conv_args.hpp"
@@ -14,23 +15,23 @@ namespace convgrad {
 
 struct Box {
   i64 batch;
-  i64 group;   // the first one
-  i64 groups;  // how many
+  i64 group;   // first group
+  i64 groups;  // number of groups
   i64 channels;  // per group
   i64 size[3];   // of the tensor
   i64 step[3];
   i64 phase[3];
   i64 first[3];
-  i64 extent[3];  // rows and columns of the planes
-  i64 limit[3];   // v beyond it is `fill` (reading), not written (writing)
+  i64 extent[3];  // of the planes
+  i64 limit[3];   // elements at v >= limit are `fill` (reading) or skipped (writing)
   i64 row_pitch;
   i64 slice_pitch;
   i64 channel_pitch;
   i64 group_pitch;
-  double fill = 0;  // what lies outside the tensor
+  double fill = 0;  // value outside the tensor
 };
 
-// The v of one dimension that lie inside the tensor: [low, high).
+// Range [low, high) of v inside the tensor, in one dimension.
 CONVGRAD_INLINE void inside(const Box& box, int d, i64& low, i64& high) {
   const i64 step = box.step[d];
   const i64 before = -box.phase[d] - box.first[d] * step;  // v * step >= before
@@ -41,7 +42,7 @@ CONVGRAD_INLINE void inside(const Box& box, int d, i64& low, i64& high) {
   if (low > high) low = high;
 }
 
-// By vectors: most gaps are a few elements, for which a call of memset costs more than the row.
+// Most gaps have a few elements, for which calling memset would cost more than copying the row.
 template <class T>
 CONVGRAD_INLINE void fill_with(T* p, i64 n, T value) {
   constexpr int L = kLanes<T>;
@@ -53,7 +54,7 @@ CONVGRAD_INLINE void fill_zero(T* p, i64 n) {
   fill_with(p, n, T(0));
 }
 
-// The even ones of two vectors' lanes.
+// The even lanes of two vectors.
 template <class V, int n>
 CONVGRAD_INLINE V even_lanes(V a, V b) {
   if constexpr (n == 16) {
@@ -67,7 +68,7 @@ CONVGRAD_INLINE V even_lanes(V a, V b) {
   }
 }
 
-// Every other element of a row: n of them, nothing read past the last.
+// Reads every other element of a row, n in total, and nothing past the last one.
 template <class E>
 CONVGRAD_INLINE void read_even(const typename E::Storage* p, i64 n, typename E::Acc* out) {
   using T = typename E::Acc;
@@ -84,7 +85,7 @@ CONVGRAD_INLINE void read_even(const typename E::Storage* p, i64 n, typename E::
   store_raw_first<T, L>(out + column, even_lanes<Vec<T>, L>(a, b), rest);
 }
 
-// The first n lanes, `step` elements apart. What lies between them is left alone.
+// Scatters the first n lanes, `step` elements apart. Elements in between are not modified.
 template <class S, int lanes>
 CONVGRAD_INLINE void store_apart(S* p, VecN<S, lanes> v, i64 step, int n) {
 #if defined(CONVGRAD_AVX512)
@@ -107,7 +108,7 @@ CONVGRAD_INLINE void store_apart(S* p, VecN<S, lanes> v, i64 step, int n) {
   for (int i = 0; i < n; ++i) p[i * step] = elements[i];
 }
 
-// Columns and channels may be swapped in registers: the channels of all groups lie side by side.
+// Whether the channels of all groups are contiguous, so that blocks can be transposed.
 CONVGRAD_INLINE bool channels_adjacent(const View& view, i64 channels) {
   return (channels == 1 || view.stride[2] == 1) && view.stride[1] == channels;
 }
@@ -198,7 +199,7 @@ void read_box(const View& view, const Box& box, typename E::Acc* planes) {
   }
 }
 
-// Writes a box through an epilogue. `accumulate` has the tensor's shape and strides of its own.
+// Unpacks a box through an epilogue. `accumulate` has the tensor's shape and its own strides.
 template <class E>
 void write_box(const View& view, const View& accumulate, const View& bias,
                const Epilogue<typename E::Acc>& epilogue, const Box& box,

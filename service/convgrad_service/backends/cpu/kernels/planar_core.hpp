@@ -1,15 +1,15 @@
-// The register tiles of the planar kernels: correlations of flat planes.
+// Micro-kernels of the planar kernels: correlations of flattened planes.
 //
-// Planes keep the pitch of the padded box, so a tap is one constant offset for every position of the
-// tile, rows and slices included; what is computed in the gaps between rows is never written.
+// Source and result planes have the pitch of the padded box, so a tap is a constant offset for all
+// positions of a tile, across rows and slices. Results in the gaps between rows are discarded.
 #pragma once
 
 #include "elements.hpp"
 
 namespace convgrad {
 
-// sums[k][t] = sum over j of weights[j][k] * src[offset[j] + t], for KT channels k and VT vectors of
-// positions t. Every output channel's weights are broadcast; each vector of positions serves KT sums.
+// sums[k][t] = sum over j of weights[j][k] * src[offset[j] + t], for a register block of KT
+// channels k and VT vectors of positions t. Weights are broadcast.
 template <class T, int KT, int VT>
 CONVGRAD_INLINE void correlate_tile(const T* src, const i64* offset, i64 terms, const T* weights,
                                     T* sums, i64 pitch) {
@@ -39,14 +39,14 @@ CONVGRAD_INLINE void correlate_tile(const T* src, const i64* offset, i64 terms, 
   }
 }
 
-// Sums in registers: KT * VT accumulators, VT positions and one broadcast must fit.
+// VT such that KT * VT accumulators, VT source vectors and one broadcast fit the registers.
 constexpr int vectors_for(int channels) {
   constexpr bool many = kVectorRegisters == 32;
   return channels == 8 ? 3 : channels == 4 ? (many ? 6 : 3) : channels == 2 ? (many ? 8 : 4) : 8;
 }
 inline constexpr int kMostChannels = kVectorRegisters == 32 ? 8 : 4;
 
-// The channels that the next tile takes of those left: 8 (or 4), 4, 2, 1.
+// Channels of the next register block: 8 (if they fit), 4, 2 or 1.
 CONVGRAD_INLINE int tile_channels(i64 left) {
   int channels = kMostChannels;
   while (channels > left) channels /= 2;
@@ -78,7 +78,7 @@ void correlate_channels(const T* src, const i64* offset, i64 terms, const T* wei
                                 pitch);
 }
 
-// All `channels` sums of one group. `weights` holds, tile after tile of channels, [term][channel].
+// Computes all channels of one group. `weights` are packed as [register block][term][channel].
 template <class T>
 void correlate(const T* src, const i64* offset, i64 terms, const T* weights, i64 channels, T* sums,
                i64 vectors, i64 pitch) {
@@ -96,8 +96,8 @@ void correlate(const T* src, const i64* offset, i64 terms, const T* weights, i64
   }
 }
 
-// products[k * stride + j] += sum over t of y[k][t] * x[offset[j] + t], for KT planes of y and JT
-// offsets; the lanes are added up at the end.
+// products[k * stride + j] += sum over t of y[k][t] * x[offset[j] + t], for a register block of KT
+// planes of y and JT offsets. Lanes are summed at the end.
 template <class T, int KT, int JT>
 CONVGRAD_INLINE void contract_tile(const T* y, i64 pitch, const T* x, const i64* offset, i64 vectors,
                                    T* products, i64 stride) {
@@ -128,7 +128,7 @@ CONVGRAD_INLINE void contract_tile(const T* y, i64 pitch, const T* x, const i64*
   }
 }
 
-// Offsets per tile, so that KT * JT accumulators and KT gradients fit the registers.
+// JT such that KT * JT accumulators and KT vectors of y fit the registers.
 constexpr int offsets_for(int channels) {
   constexpr bool many = kVectorRegisters == 32;
   return channels == 8 ? 2 : channels == 4 ? (many ? 6 : 2) : channels == 2 ? (many ? 9 : 5) : 9;
@@ -157,7 +157,7 @@ void contract_channels(const T* y, i64 pitch, const T* x, const i64* offset, i64
   contract_rest<T, KT, JT - 1>(terms - j, y, pitch, x, offset + j, vectors, products + j, stride);
 }
 
-// products[k][j] += ... for all planes of y of one group and all offsets.
+// The same for all planes of y of one group and all offsets.
 template <class T>
 void contract(const T* y, i64 channels, i64 pitch, const T* x, const i64* offset, i64 terms,
               i64 vectors, T* products) {

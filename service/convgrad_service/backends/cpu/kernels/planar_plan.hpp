@@ -1,4 +1,4 @@
-// What the planar kernels share: the scratch of a thread, the offsets of taps, the extent of tiles.
+// Shared by the planar kernels: scratch allocation, tap offsets and tile extents.
 #pragma once
 
 #include "planar_args.hpp"
@@ -7,7 +7,7 @@
 
 namespace convgrad {
 
-// Hands out a thread's scratch in 64-byte steps; the host computes the same sum (plans/planar.py).
+// Allocates from a thread's scratch, 64-byte aligned. plans/planar.py computes the same total.
 struct Arena {
   char* at;
   template <class T>
@@ -18,14 +18,14 @@ struct Arena {
   }
 };
 
-// Vectors of the register tiles read past a plane's end, by at most this many vectors.
+// Register blocks read at most this many vectors past the end of a plane.
 inline constexpr i64 kSlackVectors = 9;
 
 struct TileOrigin {
   i64 start[3];   // in t
   i64 extent[3];  // clipped to the result
   i64 batch;
-  i64 group;  // the first of the block
+  i64 group;  // first group of the block
   i64 groups;
 };
 
@@ -35,7 +35,7 @@ CONVGRAD_INLINE i64 tiles_of(const PlanarArgs& args) {
   return args.tiles[0] * args.tiles[1] * args.tiles[2];
 }
 
-// `unit` counts tiles within images.
+// `unit` is the index of an (image, tile).
 CONVGRAD_INLINE TileOrigin tile_at(const PlanarArgs& args, i64 group_block, i64 unit) {
   TileOrigin tile;
   tile.group = group_block * args.group_block;
@@ -53,8 +53,8 @@ CONVGRAD_INLINE TileOrigin tile_at(const PlanarArgs& args, i64 group_block, i64 
 }
 
 struct Planes {
-  i64 plane;    // elements of a padded plane of src
-  i64 vectors;  // that cover a tile's positions
+  i64 plane;    // elements of a padded src plane
+  i64 vectors;  // number of vectors that cover a tile's positions
 
   template <class T>
   static Planes of(const PlanarArgs& args, const i64* extent) {
@@ -67,7 +67,7 @@ struct Planes {
   }
 };
 
-// offsets[c * taps + i] for the taps of each dst phase, one phase after another.
+// Writes offsets[c * taps + i] for the taps of each dst phase, consecutively.
 CONVGRAD_INLINE void tap_offsets(const PlanarArgs& args, i64 plane, i64* offsets) {
   for (i64 p = 0; p < args.dst_phases; ++p) {
     const i64 begin = args.first_tap[p], end = args.first_tap[p + 1];
@@ -81,7 +81,7 @@ CONVGRAD_INLINE void tap_offsets(const PlanarArgs& args, i64 plane, i64* offsets
   }
 }
 
-// Reads all phases of a tile's source box into planes that lie `plane` elements apart.
+// Packs all phases of a tile's source box into planes with a pitch of `plane` elements.
 template <class E>
 void read_source(const PlanarArgs& args, const TileOrigin& tile, i64 plane,
                  typename E::Acc* planes, double fill = 0) {
@@ -101,7 +101,7 @@ void read_source(const PlanarArgs& args, const TileOrigin& tile, i64 plane,
       box.step[d] = args.src_step[d];
       box.phase[d] = args.src_phase[p * 3 + d];
       box.first[d] = tile.start[d] + args.origin[d];
-      // Rows are read in full: a tap's tail vectors may touch what lies past a clipped tile.
+      // The whole box is packed, since vectors may read past the end of a clipped tile.
       box.extent[d] = args.box[d];
       box.limit[d] = args.box[d];
     }

@@ -1,8 +1,8 @@
-// The arg-max of windows, one vector of channels at a time.
+// The argmax of windows, for one vector of channels at a time.
 //
-// A value replaces the running maximum where it is greater or a NaN: so the first maximum wins a
-// tie, and of several NaNs the last. The search starts at the window's first tap inside the input,
-// with -Inf as its value; padding holds -Inf too, which never replaces anything.
+// A value replaces the running maximum if it is greater or NaN. So the first of equal maxima wins,
+// and the last of several NaNs. The initial position is the window's first tap inside the input,
+// with value -Inf. Padding is -Inf, so it never replaces the maximum.
 #pragma once
 
 #include "blocked_box.hpp"
@@ -10,13 +10,13 @@
 
 namespace convgrad {
 
-// Divisions by 1, the usual dilation, are worth a branch: they stand in every row's way.
+// The branch avoids a division for b = 1, the usual dilation, in every row.
 CONVGRAD_INLINE i64 ceil_quotient(i64 a, i64 b) {
   if (a <= 0) return 0;
   return b == 1 ? a : (a + b - 1) / b;
 }
 
-// The first tap of a window inside the input, along one dimension.
+// A window's first tap inside the input, in one dimension.
 CONVGRAD_INLINE i64 first_tap_inside(const PoolArgs& args, int d, i64 window) {
   return ceil_quotient(args.pad[d] - window * args.stride[d], args.dilation[d]);
 }
@@ -34,16 +34,16 @@ CONVGRAD_INLINE Vec<T> minus_infinity() {
   return splat(static_cast<T>(-__builtin_inf()));
 }
 
-// The block of inputs that windows read, and the windows' own block.
+// A block of windows, and the extent of the input block that they read.
 struct Windows {
   i64 first[3];   // may lie outside the output
   i64 count[3];
-  i64 extent[3];  // positions of the inputs' block, which starts where window `first` does
+  i64 extent[3];  // of the input block, which starts at tap 0 of window `first`
 
   CONVGRAD_INLINE bool in_output(const PoolArgs& args, int d, i64 w) const {
     return first[d] + w >= 0 && first[d] + w < args.output[d];
   }
-  // The flat position of a window's tap 0, which may lie in the padding.
+  // Flat index of a window's tap 0, which may be in the padding.
   CONVGRAD_INLINE i64 base(const PoolArgs& args, i64 w0, i64 w1, i64 w2) const {
     return flat_index(args, coordinate(args, 0, first[0] + w0, 0),
                       coordinate(args, 1, first[1] + w1, 0), coordinate(args, 2, first[2] + w2, 0));
@@ -61,13 +61,13 @@ CONVGRAD_INLINE Windows windows_of(const PoolArgs& args, const i64* first, const
   return windows;
 }
 
-// What a tap adds to the flat position of its window's tap 0.
+// Flat index of a tap relative to its window's tap 0.
 CONVGRAD_INLINE i64 tap_flat(const PoolArgs& args, i64 r0, i64 r1, i64 r2) {
   return flat_index(args, r0 * args.dilation[0], r1 * args.dilation[1], r2 * args.dilation[2]);
 }
 
-// W windows of one row side by side, so that their comparisons overlap. `x` is the first one's tap
-// 0. Positions are kept relative to the window's tap 0: they are the same for all of them.
+// Computes W adjacent windows of a row, whose comparisons overlap to hide latency. `x` is tap 0 of
+// the first. Positions are relative to the window's tap 0, so they are the same for all windows.
 template <class T, int W>
 CONVGRAD_INLINE void arg_max_run(const PoolArgs& args, const Windows& windows, i64 w0, i64 w1,
                                  i64 w2, const T* x, T* values, T* index) {
@@ -113,8 +113,8 @@ CONVGRAD_INLINE void arg_max_run(const PoolArgs& args, const Windows& windows, i
   }
 }
 
-// The maxima and their flat positions for a block of windows, from the block `x` of inputs.
-// Windows outside the output get index -1.
+// Computes the maxima of a block of windows and their flat indices, from the input block `x`. The
+// index of windows outside the output is -1.
 template <class T>
 void arg_max(const PoolArgs& args, const Windows& windows, const T* x, T* values, T* index) {
   constexpr int L = kLanes<T>;
@@ -145,7 +145,7 @@ void arg_max(const PoolArgs& args, const Windows& windows, const T* x, T* values
   }
 }
 
-// Control.error becomes 1 + the first position reported.
+// Sets Control.error to 1 + the lowest position reported.
 inline void report(Control* control, i64 position) {
   i64 seen = __atomic_load_n(&control->error, __ATOMIC_RELAXED);
   while ((seen == 0 || position + 1 < seen) &&
@@ -154,7 +154,7 @@ inline void report(Control* control, i64 position) {
   }
 }
 
-// Taps [low, high) of a window inside the input, along one dimension.
+// The taps [low, high) of a window that are inside the input, in one dimension.
 struct TapRange {
   i64 low;
   i64 high;
@@ -176,8 +176,8 @@ struct PoolTile {
   i64 extent[3];
 };
 
-// Neighbouring tasks touch neighbouring memory: where channels are contiguous they go through the
-// blocks of channels of one tile first, else through the tiles of one block.
+// Maps a task to a tile, such that consecutive tasks access adjacent memory: channel blocks are
+// innermost if channels are contiguous, otherwise tiles are.
 template <class T>
 CONVGRAD_INLINE PoolTile pool_tile(const PoolArgs& args, const int64_t* whole, i64 task) {
   constexpr int L = kLanes<T>;

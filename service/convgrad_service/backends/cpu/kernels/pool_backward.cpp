@@ -1,21 +1,22 @@
 // Max pooling backward: each input position gathers the gradients of the windows whose maximum it
-// is, in the windows' order, summed in float (double for F64) and rounded once.
+// is, in window order, summed in float (double for F64) and rounded once.
 //
-// A task is a vector's worth of channels and a tile of input positions. First the flat indices of
-// the maxima of all windows that the tile may meet: searched for in the input, or read and checked.
-// Then, position by position, the gradients of those windows whose index is the position. Windows
-// on a tile's border are looked at by more than one task; none writes outside its tile.
+// A task is a tile of input positions, for a vector of channels. It first computes the indices of
+// the maxima of all windows that may overlap the tile, from the input or by reading and checking
+// given indices. Then it sums, for each position, the gradients of the windows whose index is the
+// position. Windows on the border of a tile are processed by several tasks, but none writes outside
+// its tile.
 //
-// Relies on: PoolArgs as plans/pooling.py makes it. Deterministic: no atomics, and each sum's order
-// is the windows'. An index outside its window's valid taps adds to nothing and is reported:
-// Control.error becomes 1 + the position, in (N, C, output) order, of the first such index.
+// Requires: PoolArgs from plans/pooling.py. Deterministic: no atomics, and sums are in window
+// order. An index that is not a valid tap of its window contributes nothing and is reported:
+// Control.error becomes 1 + the position of the first one, in (N, C, output) order.
 #include "pool.hpp"
 
 namespace convgrad {
 namespace {
 
-// All bits set in the lanes whose index is a tap of the window inside the input. A row of taps is a
-// run of flat positions, or with dilation one position each.
+// All bits set in the lanes whose index is a tap of the window inside the input. Without dilation,
+// a row of taps is a range of flat indices.
 template <class T>
 CONVGRAD_INLINE Mask<T> in_window(const PoolArgs& args, Mask<T> relative, TapRange taps0,
                                   TapRange taps1, TapRange taps2) {
@@ -38,7 +39,7 @@ CONVGRAD_INLINE Mask<T> in_window(const PoolArgs& args, Mask<T> relative, TapRan
   return found;
 }
 
-// Checks each index against its window; one that is outside becomes -1 and is reported.
+// Checks each index against its window; invalid ones become -1 and are reported.
 template <class T>
 void check_indices(const PoolArgs& args, Control* control, const PoolTile& tile,
                    const Windows& windows, T* index) {
@@ -66,7 +67,7 @@ void check_indices(const PoolArgs& args, Control* control, const PoolTile& tile,
         const bool interior = i2 >= 0 && i2 + reach < args.input[2];
         const TapRange taps2 =
             interior ? TapRange{0, args.kernel[2]} : taps_inside(args, 2, windows.first[2] + w2);
-        // A given index is not negative after its reading except as -1; base may be.
+        // The only negative index is -1; base may be any negative number.
         const I found = in_window<T>(args, given - static_cast<Lane>(base), taps0, taps1, taps2) &
                         (given >= Lane(0));
         if (__builtin_reduce_or(~found & used) == 0) continue;
@@ -86,7 +87,7 @@ void check_indices(const PoolArgs& args, Control* control, const PoolTile& tile,
 
 CONVGRAD_INLINE i64 floor_quotient(i64 a, i64 b) { return a >= 0 ? a / b : -((-a + b - 1) / b); }
 
-// The windows that may meet a run of input positions; those outside the output hold nothing.
+// The windows that may overlap a tile of input positions, including some outside the output.
 CONVGRAD_INLINE Windows windows_met(const PoolArgs& args, const PoolTile& tile) {
   i64 first[3], count[3];
   for (int d = 0; d < 3; ++d) {
@@ -98,8 +99,8 @@ CONVGRAD_INLINE Windows windows_met(const PoolArgs& args, const PoolTile& tile) 
   return windows_of(args, first, count);
 }
 
-// The windows, within the block, that meet input position i along one dimension, largest tap first
-// so that they come in order; returns how many.
+// Lists the windows of the block that contain input position i, in one dimension, in ascending
+// order (largest tap first). Returns their number.
 CONVGRAD_INLINE i64 meetings(const PoolArgs& args, const Windows& windows, int d, i64 i, i64* met) {
   i64 n = 0;
   for (i64 r = args.kernel[d] - 1; r >= 0; --r) {
@@ -110,11 +111,11 @@ CONVGRAD_INLINE i64 meetings(const PoolArgs& args, const Windows& windows, int d
   return n;
 }
 
-// Along the columns a tap meets the positions of one stride phase; from position to position of a
-// phase its window goes on by one.
+// Along W, a tap is at the positions of one stride phase. Consecutive positions of a phase belong
+// to consecutive windows.
 struct ColumnTap {
   i64 phase;
-  i64 window;  // within the block, for the phase's first position
+  i64 window;  // index in the block, for the first position of the phase
 };
 CONVGRAD_INLINE void column_taps(const PoolArgs& args, const PoolTile& tile, const Windows& windows,
                                  ColumnTap* taps) {
@@ -125,8 +126,8 @@ CONVGRAD_INLINE void column_taps(const PoolArgs& args, const PoolTile& tile, con
   }
 }
 
-// One row of grad_input: row[v] = the sum of the gradients of the windows whose index is the
-// position.
+// Computes one row of grad_input: row[v] = the sum of the gradients of the windows whose index is
+// that position.
 template <class T>
 void gather_row(const PoolArgs& args, const PoolTile& tile, const Windows& windows,
                 const ColumnTap* taps, const T* index, const T* gradient, i64 i0, i64 i1, i64* met,

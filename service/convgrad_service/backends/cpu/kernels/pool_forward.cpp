@@ -1,9 +1,9 @@
-// Max pooling forward: output = max over the window, and the flat index of where it was found.
+// Max pooling forward: the maximum of each window and, optionally, its flat index.
 //
-// A task is a vector's worth of channels and a tile of windows: the inputs that the tile reaches
-// are copied into a block (one vector a position, -Inf outside), and each window is searched tap by
-// tap. Relies on: PoolArgs as plans/pooling.py makes it. Deterministic. Flat indices are 32-bit
-// for float sums (the host refuses larger planes), 64-bit for double.
+// A task is a tile of windows, for a vector of channels. It packs the input of the tile into a
+// block (one vector per position, -Inf outside), and searches each window tap by tap. Requires:
+// PoolArgs from plans/pooling.py. Deterministic. Flat indices are 32-bit for float accumulators
+// (the host rejects larger planes), 64-bit for double.
 #include "pool.hpp"
 
 namespace convgrad {

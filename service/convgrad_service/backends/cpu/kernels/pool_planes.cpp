@@ -1,13 +1,13 @@
-// Max pooling, forward and backward, where columns are contiguous: one (n, c) plane at a time.
+// Max pooling, forward and backward, for contiguous columns: one (n, c) plane at a time.
 //
 // A task is a few planes of one image. Forward: the search of pool_planes.hpp, then values and flat
-// indices row by row. Backward: the same search, or given indices and their check; then each
-// window's gradient is added to its maximum's position, in the windows' order, in a plane of sums
-// that stays in the cache (for float32 the result's own plane) and is rounded once.
+// indices are written row by row. Backward: the same search, or given indices, which are checked;
+// then each window's gradient is added at its maximum, in window order, in a plane of accumulators
+// that stays in the cache (for float32, the result itself), and rounded once.
 //
-// Relies on: PoolPlanesArgs as ../pool_planes.py makes it. Deterministic: a plane belongs to one
-// thread. An index outside its window's valid taps adds to nothing and is reported as in
-// pool_backward.cpp. Indices within a plane are 32-bit for float sums.
+// Requires: PoolPlanesArgs from ../pool_planes.py. Deterministic: one thread processes a plane.
+// Invalid indices contribute nothing and are reported as in pool_backward.cpp. Indices within a
+// plane are 32-bit for float accumulators.
 #include "pool_planes.hpp"
 
 namespace convgrad {
@@ -46,7 +46,7 @@ Scratch<typename E::Acc> scratch_of(const PoolPlanesArgs& args, const Planes& pl
   return s;
 }
 
-// Finds the maxima of plane g of the block that was read.
+// Finds the maxima of plane g of the packed block.
 template <class T>
 void search_plane(const PlanarArgs& args, const Planes& planes, i64 g, const Scratch<T>& s) {
   const i64 size = args.src_phases * planes.plane;
@@ -101,7 +101,7 @@ void forward_planes(const PoolPlanesArgs& args, Control* control, void* scratch)
   }
 }
 
-// What one row of windows allows: the rows of taps inside the input, and where its tap 0 lies.
+// A row of windows: its valid taps in the outer dimensions, and the flat index of tap 0.
 struct RowOfWindows {
   i64 o0;
   i64 o1;
@@ -110,9 +110,9 @@ struct RowOfWindows {
   i64 base;
 };
 
-// V vectors of windows from `next` on, each index held against its window: position receives it, or
-// -1. The row's last vector may overlap others: no partial vector, the same answer. `wrong` becomes
-// negative somewhere if any was.
+// Checks the indices of V vectors of windows from `next` on. Writes each valid index to position,
+// and -1 for others, for which a lane of `wrong` becomes negative. The last vector of a row
+// overlaps the one before instead of being partial, with the same result.
 template <class T, class Index, int V>
 CONVGRAD_INLINE void check_run(const PoolArgs& args, const RowOfWindows& row, const Index* given,
                                i64 next, Mask<T>& wrong,
@@ -135,7 +135,7 @@ CONVGRAD_INLINE void check_run(const PoolArgs& args, const RowOfWindows& row, co
     at[v] = least(next + v * L, args.output[2] - L);
     flat[v] = __builtin_bit_cast(I, IndexLanes<T, Index>::get(given + at[v]));
     const I start = (lane + static_cast<Lane>(at[v])) * static_cast<Lane>(args.stride[2]);
-    // The window's columns inside the input, from its tap 0 on: lowest, and how many more.
+    // The window's columns inside the input, relative to tap 0.
     const I first = start - static_cast<Lane>(args.pad[2]);
     const I room = static_cast<Lane>(args.input[2] - 1) - first;
     const I lowest = first < none ? -first : none;
@@ -149,7 +149,7 @@ CONVGRAD_INLINE void check_run(const PoolArgs& args, const RowOfWindows& row, co
       const I here = I(static_cast<Lane>(tap_flat(args, r0, r1, 0)));
 #pragma clang loop unroll(full)
       for (int v = 0; v < V; ++v) {
-        // As unsigned numbers, negative ones are too large.
+        // An unsigned comparison also excludes negative numbers.
         I inside = __builtin_bit_cast(U, column[v] - here) < span[v];
         if (args.dilation[2] != 1) {
           const I start = (lane + static_cast<Lane>(at[v])) * static_cast<Lane>(args.stride[2]);
@@ -173,8 +173,8 @@ CONVGRAD_INLINE void check_run(const PoolArgs& args, const RowOfWindows& row, co
   }
 }
 
-// position[o2] = the flat index of one row of windows, each held against its window. Returns whether
-// all are right; one that is not becomes -1 and is reported.
+// Checks one row of indices and writes them to position; invalid ones become -1 and are reported.
+// Returns whether all are valid.
 template <class T, class Index>
 CONVGRAD_INLINE bool check_row(const PoolArgs& args, Control* control, const Index* given,
                                i64 plane, i64 o0, i64 o1,
@@ -196,7 +196,7 @@ CONVGRAD_INLINE bool check_row(const PoolArgs& args, Control* control, const Ind
       }
     }
   } else {
-    // What is past a short row has index -1 and does not count.
+    // A short row is padded with -1, which is ignored.
     Index few[L];
     typename detail::MaskElement<T>::type checked[L];
     for (int i = 0; i < L; ++i) few[i] = i < n ? given[i] : Index(-1);
@@ -217,7 +217,7 @@ CONVGRAD_INLINE bool check_row(const PoolArgs& args, Control* control, const Ind
   return false;
 }
 
-// position[o2] = the flat index of the maximum that the search found for one row of windows.
+// Writes the flat indices of the maxima found in one row of windows to position.
 template <class Lane>
 CONVGRAD_INLINE void found_row(const PoolArgs& args, i64 o0, i64 o1, const Lane* relative,
                                Lane* position) {
@@ -235,7 +235,7 @@ CONVGRAD_INLINE void found_row(const PoolArgs& args, i64 o0, i64 o1, const Lane*
   }
 }
 
-// One past the last position that the windows (o0, o1, any) may add to.
+// One past the last position that the windows (o0, o1, any o2) may add to.
 CONVGRAD_INLINE i64 past_window(const PoolArgs& args, i64 o0, i64 o1) {
   const i64 i0 = coordinate(args, 0, o0, args.kernel[0] - 1);
   const i64 i1 = coordinate(args, 1, o1, args.kernel[1] - 1);
@@ -276,7 +276,7 @@ void backward_planes(const PoolPlanesArgs& args, Control* control, void* scratch
             return tile.batch * view.stride[0] + channel * view.stride[1] + o0 * view.stride[2] +
                    o1 * view.stride[3];
           };
-          // Cleared just ahead of its use, a plane larger than the first-level cache stays in it.
+          // Clearing just ahead of use keeps the data in L1, even if the plane is larger.
           const i64 reached = past_window(pool, o0, o1);
           if (reached > cleared) {
             fill_zero(sums + cleared, reached - cleared);

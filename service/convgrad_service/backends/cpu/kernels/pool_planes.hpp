@@ -1,8 +1,8 @@
-// What the plane-wise pooling kernels share: arguments, and the search for the maxima of a plane.
+// Shared by the plane-wise pooling kernels: arguments, and the search for the maxima of a plane.
 //
-// Where columns are contiguous, vectors run over windows: a plane is read into padded planes, one
-// for each stride phase and all of one pitch (as in planar_plan.hpp), so that a tap is one constant
-// offset for all windows of the plane. Padding holds -Inf, which replaces nothing.
+// With contiguous columns, vectors run over windows. A plane is packed into padded planes of equal
+// pitch, one for each stride phase (as in planar_plan.hpp), so that a tap is a constant offset for
+// all windows. Padding is -Inf, so it never replaces a maximum.
 #pragma once
 
 #include "planar_plan.hpp"
@@ -10,18 +10,18 @@
 
 namespace convgrad {
 
-// `planar` describes the windows as a depthwise forward whose tile is the whole plane; each tap's
-// `weight` is what it adds to the flat index of its window's tap 0. Mirrored in ../pool_planes.py.
+// `planar` describes the windows as a depthwise forward convolution whose tile is the whole plane.
+// A tap's `weight` is its flat index relative to tap 0. Mirrored in ../pool_planes.py.
 struct PoolPlanesArgs {
   PlanarArgs planar;
   PoolArgs pool;
 };
 
-// Windows per vector whose comparisons overlap.
+// Vectors of windows per register block, whose comparisons overlap to hide latency.
 inline constexpr int kRun = 4;
 
-// best[t], at[t] for all window positions of the plane; at is relative to the window's tap 0, and
-// -1 where every element is -Inf. Without NaNs one comparison a tap is enough.
+// Computes the maximum best[t] of each window and its position at[t], relative to the window's tap
+// 0; -1 if all elements are -Inf. Without NaNs, one comparison per tap is enough.
 template <class T, int V, bool nans>
 CONVGRAD_INLINE void search_run(const T* x, const i64* offset, const PlanarTap* taps, i64 count,
                                 T* best, typename detail::MaskElement<T>::type* at) {
@@ -80,19 +80,19 @@ bool has_nan(const T* x, i64 n) {
   return found;
 }
 
-// The first tap inside the input, relative to the window's tap 0: what wins where all is -Inf.
+// The first tap inside the input, relative to tap 0: the argmax if all elements are -Inf.
 CONVGRAD_INLINE i64 first_inside(const PoolArgs& args, i64 o0, i64 o1, i64 o2) {
   return tap_flat(args, first_tap_inside(args, 0, o0), first_tap_inside(args, 1, o1),
                   first_tap_inside(args, 2, o2));
 }
 
-// The flat index of tap 0 of the window (o0, o1, 0).
+// Flat index of tap 0 of window (o0, o1, 0).
 CONVGRAD_INLINE i64 row_base(const PoolArgs& args, i64 o0, i64 o1) {
   return flat_index(args, coordinate(args, 0, o0, 0), coordinate(args, 1, o1, 0),
                     coordinate(args, 2, 0, 0));
 }
 
-// One row, contiguous or not, to sums and back.
+// Packs and unpacks one row of any stride.
 template <class E>
 CONVGRAD_INLINE void read_line(const typename E::Storage* p, i64 stride, i64 n,
                                typename E::Acc* out) {

@@ -1,13 +1,13 @@
-// Max pooling one window at a time, straight from the tensors: for windows so wide, or so far
-// apart in their taps, that copying what a tile of them spans would cost more than the search.
+// Max pooling one window at a time, without packing: for windows so large or so dilated that
+// packing the input of a tile would cost more than the search.
 //
-// A task is one plane (n, c), its windows taken in order. Forward: the maximum and its flat index.
-// Backward: each window's gradient is added where its maximum is, in float (double for F64) and
-// rounded once; F32 and F64 add in grad_input itself, 16-bit types in the scratch.
+// A task is one plane (n, c), whose windows are processed in order. Forward: the maximum and its
+// flat index. Backward: each window's gradient is added at its maximum, in float (double for F64),
+// and rounded once. F32 and F64 accumulate in grad_input, 16-bit types in scratch.
 //
-// Relies on: PoolArgs with no tiles; scratch for one plane of sums where elements have 16 bits.
-// Deterministic: one thread adds in the windows' order, as pool_backward.cpp's gathering does. An
-// index outside its window adds to nothing and is reported as there.
+// Requires: PoolArgs without tiles; scratch for one plane of accumulators for 16-bit types.
+// Deterministic: one thread adds in window order, which is the order of pool_backward.cpp. Invalid
+// indices contribute nothing and are reported as there.
 #include "pool.hpp"
 
 namespace convgrad {
@@ -32,7 +32,7 @@ struct Found {
   Place place;
 };
 
-// The first maximum of a window, or its last NaN.
+// Finds the first maximum of a window, or its last NaN.
 template <class E>
 Found<typename E::Acc> search(const PoolArgs& args, const typename E::Storage* x, const i64* o) {
   using T = typename E::Acc;
@@ -60,7 +60,7 @@ Found<typename E::Acc> search(const PoolArgs& args, const typename E::Storage* x
   return found;
 }
 
-// Whether a flat index is a tap of window o inside the input; if so, where it is.
+// Returns whether a flat index is a tap of window o inside the input, and if so, its coordinates.
 CONVGRAD_INLINE bool located(const PoolArgs& args, const i64* o, i64 flat, Place* place) {
   if (flat < 0 || flat >= args.input[0] * args.input[1] * args.input[2]) return false;
   place->at[2] = flat % args.input[2];
@@ -76,7 +76,7 @@ CONVGRAD_INLINE bool located(const PoolArgs& args, const i64* o, i64 flat, Place
 }
 
 // Calls visit(n, c, o, position) for every window of every plane; position is in (N, C, output)
-// order. `before` and `after` frame each plane.
+// order. `before` and `after` are called around each plane.
 template <class Before, class Visit, class After>
 CONVGRAD_INLINE void each_plane(const PoolArgs& args, Control* control, Before before, Visit visit,
                                 After after) {

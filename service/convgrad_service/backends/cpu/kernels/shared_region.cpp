@@ -1,12 +1,12 @@
-// Keeps a process alive when a client shortens a memory file that is mapped here.
+// Keeps the process alive if a client truncates a memory file that is mapped here.
 //
-// A page that the file does not have any more raises SIGBUS in whoever touches it, a kernel in the
-// middle of a problem too, and ends the process with every other client's work. The handler puts
-// zeros in the place of what is gone and notes that it did: the kernel goes on, and its request is
-// refused afterwards.
+// Accessing a page beyond the end of the file, also from a kernel, raises SIGBUS, which would
+// terminate the process with the work of all clients. The handler maps zeros in place of the
+// missing pages and records the event: the kernel continues, and its request is rejected
+// afterwards.
 //
-// Relies on its caller for: guarding a range before anything touches it, and for as long as it is
-// mapped. Everything is lock-free, because the handler may interrupt any thread anywhere.
+// Requires: the caller guards a range before it is first accessed and for as long as it is mapped.
+// Everything is lock-free, since the handler may interrupt any thread anywhere.
 
 #include "conv_args.hpp"
 
@@ -21,7 +21,7 @@ namespace {
 struct Range {
     uintptr_t base;  // 0: a free slot
     uintptr_t size;
-    int64_t lost;  // offset of the first page that was missing; -1: none was
+    int64_t lost;  // offset of the first missing page that was accessed, or -1
 };
 
 constexpr int64_t kRanges = 4096;
@@ -52,7 +52,7 @@ bool put_zeros(uintptr_t address) {
     if (range == nullptr) {
         return false;
     }
-    // All that is behind the first missing page is missing too: one map for the rest of the range.
+    // All pages after the first missing one are missing too: one mapping covers the rest.
     const uintptr_t page = address & ~(page_bytes - 1);
     const uintptr_t rest = range->base + range->size - page;
     void* zeros = mmap(reinterpret_cast<void*>(page), rest, PROT_READ | PROT_WRITE,
@@ -68,8 +68,8 @@ void on_bus_error(int number, siginfo_t* info, void*) {
     const int saved = errno;
     const bool sent = info->si_code <= 0;  // by a process, not by an access
     if (sent || !put_zeros(reinterpret_cast<uintptr_t>(info->si_addr))) {
-        // Not ours. The access fails again on return, or the signal is sent again, and finds
-        // whoever handled it before.
+        // Not a guarded range. The access faults again on return, or the signal is sent again, and
+        // the previous handler receives it.
         sigaction(SIGBUS, &before, nullptr);
         if (sent) {
             raise(number);
@@ -82,7 +82,7 @@ void on_bus_error(int number, siginfo_t* info, void*) {
 
 extern "C" {
 
-// 0, or the errno that says why accesses cannot be guarded. Once per process.
+// Installs the handler; call once per process. Returns 0, or the errno on failure.
 CONVGRAD_EXPORT int convgrad_guard_install() {
     page_bytes = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
     struct sigaction ours = {};
@@ -92,12 +92,12 @@ CONVGRAD_EXPORT int convgrad_guard_install() {
     return sigaction(SIGBUS, &ours, &before) == 0 ? 0 : errno;
 }
 
-// Guards ``size`` bytes from ``base``, a page's beginning; the range's number, -1 if there are too
-// many.
+// Guards `size` bytes from `base`, which is page-aligned. Returns the range's number, or -1 if
+// there are too many.
 CONVGRAD_EXPORT int64_t convgrad_guard_add(uintptr_t base, uintptr_t size) {
     for (int64_t number = 0; number < kRanges; ++number) {
         uintptr_t free = 0;
-        // Taken with an address that no access has, and opened once it is filled in.
+        // Reserved with an address that no access has, until the other fields are set.
         if (__atomic_compare_exchange_n(&ranges[number].base, &free, UINTPTR_MAX, false,
                                         __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
             ranges[number].size = size;
@@ -109,12 +109,12 @@ CONVGRAD_EXPORT int64_t convgrad_guard_add(uintptr_t base, uintptr_t size) {
     return -1;
 }
 
-// Where the range's first missing page was; -1 while none was missing.
+// Returns the offset of the first missing page that was accessed, or -1.
 CONVGRAD_EXPORT int64_t convgrad_guard_lost(int64_t number) {
     return __atomic_load_n(&ranges[number].lost, __ATOMIC_ACQUIRE);
 }
 
-// Ends the guard of a range that nothing touches any more.
+// Removes a guard. The range must not be accessed afterwards.
 CONVGRAD_EXPORT void convgrad_guard_remove(int64_t number) {
     __atomic_store_n(&ranges[number].base, 0, __ATOMIC_RELEASE);
 }

@@ -1,17 +1,17 @@
-// The threads that help with launches. They live in native code, so that beginning and ending a
-// launch needs neither the interpreter's lock nor its wake-ups: a helper starts within
-// microseconds even while Python is busy elsewhere.
+// The thread pool. Helper threads stay in native code, so that starting and finishing a launch
+// needs neither the GIL nor a wake-up through the interpreter: a helper starts within microseconds
+// even while Python is busy.
 //
-// A launch takes a slot of the team, opens it, computes with the others, closes it, and waits for
-// those inside. A helper joins any open slot that has a seat left, works until the kernel returns
-// (no task left), and looks again; with nothing open it spins for a moment and then sleeps.
+// A launch claims a slot of the team, opens it, runs the kernel itself, closes the slot, and waits
+// for the helpers inside. A helper joins any open slot with a free seat, runs the kernel until no
+// task is left, and looks again; if no slot is open, it spins briefly and then sleeps.
 //
-// Where helpers are few, a launch first keeps them off the core that its caller runs on. Left to
-// itself, the scheduler wakes them where they last ran or where their waker runs; on that core they
-// would wait for the caller, and a launch of a millisecond is over before anything moves them.
+// With few helpers, a launch first excludes them from the caller's core. The scheduler would wake
+// them on the core where they last ran or where their waker runs; there they would wait for the
+// caller, and a launch of a millisecond would be over before they migrated.
 //
-// Relies on the host for: giving each slot to one launch at a time, and keeping team, arguments
-// and scratch alive until team_run returns, and the team until every team_work has.
+// Requires: the host gives each slot to one launch at a time, keeps arguments and scratch alive
+// until team_run returns, and the team until every team_work has returned.
 #include "conv_args.hpp"
 
 extern "C" long syscall(long number, ...);
@@ -27,13 +27,13 @@ constexpr long kFutex = 98, kGetThread = 178, kSetAffinity = 122, kGetAffinity =
 #endif
 constexpr int kWaitPrivate = 128, kWakePrivate = 129;
 constexpr int kSlots = 16;
-constexpr int kPlaced = 8;  // at most so many helpers are placed
+constexpr int kPlaced = 8;  // maximum number of helpers whose affinity is set
 constexpr int kMaskWords = 16;
-constexpr int kSpins = 2000;  // some ten microseconds
+constexpr int kSpins = 2000;  // about ten microseconds
 
 using Kernel = void (*)(const void*, Control*, void*);
 
-// gate: bit 62 says open; bits 32 and up count the seats taken, the low 32 those inside.
+// gate: bit 62 is set if open; bits 32 and up count seats taken, the low 32 helpers inside.
 constexpr uint64_t kOpen = uint64_t(1) << 62;
 constexpr uint64_t kSeat = uint64_t(1) << 32;
 
@@ -42,15 +42,15 @@ struct Slot {
   Kernel kernel;
   const void* args;
   Control* control;
-  void** scratch;  // [0] is the caller's own, the others the helpers'
-  uint64_t seats;  // helpers wanted
+  void** scratch;  // [0] for the caller, the others for helpers
+  uint64_t seats;  // maximum number of helpers
 };
 
 struct Team {
-  uint32_t sequence;  // grows with every launch
+  uint32_t sequence;  // incremented by every launch
   uint32_t stopping;
-  uint32_t helpers;  // that have begun their life
-  int32_t avoided;   // 1 + the core that they were last kept off
+  uint32_t helpers;  // number started
+  int32_t avoided;   // 1 + the core that they were last excluded from
   uint32_t threads[kPlaced];
   Slot slots[kSlots];
 };
@@ -63,7 +63,7 @@ inline void relax() {
 #endif
 }
 
-// Joins if the slot is open and has a seat: the seat's number from 1 on, else 0.
+// Joins the slot if it is open and has a free seat. Returns the seat's number from 1 on, or 0.
 uint64_t join(Slot* slot) {
   uint64_t gate = __atomic_load_n(&slot->gate, __ATOMIC_ACQUIRE);
   for (;;) {
@@ -77,7 +77,7 @@ uint64_t join(Slot* slot) {
   }
 }
 
-// Lets the helpers run wherever the caller may, but for the core that it runs on.
+// Sets the helpers' affinity to the caller's, without the caller's current core.
 void place(Team* team) {
   const int core = sched_getcpu();
   if (core < 0 || __atomic_load_n(&team->avoided, __ATOMIC_RELAXED) == core + 1) return;
@@ -111,7 +111,7 @@ bool help(Team* team) {
 }  // namespace
 }  // namespace convgrad
 
-// A helper's life: returns after team_stop.
+// The main function of a helper thread; returns after team_stop.
 extern "C" CONVGRAD_EXPORT void convgrad_team_work(void* pointer) {
   using namespace convgrad;
   Team* team = static_cast<Team*>(pointer);
@@ -119,7 +119,7 @@ extern "C" CONVGRAD_EXPORT void convgrad_team_work(void* pointer) {
   if (number < kPlaced) {
     const auto thread = static_cast<uint32_t>(syscall(kGetThread));
     __atomic_store_n(&team->threads[number], thread, __ATOMIC_RELEASE);
-    __atomic_store_n(&team->avoided, 0, __ATOMIC_RELEASE);  // this one is not placed yet
+    __atomic_store_n(&team->avoided, 0, __ATOMIC_RELEASE);  // this helper's affinity is not set yet
   }
   while (!__atomic_load_n(&team->stopping, __ATOMIC_ACQUIRE)) {
     const uint32_t seen = __atomic_load_n(&team->sequence, __ATOMIC_ACQUIRE);
@@ -141,7 +141,7 @@ extern "C" CONVGRAD_EXPORT void convgrad_team_stop(void* pointer) {
   syscall(kFutex, &team->sequence, kWakePrivate, 0x7fffffff);
 }
 
-// Computes one launch with whoever comes to help; returns when all tasks are done.
+// Runs one launch with the helpers that join; returns when all tasks are done.
 extern "C" CONVGRAD_EXPORT void convgrad_team_run(void* pointer, int64_t index, void* kernel,
                                                   const void* args, void* control, void** scratch,
                                                   int64_t helpers) {

@@ -1,6 +1,6 @@
-// Transposes a square of vectors in registers: n vectors of n lanes, log2(n) rounds of interleaving
-// the first half of the vectors with the second. Each round rotates the bits of (vector, lane) by
-// one place, so that after log2(n) of them the two have changed sides.
+// Transposes n vectors of n lanes in registers, in log2(n) rounds that interleave the first half of
+// the vectors with the second. Each round rotates the bits of the index (vector, lane) by one, so
+// that after log2(n) rounds vector and lane are exchanged.
 #pragma once
 
 #include "elements.hpp"

@@ -1,11 +1,11 @@
-// Max pooling over windows of any kind: the maxima with their flat positions, and the gradient.
+// Max pooling over arbitrary windows: the maxima with their flat indices, and the gradient.
 //
-// window_maxima: y = the maximum of x over the window, indices = where it is; the first maximum wins
-// a tie, a NaN wins over any number, of several NaNs the last. window_routes: y[i] = the sum of x[o]
-// over the windows o that hold i and whose index is i, gathered in the order of o and rounded once.
+// window_maxima: y = the maximum of x over the window, indices = its position. The first of equal
+// maxima wins; NaN wins over numbers, and the last of several NaNs. window_routes: y[i] = the sum
+// of x[o] over the windows o that contain i and whose index is i, in the order of o, rounded once.
 //
-// A task is some rows of y, one plane's or a block of channels'. Relies on: WindowArgs; window_maxima
-// on scratch for a value and an index a lane. Deterministic.
+// A task is a few rows of y, of one plane or a block of channels. Requires: WindowArgs and, for
+// window_maxima, scratch for one value and one index per lane. Deterministic.
 #include "windows.hpp"
 
 namespace convgrad {
@@ -43,7 +43,7 @@ void maxima(const WindowArgs& args, Control* control, void* scratch) {
         }
       }
       const i64 position = (row.o0 * args.y_size[1] + row.o1) * args.y_size[2] + o2;
-      // The element itself and not its value widened and rounded: a NaN keeps its bits.
+      // Copies the element instead of rounding the widened value, to preserve the bits of a NaN.
       if (args.y.data != nullptr) {
         Storage* to = at<Storage>(args.y, row.n, row.c, position);
         for (i64 lane = 0; lane < row.count; ++lane) {

@@ -1,15 +1,15 @@
-// Average pooling and its gradient, over windows of any kind: y = the sums of x over windows, each
-// sum divided by the size of y's window (forward), or each term by that of x's (gradient), or all by
-// one number.
+// Average pooling and its gradient, over arbitrary windows: y = the sum of x over each window. Sums
+// are divided by the size of y's window (forward), terms by that of x's window (gradient), or all
+// by one number.
 //
-// A task is some rows of y. The rows of x under a row of y are added into one line of sums, and the
-// windows along the line are added up from that: k0*k1 + k2 additions an element and not k0*k1*k2.
-// Lines are of positions (channels first) or of positions by channels (channels last); either way
-// neighbours lie side by side and are added as vectors.
+// A task is a few rows of y. The rows of x that contribute to a row of y are first summed into one
+// line, then windows are summed along the line: k0*k1 + k2 additions per element instead of
+// k0*k1*k2. A line holds positions (channels first) or positions x channels (channels last), so
+// additions are vectorised in both layouts.
 //
-// Relies on: WindowArgs; scratch for a line of x and a line of y in sums (float, double for F64), and
-// the windows along a line.
-// Deterministic: an element's order of additions follows from its window alone.
+// Requires: WindowArgs; scratch for a line of x and a line of y in accumulators (float, double for
+// F64), and for the windows along a line.
+// Deterministic: the order of summation depends only on the window.
 #include "windows.hpp"
 
 namespace convgrad {
@@ -61,12 +61,12 @@ CONVGRAD_INLINE void store_divided(typename E::Storage* to, const typename E::Ac
   for (; i < count; ++i) store_one<E>(to + i, from[i] / divisor);
 }
 
-// The windows along a line, which are the same for all lines: divisions are worth a table.
+// The windows along a line, which are the same for all lines; the table saves divisions.
 template <class T>
 struct LineWindows {
-  i64* start;   // of each position of y
+  i64* start;   // for each position of y
   i64* stop;
-  T* size;      // that counts, of each window of y (kByOutputs) or x (kByInputs)
+  T* size;      // divisor of each window of y (kByOutputs) or x (kByInputs)
 
   LineWindows(const WindowArgs& args, void* scratch) {
     start = static_cast<i64*>(scratch);
@@ -82,7 +82,7 @@ struct LineWindows {
   }
 };
 
-// The sums of one row of y in `sums`, from the line of x's sums; each in the order of x.
+// Computes the sums of one row of y from the line of x's sums, each in the order of x.
 template <class T>
 void windows_of_line(const WindowArgs& args, const LineWindows<T>& windows, T* line, T* sums,
                      i64 width) {
@@ -96,7 +96,7 @@ void windows_of_line(const WindowArgs& args, const LineWindows<T>& windows, T* l
   }
   clear(sums, extent * width);
   if (width == 1 && window.unit == 1 && window.step == 1) {
-    // Windows a position apart: their taps of one number lie side by side.
+    // Windows with unit stride: the same tap of adjacent windows is contiguous.
     for (i64 tap = window.first; tap < window.last; ++tap) {
       const i64 from = most(0, window.low - tap), to = least(extent, window.high - tap);
       if (from < to) add_sums(sums + from, line + from + tap, to - from);
@@ -104,7 +104,7 @@ void windows_of_line(const WindowArgs& args, const LineWindows<T>& windows, T* l
     return;
   }
   if (width == 1 && window.unit > 1 && window.step == 1) {
-    // The gradient of windows `unit` apart: each position of x adds to what its window has.
+    // The gradient of windows with stride `unit`: each position of x adds to its window.
     for (i64 i = 0; i < args.x_size[2]; ++i) {
       const i64 first = i * window.unit - (window.last - window.unit);
       const i64 to = least(extent, first + window.last - window.first);
@@ -136,7 +136,7 @@ void window_sums(const WindowArgs& args, Control* control, void* scratch) {
   const LineWindows<T> windows(args, sums + (args.y_size[2] * most_lanes + 15) / 16 * 16);
   each_row(args, control, [&](const OutputRow& row) {
     const i64 width = row.count, extent = args.x_size[2];
-    // Whole rows lie together where a block has all channels of a position.
+    // Rows are contiguous if a block has all channels.
     const bool together = args.x.step == width;
     clear(line, extent * width);
     for (i64 i0 = args.window[0].start(row.o0); i0 < args.window[0].stop(row.o0); ++i0) {

@@ -1,5 +1,5 @@
-// Poolings over windows that are ranges of positions, whatever makes them: sliding windows,
-// adaptive ones, and the outputs that hold an input position. Mirrored in ../window_args.py.
+// Arguments of poolings whose windows are arbitrary ranges of positions: sliding windows, adaptive
+// windows, and the outputs whose windows contain an input position. Mirrored in ../window_args.py.
 #pragma once
 
 #include "conv_args.hpp"
@@ -15,7 +15,7 @@ struct PlaneView {
   int64_t step;
 };
 
-// Window o has the positions from start(o) up to, and without, stop(o).
+// Window o is the range [start(o), stop(o)).
 struct WindowRange {
   int64_t step;
   int64_t first;
@@ -36,17 +36,17 @@ struct WindowRange {
 enum Divide : int32_t { kByOne = 0, kByOutputs = 1, kByInputs = 2 };
 
 struct WindowArgs {
-  PlaneView x;        // what is read: an input, or an output's gradient
-  PlaneView y;        // what is written
-  PlaneView indices;  // of maxima, flat in a plane; null where not wanted
+  PlaneView x;        // read: an input, or the gradient of an output
+  PlaneView y;        // written
+  PlaneView indices;  // of maxima, flat in a plane; may be null
   int64_t batch;
   int64_t channels;
   int64_t x_size[3];
   int64_t y_size[3];
-  WindowRange window[3];   // of the positions of y: positions of x
-  WindowRange counted[3];  // sizes that make divisors: of windows of y (kByOutputs), x (kByInputs)
-  double divisor;          // kByOne: of everything
-  int64_t lanes;           // channels that a task takes together; 0 where positions lie together
+  WindowRange window[3];   // for each position of y, a range of positions of x
+  WindowRange counted[3];  // sizes are the divisors: of windows of y (kByOutputs) or x (kByInputs)
+  double divisor;          // kByOne: the only divisor
+  int64_t lanes;           // channels of a block (channels last); 0 if channels first
   int64_t rows_per_task;
   int32_t dtype;
   int32_t index_bytes;  // 4 or 8
@@ -54,12 +54,12 @@ struct WindowArgs {
   int32_t unused;
 };
 
-// A row of y: `count` channels from `c` on (one where positions lie together), at o0 and o1.
+// A row of y at o0 and o1: `count` channels from `c` on (one if channels first).
 struct OutputRow {
   i64 n, c, count, o0, o1;
 };
 
-// Calls visit(row) for every row of y of every plane, or of every block of `lanes` channels.
+// Calls visit(row) for every row of y, of each plane or each block of `lanes` channels.
 template <class Visit>
 CONVGRAD_INLINE void each_row(const WindowArgs& args, Control* control, Visit visit) {
   const i64 width = args.lanes ? args.lanes : 1;
