@@ -35,7 +35,7 @@ torch = pytest.importorskip("torch")
 F64 = DTYPES["float64"]
 functional = torch.nn.functional
 CONV = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
-POOL = {2: functional.max_pool2d, 3: functional.max_pool3d}
+POOL = {1: functional.max_pool1d, 2: functional.max_pool2d, 3: functional.max_pool3d}
 
 
 def symmetric(padding: Any, ndim: int) -> tuple[int, ...] | None:

@@ -17,7 +17,7 @@ from convgrad_service.backends.base import Vitals
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.memory.free_list import FreeList
 from convgrad_service.engine.memory.lease import Lease, LeasePool
-from convgrad_service.engine.options import EngineOptions
+from convgrad_service.engine.options import SMALL_REQUEST_BYTES, EngineOptions
 from convgrad_service.engine.scheduling.partition import JobResult, OnPartDone
 from convgrad_service.engine.scheduling.quotas import Caller, Quotas, Ticket
 from convgrad_service.engine.scheduling.scheduler import Scheduler
@@ -225,7 +225,7 @@ class Hub:
 
         def pool(start: int, size_bytes: int) -> LeasePool:
             return LeasePool(
-                FreeList(start, FreeList.rounded(size_bytes)),
+                FreeList(start, FreeList.rounded(size_bytes) if size_bytes else 0),
                 max_waiting=options.max_queue,
                 keep_bytes=options.keep_bytes,
                 discard=arena.discard,
@@ -233,6 +233,9 @@ class Hub:
 
         self.texts = pool(0, options.text_bytes)
         self.memory = pool(self.texts.limit_bytes, options.tensor_bytes)
+        self.reserve_memory = pool(
+            self.texts.limit_bytes + self.memory.limit_bytes, options.reserve_bytes
+        )
 
     @property
     def limit_bytes(self) -> int:
@@ -285,7 +288,7 @@ class Hub:
     def reserve(
         self, size_bytes: int, *, text: bool = False, regions: Sequence[RegionPart] = ()
     ) -> asyncio.Future[Lease]:
-        pool = self.texts if text else self.memory
+        pool = self.texts if text else self._pool_for(size_bytes)
         slices = self.regions.acquire(regions)
         try:
             future = pool.reserve(size_bytes, time.monotonic() + self._wait_s)
@@ -307,7 +310,7 @@ class Hub:
         return future
 
     def try_reserve(self, size_bytes: int, regions: Sequence[RegionPart] = ()) -> Lease | None:
-        lease = self.memory.try_reserve(size_bytes)
+        lease = self._pool_for(size_bytes).try_reserve(size_bytes)
         if lease is not None and regions:
             try:
                 lease.attach(self.regions.acquire(regions), self.regions.release)
@@ -315,6 +318,16 @@ class Hub:
                 lease.release()
                 raise
         return lease
+
+    def _pool_for(self, size_bytes: int) -> LeasePool:
+        """Return the reserve if only it has memory for a small request now, or the main pool."""
+        if (
+            size_bytes <= SMALL_REQUEST_BYTES
+            and not self.memory.can_grant(size_bytes)
+            and self.reserve_memory.can_grant(size_bytes)
+        ):
+            return self.reserve_memory
+        return self.memory
 
     def submit(
         self,

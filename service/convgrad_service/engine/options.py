@@ -8,7 +8,10 @@ from convgrad.errors import ProblemTooLarge
 from convgrad_service.engine.memory.free_list import FreeList
 from convgrad_service.engine.memory.tensor_layout import ProblemSize
 
-__all__ = ["ALWAYS_ALLOWED_BYTES", "EngineOptions", "Limits"]
+__all__ = ["ALWAYS_ALLOWED_BYTES", "SMALL_REQUEST_BYTES", "EngineOptions", "Limits"]
+
+SMALL_REQUEST_BYTES = 64 * 1024
+"""Requests whose tensors take at most this may use the arena's reserve."""
 
 ALWAYS_ALLOWED_BYTES = 64 * 2**20
 """Outputs up to this size are allowed for any inputs."""
@@ -21,7 +24,10 @@ class EngineOptions:
     Attributes
     ----------
     tensor_bytes, text_bytes
-        The sizes of the arena's two parts, for tensors and for JSON bodies.
+        The sizes of the arena's parts for tensors and for JSON bodies.
+    reserve_bytes
+        The size of its third part, for the tensors of small requests while those of other requests
+        fill the first: see `SMALL_REQUEST_BYTES`.
     keep_bytes
         The first bytes of each part that stay resident once used; None for all.
     wait_s
@@ -42,6 +48,7 @@ class EngineOptions:
 
     tensor_bytes: int
     text_bytes: int
+    reserve_bytes: int = 0
     keep_bytes: int | None = None
     wait_s: float = 5.0
     slots: int | None = None
@@ -56,8 +63,9 @@ class EngineOptions:
 
     @property
     def arena_bytes(self) -> int:
-        """The size of both parts, in whole pages."""
-        return FreeList.rounded(self.text_bytes) + FreeList.rounded(self.tensor_bytes)
+        """The size of all parts, in whole pages."""
+        parts = (self.text_bytes, self.tensor_bytes, self.reserve_bytes)
+        return sum(FreeList.rounded(size) for size in parts if size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,9 @@ __all__ = [
 # How much memory freed by requests the server keeps for later ones, as a share of the budget and at
 # most. Kept pages need not be faulted in again.
 _KEPT_SHARE, _MAX_KEPT_BYTES = 1 / 4, 2**30
+# For 64 small requests, which are answered even while large ones, or responses that nobody reads,
+# hold all other memory.
+_RESERVE_BYTES = 4 * 2**20
 
 
 def engine_options(settings: Settings) -> EngineOptions:
@@ -45,6 +48,7 @@ def engine_options(settings: Settings) -> EngineOptions:
     return EngineOptions(
         tensor_bytes=budget.tensors,
         text_bytes=budget.texts,
+        reserve_bytes=_RESERVE_BYTES,
         keep_bytes=min(int(budget.tensors * _KEPT_SHARE), _MAX_KEPT_BYTES),
         wait_s=settings.max_memory_wait_s,
         slots=settings.compute_slots,
@@ -148,7 +152,7 @@ def add_metrics(hub: Hub) -> Metrics:
     metrics.gauge(
         "convgrad_inflight_bytes",
         "Memory held by the tensors of requests in flight.",
-        lambda: memory.used_bytes,
+        lambda: memory.used_bytes + hub.reserve_memory.used_bytes,
     )
     metrics.gauge(
         "convgrad_memory_waiting",

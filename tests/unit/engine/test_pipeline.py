@@ -27,7 +27,8 @@ from convgrad_service.backends.base import Outcome
 from convgrad_service.engine.deadline import CancelScope, Deadline
 from convgrad_service.engine.embedded import embedded_hub
 from convgrad_service.engine.hub import Hub, JobHandle
-from convgrad_service.engine.options import EngineOptions, Limits
+from convgrad_service.engine.memory.free_list import PAGE_BYTES
+from convgrad_service.engine.options import SMALL_REQUEST_BYTES, EngineOptions, Limits
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import ComputeRequest, Decoded, Result, blank
 from convgrad_service.engine.telemetry.record import Timings
@@ -286,6 +287,27 @@ def test_admission() -> None:
         for refuses in (pipeline.require_ready, pipeline.admit):
             with pytest.raises(DeviceUnavailable, match="shutting down"):
                 refuses()
+
+    asyncio.run(scenario())
+
+
+def test_small_requests_use_the_reserve_while_memory_is_full() -> None:
+    async def scenario() -> None:
+        pipeline = Plane(reserve_bytes=3 * PAGE_BYTES, wait_s=0.05)
+        hub = pipeline.hub
+        everything = await hub.reserve(hub.memory.limit_bytes)
+        assert (await ask(pipeline)).outputs["grad_input"].shape
+        assert hub.reserve_memory.used_bytes == 0
+        small = [await hub.reserve(SMALL_REQUEST_BYTES // 64) for _ in range(3)]
+        assert hub.reserve_memory.used_bytes == 3 * PAGE_BYTES
+        with pytest.raises(Overloaded):  # the reserve is full too
+            await hub.reserve(1)
+        small.pop().release()
+        with pytest.raises(Overloaded):  # it is for small requests only
+            await hub.reserve(SMALL_REQUEST_BYTES + 1)
+        everything.release()
+        assert await hub.reserve(1) is not None
+        assert hub.reserve_memory.used_bytes == 2 * PAGE_BYTES
 
     asyncio.run(scenario())
 

@@ -22,13 +22,17 @@ class FreeList:
         self.size_bytes = size_bytes // PAGE_BYTES * PAGE_BYTES
         self.used_bytes = 0
         # Parallel lists, sorted by offset; no two blocks are adjacent.
-        self._offsets = [start]
-        self._sizes = [self.size_bytes]
+        self._offsets = [start] if self.size_bytes else []
+        self._sizes = [self.size_bytes] if self.size_bytes else []
 
     @staticmethod
     def rounded(size_bytes: int) -> int:
         """Return the bytes that an allocation of ``size_bytes`` takes."""
         return max(PAGE_BYTES, -(-size_bytes // PAGE_BYTES) * PAGE_BYTES)
+
+    def fits(self, size_bytes: int) -> bool:
+        """Return whether `allocate` would find a block."""
+        return max(self._sizes, default=0) >= self.rounded(size_bytes)
 
     def allocate(self, size_bytes: int) -> int | None:
         """Return the offset of a new block, or None if no free block is large enough."""

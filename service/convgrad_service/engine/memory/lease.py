@@ -128,6 +128,10 @@ class LeasePool:
         """The number of waiting reservations."""
         return len(self._waiting)
 
+    def can_grant(self, size_bytes: int) -> bool:
+        """Return whether `try_reserve` would return a lease."""
+        return not self._waiting and self._blocks.fits(size_bytes)
+
     def try_reserve(self, size_bytes: int) -> Lease | None:
         """Return a lease, or None if it would have to wait."""
         if self._waiting:
