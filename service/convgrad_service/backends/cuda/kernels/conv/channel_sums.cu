@@ -40,7 +40,7 @@ struct ChannelSumsArgs {
 namespace {
 
 constexpr int kThreads = 256, kUnroll = 4;
-// Sums of a column.
+// Sums per column.
 constexpr int kSums = CHANNELS ? VECTOR : 1;
 
 }  // namespace
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
 
-  // One channel a thread from here on.
+  // From here on, a thread has one channel.
   const int first = tile * line, count = min(line, args.channels - first);
   const int own = static_cast<int>(threadIdx.x);
   RESULT* const result = static_cast<RESULT*>(args.result) + first;
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   if (!last) return;
   __threadfence();
-  // Several threads share a channel's splits, where there are threads left.
+  // If there are more threads than channels, several threads divide a channel's splits.
   const int parts = kThreads / count, part = own / count, channel = own - part * count;
   if (part < parts) {
     const int share = (args.splits + parts - 1) / parts, stop = min((part + 1) * share, args.splits);

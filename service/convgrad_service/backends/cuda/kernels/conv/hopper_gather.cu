@@ -228,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   const TileSchedule schedule = {static_cast<int>(blockIdx.x) / CLUSTER,
                        static_cast<int>(gridDim.x) / CLUSTER, args.rounds * args.slots};
   const int warp = threadIdx.x / 32;
-  // Each warp prefetches a part of the argument into the constant cache.
+  // Each warp prefetches a part of the kernel parameters into the constant cache.
   const int queued = reinterpret_cast<const int*>(&args.y)[min(warp * 16, kArgumentWords)];
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {

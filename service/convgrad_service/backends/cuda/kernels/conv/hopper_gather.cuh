@@ -1,4 +1,4 @@
-// The argument of hopper_gather.cu, its tile schedule, and the taps of a tile.
+// Kernel parameters of hopper_gather.cu, its tile schedule, and the taps of a tile.
 #pragma once
 
 #include "core/epilogue.cuh"

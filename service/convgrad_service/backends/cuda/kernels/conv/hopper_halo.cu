@@ -1,6 +1,5 @@
-// Dense convolution with few channels on Hopper, fprop or dgrad (TMA, wgmma): a tile of positions finds all
-// its taps in boxes of the source that are loaded once, not once per tap. Launched by hopper_halo.py.
-// Needs sm_90a.
+// Dense convolution with few channels on Hopper, fprop or dgrad (TMA, wgmma). The source of a tile
+// and its halo is loaded once, rather than once per tap. Launched by hopper_halo.py. Needs sm_90a.
 //
 //   y[n, k, y0 + m*y_step] = sum over taps j and c of x[n, c, m*x_step + offset(j)] * w[k, c, tap(j)].
 // GEMM per tap: M = 64 result channels, N = COLUMNS positions, K = 32 source channels. Positions are numbered
@@ -125,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     hopper_halo(const __grid_constant__ HopperHaloArgs args) {
   extern __shared__ uint4 shared[];
   const int thread = threadIdx.x, lane = thread & 31;
-  // Uniform over lanes; the compiler infers that only from a shuffle.
+  // Warp-uniform, which the compiler infers only from a shuffle.
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
   __shared__ HaloTables tables;
   const u32 base = (shared_address(shared) + 1023) & ~1023u;
@@ -161,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (warp == kFirstProducerWarp + 1 && elect_one()) load_weights(args, args.tables, weights, barriers);
   } else {
     setmaxnreg_inc<232>();
-    // In registers: repeated reads from the constant cache are slow.
+    // Copied to shared memory, as repeated reads from the constant cache are slow.
     for (u32 i = thread; i < sizeof tables / sizeof(int); i += kConsumers * 32) {
       reinterpret_cast<int*>(&tables)[i] = reinterpret_cast<const int*>(&args.tables)[i];
     }

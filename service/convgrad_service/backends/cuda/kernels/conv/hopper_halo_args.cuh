@@ -1,4 +1,4 @@
-// The argument of hopper_halo.cu. Launched by hopper_halo.py.
+// Kernel parameters of hopper_halo.cu. Launched by hopper_halo.py.
 #pragma once
 
 #include "ptx/tma.cuh"
@@ -26,8 +26,8 @@ struct HaloTap {
   unsigned short pixel;   // offset in the slice of the tile's first position, in 16 bytes
   unsigned short weight;  // offset of its weights, in 16 bytes
 };
-// A box of the weight: consecutive taps along S, 32 source channels, as many result channels as a box
-// holds; for M with two depths, the tap along T and the next of each.
+// A box of the weight: consecutive taps along S, 32 source channels, and the result channels of a
+// box. If M has two depths, it holds the tap along T and the next one.
 struct HaloLoad {
   unsigned short to;    // in 16 bytes
   signed char t, r, s;  // of the first tap; outside the kernel zeros are loaded
@@ -53,7 +53,7 @@ struct HopperHaloArgs {
   float beta;
   int out_channels;  // of the result
   int activation;
-  int plain;        // the result is the plain sum
+  int plain;        // no epilogue
   int wide_stores;  // the result's channels are contiguous in whole, aligned groups of four
   int planes;       // its positions are contiguous in whole, aligned groups of 8, 2 or 1; else 0
   // Tiles: their positions along D, H, W, and their numbers over result channels (fastest), W, H, D and
@@ -76,7 +76,7 @@ struct HopperHaloArgs {
   // Offsets of the second warpgroup's part: in pixels, channel blocks, and 16 bytes of weights.
   int group_pixels, group_blocks, group_weights;
   int row_channels;  // result channels in M: 64, or 32 twice (the second time one position deeper)
-  int deeper_first;  // of these two, the deeper position's rows come first
+  int deeper_first;  // in the latter case, rows of the deeper position come first
   int passes;
   HaloTables tables;
 };

@@ -9,8 +9,9 @@ namespace convgrad {
 // Staging per consumer warp: 16 rows of 64 columns, padded by 16 bytes.
 constexpr u32 kHaloPitch = 64 * 2 + 16, kHaloStaging = 16 * kHaloPitch;
 
-// For rows of whole chunks of eight positions: columns pass through a ring in shared memory; a chunk is
-// stored once all its columns are there, two chunks at a time, so that whole 32-byte sectors are written.
+// For rows of whole chunks of eight positions. Columns pass through a ring in shared memory; a
+// chunk is stored once all its columns have arrived, two chunks at a time, to write whole 32-byte
+// sectors.
 // Results is HaloResults.
 template <class T, class Results, int kFragments>
 __device__ __forceinline__ void put_chunks(const Results& to, const float (&sum)[kFragments][4],
@@ -75,7 +76,8 @@ __device__ __forceinline__ void put_chunks(const Results& to, const float (&sum)
   }
 }
 
-// Otherwise: a lane's two adjacent columns together if rows and planes have even sizes, else one by one.
+// For other rows: stores a lane's two adjacent columns at once if rows and planes have even sizes,
+// else one by one.
 template <class T, class Results, int kFragments>
 __device__ __forceinline__ void put_pairs(const Results& to, const float (&sum)[kFragments][4]) {
   const HopperHaloArgs& args = to.args;

@@ -143,7 +143,7 @@ __device__ __forceinline__ void store_planes(const HopperPointwiseArgs& args, co
   }
 }
 
-// Interleaves two words of two elements each.
+// Interleaves the elements of two words of two elements each.
 __device__ __forceinline__ uint2 by_turns(u32 first, u32 second) {
   return {__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632)};
 }

@@ -61,7 +61,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
   __shared__ LoadedBox loaded_boxes[kProducers][kMaxCopied];  // per producer thread
   const int thread = threadIdx.x, warpgroup = thread / 128, warp = thread / 32, lane = thread & 31;
   const WeightResult& of = args.result;
-  // Each warp prefetches a part of the argument into the constant cache.
+  // Each warp prefetches a part of the kernel parameters into the constant cache.
   const int prefetched = reinterpret_cast<const int*>(&of)[min(warp * 16, kArgumentWords)];
   const u32 padding = -shared_address(shared) & 1023;
   char* const base = reinterpret_cast<char*>(shared) + padding;

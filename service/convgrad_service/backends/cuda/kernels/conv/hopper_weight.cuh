@@ -38,7 +38,7 @@ struct WeightResult {
   int spread;        // warpgroups divide the columns, not the rows
   int pairs;         // pairs of channels are contiguous and aligned in w
   int eights;        // plain results with channels contiguous and aligned by eights
-  int wide;          // w is float32, whatever x and y are
+  int wide;          // w is float32, regardless of the type of x and y
   Divider by_groups;    // groups of taps that share a box
   Divider by_along;     // groups in a kernel row
   Divider by_kernel;    // kernel[1]

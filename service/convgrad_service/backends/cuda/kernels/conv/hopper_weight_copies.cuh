@@ -36,9 +36,9 @@ struct Step {
   static constexpr u32 kXAt = kYBoxes * kYBoxBytes;
 };
 
-// Loads the boxes of a unit's k-tiles that fall to this thread, one of kTurns (issuing a copy takes 100
-// ns). Each of the kCluster blocks from `first_block` on loads a part of what they share, by multicast.
-// `own` has room for this thread's boxes.
+// Loads this producer thread's share of the boxes of a unit's k-tiles: issuing a copy takes 100 ns,
+// so several threads divide them. Each of the kCluster blocks starting at `first_block` loads a
+// part of the shared boxes by multicast. `own` holds this thread's boxes.
 template <class Step, int kCluster, int kProducers, class UnitOf>
 __device__ __forceinline__ void load_unit(const HopperWeightArgs& args, const UnitOf& unit_of,
                                            int number, Pipeline& pipeline,

@@ -212,7 +212,7 @@ __device__ __forceinline__ void finish_four(const HopperWeightArgs& args, const 
   }
 }
 
-// The same, not inlined: rarely executed.
+// The same, not inlined, as it rarely runs.
 template <int kRows, int kProducts, int kFragments>
 __device__ __noinline__ void finish_seldom(const HopperWeightArgs& args, int row, int column,
                                            int index, float4 sum, const Box* boxes) {

@@ -1,6 +1,7 @@
-// The argument of hopper_weight.cu, its work units, and its loads. Launched by hopper_weight.py. Macros:
-// ELEMENT, the operands' type; SOURCE, the type they were copied from (float: scaled, see
-// scaled_halves.cuh) or the same; PIXELS of a k-tile; CHANNELS of a box of x; WARPGROUPS, the consumers.
+// Kernel parameters of hopper_weight.cu, its work units and its loads. Launched by
+// hopper_weight.py. Macros: ELEMENT, the operands' type; SOURCE, the type that they were copied
+// from (float: scaled, see scaled_halves.cuh) or the same; PIXELS of a k-tile; CHANNELS of a box of
+// x; WARPGROUPS, the consumers.
 #pragma once
 
 #include "ptx/tma.cuh"
@@ -55,7 +56,7 @@ __device__ __forceinline__ int part_at(const WeightResult& of, int steps, int pa
   return of.share_steps * part + min(part, steps - of.share_steps * parts);
 }
 
-// The unit of a block of a cluster whose blocks have neighbouring tiles and one share.
+// The unit of a block in a cluster whose blocks have adjacent tiles and the same share.
 __device__ __forceinline__ Unit unit_at(const WeightResult& of, int index, int steps, int cluster = 1,
                                         int block = 0) {
   const int whole = of.whole / cluster;
@@ -67,8 +68,8 @@ __device__ __forceinline__ Unit unit_at(const WeightResult& of, int index, int s
           false};
 }
 
-// The unit of the cluster's blocks that share a tile, and a block's own range of its k-tiles; tile number
-// `copier` of `copying` neighbouring ones.
+// The unit of the blocks of a cluster that split a tile, and a block's own range of its k-tiles.
+// The tile is number `copier` of `copying` adjacent ones.
 struct ClusterUnit {
   Unit all;
   int step, end;
@@ -96,11 +97,11 @@ __device__ __forceinline__ Pixel pixel_at(const HopperWeightArgs& args, int inde
   return {n, rest1 - n * size[0], rest2 - rest1 * size[1], index - rest2 * (size[2] + args.halo)};
 }
 
-// Iterates over a unit's k-tiles without a division each.
+// Iterates over a unit's k-tiles without divisions.
 struct Walk {
   Pixel at, by;
 
-  // Computed here: read from the argument it would be loaded anew for each k-tile.
+  // Computed here, as the kernel parameters would be read again for each k-tile.
   __device__ __forceinline__ Walk(const HopperWeightArgs& args, int step)
       : at(pixel_at(args, step * kPixels)), by(pixel_at(args, kPixels)) {}
 

@@ -1,4 +1,4 @@
-// The argument of pointwise_gemm.cu and its operands' shared-memory layout and loads.
+// Kernel parameters of pointwise_gemm.cu and its operands' shared-memory layout and loads.
 #pragma once
 
 #include "ptx/tma.cuh"

@@ -64,7 +64,7 @@ __device__ __forceinline__ const float* pixel_of(const ScaledTensor& of, int pix
          (rest2 - rest1 * of.size[1]) * of.stride[2] + (pixel - rest2 * of.size[2]) * of.stride[3];
 }
 
-// All threads: the largest values over the lanes' rows, to all of them.
+// All threads: returns to every row the maxima over rows of each lane's values.
 __device__ __forceinline__ void over_rows(uint4 (&found)[kThreads], const ScaledTensor& of, int lane,
                                           u32 (&value)[4]) {
   __syncthreads();
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
   auto unscaling_of = [&](int e) {
     return unscalings_of(of.ranges, of.all_ranges) + of.ranges_at + c + e;
   };
-  u32 sized[4] = {};  // magnitudes that the scales are chosen by
+  u32 sized[4] = {};  // magnitudes that determine the scales
   bool wanted[4] = {};
   if (kCopiesAgain) {
     if (mine) {
@@ -172,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
 #pragma unroll
   for (int e = 0; e < 4; ++e) factor[e] = power_of_two(scale_of(sized[e]));
   const bool copies = mine && (!kCopiesAgain || wanted[0] || wanted[1] || wanted[2] || wanted[3]);
-  u32 most[4] = {}, lost[4] = {}, lost_peak = 0;  // the latter of all four
+  u32 most[4] = {}, lost[4] = {}, lost_peak = 0;  // per channel, and of all four
   int first = turn * each + row;
   if (kCopiesAgain && copies) load(four, first, of.rows);
   while (first < of.pixels && copies) {
@@ -207,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
     }
   }
   if (kCopiesAgain) return;
-  // Skips the atomic where another block's value is larger already: contention.
+  // Skip the atomic if the stored value is already larger, to reduce contention.
   const bool last = row == 0 && real;
   u32 known[4];
 #pragma unroll

@@ -1,4 +1,4 @@
-"""Depthwise convolutions, forward and input gradient, channels last, on FMA units."""
+"""Channels-last depthwise fprop and dgrad by FMA (depthwise.cu)."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from convgrad_service.plans.cuda.works import ConvWork
 __all__ = ["TILES", "Depthwise", "Tile"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
-# Of 16-bit types, beside kernels of one row: where tensor cores are not faster, or have none. They
-# take whole chunks of channels alone.
+# Kernels taken in 16-bit types, besides those of one row: tensor cores are not faster, or have no
+# instance. Tensor-core families require whole chunks of channels.
 IN_16_BITS = ((3, 3, 1), (3, 3, 2), (7, 7, 2))
 # For kernels with several planes, in whole chunks.
 DEEP = ((3, 3, 1), (3, 3, 2))
@@ -50,16 +50,16 @@ TOO_LARGE_FOR_EPILOGUES = ((13, 13, 1),)
 
 
 WARPS = 4
-# Rows in a warp's shared memory, by the bytes of an element.
+# Rows in a warp's shared memory, by bytes of an element.
 STAGES = {2: 4, 4: 4}
-# For one row of taps, whose rows are long.
+# The same for kernels of one row, whose rows of pixels are long.
 LINE_STAGES = {2: 4, 4: 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A lane's channels and columns (backward, times the stride), blocks per multiprocessor, the
-    most rows of a chunk, and the architectures."""
+    """A lane's channels and columns (in dgrad, times the stride), blocks per SM, the most rows of a
+    chunk, and the architectures."""
 
     vector: int
     columns: int
@@ -89,7 +89,7 @@ TILES: dict[Kernel, Tile] = {
 }
 
 
-# Alternatives for rows that strips of those columns would leave mostly empty.
+# Narrower alternatives, for rows that would leave much of a strip empty.
 NARROWER: dict[Kernel, tuple[Tile, ...]] = {(3, 3, 1): (Tile(2, 5, 4), Tile(2, 4, 4))}
 # Fixed cost of a strip, in columns.
 STRIP_COLUMNS = 2.5
@@ -101,7 +101,8 @@ DepthwiseArgs = structure("depthwise/depthwise_args.cuh", "DepthwiseArgs")
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """An instance's bytes of a copy, and whether it has epilogues, and several kernel planes."""
+    """An instance's bytes per cp.async, and whether it supports epilogues and several kernel
+    planes."""
 
     piece: int = CHUNK_BYTES
     epilogue: bool = False
@@ -109,7 +110,8 @@ class Variant:
 
     @classmethod
     def of(cls, work: ConvWork) -> Variant:
-        """Return a work's variant; with small copies or several planes, one has all epilogues."""
+        """Return the variant of a work. With small copies or several planes, all support
+        epilogues."""
         piece, deep = piece_of(work), is_deep(work)
         return cls(piece, deep or piece < CHUNK_BYTES or not work.epilogue_free, deep)
 
@@ -123,7 +125,7 @@ VARIANTS = (
 
 
 class Depthwise:
-    """fwd and bwd_data of the kernels in ``TILES``, one channel per group, channels last."""
+    """fwd and bwd_data of the kernels in ``TILES`` with one channel per group, channels last."""
 
     name = "depthwise"
 
@@ -159,7 +161,7 @@ class Depthwise:
     def launch(
         self, work: ConvWork, device: CudaDevice, plane: Plane, tile: Tile, chunk: int | None = None
     ) -> Launch:
-        """Return the launch with a tile and chunks of ``rows`` (backward, times the stride)."""
+        """Return the launch with a tile and ``chunk`` rows (in dgrad, times the stride)."""
         backward = work.direction == "bwd_data"
         source, result = gather_sides(work)
         sizes = plane.output, plane.input
@@ -169,7 +171,7 @@ class Depthwise:
         if kernel is None:
             raise ValueError("no instance")
         if backward:
-            # From the last multiple of the stride up to the padding, in units of the stride.
+            # In units of the stride, from the last multiple of it that is at most the padding.
             strides = 1 if kernel[0] == 1 else plane.stride, plane.stride
             rows, columns = (
                 ceil_div(extent + pad, stride) - pad // stride
@@ -236,7 +238,8 @@ def _plane_and_kernel(work: ConvWork) -> tuple[Plane | None, Kernel | None]:
 
 
 def _tiles_of(kernel: Kernel, dtype: DType, variant: Variant) -> tuple[Tile, ...]:
-    """Return tiles, which all give the same bits; with small pieces a lane has one piece."""
+    """Return the tiles, which give bitwise equal results. With small copies, a lane has one
+    each."""
     tile = TILES[kernel]
     if variant.piece < CHUNK_BYTES:
         return (replace(tile, vector=1) if dtype.itemsize == variant.piece else tile,)
@@ -244,7 +247,7 @@ def _tiles_of(kernel: Kernel, dtype: DType, variant: Variant) -> tuple[Tile, ...
 
 
 def _blocks(tile: Tile, variant: Variant) -> int:
-    """Return the blocks of a multiprocessor; an epilogue needs registers."""
+    """Return the blocks per SM; an epilogue takes registers."""
     return max(1, tile.blocks - variant.epilogue)
 
 

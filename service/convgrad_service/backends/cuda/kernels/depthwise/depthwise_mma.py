@@ -1,4 +1,4 @@
-"""Depthwise convolutions on tensor cores, forward and input gradient."""
+"""Depthwise fprop and dgrad on tensor cores (depthwise_mma.cu)."""
 
 from __future__ import annotations
 
@@ -39,11 +39,24 @@ __all__ = ["MMA_TILES", "DepthwiseMma", "MmaTile"]
 
 @dataclass(frozen=True, slots=True)
 class MmaTile:
-    """The most kernel rows, the stride, the units of 8 columns that a strip reads, warps of a block
-    with ``own`` channels each, rows between barriers, pipeline stages of as many rows, whether a
-    step's copies are issued last, and blocks per multiprocessor.
+    """A tile shape.
 
-    ``start`` is the fixed cost of a block, in rows.
+    Attributes
+    ----------
+    kernel_rows
+        The most kernel rows.
+    units
+        Units of 8 columns that a strip reads.
+    warps, own
+        Warps of a block, and channels of a warp.
+    rows, stages
+        Rows between barriers, and pipeline stages of that many rows.
+    late
+        Whether the copies of a step are issued after its computation.
+    blocks
+        Blocks per SM.
+    start
+        Fixed cost of a block, in rows.
     """
 
     kernel_rows: int
@@ -65,7 +78,7 @@ class MmaTile:
         return self.warps * self.own
 
 
-# The first that fits a kernel is used. Backward with stride 1 is forward with a flipped kernel.
+# The first that fits a kernel is used. dgrad with stride 1 is fprop with a flipped kernel.
 MMA_TILES = (
     MmaTile(3, 1, False, 2),
     MmaTile(5, 1, False, 2, late=False),
@@ -83,7 +96,7 @@ DepthwiseMmaArgs = structure("depthwise/depthwise_mma.cu", "DepthwiseMmaArgs")
 
 
 class DepthwiseMma:
-    """fwd and bwd_data of 16-bit types, one channel per group, channels last."""
+    """fwd and bwd_data in 16-bit types with one channel per group, channels last."""
 
     name = "depthwise_mma"
 
@@ -130,7 +143,7 @@ class DepthwiseMma:
         tile: MmaTile,
         chunk: int | None = None,
     ) -> Launch:
-        """Return the launch with a tile and chunks of ``rows`` (backward, times the stride)."""
+        """Return the launch with a tile and ``chunk`` rows (in dgrad, times the stride)."""
         backward, stride, pad = work.direction == "bwd_data", plane.stride, plane.pad
         source, result = gather_sides(work)
         sizes = plane.output, plane.input
@@ -140,7 +153,7 @@ class DepthwiseMma:
         if flipped:
             pad = plane.reach[0] - 1 - pad[0], plane.reach[1] - 1 - pad[1]
         if tile.backward:
-            # From the last multiple of the stride up to the padding, in units of the stride.
+            # In units of the stride, from the last multiple of it that is at most the padding.
             rows, columns = (
                 ceil_div(extent + before, stride) - before // stride
                 for extent, before in zip(y_size, pad, strict=True)
@@ -214,7 +227,7 @@ def _shared_bytes(tile: MmaTile, slots: int) -> int:
     phases = tile.stride if tile.backward else 1
     results = phases * phases * channels * (TILE_STRIPS + 1) * 16
     rows = tile.stages * tile.rows * plane_bytes(slots, channels)
-    # Pairs of taps: their indices along the reduction, times the columns of a result.
+    # Pairs of taps: their indices along K, times the columns of a result.
     last = tile.units * STRIP_COLUMNS - 2
     pairs = last + 1 + (STRIP_COLUMNS - 1) * tile.stride
     if tile.backward:
@@ -224,7 +237,7 @@ def _shared_bytes(tile: MmaTile, slots: int) -> int:
 
 
 def _blocks(tile: MmaTile, epilogue: bool) -> int:
-    """Return the blocks of a multiprocessor; an epilogue needs registers."""
+    """Return the blocks per SM; an epilogue takes registers."""
     return max(1, tile.blocks - epilogue)
 
 

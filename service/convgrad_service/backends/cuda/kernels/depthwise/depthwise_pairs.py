@@ -1,4 +1,4 @@
-"""Depthwise convolutions on tensor cores without transposing pixels."""
+"""Depthwise fprop and dgrad on tensor cores, without transposing pixels (depthwise_pairs.cu)."""
 
 from __future__ import annotations
 
@@ -29,27 +29,39 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["PAIR_TILES", "DepthwisePairs", "DepthwisePairsArgs", "PairTile", "place_bytes"]
 
-# Limit of a grid along y.
+# The limit of gridDim.y.
 MOST_ALONG = 2**16 - 1
 TILE_STRIPS = 8
-# What a part of a share takes to start, in rows, and how much of a multiprocessor one block alone
-# uses; from sweeps on one H200.
+# Fixed cost of a part of a share, in rows, and the fraction of an SM that a single block uses;
+# fitted to sweeps on an H200.
 START_ROWS = 3
 ALONE = 0.65
-# Of 3x3 kernels, by the stride: how much of the strips' columns there must be, and the elements of
-# the result, times the stride's square, below which others are faster.
+# For 3x3 kernels: by stride, the least fraction of strip columns that are not padding; and the
+# elements of the result, times the square of the stride, below which other families are faster.
 FULL = {1: 0.85, 2: 0.9}
 FEW = 2**19
-# Shares of an image's rows to try, beside equal shares.
+# The most divisions of an image's rows to try, besides equal shares.
 MOST_PARTS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class PairTile:
-    """The most kernel rows, the stride, units of 4 columns of x in a product; a block's octets of
-    channels, pairs of channels of a warp, rows in shared memory, and blocks per multiprocessor.
+    """A tile shape.
 
-    ``cost`` is that of an octet's row, relative to other tiles for the same kernel.
+    Attributes
+    ----------
+    kernel_rows
+        The most kernel rows.
+    units
+        Units of 4 columns of x per product.
+    octets, pairs
+        Channels of a block in units of 8, and of a warp in units of 2.
+    stages
+        Rows in shared memory.
+    blocks
+        Blocks per SM.
+    cost
+        Cost of a row of an octet, relative to other tiles for the same kernel.
     """
 
     kernel_rows: int
@@ -71,14 +83,14 @@ class PairTile:
         return self.octets * 128 // self.pairs
 
 
-# Of those that fit a kernel, the one with the least predicted time is used, or the first.
+# Of the tiles that fit a kernel, the one with the least predicted time is used.
 PAIR_TILES = (
     PairTile(3, 1, 2, 4, blocks=4),
     PairTile(3, 1, 2, 6, blocks=2),
     PairTile(5, 1, 2, 4, blocks=3),
     PairTile(5, 1, 2, 6, blocks=2),
     PairTile(7, 1, 3, 4, blocks=2),
-    # For few pixels: blocks of half the size.
+    # Blocks of half the size, for few pixels.
     PairTile(7, 1, 3, 2, pairs=2, blocks=4, cost=1.15),
     PairTile(3, 2, 1, 6, blocks=2),
     PairTile(3, 2, 1, 4, blocks=3),
@@ -91,12 +103,13 @@ DepthwisePairsArgs = structure("depthwise/depthwise_pairs.cuh", "DepthwisePairsA
 
 
 class DepthwisePairs:
-    """bwd_data of 16-bit types, and fwd with stride 1, one channel per group, channels last."""
+    """bwd_data, and fwd with stride 1, in 16-bit types with one channel per group, channels
+    last."""
 
     name = "depthwise_pairs"
 
     def __init__(self, tiles: tuple[PairTile, ...] = PAIR_TILES, anything: bool = False) -> None:
-        """``anything``: also apply where other families are faster."""
+        """Create the family; with ``anything``, it also takes work at which others are faster."""
         self._tiles, self._anything = tiles, anything
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
@@ -151,7 +164,7 @@ class DepthwisePairs:
         tile: PairTile,
         share: int | None = None,
     ) -> Launch:
-        """Return the launch with a tile and ``rows`` per block (times the stride)."""
+        """Return the launch with a tile and ``share`` rows per block (times the stride)."""
         stride, (source, result) = plane.stride, gather_sides(work)
         flipped, cut = work.direction == "fwd", _Cut.of(work, plane, tile)
         args = DepthwisePairsArgs()
@@ -187,7 +200,7 @@ class DepthwisePairs:
         return [_instance(dtype, tile) for tile in self._tiles for dtype in DTYPES]
 
     def _tile(self, work: ConvWork, plane: Plane, device: CudaDevice) -> PairTile | None:
-        """Return the tile with the least predicted time of the smallest that fit the kernel."""
+        """Return the tile with the least predicted time among the smallest that fit the kernel."""
         if work.direction == "fwd" and plane.stride > 1:
             return None
         reads = _columns(plane.reach[1], plane.stride, _result(work, plane)[1][1])[2]
@@ -211,10 +224,11 @@ class DepthwisePairs:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A work, cut for a tile.
+    """A work partitioned for a tile.
 
-    ``strips`` and ``rows`` are an image's, the rows in units of the stride from ``base`` on.
-    ``tiles`` of strips have all of the batch's. ``row_bytes`` is a row of x in shared memory.
+    ``strips`` and ``rows`` are those of an image, with rows in units of the stride from ``base``.
+    ``tiles`` cover the strips of the whole batch. ``row_bytes`` are those of a row of x in shared
+    memory.
     """
 
     tile: PairTile
@@ -229,7 +243,7 @@ class _Cut:
     def of(cls, work: ConvWork, plane: Plane, tile: PairTile) -> _Cut:
         (height, width), pad = _result(work, plane)
         strips, base = ceil_div(width, STRIP_COLUMNS), pad[0] // plane.stride
-        # The most images of a tile's strips; each has one more unit after it.
+        # The most images in a tile of strips. A unit of padding follows each.
         images = (TILE_STRIPS + strips - 2) // strips + 1
         pixels = (TILE_STRIPS + images) * STRIP_COLUMNS // tile.stride
         round_pixels = tile.threads // tile.octets
@@ -249,10 +263,10 @@ class _Cut:
         return self.tile.stages * self.row_bytes + 2 * results
 
     def cost_and_share(self, device: CudaDevice) -> tuple[float, int]:
-        """Return the least cost of all blocks, and a block's share of all tiles' rows for it.
+        """Return the least cost of all blocks, and the rows of a block's share for it.
 
-        A block alone does not use all of a multiprocessor. The part of a share in one tile costs
-        its rows, its halo rows, and a fixed cost.
+        A single block does not saturate an SM. The part of a share in each tile costs its rows, its
+        halo rows, and a fixed cost.
         """
         beside = ceil_div(self.tile.kernel_rows, self.tile.stride) - 1 + START_ROWS
         resident = resident_blocks(device, self.shared_bytes, self.tile.blocks)
@@ -275,7 +289,7 @@ class _Cut:
 
 
 def _result(work: ConvWork, plane: Plane) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the result's size and padding (forward, that of the flipped kernel)."""
+    """Return the size and padding of the result (in fprop, the padding of the flipped kernel)."""
     if work.direction == "bwd_data":
         return plane.input, plane.pad
     first, second = (k - 1 - pad for k, pad in zip(plane.reach, plane.pad, strict=True))
@@ -297,14 +311,17 @@ def _why_not_full(work: ConvWork, plane: Plane) -> str | None:
 
 
 def _columns(kernel: int, stride: int, pad: int) -> tuple[int, int, int]:
-    """The first column of x that the first four of the result need, which of the kernel's columns
-    takes it to the first of those, and how many they need."""
+    """Return the columns of x for the first four columns of the result.
+
+    These are the first column, the kernel column with which it contributes to the first result, and
+    the number of columns.
+    """
     left = -((kernel - 1 - pad) // stride)
     return left, pad - stride * left, (pad + 3) // stride - left + 1
 
 
 def place_bytes(tile: PairTile, pixels: int, strided: bool = False) -> int:
-    """Return the shared memory of pixels; with a stride, groups of x are closer."""
+    """Return the bytes of pixels in shared memory, whose padding depends on the stride."""
     twice_odd = tile.octets % 4 == 2
     pixel_bytes = 16 * (tile.octets if twice_odd and not strided else tile.octets | 1)
     apart_bytes = 0 if strided else 16 if twice_odd else 64

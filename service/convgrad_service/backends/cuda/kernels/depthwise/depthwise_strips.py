@@ -1,4 +1,4 @@
-"""Strips of columns over images, for depthwise kernels on tensor cores."""
+"""Strips of columns, the work units of depthwise kernels on tensor cores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["DTYPES", "STRIP_COLUMNS", "TILE_STRIPS", "StripTiling", "Strips", "l
 __all__ += ["plane_bytes", "variant", "variants", "why_not_strips"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
-# Offsets are 32-bit numbers of four elements, also for rows before the first.
+# Offsets are 32-bit, in units of four elements, and signed: rows may precede the first.
 MOST_ELEMENTS = 2**33
 STRIP_COLUMNS = 8
 TILE_STRIPS = 16
@@ -28,8 +28,8 @@ StripTiling = structure("depthwise/depthwise_strips.cuh", "StripTiling")
 class Strips:
     """The strips of a batch of images.
 
-    Each image has ``count`` adjacent strips, at a distance of ``apart`` units of the source; each
-    strip reads ``reads`` units.
+    Each image has ``count`` adjacent strips, ``apart`` units of the source from each other, each of
+    which reads ``reads`` units.
     """
 
     batch: int
@@ -39,7 +39,7 @@ class Strips:
 
     @property
     def units(self) -> int:
-        """Units of an image."""
+        """Number of units per image."""
         return (self.count - 1) * self.apart + self.reads
 
     @property
@@ -48,7 +48,7 @@ class Strips:
 
     @property
     def slots(self) -> int:
-        """The most units of a tile, in whole matrices of 4."""
+        """The most units per tile, rounded up to matrices of 4."""
         most = 0
         for tile in range(min(self.tiles, self.count)):
             first = tile * TILE_STRIPS % self.count
@@ -58,9 +58,9 @@ class Strips:
 
 
 def variants(kernel_rows: int, blocks: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """Return blocks per multiprocessor, each with the architectures that it is for.
+    """Return the numbers of blocks per SM with the architectures of each.
 
-    With 7 rows of a kernel two blocks' registers suffice on Hopper alone.
+    With 7 kernel rows, registers suffice for two blocks on Hopper only.
     """
     if kernel_rows < 7 or blocks == 1:
         return ((blocks, ARCHITECTURES),)
@@ -75,7 +75,7 @@ def variant(kernel_rows: int, blocks: int, device: CudaDevice) -> tuple[int, tup
 
 
 def why_not_strips(plane: Plane, work: ConvWork) -> str | None:
-    """Return why no tensor-core kernel of strips applies; None if one may."""
+    """Return why no tensor-core kernel of strips applies, or None if one may."""
     dtype = work.dtype
     tensors = ((plane.input, plane.strides(work.x)), (plane.output, plane.strides(work.y)))
     if dtype not in DTYPES:

@@ -32,11 +32,11 @@ __all__ += [
 Kernel = tuple[int, int, int]
 """Rows and columns of taps of an instance, and its stride."""
 PIECES = (16, 4)
-"""Bytes of an asynchronous copy, of which pixels and channels are multiples; larger is faster."""
+"""Bytes per cp.async, which must divide pixels and channels; larger ones are faster."""
 BLOCK_CHANNELS = 32
 """Channels of a warp: two sectors of memory per pixel for 16-bit types."""
 CHUNK_BYTES = 16
-# Latency of a warp's first rows, in rows of computation; from sweeps on one H200.
+# Latency of a warp's first rows, in rows of computation; fitted to sweeps on an H200.
 START_ROWS = 6
 
 
@@ -48,10 +48,10 @@ Planes = structure("depthwise/depthwise_args.cuh", "Planes")
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """A depthwise work as two spatial dimensions.
+    """A depthwise work with two spatial dimensions.
 
-    ``axes`` are which of D, H, W they are, the second None for a 1D work, or the first where its
-    rows are the images; ``batch_axis`` is 0 where the planes of D count as images.
+    ``axes`` are their indices among D, H, W. For a 1D work, the second is None, or the first if the
+    images are its rows. ``batch_axis`` is 0 if planes along D count as images.
     """
 
     batch: int
@@ -67,13 +67,14 @@ class Plane:
 
     @property
     def reach(self) -> tuple[int, int]:
-        """The extents of the dilated kernel."""
+        """Extents of the dilated kernel."""
         first, second = (d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel, strict=True))
         return first, second
 
     @property
     def across(self) -> Plane:
-        """The plane with taps along rows if there is one column of taps, which needs fewer sums.
+        """The plane, transposed if the kernel has a single column, as a single row takes fewer
+        accumulators.
 
         The rows of a 1D work are its images.
         """
@@ -156,9 +157,9 @@ def why_not_plane(
 
 
 def fill_operands(args: Any, work: ConvWork, plane: Plane, x: Operand, y: Operand) -> None:
-    """Fill in what the arguments of all depthwise kernels share.
+    """Fill in the kernel parameters that all depthwise kernels share.
 
-    ``x`` is read; ``y`` is written forward and for the input gradient.
+    ``x`` is read; ``y`` is written in fprop and dgrad.
     """
     args.x_stride[:], args.y_stride[:] = plane.strides(x), plane.strides(y)
     args.w_stride[:] = plane.weight_strides(work.w)
@@ -170,7 +171,8 @@ def fill_operands(args: Any, work: ConvWork, plane: Plane, x: Operand, y: Operan
 
 
 def piece_of(work: ConvWork) -> int:
-    """Return the bytes of a copy that divides every pixel's channels, or those of an element."""
+    """Return the largest of ``PIECES`` that divides the channels of every pixel, or an element's
+    bytes."""
     sides = ((work.x, work.in_channels), (work.y, work.out_channels))
     numbers = [
         stride for operand, _ in sides for stride in (operand.strides[0], *operand.strides[3:])
@@ -187,7 +189,8 @@ def is_deep(work: ConvWork) -> bool:
 
 
 def deep_plane_of(work: ConvWork) -> Plane | None:
-    """Return one plane of such a work, whose items are planes of the result of all images."""
+    """Return the plane of a work with several kernel planes; its batch is all planes of the
+    result."""
     if work.stride[1] != work.stride[2]:
         return None
     written = work.input if work.direction == "bwd_data" else work.output
@@ -206,9 +209,9 @@ def deep_plane_of(work: ConvWork) -> Plane | None:
 
 
 def kernel_of(plane: Plane, kernels: Iterable[Kernel]) -> Kernel | None:
-    """Return the kernel, of those with instances, that computes a plane's kernel.
+    """Return the instance's kernel that computes a plane's kernel, or None.
 
-    Of one row of taps it is the smallest that holds it, dilated; its rows have no stride.
+    For one row of taps, it is the smallest that holds the dilated kernel, with stride 1 along rows.
     """
     if plane.kernel[0] > 1:
         wanted = (*plane.kernel, plane.stride)
@@ -236,13 +239,13 @@ def fill_planes(planes: Any, work: ConvWork, x: Operand, y: Operand) -> None:
 
 
 def why_not_counted(columns: int) -> str | None:
-    """Return why there are not enough arrival counters for the columns of blocks."""
+    """Return why there are not enough arrival counters for the columns of blocks, or None."""
     most = ZEROS_BYTES // 4
     return f"{columns} columns of blocks are more than {most}" if columns > most else None
 
 
 def plane_of(work: ConvWork) -> Plane | None:
-    """Return the work's plane if both dimensions have one stride; a 1D work becomes one column."""
+    """Return the work's plane if both dimensions have the same stride. A 1D work has one column."""
     depth = work.input[0]
     batch_axis = 0 if depth > 1 else None
     line = work.input[1] == 1 and work.output[1] == 1 and work.kernel[1] == 1 and work.pad[1] == 0
@@ -289,11 +292,10 @@ def chunk_counts(rows: int) -> Iterator[int]:
 
 
 def chunk_rows(rows: int, reach: int, items: int, resident: int, start: int = START_ROWS) -> int:
-    """Return the rows of a chunk for which all warps (or blocks, if they share an item) end
-    soonest.
+    """Return the rows per chunk that minimise the total time.
 
-    A chunk costs its rows, ``reach`` halo rows and ``start``, in rows; there are ``items`` of each
-    chunk, of which ``resident`` run at once.
+    A chunk costs its rows, ``reach`` halo rows and a fixed ``start``, in rows. Each chunk has
+    ``items``, of which ``resident`` run at once.
     """
     best = min(
         chunk_counts(rows),
@@ -305,6 +307,6 @@ def chunk_rows(rows: int, reach: int, items: int, resident: int, start: int = ST
 
 
 def resident_blocks(device: CudaDevice, shared_bytes: int, blocks: int) -> int:
-    """Return the blocks that run at once if ``blocks`` fit in a multiprocessor's registers."""
+    """Return the blocks resident on the device if the registers of an SM suffice for ``blocks``."""
     fitting = device.shared_bytes_per_multiprocessor // (shared_bytes + 1024)
     return device.multiprocessors * max(1, min(blocks, fitting))

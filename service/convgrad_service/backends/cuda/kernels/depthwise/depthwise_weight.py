@@ -1,4 +1,4 @@
-"""Weight gradient of depthwise convolutions, channels last, on FMA units."""
+"""Channels-last depthwise wgrad by FMA (depthwise_weight.cu)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["WEIGHT_TILES", "DepthwiseWeight", "WeightTile"]
 
-# Types of results for each type of input.
+# Result dtypes by input dtype.
 RESULTS = {
     DType.FLOAT16: (DType.FLOAT16, DType.FLOAT32),
     DType.BFLOAT16: (DType.BFLOAT16, DType.FLOAT32),
@@ -47,15 +47,15 @@ RESULTS = {
 }
 
 
-# With many warps in a block there are few partial sums to add.
+# Many warps per block leave few partial sums to reduce.
 WARPS = 8
-# Rows in a warp's shared memory, by the bytes of an element.
+# Rows in a warp's shared memory, by bytes of an element.
 STAGES = {2: 4, 4: 3}
 
 
 @dataclass(frozen=True, slots=True)
 class WeightTile:
-    """A lane's kernel rows, channels and columns, and blocks per multiprocessor."""
+    """A lane's kernel rows, channels and columns, and blocks per SM."""
 
     kernel_rows: int
     vector: int
@@ -63,15 +63,15 @@ class WeightTile:
     blocks: int
 
 
-# Of 16-bit types in whole chunks, beside kernels of one row: where tensor cores are not faster.
+# Tiles in 16-bit types in whole chunks, besides kernels of one row: tensor cores are not faster.
 TILES_IN_16_BITS: dict[Kernel, WeightTile] = {
     (3, 3, 1): WeightTile(3, 1, 7, 2),
     (3, 3, 2): WeightTile(3, 2, 4, 1),
 }
-# Elements of both tensors from which tensor cores are faster in 16 bits with stride 1: with 10 and
-# with 58 million, FMAs took 0.81 and 1.13 of their time on one H200.
+# Elements of both tensors above which tensor cores are faster in 16-bit types with stride 1. With
+# 10 and 58 million elements, FMAs took 0.81 and 1.13 of their time on an H200.
 TENSOR_CORES_FROM = 27 * 10**6
-# For float32, with fewer elements than that.
+# Tiles in float32 with fewer elements.
 SMALL_TILES: dict[Kernel, WeightTile] = {(3, 3, 1): WeightTile(3, 2, 4, 2)}
 # By kernel rows, kernel columns and stride.
 WEIGHT_TILES: dict[Kernel, WeightTile] = {
@@ -97,7 +97,7 @@ DepthwiseWeightArgs = structure("depthwise/depthwise_args.cuh", "DepthwiseWeight
 
 
 class DepthwiseWeight:
-    """bwd_weight of the kernels in ``WEIGHT_TILES``, one channel per group, channels last."""
+    """bwd_weight of the kernels in ``WEIGHT_TILES`` with one channel per group, channels last."""
 
     name = "depthwise_weight"
 
@@ -144,7 +144,7 @@ class DepthwiseWeight:
         tile: WeightTile,
         chunk: int | None = None,
     ) -> Fragment:
-        """Return the launch with a tile and chunks of ``rows``."""
+        """Return the launch with a tile and ``chunk`` rows."""
         shared_bytes = _shared_bytes(work.dtype, kernel, tile)
         channel_tiles = ceil_div(work.groups, BLOCK_CHANNELS)
         columns = _columns(work, kernel, tile)
@@ -155,7 +155,7 @@ class DepthwiseWeight:
             reach = ceil_div(kernel[0], plane.stride) - 1
             chunk = chunk_rows(plane.output[0], reach, plane.batch * groups, resident * WARPS)
         chunks = ceil_div(plane.output[0], chunk)
-        # As many blocks as run at once; numbers of items per warp differ by at most one.
+        # As many blocks as are resident; items per warp differ by at most one.
         items = plane.batch * groups * chunks
         blocks = ceil_div(items, ceil_div(items, resident * WARPS) * WARPS)
 
@@ -222,13 +222,13 @@ def _tile(work: ConvWork, plane: Plane, kernel: Kernel) -> WeightTile:
 
 
 def _columns(work: ConvWork, kernel: Kernel, tile: WeightTile) -> int:
-    """Return the columns of blocks, each of which reduces to some of the results."""
+    """Return the number of columns of blocks; blocks of a column reduce to the same results."""
     planes = work.kernel[0] if is_deep(work) else 1
     return ceil_div(work.groups, BLOCK_CHANNELS) * ceil_div(kernel[0], tile.kernel_rows) * planes
 
 
 def _blocks(kernel: Kernel, tile: WeightTile, piece: int) -> int:
-    """Return the blocks of a multiprocessor; small copies of long rows need registers."""
+    """Return the blocks per SM; small copies of long rows take registers."""
     return 1 if piece < CHUNK_BYTES and kernel[1] > 15 else tile.blocks
 
 
@@ -238,7 +238,7 @@ def _strips(tile: WeightTile) -> int:
 
 
 def _shared_bytes(dtype: DType, kernel: Kernel, tile: WeightTile) -> int:
-    """Return the bytes of the warps' rows, later reused for the strips' sums."""
+    """Return the bytes of the warps' rows, reused for the accumulators of strips."""
     strips, (_, width, stride) = _strips(tile), kernel
     columns = strips * tile.columns
     read = (columns - 1) * stride + width + columns

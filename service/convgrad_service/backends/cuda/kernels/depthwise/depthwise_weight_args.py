@@ -1,5 +1,5 @@
-"""What depthwise weight-gradient kernels share: arguments (``depthwise_weight_args.cuh``), and the
-partial sums of several blocks."""
+"""Kernel parameters (``depthwise_weight_args.cuh``) and partial sums of all depthwise wgrad
+kernels."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ __all__ = ["buffers_of", "elements_of", "fill_weight", "partials_of"]
 
 
 def elements_of(work: ConvWork, plane: Plane) -> int:
-    """Return the elements of both tensors that are read."""
+    """Return the number of elements of both inputs."""
     return (prod(plane.input) + prod(plane.output)) * plane.batch * work.groups
 
 
 def fill_weight(args: Any, work: ConvWork, plane: Plane) -> None:
-    """Fill in everything but addresses."""
+    """Fill in the kernel parameters except addresses."""
     fill_operands(args, work, plane, work.x, work.y)
     args.channels = work.groups * work.out_channels
     args.x_size[:], args.y_size[:], args.pad[:] = plane.input, plane.output, plane.pad
 
 
 def partials_of(work: ConvWork, blocks: int, sums: int) -> tuple[Workspace, ...]:
-    """Return workspace for partial sums if several ``blocks`` add to a result."""
+    """Return the workspace for partial sums if several ``blocks`` add to a result."""
     return (Workspace(f"{work.prefix}partials", sums * 4),) if blocks > 1 else ()
 
 
 def buffers_of(work: ConvWork, partials: tuple[Workspace, ...]) -> dict[str, Operand | str | None]:
-    """Return the buffers of the arguments' pointers."""
+    """Return the buffers of the pointers among the kernel parameters."""
     return {
         "x": work.x,
         "y": work.y,

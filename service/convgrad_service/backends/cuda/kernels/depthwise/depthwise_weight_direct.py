@@ -1,4 +1,4 @@
-"""Weight gradient of depthwise convolutions in registers, channels last."""
+"""Channels-last depthwise wgrad in registers (depthwise_weight_direct.cu)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MOST_INDEX = 2**31 - 1
 @dataclass(frozen=True, slots=True)
 class DirectTile:
     """Kernel and stride; a thread's channels and columns of y, and the rows that it prefetches; the
-    most threads of a block, which fills a multiprocessor."""
+    most threads of a block, one of which fills an SM."""
 
     kernel: int
     stride: int
@@ -50,7 +50,7 @@ class DirectTile:
 
 @dataclass(frozen=True, slots=True)
 class DirectLayout:
-    """Vectors of channels in a tile, strips of a unit, units of a block, rows of a chunk."""
+    """Vectors of channels per tile, strips per unit, units per block, and rows per chunk."""
 
     vectors: int
     strips: int
@@ -63,10 +63,11 @@ class DirectLayout:
 
 
 DIRECT_TILES = (DirectTile(3, 1, 2, 4, 3, 512), DirectTile(3, 2, 2, 4, 4, 512))
-# Elements of both tensors, and columns of y by stride, from which it is faster on an H200.
+# Elements of both tensors, and columns of y by stride, above which it is faster on an H200.
 LEAST_ELEMENTS = 27 * 10**6
 LEAST_COLUMNS = {1: 56, 2: 28}
-# Where strips do not end with rows: against strips of tensor cores that would be less than so full.
+# If less than FILLED of the tensor-core strips' columns would be used, this family is faster from
+# LEAST_RAGGED_COLUMNS columns on.
 STRIP_COLUMNS, FILLED, LEAST_RAGGED_COLUMNS = 8, 0.85, 19
 
 
@@ -76,7 +77,7 @@ DepthwiseWeightDirectArgs = structure(
 
 
 class DepthwiseWeightDirect:
-    """bwd_weight of 16-bit types, one channel per group, channels last."""
+    """bwd_weight in 16-bit types with one channel per group, channels last."""
 
     name = "depthwise_weight_direct"
 
@@ -185,7 +186,7 @@ class DepthwiseWeightDirect:
 
 
 def _why_slower(work: ConvWork, plane: Plane, tile: DirectTile) -> str | None:
-    """Return why other families are expected to be faster; None if they are not."""
+    """Return why other families are expected to be faster, or None."""
     elements = elements_of(work, plane)
     if elements < LEAST_ELEMENTS:
         return f"{elements} elements; other families are faster on few"
@@ -202,18 +203,18 @@ def _why_slower(work: ConvWork, plane: Plane, tile: DirectTile) -> str | None:
 def layouts(
     work: ConvWork, plane: Plane, tile: DirectTile, device: CudaDevice
 ) -> Iterator[tuple[int, DirectLayout]]:
-    """Yield layouts that fill blocks, with their costs: rows by warps of a block."""
+    """Yield layouts that fill blocks, each preceded by its cost (rows times warps of a block)."""
     vectors = work.groups // tile.vector
     strips = ceil_div(plane.output[1], tile.columns)
-    fewest = max(1, 4 // tile.vector)  # vectors more or less; partial sums are read by fours
+    fewest = max(1, 4 // tile.vector)  # granularity in vectors: partial sums are read by fours
     for of_tile in range(8, max(8, min(vectors, tile.threads)) + 1, fewest):
         tiles = ceil_div(vectors, of_tile)
         if of_tile > 8 and ceil_div(vectors, of_tile - fewest) == tiles:
-            continue  # fewer are sufficient
+            continue  # fewer vectors give as many tiles
         for side in range(min(strips, tile.threads // of_tile), 0, -1):
             groups = ceil_div(strips, side)
             if ceil_div(strips, groups) != side:
-                continue  # so many groups have shorter sides
+                continue  # a shorter side gives as many groups
             warps = ceil_div(of_tile * side, 32)
             units = tile.threads // 32 // warps
             resident = max(1, device.multiprocessors // tiles) * units
@@ -232,7 +233,8 @@ def best_layout(work: ConvWork, plane: Plane, tile: DirectTile, device: CudaDevi
 
 
 def _is_inner(plane: Plane, tile: DirectTile, columns: int) -> bool:
-    """Whether units of ``columns`` of y end where rows do, and padding is at most half a kernel."""
+    """Return whether units of ``columns`` divide rows of y, with padding of at most half a
+    kernel."""
     half = (tile.kernel - 1) // 2
     reach = (plane.output[1] - 1) * plane.stride + plane.kernel[1]
     after = reach - plane.pad[1] - plane.input[1]
@@ -241,12 +243,12 @@ def _is_inner(plane: Plane, tile: DirectTile, columns: int) -> bool:
 
 
 def _tiles(work: ConvWork, tile: DirectTile, layout: DirectLayout) -> int:
-    """Of channels."""
+    """Return the number of tiles of channels."""
     return ceil_div(work.groups, layout.vectors * tile.vector)
 
 
 def _shared_bytes(tile: DirectTile, layout: DirectLayout) -> int:
-    """Return the bytes of the threads' sums."""
+    """Return the bytes of the threads' accumulators."""
     threads = layout.units * layout.unit_warps * 32
     return tile.kernel**2 * tile.vector * threads * 4
 

@@ -1,4 +1,4 @@
-"""Weight gradient of depthwise convolutions on tensor cores."""
+"""Depthwise wgrad on tensor cores (depthwise_weight_mma.cu)."""
 
 from __future__ import annotations
 
@@ -41,22 +41,18 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["WEIGHT_MMA_TILES", "DepthwiseWeightMma", "WeightMmaTile"]
 
-# Diagonals of a product that are distinguished.
+# Diagonals of a product, each of which is a tap.
 DIAGONALS = 8
-# Each part of a kernel reads x and y again; dilated kernels would have few taps in many parts.
+# The most parts of a kernel. Each reads x and y again, and dilated kernels have few taps in each.
 MOST_PARTS = 16
-# Rows, of 16 terms each, after which products are added in float32.
+# Rows (of 16 terms) after which accumulators are added to float32 sums.
 FLUSH = 32
 
 
 @dataclass(frozen=True, slots=True)
 class WeightMmaTile:
-    """The most kernel rows, the stride, warps of a block with ``own`` channels each, rows between
-    barriers, pipeline stages of as many rows, whether a step's copies are issued last, and blocks
-    per multiprocessor.
-
-    ``start`` is the fixed cost of an item, in rows.
-    """
+    """A tile shape, with the attributes of `depthwise_mma.MmaTile`. ``start`` is the fixed cost of
+    an item, in rows."""
 
     kernel_rows: int
     stride: int
@@ -74,7 +70,7 @@ class WeightMmaTile:
         return self.warps * self.own
 
 
-# By stride and rows; larger kernels are divided into parts.
+# By stride and kernel rows; larger kernels are divided into parts.
 WEIGHT_MMA_TILES = (
     WeightMmaTile(3, 1, late=False),
     WeightMmaTile(5, 1, late=False),
@@ -87,7 +83,7 @@ DepthwiseWeightMmaArgs = structure("depthwise/depthwise_weight_mma.cu", "Depthwi
 
 
 class DepthwiseWeightMma:
-    """bwd_weight of 16-bit types, one channel per group, channels last."""
+    """bwd_weight in 16-bit types with one channel per group, channels last."""
 
     name = "depthwise_weight_mma"
 
@@ -132,7 +128,7 @@ class DepthwiseWeightMma:
         tile: WeightMmaTile,
         chunk: int | None = None,
     ) -> Fragment:
-        """Return the launch with a tile and chunks of ``rows``."""
+        """Return the launch with a tile and ``chunk`` rows."""
         strips = _strips(plane)
         channels = tile.channels
         channel_tiles = ceil_div(work.groups * work.out_channels, channels)
@@ -147,7 +143,7 @@ class DepthwiseWeightMma:
             reach = ceil_div(tile.kernel_rows, plane.stride) - 1
             chunk = chunk_rows(plane.output[0], reach, strips.tiles, resident, tile.start)
         chunks = ceil_div(plane.output[0], chunk)
-        # As many blocks as run at once; numbers of items per block differ by at most one.
+        # As many blocks as are resident; items per block differ by at most one.
         items = strips.tiles * chunks
         blocks = ceil_div(items, ceil_div(items, resident))
 
@@ -190,13 +186,13 @@ class DepthwiseWeightMma:
 
 
 def _parts(plane: Plane, tile: WeightMmaTile) -> tuple[int, int]:
-    """Return the parts of a kernel, vertically and horizontally."""
+    """Return the numbers of parts of a kernel along H and W."""
     rows, columns = plane.reach
     return ceil_div(rows, tile.kernel_rows), ceil_div(columns, DIAGONALS * tile.stride)
 
 
 def _columns(work: ConvWork, plane: Plane, tile: WeightMmaTile) -> int:
-    """Return the columns of blocks, each of which reduces to some of the results."""
+    """Return the number of columns of blocks; blocks of a column reduce to the same results."""
     channel_tiles = ceil_div(work.groups * work.out_channels, tile.channels)
     return channel_tiles * prod(_parts(plane, tile))
 

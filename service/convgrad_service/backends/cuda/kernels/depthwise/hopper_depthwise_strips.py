@@ -1,4 +1,5 @@
-"""Weight gradient of depthwise convolutions on Hopper, with strips of several images at once."""
+"""Depthwise wgrad on Hopper, with strips of several images per product
+(hopper_depthwise_strips.cu)."""
 
 from __future__ import annotations
 
@@ -39,19 +40,19 @@ MOST_INDEX = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class StripsTile:
-    """A kernel's rows and columns, and the adjacent strips of a product."""
+    """The extent of a square kernel, and the adjacent strips of a product."""
 
     kernel: int
     side: int
 
     @property
     def images(self) -> int:
-        """Images of a product."""
+        """Images per product."""
         return STRIPS // self.side
 
     @property
     def x_columns(self) -> int:
-        """Columns in shared memory, an odd number of pairs."""
+        """Columns of x in shared memory, an odd number of pairs."""
         return _odd_pairs(STRIP_COLUMNS * self.side + self.kernel - 1)
 
     @property
@@ -71,7 +72,7 @@ class StripsTile:
         return CHANNELS * self.kernel * 2 * 32 * 4
 
     def slots(self, device: CudaDevice) -> int:
-        """Bytes of shared memory: the ring, its alignment, the sums and the barriers."""
+        """Return the stages that fit beside alignment, accumulators and mbarriers."""
         free = device.shared_bytes_per_block - ALIGN_BYTES - self.sums_bytes - 512
         return min(MOST_SLOTS, free // self.stage_bytes)
 
@@ -79,7 +80,7 @@ class StripsTile:
 HOPPER_STRIPS_TILES = tuple(StripsTile(kernel, side) for kernel in (5, 7) for side in (4, 2))
 
 
-# Elements of both tensors from which it is faster, and the least utilization of products.
+# Elements of both tensors above which it is faster, and the least utilisation of products.
 LEAST_ELEMENTS, LEAST_FILLED = 12 * 10**6, 0.8
 
 
@@ -89,7 +90,7 @@ HopperDepthwiseStripsArgs = structure(
 
 
 class HopperDepthwiseStrips:
-    """bwd_weight of 16-bit types, one channel per group, channels last."""
+    """bwd_weight in 16-bit types with one channel per group, channels last."""
 
     name = "hopper_depthwise_strips"
 
@@ -180,7 +181,7 @@ class HopperDepthwiseStrips:
 
 
 def _why_slower(work: ConvWork, plane: Plane, tile: StripsTile) -> str | None:
-    """Return why other families are expected to be faster; None if they are not."""
+    """Return why other families are expected to be faster, or None."""
     elements = elements_of(work, plane)
     if elements < LEAST_ELEMENTS:
         return f"{elements} elements; other families are faster on few"
@@ -198,13 +199,13 @@ def _odd_pairs(columns: int) -> int:
 
 
 def _items(plane: Plane, tile: StripsTile, chunks: int) -> int:
-    """Return the items of a tile of channels."""
+    """Return the number of work items per tile of channels."""
     groups = ceil_div(plane.output[1], STRIP_COLUMNS * tile.side)
     return ceil_div(plane.batch, tile.images) * groups * chunks
 
 
 def _chunks(plane: Plane, tile: StripsTile, resident: int) -> int:
-    """Return the chunks of an image's rows for which all blocks end soonest."""
+    """Return the number of chunks of an image's rows that minimises the total time."""
     rows = plane.output[0]
 
     def steps(chunks: int) -> int:
@@ -226,7 +227,7 @@ def _maps(
             (pixel * item, row * item, image * item),
             swizzle=CHANNELS * item,
             box=(CHANNELS, columns, 1, tile.images),
-            # L2 promotion was measured to fetch data twice.
+            # With L2 promotion, data was fetched twice (as measured).
             l2_bytes=0,
         )
 

@@ -1,4 +1,4 @@
-"""A depthwise 3x3 convolution followed by a pointwise one, in one kernel, on Hopper."""
+"""Depthwise 3x3 and pointwise convolution fused into one kernel on Hopper (hopper_separable.cu)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ __all__ = ["HopperSeparable"]
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 
 MAX_ITEMS, MAX_EXTENT = 2**31 - 2**16, 2**28
-# Measured on an H200: for 512 to 512 channels at 14 x 14 one launch takes as long as two
-# with 64 images, a third more with one to eight; for 1024 and 728 it takes longer.
+# Measured on an H200: from 512 to 512 channels at 14 x 14, the fused launch takes as long as two
+# launches with 64 images, and a third longer with one to eight. With 728 or 1024, it takes longer.
 MOST_OUTPUTS = 256
 
 
@@ -43,17 +43,25 @@ HopperSeparableArgs = structure("fused/hopper_separable_args.cuh", "HopperSepara
 
 
 class HopperSeparable:
-    """Depthwise 3x3, then pointwise, 16 bits, channels last."""
+    """fwd of a depthwise 3x3 and a pointwise convolution in 16-bit types, channels last."""
 
     name = "hopper_separable"
 
     def __init__(self, tiles: Iterable[SeparableTile] = TILES, *, anything: bool = False) -> None:
-        """``tiles`` are those to use; ``anything``: also apply where two launches are faster."""
+        """Create the family.
+
+        Parameters
+        ----------
+        tiles
+            The tile shapes to choose from.
+        anything
+            Take all work that the kernel can compute, even if two launches are faster.
+        """
         self._tiles, self._anything = tuple(tiles), anything
 
     def why_not(self, work: FusedWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`. Judged by nothing that cutting a problem in pieces changes, but for
-        sizes that cannot be counted."""
+        """See `Family.why_not`. Except for sizes that overflow, splitting the problem does not
+        change the answer."""
         first, second = work.first, work.second
         if device.architecture not in HOPPER:
             return f"{device.name} has no wgmma"
@@ -137,7 +145,7 @@ class HopperSeparable:
 
 
 def _results(second: ConvWork, tile: SeparableTile) -> TiledMap:
-    """Return the tensor map of 64 outputs of a group's pixels."""
+    """Return the tensor map of the result, whose box is 64 outputs of a group's pixels."""
     n, _, _, _, h, w = second.y.strides
     item = second.y.dtype.itemsize
     return TiledMap(
@@ -150,7 +158,7 @@ def _results(second: ConvWork, tile: SeparableTile) -> TiledMap:
 
 
 def _rows(operand: Operand, channels: int, outputs: int, tile: SeparableTile) -> TiledMap:
-    """Return the tensor map of a chunk of the pointwise weights of a block's outputs."""
+    """Return the tensor map of the pointwise weights, whose box is a chunk of a block's outputs."""
     return TiledMap(
         operand.dtype,
         (channels, outputs),
@@ -161,7 +169,7 @@ def _rows(operand: Operand, channels: int, outputs: int, tile: SeparableTile) ->
 
 
 def _boxes(first: ConvWork, tile: SeparableTile) -> TiledMap:
-    """Return the tensor map of a tile's pixels of the input, with their halo."""
+    """Return the tensor map of the input, whose box is a tile's pixels with their halo."""
     n, _, _, _, h, w = first.x.strides
     item = first.x.dtype.itemsize
     return TiledMap(
@@ -178,7 +186,7 @@ def _instance(tile: SeparableTile, dtype: DType) -> Instance:
 
 
 def is_pointwise(work: ConvWork) -> bool:
-    """Whether a work is a 1x1 convolution of stride 1 in one group."""
+    """Return whether a work is a 1x1 convolution with stride 1 and one group."""
     return (
         work.groups == 1
         and work.taps == 1
@@ -189,8 +197,8 @@ def is_pointwise(work: ConvWork) -> bool:
 
 
 def lies_well(first: ConvWork, second: ConvWork) -> bool:
-    """Whether channels lie side by side, the read ones in whole chunks, the taps of one channel
-    too."""
+    """Return whether channels are contiguous, those of inputs in whole chunks, and the depthwise
+    taps of each channel are contiguous."""
     x_extents = (first.batch, first.groups, 1, *first.input)
     w1_extents = (1, second.out_channels, second.in_channels, 1, 1, 1)
     taps = (prod(first.kernel), 0, 0, first.kernel[1] * first.kernel[2], first.kernel[2], 1)

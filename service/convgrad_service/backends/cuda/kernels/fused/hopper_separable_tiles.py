@@ -1,4 +1,4 @@
-"""How hopper_separable maps a problem to blocks, and its predicted time."""
+"""Tile shapes of hopper_separable, and their cost model."""
 
 from __future__ import annotations
 
@@ -20,11 +20,22 @@ MAKERS, LOADERS = 2, 1
 
 @dataclass(frozen=True, slots=True)
 class SeparableTile:
-    """Parameters of an instance.
+    """An instance.
 
-    Bytes of a pixel's chunk of channels; consumer warpgroups, and the parts of 64 outputs of each;
-    the stride; a tile's columns, rows and images; the pixels of a lane; stages of the intermediate;
-    warpgroups that share the outputs.
+    Attributes
+    ----------
+    row_bytes
+        Bytes of a chunk of a pixel's channels.
+    groups, parts
+        Consumer warpgroups, and blocks of 64 outputs of each.
+    width, height, images
+        Extents of a tile.
+    unit_width, unit_height
+        Pixels of a lane.
+    middles
+        Pipeline stages of the intermediate.
+    sharers
+        Warpgroups that share the same outputs.
     """
 
     row_bytes: int
@@ -53,22 +64,22 @@ class SeparableTile:
 
     @property
     def columns(self) -> int:
-        """Columns of a product."""
+        """N of a wgmma."""
         return _whole(self.pixels // self.sharers, 8)
 
     @property
     def box(self) -> tuple[int, int]:
-        """The input's columns and rows in a tile.
+        """Columns and rows of the input in a tile.
 
-        With chunks of 32 channels, half-warps compute different units; odd rows avoid their bank
-        conflicts.
+        With chunks of 32 channels, half-warps compute different units, and odd row lengths avoid
+        bank conflicts between them.
         """
         width, height = ((own - 1) * self.stride + 3 for own in (self.width, self.height))
         return (width | 1 if self.row_bytes == 64 else width), height
 
     @property
     def units(self) -> int:
-        """Warps that compute the intermediate."""
+        """Number of warp-sized units of the intermediate."""
         strips = ceil_div(self.width, self.unit_width)
         return strips * (self.height // self.unit_height) * self.images * self.row_bytes // 128
 
@@ -78,7 +89,7 @@ class SeparableTile:
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Registers of consumer, compute and producer threads, in total no more than initially."""
+        """Registers of consumer, compute and producer threads, in total at most those at launch."""
         start = 65536 // _whole(self.threads, 128) // 8 * 8
         loaders = 32
         consumers = max(_whole(self.parts * self.columns // 2 + 40, 8), start + 8)
@@ -87,7 +98,7 @@ class SeparableTile:
 
     @property
     def box_bytes(self) -> int:
-        """Bytes of a stage of boxes, with the channels' depthwise weights and biases."""
+        """Bytes of a stage: a box, and the depthwise weights and biases of its channels."""
         width, height = self.box
         box = _whole(width * height * self.images * self.row_bytes, 128)
         return box + _whole(self.chunk * 20, 128)
@@ -98,7 +109,7 @@ class SeparableTile:
 
     @property
     def defines(self) -> dict[str, int]:
-        """Return the macros of the CUDA source."""
+        """Return the preprocessor macros of an instance."""
         consumers, makers, loaders = self.registers
         return {
             "ROW_BYTES": self.row_bytes,
@@ -120,7 +131,7 @@ class SeparableTile:
         }
 
     def shared_bytes(self, x_stages: int, w_stages: int) -> int:
-        """Return the dynamic shared memory, see ``hopper_separable.cu``."""
+        """Return the bytes of dynamic shared memory; see ``hopper_separable.cu``."""
         rows = self.pixels // self.sharers * (self.sharers - 1) + self.columns
         return (
             ALIGNED
@@ -133,7 +144,7 @@ class SeparableTile:
 
 
 TILES = (
-    # Few channels: half a warp for 32 of them.
+    # For few channels: half a warp takes 32 of them.
     SeparableTile(64, 2, 1, 1, 14, 14, 1, 2, 7, sharers=2),
     SeparableTile(128, 1, 1, 1, 14, 7, 1, 2, 7),
     SeparableTile(128, 2, 1, 1, 14, 7, 1, 2, 7),
@@ -147,7 +158,7 @@ TILES = (
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A tile, and the stages of the rings."""
+    """A tile, and the stages of both pipelines."""
 
     tile: SeparableTile
     x_stages: int
@@ -159,7 +170,7 @@ class Schedule:
 def schedules(
     work: FusedWork, device: CudaDevice, tiles: Iterable[SeparableTile] = TILES
 ) -> Iterator[Schedule]:
-    """Return the schedules that fit."""
+    """Yield the schedules that fit."""
     first = work.first
     for tile in tiles:
         if (tile.stride, tile.stride) != first.stride[1:]:
@@ -172,7 +183,7 @@ def schedules(
 
 
 def _schedule(tile: SeparableTile, work: FusedWork, device: CudaDevice) -> Schedule | None:
-    """Return a schedule with resident weights if three boxes fit beside them, else three stages."""
+    """Return a schedule with resident weights if three boxes also fit, else with three stages."""
     room = device.shared_bytes_per_block
     chunks = ceil_div(work.first.groups, tile.chunk)
     slices = ceil_div(work.second.out_channels, tile.outputs)
@@ -188,9 +199,9 @@ def _schedule(tile: SeparableTile, work: FusedWork, device: CudaDevice) -> Sched
 
 
 def expected_s(schedule: Schedule, work: FusedWork, device: CudaDevice) -> float:
-    """Return the predicted time: of the busiest block, or of memory or L2 traffic if longer.
+    """Return the expected seconds of the busiest block, or of memory or L2 traffic if longer.
 
-    Boxes overlap, and each slice of the outputs reads those of a tile again.
+    Boxes overlap, and each slice of the outputs reads a tile's boxes again.
     """
     tile, first, second = schedule.tile, work.first, work.second
     chunks = ceil_div(first.groups, tile.chunk)

@@ -1,4 +1,4 @@
-"""Boxes of positions that the grouped kernels copy to shared memory, and extents of tiles."""
+"""Boxes of positions that grouped kernels copy to shared memory, and candidate tile extents."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BoxArgs = structure("grouped/grouped_box.cuh", "Box")
 
 
 def box_args(extent: Sequence[int], chunks: int, pitch: int, threads: int) -> Any:
-    """Return the argument for a box of `images, D, H, W` positions, copied by ``threads``."""
+    """Return the kernel parameters of a box of positions (N, D, H, W), copied by ``threads``."""
     most = threads // chunks
     columns = min(most, extent[3])
     return BoxArgs((ctypes.c_int32 * 4)(*extent), chunks, pitch, columns, most // columns)
@@ -66,7 +66,7 @@ class LatticeAxis:
 
     @property
     def count(self) -> int:
-        """Positions of the largest phase."""
+        """Number of positions of the largest phase."""
         return max(phase.count for phase in self.phases)
 
     @property
@@ -74,7 +74,7 @@ class LatticeAxis:
         return max(phase.taps for phase in self.phases)
 
     def extent(self, positions: int) -> int:
-        """Return the extent of the source, in steps of the lattice, that positions meet."""
+        """Return the extent of the source that ``positions`` read, in lattice points."""
         return (positions - 1) * self.x_step + max(self.taps - 1, 0) * abs(self.x_tap) + 1
 
 
@@ -107,7 +107,7 @@ def lattice_axis(work: ConvWork, dim: int) -> LatticeAxis:
 
 
 def tile_extents(count: int) -> list[int]:
-    """Return candidate extents of a tile: the whole, or divided evenly."""
+    """Return candidate extents of a tile: even divisions of ``count``, and powers of two."""
     parts = {ceil_div(count, parts) for parts in (1, 2, 3, 4, 5, 6, 7, 8)}
     powers = {size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if size < count}
     return sorted(parts | powers)

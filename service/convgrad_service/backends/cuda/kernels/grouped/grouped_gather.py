@@ -1,4 +1,4 @@
-"""Grouped convolution of few channels per group, forward or input gradient."""
+"""Grouped fprop and dgrad with few channels per group (grouped_gather.cu)."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ __all__ = ["Box", "GroupedGather", "Unit", "boxes_of"]
 
 # Positions of a box; more would reduce occupancy.
 MOST_POSITIONS = 512
-# Bits of the digits of positions.
+# Limits of the packed coordinates of a position.
 MOST_DEPTH, MOST_HEIGHT = 127, 255
 MAX_GRID_YZ = 65535
 MOST_SPAN = 2**32 - 2
 MAX_INDEX = 2**31 - 1
 RESERVED_BYTES = 1024
-# Bytes that a multiprocessor could copy during a warp's tensor-core product.
+# Cost model: bytes that an SM could copy during an mma of a warp.
 PRODUCT_BYTES = 512
 # Static shared memory.
 PLACE_BYTES = 384
@@ -54,8 +54,8 @@ PLACE_BYTES = 384
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A block's positions at once (images, D, H, W), its merges of channels, and whether it has one
-    such box or several, double-buffered."""
+    """A block's tile of positions (N, D, H, W), its number of merged groups, and its pipeline
+    stages: 2 if it iterates over several boxes."""
 
     tile: Size4
     slice: int
@@ -73,8 +73,10 @@ GroupedGatherArgs = structure("grouped/grouped_gather.cu", "GroupedGatherArgs")
 
 
 class GroupedGather:
-    """fwd and bwd_data of 1 to 64 channels per group, channels last: 16 bits, or float32 in TF32
-    (``precision: high``) or exact."""
+    """fwd and bwd_data with 1 to 64 channels per group, channels last.
+
+    Takes 16-bit types, float32 as TF32 (``precision: high``), and exact float32.
+    """
 
     name = "grouped_gather"
 
@@ -102,7 +104,7 @@ class GroupedGather:
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice, box: Box | None = None) -> Fragment:
-        """See `Family.launches`; ``box`` where another than the chosen one is tried."""
+        """See `Family.launches`. ``box`` overrides the chosen box."""
         backward = work.direction == "bwd_data"
         source, result = gather_sides(work)
         axes = [lattice_axis(work, dim) for dim in range(3)]
@@ -161,7 +163,7 @@ class GroupedGather:
 
 
 def choose_box(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Box:
-    """Return the box with the least predicted time; all give the same bits."""
+    """Return the box with the least predicted time. Results do not depend on the box."""
     return min(boxes_of(work, axes, device), key=lambda box: _cost(work, axes, box, device))
 
 
@@ -179,7 +181,7 @@ class _Shared:
         self.pitch = odd_chunks(self.chunks)
         self.w_pitch = odd_chunks(merge.in_chunks)
         taps = prod(axis.taps for axis in axes)
-        # Whole packs of merges are read.
+        # Warps read whole units of merges.
         merges = ceil_div(box.slice, unit.merges) * unit.merges
         tap_bytes = merge.out_channels * self.w_pitch
         self.weight_bytes = merges * (taps + 1) * tap_bytes
@@ -193,18 +195,18 @@ class _Shared:
         steps = ceil_div(taps * x_chunks, 2)
         self.rows_at = self.steps_at + steps * 16
         end = self.rows_at + unit.warps * unit.rows_bytes
-        # Units read past the last result channel.
+        # Units also read past the last result channel.
         beyond = self.results_at + unit.columns * 8 * self.w_pitch
         self.total_bytes = max(end, beyond) + PLACE_BYTES
 
     @property
     def copied_bytes(self) -> int:
-        """Chunks of the box without padding."""
+        """Bytes of the box without padding."""
         return prod(self.extent) * self.chunks * 16
 
 
 def boxes_of(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Iterator[Box]:
-    """Yield candidates that fit in shared memory."""
+    """Yield candidates that fit into shared memory."""
     merge, unit = merge_of(work), unit_of(work)
     together = gather_sides(work)[0].strides[1] == _channels(work)[0]
     slices = slices_of(merge, together)
@@ -230,7 +232,7 @@ def boxes_of(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Ite
 
 
 def _span(work: ConvWork, axes: list[LatticeAxis], box: Box) -> int:
-    """Return the elements from a box's first result to its last."""
+    """Return the distance in elements from a box's first result to its last."""
     strides = gather_sides(work)[1].strides
     steps = [axis.axis.y_step for axis in axes]
     spatial = zip(box.tile[1:], steps, strides[3:], strict=True)
@@ -240,7 +242,7 @@ def _span(work: ConvWork, axes: list[LatticeAxis], box: Box) -> int:
 
 
 def _cost(work: ConvWork, axes: list[LatticeAxis], box: Box, device: CudaDevice) -> float:
-    """Return the cost, in bytes that one multiprocessor copies, or could copy meanwhile."""
+    """Return the cost in units of the bytes that an SM could copy in that time."""
     merge, unit = merge_of(work), unit_of(work)
     shape = _Shared(work, axes, merge, unit, box)
     backward = work.direction == "bwd_data"
@@ -262,7 +264,7 @@ def _cost(work: ConvWork, axes: list[LatticeAxis], box: Box, device: CudaDevice)
 
 
 def _products(axes: list[LatticeAxis], merge: Merge, unit: Unit, box: Box, backward: bool) -> int:
-    """Return the sequential tensor-core products of a warp for a box."""
+    """Return the number of mma instructions of a warp for a box."""
     read, written = merge.in_chunks, merge.out_channels
     if backward:
         read, written = merge.out_chunks, merge.in_channels
@@ -276,7 +278,7 @@ def _products(axes: list[LatticeAxis], merge: Merge, unit: Unit, box: Box, backw
 
 
 def _resident(unit: Unit, shape: _Shared, device: CudaDevice) -> int:
-    """Return the blocks per multiprocessor."""
+    """Return the resident blocks per SM."""
     fitting = device.shared_bytes_per_multiprocessor // (shape.total_bytes + RESERVED_BYTES)
     return max(1, min(unit.blocks, fitting))
 
@@ -289,7 +291,7 @@ def _tiles(work: ConvWork, axes: list[LatticeAxis], box: Box) -> Size4:
 def _grid(
     work: ConvWork, axes: list[LatticeAxis], box: Box, device: CudaDevice
 ) -> tuple[int, int, int]:
-    """Return the grid: blocks for boxes (at most as many as run at once), slices, phases."""
+    """Return the grid: blocks over boxes (at most those resident at once), slices, phases."""
     merge, unit = merge_of(work), unit_of(work)
     slices = ceil_div(merge.count, box.slice)
     phases = prod(len(axis.phases) for axis in axes)
@@ -302,13 +304,13 @@ def _grid(
 
 
 def _channels(work: ConvWork) -> tuple[int, int]:
-    """Return the channels read and written, of one group."""
+    """Return the channels per group of the source and of the result."""
     channels = work.in_channels, work.out_channels
     return channels[::-1] if work.direction == "bwd_data" else channels
 
 
 def _vector(work: ConvWork) -> int:
-    """Return the weights of one group in one load."""
+    """Return the number of weights per vector load, all of one group."""
     chunk = merge_of(work).chunk
     strides = work.w.strides
     for vector in (chunk, chunk // 2):
@@ -323,7 +325,8 @@ def _vector(work: ConvWork) -> int:
 
 
 def _tap_stride(work: ConvWork, axes: list[LatticeAxis]) -> int:
-    """Return the distance of taps in the weights; 0 if not constant, or if phases have few taps."""
+    """Return the constant distance between taps in the weights, or 0 if it varies or if phases have
+    few taps."""
     if any(len(axis.phases) > 1 for axis in axes):
         return 0
     after = 1

@@ -1,4 +1,4 @@
-"""Merging groups of few channels so that they fill whole 16-byte chunks of channels."""
+"""Merging of groups with few channels into whole 16-byte chunks of channels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 MAX_CHANNELS = 64
-"""Channels of merged groups, on either side."""
+"""The most channels of a merge on either side."""
 LEAST_BYTES = 64
 DENSE_CHANNELS = 56
 MAX_TAPS = 512
@@ -38,8 +38,7 @@ MAX_EXTENT = 2**24
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """``groups`` adjacent groups as one: the chunks of ``chunk`` channels of input and output, and
-    the number of merges."""
+    """``groups`` adjacent groups treated as one, with chunks of ``chunk`` channels."""
 
     groups: int
     chunk: int
@@ -72,14 +71,14 @@ def merge_of(work: ConvWork) -> Merge:
 
 
 def is_exact(work: ConvWork) -> bool:
-    """Whether products are exact float32."""
+    """Return whether products are computed in exact float32."""
     return work.dtype is DType.FLOAT32 and work.precision != "high"
 
 
 def meets_own(work: ConvWork) -> bool:
-    """Whether, with exact float32, two groups of four channels share a chunk of sums.
+    """Return whether, in exact float32, two groups of four channels share a chunk of sums.
 
-    Each lane then has sums of one of them and multiplies only that group's channels.
+    Each lane then has the sums of one group, and multiplies only the channels of that group.
     """
     if not is_exact(work) or work.direction == "bwd_weight":
         return False
@@ -91,18 +90,17 @@ def meets_own(work: ConvWork) -> bool:
 
 
 def widest(columns: int) -> int:
-    """Return how many times 8 channels, at most four, a warp should compute at once.
+    """Return the number of 8-channel columns, at most four, that a warp computes at once.
 
-    Each iteration reads the other operand again, which costs about half as much as 8 unused
-    channels.
+    Each pass reads the other operand again, which costs about as much as 1.5 unused columns.
     """
     return min((4, 3, 2, 1), key=lambda width: ceil_div(columns, width) * (width + 1.5))
 
 
 def slices_of(merge: Merge, together: bool) -> list[int]:
-    """Return candidate numbers of merges of a block, contiguous if ``together``.
+    """Return candidate numbers of merges per block, which are contiguous if ``together``.
 
-    They have at least two sectors of memory per pixel, which are as fast as whole cache lines.
+    They span at least two 32-byte sectors per pixel, which are as fast as whole cache lines.
     """
     if not together:
         return [1]
@@ -120,7 +118,7 @@ def why_not_grouped(work: ConvWork, device: CudaDevice) -> str | None:
     """Return why neither grouped tensor-core kernel applies; None if one may.
 
     Except for sizes that overflow, this depends on channels, kernel, stride and dilation only, so
-    that pieces of a problem choose as the whole does.
+    that every part of a split problem gets the same kernel.
     """
     if work.dtype not in DTYPES:
         return f"sums of {work.dtype} are wider than float32"
@@ -151,11 +149,11 @@ def why_not_grouped(work: ConvWork, device: CudaDevice) -> str | None:
 
 
 def why_not_packed(work: ConvWork) -> str | None:
-    """Return why groups may not be merged if results are products with all channels of a merge.
+    """Return why groups may not be merged by zero-padding their weights, or None.
 
-    Other groups' channels are multiplied by zeros, so a NaN spreads to all groups of its merge. It
-    may only reach groups that share an aligned block of 16 channels with its own. Two groups of
-    fewer channels always share one, because no multiple of 16 is between them.
+    Channels of other groups are multiplied by zeros, so a NaN spreads to all groups of its merge.
+    It may only reach groups that share an aligned block of 16 channels with its own. Two groups of
+    fewer channels always share one, as no multiple of 16 is between them.
     """
     merge = merge_of(work)
     if merge.groups == 1 or meets_own(work):

@@ -1,4 +1,4 @@
-"""Units, which a warp of the grouped gather computes at once: ``grouped_units.cuh``."""
+"""Warp tiles ("units") of the grouped gather; see ``grouped_units.cuh``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["EXACT_UNITS", "SMALL", "UNITS", "Unit", "every_unit", "unit_of"]
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A unit: fragments of 16 positions, merges, and groups of 8 channels."""
+    """A warp tile: fragments of 16 positions, merges, and columns of 8 channels."""
 
     fragments: int
     merges: int
@@ -30,7 +30,7 @@ class Unit:
     warps: int
     blocks: int
     windows: bool = False
-    """Whether positions form windows of 4 x 8, multiplied by 3 x 3 taps from registers."""
+    """Whether positions form windows of 4 x 8, which stay in registers for all 3 x 3 taps."""
 
     def defines(self, dtype: DType, across: bool, exact: bool) -> tuple[tuple[str, str], ...]:
         return (
@@ -47,7 +47,7 @@ class Unit:
 
     @property
     def rows_bytes(self) -> int:
-        """Bytes of a warp's rows of sums."""
+        """Bytes of a warp's rows of accumulators."""
         return 16 * (self.merges * self.columns * 8 + 4) * 4
 
 
@@ -57,7 +57,7 @@ UNITS = {
     3: Unit(4, 1, 3, 8, 2),
     4: Unit(4, 1, 4, 8, 2),
 }
-"""By groups of 8 channels at once: two merges if one has no more, so that stores have 32 bytes."""
+"""By columns of 8 channels. Those with one column have two merges, so that stores have 32 bytes."""
 
 
 EXACT_UNITS = {
@@ -66,13 +66,13 @@ EXACT_UNITS = {
     3: Unit(2, 1, 3, 8, 2),
     4: Unit(2, 1, 4, 8, 2),
 }
-"""The same for products by FMAs."""
+"""The same for exact float32, by FMA."""
 SMALL = Unit(2, 2, 1, 8, 2, windows=True)
 """For 3x3 taps of 8 channels without dilation."""
 
 
 def unit_of(work: ConvWork) -> Unit:
-    """Return the unit for the result's channels and the taps of this work."""
+    """Return the unit for the result channels and the taps of a work."""
     merge = merge_of(work)
     backward = work.direction == "bwd_data"
     channels = merge.in_channels if backward else merge.out_channels
@@ -90,7 +90,7 @@ def unit_of(work: ConvWork) -> Unit:
 
 
 def every_unit() -> Iterator[tuple[Unit, DType, bool]]:
-    """Return a unit's defines, with the element type and whether products are FMAs."""
+    """Yield every unit with its element type, and whether it computes exact float32 by FMA."""
     for unit in (*UNITS.values(), SMALL):
         for dtype in DTYPES:
             if dtype.itemsize == 2 or not unit.windows:

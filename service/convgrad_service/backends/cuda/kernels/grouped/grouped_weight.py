@@ -1,4 +1,4 @@
-"""Weight gradient of grouped convolutions with few channels per group."""
+"""Grouped wgrad with few channels per group (grouped_weight.cu)."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ __all__ = ["GroupedWeight", "Share", "shares_of"]
 RESERVED_BYTES = 1024
 MAX_GRID_YZ = 65535
 MOST_PIXELS = 512
-# The most memory for partial sums, unless the caller requests more splits.
+# The most bytes of partial sums, unless the caller asks for more splits.
 PARTIAL_BYTES = 64 * 2**20
 STAGES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What a warp sums: fragments of 16 rows of taps x channels, by 8 columns."""
+    """A warp tile: fragments of 16 rows (taps x channels) by columns of 8."""
 
     rows: int
     columns: int
     warps: int
     blocks: int
     windows: bool = False
-    """Whether pixels form eights of columns whose input rows are loaded once."""
+    """Whether pixels form runs of 8 columns whose input rows are loaded once."""
 
     def defines(self, dtype: DType, exact: bool) -> tuple[tuple[str, str], ...]:
         return (
@@ -75,7 +75,7 @@ ITEMS = {
     3: Item(5, 3, 8, 2),
     4: Item(5, 4, 8, 1),
 }
-"""By columns: with 3x3 taps, five times 16 rows are all of 8 channels, or half of 16."""
+"""By columns. With 3x3 taps, five fragments hold all rows of 8 channels, or half of 16."""
 
 
 SMALL = Item(5, 1, 8, 2, windows=True)
@@ -84,8 +84,8 @@ SMALL = Item(5, 1, 8, 2, windows=True)
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A block's pixels at once (images, D, H, W), its merges of channels, and the parts that pixels
-    are split into; 0 for as many as fill the device."""
+    """A block's tile of pixels (N, D, H, W), its number of merges, and the number of splits of all
+    pixels, where 0 fills the device."""
 
     tile: Size4
     slice: int
@@ -103,8 +103,10 @@ GroupedWeightArgs = structure("grouped/grouped_weight.cu", "GroupedWeightArgs")
 
 
 class GroupedWeight:
-    """bwd_weight of 1 to 64 channels per group, channels last: 16 bits, or float32 in TF32
-    (``precision: high``) or exact."""
+    """bwd_weight with 1 to 64 channels per group, channels last.
+
+    Takes 16-bit types, float32 as TF32 (``precision: high``), and exact float32.
+    """
 
     name = "grouped_weight"
 
@@ -124,7 +126,7 @@ class GroupedWeight:
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice, share: Share | None = None) -> Fragment:
-        """See `Family.launches`; ``share`` where another than the chosen one is tried."""
+        """See `Family.launches`. ``share`` overrides the chosen share."""
         shapes = _Shapes(work)
         share = share or choose_share(shapes, device)
         splits = share.splits or _splits(shapes, share, device)
@@ -194,7 +196,7 @@ class GroupedWeight:
 
 
 class _Shapes:
-    """Sizes that depend on the work only."""
+    """Sizes that do not depend on the share."""
 
     def __init__(self, work: ConvWork) -> None:
         self.work = work
@@ -213,7 +215,7 @@ class _Shapes:
 
     @property
     def items(self) -> int:
-        """Items of one merge."""
+        """Number of items per merge."""
         return self.row_blocks * self.column_blocks
 
 
@@ -231,7 +233,7 @@ class _Block:
         depth = 2 * CHUNK_BYTES // work.dtype.itemsize
         pixels = ceil_div(share.pixels, depth) * depth
         self.y_at = prod(self.x_extent) * self.x_pitch
-        # Columns of 8 may extend past the last channels of the last pixel.
+        # A column of 8 may extend past the last channel of the last pixel.
         self.stage_bytes = self.y_at + pixels * self.y_pitch + CHUNK_BYTES * 8
         items = share.slice * shapes.items
         self.items = min(items, item.warps)
@@ -247,20 +249,20 @@ class _Block:
 
 
 def _pitch(chunks: int, dtype: DType) -> int:
-    """Bytes from one pixel to the next. Eight pixels' chunks, or where words are read, four
-    pixels' eight words, lie in different banks."""
+    """Return the pitch of pixels in bytes, which avoids bank conflicts between the chunks of eight
+    pixels or, for 32-bit types, between eight words of four pixels."""
     if dtype.itemsize == 2:
         return odd_chunks(chunks)
     return (chunks + (2 - chunks) % 4) * CHUNK_BYTES
 
 
 def shares_of(work: ConvWork, device: CudaDevice) -> Iterator[Share]:
-    """Yield candidates that fit in shared memory."""
+    """Yield candidates that fit into shared memory."""
     return _shares_of(_Shapes(work), device)
 
 
 def _shares_of(shapes: _Shapes, device: CudaDevice) -> Iterator[Share]:
-    """Yield candidates that fit in shared memory."""
+    """Yield candidates that fit into shared memory."""
     work, merge = shapes.work, shapes.merge
     together = all(
         operand.strides[1] == channels
@@ -290,7 +292,7 @@ def choose_share(shapes: _Shapes, device: CudaDevice) -> Share:
 
 
 def _cost(shapes: _Shapes, share: Share, device: CudaDevice) -> float:
-    """Return the cost, in bytes of L2 traffic of one multiprocessor."""
+    """Return the cost in bytes of L2 traffic of an SM."""
     work, merge = shapes.work, shapes.merge
     block = _Block(shapes, share)
     resident = _resident(shapes, block, device)
@@ -311,13 +313,13 @@ def _cost(shapes: _Shapes, share: Share, device: CudaDevice) -> float:
 
 
 def _resident(shapes: _Shapes, block: _Block, device: CudaDevice) -> int:
-    """Return the blocks per multiprocessor."""
+    """Return the resident blocks per SM."""
     fitting = device.shared_bytes_per_multiprocessor // (block.total_bytes + RESERVED_BYTES)
     return max(1, min(shapes.item.blocks, fitting))
 
 
 def _splits(shapes: _Shapes, share: Share, device: CudaDevice) -> int:
-    """Return the splits: as many as fill the device unless the caller sets them."""
+    """Return the number of splits, which fills the device unless the caller sets it."""
     work = shapes.work
     block = _Block(shapes, share)
     boxes = _boxes(shapes, share)
@@ -327,7 +329,7 @@ def _splits(shapes: _Shapes, share: Share, device: CudaDevice) -> int:
     wanted = max(1, device.multiprocessors * _resident(shapes, block, device) // columns)
     partial = work.groups * work.out_channels * work.in_channels * work.taps * 4
     wanted = min(wanted, boxes, MAX_GRID_YZ, max(1, PARTIAL_BYTES // partial))
-    # Use the fewest splits with as many boxes per block.
+    # The fewest splits that do not increase the boxes per block.
     return ceil_div(boxes, ceil_div(boxes, wanted))
 
 
@@ -344,7 +346,7 @@ def _boxes(shapes: _Shapes, share: Share) -> int:
 
 
 def _channel_last(operand: Operand) -> Operand:
-    """Return a weight's strides in the order of partial sums: (G, K, T, R, S, C)."""
+    """Return the weight with its axes in the order of partial sums: (G, K, T, R, S, C)."""
     g, k, c, t, r, s = operand.strides
     return Operand(operand.buffer, operand.dtype, (g, k, t, r, s, c))
 

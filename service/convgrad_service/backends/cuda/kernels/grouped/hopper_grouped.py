@@ -1,4 +1,4 @@
-"""Grouped convolution of 3x3 taps on Hopper, forward or input gradient."""
+"""Grouped 3x3 fprop and dgrad on Hopper (hopper_grouped.cu)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ HopperGroupedArgs = structure("grouped/hopper_grouped.cuh", "HopperGroupedArgs")
 
 
 class HopperGrouped:
-    """fwd and bwd_data in 16 bits, of 3x3 taps with stride 1: rows stream through shared memory."""
+    """fwd and bwd_data of 3x3 kernels with stride 1 in 16-bit types.
+
+    Rows stream through shared memory.
+    """
 
     name = "hopper_grouped"
 
@@ -171,7 +174,7 @@ def _why_not_operand(work: ConvWork, operand: Operand) -> str | None:
 
 
 def _follow(work: ConvWork) -> bool:
-    """Whether weights are contiguous as (G, K/G, R, S, C/G)."""
+    """Return whether weights are contiguous as (G, K/G, R, S, C/G)."""
     channels = work.in_channels
     row = 9 * channels
     group, k, c, _, r, s = work.w.strides
@@ -181,7 +184,7 @@ def _follow(work: ConvWork) -> bool:
 def _map(
     work: ConvWork, operand: Operand, size: tuple[int, int], box: tuple[int, int, int]
 ) -> TiledMap:
-    """Return the tensor map of boxes of columns, rows and images."""
+    """Return the tensor map of an operand, whose box is columns, rows and images."""
     n, _, _, _, h, w = operand.strides
     item = operand.dtype.itemsize
     return TiledMap(

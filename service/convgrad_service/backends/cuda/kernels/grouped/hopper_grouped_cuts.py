@@ -1,4 +1,4 @@
-"""How hopper_grouped divides images into units, which a block computes one after another."""
+"""Partitions of hopper_grouped: images are divided into units, over which blocks iterate."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ __all__ = [
 ]
 
 SLICE = 64
-"""Channels of a block: a row of 128 bytes in shared memory."""
+"""Channels of a block, a 128-byte row in shared memory."""
 TILES = {4: (1, 2, 4), 8: (1, 2, 4), 16: (1, 2), 32: (1,)}
-"""By channels per group: numbers of tiles of 16 positions whose sums fit in a warp's registers."""
+"""By channels per group, the numbers of 16-position tiles whose accumulators fit into registers."""
 TILE, HALF = 16, 8
 PIXEL_BYTES = 2 * SLICE
 COPIED = 16
-"""Channels per group from which weights are copied through shared memory."""
+"""The fewest channels per group for which weights are staged in shared memory."""
 BOX_BYTES = 16384
-"""Approximate size of a box of the source, large enough to amortize starting a copy."""
+"""Approximate size of a box of the source, which amortises issuing the copy."""
 PATTERN_BYTES = 1024
 RESERVED_BYTES = 1024
 BARRIER_BYTES = 8
 SLOTS = {1: 3, 2: 2}
-"""Slots of results, by teams, as measured."""
+"""Store buffers by number of teams, as measured."""
 MOST_STAGES = 16
 START_ROWS = 8
-"""Fixed cost of a unit, in rows that a multiprocessor could read meanwhile."""
+"""Fixed cost of a unit, in rows that an SM could read in that time."""
 ROW_PIXELS = 32
-"""Latency of a row's results, in pixels that a multiprocessor could read meanwhile."""
+"""Latency of the results of a row, in pixels that an SM could read in that time."""
 MAX_GRID = 65535
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How images are divided into units of tiles and rows.
+    """A partition of images into units of tiles and rows.
 
-    A unit has one image, or two that are half a tile wide. ``shared``: the pixel right of a row in
-    a box is the next row's first one.
+    A unit has one image, or two that are half a tile wide. With ``shared``, the padding to the
+    right of a row in a box is the first pixel of the next row.
     """
 
     tiles: int
@@ -78,7 +78,7 @@ class Cut:
 
     @property
     def boxes(self) -> int:
-        """The most boxes of a unit."""
+        """The most boxes per unit."""
         return ceil_div(self.source_rows, self.box_rows)
 
     @property
@@ -90,7 +90,7 @@ class Cut:
         return self.teams * self.slot_rows * self.tiles * TILE * PIXEL_BYTES
 
     def stages(self, device: CudaDevice, turns: int) -> int:
-        """Return as many stages as fit, at most the boxes of a block."""
+        """Return the number of stages that fit, at most the boxes of a block."""
         room = device.shared_bytes_per_multiprocessor // self.blocks - RESERVED_BYTES
         room = min(room, device.shared_bytes_per_block)
         room -= 2 * PATTERN_BYTES + self.slots * self.slot_bytes + self.weight_bytes
@@ -99,7 +99,7 @@ class Cut:
 
     @property
     def least_stages(self) -> int:
-        """The boxes that a slot of results may need."""
+        """The most boxes that a slot of results reads."""
         return min(self.boxes, ceil_div(self.slot_rows + 2, self.box_rows) + 1)
 
     def units(self, batch: int) -> int:
@@ -107,7 +107,7 @@ class Cut:
 
 
 def cuts_of(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
-    """Yield cuts that fit in shared memory; all give the same bits."""
+    """Yield the partitions that fit into shared memory. Results do not depend on them."""
     x_size, y_size = sizes_of(work)
     channels = work.in_channels
     weight_bytes = SLICE * (9 * channels * work.dtype.itemsize + 16) if channels >= COPIED else 0
@@ -130,7 +130,7 @@ def cuts_of(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
             found = False
             for down in range(1, y_size[0] + 1):
                 rows = ceil_div(y_size[0], down)
-                # Units of whole slots with about equal numbers of rows.
+                # Whole slots per unit, with about equal numbers of rows.
                 slots = ceil_div(rows, most)
                 slot_rows = ceil_div(rows, slots)
                 rows = slots * slot_rows if down > 1 else y_size[0]
@@ -163,7 +163,7 @@ def cuts_of(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
 
 
 def cost_of(work: ConvWork, cut: Cut, device: CudaDevice) -> int:
-    """Return the cost, in pixels that one multiprocessor reads sequentially."""
+    """Return the cost in units of the time in which an SM reads a pixel."""
     slices, workers = grid_of(work, cut, device)
     blocks = slices * workers
     turns = ceil_div(cut.units(work.batch), workers) * ceil_div(blocks, _resident(cut, device))
@@ -173,7 +173,7 @@ def cost_of(work: ConvWork, cut: Cut, device: CudaDevice) -> int:
 
 
 def blocks_of(channels: int, tiles: int, teams: int) -> int:
-    """Return the blocks per multiprocessor, as registers allow."""
+    """Return the blocks per SM that registers allow."""
     return 1 if teams > 1 or (channels < COPIED and tiles > 2) else 2
 
 
@@ -182,7 +182,7 @@ def _resident(cut: Cut, device: CudaDevice) -> int:
 
 
 def grid_of(work: ConvWork, cut: Cut, device: CudaDevice) -> tuple[int, int]:
-    """Return the grid: slices of channels, and as many blocks of each as run at once."""
+    """Return the grid: slices of channels, and the blocks of each that are resident at once."""
     slices = ceil_div(work.groups * work.in_channels, SLICE)
     units = cut.units(work.batch)
     workers = max(1, min(units, _resident(cut, device) // slices, MAX_GRID))

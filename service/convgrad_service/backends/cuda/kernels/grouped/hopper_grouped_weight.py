@@ -1,4 +1,4 @@
-"""Weight gradient of grouped 3 x 3 convolutions on Hopper, by TMA and wgmma."""
+"""Grouped 3x3 wgrad on Hopper by TMA and wgmma (hopper_grouped_weight.cu)."""
 
 from __future__ import annotations
 
@@ -31,26 +31,25 @@ DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 KERNEL = (1, 3, 3)
 TAPS = 3
 WIDTH = 32
-"""Adjacent channels of a block on both sides: a product's rows are these channels of two rows of
-the input. With 16 channels of four rows fewer products are unused, but pixels are copied and read
-in rows of 32 bytes, which costs more than it saves (measured on an H200)."""
+"""Channels of a block on both sides. M of a wgmma is these channels of two rows of the input. With
+16 channels of four rows, fewer products would be unused, but pixels would be copied and read as 32
+bytes, which costs more than it saves (measured on an H200)."""
 GROUP_CHANNELS = (4, 8, 16, 32)
 NEAR = (8, 16, 32)
-"""Adjacent channels with used products: those of a group, at least 8."""
+"""By instance, the adjacent channels whose products are used: those of a group, at least 8."""
 ROWS, COLUMNS = 2, 8
 SUMMERS, THREADS = 256, 384
 APART = 1
 ALIGNMENT, STATIC_BYTES = 512, 1024
 LEAST_STAGES, MOST_STAGES = 4, 16
-"""The least number of stages. A warpgroup releases a tile only when it has its next one, and images
-start with alternate warpgroups: with three stages it could wait for a stage that it holds
-itself."""
+"""The fewest stages and the most. A warpgroup releases a tile only once it has its next one, and
+images start with alternate warpgroups: with three stages, it could wait for one that it holds."""
 MOST_BOX = 256
 MOST_COLUMNS = 64
 MAX_SIZE, MAX_SPLITS = 2**30, 255
-# Clocks on an H200: products of two rows and 16 columns; copies of a pixel and of a box; fixed
-# costs of a tile and of a block; memory traffic of all multiprocessors. And for the reduction over
-# a slice's blocks: a fixed cost, and costs by bytes of a block's sums and by shares.
+# Cost model, in clocks of an H200: products of two rows and 16 columns; copies of a pixel and of a
+# box; overhead of a tile and of a block; memory bytes per clock of all SMs; and the reduction over
+# the blocks of a slice: fixed, per byte of a block's sums, and per share.
 PRODUCT_CLOCKS, PIXEL_CLOCKS, BOX_CLOCKS, TILE_CLOCKS, START_CLOCKS = 160, 2.3, 350, 400, 2600
 MEMORY_BYTES_A_CLOCK = 2400
 PUT_CLOCKS, MEET_CLOCKS, SUM_BYTES_A_CLOCK, SHARES_CLOCKS, SHARES_AT_ONCE = 600, 2600, 12.5, 700, 16
@@ -58,7 +57,7 @@ PUT_CLOCKS, MEET_CLOCKS, SUM_BYTES_A_CLOCK, SHARES_CLOCKS, SHARES_AT_ONCE = 600,
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Images, rows and columns of a tile, and the number of parts that tiles are divided into."""
+    """Images, rows and columns of a tile, and the number of splits of all tiles."""
 
     images: int
     rows: int
@@ -70,13 +69,14 @@ HopperGroupedWeightArgs = structure("grouped/hopper_grouped_weight.cu", "HopperG
 
 
 class HopperGroupedWeight:
-    """bwd_weight on sm_90a of 3x3 kernels, stride 1, 16 bits, with 4, 8, 16 or 32 channels per
-    group on both sides, channels last."""
+    """bwd_weight on sm_90a of 3x3 kernels with stride 1 in 16-bit types, channels last, with 4, 8,
+    16 or 32 channels per group on both sides."""
 
     name = "hopper_grouped_weight"
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`. Judged by what a cut along N or a spatial dimension leaves."""
+        """See `Family.why_not`. Splitting along N or a spatial dimension does not change the
+        answer."""
         if device.architecture not in HOPPER:
             return f"{device.name} has no wgmma"
         if work.dtype not in DTYPES:
@@ -99,7 +99,7 @@ class HopperGroupedWeight:
             return "channels that are not whole 16 bytes"
         if max(*work.input, *work.output, work.batch) > MAX_SIZE:
             return f"an extent is more than {MAX_SIZE}"
-        # Small slices are the most.
+        # The smallest share has the most slices.
         counted = why_not_counted(_Boxes(work, _least(work)).slices)
         if counted is not None:
             return counted
@@ -107,7 +107,7 @@ class HopperGroupedWeight:
         return next((reason for reason in refused if reason is not None), None)
 
     def launches(self, work: ConvWork, device: CudaDevice, share: Share | None = None) -> Fragment:
-        """See `Family.launches`; ``share`` where another than the chosen one is tried."""
+        """See `Family.launches`. ``share`` overrides the chosen share."""
         if share is None:
             share = min(shares_of(work, device), key=lambda one: _clocks(work, one, device))
         boxes = _Boxes(work, share)
@@ -140,19 +140,19 @@ class HopperGroupedWeight:
 
 
 class _Boxes:
-    """What a block copies and multiplies for a share's tiles."""
+    """The boxes and products of a share's tiles."""
 
     def __init__(self, work: ConvWork, share: Share) -> None:
         self.work, self.share = work, share
         self.pixel_bytes = WIDTH * 2
         self.eights = ceil_div(share.columns, COLUMNS)
-        # An odd number of pixels, so that the next row is in other banks.
+        # An odd number of pixels, so that the next row starts in other banks.
         self.y_extent = self.eights * COLUMNS + APART, share.rows + TAPS - 1, share.images
         self.column_tiles = ceil_div(work.output[2], share.columns)
         self.x_extent = self._x_columns(), share.rows, share.images
         x_bytes = prod(self.x_extent) * self.pixel_bytes
-        # Beyond a row's last pixel products read the next row's first ones, which are outside the
-        # input; beyond the last row's, zeros that no copy overwrites.
+        # Past the last pixel of a row, products read the first pixels of the next row, which are
+        # padding; past the last row, zeros that no copy overwrites.
         beyond = self.eights * COLUMNS + TAPS - 1 - self.x_extent[0]
         self.y_at = _aligned(x_bytes + max(beyond, 0) * self.pixel_bytes)
         self.x_gap = self.y_at - x_bytes if beyond > 0 else 0
@@ -163,12 +163,12 @@ class _Boxes:
         self.near = max(work.in_channels, NEAR[0])
         each = TAPS * self.near // 8
         self.partial_bytes = self.slices * SUMMERS * (ceil_div(each, 2) + ceil_div(each, 4)) * 16
-        # What warps leave each other of their vectors: one of two, and three of four.
+        # Vectors that warps exchange in the reduction: one of two, then three of four.
         self.sum_bytes = SUMMERS * (each // 2 + each) * 16
 
     def _x_columns(self) -> int:
-        """Columns of a row of the input: those that products read, or of whole rows those in it and
-        before it, an odd number."""
+        """Columns of a row of the input that a box has: those that products read, or if a tile has
+        whole rows, the row and its left padding. An odd number."""
         read = self.eights * COLUMNS + TAPS - 1
         if self.column_tiles > 1:
             return read + APART
@@ -178,7 +178,7 @@ class _Boxes:
 
     @property
     def pairs_rows(self) -> bool:
-        """Whether a product's two eights of columns are of two sets of rows."""
+        """Whether the two 8-column halves of a product belong to two sets of rows."""
         return self.eights % 2 == 1
 
     def stages(self, device: CudaDevice) -> int:
@@ -189,7 +189,7 @@ class _Boxes:
         return ALIGNMENT + max(self.stages(device) * self.stage_bytes, self.sum_bytes)
 
     def products(self, rows: int) -> int:
-        """Return the products of a tile with ``rows`` of the input."""
+        """Return the products of a tile with ``rows`` rows of the input."""
         if self.pairs_rows:
             return ceil_div(rows, 2 * ROWS) * self.eights
         return ceil_div(rows, ROWS) * (self.eights // 2)
@@ -201,7 +201,7 @@ def _least(work: ConvWork) -> Share:
 
 
 def shares_of(work: ConvWork, device: CudaDevice) -> Iterator[Share]:
-    """Yield candidates that fit in shared memory."""
+    """Yield candidates that fit into shared memory."""
     width = work.output[2]
     whole = ceil_div(width, COLUMNS) * COLUMNS
     columns = {min(width, extent) for extent in range(COLUMNS, MOST_COLUMNS + 1, COLUMNS)}
@@ -226,14 +226,14 @@ def shares_of(work: ConvWork, device: CudaDevice) -> Iterator[Share]:
 
 
 def _split(work: ConvWork, share: Share, device: CudaDevice) -> Iterator[Share]:
-    """Yield splits that fill the device once, and fewer, whose sums are added sooner."""
+    """Yield splits that fill the device once, and fewer ones, which reduce faster."""
     boxes = _Boxes(work, share)
     if work.split_k is not None:
         yield replace(share, splits=max(1, min(work.split_k, boxes.tiles, MAX_SPLITS)))
         return
     most = min(max(1, device.multiprocessors // boxes.slices), boxes.tiles, MAX_SPLITS)
     for wanted in dict.fromkeys(max(1, most // part) for part in (1, 2, 3, 4, 6, 8)):
-        # Use the fewest parts with as many tiles per block.
+        # The fewest splits that do not increase the tiles per block.
         yield replace(share, splits=ceil_div(boxes.tiles, ceil_div(boxes.tiles, wanted)))
 
 
@@ -249,7 +249,7 @@ def _clocks(work: ConvWork, share: Share, device: CudaDevice) -> float:
     pixels = prod(work.input) + prod(work.output)
     size = work.batch * pixels * work.groups * work.in_channels * work.dtype.itemsize
     fetched = size / (turns * MEMORY_BYTES_A_CLOCK)
-    # Products wait for the first tile, or those of the last tile follow all copies.
+    # Either all products follow the first tile's copies, or the last tile's follow all copies.
     loop = max(copied + tiles * multiplied, max(tiles * copied, fetched) + multiplied)
     added: float = PUT_CLOCKS
     if share.splits > 1:
@@ -293,14 +293,14 @@ def _args(work: ConvWork, boxes: _Boxes, splits: int, device: CudaDevice) -> Any
 
 
 def _maps(boxes: _Boxes) -> tuple[TiledMap, TiledMap]:
-    """Return the tensor maps of the input and of grad_output: channels, W, H, images."""
+    """Return the tensor maps of the input and of grad_output (C, W, H, N)."""
     work = boxes.work
 
     def of(operand: Operand, size: tuple[int, ...], extent: tuple[int, ...]) -> TiledMap:
         channels = work.groups * work.in_channels
         sizes = (channels, size[2], size[1], work.batch)
         given = (operand.strides[5], operand.strides[4], operand.strides[0])
-        # The stride of a dimension of extent 1 is unused, but must be a multiple of 16.
+        # A dimension of extent 1 may have any stride, but TMA requires a multiple of 16 bytes.
         strides = tuple(
             stride if extent > 1 else channels
             for stride, extent in zip(given, sizes[1:], strict=True)
