@@ -8,6 +8,7 @@ and leaves nothing behind when it dies. Workers map the file and compute in the 
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import re
@@ -20,7 +21,7 @@ from typing import NamedTuple
 from convgrad.errors import InvalidProblem, MalformedRequest, NotFound, Overloaded
 from convgrad.wire.sentences import shown
 
-__all__ = ["ANONYMOUS", "RegionInfo", "RegionPart", "RegionRegistry", "RegionSlice"]
+__all__ = ["ANONYMOUS", "RegionInfo", "RegionPart", "RegionRegistry", "RegionSlice", "out_of_files"]
 
 ANONYMOUS = ""
 """The owner of all regions and stored tensors on a server without API keys."""
@@ -324,6 +325,11 @@ class RegionRegistry:
                 future.set_result(None)
 
 
+def out_of_files() -> Overloaded:
+    """Return the error for a process that can open no more files."""
+    return Overloaded("the server can open no more files for now", retry_after_s=1.0)
+
+
 def _identity(descriptor: int) -> tuple[int, int]:
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino
@@ -355,6 +361,8 @@ def _opened(info: RegionInfo) -> int:
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(path, flags)
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise out_of_files() from None
         raise MalformedRequest(
             f"the shared-memory file {shown(info.key)} cannot be opened: {error.strerror}"
         ) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -89,6 +90,17 @@ def test_invalid_keys_are_refused(regions: RegionRegistry, bad: str, sentence: s
     with pytest.raises(MalformedRequest, match=sentence):
         regions.register("", RegionInfo("a", bad, 0, 1))
     assert len(regions) == 0
+
+
+def test_a_shortage_of_descriptors_is_no_fault_of_the_client(
+    regions: RegionRegistry, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(Overloaded, match="can open no more files"):
+        regions.register("", RegionInfo("a", key, 0, 1))
 
 
 def test_only_plain_files_are_opened(regions: RegionRegistry, key: str) -> None:
