@@ -78,6 +78,8 @@ class LimitedProtocol(HttpToolsProtocol):
     _write_timer: TimerHandle | None = None
     _in_head = True
     _head_bytes = 0
+    _body_bytes = 0
+    """Bytes that were read after the head, with what frames the body."""
     _parsed_head_bytes = 0
     _refusal: ServiceError | None = None
     _slow: tuple[RequestResponseCycle, int, float] | None = None
@@ -160,6 +162,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _end_head(self) -> None:
         self._in_head = False
+        self._body_bytes = 0
         _stop(self._head_timer)
 
     def _count_head(self, size: int) -> None:
