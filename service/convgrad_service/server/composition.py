@@ -97,11 +97,9 @@ def prepare_process(settings: Settings) -> None:
 def freeze_startup_objects() -> None:
     """Exclude all objects that exist now from garbage collection; called once a process serves.
 
-    They are the modules, and stay. With a few hundred requests in flight the collector would visit
-    them every second: it took an eighth of the server's time (tests/attack/test_http.py, 400
-    clients).
+    They are modules for the most part, and stay. With a few hundred requests in flight the
+    collector would visit them every second: an eighth of the server's time (docs/security.md).
     """
-    gc.collect()
     gc.freeze()
 
 
