@@ -278,6 +278,7 @@ class AsyncClient(AsyncExaminations):
         return Exchange(target, self._options)
 
     async def _succeeds(self, target: Target[Any]) -> bool:
+        check_open(self._transport.closed)
         try:
             await self.with_options(max_retries=0)._complete(target)
         except ConvgradError:
