@@ -155,7 +155,7 @@ def test_several_outputs_need_a_file_that_holds_several(
         (["--output", "out.txt"], "--output: expected a file"),
         (["--output", "nowhere/out.npy"], "there is no directory 'nowhere'"),
         (["--url", "server:1"], "base_url: expected http://"),
-        (["--max-retries", "-1"], "max_retries: expected 0 or more"),
+        (["--max-retries", "-1"], "max_retries: expected a whole number, 0 or more"),
         (["--header", "key"], "--header: expected 'NAME: VALUE'"),
         (["--str", "2"], "unrecognized arguments: --str"),
     ],
