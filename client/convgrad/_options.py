@@ -12,13 +12,13 @@ from typing import Any, TypedDict
 
 import httpx
 
+from convgrad._address import server_url
 from convgrad._body import WIRES
 from convgrad._events import EventHooks, check_event_hooks
 from convgrad._retry import Backoff
 
-__all__ = ["DEFAULT_URL", "OptionChanges", "Options"]
+__all__ = ["OptionChanges", "Options"]
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 _VARIABLES = ("CONVGRAD_URL", "CONVGRAD_API_KEY")
 # Server settings with names similar to the client's.
 _OF_THE_SERVER = ("CONVGRAD_API_KEYS",)
@@ -69,7 +69,7 @@ class Options:
         if api_key is None and "authorization" not in lowered:
             api_key = os.environ.get("CONVGRAD_API_KEY") or None
         return cls(
-            base_url or os.environ.get("CONVGRAD_URL") or DEFAULT_URL,
+            server_url(base_url),
             headers=_with_key(lowered, api_key),
             event_hooks=event_hooks or {},
             **others,
