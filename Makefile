@@ -162,7 +162,8 @@ $(BROWSER)/.ready: deploy/locks/ui.txt
 	@$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes --target $(BROWSER) -r $<
 	@touch $@
 
-# PROJECT_URL=https://… is the repository's address, for the metadata of what is published.
+# PROJECT_URL=https://… is the repository's address, for the metadata of what is published, by default
+# that of git's origin.
 dist: $(READY) $(DIST)/.ready ## build both distributions (source, wheels, aarch64 too), check them, install them where nothing else is
 	@$(PY) -m tests.deploy.build_dist build/dist
 	@$(DIST)/bin/twine check --strict build/dist/*
