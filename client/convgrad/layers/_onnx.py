@@ -84,9 +84,9 @@ def parse_onnx(text: str) -> Layer:
         kernel = attributes.get("kernel_shape", ())
         out_channels = input_shape[1]
     else:
+        _check_weight(name, kind, input_shape, shapes[1], groups, attributes)
         kernel = shapes[1][2:]
         out_channels = shapes[1][0] if kind == "conv" else shapes[1][1] * groups
-        _check_weight(name, kind, input_shape, shapes[1], groups, attributes)
     stride = per_dimension(attributes.get("strides", 1), ndim, "strides")
     dilation = per_dimension(attributes.get("dilations", 1), ndim, "dilations")
     if len(kernel) != ndim:
