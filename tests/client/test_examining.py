@@ -148,7 +148,7 @@ def test_time_and_plan(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     problem = ["conv_bwd_data", "--layer", LAYER, "--dtype", "bfloat16", "--layout", "NHWC"]
     assert main(["plan", *problem, "--url", url]) == 0
     told = capsys.readouterr().out
-    assert "; at least " in told
+    assert "; roofline " in told
     (again,) = (line for line in told.splitlines() if "repeat with: " in line)
     # What it says asks the same once more.
     assert main([*shlex.split(again.partition("repeat with: convgrad ")[2]), "--url", url]) == 0

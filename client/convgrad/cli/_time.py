@@ -67,7 +67,7 @@ def _lines(found: TimedPlan | PlanExplained) -> Iterator[str]:
     for passed in plan.passed_over:
         yield f"    not {passed.kernel}: {passed.reason}"
     yield (
-        f"  {found.flops:,} FLOPs, {found.bytes:,} bytes; at least {_time(reference.seconds)}, "
+        f"  {found.flops:,} FLOPs, {found.bytes:,} bytes; roofline {_time(reference.seconds)}, "
         f"limited by {reference.limited_by}"
     )
     if isinstance(found, TimedPlan):

@@ -87,6 +87,12 @@ def without_tap(dy: Array, w: Array) -> Array:
     return right(dy, w)
 
 
+def without_row(dy: Array, w: Array) -> Array:
+    w = w.copy()
+    w[:, :, 2] = 0
+    return right(dy, w)
+
+
 def without_last_channel(dy: Array, w: Array) -> Array:
     w = w.copy()
     w[31] = w[63] = 0
@@ -136,6 +142,7 @@ def in_tf32(dy: Array, w: Array) -> Array:
     ("plant", "code", "words"),
     [
         (without_tap, "dropped-terms", "tap (0, 2) is missing from the sum"),
+        (without_row, "dropped-terms", "row 2 of the kernel is missing from the sum"),
         (without_last_channel, "dropped-terms", "channel 31 is missing"),
         (twice_a_tap, "repeated-terms", "tap (1, 1) is in the sum twice"),
         (swapped_groups, "permuted-channels", "groups 0 and 1 are swapped"),
@@ -154,6 +161,18 @@ def test_a_planted_error_is_found_and_named(
     assert not found.passed
     assert codes(found) == [code], found.findings
     assert words in found.findings[0].sentence
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_bias_that_is_not_added_once_is_named(times: int) -> None:
+    x, w = tensors()
+    bias = check.draw("bias", (32,), "float32", 1)
+    good = right(x, w).astype(np.float64)
+    result = (good + times * bias.reshape(-1, 1, 1)).astype(np.float32)
+    arguments = {"input": x, "weight": w, "bias": bias, **GEOMETRY}
+    found = check.bounded("conv_transpose_fwd", result, **arguments)
+    assert codes(found) == ["repeated-terms" if times else "dropped-terms"]
+    assert "the bias or the accumulated tensor is" in found.findings[0].sentence
 
 
 def test_coarse_arithmetic_near_the_bound_is_not_called_scaled() -> None:
