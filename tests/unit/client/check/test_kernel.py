@@ -82,6 +82,17 @@ def test_a_kernel_that_clips_a_tensor_is_not_linear() -> None:
     assert linear["weight"].exceeding > 0
 
 
+def test_one_wrong_element_is_not_called_nonlinear() -> None:
+    def off(**arguments: Any) -> Array:
+        result = kernel(**arguments)
+        result[0, 3, 5, 5] += 1
+        return result
+
+    found = check.kernel(off, "conv_bwd_data", "mb2ic8ih7oc8kh3ph1")
+    assert [each.code for each in found.gates["normal"].findings] == ["single-element"]
+    assert not found.gates["normal"].linearity["grad_input"]["weight"].passed
+
+
 def test_the_tensors_of_the_linearity_check_are_exact() -> None:
     x = check.draw("weight", (64, 33), "bfloat16", 3)
     y, total = check.linear_pair("weight", x, 3)
