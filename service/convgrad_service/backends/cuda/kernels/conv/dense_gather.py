@@ -22,7 +22,6 @@ from convgrad_service.backends.cuda.kernels.core.gather_axes import (
     may_skip_taps,
 )
 from convgrad_service.backends.cuda.kernels.core.limits import MAX_PIXELS, why_not_dense
-from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     in_whole_chunks,
     prepare_activation,
@@ -79,14 +78,13 @@ class DenseGather:
         """
         if (reason := why_not_dense(work, device)) is not None:
             return reason
-        read, written = _channels(work)
+        read, written = work.channels
         grouped = work.groups > 1 and min(read, written) < self._least_grouped
         if grouped or read * written < self._least_product:
             return f"{read} to {written} channels a group would leave most of a tile"
         if (reason := few_terms(work, read)) is not None:
             return reason
-        result = gather_sides(work)[1]
-        if work.accumulate is not None and work.accumulate.strides != result.strides:
+        if work.accumulate is not None and work.accumulate.strides != work.result.strides:
             return "accumulate does not lie as the result does"
         if work.direction == "bwd_data" and max(work.stride) > MAX_PHASES:
             return f"stride {max(work.stride)} makes more than {MAX_PHASES} phases"
@@ -101,8 +99,8 @@ class DenseGather:
     ) -> Fragment:
         """See `Family.launches`. ``tile`` overrides the chosen tile."""
         backward = work.direction == "bwd_data"
-        source, result = gather_sides(work)
-        read, written = _channels(work)
+        source, result = work.sides
+        read, written = work.channels
         axes = [gather_axis(work, dim) for dim in range(3)]
         x = prepare_activation(
             source,
@@ -142,7 +140,7 @@ class DenseGather:
         args.alpha, args.beta = work.alpha, work.beta
         args.batch, args.in_channels, args.out_channels = work.batch, read, written
         args.activation = ACTIVATIONS[work.activation]
-        size = work.input if backward else work.output
+        size = work.sizes[1]
         extents = (work.batch, work.groups, written, *size)
         args.wide_stores = in_whole_chunks(result, extents, 2)
         args.runs_of_pixels = _runs_of_pixels(result, axes, size)
@@ -224,7 +222,7 @@ def expected_s(
     work: ConvWork, axes: list[Axis], device: CudaDevice, wide: bool, tile: DenseTile
 ) -> float:
     """Return the expected time of a tile, in seconds."""
-    read, written = _channels(work)
+    read, written = work.channels
     phases = [
         (work.batch * prod(phase.count for phase in each), prod(phase.taps for phase in each))
         for each in product(*(axis.phases for axis in axes))
@@ -247,12 +245,6 @@ def gather_tile(work: ConvWork, axes: list[Axis], device: CudaDevice, wide: bool
         return tiles[-1]
     fitting = [tile for tile in tiles if tile.fits(device, shared_bytes(tile, axes, wide))]
     return min(fitting, key=lambda tile: expected_s(work, axes, device, wide, tile))
-
-
-def _channels(work: ConvWork) -> tuple[int, int]:
-    """Return the channels per group of the source and of the result."""
-    channels = work.in_channels, work.out_channels
-    return channels[::-1] if work.direction == "bwd_data" else channels
 
 
 def _instance(tile: DenseTile, dtype: DType, backward: bool, wide: bool) -> Instance:

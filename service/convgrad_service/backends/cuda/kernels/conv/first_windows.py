@@ -81,8 +81,7 @@ def why_not_first(work: ConvWork, device: CudaDevice, exact: bool = False) -> st
         return "dilated"
     if column_tiles(work) > MOST_WARPS:
         return f"{work.kernel[2]} taps of {work.in_channels} channels in a row of the kernel"
-    result = {"fwd": work.y, "bwd_data": work.x, "bwd_weight": work.w}[work.direction]
-    if work.accumulate is not None and work.accumulate.strides != result.strides:
+    if work.accumulate is not None and work.accumulate.strides != work.result.strides:
         return "accumulate does not lie as the result does"
     if work.pixels * 16 > MAX_INDEX or prod(work.input[1:]) * work.in_channels * 16 > MAX_INDEX:
         return "positions are more than 32 bits count"

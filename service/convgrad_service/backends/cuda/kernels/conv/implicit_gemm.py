@@ -12,8 +12,6 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_args import (
     CHUNK_BYTES,
     MAX_PHASES,
     arguments,
-    channels_of,
-    result_of,
 )
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_model import chosen, expected_s
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
@@ -101,8 +99,7 @@ class ImplicitGemm:
             return "float32's own precision is not TF32's"
         if min(work.in_channels, work.out_channels) < self._least:
             return f"{work.in_channels} to {work.out_channels} channels would leave most of a chunk"
-        result = result_of(work)
-        if work.accumulate is not None and work.accumulate.strides != result.strides:
+        if work.accumulate is not None and work.accumulate.strides != work.result.strides:
             return "accumulate does not lie as the result does"
         if work.split_k is not None and work.split_k > 1:
             return "a number of splits was asked for"
@@ -137,7 +134,7 @@ class ImplicitGemm:
                 args,
                 source=operands.source.operand,
                 other=operands.other.operand,
-                result=result_of(work),
+                result=work.result,
                 accumulate=work.accumulate,
                 bias=work.bias,
                 partials=partials if config.workspace > 1 else None,
@@ -169,7 +166,7 @@ class ImplicitGemm:
 def gemm_of(work: ConvWork, axes: list[Axis]) -> Gemm:
     """Return the GEMM of a convolution."""
     chunk = CHUNK_BYTES // work.dtype.itemsize
-    source, result = channels_of(work)
+    source, result = work.channels
     size = work.dtype.itemsize
     moved = (
         size

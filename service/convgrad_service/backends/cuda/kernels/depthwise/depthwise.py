@@ -26,7 +26,6 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     resident_blocks,
     why_not_plane,
 )
-from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import (
     ARCHITECTURES,
@@ -163,7 +162,7 @@ class Depthwise:
     ) -> Launch:
         """Return the launch with a tile and ``chunk`` rows (in dgrad, times the stride)."""
         backward = work.direction == "bwd_data"
-        source, result = gather_sides(work)
+        source, result = work.sides
         sizes = plane.output, plane.input
         x_size, y_size = sizes if backward else sizes[::-1]
         rows, columns = y_size

@@ -28,7 +28,6 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     resident_blocks,
     why_not_plane,
 )
-from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
@@ -145,7 +144,7 @@ class DepthwiseMma:
     ) -> Launch:
         """Return the launch with a tile and ``chunk`` rows (in dgrad, times the stride)."""
         backward, stride, pad = work.direction == "bwd_data", plane.stride, plane.pad
-        source, result = gather_sides(work)
+        source, result = work.sides
         sizes = plane.output, plane.input
         x_size, y_size = sizes if backward else sizes[::-1]
         rows, columns = y_size

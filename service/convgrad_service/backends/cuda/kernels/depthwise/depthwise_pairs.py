@@ -21,7 +21,6 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     resident_blocks,
     why_not_plane,
 )
-from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
@@ -165,7 +164,7 @@ class DepthwisePairs:
         share: int | None = None,
     ) -> Launch:
         """Return the launch with a tile and ``share`` rows per block (times the stride)."""
-        stride, (source, result) = plane.stride, gather_sides(work)
+        stride, (source, result) = plane.stride, work.sides
         flipped, cut = work.direction == "fwd", _Cut.of(work, plane, tile)
         args = DepthwisePairsArgs()
         args.x_stride[:] = [stride // 8 for stride in plane.strides(source)]

@@ -193,7 +193,7 @@ def deep_plane_of(work: ConvWork) -> Plane | None:
     result."""
     if work.stride[1] != work.stride[2]:
         return None
-    written = work.input if work.direction == "bwd_data" else work.output
+    written = work.sizes[1]
     return Plane(
         work.batch * written[0],
         (work.kernel[1], work.kernel[2]),

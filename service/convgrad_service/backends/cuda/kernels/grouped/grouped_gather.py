@@ -11,7 +11,6 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import MAX_PHASES
-from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import (
     LatticeAxis,
     Size4,
@@ -85,10 +84,9 @@ class GroupedGather:
         reason = why_not_grouped(work, device) or why_not_packed(work)
         if reason is not None:
             return reason
-        result = gather_sides(work)[1]
         if max(work.w.strides[1:]) * work.out_channels > MAX_INDEX:
             return f"the weights of a group lie more than {MAX_INDEX} elements apart"
-        if work.accumulate is not None and work.accumulate.strides != result.strides:
+        if work.accumulate is not None and work.accumulate.strides != work.result.strides:
             return "accumulate does not lie as the result does"
         if work.direction == "bwd_data" and max(work.stride) > MAX_PHASES:
             return f"stride {max(work.stride)} makes more than {MAX_PHASES} phases"
@@ -106,7 +104,7 @@ class GroupedGather:
     def launches(self, work: ConvWork, device: CudaDevice, box: Box | None = None) -> Fragment:
         """See `Family.launches`. ``box`` overrides the chosen box."""
         backward = work.direction == "bwd_data"
-        source, result = gather_sides(work)
+        source, result = work.sides
         axes = [lattice_axis(work, dim) for dim in range(3)]
         box = box or choose_box(work, axes, device)
         merge, unit = merge_of(work), unit_of(work)
@@ -123,8 +121,7 @@ class GroupedGather:
         args.box = box_args(shape.extent, shape.chunks, shape.pitch, unit.warps * 32)
         args.alpha, args.beta = work.alpha, work.beta
         args.batch, args.groups = work.batch, work.groups
-        channels = work.in_channels, work.out_channels
-        args.x_channels, args.y_channels = channels[::-1] if backward else channels
+        args.x_channels, args.y_channels = work.channels
         args.merged, args.merges, args.slice = merge.groups, merge.count, box.slice
         args.own = meets_own(work)
         args.w_vector, args.w_pitch = _vector(work), shape.w_pitch
@@ -208,7 +205,7 @@ class _Shared:
 def boxes_of(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Iterator[Box]:
     """Yield candidates that fit into shared memory."""
     merge, unit = merge_of(work), unit_of(work)
-    together = gather_sides(work)[0].strides[1] == _channels(work)[0]
+    together = work.sides[0].strides[1] == work.channels[0]
     slices = slices_of(merge, together)
     counts = [axis.count for axis in axes]
     steps = (1, 4, 8) if unit.windows else (1, 1, 1)
@@ -233,7 +230,7 @@ def boxes_of(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Ite
 
 def _span(work: ConvWork, axes: list[LatticeAxis], box: Box) -> int:
     """Return the distance in elements from a box's first result to its last."""
-    strides = gather_sides(work)[1].strides
+    strides = work.result.strides
     steps = [axis.axis.y_step for axis in axes]
     spatial = zip(box.tile[1:], steps, strides[3:], strict=True)
     return (box.tile[0] - 1) * strides[0] + sum(
@@ -301,12 +298,6 @@ def _grid(
     resident = _resident(unit, _Shared(work, axes, merge, unit, box), device)
     workers = max(1, min(boxes, resident * device.multiprocessors // (slices * phases)))
     return ceil_div(boxes, ceil_div(boxes, workers)), slices, phases
-
-
-def _channels(work: ConvWork) -> tuple[int, int]:
-    """Return the channels per group of the source and of the result."""
-    channels = work.in_channels, work.out_channels
-    return channels[::-1] if work.direction == "bwd_data" else channels
 
 
 def _vector(work: ConvWork) -> int:
