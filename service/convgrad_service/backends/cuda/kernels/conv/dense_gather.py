@@ -24,7 +24,7 @@ from convgrad_service.backends.cuda.kernels.core.gather_axes import (
 from convgrad_service.backends.cuda.kernels.core.limits import MAX_PIXELS, why_not_dense
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     in_whole_chunks,
-    prepare_activation,
+    prepare_side,
     prepare_weight,
 )
 from convgrad_service.backends.cuda.structures import structure
@@ -99,27 +99,11 @@ class DenseGather:
     ) -> Fragment:
         """See `Family.launches`. ``tile`` overrides the chosen tile."""
         backward = work.direction == "bwd_data"
-        source, result = work.sides
+        result = work.result
         read, written = work.channels
         axes = [gather_axis(work, dim) for dim in range(3)]
-        x = prepare_activation(
-            source,
-            work.batch,
-            work.groups,
-            read,
-            work.output if backward else work.input,
-            f"{work.prefix}source_channels_last",
-            device,
-        )
-        w = prepare_weight(
-            work.w,
-            work.groups,
-            work.out_channels,
-            work.in_channels,
-            work.kernel,
-            f"{work.prefix}weight_channels_last",
-            device,
-        )
+        x = prepare_side(work, "source", device)
+        w = prepare_weight(work, device)
         # The kernel also computes offsets of positions outside the source.
         source_shape = (work.batch, work.groups, read, *(axis.x_size for axis in axes))
         weight_shape = (work.groups, work.out_channels, work.in_channels, *work.kernel)

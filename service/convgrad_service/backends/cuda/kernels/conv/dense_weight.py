@@ -22,8 +22,7 @@ from convgrad_service.backends.cuda.kernels.core.limits import (
 from convgrad_service.backends.cuda.kernels.core.split_sum import split_sum, split_sum_instances
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
-    Prepared,
-    prepare_activation,
+    prepare_side,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -106,8 +105,7 @@ class DenseWeight:
         splits: int | None = None,
     ) -> Fragment:
         """See `Family.launches`. ``tile`` and ``splits`` override the chosen ones."""
-        x = _prepared(work, work.x, work.in_channels, work.input, "input", device)
-        y = _prepared(work, work.y, work.out_channels, work.output, "grad_output", device)
+        x, y = (prepare_side(work, name, device) for name in ("input", "grad_output"))
         wide = any(
             _last(operand, (work.batch, work.groups, channels, *size)) > MAX_INDEX
             for operand, channels, size in (
@@ -278,25 +276,6 @@ def _expected(work: ConvWork, device: CudaDevice, wide: bool) -> tuple[float, De
                 expected += LAUNCH_S + results * 4 * (2 * count + 1) / COPY_BYTES_PER_S
             options.append((expected, tile, count))
     return min(options, key=lambda option: option[0])
-
-
-def _prepared(
-    work: ConvWork,
-    operand: Operand,
-    channels: int,
-    size: tuple[int, int, int],
-    name: str,
-    device: CudaDevice,
-) -> Prepared:
-    return prepare_activation(
-        operand,
-        work.batch,
-        work.groups,
-        channels,
-        size,
-        f"{work.prefix}{name}_channels_last",
-        device,
-    )
 
 
 def _instance(tile: DenseTile, dtype: DType, wide: bool) -> Instance:

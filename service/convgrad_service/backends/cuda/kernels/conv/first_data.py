@@ -17,7 +17,7 @@ from convgrad_service.backends.cuda.kernels.conv.first_windows import (
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
-    prepare_activation,
+    prepare_side,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -91,15 +91,7 @@ class FirstData:
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
         """See `Family.launches`. ``cut`` overrides the chosen partition."""
-        y = prepare_activation(
-            work.y,
-            work.batch,
-            1,
-            work.out_channels,
-            work.output,
-            f"{work.prefix}source_channels_last",
-            device,
-        )
+        y = prepare_side(work, "source", device)
         rows, depth = _rows(work), _resident(work)
         if cut is None:
             cut = min(_cuts(work, device), key=lambda cut: _expected_clocks(work, cut, device))

@@ -18,7 +18,7 @@ from convgrad_service.backends.cuda.kernels.conv.first_windows import (
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
-    prepare_activation,
+    prepare_side,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import ARCHITECTURES, CudaDevice
@@ -132,15 +132,7 @@ class FirstGroups:
         grouping = _grouping(work, device)
         if grouping is None:
             raise ValueError("no grouping of positions fits")
-        y = prepare_activation(
-            work.y,
-            work.batch,
-            1,
-            work.out_channels,
-            work.output,
-            f"{work.prefix}source_channels_last",
-            device,
-        )
+        y = prepare_side(work, "source", device)
         cut = cut or _cut(work, grouping, device)
         if cut is None:
             raise ValueError("no cut fits")

@@ -13,7 +13,7 @@ from convgrad_service.backends.cuda.kernels.core.tensor_maps import Im2colMap, T
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
     overlapping,
-    prepare_activation,
+    prepare_side,
     prepare_weight,
 )
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -136,24 +136,9 @@ def _turned(work: ConvWork) -> bool:
 
 def sides_of(work: ConvWork, device: CudaDevice) -> Sides:
     """Return the operands in channels-last layout, in whole chunks."""
-    backward = work.direction == "bwd_data"
-    source, result = work.sides
-    x = prepare_activation(
-        source,
-        work.batch,
-        work.groups,
-        work.out_channels if backward else work.in_channels,
-        work.output if backward else work.input,
-        f"{work.prefix}source_channels_last",
-        device,
-    )
+    x = prepare_side(work, "source", device)
     w = prepare_weight(
-        work.w,
-        work.groups,
-        work.out_channels,
-        work.in_channels,
-        work.kernel,
-        f"{work.prefix}weight_channels_last",
+        work,
         device,
         out_channels_last=_turned(work),
         whole_lines=work.follows,
@@ -162,7 +147,7 @@ def sides_of(work: ConvWork, device: CudaDevice) -> Sides:
         work,
         x.operand,
         w.operand,
-        result,
+        work.result,
         overlapping((*x.steps, *w.steps), device, first=work.follows),
         (*x.workspace, *w.workspace),
     )

@@ -23,7 +23,7 @@ from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pa
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     in_whole_chunks,
     overlapping,
-    prepare_activation,
+    prepare_side,
     prepare_weight,
 )
 from convgrad_service.backends.cuda.structures import structure
@@ -116,29 +116,13 @@ class HopperHalo:
     ) -> Fragment:
         """See `Family.launches`. ``tile`` overrides the chosen tile."""
         backward = work.direction == "bwd_data"
-        source, result = work.sides
+        result = work.result
         axes = [gather_axis(work, dim) for dim in range(3)]
         if tile is None:
             tile = halo_tiles(work, axes, device)[0]
-        read, written = tile.problem.channels
-        x = prepare_activation(
-            source,
-            work.batch,
-            1,
-            read,
-            work.output if backward else work.input,
-            f"{work.prefix}source_channels_last",
-            device,
-        )
-        w = prepare_weight(
-            work.w,
-            1,
-            work.out_channels,
-            work.in_channels,
-            work.kernel,
-            f"{work.prefix}weight_channels_last",
-            device,
-        )
+        written = tile.problem.channels[1]
+        x = prepare_side(work, "source", device)
+        w = prepare_weight(work, device)
         before = overlapping((*x.steps, *w.steps), device)
         args = HopperHaloArgs()
         args.y_stride[:] = result.strides

@@ -27,7 +27,7 @@ from convgrad_service.backends.cuda.kernels.core.limits import (
 )
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     Prepared,
-    prepare_activation,
+    prepare_side,
     prepare_weight,
 )
 from convgrad_service.plans.cuda.device import OVERLAPPING, CudaDevice
@@ -40,7 +40,7 @@ from convgrad_service.plans.cuda.program import (
     Workspace,
     ceil_div,
 )
-from convgrad_service.plans.cuda.works import ConvWork, Operand
+from convgrad_service.plans.cuda.works import ConvWork, Operand, Size3
 
 __all__ = ["ImplicitGemm", "gemm_of"]
 
@@ -208,13 +208,9 @@ def _operands(work: ConvWork, device: CudaDevice) -> _Operands:
             return Prepared(operand)
         return copied
 
-    def activation(
-        operand: Operand, channels: int, size: tuple[int, int, int], name: str
-    ) -> Prepared:
+    def activation(operand: Operand, channels: int, size: Size3, name: str) -> Prepared:
         extents = work.batch, work.groups, channels, *size
-        name = f"{work.prefix}{name}_channels_last"
-        copied = prepare_activation(operand, work.batch, work.groups, channels, size, name, device)
-        return ready(operand, extents, copied)
+        return ready(operand, extents, prepare_side(work, name, device))
 
     x = (work.x, work.in_channels, work.input, "input")
     y = (work.y, work.out_channels, work.output, "grad_output")
@@ -223,14 +219,7 @@ def _operands(work: ConvWork, device: CudaDevice) -> _Operands:
     else:
         source = activation(*(y if work.direction == "bwd_data" else x))
         extents = work.groups, work.out_channels, work.in_channels, *work.kernel
-        name = f"{work.prefix}weight_channels_last"
-        other = ready(
-            work.w,
-            extents,
-            prepare_weight(
-                work.w, work.groups, work.out_channels, work.in_channels, work.kernel, name, device
-            ),
-        )
+        other = ready(work.w, extents, prepare_weight(work, device))
     return _Operands(source, other, min(vectors, default=CHUNK_BYTES))
 
 

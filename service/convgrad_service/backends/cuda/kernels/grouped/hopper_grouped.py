@@ -90,15 +90,7 @@ class HopperGrouped:
         x_size, y_size = sizes_of(work)
         weight = Prepared(work.w)
         if cut.weight_bytes:
-            weight = prepare_weight(
-                work.w,
-                work.groups,
-                work.out_channels,
-                work.in_channels,
-                work.kernel,
-                f"{work.prefix}weight_channels_last",
-                device,
-            )
+            weight = prepare_weight(work, device)
         w = weight.operand
         slices, workers = grid_of(work, cut, device)
         args = HopperGroupedArgs()
