@@ -179,7 +179,4 @@ def _instance(dtype: DType, window: Window) -> Instance:
         "ROWS": window.rows,
         "BLOCKS": window.blocks,
     }
-    return Instance.of(
-        "pool/pool_strips.cu",
-        defines,
-    )
+    return Instance.of("pool/pool_strips.cu", defines)
