@@ -9,8 +9,12 @@ from math import prod
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.conv.dense_tiles import (
+    DTYPES,
+    MAX_INDEX,
+    DenseFamily,
     DenseTile,
     few_terms,
+    last_offset,
     splits_factors,
 )
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
@@ -34,11 +38,7 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["DenseGather"]
 
-# With groups, the fewest channels per group on either side; without, the least product of input and
-# output channels.
-LEAST_GROUPED, LEAST_PRODUCT = 16, 64
 MAX_TAPS = 1024
-MAX_INDEX = 2**31 - 1
 
 
 PhaseArgs = structure("conv/dense_gather.cu", "Phase")
@@ -47,28 +47,13 @@ PhaseArgs = structure("conv/dense_gather.cu", "Phase")
 DenseGatherArgs = structure("conv/dense_gather.cu", "DenseGatherArgs")
 
 
-class DenseGather:
+class DenseGather(DenseFamily):
     """fwd and bwd_data whose groups fill tensor-core tiles.
 
     Takes 16-bit types, float32 as TF32 (``precision: high``), and float32 as three TF32 products.
     """
 
     name = "dense_gather"
-
-    def __init__(
-        self, least_grouped: int = LEAST_GROUPED, least_product: int = LEAST_PRODUCT
-    ) -> None:
-        """Create the family with the thresholds of tile utilisation.
-
-        Parameters
-        ----------
-        least_grouped
-            With groups, the fewest channels per group on either side.
-        least_product
-            Without groups, the least product of input and output channels.
-        """
-        self._least_grouped = least_grouped
-        self._least_product = least_product
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`.
@@ -79,8 +64,7 @@ class DenseGather:
         if (reason := why_not_dense(work, device)) is not None:
             return reason
         read, written = work.channels
-        grouped = work.groups > 1 and min(read, written) < self._least_grouped
-        if grouped or read * written < self._least_product:
+        if not self._fills_tile(work, read * written):
             return f"{read} to {written} channels a group would leave most of a tile"
         if (reason := few_terms(work, read)) is not None:
             return reason
@@ -109,8 +93,8 @@ class DenseGather:
         weight_shape = (work.groups, work.out_channels, work.in_channels, *work.kernel)
         wide = (
             max(
-                _last(x.operand, source_shape) + _margin(x.operand, axes),
-                _last(w.operand, weight_shape),
+                last_offset(x.operand, source_shape) + _margin(x.operand, axes),
+                last_offset(w.operand, weight_shape),
             )
             > MAX_INDEX
         )
@@ -199,7 +183,6 @@ SPLIT_TILES = (
     DenseTile(128, 32, 32, 32, 128, 3, 2, flops=117e12, start_s=3e-6, split=True),
     DenseTile(128, 64, 32, 64, 128, 3, 2, flops=130e12, start_s=3e-6, split=True),
 )
-DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 
 
 def expected_s(
@@ -252,14 +235,6 @@ def shared_bytes(tile: DenseTile, axes: list[Axis], wide: bool) -> int:
 def _most_pixels(work: ConvWork, axes: list[Axis]) -> int:
     """Return the number of pixels of the largest phase."""
     return work.batch * prod(max(phase.count for phase in axis.phases) for axis in axes)
-
-
-def _last(operand: Operand, shape: tuple[int, ...]) -> int:
-    """Return the offset of the last element plus a whole chunk."""
-    return (
-        sum((extent - 1) * stride for extent, stride in zip(shape, operand.strides, strict=True))
-        + 16
-    )
 
 
 def _margin(operand: Operand, axes: list[Axis]) -> int:

@@ -242,9 +242,4 @@ def _instance(
     defines = tile.defines(dtype, across, maps, stages, planes)
     if finished:
         defines["EPILOGUE"] = 1
-    return Instance(
-        "conv/hopper_gather.cu",
-        "hopper_gather",
-        tuple((name, str(value)) for name, value in defines.items()),
-        HOPPER,
-    )
+    return Instance.of("conv/hopper_gather.cu", defines, HOPPER)

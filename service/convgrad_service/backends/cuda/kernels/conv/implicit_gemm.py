@@ -241,8 +241,4 @@ def vector_of(operand: Operand, extents: tuple[int, ...]) -> int:
 
 def _instance(tile: Tile, dtype: DType, direction: str, vector: int) -> Instance:
     defines = tile.defines(dtype, OPERATIONS[direction], vector)
-    return Instance(
-        "conv/implicit_gemm.cu",
-        "implicit_gemm",
-        tuple((name, str(value)) for name, value in defines.items()),
-    )
+    return Instance.of("conv/implicit_gemm.cu", defines)

@@ -319,5 +319,4 @@ def chunk_rows(rows: int, reach: int, items: int, resident: int, start: int = ST
 
 def resident_blocks(device: CudaDevice, shared_bytes: int, blocks: int) -> int:
     """Return the blocks resident on the device if the registers of an SM suffice for ``blocks``."""
-    fitting = device.shared_bytes_per_multiprocessor // (shared_bytes + 1024)
-    return device.multiprocessors * max(1, min(blocks, fitting))
+    return device.multiprocessors * max(1, min(blocks, device.fitting_blocks(shared_bytes)))

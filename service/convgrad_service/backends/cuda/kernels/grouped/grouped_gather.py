@@ -44,7 +44,6 @@ MOST_DEPTH, MOST_HEIGHT = 127, 255
 MAX_GRID_YZ = 65535
 MOST_SPAN = 2**32 - 2
 MAX_INDEX = 2**31 - 1
-RESERVED_BYTES = 1024
 # Cost model: bytes that an SM could copy during an mma of a warp.
 PRODUCT_BYTES = 512
 # Static shared memory.
@@ -276,8 +275,7 @@ def _products(axes: list[LatticeAxis], merge: Merge, unit: Unit, box: Box, backw
 
 def _resident(unit: Unit, shape: _Shared, device: CudaDevice) -> int:
     """Return the resident blocks per SM."""
-    fitting = device.shared_bytes_per_multiprocessor // (shape.total_bytes + RESERVED_BYTES)
-    return max(1, min(unit.blocks, fitting))
+    return max(1, min(unit.blocks, device.fitting_blocks(shape.total_bytes)))
 
 
 def _tiles(work: ConvWork, axes: list[LatticeAxis], box: Box) -> Size4:

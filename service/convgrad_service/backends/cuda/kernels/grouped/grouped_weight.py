@@ -11,6 +11,7 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.lane_sum import lane_sum, lane_sum_instances
+from convgrad_service.backends.cuda.kernels.core.split_sum import channel_last
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import (
     BoxStrides,
     LatticeAxis,
@@ -34,11 +35,10 @@ from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BY
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, Workspace, ceil_div
-from convgrad_service.plans.cuda.works import ConvWork, Operand
+from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["GroupedWeight", "Share", "shares_of"]
 
-RESERVED_BYTES = 1024
 MAX_GRID_YZ = 65535
 MOST_PIXELS = 512
 # The most bytes of partial sums, unless the caller asks for more splits.
@@ -175,9 +175,9 @@ class GroupedWeight:
             partials,
             splits,
             extents,
-            _channel_last(work.w),
+            channel_last(work.w),
             device,
-            accumulate=None if accumulate is None else _channel_last(accumulate),
+            accumulate=None if accumulate is None else channel_last(accumulate),
             alpha=work.alpha,
             beta=work.beta,
         )
@@ -314,8 +314,7 @@ def _cost(shapes: _Shapes, share: Share, device: CudaDevice) -> float:
 
 def _resident(shapes: _Shapes, block: _Block, device: CudaDevice) -> int:
     """Return the resident blocks per SM."""
-    fitting = device.shared_bytes_per_multiprocessor // (block.total_bytes + RESERVED_BYTES)
-    return max(1, min(shapes.item.blocks, fitting))
+    return max(1, min(shapes.item.blocks, device.fitting_blocks(block.total_bytes)))
 
 
 def _splits(shapes: _Shapes, share: Share, device: CudaDevice) -> int:
@@ -343,12 +342,6 @@ def _tiles(shapes: _Shapes, share: Share) -> Size4:
 def _boxes(shapes: _Shapes, share: Share) -> int:
     phases = prod(len(axis.phases) for axis in shapes.axes)
     return phases * prod(_tiles(shapes, share))
-
-
-def _channel_last(operand: Operand) -> Operand:
-    """Return the weight with its axes in the order of partial sums: (G, K, T, R, S, C)."""
-    g, k, c, t, r, s = operand.strides
-    return Operand(operand.buffer, operand.dtype, (g, k, t, r, s, c))
 
 
 def _instance(item: Item, dtype: DType, exact: bool) -> Instance:
