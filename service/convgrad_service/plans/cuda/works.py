@@ -16,22 +16,9 @@ from convgrad_service.problems.layouts import Layout
 from convgrad_service.problems.sizes import Size
 from convgrad_service.problems.windows import WindowAxis
 
-__all__ = [
-    "ChannelSums",
-    "ConvWork",
-    "Copy",
-    "CopyAxis",
-    "Direction",
-    "FusedWork",
-    "Operand",
-    "PoolWork",
-    "UnpoolWork",
-    "WindowWork",
-    "activation_operand",
-    "contiguous_strides",
-    "size3",
-    "weight_operand",
-]
+__all__ = ["ChannelSums", "ConvWork", "Copy", "CopyAxis", "Direction", "FusedWork", "Operand"]
+__all__ += ["PoolWork", "UnpoolWork", "WindowWork", "activation_operand", "contiguous_strides"]
+__all__ += ["size3", "weight_operand"]
 
 Direction = Literal["fwd", "bwd_data", "bwd_weight"]
 Size3 = tuple[int, int, int]
@@ -134,6 +121,11 @@ class _Geometry:
     def pad(self) -> Size3:
         """Padding before each dimension, possibly negative; the sizes imply the padding after."""
         return size3(tuple(before for before, _ in self._shape.padding), 0)
+
+    @property
+    def dilated(self) -> bool:
+        """Whether some dimension has taps that are not adjacent."""
+        return any(d != 1 and k != 1 for d, k in zip(self.dilation, self.kernel, strict=True))
 
     @property
     def taps(self) -> int:

@@ -79,7 +79,7 @@ def why_not_first(work: ConvWork, device: CudaDevice, exact: bool = False) -> st
         return "TF32 is less than the float32 that was asked for"
     if device.capability < (8, 0):
         return f"{device.name} is older than sm_80"
-    if any(d != 1 and k != 1 for d, k in zip(work.dilation, work.kernel, strict=True)):
+    if work.dilated:
         return "dilated"
     if column_tiles(work) > MOST_WARPS:
         return f"{work.kernel[2]} taps of {work.in_channels} channels in a row of the kernel"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 
 from convgrad.dtypes import DType
@@ -15,9 +14,8 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_box import (
     LatticeAxis,
     Size4,
     box_args,
-    images_together,
+    candidate_tiles,
     lattice_axis,
-    tile_extents,
 )
 from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     Merge,
@@ -206,20 +204,13 @@ def boxes_of(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Ite
     merge, unit = merge_of(work), unit_of(work)
     together = work.sides[0].strides[1] == work.channels[0]
     slices = slices_of(merge, together)
-    counts = [axis.count for axis in axes]
     steps = (1, 4, 8) if unit.windows else (1, 1, 1)
-    extents = [
-        sorted({ceil_div(extent, step) * step for extent in tile_extents(count)})
-        for count, step in zip(counts, steps, strict=True)
-    ]
-    for slice_, *spatial in product(slices, *extents):
-        depth, height, width = spatial
-        if depth > MOST_DEPTH or height > MOST_HEIGHT:
-            continue
-        whole = all(extent >= count for extent, count in zip(spatial, counts, strict=True))
-        for images in images_together(work.batch) if whole else [1]:
-            for stages in (1, 2):
-                box = Box((images, depth, height, width), slice_, stages)
+    counts = [axis.count for axis in axes]
+    for slice_ in slices:
+        for tile in candidate_tiles(work.batch, counts, steps):
+            if tile[1] > MOST_DEPTH or tile[2] > MOST_HEIGHT:
+                continue
+            for box in (Box(tile, slice_, stages) for stages in (1, 2)):
                 if box.positions > MOST_POSITIONS or _span(work, axes, box) > MOST_SPAN:
                     continue
                 shape = _Shared(work, axes, merge, unit, box)

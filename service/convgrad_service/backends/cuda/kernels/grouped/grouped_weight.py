@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 from math import prod
 
 from convgrad.dtypes import DType
@@ -17,9 +16,8 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_box import (
     LatticeAxis,
     Size4,
     box_args,
-    images_together,
+    candidate_tiles,
     lattice_axis,
-    tile_extents,
 )
 from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     DTYPES,
@@ -269,17 +267,11 @@ def _shares_of(shapes: _Shapes, device: CudaDevice) -> Iterator[Share]:
         for operand, channels in ((work.x, work.in_channels), (work.y, work.out_channels))
     )
     slices = slices_of(merge, together)
-    counts = [axis.count for axis in shapes.axes]
     steps = (1, 2, 8) if shapes.item.windows else (1, 1, 1)
-    extents = [
-        sorted({ceil_div(extent, step) * step for extent in tile_extents(count)})
-        for count, step in zip(counts, steps, strict=True)
-    ]
-    for slice_, *spatial in product(slices, *extents):
-        depth, height, width = spatial
-        whole = all(extent >= count for extent, count in zip(spatial, counts, strict=True))
-        for images in images_together(work.batch) if whole else [1]:
-            share = Share((images, depth, height, width), slice_)
+    counts = [axis.count for axis in shapes.axes]
+    for slice_ in slices:
+        for tile in candidate_tiles(work.batch, counts, steps):
+            share = Share(tile, slice_)
             if share.pixels > MOST_PIXELS:
                 continue
             if _Block(shapes, share).total_bytes <= device.shared_bytes_per_block:
