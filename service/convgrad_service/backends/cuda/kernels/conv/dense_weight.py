@@ -28,6 +28,7 @@ from convgrad_service.backends.cuda.kernels.core.split_sum import (
     split_sum,
     split_sum_instances,
 )
+from convgrad_service.backends.cuda.kernels.fallback.weight_args import fill_wgrad
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
     prepare_side,
@@ -105,14 +106,7 @@ class DenseWeight(DenseFamily):
         partials = f"{work.prefix}partials"
 
         args = DenseWeightArgs()
-        args.x_stride[:], args.y_stride[:] = x.operand.strides, y.operand.strides
-        args.w_stride[:] = work.w.strides
-        args.alpha, args.beta = work.alpha, work.beta
-        for name in ("batch", "groups", "in_channels", "out_channels"):
-            setattr(args, name, getattr(work, name))
-        args.x_size[:], args.y_size[:] = work.input, work.output
-        for name in ("kernel", "stride", "dilation", "pad"):
-            getattr(args, name)[:] = getattr(work, name)
+        fill_wgrad(args, work, x.operand, y.operand)
         args.splits = splits
         args.plain = work.epilogue_free and _in_order(work)
         args.wide_result = work.result_dtype is DType.FLOAT32
