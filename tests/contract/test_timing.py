@@ -78,6 +78,10 @@ def test_layers_are_said_in_every_dialect(http: httpx.Client) -> None:
     assert "networks" in http.get("/layers").json()["suites"]
     assert len(http.get("/layers", params={"suite": "resnet50"}).json()["layers"]) > 10
     assert http.get("/layers", params={"layer": "x"}).status_code == 400
+    other = http.get("/layers", params={"layer": LAYER, "batch": 5}).json()
+    assert other["batch"] == 5
+    refused = http.get("/layers", params={"layer": LAYER, "batch": "many"})
+    assert "batch is 'many'; expected a number" in refused.json()["detail"]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
