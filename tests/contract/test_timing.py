@@ -202,6 +202,8 @@ def test_who_leaves_cancels_a_timing(server: LiveServer, http: httpx.Client) -> 
         ({"budget_s": 0}, 400, "budget_s"),
         ({"standard_error": 0}, 400, "standard_error"),
         ({"grad_output": {"values": [1], "dtype": "float32"}}, 400, "unknown field"),
+        ({"store": {"ours_grad_input": "x"}}, 400, "no outputs to be stored"),
+        ({"stored": {"weight": "x"}}, 400, "it has none"),
         ({"layer": "mb1000ic512ih512oc512kh3ph1"}, 413, "at most"),
         ({"layer": "mb1ic2048ih2048oc2048kh3ph1"}, 413, "at most"),
     ],
