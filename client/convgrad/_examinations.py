@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 from convgrad._body import WIRES
 from convgrad._call import Call, Stored, as_tensor
 from convgrad._exchange import Requests, Target
+from convgrad._methods import described_like
 from convgrad._reply import Reply, read_json
 from convgrad.errors import InvalidAnswer, MalformedRequest
 
@@ -141,6 +142,7 @@ class AsyncExaminations:
     _send_all: Callable[[Requests[Any]], Awaitable[Any]]
     _shared: SharedMemory | None
 
+    @described_like(Examinations.verify)
     async def verify(
         self,
         operation: str,
@@ -165,6 +167,7 @@ class AsyncExaminations:
             found = await self._complete(verify_target(call))
         return found
 
+    @described_like(Examinations.time)
     async def time(self, operation: str, **fields: Any) -> TimedPlan:
         """Time an operation on the server; see `Client.time`.
 
@@ -175,6 +178,7 @@ class AsyncExaminations:
         found: TimedPlan = await self._complete(time_target(operation, fields))
         return found
 
+    @described_like(Examinations.plan)
     async def plan(self, operation: str, **fields: Any) -> PlanExplained:
         """Explain which kernel would run; see `Client.plan`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import socket
 import threading
 import time
@@ -27,7 +28,7 @@ from tests.support.tls_files import TlsFiles
 from tests.support.tree_server import descriptors, until
 
 LARGEST_WINDOW = 2**31 - 1
-RESOURCE_EXHAUSTED = "8"
+INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNAVAILABLE = "3", "8", "14"
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +80,33 @@ def test_unfinished_messages_hold_what_the_permits_say(
     watching.join()
     # Two of them, and what the loopback brings in a tenth of a second.
     assert most_bytes - base_bytes < 600 * MIB
+
+
+@pytest.mark.parametrize("path", [INFER, CHECK])
+def test_compressed_messages_are_inflated_one_at_a_time(server: Served, path: str) -> None:
+    """60 calls of 61 KB each, which would become 3.6 GB."""
+    message = grpc_message(gzip.compress(bytes(60 * MIB)), compressed=True)
+    base_bytes = server.memory_bytes("VmHWM")
+    with attacked(server, more_bytes=200 * MIB), connected(server.grpc) as client:
+        encoding = [("grpc-encoding", "gzip")]
+        streams = [client.open(path, message, last=True, more=encoding) for _ in range(60)]
+        assert {client.answer(stream).status for stream in streams} <= {
+            INVALID_ARGUMENT,
+            UNAVAILABLE,
+            RESOURCE_EXHAUSTED,
+        }
+    assert server.memory_bytes("VmHWM") - base_bytes < 250 * MIB
+
+
+def test_messages_that_cannot_be_read_are_not_kept(server: Served) -> None:
+    """One after another; the last reads of the hub's memory decide."""
+    message = grpc_message(bytes(20 * MIB))
+    with attacked(server), connected(server.grpc) as client:
+        held_bytes = []
+        for _ in range(10):
+            assert client.answer(client.open(INFER, message, last=True)).status == INVALID_ARGUMENT
+            held_bytes.append(server.memory_bytes())
+        assert max(held_bytes[2:]) - held_bytes[1] < 50 * MIB
 
 
 def test_a_huge_health_check_is_refused_before_it_comes(server: Served) -> None:

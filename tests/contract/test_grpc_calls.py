@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import socket
 import time
 import zlib
@@ -85,23 +86,46 @@ def test_compressed_messages(server: OipServer, encoding: str) -> None:
 
 @pytest.mark.parametrize("path", [INFER, STREAM_INFER])
 @pytest.mark.parametrize(
-    ("encoding", "body", "statuses"),
+    ("encoding", "body", "status"),
     [
-        # The specification wants UNIMPLEMENTED; grpcio 1.85 says INTERNAL.
-        ("snappy", b"", (UNIMPLEMENTED, "13")),
-        ("gzip", b"not gzip", ("13",)),
-        ("deflate", zlib.compress(bytes(1000))[:-4], ("13",)),
+        ("gzip", b"not gzip", INVALID_ARGUMENT),
+        ("deflate", zlib.compress(bytes(1000))[:-4], INVALID_ARGUMENT),
+        ("gzip", gzip.compress(b"") + b"more", INVALID_ARGUMENT),
+        ("gzip", gzip.compress(b"")[:2] + b"\xff" * 20, INVALID_ARGUMENT),
         # What it would become is over the limit: it is not inflated further than that.
-        ("deflate", zlib.compress(bytes(64 * 2**20)), (RESOURCE_EXHAUSTED, "13")),
+        ("deflate", zlib.compress(bytes(64 * 2**20)), RESOURCE_EXHAUSTED),
     ],
 )
-def test_encodings_are_grpcs_own(
-    client: H2Client, path: str, encoding: str, body: bytes, statuses: tuple[str, ...]
+def test_compressed_messages_that_cannot_be_read(
+    client: H2Client, path: str, encoding: str, body: bytes, status: str
 ) -> None:
     message = grpc_message(body, compressed=True)
     stream = client.open(path, message, last=True, more=[("grpc-encoding", encoding)])
     found = client.answer(stream)
-    assert found.status in statuses, found.headers
+    if path == STREAM_INFER:
+        codes = {
+            INVALID_ARGUMENT: b"(malformed-request)",
+            RESOURCE_EXHAUSTED: b"(payload-too-large)",
+        }
+        assert found.status == "0"
+        assert codes[status] in found.data
+    else:
+        assert found.status == status, found.headers
+
+
+@pytest.mark.parametrize("path", [INFER, STREAM_INFER, CHECK])
+def test_unknown_encodings_are_refused(client: H2Client, path: str) -> None:
+    message = grpc_message(b"", compressed=True)
+    stream = client.open(path, message, last=True, more=[("grpc-encoding", "snappy")])
+    # The specification wants UNIMPLEMENTED; grpcio 1.85 says INTERNAL.
+    assert client.answer(stream).status in (UNIMPLEMENTED, "13")
+
+
+def test_a_compressed_health_check_is_small(client: H2Client) -> None:
+    for size, status in ((0, "0"), (2**20, RESOURCE_EXHAUSTED)):
+        message = grpc_message(gzip.compress(bytes(size)), compressed=True)
+        stream = client.open(CHECK, message, last=True, more=[("grpc-encoding", "gzip")])
+        assert client.answer(stream).status == status
 
 
 @pytest.mark.parametrize("path", [INFER, STREAM_INFER, CHECK])

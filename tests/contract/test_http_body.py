@@ -6,6 +6,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -263,3 +264,29 @@ def test_an_answer_that_nobody_reads_is_let_go() -> None:
         connection.sendall(request)
         until(lambda: server.held_bytes > 20_000_000)
         server.wait_until_idle(30)  # and not after the 60 s of the default
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_trailers_are_not_taken_for_headers(live: LiveServer, at_once: bool) -> None:
+    """A proxy in front of the server has not checked them as such."""
+    trailers = b"Accept: application/vnd.safetensors\r\nX-Request-Id: smuggled\r\nHost: y\r\n\r\n"
+    request = post_head(None) + b"%x\r\n%s\r\n0\r\n" % (len(EXAMPLE), EXAMPLE) + trailers
+    with live.connect() as connection:
+        cut = 0 if at_once else len(request) - len(trailers)
+        connection.sendall(request[:cut])
+        connection.sendall(request[cut:])
+        answer = read_one(connection)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"content-type: application/json" in answer
+    assert b"smuggled" not in answer
+
+
+@pytest.mark.parametrize("framing", [b"0\r\nX: ", b"5;x="])
+def test_what_frames_a_body_has_an_end(live: LiveServer, framing: bytes) -> None:
+    with live.connect() as connection:
+        connection.sendall(post_head(None) + framing)
+        with suppress(OSError):
+            for _ in range(64):
+                connection.sendall(bytes(2**20).replace(b"\0", b"x"))
+            pytest.fail("the server takes as much as there is")
+    assert live.post().status_code == 200

@@ -97,10 +97,11 @@ class ThreadWorker:
                 job = task.job
                 compiling = compile_ahead(self._backend, job.layout.unpack(), task.part)
                 for number in (each.region for each in job.regions):
-                    if (handle := self._regions.handle(number)) is not None:
-                        self._mappings.open_on_device(number, *handle)
+                    handle, end = self._regions.extent(number)
+                    if handle is not None:
+                        self._mappings.open_on_device(number, handle, end)
                     else:
-                        self._mappings.open(number, self._regions.descriptor(number))
+                        self._mappings.open(number, self._regions.descriptor(number), end)
                 result = compiling or run_job(
                     self._backend, self._arena, self._mappings, job, cancelled, task.part
                 )

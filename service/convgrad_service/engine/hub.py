@@ -33,6 +33,9 @@ from convgrad_service.engine.workers.inline_executor import InlineBackend, Inlin
 
 __all__ = ["Engine", "Hub", "JobHandle", "call_hub"]
 
+# Shorter waits for memory end by themselves.
+_SHORT_AFTER_S = 1.0
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -254,6 +257,7 @@ class Hub:
             missing=tuple(sorted(self.children.missing)),
             dead=self.dead,
             timing=self.timing,
+            short_of_memory=max(self.texts.waited_s, self.memory.waited_s) > _SHORT_AFTER_S,
         )
 
     @property

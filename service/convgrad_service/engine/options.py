@@ -8,13 +8,24 @@ from convgrad.errors import ProblemTooLarge
 from convgrad_service.engine.memory.free_list import FreeList
 from convgrad_service.engine.memory.tensor_layout import ProblemSize
 
-__all__ = ["ALWAYS_ALLOWED_BYTES", "SMALL_REQUEST_BYTES", "EngineOptions", "Limits"]
+__all__ = [
+    "ALWAYS_ALLOWED_BYTES",
+    "MAX_TRANSFER_S",
+    "SMALL_REQUEST_BYTES",
+    "EngineOptions",
+    "Limits",
+]
 
 SMALL_REQUEST_BYTES = 64 * 1024
 """Requests whose tensors take at most this may use the arena's reserve."""
 
 ALWAYS_ALLOWED_BYTES = 64 * 2**20
 """Outputs up to this size are allowed for any inputs."""
+
+
+MAX_TRANSFER_S = 60.0
+"""While others wait for memory, a body or an answer that would take longer than this at its rate so
+far is ended: otherwise a few slow clients could hold all of the memory for hours."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ class Status(NamedTuple):
         Why the server must be restarted to work again.
     timing
         Whether a timing is running, during which nothing is computed inline.
+    short_of_memory
+        Whether requests have waited for memory for a while.
     """
 
     backend: str
@@ -35,6 +37,7 @@ class Status(NamedTuple):
     missing: tuple[str, ...] = ()
     dead: str | None = None
     timing: bool = False
+    short_of_memory: bool = False
 
     def require_live(self) -> None:
         """Raise DeviceUnavailable if the server must be restarted."""

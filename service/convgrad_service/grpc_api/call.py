@@ -116,7 +116,9 @@ class Call:
         self.cut_by = error
 
         async def abort() -> None:
-            with contextlib.suppress(grpc.aio.AbortError, grpc.aio.InternalError):
+            # UsageError: the handler has just ended it with an error of its own.
+            ended = (grpc.aio.AbortError, grpc.aio.InternalError, grpc.aio.UsageError)
+            with contextlib.suppress(*ended):
                 await self.fail(error)
 
         self._aborting = asyncio.ensure_future(abort())

@@ -123,7 +123,10 @@ class Exchanges:
             return await work, None
         except ServiceError as error:
             context.code = error.code
-            return None, error
+            # Its frames hold the message, and ending the call with it makes a cycle of them: ten
+            # messages that could not be read stayed until the garbage collector ran.
+            error.__context__ = error.__cause__ = None
+            return None, error.with_traceback(None)
         except grpc.aio.AbortError:
             # Already ended by `Call.cut`, or by another request of its stream.
             context.code = Internal.code if call.cut_by is None else call.cut_by.code

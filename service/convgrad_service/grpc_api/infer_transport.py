@@ -17,6 +17,7 @@ from convgrad_service.engine.memory.lease import Lease
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest, Decoded, Result, blank
 from convgrad_service.engine.telemetry.request_context import RequestContext
+from convgrad_service.grpc_api.compression import is_compressed
 from convgrad_service.grpc_api.infer_wire import (
     Part,
     encode_response,
@@ -114,6 +115,8 @@ class InferTransport:
         """Receive the message, which grpcio hands over whole."""
         owner, message = self._context.owner, self._message
         message.body = await message.receive()
+        if is_compressed(message.body):
+            message.body = await self._arrivals.inflated(message.body)
         size_bytes = self._context.received_bytes = len(message.body)
         key: Hashable | None = None
         if size_bytes <= SMALL_BYTES and not self._in_stream:

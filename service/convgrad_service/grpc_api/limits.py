@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from convgrad.errors import MalformedRequest, Overloaded, RequestTimeout, ServiceError
 from convgrad_service.engine.deadline import Deadline
 from convgrad_service.grpc_api.call import EOF, Call
+from convgrad_service.grpc_api.compression import inflated
 from convgrad_service.server.settings import Settings
 
 __all__ = ["Answer", "Answers", "Arrivals"]
@@ -41,7 +42,9 @@ class Arrivals:
         self.longest_s = settings.max_timeout_s if needs_key else _OPEN_TIMEOUT_S
         self._patience_s = settings.body_idle_timeout_s
         self._waiting: OrderedDict[_Arrival, float] = OrderedDict()
-        self._held_limit = permits * settings.grpc_max_message_bytes
+        self._max_bytes = int(settings.grpc_max_message_bytes)
+        self._held_limit = permits * self._max_bytes
+        self._inflating, self._wait_s = asyncio.Semaphore(), settings.max_memory_wait_s
         self.held_bytes = 0
         self._streams = 0
 
@@ -82,6 +85,25 @@ class Arrivals:
             yield
         finally:
             self._streams -= 1
+
+    async def inflated(self, message: bytes) -> bytes:
+        """Inflate a compressed message; one at a time, since a few bytes may become very many.
+
+        Raises as `compression.inflated`, and Overloaded if others do not end in time.
+        """
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await self._inflating.acquire()
+        except TimeoutError:
+            raise Overloaded(
+                f"other compressed messages were inflated for {self._wait_s:g} s",
+                retry_after_s=_RETRY_AFTER_S,
+            ) from None
+        loop = asyncio.get_running_loop()
+        inflating = loop.run_in_executor(None, inflated, message, self._max_bytes)
+        # Not before the thread has ended, which a cancelled call does not wait for.
+        inflating.add_done_callback(lambda _: self._inflating.release())
+        return await asyncio.shield(inflating)
 
     def held(self, size_bytes: int) -> Held:
         """Count a message that has been read until its tensors have been copied out of it.

@@ -15,11 +15,15 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError
 
 from convgrad.errors import MalformedRequest
+from convgrad_service.grpc_api.compression import inflated, is_compressed
 
 __all__ = ["POOL", "SERVICE", "message", "parsed"]
 
 POOL = DescriptorPool()
 """The protocol's descriptors."""
+
+# Of messages without tensors, which have a few bytes.
+_MAX_INFLATED_BYTES = 64 * 1024
 
 for _file in descriptor_pb2.FileDescriptorSet.FromString(
     files(__package__).joinpath("open_inference.binpb").read_bytes()
@@ -37,7 +41,12 @@ def message(name: str) -> Any:
 
 
 def parsed(body: bytes, message_class: Any) -> Any:
-    """Parse a small message; raises MalformedRequest if it cannot be parsed."""
+    """Parse a message without tensors, which may be compressed.
+
+    Raises as `inflated`, and MalformedRequest if it cannot be parsed.
+    """
+    if is_compressed(body):
+        body = inflated(body, _MAX_INFLATED_BYTES)
     try:
         return message_class.FromString(body)
     except DecodeError:

@@ -6,16 +6,18 @@ Content-Length allows refusing a body early. A client that then sends less runs 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from starlette.requests import Request
-from starlette.types import Receive, Scope
+from starlette.types import Message, Receive, Scope
 
 from convgrad.errors import MalformedRequest, PayloadTooLarge, RequestTimeout
 from convgrad_service.engine.hub import Engine
 from convgrad_service.engine.memory.lease import Lease, leased
+from convgrad_service.engine.options import MAX_TRANSFER_S
 from convgrad_service.engine.request import SMALL_BYTES, ClientGone
 from convgrad_service.http_api.connection import Connection, connection_of
 from convgrad_service.http_api.context import context_of
@@ -29,11 +31,26 @@ _LANDING_BYTES = 128 * 1024
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """Limits of a body's size, pauses and rate."""
+    """Limits of a body's size, pauses and rate.
+
+    While ``others_wait`` for memory, a body that holds some must come within `MAX_TRANSFER_S`; its
+    rate is known after ``patience_s``.
+    """
 
     max_bytes: int
     idle_timeout_s: float
     min_bytes_per_s: float
+    patience_s: float = math.inf
+    others_wait: Callable[[], bool] = bool
+
+    @classmethod
+    def of(cls, settings: Settings, max_bytes: int, engine: Engine | None = None) -> BodyLimits:
+        """Return the limits in the settings; ``engine`` is that whose memory the body will take."""
+        idle_s, per_s = settings.body_idle_timeout_s, settings.min_body_bytes_per_s
+        if engine is None:
+            return cls(max_bytes, idle_s, per_s)
+        patience_s = settings.max_memory_wait_s
+        return cls(max_bytes, idle_s, per_s, patience_s, lambda: engine.status.short_of_memory)
 
 
 @dataclass(slots=True)
@@ -78,6 +95,8 @@ class Body:
         self._connection, self._count = connection, count
         self._ahead = b""  # received but not consumed
         self._started_s = time.monotonic()
+        # Since when the body's memory is held, what had been received by then, and its end.
+        self._holding: tuple[float, int, int] | None = None
 
     @classmethod
     def of(
@@ -117,9 +136,9 @@ class Body:
         """
         left = memoryview(self._ahead)[skip:]
         self._ahead = b""
+        self._hold(self.received_bytes - len(left) + sum(map(_size, targets)))
         for index, target in enumerate(targets):
-            size = target if isinstance(target, int) else len(target)
-            at = 0
+            size, at = _size(target), 0
             while at < size:
                 if not left:
                     rest = [_from(target, at), *targets[index + 1 :]]
@@ -156,6 +175,7 @@ class Body:
             size = len(shown)
             text.data[:size] = shown
             self._ahead = b""
+            self._hold(promised)
             while (part := await self._part()) is not None:
                 if size + len(part) > len(text.data):
                     text = await _moved(engine, text, size, max(size + len(part), 2 * size))
@@ -172,7 +192,7 @@ class Body:
         connection, length = self._connection, self.content_length
         if connection is None or length is None or self.ended:
             return False
-        wanted = sum(target if isinstance(target, int) else len(target) for target in targets)
+        wanted = sum(map(_size, targets))
         if wanted != length - self.received_bytes or wanted < _LANDING_BYTES:
             return False
         if connection.body_left_bytes(length) <= 0:
@@ -212,11 +232,7 @@ class Body:
         if self._connection is not None and self._connection.whole_body() is not None:
             message = await self._receive()  # complete, so this does not wait
         else:
-            try:
-                async with asyncio.timeout(self._limits.idle_timeout_s):
-                    message = await self._receive()
-            except TimeoutError:
-                raise self._idle() from None
+            message = await self._message()
         if message["type"] == "http.disconnect":
             raise ClientGone
         part: bytes = message.get("body", b"")
@@ -227,8 +243,35 @@ class Body:
             self._refuse_slow()
         return part
 
+    async def _message(self) -> Message:
+        left_s = self._limits.idle_timeout_s
+        while True:
+            wait_s = min(left_s, 1.0)
+            try:
+                async with asyncio.timeout(wait_s):
+                    return await self._receive()
+            except TimeoutError:
+                left_s -= wait_s
+                if left_s <= 0:
+                    raise self._idle() from None
+                self._refuse_slow()
+
+    def _hold(self, end: int) -> None:
+        """Note that memory for all of the body is held from now on; it ends at byte ``end``."""
+        self._holding = time.monotonic(), self.received_bytes, end
+
     def _refuse_slow(self) -> None:
-        limits, took_s = self._limits, time.monotonic() - self._started_s
+        limits, now_s = self._limits, time.monotonic()
+        took_s = now_s - self._started_s
+        if self._holding is not None:
+            since_s, before, end = self._holding
+            held_s, came = now_s - since_s, self.received_bytes - before
+            late = (end - self.received_bytes) * held_s > came * MAX_TRANSFER_S
+            if late and held_s > limits.patience_s and limits.others_wait():
+                raise RequestTimeout(
+                    f"{came:,} of {end - before:,} bytes of the body came in {held_s:.1f} s, and "
+                    "other requests wait for the memory that it takes"
+                )
         if (took_s - limits.idle_timeout_s) * limits.min_bytes_per_s > self.received_bytes:
             raise RequestTimeout(
                 f"{self.received_bytes:,} bytes of the body came in {took_s:.1f} s; this server "
@@ -238,7 +281,7 @@ class Body:
 
 async def small_body(request: Request, settings: Settings, max_bytes: int) -> bytes:
     """Receive a whole body of at most ``max_bytes``. Raises as `Body`."""
-    limits = BodyLimits(max_bytes, settings.body_idle_timeout_s, settings.min_body_bytes_per_s)
+    limits = BodyLimits.of(settings, max_bytes)
     length = request.headers.get("content-length")
     body = Body.of(request.scope, request.receive, limits, None if length is None else int(length))
     return await body.at_least(max_bytes + 1)
@@ -257,12 +300,16 @@ async def _moved(engine: Engine, text: Text, size: int, wanted: int) -> Text:
     return larger
 
 
+def _size(target: memoryview | int) -> int:
+    return target if isinstance(target, int) else len(target)
+
+
 def _from(target: memoryview | int, at: int) -> memoryview | int:
     return target - at if isinstance(target, int) else target[at:]
 
 
 def _wrong_length(targets: Iterable[memoryview | int], found: int) -> MalformedRequest:
-    described = sum(target if isinstance(target, int) else len(target) for target in targets)
+    described = sum(map(_size, targets))
     more = "" if found < described else " or more"
     return MalformedRequest(
         f"the header describes {described} bytes of data, but {found}{more} follow"

@@ -67,6 +67,15 @@ class GuardedProtocol(LimitedProtocol):
                 self.send_400_response(self._too_large())
                 return
             self._head_bytes += len(data)
+        else:
+            # Likewise an endless trailer. Chunks of a fair size take far less than they hold.
+            if self._body_bytes > self.settings.max_header_bytes + 2 * self.parts_bytes:
+                self._refusal = MalformedRequest(
+                    f"{self._body_bytes:,} bytes framed {self.parts_bytes:,} bytes of body"
+                )
+                self.send_400_response(self._refusal.detail)
+                return
+            self._body_bytes += len(data)
         self._unset_keepalive_if_required()
         left = memoryview(data)
         try:
@@ -157,7 +166,8 @@ class GuardedProtocol(LimitedProtocol):
         if self._repeating_head:
             return
         self._count_head(len(name) + len(value) + 4)
-        super().on_header(name, value)
+        if self._in_head:  # trailers are no headers: what a proxy checked would not be what we read
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self._repeating_head:

@@ -23,6 +23,7 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from convgrad.errors import MalformedRequest, Overloaded, RequestTimeout, ServiceError
 from convgrad.wire.sentences import shown
+from convgrad_service.engine.options import MAX_TRANSFER_S
 from convgrad_service.http_api.problem_details import problem_details
 from convgrad_service.server.settings import Settings
 
@@ -77,8 +78,12 @@ class LimitedProtocol(HttpToolsProtocol):
     _write_timer: TimerHandle | None = None
     _in_head = True
     _head_bytes = 0
+    _body_bytes = 0
+    """Bytes that were read after the head, with what frames the body."""
     _parsed_head_bytes = 0
     _refusal: ServiceError | None = None
+    _slow: tuple[RequestResponseCycle, int, float] | None = None
+    """A paused answer, the bytes that were left of it, and when."""
     _unsent: tuple[int, float] | None = None
     """While closing: the bytes left to send, and the time since which there are that many."""
 
@@ -110,17 +115,31 @@ class LimitedProtocol(HttpToolsProtocol):
         _stop(self._write_timer)
         super().resume_writing()
 
-    def abort_if_stuck(self, now_s: float) -> None:
-        """Abort a closing connection whose client stopped reading; to be called periodically.
+    def abort_if_stuck(self, now_s: float, *, short_of_memory: bool) -> None:
+        """Abort a connection whose client does not read its answer; to be called periodically.
 
-        Closing waits for the rest of an answer, and a small rest does not pause writing.
+        That is a closing one whose rest is not read: it may be too small to pause writing. And,
+        while others wait for memory, one whose rest would take over `MAX_TRANSFER_S`.
         """
         if not self.transport.is_closing():
+            if short_of_memory and self.flow.write_paused:
+                self._abort_if_slow(now_s)
             return
         left_bytes = self.transport.get_write_buffer_size()
         if self._unsent is None or left_bytes < self._unsent[0]:
             self._unsent = left_bytes, now_s
         elif now_s - self._unsent[1] > self.settings.answer_idle_timeout_s:
+            self.transport.abort()
+
+    def _abort_if_slow(self, now_s: float) -> None:
+        cycle = self.cycle
+        left_bytes = cycle.expected_content_length + self.transport.get_write_buffer_size()
+        if self._slow is None or self._slow[0] is not cycle:
+            self._slow = cycle, left_bytes, now_s
+        _, before_bytes, since_s = self._slow
+        took_s = now_s - since_s
+        late = left_bytes * took_s > (before_bytes - left_bytes) * MAX_TRANSFER_S
+        if late and took_s > self.settings.max_memory_wait_s:
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
@@ -143,6 +162,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _end_head(self) -> None:
         self._in_head = False
+        self._body_bytes = 0
         _stop(self._head_timer)
 
     def _count_head(self, size: int) -> None:

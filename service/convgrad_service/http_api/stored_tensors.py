@@ -89,11 +89,8 @@ class _Put:
         media_type = match_content_type(content_type, _MEDIA_TYPES)
         lives_s = _time_to_live_s(headers.get("x-time-to-live"))
         settings = self._settings
-        limits = BodyLimits(
-            settings.max_json_bytes if media_type == JSON else settings.max_body_bytes,
-            settings.body_idle_timeout_s,
-            settings.min_body_bytes_per_s,
-        )
+        max_bytes = settings.max_json_bytes if media_type == JSON else settings.max_body_bytes
+        limits = BodyLimits.of(settings, max_bytes, self._pipeline.engine)
         length = headers.get("content-length")
         body = Body.of(scope, receive, limits, None if length is None else int(length))
         engine = self._pipeline.engine

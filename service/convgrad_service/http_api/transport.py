@@ -74,8 +74,7 @@ class HttpTransport:
 
     def body(self, max_bytes: int) -> Body:
         """Return the request's body, of at most ``max_bytes``."""
-        settings = self._settings
-        limits = BodyLimits(max_bytes, settings.body_idle_timeout_s, settings.min_body_bytes_per_s)
+        limits = BodyLimits.of(self._settings, max_bytes, self.pipeline.engine)
         length = self.headers.get(b"content-length")
         self._received = Body.of(
             self._scope, self._receive, limits, None if length is None else int(length)

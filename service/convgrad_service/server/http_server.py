@@ -138,9 +138,10 @@ class ConvgradServer(uvicorn.Server):
         """Return whether to shut down now; uvicorn calls this ten times a second."""
         wants_exit = await super().on_tick(counter)
         if counter % 10 == 0:
+            short = self._pipeline.engine.status.short_of_memory
             for connection in list(self.server_state.connections):
                 assert isinstance(connection, GuardedProtocol)  # noqa: S101 - as configured
-                connection.abort_if_stuck(time.monotonic())
+                connection.abort_if_stuck(time.monotonic(), short_of_memory=short)
         if not wants_exit or self.force_exit:
             return wants_exit
         now_s = time.monotonic()

@@ -86,6 +86,7 @@ class _Waiting:
     size_bytes: int
     future: asyncio.Future[Lease]
     timer: asyncio.TimerHandle
+    since_s: float
 
 
 class LeasePool:
@@ -128,6 +129,11 @@ class LeasePool:
         """The number of waiting reservations."""
         return len(self._waiting)
 
+    @property
+    def waited_s(self) -> float:
+        """How long the first reservation in line has waited; 0 if there is none."""
+        return time.monotonic() - self._waiting[0].since_s if self._waiting else 0.0
+
     def can_grant(self, size_bytes: int) -> bool:
         """Return whether `try_reserve` would return a lease."""
         return not self._waiting and self._blocks.fits(size_bytes)
@@ -162,11 +168,12 @@ class LeasePool:
                 f"the request would hold {size_bytes:,} bytes of memory, more than the "
                 f"{self.limit_bytes:,} that this server has for all requests together"
             )
-        wait_s = until_s - time.monotonic()
+        now_s = time.monotonic()
+        wait_s = until_s - now_s
         if len(self._waiting) >= self._max_waiting or wait_s <= 0:
             raise self._overloaded(size_bytes)
         timer = loop.call_later(wait_s, self._time_out, future, size_bytes)
-        self._waiting.append(_Waiting(size_bytes, future, timer))
+        self._waiting.append(_Waiting(size_bytes, future, timer, now_s))
         future.add_done_callback(self._left)
         return future
 

@@ -6,6 +6,7 @@ read as zeros, so that a running kernel ends normally, and its request is then r
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
@@ -42,22 +43,26 @@ class Adopter(Protocol):
 
 
 class _Mapping:
-    def __init__(self, descriptor: int, adopter: Adopter | None) -> None:
-        found = os.fstat(descriptor)
+    def __init__(self, descriptor: int, end: int, adopter: Adopter | None) -> None:
+        size_bytes = min(os.fstat(descriptor).st_size, end)
+        if size_bytes == 0:  # it has become empty; mmap would map what it has become since
+            raise truncated()
         try:
-            memory = mmap.mmap(descriptor, found.st_size)
-        except ValueError:  # it has become empty
+            memory = mmap.mmap(descriptor, size_bytes)
+        except ValueError:  # it has just become shorter
             raise truncated() from None
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise  # a shortage of this process, which a new one does not have
             raise InvalidProblem(
-                f"the file of a shared-memory region, {found.st_size:,} bytes, cannot be mapped: "
+                f"a shared-memory region, up to byte {size_bytes:,} of its file, cannot be mapped: "
                 f"{error.strerror}"
             ) from None
         self.bytes = np.frombuffer(memory, np.uint8)
         address = int(self.bytes.ctypes.data)
-        self.guard = guard_mapping(address, found.st_size)
+        self.guard = guard_mapping(address, size_bytes)
         if adopter is not None:
-            adopter.adopt(address, found.st_size)
+            adopter.adopt(address, size_bytes)
         finalizer = weakref.finalize(self.bytes, _unmap, memory, self.guard, adopter, address)
         finalizer.atexit = False
 
@@ -88,19 +93,21 @@ class RegionMappings:
         self.views = BoundedCache()
         """Arrays of jobs; cleared when a region is closed."""
 
-    def open(self, number: int, descriptor: int) -> None:
-        """Map a region's file unless it is mapped; the caller closes the descriptor.
+    def open(self, number: int, descriptor: int, end: int) -> None:
+        """Map a region's file up to ``end`` unless it is mapped; the caller closes the descriptor.
 
         Raises
         ------
         InvalidProblem
-            The file is empty, or too large to be mapped; `array` then raises the same.
+            The file is empty, or cannot be mapped; `array` then raises the same.
+        OSError
+            This process has no descriptor left.
         """
         with self._opening:
             if number in self._mappings:
                 return
             try:
-                self._mappings[number] = _Mapping(descriptor, self._adopter)
+                self._mappings[number] = _Mapping(descriptor, end, self._adopter)
             except InvalidProblem as error:
                 self._refused[number] = error
                 raise

@@ -8,6 +8,7 @@ and leaves nothing behind when it dies. Workers map the file and compute in the 
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import re
@@ -20,7 +21,7 @@ from typing import NamedTuple
 from convgrad.errors import InvalidProblem, MalformedRequest, NotFound, Overloaded
 from convgrad.wire.sentences import shown
 
-__all__ = ["ANONYMOUS", "RegionInfo", "RegionPart", "RegionRegistry", "RegionSlice"]
+__all__ = ["ANONYMOUS", "RegionInfo", "RegionPart", "RegionRegistry", "RegionSlice", "out_of_files"]
 
 ANONYMOUS = ""
 """The owner of all regions and stored tensors on a server without API keys."""
@@ -29,6 +30,8 @@ _SHM_DIRECTORY = Path("/dev/shm")  # noqa: S108 - where shm_open creates files o
 # A file name, but not a POSIX semaphore's.
 _KEY = re.compile(r"/?(?!sem\.)[A-Za-z0-9_][A-Za-z0-9_.\-]{0,250}")
 _MAX_NAME_CHARACTERS = 256
+# What all files may take of a worker's address space, of 2^47 bytes: a file may be sparse.
+_MAX_MAPPED_BYTES = 2**45
 # The prefix of files that the convgrad client creates.
 _CLIENT_PREFIX = "convgrad-"
 
@@ -132,6 +135,11 @@ class RegionRegistry:
         self._last_number += 1
         if info.device is None:
             descriptor = _opened(info)
+            try:
+                self._check_address_space(info)
+            except Overloaded:
+                os.close(descriptor)
+                raise
             region = _Region(info, self._last_number, descriptor, _identity(descriptor))
         else:
             number = int.from_bytes(info.handle, "little")
@@ -240,19 +248,34 @@ class RegionRegistry:
     def descriptor(self, number: int) -> int:
         """Return the descriptor of a region's file."""
         descriptor = self._by_number[number].descriptor
-        assert descriptor is not None  # noqa: S101 - see `handle`
+        assert descriptor is not None  # noqa: S101 - see `extent`
         return descriptor
 
-    def handle(self, number: int) -> tuple[bytes, int] | None:
-        """Return the IPC handle and size of a region on a device; None for a file."""
+    def extent(self, number: int) -> tuple[bytes | None, int]:
+        """Return a region's IPC handle, None for a file, and the bytes from the start to its end.
+
+        A file may have any length beyond that, now or later.
+        """
         info = self._by_number[number].info
-        return None if info.device is None else (info.handle, info.size_bytes)
+        return (None if info.device is None else info.handle), info.offset + info.size_bytes
 
     def close(self) -> None:
         """Close every file."""
         for region in list(self._by_number.values()):
             self._end(region)
         self._regions.clear()
+
+    def _check_address_space(self, added: RegionInfo) -> None:
+        """Raise Overloaded if workers could not map this region beside all others."""
+        files = (each.info for each in self._by_number.values() if each.info.device is None)
+        mapped_bytes = sum(info.offset + info.size_bytes for info in files)
+        needed_bytes = added.offset + added.size_bytes
+        if mapped_bytes + needed_bytes > _MAX_MAPPED_BYTES:
+            raise Overloaded(
+                f"all regions reach over {mapped_bytes:,} bytes of their files, and this one over "
+                f"{needed_bytes:,}; no more than {_MAX_MAPPED_BYTES:,} may be mapped",
+                retry_after_s=1.0,
+            )
 
     def _drop_orphans(self) -> None:
         """Close files left behind by convgrad clients, which lock their files while they live."""
@@ -302,6 +325,11 @@ class RegionRegistry:
                 future.set_result(None)
 
 
+def out_of_files() -> Overloaded:
+    """Return the error for a process that can open no more files."""
+    return Overloaded("the server can open no more files for now", retry_after_s=1.0)
+
+
 def _identity(descriptor: int) -> tuple[int, int]:
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino
@@ -333,6 +361,8 @@ def _opened(info: RegionInfo) -> int:
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(path, flags)
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise out_of_files() from None
         raise MalformedRequest(
             f"the shared-memory file {shown(info.key)} cannot be opened: {error.strerror}"
         ) from None

@@ -8,6 +8,7 @@ outlive workers, and expire a set time after their last use.
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import re
@@ -20,7 +21,7 @@ from convgrad.contract import Operation
 from convgrad.errors import MalformedRequest, NotFound, Overloaded, ProblemTooLarge
 from convgrad.wire.sentences import shown
 from convgrad_service.engine.memory.arena import Arena
-from convgrad_service.engine.shm.registry import RegionPart, RegionRegistry
+from convgrad_service.engine.shm.registry import RegionPart, RegionRegistry, out_of_files
 from convgrad_service.problems.base import TensorSpec
 
 __all__ = ["StoredInfo", "StoredTensor", "TensorStore", "stored_fields"]
@@ -134,7 +135,14 @@ class TensorStore:
                 retry_after_s=self._next_s(),
             )
         lives_s = min(time_to_live_s or self._longest_s, self._longest_s)
-        return {name: self._allocate(spec, lives_s) for name, spec in specs.items()}
+        made: dict[str, RegionPart] = {}
+        try:
+            for name, spec in specs.items():
+                made[name] = self._allocate(spec, lives_s)
+        except BaseException:
+            self.abandon(made.values())
+            raise
+        return made
 
     def commit(self, owner: str, parts: Mapping[str, RegionPart]) -> None:
         """Name tensors from `allocate`, replacing any with the same names."""
@@ -196,8 +204,6 @@ class TensorStore:
 
     def _allocate(self, spec: TensorSpec, lives_s: float) -> RegionPart:
         self._last_number += 1
-        self._count += 1
-        self.used_bytes += spec.size_bytes
         part = RegionPart(_OWNER, str(self._last_number), 0, spec.size_bytes)
 
         def on_unused(number: int) -> bool:
@@ -212,6 +218,8 @@ class TensorStore:
                 break
         else:
             self._regions.adopt(part, _memory_file(spec.size_bytes), on_unused)
+        self._count += 1
+        self.used_bytes += spec.size_bytes
         timer = asyncio.get_running_loop().call_later(_PENDING_S, self.abandon, [part])
         self._pending[part.name] = _Tensor(spec, part, lives_s, 0.0, timer)
         return part
@@ -309,7 +317,12 @@ def stored_fields(operation: Operation, fields: Mapping[str, Any]) -> dict[str, 
 
 def _memory_file(size_bytes: int) -> int:
     """Create a memory file whose size is sealed."""
-    descriptor = os.memfd_create("convgrad-stored", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        descriptor = os.memfd_create("convgrad-stored", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise out_of_files() from None
+        raise
     os.ftruncate(descriptor, size_bytes)
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)

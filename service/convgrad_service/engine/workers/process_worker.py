@@ -221,15 +221,15 @@ class ProcessWorker:
     def _send_regions(self, regions: Sequence[RegionSlice]) -> Sequence[NewRegion]:
         """Send the files of regions that the worker has not opened; return all new regions."""
         new = [
-            (number, self._regions.handle(number))
+            (number, *self._regions.extent(number))
             for number in sorted({each.region for each in regions} - self._sent_regions)
         ]
         # If the worker has just died, its tasks run again elsewhere.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            for number, handle in new:
+            for number, handle, _ in new:
                 if handle is None:
                     socket.send_fds(self._files, [b"."], [self._regions.descriptor(number)])
-        self._sent_regions.update(number for number, _ in new)
+        self._sent_regions.update(number for number, _, _ in new)
         return new
 
     def _forget(self, region: int) -> None:

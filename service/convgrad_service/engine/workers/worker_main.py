@@ -94,8 +94,8 @@ class Hello(NamedTuple):
     pins: bool
 
 
-NewRegion = tuple[int, tuple[bytes, int] | None]
-"""A region to be opened: its number, and IPC handle and size of device memory."""
+NewRegion = tuple[int, bytes | None, int]
+"""A region to be opened: its number, and what `RegionRegistry.extent` returns."""
 
 
 class RunTask(NamedTuple):
@@ -352,10 +352,10 @@ class _Worker:
     def _open(self, task: RunTask) -> TensorLayout | ServiceError:
         """Open a task's new regions and return its layout, or the error of a region."""
         refusal = None
-        for region, handle in task.new_regions:
+        for region, handle, end in task.new_regions:
             if handle is not None:
                 try:
-                    self._mappings.open_on_device(region, *handle)
+                    self._mappings.open_on_device(region, handle, end)
                 except ServiceError as error:
                     refusal = error
                 continue
@@ -365,7 +365,7 @@ class _Worker:
                 # free descriptors and gets every region again.
                 raise OSError(errno.EMFILE, "no descriptor is free for a region")
             try:
-                self._mappings.open(region, descriptors[0])
+                self._mappings.open(region, descriptors[0], end)
             except ServiceError as error:
                 refusal = error
             finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -91,6 +92,17 @@ def test_invalid_keys_are_refused(regions: RegionRegistry, bad: str, sentence: s
     assert len(regions) == 0
 
 
+def test_a_shortage_of_descriptors_is_no_fault_of_the_client(
+    regions: RegionRegistry, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(Overloaded, match="can open no more files"):
+        regions.register("", RegionInfo("a", key, 0, 1))
+
+
 def test_only_plain_files_are_opened(regions: RegionRegistry, key: str) -> None:
     link, pipe, folder = (SHM / f"test-regions-{uuid.uuid4().hex}" for _ in range(3))
     link.symlink_to(SHM / key[1:])
@@ -143,6 +155,16 @@ def test_number_of_regions_is_limited(regions: RegionRegistry, key: str) -> None
         regions.register("", RegionInfo("d", key, 0, 1))
 
 
+def test_address_space_of_regions_is_limited(regions: RegionRegistry, key: str) -> None:
+    """A sparse file may have any size, and workers map it."""
+    os.truncate(SHM / key[1:], 2**46)
+    with pytest.raises(Overloaded, match="may be mapped"):
+        regions.register("", RegionInfo("a", key, 2**45, 1))
+    regions.register("", RegionInfo("b", key, 2**45 - 2**20, PAGE))
+    with pytest.raises(Overloaded, match="may be mapped"):
+        regions.register("", RegionInfo("c", key, 0, 2**20))
+
+
 def test_unregister_waits_for_requests_in_flight(regions: RegionRegistry, key: str) -> None:
     forgotten: list[int] = []
     regions.on_closed.append(forgotten.append)
@@ -174,7 +196,7 @@ def test_file_may_be_unlinked_after_registration(regions: RegionRegistry, key: s
     (SHM / key[1:]).unlink()
     (place,) = regions.acquire([RegionPart("", "a", 8, 8)])
     mappings = RegionMappings(Zeros().open_handle)
-    mappings.open(place.region, regions.descriptor(place.region))
+    _map(mappings, regions, place)
     array = mappings.array(place, TensorSpec((2,), DType.FLOAT32))
     array[:] = (1, 2)
     assert os.pread(regions.descriptor(place.region), 8, 8) == array.tobytes()
@@ -182,11 +204,17 @@ def test_file_may_be_unlinked_after_registration(regions: RegionRegistry, key: s
     regions.release([place])
 
 
+def _map(mappings: RegionMappings, regions: RegionRegistry, place: RegionSlice) -> None:
+    handle, end = regions.extent(place.region)
+    assert handle is None
+    mappings.open(place.region, regions.descriptor(place.region), end)
+
+
 def test_truncated_file_reads_as_zeros_and_is_detected(regions: RegionRegistry, key: str) -> None:
     regions.register("", RegionInfo("a", key, 0, 4 * PAGE))
     (place,) = regions.acquire([RegionPart("", "a", 0, 4 * PAGE)])
     mappings = RegionMappings(Zeros().open_handle)
-    mappings.open(place.region, regions.descriptor(place.region))
+    _map(mappings, regions, place)
     array = mappings.array(place, TensorSpec((PAGE,), DType.FLOAT32))
     array[:] = 1
     mappings.check([place.region])
@@ -241,10 +269,10 @@ def test_adopter_is_called_before_first_use_and_before_unmapping(
     mappings = RegionMappings(Zeros().open_handle, adopter)
     regions.register("", RegionInfo("a", key, 0, PAGE))
     (place,) = regions.acquire([RegionPart("", "a", 0, 4)])
-    mappings.open(place.region, regions.descriptor(place.region))
-    mappings.open(place.region, regions.descriptor(place.region))  # a second open does nothing
+    _map(mappings, regions, place)
+    _map(mappings, regions, place)  # a second open does nothing
     array = mappings.array(place, TensorSpec((1,), DType.FLOAT32))
-    assert adopter.held == {array.ctypes.data: 4 * PAGE}
+    assert adopter.held == {array.ctypes.data: PAGE}  # and not the rest of the file
     mappings.close(place.region)
     assert adopter.held  # a kernel may still use it
     del array

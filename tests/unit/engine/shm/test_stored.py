@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -109,6 +110,31 @@ def test_budget_is_enforced() -> None:
         kept(stored, "", "e")
         with pytest.raises(NotFound):
             stored.drop("", "a")
+
+    run(test)
+
+
+def test_tensors_without_a_file_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process runs out of descriptors at the second of two tensors."""
+    create, limit = os.memfd_create, 1
+
+    def create_some(name: str, flags: int) -> int:
+        nonlocal limit
+        if not limit:
+            raise OSError(errno.EMFILE, "Too many open files")
+        limit -= 1
+        return create(name, flags)
+
+    async def test(stored: TensorStore, regions: RegionRegistry, arena: Arena) -> None:
+        nonlocal limit
+        monkeypatch.setattr(os, "memfd_create", create_some)
+        for _ in range(3):
+            with pytest.raises(Overloaded, match="can open no more files"):
+                stored.allocate({"a": SPEC, "b": SPEC})
+            assert stored.used_bytes == 0
+        limit = 2
+        stored.commit("", stored.allocate({"a": SPEC, "b": SPEC}))
+        assert stored.used_bytes == 2 * SPEC.size_bytes
 
     run(test)
 
