@@ -9,8 +9,12 @@ from math import prod
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.conv.dense_tiles import (
+    DTYPES,
+    MAX_INDEX,
+    DenseFamily,
     DenseTile,
     few_terms,
+    last_offset,
     splits_factors,
 )
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
@@ -22,10 +26,9 @@ from convgrad_service.backends.cuda.kernels.core.gather_axes import (
     may_skip_taps,
 )
 from convgrad_service.backends.cuda.kernels.core.limits import MAX_PIXELS, why_not_dense
-from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     in_whole_chunks,
-    prepare_activation,
+    prepare_side,
     prepare_weight,
 )
 from convgrad_service.backends.cuda.structures import structure
@@ -35,11 +38,7 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["DenseGather"]
 
-# With groups, the fewest channels per group on either side; without, the least product of input and
-# output channels.
-LEAST_GROUPED, LEAST_PRODUCT = 16, 64
 MAX_TAPS = 1024
-MAX_INDEX = 2**31 - 1
 
 
 PhaseArgs = structure("conv/dense_gather.cu", "Phase")
@@ -48,28 +47,13 @@ PhaseArgs = structure("conv/dense_gather.cu", "Phase")
 DenseGatherArgs = structure("conv/dense_gather.cu", "DenseGatherArgs")
 
 
-class DenseGather:
+class DenseGather(DenseFamily):
     """fwd and bwd_data whose groups fill tensor-core tiles.
 
     Takes 16-bit types, float32 as TF32 (``precision: high``), and float32 as three TF32 products.
     """
 
     name = "dense_gather"
-
-    def __init__(
-        self, least_grouped: int = LEAST_GROUPED, least_product: int = LEAST_PRODUCT
-    ) -> None:
-        """Create the family with the thresholds of tile utilisation.
-
-        Parameters
-        ----------
-        least_grouped
-            With groups, the fewest channels per group on either side.
-        least_product
-            Without groups, the least product of input and output channels.
-        """
-        self._least_grouped = least_grouped
-        self._least_product = least_product
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`.
@@ -79,14 +63,12 @@ class DenseGather:
         """
         if (reason := why_not_dense(work, device)) is not None:
             return reason
-        read, written = _channels(work)
-        grouped = work.groups > 1 and min(read, written) < self._least_grouped
-        if grouped or read * written < self._least_product:
+        read, written = work.channels
+        if not self._fills_tile(work, read * written):
             return f"{read} to {written} channels a group would leave most of a tile"
         if (reason := few_terms(work, read)) is not None:
             return reason
-        result = gather_sides(work)[1]
-        if work.accumulate is not None and work.accumulate.strides != result.strides:
+        if work.accumulate is not None and work.accumulate.strides != work.result.strides:
             return "accumulate does not lie as the result does"
         if work.direction == "bwd_data" and max(work.stride) > MAX_PHASES:
             return f"stride {max(work.stride)} makes more than {MAX_PHASES} phases"
@@ -101,34 +83,18 @@ class DenseGather:
     ) -> Fragment:
         """See `Family.launches`. ``tile`` overrides the chosen tile."""
         backward = work.direction == "bwd_data"
-        source, result = gather_sides(work)
-        read, written = _channels(work)
+        result = work.result
+        read, written = work.channels
         axes = [gather_axis(work, dim) for dim in range(3)]
-        x = prepare_activation(
-            source,
-            work.batch,
-            work.groups,
-            read,
-            work.output if backward else work.input,
-            f"{work.prefix}source_channels_last",
-            device,
-        )
-        w = prepare_weight(
-            work.w,
-            work.groups,
-            work.out_channels,
-            work.in_channels,
-            work.kernel,
-            f"{work.prefix}weight_channels_last",
-            device,
-        )
+        x = prepare_side(work, "source", device)
+        w = prepare_weight(work, device)
         # The kernel also computes offsets of positions outside the source.
         source_shape = (work.batch, work.groups, read, *(axis.x_size for axis in axes))
         weight_shape = (work.groups, work.out_channels, work.in_channels, *work.kernel)
         wide = (
             max(
-                _last(x.operand, source_shape) + _margin(x.operand, axes),
-                _last(w.operand, weight_shape),
+                last_offset(x.operand, source_shape) + _margin(x.operand, axes),
+                last_offset(w.operand, weight_shape),
             )
             > MAX_INDEX
         )
@@ -142,7 +108,7 @@ class DenseGather:
         args.alpha, args.beta = work.alpha, work.beta
         args.batch, args.in_channels, args.out_channels = work.batch, read, written
         args.activation = ACTIVATIONS[work.activation]
-        size = work.input if backward else work.output
+        size = work.sizes[1]
         extents = (work.batch, work.groups, written, *size)
         args.wide_stores = in_whole_chunks(result, extents, 2)
         args.runs_of_pixels = _runs_of_pixels(result, axes, size)
@@ -217,14 +183,13 @@ SPLIT_TILES = (
     DenseTile(128, 32, 32, 32, 128, 3, 2, flops=117e12, start_s=3e-6, split=True),
     DenseTile(128, 64, 32, 64, 128, 3, 2, flops=130e12, start_s=3e-6, split=True),
 )
-DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 
 
 def expected_s(
     work: ConvWork, axes: list[Axis], device: CudaDevice, wide: bool, tile: DenseTile
 ) -> float:
     """Return the expected time of a tile, in seconds."""
-    read, written = _channels(work)
+    read, written = work.channels
     phases = [
         (work.batch * prod(phase.count for phase in each), prod(phase.taps for phase in each))
         for each in product(*(axis.phases for axis in axes))
@@ -249,12 +214,6 @@ def gather_tile(work: ConvWork, axes: list[Axis], device: CudaDevice, wide: bool
     return min(fitting, key=lambda tile: expected_s(work, axes, device, wide, tile))
 
 
-def _channels(work: ConvWork) -> tuple[int, int]:
-    """Return the channels per group of the source and of the result."""
-    channels = work.in_channels, work.out_channels
-    return channels[::-1] if work.direction == "bwd_data" else channels
-
-
 def _instance(tile: DenseTile, dtype: DType, backward: bool, wide: bool) -> Instance:
     defines = (("ACROSS", str(int(backward))), *tile.defines(dtype, wide))
     return Instance("conv/dense_gather.cu", "dense_gather", defines)
@@ -276,14 +235,6 @@ def shared_bytes(tile: DenseTile, axes: list[Axis], wide: bool) -> int:
 def _most_pixels(work: ConvWork, axes: list[Axis]) -> int:
     """Return the number of pixels of the largest phase."""
     return work.batch * prod(max(phase.count for phase in axis.phases) for axis in axes)
-
-
-def _last(operand: Operand, shape: tuple[int, ...]) -> int:
-    """Return the offset of the last element plus a whole chunk."""
-    return (
-        sum((extent - 1) * stride for extent, stride in zip(shape, operand.strides, strict=True))
-        + 16
-    )
 
 
 def _margin(operand: Operand, axes: list[Axis]) -> int:

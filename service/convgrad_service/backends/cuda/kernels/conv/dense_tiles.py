@@ -8,10 +8,13 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
-from convgrad_service.plans.cuda.works import ConvWork
+from convgrad_service.plans.cuda.works import ConvWork, Operand
 
-__all__ = ["LAUNCH_S", "DenseTile", "few_terms", "splits_factors"]
+__all__ = ["DTYPES", "LAUNCH_S", "MAX_INDEX", "DenseFamily", "DenseTile"]
+__all__ += ["few_terms", "last_offset", "splits_factors"]
 
+DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
+MAX_INDEX = 2**31 - 1
 LAUNCH_S = 3e-6
 # Splitting has a relative error of 2^-21 per product, float32 accumulation of 2^-24 per term.
 _LEAST_TERMS = 16
@@ -19,7 +22,6 @@ _LEAST_TERMS = 16
 _ALONE = {1: (1.0,), 2: (0.65, 1.0), 3: (0.55, 0.8, 1.0)}
 # SMs of the GPU on which the rates below were measured.
 _MEASURED_ON = 132
-_RESERVED_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +111,43 @@ class DenseTile:
         extra_s
             Seconds of a k-tile besides its products and copies.
         """
-        room = device.shared_bytes_per_multiprocessor // (shared_bytes + _RESERVED_BYTES)
-        together = max(1, min(self.blocks, room))
+        resident = max(1, min(self.blocks, device.fitting_blocks(shared_bytes)))
         shares = _ALONE[self.blocks]
         # Independent of the dtype: in TF32, a k-tile has half the elements at half the rate.
         step_flops = 2 * self.m * self.n * self.step_bytes // 2
         step_s = step_flops * self.blocks * _MEASURED_ON / self.flops + extra_s
         block_s = self.start_s + steps * step_s
-        wave = shares[together - 1]
-        full, rest = divmod(blocks, device.multiprocessors * together)
+        wave = shares[resident - 1]
+        full, rest = divmod(blocks, device.multiprocessors * resident)
         last = shares[ceil_div(rest, device.multiprocessors) - 1] if rest else 0.0
         return (full * wave + last) * block_s
+
+
+class DenseFamily:
+    """The thresholds of tile utilisation of a dense mma.sync family."""
+
+    def __init__(self, least_grouped: int = 16, least_product: int = 64) -> None:
+        """Create the family.
+
+        Parameters
+        ----------
+        least_grouped
+            With groups, the fewest channels per group on either side.
+        least_product
+            The least product of the GEMM's two extents that are channels (in wgrad, output
+            channels, and taps x input channels).
+        """
+        self._least_grouped, self._least_product = least_grouped, least_product
+
+    def _fills_tile(self, work: ConvWork, product: int) -> bool:
+        least = min(work.in_channels, work.out_channels)
+        return product >= self._least_product and (work.groups == 1 or least >= self._least_grouped)
+
+
+def last_offset(operand: Operand, shape: tuple[int, ...]) -> int:
+    """Return the offset of the last element plus a whole chunk."""
+    strides = zip(shape, operand.strides, strict=True)
+    return sum((extent - 1) * stride for extent, stride in strides) + 16
 
 
 def splits_factors(work: ConvWork) -> bool:

@@ -8,9 +8,13 @@ from math import prod
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.conv.dense_tiles import (
+    DTYPES,
     LAUNCH_S,
+    MAX_INDEX,
+    DenseFamily,
     DenseTile,
     few_terms,
+    last_offset,
     splits_factors,
 )
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, linear_grid
@@ -19,11 +23,14 @@ from convgrad_service.backends.cuda.kernels.core.limits import (
     MAX_PIXELS,
     why_not_dense,
 )
-from convgrad_service.backends.cuda.kernels.core.split_sum import split_sum, split_sum_instances
+from convgrad_service.backends.cuda.kernels.core.split_sum import (
+    channel_last,
+    split_sum,
+    split_sum_instances,
+)
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
-    Prepared,
-    prepare_activation,
+    prepare_side,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -35,14 +42,10 @@ from convgrad_service.plans.cuda.program import (
     Workspace,
     ceil_div,
 )
-from convgrad_service.plans.cuda.works import ConvWork, Operand, contiguous_strides
+from convgrad_service.plans.cuda.works import ConvWork, contiguous_strides
 
 __all__ = ["DenseWeight", "weight_expected_s"]
 
-# With groups, the fewest channels per group on either side; without, the least product of output
-# channels and taps x input channels.
-LEAST_GROUPED, LEAST_PRODUCT = 16, 64
-MAX_INDEX = 2**31 - 1
 SPAN_BYTES = 32
 # flat_sum.cu: results per thread, threads per block, the most slices of a block, and the fewest
 # splits that use them.
@@ -55,7 +58,7 @@ DenseWeightArgs = structure("conv/dense_weight.cu", "DenseWeightArgs")
 FlatSumArgs = structure("core/flat_sum.cu", "FlatSumArgs")
 
 
-class DenseWeight:
+class DenseWeight(DenseFamily):
     """bwd_weight whose groups fill tensor-core tiles.
 
     Takes 16-bit types, float32 as TF32 (``precision: high``), and float32 as three TF32 products.
@@ -63,29 +66,12 @@ class DenseWeight:
 
     name = "dense_weight"
 
-    def __init__(
-        self, least_grouped: int = LEAST_GROUPED, least_product: int = LEAST_PRODUCT
-    ) -> None:
-        """Create the family with the thresholds of tile utilisation.
-
-        Parameters
-        ----------
-        least_grouped
-            With groups, the fewest channels per group on either side.
-        least_product
-            Without groups, the least product of output channels and taps x input channels.
-        """
-        self._least_grouped = least_grouped
-        self._least_product = least_product
-
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`. As in `DenseGather`, splitting the problem does not change the
         answer."""
         if (reason := why_not_dense(work, device)) is not None:
             return reason
-        least = min(work.in_channels, work.out_channels)
-        grouped = work.groups > 1 and least < self._least_grouped
-        if grouped or work.out_channels * work.in_channels * work.taps < self._least_product:
+        if not self._fills_tile(work, work.out_channels * work.in_channels * work.taps):
             return (
                 f"{work.out_channels} channels x {work.in_channels} channels of {work.taps} taps a "
                 "group would leave most of a tile"
@@ -106,10 +92,9 @@ class DenseWeight:
         splits: int | None = None,
     ) -> Fragment:
         """See `Family.launches`. ``tile`` and ``splits`` override the chosen ones."""
-        x = _prepared(work, work.x, work.in_channels, work.input, "input", device)
-        y = _prepared(work, work.y, work.out_channels, work.output, "grad_output", device)
+        x, y = (prepare_side(work, name, device) for name in ("input", "grad_output"))
         wide = any(
-            _last(operand, (work.batch, work.groups, channels, *size)) > MAX_INDEX
+            last_offset(operand, (work.batch, work.groups, channels, *size)) > MAX_INDEX
             for operand, channels, size in (
                 (x.operand, work.in_channels, work.input),
                 (y.operand, work.out_channels, work.output),
@@ -191,9 +176,9 @@ def _sum(work: ConvWork, partials: str, splits: int) -> Launch:
         partials,
         splits,
         (work.groups, work.out_channels, *work.kernel, work.in_channels),
-        _channel_last(work.w),
+        channel_last(work.w),
         DType.FLOAT32,
-        accumulate=None if accumulate is None else _channel_last(accumulate),
+        accumulate=None if accumulate is None else channel_last(accumulate),
         alpha=work.alpha,
         beta=work.beta,
     )
@@ -219,7 +204,6 @@ SPLIT_TILES = (
     DenseTile(32, 128, 32, 32, 128, 3, 2, flops=100e12, start_s=3e-6, split=True),
     DenseTile(128, 64, 32, 64, 128, 3, 2, flops=116e12, start_s=3e-6, split=True),
 )
-DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 # The fewest k-tiles of a split, and the most bytes of partial sums, unless the caller asks for
 # more.
 LEAST_STEPS = 4
@@ -280,25 +264,6 @@ def _expected(work: ConvWork, device: CudaDevice, wide: bool) -> tuple[float, De
     return min(options, key=lambda option: option[0])
 
 
-def _prepared(
-    work: ConvWork,
-    operand: Operand,
-    channels: int,
-    size: tuple[int, int, int],
-    name: str,
-    device: CudaDevice,
-) -> Prepared:
-    return prepare_activation(
-        operand,
-        work.batch,
-        work.groups,
-        channels,
-        size,
-        f"{work.prefix}{name}_channels_last",
-        device,
-    )
-
-
 def _instance(tile: DenseTile, dtype: DType, wide: bool) -> Instance:
     return Instance("conv/dense_weight.cu", "dense_weight", tile.defines(dtype, wide))
 
@@ -355,19 +320,5 @@ def _partial_bytes(work: ConvWork) -> int:
 def _in_order(work: ConvWork) -> bool:
     """Return whether the result is contiguous as (G, K, T, R, S, C), like the partial sums."""
     shape = (work.groups, work.out_channels, *work.kernel, work.in_channels)
-    strides = zip(shape, _channel_last(work.w).strides, contiguous_strides(shape), strict=True)
+    strides = zip(shape, channel_last(work.w).strides, contiguous_strides(shape), strict=True)
     return all(stride == wanted for extent, stride, wanted in strides if extent > 1)
-
-
-def _channel_last(operand: Operand) -> Operand:
-    """Return the weight with its axes in the order of the partial sums: (G, K, T, R, S, C)."""
-    g, k, c, t, r, s = operand.strides
-    return Operand(operand.buffer, operand.dtype, (g, k, t, r, s, c))
-
-
-def _last(operand: Operand, shape: tuple[int, ...]) -> int:
-    """Return the offset of the last element plus a whole chunk."""
-    return (
-        sum((extent - 1) * stride for extent, stride in zip(shape, operand.strides, strict=True))
-        + 16
-    )

@@ -12,12 +12,13 @@ from convgrad_service.backends.cuda.kernels.conv.first_windows import (
     STAGES,
     blocks_together,
     column_tiles,
+    fill_dgrad,
     why_not_first,
 )
-from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
-    prepare_activation,
+    prepare_side,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -91,31 +92,15 @@ class FirstData:
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
         """See `Family.launches`. ``cut`` overrides the chosen partition."""
-        y = prepare_activation(
-            work.y,
-            work.batch,
-            1,
-            work.out_channels,
-            work.output,
-            f"{work.prefix}source_channels_last",
-            device,
-        )
+        y = prepare_side(work, "source", device)
         rows, depth = _rows(work), _resident(work)
         if cut is None:
             cut = min(_cuts(work, device), key=lambda cut: _expected_clocks(work, cut, device))
         args = FirstDataArgs()
-        args.y_stride[:], args.x_stride[:] = y.operand.strides, work.x.strides
-        args.w_stride[:] = work.w.strides
-        args.alpha, args.beta = work.alpha, work.beta
-        args.activation, args.plain = ACTIVATIONS[work.activation], work.epilogue_free
-        args.channels, args.y_channels = work.in_channels, work.out_channels
-        args.y_chunks = ceil_div(work.out_channels * work.dtype.itemsize, CHUNK_BYTES)
-        args.x_size[:], args.y_size[:] = work.input, work.output
-        for name in ("kernel", "stride", "pad"):
-            getattr(args, name)[:] = getattr(work, name)
+        fill_dgrad(args, work, y.operand, cut)
+        args.plain = work.epilogue_free
         args.column_tiles, args.steps = column_tiles(work), _steps(work)
         args.positions = cut.warp_rows * 32
-        args.row_segments, args.segment_rows = cut.row_segments, cut.segment_rows
         args.segments, args.segment = cut.segments, cut.segment
         args.channels_last = work.x.channels_last
         launch = Launch(

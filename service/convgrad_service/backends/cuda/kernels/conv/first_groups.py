@@ -13,12 +13,13 @@ from convgrad_service.backends.cuda.kernels.conv.first_windows import (
     BEFORE_BLACKWELL,
     BLACKWELL,
     STAGES,
+    fill_dgrad,
     why_not_first,
 )
-from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
-    prepare_activation,
+    prepare_side,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import ARCHITECTURES, CudaDevice
@@ -132,15 +133,7 @@ class FirstGroups:
         grouping = _grouping(work, device)
         if grouping is None:
             raise ValueError("no grouping of positions fits")
-        y = prepare_activation(
-            work.y,
-            work.batch,
-            1,
-            work.out_channels,
-            work.output,
-            f"{work.prefix}source_channels_last",
-            device,
-        )
+        y = prepare_side(work, "source", device)
         cut = cut or _cut(work, grouping, device)
         if cut is None:
             raise ValueError("no cut fits")
@@ -191,17 +184,9 @@ def why_not_groups(
 
 def groups_args(args: Any, work: ConvWork, y: Operand, group: int, cut: Cut) -> None:
     """Fill in the kernel parameters that depend on the work and its partition along H."""
-    args.y_stride[:], args.x_stride[:] = y.strides, work.x.strides
-    args.w_stride[:] = work.w.strides
-    args.alpha, args.beta = work.alpha, work.beta
-    args.activation, args.plain = ACTIVATIONS[work.activation], _plain(work, group)
-    args.channels, args.y_channels = work.in_channels, work.out_channels
-    args.y_chunks = ceil_div(work.out_channels * work.dtype.itemsize, CHUNK_BYTES)
-    args.x_size[:], args.y_size[:] = work.input, work.output
-    for name in ("kernel", "stride", "pad"):
-        getattr(args, name)[:] = getattr(work, name)
+    fill_dgrad(args, work, y, cut)
+    args.plain = _plain(work, group)
     args.group, args.warp_groups = group, cut.warp_groups
-    args.row_segments, args.segment_rows = cut.row_segments, cut.segment_rows
 
 
 def _grouping(work: ConvWork, device: CudaDevice) -> Grouping | None:
@@ -291,7 +276,7 @@ def _cut(work: ConvWork, grouping: Grouping, device: CudaDevice) -> Cut | None:
             1,
             min(
                 grouping.shape.blocks * MOST_WARPS // (stride * warp_groups),
-                device.shared_bytes_per_multiprocessor // (shared + 1024),
+                device.fitting_blocks(shared),
             ),
         )
         products = stride * warp_groups * 2 * grouping.shape.products / PRODUCTS_PER_CLOCK

@@ -22,7 +22,7 @@ from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     Prepared,
     in_whole_chunks,
-    prepare_activation,
+    prepare_side,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import OVERLAPPING, CudaDevice
@@ -103,7 +103,7 @@ class FirstWeight:
         if cut is None:
             raise ValueError("windows of a row do not fit into shared memory")
         along_w = _along_w(work)
-        y = Prepared(work.y) if along_w else _channels_last(work, device)
+        y = Prepared(work.y) if along_w else prepare_side(work, "grad_output", device)
         x = prepare_rows(work, device)
         args = FirstWeightArgs()
         args.x_stride[:], args.y_stride[:] = x.operand.strides, y.operand.strides
@@ -157,11 +157,6 @@ def _along_w(work: ConvWork) -> bool:
     """Return whether grad_output is read in place: channels first, rows of whole chunks."""
     extents = (work.batch, 1, work.out_channels, *work.output)
     return work.y.strides[2] != 1 and in_whole_chunks(work.y, extents, 5)
-
-
-def _channels_last(work: ConvWork, device: CudaDevice) -> Prepared:
-    name = f"{work.prefix}grad_output_channels_last"
-    return prepare_activation(work.y, work.batch, 1, work.out_channels, work.output, name, device)
 
 
 def _results(work: ConvWork) -> int:

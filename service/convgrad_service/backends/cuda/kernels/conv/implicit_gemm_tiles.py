@@ -17,8 +17,8 @@ CLUSTERS = (1, 2, 4, 8)
 """Cluster sizes, up to the largest portable one."""
 STAGES = 4
 """The default number of pipeline stages, which tile names omit."""
-# Shared memory in front of the pipeline for the mbarrier, and what the driver reserves per block.
-BARRIER_BYTES, RESERVED_BYTES = 128, 1024
+# Shared memory in front of the pipeline for the mbarrier.
+BARRIER_BYTES = 128
 # ClusterReduce: a 16 x 8 fragment of accumulators, padded.
 FRAGMENT_BYTES, FRAGMENT_SUMS = 656, 128
 
@@ -57,8 +57,7 @@ class Tile:
 
     def resident(self, device: CudaDevice, cluster: int, steps: int) -> int:
         """Return the resident blocks per SM."""
-        each = self.shared_bytes(cluster, steps) + RESERVED_BYTES
-        return min(self.blocks, device.shared_bytes_per_multiprocessor // each)
+        return min(self.blocks, device.fitting_blocks(self.shared_bytes(cluster, steps)))
 
     def defines(self, dtype: DType, operation: str, vector: int) -> dict[str, object]:
         """Return the preprocessor macros of an instance."""
