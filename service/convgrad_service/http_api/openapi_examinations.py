@@ -119,6 +119,7 @@ def _get(
 def _layers(headers: Mapping[str, Any], error: Callable[[int], Any]) -> dict[str, Any]:
     said = {
         "layer": "A layer in any notation; the answer has its sizes and all its notations.",
+        "batch": "Number of samples; overrides the layer's.",
         "suite": "The name of a suite or network; the answer lists its layers.",
     }
     return {

@@ -171,6 +171,8 @@ def examination_from(request: Any, make: Callable[[str, object], Problem]) -> Ex
         The layer cannot be parsed, a shape is missing, or sizes contradict each other.
     """
     operation = operation_examined(request.operation)
+    if request.store:
+        raise InvalidProblem(f"{request.operation} has no outputs to be stored; expected no store")
     found = ((name, _given(request, name)) for name in operation.tensors)
     given = {name: array for name, array in found if array is not None}
     layer = None if request.layer is None else _layer(request)
@@ -288,8 +290,6 @@ def _verify(
     given: Mapping[str, NDArray[Any]],
     shared: Mapping[str, Any],
 ) -> Verify:
-    if request.store:
-        raise InvalidProblem("verify computes nothing that could be stored; expected no store")
     judged: list[tuple[str, TensorSpec]] = []
     for each in judged_results(operation.name):
         array = _given(request, each.name)
