@@ -13,9 +13,9 @@ from convgrad_service.backends.cuda.kernels.conv.dense_tiles import (
     MAX_INDEX,
     DenseFamily,
     DenseTile,
-    few_terms,
     last_offset,
-    splits_factors,
+    uses_3xtf32,
+    why_not_few_terms,
 )
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import (
@@ -66,7 +66,7 @@ class DenseGather(DenseFamily):
         read, written = work.channels
         if not self._fills_tile(work, read * written):
             return f"{read} to {written} channels a group would leave most of a tile"
-        if (reason := few_terms(work, read)) is not None:
+        if (reason := why_not_few_terms(work, read)) is not None:
             return reason
         if work.accumulate is not None and work.accumulate.strides != work.result.strides:
             return "accumulate does not lie as the result does"
@@ -91,7 +91,7 @@ class DenseGather(DenseFamily):
         # The kernel also computes offsets of positions outside the source.
         source_shape = (work.batch, work.groups, read, *(axis.x_size for axis in axes))
         weight_shape = (work.groups, work.out_channels, work.in_channels, *work.kernel)
-        wide = (
+        int64 = (
             max(
                 last_offset(x.operand, source_shape) + _margin(x.operand, axes),
                 last_offset(w.operand, weight_shape),
@@ -99,7 +99,7 @@ class DenseGather(DenseFamily):
             > MAX_INDEX
         )
         if tile is None:
-            tile = gather_tile(work, axes, device, wide)
+            tile = gather_tile(work, axes, device, int64)
 
         args = DenseGatherArgs()
         args.x_stride[:], args.y_stride[:] = x.operand.strides, result.strides
@@ -127,7 +127,7 @@ class DenseGather(DenseFamily):
                     phase.count,
                     *divider(phase.count),
                 )
-        instance = _instance(tile, work.dtype, backward, wide)
+        instance = _instance(tile, work.dtype, backward, int64)
         channel_tiles = ceil_div(written, tile.n)
         launch = Launch(
             instance,
@@ -145,25 +145,25 @@ class DenseGather(DenseFamily):
                 accumulate=work.accumulate,
                 bias=work.bias,
             ),
-            shared_bytes(tile, axes, wide),
+            shared_bytes(tile, axes, int64),
         )
         return Fragment(
             f"{self.name}_{work.direction}_{tile.m}x{tile.n}",
             (*x.steps, *w.steps, launch),
             (*x.workspace, *w.workspace),
-            expected_s=expected_s(work, axes, device, wide, tile),
+            expected_s=expected_s(work, axes, device, int64, tile),
         )
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(tile, dtype, backward, wide)
+            _instance(tile, dtype, backward, int64)
             for dtype, tiles in (
                 *((dtype, TILES) for dtype in DTYPES),
-                (DType.FLOAT32, SPLIT_TILES),
+                (DType.FLOAT32, TILES_3XTF32),
             )
             for backward in (False, True)
-            for tile, wide in (*((tile, False) for tile in tiles), (tiles[-1], True))
+            for tile, int64 in (*((tile, False) for tile in tiles), (tiles[-1], True))
         ]
 
 
@@ -177,16 +177,16 @@ TILES = (
     DenseTile(128, 128, 64, 64, 64, 4, 2, flops=460e12, start_s=4.7e-6),
 )
 # All have the same depth of partial accumulation, and so give bitwise equal results.
-SPLIT_TILES = (
-    DenseTile(128, 128, 32, 64, 128, 3, 1, flops=126e12, start_s=3e-6, split=True),
-    DenseTile(64, 64, 32, 32, 128, 3, 2, flops=122e12, start_s=3e-6, split=True),
-    DenseTile(128, 32, 32, 32, 128, 3, 2, flops=117e12, start_s=3e-6, split=True),
-    DenseTile(128, 64, 32, 64, 128, 3, 2, flops=130e12, start_s=3e-6, split=True),
+TILES_3XTF32 = (
+    DenseTile(128, 128, 32, 64, 128, 3, 1, flops=126e12, start_s=3e-6, tf32x3=True),
+    DenseTile(64, 64, 32, 32, 128, 3, 2, flops=122e12, start_s=3e-6, tf32x3=True),
+    DenseTile(128, 32, 32, 32, 128, 3, 2, flops=117e12, start_s=3e-6, tf32x3=True),
+    DenseTile(128, 64, 32, 64, 128, 3, 2, flops=130e12, start_s=3e-6, tf32x3=True),
 )
 
 
 def expected_s(
-    work: ConvWork, axes: list[Axis], device: CudaDevice, wide: bool, tile: DenseTile
+    work: ConvWork, axes: list[Axis], device: CudaDevice, int64: bool, tile: DenseTile
 ) -> float:
     """Return the expected time of a tile, in seconds."""
     read, written = work.channels
@@ -202,34 +202,34 @@ def expected_s(
         count = ceil_div(pixels, tile.m) * columns
         blocks += count
         steps += count * taps * depths
-    return tile.expected_s(device, blocks, steps / blocks, shared_bytes(tile, axes, wide))
+    return tile.expected_s(device, blocks, steps / blocks, shared_bytes(tile, axes, int64))
 
 
-def gather_tile(work: ConvWork, axes: list[Axis], device: CudaDevice, wide: bool) -> DenseTile:
+def gather_tile(work: ConvWork, axes: list[Axis], device: CudaDevice, int64: bool) -> DenseTile:
     """Return the tile with the least expected time. Results do not depend on the tile."""
-    tiles = SPLIT_TILES if splits_factors(work) else TILES
-    if wide:
+    tiles = TILES_3XTF32 if uses_3xtf32(work) else TILES
+    if int64:
         return tiles[-1]
-    fitting = [tile for tile in tiles if tile.fits(device, shared_bytes(tile, axes, wide))]
-    return min(fitting, key=lambda tile: expected_s(work, axes, device, wide, tile))
+    fitting = [tile for tile in tiles if tile.fits(device, shared_bytes(tile, axes, int64))]
+    return min(fitting, key=lambda tile: expected_s(work, axes, device, int64, tile))
 
 
-def _instance(tile: DenseTile, dtype: DType, backward: bool, wide: bool) -> Instance:
-    defines = (("ACROSS", str(int(backward))), *tile.defines(dtype, wide))
+def _instance(tile: DenseTile, dtype: DType, backward: bool, int64: bool) -> Instance:
+    defines = (("ACROSS", str(int(backward))), *tile.defines(dtype, int64))
     return Instance("conv/dense_gather.cu", "dense_gather", defines)
 
 
-def shared_bytes(tile: DenseTile, axes: list[Axis], wide: bool) -> int:
+def shared_bytes(tile: DenseTile, axes: list[Axis], int64: bool) -> int:
     """Return the bytes of shared memory.
 
     These are the pipeline or the accumulators, two offsets per pixel, three values per tap, and a
     bit mask of the taps per pixel and per tile.
     """
-    tap, offset = (24, 8) if wide else (12, 4)
+    tap, offset = (24, 8) if int64 else (12, 4)
     taps = prod(max(phase.taps for phase in axis.phases) for axis in axes)
     bits = ceil_div(taps, 32) * 4 * (1 + tile.m)
-    room = max(tile.ring_bytes, tile.m * (tile.n + 9) * 4)
-    return room + tile.m * (8 + offset) + taps * tap + bits + tile.flag_bytes
+    room = max(tile.pipeline_bytes, tile.m * (tile.n + 9) * 4)
+    return room + tile.m * (8 + offset) + taps * tap + bits + tile.scaling_flag_bytes
 
 
 def _most_pixels(work: ConvWork, axes: list[Axis]) -> int:

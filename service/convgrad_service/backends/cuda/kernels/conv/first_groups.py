@@ -141,7 +141,7 @@ class FirstGroups:
         groups_args(args, work, y.operand, grouping.group, cut)
         for name in ("hop", "first_tap", "taps"):
             setattr(args, name, getattr(grouping, name))
-        args.flat_weights = _flat(work)
+        args.flat_weights = _contiguous_krsc(work)
         args.positions = _positions(grouping, cut.warp_groups)
         args.segments = _segments(work, grouping, cut.warp_groups)
         launch = Launch(
@@ -221,18 +221,18 @@ def _plain(work: ConvWork, group: int) -> int:
         return 0
     n, _, c, d, h, w = work.x.strides
     channels = work.in_channels
-    beside = (channels == 1 or c == 1) and (work.input[2] == 1 or w == channels)
+    adjacent = (channels == 1 or c == 1) and (work.input[2] == 1 or w == channels)
     extents = (work.batch, work.input[0], work.input[1])
     even = all(
         stride % 2 == 0 for stride, extent in zip((n, d, h), extents, strict=True) if extent > 1
     )
     whole = group * channels % 2 == 0 and work.input[2] * channels % 2 == 0
-    if not beside:
+    if not adjacent:
         return 1
     return 3 if even and whole else 2
 
 
-def _flat(work: ConvWork) -> bool:
+def _contiguous_krsc(work: ConvWork) -> bool:
     """Return whether the weight is contiguous as (K, R, S, C)."""
     _, k, c, _, r, s = work.w.strides
     shape = (work.out_channels, *work.kernel[1:], work.in_channels)
@@ -272,7 +272,7 @@ def _cut(work: ConvWork, grouping: Grouping, device: CudaDevice) -> Cut | None:
         shared = _shared_bytes(work, grouping, warp_groups)
         if shared > device.shared_bytes_per_block:
             continue
-        together = max(
+        resident = max(
             1,
             min(
                 grouping.shape.blocks * MOST_WARPS // (stride * warp_groups),
@@ -286,12 +286,12 @@ def _cut(work: ConvWork, grouping: Grouping, device: CudaDevice) -> Cut | None:
             blocks = _blocks(work, grouping, cut)
             if blocks > MAX_BLOCKS:
                 continue
-            filled = min(together, ceil_div(blocks, device.multiprocessors))
+            filled = min(resident, ceil_div(blocks, device.multiprocessors))
             row = max(filled * products, products + ROW_CLOCKS)
             # Each segment also reads the rows before its first.
-            walked = segment_rows + (work.kernel[1] - 1) // stride
+            rows_read = segment_rows + (work.kernel[1] - 1) // stride
             waves = ceil_div(blocks, device.multiprocessors * filled)
-            clocks = waves * (walked * row + START_CLOCKS)
+            clocks = waves * (rows_read * row + START_CLOCKS)
             if best is None or clocks < best[0]:
                 best = clocks, cut
     return best[1] if best is not None else None

@@ -34,7 +34,7 @@ __all__ = [
     "STAGES",
     "STATIC_BYTES",
     "WindowArgs",
-    "blocks_together",
+    "blocks_per_sm",
     "column_tiles",
     "fill_dgrad",
     "prepare_rows",
@@ -144,9 +144,9 @@ def fill_dgrad(args: Any, work: ConvWork, y: Operand, cut: Any) -> None:
 def window_bytes(work: ConvWork, rows: int, unit_rows: int, segment: int) -> int:
     """Return the bytes of shared memory: the windows, the pipeline of input rows, static arrays."""
     size, stride = work.dtype.itemsize, work.stride[1]
-    met = stride * (unit_rows - 1) + rows
-    windows = (met + stride * unit_rows) * segment * (column_tiles(work) | 1) * 8 * size
-    return windows + STAGES * met * _row_words(work, segment) * 4 + STATIC_BYTES
+    input_rows = stride * (unit_rows - 1) + rows
+    windows = (input_rows + stride * unit_rows) * segment * (column_tiles(work) | 1) * 8 * size
+    return windows + STAGES * input_rows * _row_words(work, segment) * 4 + STATIC_BYTES
 
 
 def _row_words(work: ConvWork, segment: int) -> int:
@@ -156,7 +156,7 @@ def _row_words(work: ConvWork, segment: int) -> int:
     return ceil_div(elements * size + 2 * CHUNK_BYTES + 4, CHUNK_BYTES) * (CHUNK_BYTES // 4)
 
 
-def blocks_together(device: CudaDevice, threads: int, shared_bytes: int) -> int:
+def blocks_per_sm(device: CudaDevice, threads: int, shared_bytes: int) -> int:
     """Return the number of resident blocks per SM."""
     by_shared = device.fitting_blocks(shared_bytes)
     return max(1, min(by_shared, REGISTERS // (threads * REGISTERS_OF_THREAD)))

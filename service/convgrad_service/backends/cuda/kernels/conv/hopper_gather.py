@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.conv.dense_tiles import splits_factors
+from convgrad_service.backends.cuda.kernels.conv.dense_tiles import uses_3xtf32
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import (
     combined,
     lowest,
@@ -82,7 +82,7 @@ class HopperGather:
         """See `Family.why_not`."""
         if device.architecture not in HOPPER:
             return f"{device.name} has no copy engine and products of warpgroups"
-        if work.dtype not in DTYPES or splits_factors(work):
+        if work.dtype not in DTYPES or uses_3xtf32(work):
             return f"{work.dtype} with precision {work.precision}"
         if work.groups != 1:
             return f"{work.groups} groups"

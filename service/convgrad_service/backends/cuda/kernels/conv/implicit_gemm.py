@@ -13,7 +13,10 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_args import (
     MAX_PHASES,
     arguments,
 )
-from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_model import chosen, expected_s
+from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_model import (
+    choose_config,
+    expected_s,
+)
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
     TILES,
     Config,
@@ -116,7 +119,7 @@ class ImplicitGemm:
         axes = [gather_axis(_gathering(work), dim) for dim in range(3)]
         operands = _operands(work, device)
         gemm = gemm_of(work, axes)
-        config = self._config or chosen(gemm, work.dtype, device, COUNTERS)
+        config = self._config or choose_config(gemm, work.dtype, device, COUNTERS)
         copies = (*operands.source.steps, *operands.other.steps)
         workspace = [*operands.source.workspace, *operands.other.workspace]
         partials = f"{work.prefix}implicit_gemm_partials"

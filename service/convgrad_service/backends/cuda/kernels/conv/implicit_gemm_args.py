@@ -68,7 +68,7 @@ def arguments(
     args.tap_chunks = ceil_div(source_channels * size, CHUNK_BYTES)
     args.cluster_log = config.cluster.bit_length() - 1
     args.workspace = config.workspace
-    args.ring_bytes = config.tile.ring_bytes(config.steps(gemm, work.dtype))
+    args.ring_bytes = config.tile.pipeline_bytes(config.steps(gemm, work.dtype))
     args.linear_source = one_tap and _linear(source, work.batch, written)
     args.linear_other = weight and _linear(other, work.batch, work.output)
     args.linear_result = (

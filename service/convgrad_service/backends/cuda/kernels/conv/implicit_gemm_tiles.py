@@ -20,7 +20,7 @@ STAGES = 4
 # Shared memory in front of the pipeline for the mbarrier.
 BARRIER_BYTES = 128
 # ClusterReduce: a 16 x 8 fragment of accumulators, padded.
-FRAGMENT_BYTES, FRAGMENT_SUMS = 656, 128
+FRAGMENT_BYTES, FRAGMENT_ELEMENTS = 656, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,15 @@ class Tile:
         """Fragments of a warp, which bound the cluster size: each block reduces at least one."""
         return self.warp_m // 16 * (self.warp_n // 8)
 
-    def ring_bytes(self, steps: int) -> int:
+    def pipeline_bytes(self, steps: int) -> int:
         """Return the pipeline bytes of a block with that many k-tiles, without unused stages."""
         return min(self.stages, max(steps, 1)) * (self.m + self.n) * STEP_BYTES
 
     def shared_bytes(self, cluster: int, steps: int) -> int:
-        ring = self.ring_bytes(steps)
-        sums = self.m * self.n // FRAGMENT_SUMS * FRAGMENT_BYTES
-        return BARRIER_BYTES + (max(ring, sums) if cluster == 1 else ring + sums)
+        pipeline = self.pipeline_bytes(steps)
+        accumulators = self.m * self.n // FRAGMENT_ELEMENTS * FRAGMENT_BYTES
+        both = max(pipeline, accumulators) if cluster == 1 else pipeline + accumulators
+        return BARRIER_BYTES + both
 
     def resident(self, device: CudaDevice, cluster: int, steps: int) -> int:
         """Return the resident blocks per SM."""

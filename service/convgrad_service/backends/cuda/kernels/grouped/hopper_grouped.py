@@ -176,14 +176,9 @@ def _map(
     work: ConvWork, operand: Operand, size: tuple[int, int], box: tuple[int, int, int]
 ) -> TiledMap:
     """Return the tensor map of an operand, whose box is columns, rows and images."""
-    n, _, _, _, h, w = operand.strides
-    item = operand.dtype.itemsize
-    return TiledMap(
-        dtype=operand.dtype,
-        sizes=(work.groups * work.in_channels, size[1], size[0], work.batch),
-        strides=tuple(max(stride * item, 16) for stride in (w, h, n)),
-        swizzle=PIXEL_BYTES,
-        box=(SLICE, *box),
+    channels = work.groups * work.in_channels
+    return TiledMap.of_images(
+        operand, channels, size, work.batch, (SLICE, *box), swizzle=PIXEL_BYTES
     )
 
 
