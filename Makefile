@@ -39,10 +39,10 @@ IF_POSSIBLE ?=
 # Of `make load`, `make soak` and `make ray`: STORE=1 keeps the figures, for docs/load.md.
 STORE ?=
 
-# Of `make test`: FRESH=1 draws other random inputs than last time.
+# Of `make test` and its relatives: FRESH=1 draws other random inputs than last time.
 FRESH ?=
 DRAWN := $(if $(FRESH),--fresh)
-QUICK := not slow and not gpu and not deploy
+QUICK := not slow and not gpu and not deploy and not gpu_code and not processes
 
 .DEFAULT_GOAL := help
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.*##.*/\1/p' $(firstword $(MAKEFILE_LIST)))
@@ -67,19 +67,12 @@ demo: kernels ## train a small network through a running server, check every ope
 serve: kernels ## serve on port 8000, or CONVGRAD_HTTP_PORT, until interrupted
 	@$(PY) -m convgrad serve
 
-# Three parts at a time side by side, for two cores: two compute, the third, with the servers, mostly
-# waits. Each tells when it has ended.
-KERNELS_A_TO_F := $(wildcard tests/kernels/test_[a-f]*.py)
+# Two parts at a time, for two cores: pytest computes in one, or waits for servers.
 test: kernels ## every test that needs neither a GPU nor much time
-	@$(MAKE) --no-print-directory --jobs=3 --output-sync=target \
-	    test-servers test-kernels-a-to-f test-kernels-g-to-z test-units
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-servers test-kernels test-units
 
-test-kernels: test-kernels-a-to-f test-kernels-g-to-z ## of those, what the kernels compute, the GPU's in the emulator
-
-test-kernels-a-to-f: TESTS = $(KERNELS_A_TO_F)
-test-kernels-g-to-z: TESTS = tests/kernels $(KERNELS_A_TO_F:%=--ignore=%)
-test-kernels-a-to-f test-kernels-g-to-z: kernels
-	@OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -o cache_dir=.pytest_cache/$@ -m "$(QUICK)" $(DRAWN) $(TESTS)
+test-kernels: kernels ## of those, what the CPU's kernels compute
+	@OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -o cache_dir=.pytest_cache/$@ -m "$(QUICK)" $(DRAWN) tests/kernels
 
 test-units: kernels ## and the parts one by one
 	@$(PY) -m pytest -o cache_dir=.pytest_cache/$@ -m "$(QUICK)" $(DRAWN) tests/unit
@@ -87,6 +80,18 @@ test-units: kernels ## and the parts one by one
 test-servers: kernels ## and the servers, the client, the rest
 	@$(PY) -m pytest -o cache_dir=.pytest_cache/$@ -m "$(QUICK)" $(DRAWN) \
 	    --ignore=tests/kernels --ignore=tests/unit --ignore=tests/attack
+
+test-gpu-code: kernels ## GPU kernels without a GPU: each family in the emulator, a sample compiled by NVRTC
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-gpu-code-a-to-f test-gpu-code-g-to-z
+
+KERNELS_A_TO_F := $(wildcard tests/kernels/test_[a-f]*.py)
+test-gpu-code-a-to-f: TESTS = $(KERNELS_A_TO_F) tests/unit/backends/cuda/test_compile.py
+test-gpu-code-g-to-z: TESTS = tests/kernels $(KERNELS_A_TO_F:%=--ignore=%)
+test-gpu-code-a-to-f test-gpu-code-g-to-z: kernels
+	@OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -o cache_dir=.pytest_cache/$@ -m "gpu_code and not slow and not gpu" $(DRAWN) $(TESTS)
+
+test-processes: kernels ## servers of several processes: children killed, hung and flooded, every transport compared
+	@$(PY) -m pytest -m "processes and not slow" $(DRAWN) tests/contract tests/client
 
 test-slow: kernels ## the larger random sweeps, each time over other inputs
 	@$(PY) -m pytest -m "slow and not gpu and not deploy" --fresh
@@ -157,7 +162,8 @@ $(BROWSER)/.ready: deploy/locks/ui.txt
 	@$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes --target $(BROWSER) -r $<
 	@touch $@
 
-# PROJECT_URL=https://… is the repository's address, for the metadata of what is published.
+# PROJECT_URL=https://… is the repository's address, for the metadata of what is published, by default
+# that of git's origin.
 dist: $(READY) $(DIST)/.ready ## build both distributions (source, wheels, aarch64 too), check them, install them where nothing else is
 	@$(PY) -m tests.deploy.build_dist build/dist
 	@$(DIST)/bin/twine check --strict build/dist/*

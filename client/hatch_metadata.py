@@ -23,6 +23,10 @@ class SharedMetadata(MetadataHookInterface):
 
     def update(self, metadata: dict[str, Any]) -> None:
         """Fill in what this distribution's own pyproject.toml calls dynamic."""
+        if (Path(self.root) / "PKG-INFO").exists():
+            # In a source distribution, which lacks a field only if it was empty.
+            metadata.setdefault("urls", {})
+            return
         above = Path(self.root).parent / "pyproject.toml"
         whole = tomllib.loads(above.read_text(encoding="utf-8"))["project"]
         for field in ("keywords", "classifiers"):

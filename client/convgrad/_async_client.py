@@ -15,11 +15,12 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from convgrad import _calls
 from convgrad._call import Answer, Call, Stored, as_tensor, check_call
+from convgrad._client import Client
 from convgrad._direct import AsyncDirectTransport, is_direct
 from convgrad._events import EventHooks
 from convgrad._examinations import AsyncExaminations
 from convgrad._exchange import Exchange, Requests, Target
-from convgrad._methods import async_method
+from convgrad._methods import async_method, described_like
 from convgrad._options import OptionChanges, Options
 from convgrad._parts import PARTS_WIRE, Part, PartReader
 from convgrad._stored import drop_target, fetch_target, list_target, put_target
@@ -120,6 +121,7 @@ class AsyncClient(AsyncExaminations):
     max_unpool_fwd = async_method(_calls.max_unpool_fwd)
     max_unpool_bwd = async_method(_calls.max_unpool_bwd)
 
+    @described_like(Client.call)
     async def call(self, call: Call[T]) -> Answer[T]:
         """Send a Call and return its outputs with the server's report; see `Client.call`.
 
@@ -132,6 +134,7 @@ class AsyncClient(AsyncExaminations):
             return await self._send_all(self._shared.call(call))
         return await self._complete(call_target(call, self._options.wire))
 
+    @described_like(Client.iterate)
     async def iterate(self, call: Call[Any]) -> AsyncIterator[Part]:
         """Send a Call and yield the rows of its outputs as they arrive; see `Client.iterate`.
 
@@ -158,6 +161,7 @@ class AsyncClient(AsyncExaminations):
                 delay_s = exchange.retry_delay_s(error, possible=not begun)
             await self._sleep(delay_s)
 
+    @described_like(Client.empty)
     async def empty(self, shape: Sequence[int], dtype: DTypeLike = "float32") -> NDArray[Any]:
         """Allocate an uninitialized array to fill and send; see `Client.empty`.
 
@@ -170,6 +174,7 @@ class AsyncClient(AsyncExaminations):
             return np.empty(tuple(shape), array.dtype)
         return await self._send_all(self._shared.empty(tuple(shape), DType(array.dtype.name)))
 
+    @described_like(Client.put)
     async def put(
         self, name: str, tensor: ArrayLike, *, time_to_live_s: float | None = None
     ) -> Stored:
@@ -181,6 +186,7 @@ class AsyncClient(AsyncExaminations):
         """
         return await self._complete(put_target(name, tensor, time_to_live_s))
 
+    @described_like(Client.fetch)
     async def fetch(self, name: str) -> NDArray[Any]:
         """Download a stored tensor; see `Client.fetch`.
 
@@ -190,6 +196,7 @@ class AsyncClient(AsyncExaminations):
         """
         return await self._complete(fetch_target(name))
 
+    @described_like(Client.drop)
     async def drop(self, name: str) -> None:
         """Delete a stored tensor; see `Client.drop`.
 
@@ -199,6 +206,7 @@ class AsyncClient(AsyncExaminations):
         """
         await self._complete(drop_target(name))
 
+    @described_like(Client.stored)
     async def stored(self) -> Mapping[str, Stored]:
         """Return the tensors stored on the server, by name.
 
@@ -208,6 +216,7 @@ class AsyncClient(AsyncExaminations):
         """
         return await self._complete(list_target())
 
+    @described_like(Client.operations)
     async def operations(self) -> OperationsInfo:
         """Return the server's description of each operation; see `Client.operations`.
 
@@ -235,6 +244,7 @@ class AsyncClient(AsyncExaminations):
         """
         return await self._succeeds(READY)
 
+    @described_like(Client.with_options)
     def with_options(self, **changes: Unpack[OptionChanges]) -> AsyncClient:
         """Return a copy of this client with other options; see `Client.with_options`.
 
@@ -278,6 +288,7 @@ class AsyncClient(AsyncExaminations):
         return Exchange(target, self._options)
 
     async def _succeeds(self, target: Target[Any]) -> bool:
+        check_open(self._transport.closed)
         try:
             await self.with_options(max_retries=0)._complete(target)
         except ConvgradError:

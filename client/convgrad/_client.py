@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
+from typing import Any, Literal, TypeVar, Unpack
 
 import httpx
 import numpy as np
@@ -26,9 +26,6 @@ from convgrad._targets import LIVE, OPERATIONS_LIST, READY, OperationsInfo, call
 from convgrad._transport import HttpxTransport, Transport, check_open, shared_memory
 from convgrad.dtypes import DType
 from convgrad.errors import ConvgradError
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Client"]
 
@@ -342,6 +339,7 @@ class Client(Examinations, StoredTensors):
         return Exchange(target, self._options)
 
     def _succeeds(self, target: Target[Any]) -> bool:
+        check_open(self._transport.closed)
         try:
             self.with_options(max_retries=0)._complete(target)
         except ConvgradError:

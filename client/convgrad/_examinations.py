@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 from convgrad._body import WIRES
 from convgrad._call import Call, Stored, as_tensor
 from convgrad._exchange import Requests, Target
+from convgrad._methods import described_like
 from convgrad._reply import Reply, read_json
 from convgrad.errors import InvalidAnswer, MalformedRequest
 
@@ -39,6 +40,7 @@ class Examinations:
         *,
         second: Any = None,
         doubled: Any = None,
+        linear: Mapping[str, tuple[Any, Any]] | None = None,
         **fields: Any,
     ) -> Verification:
         """Check a result of your own against a float64 reference computed by the server.
@@ -54,6 +56,9 @@ class Examinations:
         doubled
             The result of a run with the operation's first tensor doubled, which must be twice the
             first.
+        linear
+            By name of a tensor x, the results with x replaced by y and by x + y, where
+            `convgrad.check.linear_pair` makes both; see `convgrad.check.bounded`.
         **fields
             The operation's tensors and parameters. Tensors may be omitted if ``layer`` gives their
             shapes, in any notation that `convgrad.layers` reads: the server then draws them from
@@ -72,7 +77,7 @@ class Examinations:
         >>> found = client.verify("conv_bwd_data", mine, layer="ck_headline", seed=7)
         >>> found.passed, [each.sentence for each in found.findings]
         """
-        call = verify_call(operation, result, second=second, doubled=doubled, fields=fields)
+        call = verify_call(operation, result, second, doubled, linear or {}, fields)
         found: Verification
         if self._shared is not None:
             found = self._send_all(self._shared.examine(call, verify_target))
@@ -137,6 +142,7 @@ class AsyncExaminations:
     _send_all: Callable[[Requests[Any]], Awaitable[Any]]
     _shared: SharedMemory | None
 
+    @described_like(Examinations.verify)
     async def verify(
         self,
         operation: str,
@@ -144,6 +150,7 @@ class AsyncExaminations:
         *,
         second: Any = None,
         doubled: Any = None,
+        linear: Mapping[str, tuple[Any, Any]] | None = None,
         **fields: Any,
     ) -> Verification:
         """Check a result of your own against a float64 reference; see `Client.verify`.
@@ -152,7 +159,7 @@ class AsyncExaminations:
         --------
         >>> verdict = await client.verify("conv_fwd", y, input=x, weight=weight)
         """
-        call = verify_call(operation, result, second=second, doubled=doubled, fields=fields)
+        call = verify_call(operation, result, second, doubled, linear or {}, fields)
         found: Verification
         if self._shared is not None:
             found = await self._send_all(self._shared.examine(call, verify_target))
@@ -160,6 +167,7 @@ class AsyncExaminations:
             found = await self._complete(verify_target(call))
         return found
 
+    @described_like(Examinations.time)
     async def time(self, operation: str, **fields: Any) -> TimedPlan:
         """Time an operation on the server; see `Client.time`.
 
@@ -170,6 +178,7 @@ class AsyncExaminations:
         found: TimedPlan = await self._complete(time_target(operation, fields))
         return found
 
+    @described_like(Examinations.plan)
     async def plan(self, operation: str, **fields: Any) -> PlanExplained:
         """Explain which kernel would run; see `Client.plan`.
 
@@ -182,14 +191,22 @@ class AsyncExaminations:
 
 
 def verify_call(
-    operation: str, result: Any, *, second: Any, doubled: Any, fields: Mapping[str, Any]
+    operation: str,
+    result: Any,
+    second: Any,
+    doubled: Any,
+    linear: Mapping[str, tuple[Any, Any]],
+    fields: Mapping[str, Any],
 ) -> Call[Any]:
     """Build a verification request; raise MalformedRequest as the server would."""
     from convgrad.contract.examinations import VERIFICATIONS
 
     arguments = dict(fields)
     outputs = _operation(operation).outputs
-    for role, given in (("result", result), ("second", second), ("doubled", doubled)):
+    roles = {"result": result, "second": second, "doubled": doubled}
+    for tensor, (addend, total) in linear.items():
+        roles |= {f"addend_{tensor}": addend, f"sum_{tensor}": total}
+    for role, given in roles.items():
         if given is None:
             continue
         named = given if isinstance(given, Mapping) else {outputs[0]: given}

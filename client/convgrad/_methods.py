@@ -13,10 +13,13 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from convgrad._call import Answer, Call
 
-__all__ = ["async_method", "by_name", "method"]
+__all__ = ["async_method", "by_name", "described_like", "method"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+_EXAMPLES = "Examples\n--------\n"
 
 
 class _Caller(Protocol):
@@ -64,6 +67,19 @@ def by_name(build: Callable[P, T]) -> Callable[P, T]:
         return build(*args, **kwargs)
 
     return checked
+
+
+def described_like(sibling: Callable[..., Any]) -> Callable[[F], F]:
+    """Give an `AsyncClient` method the docstring of its `Client` sibling, with its own examples."""
+
+    def describe(method: F) -> F:
+        shared, own = inspect.getdoc(sibling), inspect.getdoc(method)
+        if shared and own:  # python -OO has removed both
+            text = shared.partition(_EXAMPLES)[0]
+            method.__doc__ = text + _EXAMPLES + own.partition(_EXAMPLES)[2]
+        return method
+
+    return describe
 
 
 def _describe(send: Callable[..., Any], build: Callable[..., Any]) -> None:

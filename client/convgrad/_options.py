@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
-import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from typing import Any, TypedDict
 
 import httpx
 
 from convgrad._body import WIRES
+from convgrad._environment import server_url, stated_api_key, warn_of_misspelt_variables
 from convgrad._events import EventHooks, check_event_hooks
 from convgrad._retry import Backoff
 
-__all__ = ["DEFAULT_URL", "OptionChanges", "Options"]
-
-DEFAULT_URL = "http://127.0.0.1:8000"
-_VARIABLES = ("CONVGRAD_URL", "CONVGRAD_API_KEY")
-# Server settings with names similar to the client's.
-_OF_THE_SERVER = ("CONVGRAD_API_KEYS",)
+__all__ = ["OptionChanges", "Options"]
 
 
 class OptionChanges(TypedDict, total=False):
@@ -63,12 +57,12 @@ class Options:
         **others: Any,
     ) -> Options:
         """Build options from a client's arguments, CONVGRAD_URL and CONVGRAD_API_KEY."""
-        _warn_of_misspelt_variables()
+        warn_of_misspelt_variables()
         lowered = _lowered(headers or {})
         if api_key is None and "authorization" not in lowered:
-            api_key = os.environ.get("CONVGRAD_API_KEY") or None
+            api_key = stated_api_key()
         return cls(
-            base_url or os.environ.get("CONVGRAD_URL") or DEFAULT_URL,
+            server_url(base_url),
             headers=_with_key(lowered, api_key),
             event_hooks=event_hooks or {},
             **others,
@@ -83,17 +77,26 @@ class Options:
         object.__setattr__(self, "base_path", url.raw_path.decode("ascii").rstrip("/"))
         if url.scheme not in ("http", "https") or not url.host:
             raise ValueError(f"base_url: expected http://… or https://…, got {self.base_url!r}")
+        if url.query or url.fragment:
+            raise ValueError(f"base_url: expected neither ? nor #, got {self.base_url!r}")
         for name in ("timeout", "connect_timeout", "read_timeout"):
             value = getattr(self, name)
             if value is None and name != "connect_timeout":
                 continue
-            if value is None or not value > 0:
-                raise ValueError(f"{name}: expected a positive number of seconds, got {value}")
-        if self.max_retries < 0:
-            raise ValueError(f"max_retries: expected 0 or more, got {self.max_retries}")
+            if not _is_number(value, Real) or not value > 0:
+                raise ValueError(f"{name}: expected a positive number of seconds, got {value!r}")
+        if not _is_number(self.max_retries, Integral) or self.max_retries < 0:
+            raise ValueError(
+                f"max_retries: expected a whole number, 0 or more; got {self.max_retries!r}"
+            )
         if self.wire not in WIRES:
             raise ValueError(f"wire: expected {' or '.join(WIRES)}, got {self.wire!r}")
         check_event_hooks(self.event_hooks)
+        store: Any = self.store
+        if not isinstance(store, Mapping):
+            raise ValueError(
+                f'store: expected names by output, such as {{"grad_input": "g"}}; got {store!r:.80}'
+            )
 
     def changed(self, changes: OptionChanges) -> Options:
         """Return a copy with some options replaced; headers are merged with the existing ones.
@@ -108,22 +111,16 @@ class Options:
             known = ", ".join(OptionChanges.__annotations__)
             raise TypeError(f"with_options has no {min(unknown)!r}; it takes {known}")
         fields: dict[str, Any] = dict(changes)
-        headers = {**self.headers, **_lowered(fields.pop("headers", {}))}
+        headers = {**self.headers, **_lowered(fields.pop("headers", None) or {})}
         fields["headers"] = _with_key(headers, fields.pop("api_key", None))
+        for name in fields.keys() & {"event_hooks", "store"}:
+            fields[name] = fields[name] or {}
         return replace(self, **fields)
 
 
-def _warn_of_misspelt_variables() -> None:
-    """Warn about environment variables that look like misspellings of one that is not set."""
-    for variable in os.environ:
-        if variable.startswith("CONVGRAD_") and variable not in (*_VARIABLES, *_OF_THE_SERVER):
-            for meant in difflib.get_close_matches(variable, _VARIABLES, n=1, cutoff=0.85):
-                if meant not in os.environ:
-                    warnings.warn(
-                        f"the variable {variable} is not read; did you mean {meant}?",
-                        RuntimeWarning,
-                        stacklevel=4,  # where the client is constructed
-                    )
+def _is_number(value: Any, kind: type) -> bool:
+    # A function, because a type checker believes that callers pass what is declared.
+    return isinstance(value, kind)
 
 
 def _lowered(headers: Mapping[str, str]) -> dict[str, str]:

@@ -27,15 +27,30 @@ _FEW = ("mb2ic16ih14oc32oh14kh3ph1", "mb1ic8ih9oc12oh5kh3sh2ph1", "g8mb2ic8ih10o
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--convgrad-url`` and ``--convgrad-suite``."""
-    group = parser.getgroup("convgrad", "verifying kernels by convgrad")
+    group = parser.getgroup("convgrad", "verification of kernels by convgrad")
     group.addoption(
         "--convgrad-url",
-        help="a convgrad server that judges; without one this process does",
+        help="URL of a server that checks the results; by default this process checks them",
     )
     group.addoption(
         "--convgrad-suite",
-        help="the suite or network whose layers `convgrad_layer` takes on, e.g. networks, resnet50",
+        help="suite or network over whose layers `convgrad_layer` is parametrized, for example "
+        "networks or resnet50",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse a suite that does not exist."""
+    name = config.getoption("--convgrad-suite")
+    if name is None:
+        return
+    from convgrad import layers
+    from convgrad.errors import MalformedRequest
+
+    try:
+        layers.suite(name)
+    except MalformedRequest as refused:
+        raise pytest.UsageError(f"--convgrad-suite: {refused}") from None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -155,7 +155,7 @@ def test_several_outputs_need_a_file_that_holds_several(
         (["--output", "out.txt"], "--output: expected a file"),
         (["--output", "nowhere/out.npy"], "there is no directory 'nowhere'"),
         (["--url", "server:1"], "base_url: expected http://"),
-        (["--max-retries", "-1"], "max_retries: expected 0 or more"),
+        (["--max-retries", "-1"], "max_retries: expected a whole number, 0 or more"),
         (["--header", "key"], "--header: expected 'NAME: VALUE'"),
         (["--str", "2"], "unrecognized arguments: --str"),
     ],
@@ -329,12 +329,18 @@ def test_a_reader_that_leaves_gets_no_traceback() -> None:
     assert process.returncode == 1
 
 
-def test_health(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_health(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(["health", "--url", url]) == 0
     assert main(["health", "--live", "--url", url + "/"]) == 0
-    assert capsys.readouterr().out == "ready\nlive\n"
+    monkeypatch.setenv("CONVGRAD_URL", url)
+    assert main(["health"]) == 0
+    assert capsys.readouterr().out == "ready\nlive\nready\n"
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         port = nobody.getsockname()[1]
         assert main(["health", "--url", f"http://127.0.0.1:{port}", "--timeout", "2"]) == 1
-    assert capsys.readouterr().out.startswith(f"not ready: http://127.0.0.1:{port}: ")
+    said = capsys.readouterr().out
+    assert said.startswith(f"not ready: no answer from http://127.0.0.1:{port}/v2/health/ready: ")
+    assert "is a server running there? `convgrad serve` starts one" in said

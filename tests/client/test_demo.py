@@ -31,6 +31,8 @@ from convgrad.demo.server import Server, local_server
 from convgrad.demo.training import Schedule, train
 from tests.support.tree_server import alive, until
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:

@@ -71,6 +71,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tensors = {name: check.draw(name, shape, "float32", 7) for name, shape in shapes.items()}
     for name in ("right", "wrong"):
         np.save(tmp_path / f"{name}.npy", getattr(kernels, name)(**tensors, **parameters))
+    for name, each in zip(
+        ("y", "sum"), check.linear_pair("weight", tensors["weight"]), strict=True
+    ):
+        changed = {**tensors, "weight": each}
+        np.save(tmp_path / f"{name}.npy", kernels.right(**changed, **parameters))
     for name, array in tensors.items():
         np.save(tmp_path / f"{name}.npy", array)
     return tmp_path
@@ -84,6 +89,10 @@ def test_files_are_verified(
     asked = ["verify", "conv_bwd_data", "--layer", LAYER, "--seed", "7", *where]
     assert main([*asked, "--mine", "right.npy", "--second", "right.npy"]) == 0
     assert "PASSED" in capsys.readouterr().out
+    assert main([*asked, "--mine", "right.npy", "--linear", "weight=y.npy,sum.npy"]) == 0
+    assert "linearity in weight holds" in capsys.readouterr().out
+    assert main([*asked, "--mine", "right.npy", "--linear", "weight=sum.npy,y.npy"]) == 1
+    assert "it is not linear in weight" in capsys.readouterr().out
     assert main([*asked, "--mine", "grad_input=wrong.npy"]) == 1
     told = capsys.readouterr().out
     assert "dropped-terms" in told
@@ -125,6 +134,7 @@ def _named(layer: layers.Layer) -> layers.Layer:
         (["--layer", LAYER, "--kernel", "kernels:none"], "--kernel:"),
         (["--layer", LAYER, "--mine", "grad=right.npy"], "has no output 'grad'"),
         (["--layer", LAYER, "--mine", "none.npy"], "cannot read"),
+        (["--layer", LAYER, "--mine", "right.npy", "--linear", "weight"], "expected TENSOR=FILE,"),
     ],
 )
 def test_a_wrong_command_line_is_said(
@@ -138,7 +148,7 @@ def test_time_and_plan(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     problem = ["conv_bwd_data", "--layer", LAYER, "--dtype", "bfloat16", "--layout", "NHWC"]
     assert main(["plan", *problem, "--url", url]) == 0
     told = capsys.readouterr().out
-    assert "not below" in told
+    assert "; roofline " in told
     (again,) = (line for line in told.splitlines() if "repeat with: " in line)
     # What it says asks the same once more.
     assert main([*shlex.split(again.partition("repeat with: convgrad ")[2]), "--url", url]) == 0

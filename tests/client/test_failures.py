@@ -282,7 +282,11 @@ def test_a_server_that_trickles_does_not_outlast_the_timeout() -> None:
     [
         ({"base_url": "server:8000"}, "base_url"),
         ({"base_url": "ftp://server"}, "base_url"),
+        ({"base_url": "http://server?key=1"}, "base_url: expected neither"),
         ({"timeout": 0}, "timeout"),
+        ({"timeout": "5"}, "timeout: expected a positive number of seconds, got '5'"),
+        ({"max_retries": None}, "max_retries: expected a whole number, 0 or more; got None"),
+        ({"max_retries": 1.5}, "max_retries"),
         ({"timeout": float("nan")}, "timeout"),
         ({"max_retries": -1}, "max_retries"),
         ({"connect_timeout": 0}, "connect_timeout"),

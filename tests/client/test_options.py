@@ -79,6 +79,17 @@ def test_options_that_do_not_exist_are_refused() -> None:
         convgrad.AsyncClient().with_options(retry=3)  # type: ignore[call-arg]
 
 
+def test_options_may_be_given_as_none() -> None:
+    """As the constructor allows, so that a program can pass its own optional arguments on."""
+    server = FakeServer([GOOD])
+    with server.client(headers={"X-One": "1"}) as client:
+        nothing: Any = dict.fromkeys(("headers", "api_key", "event_hooks", "store", "read_timeout"))
+        ask(client.with_options(**nothing))
+        with pytest.raises(ValueError, match=r"store: expected names by output.*got \['output'\]"):
+            client.with_options(store=["output"])  # type: ignore[arg-type]
+    assert server.requests[0].headers["X-One"] == "1"
+
+
 def test_headers_of_with_options_are_added() -> None:
     server = FakeServer([GOOD])
     with server.client(headers={"X-One": "1", "X-Two": "2"}) as client:
@@ -241,10 +252,13 @@ def test_a_closed_client_says_so() -> None:
         async def run() -> None:
             client = convgrad.AsyncClient(url)
             await client.close()
-            with pytest.raises(ClientError, match="this client is closed"):
-                await client.conv_fwd(ones(1, 1, 1), ones(1, 1, 1))
+            for use in (client.conv_fwd(ones(1, 1, 1), ones(1, 1, 1)), client.is_ready()):
+                with pytest.raises(ClientError, match="this client is closed"):
+                    await use
 
         asyncio.run(run())
+        with pytest.raises(ClientError, match="this client is closed"):
+            closed.is_live()  # rather than False, which would be said of the server
 
 
 def test_messages_lead_somewhere() -> None:

@@ -62,6 +62,19 @@ def test_the_description_of_the_api_is_open(guarded: Guarded, path: str) -> None
     assert guarded.get("/docs/assets/../../metrics").status_code in (401, 404)
 
 
+def test_openapi_says_what_needs_a_key_and_how_to_send_it(guarded: Guarded) -> None:
+    """Without this, the page at /docs has no field for a key and each of its requests fails."""
+    document = guarded.get("/openapi.json").json()
+    (required,) = document["security"]
+    (scheme,) = (document["components"]["securitySchemes"][name] for name in required)
+    assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
+    for path, item in document["paths"].items():
+        for described in (item[method] for method in item if method != "parameters"):
+            is_open = guarded.get(path).status_code != 401 if "{" not in path else False
+            assert ({"401", "403"} <= described["responses"].keys()) is not is_open, path
+            assert (described.get("security") == []) is is_open, path
+
+
 @pytest.mark.parametrize("path", ["/v2/health/live", "/v2/health/ready"])
 def test_the_platform_may_always_ask(guarded: Guarded, path: str) -> None:
     assert guarded.get(path).status_code == 200

@@ -20,6 +20,8 @@ from convgrad import Client
 from tests.support.killable import mortal
 from tests.support.tree_server import TreeServer, descriptors, serving_tree, until
 
+pytestmark = pytest.mark.processes
+
 SHM = Path("/dev/shm")  # noqa: S108 - what is tested
 ONES = np.ones((1, 1, 1, 1), np.float32)
 

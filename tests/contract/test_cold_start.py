@@ -26,6 +26,8 @@ from convgrad_service.problems import Problem
 from convgrad_service.server.warm_up import warm_up
 from tests.support.tree_server import TreeServer, serving_tree, until
 
+pytestmark = pytest.mark.processes
+
 WARM = np.ones((1, 3, 8, 8), np.float32)
 WEIGHT = np.ones((2, 3, 3, 3), np.float32)
 SLOTS = 2

@@ -26,7 +26,7 @@ from tests.support.fake_gpu import SHM, FakeGpu, allocated, fake_gpu, handle_of,
 from tests.support.oip_server import OipServer, serving_oip
 from tests.support.tree_server import serving_tree
 
-pytestmark = pytest.mark.skipif(not SHM.is_dir(), reason="needs /dev/shm")
+pytestmark = [pytest.mark.processes, pytest.mark.skipif(not SHM.is_dir(), reason="needs /dev/shm")]
 CLIENTS: dict[str, Any] = {"http": http_client, "grpc": grpc_client}
 GRAD = np.random.default_rng(0).standard_normal((4, 4, 6, 6), np.float32)
 WEIGHT = np.random.default_rng(1).standard_normal((4, 2, 3, 3), np.float32)

@@ -27,6 +27,8 @@ from tests.support.differential import (
 )
 from tests.support.senders import TRANSPORTS, Asked
 
+pytestmark = pytest.mark.processes
+
 # Of each, the first two meet two front ends cold, the rest find the same request known. What is
 # refused is remembered nowhere.
 _TIMES, _TIMES_REFUSED = 4, 2

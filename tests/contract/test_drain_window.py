@@ -15,6 +15,8 @@ from convgrad_service.backends.cpu import CpuBackend
 from tests.support.http_server import EXAMPLE, JSON
 from tests.support.tree_server import LONGEST_S, TreeServer, serving_tree, until
 
+pytestmark = pytest.mark.processes
+
 WINDOW_S = 3.0
 
 

@@ -23,6 +23,8 @@ from convgrad_service.server.http_server import listening_socket
 from tests.support.killable import mortal
 from tests.support.tree_server import TreeServer, serving_tree, until
 
+pytestmark = pytest.mark.processes
+
 FRONT_ENDS = 3
 ONES = np.ones((1, 1, 1, 1), np.float32)
 

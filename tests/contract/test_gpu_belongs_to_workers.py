@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.http_server import EXAMPLE, JSON, serving_process
 
+pytestmark = pytest.mark.processes
+
 # Says in which process it is imported; has no GPU, so that ``auto`` goes on with the CPU.
 CUPY = """
 import pathlib

@@ -30,6 +30,8 @@ from tests.support.h2_client import (
 from tests.support.oip_server import serving_oip
 from tests.support.tree_server import until
 
+pytestmark = pytest.mark.processes
+
 MIB = 2**20
 LARGEST_WINDOW = 2**31 - 1
 RESOURCE_EXHAUSTED, UNAVAILABLE = "8", "14"

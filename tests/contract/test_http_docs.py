@@ -72,6 +72,11 @@ def test_stored_tensors_are_described(document: dict[str, Any]) -> None:
     assert {"put", "get", "delete"} <= document["paths"]["/tensors/{name}"].keys()
 
 
+def test_a_server_without_keys_asks_for_none(document: dict[str, Any]) -> None:
+    assert "security" not in document
+    assert "securitySchemes" not in document["components"]
+
+
 def test_the_codes_are_the_tables(document: dict[str, Any]) -> None:
     problem = document["components"]["schemas"]["Problem"]
     assert problem["properties"]["code"]["enum"] == list(CODES)

@@ -19,6 +19,8 @@ from convgrad.wire import safetensors
 from tests.support.http_server import JSON, SAFETENSORS, serving_process
 from tests.support.tree_server import until
 
+pytestmark = pytest.mark.processes
+
 # The promise is 50 ms at p99, on a machine with nothing else to do (`make test-slow`). On any other
 # all takes longer, the work as well: what must hold there is that no answer waits for the work. The
 # best of a few attempts counts; a loop that blocks would fail each of them.

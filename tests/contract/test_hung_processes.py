@@ -24,6 +24,8 @@ from convgrad_service.problems import Problem
 from tests.support.killable import Mortal, load, mortal, ready
 from tests.support.tree_server import TreeServer, serving_tree, until
 
+pytestmark = pytest.mark.processes
+
 ONES = np.ones((1, 1, 1, 1), np.float32)
 HANGS, SLOW = 13.0, 14.0
 SILENT_S = 2.0

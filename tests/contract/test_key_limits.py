@@ -24,6 +24,8 @@ from tests.support.fake_backends import GatedByFile
 from tests.support.http_server import EXAMPLE, JSON
 from tests.support.tree_server import TreeServer, serving_tree, until
 
+pytestmark = pytest.mark.processes
+
 LIMITS = {
     "ada": "max_inflight=2",
     "bob": "max_inflight_bytes=64KiB",

@@ -18,6 +18,8 @@ from convgrad import Client
 from convgrad.errors import Overloaded, ProblemTooLarge
 from tests.support.tree_server import until
 
+pytestmark = pytest.mark.processes
+
 LIMIT_BYTES = 2**30
 MiB = 2**20
 

@@ -13,6 +13,8 @@ from convgrad import Client
 from tests.support.fake_backends import Sums
 from tests.support.tree_server import TreeServer, descriptors, serving_tree
 
+pytestmark = pytest.mark.processes
+
 # What allocators and caches of a process may gain after they are warm; a leaked request of the
 # mean size here would be more than twice this after three hundred of them.
 MOST_GROWTH_BYTES = 24 * 2**20

@@ -25,6 +25,8 @@ from convgrad_service.engine.scheduling import partition as parts
 from convgrad_service.engine.scheduling.task import Task
 from tests.support.tree_server import TreeServer, serving_tree, until
 
+pytestmark = pytest.mark.processes
+
 GRAD = np.random.default_rng(0).standard_normal((16, 4, 32, 32), np.float32)
 WEIGHT = np.random.default_rng(1).standard_normal((4, 6, 3, 3), np.float32)
 IMAGES = np.random.default_rng(2).standard_normal((16, 6, 32, 32), np.float32)

@@ -17,6 +17,8 @@ from tests.support.fake_gpu import FakeGpu, fake_gpu, one_of_two
 from tests.support.http_server import LiveServer, serving
 from tests.support.tree_server import serving_tree, until
 
+pytestmark = pytest.mark.processes
+
 GRAD = np.random.default_rng(0).standard_normal((2, 4, 16, 16), np.float32)
 WEIGHT = np.random.default_rng(1).standard_normal((4, 3, 3, 3), np.float32)
 

@@ -78,6 +78,10 @@ def test_layers_are_said_in_every_dialect(http: httpx.Client) -> None:
     assert "networks" in http.get("/layers").json()["suites"]
     assert len(http.get("/layers", params={"suite": "resnet50"}).json()["layers"]) > 10
     assert http.get("/layers", params={"layer": "x"}).status_code == 400
+    other = http.get("/layers", params={"layer": LAYER, "batch": 5}).json()
+    assert other["batch"] == 5
+    refused = http.get("/layers", params={"layer": LAYER, "batch": "many"})
+    assert "batch is 'many'; expected a number" in refused.json()["detail"]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -198,6 +202,8 @@ def test_who_leaves_cancels_a_timing(server: LiveServer, http: httpx.Client) -> 
         ({"budget_s": 0}, 400, "budget_s"),
         ({"standard_error": 0}, 400, "standard_error"),
         ({"grad_output": {"values": [1], "dtype": "float32"}}, 400, "unknown field"),
+        ({"store": {"ours_grad_input": "x"}}, 400, "no outputs to be stored"),
+        ({"stored": {"weight": "x"}}, 400, "it has none"),
         ({"layer": "mb1000ic512ih512oc512kh3ph1"}, 413, "at most"),
         ({"layer": "mb1ic2048ih2048oc2048kh3ph1"}, 413, "at most"),
     ],

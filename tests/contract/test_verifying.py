@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from convgrad import check, layers
 from convgrad.contract import OPERATIONS
 from convgrad.contract.examinations import VERIFICATIONS
+from convgrad.contract.judged_results import judged_results
 from convgrad.contract.verification import Verification
 from convgrad.wire import safetensors
 from convgrad_service.backends.cpu import CpuBackend
@@ -88,13 +89,20 @@ def test_every_operation_verifies_its_own_result(http: httpx.Client, operation: 
     tensors, parameters = drawn(operation, words, seed=5)
     own = computed(http, operation, tensors, parameters)
     results = {f"result_{name}": array for name, array in own.items()}
-    answer = verify(http, operation, results, layer=words, seed=5)
+    linear: dict[str, NDArray[Any]] = {}
+    for each in judged_results(operation):
+        if each.tensor in tensors and each.output in own:
+            changed = check.linear_pair(each.tensor, tensors[each.tensor], 5)[each.role == "sum"]
+            other = computed(http, operation, {**tensors, each.tensor: changed}, parameters)
+            linear[each.name] = other[each.output]
+    answer = verify(http, operation, {**results, **linear}, layer=words, seed=5)
     assert answer.status_code == 200, answer.text
     found = Verification.model_validate(answer.json())
     assert found.passed, found.findings
     assert set(found.outputs) == set(own)
     assert all(each.bits.equal_to_ours for each in found.outputs.values())
     assert found.inputs.drawn == tuple(tensors)
+    assert 2 * sum(len(each) for each in found.linearity.values()) == len(linear)
     # And what is wrong is not passed.
     for array in results.values():
         array.reshape(-1)[0] += 1
@@ -208,7 +216,7 @@ def test_the_answer_asks_the_same_again(http: httpx.Client) -> None:
         ({"layer": LAYER}, 400, "there is no result to verify; expected result_grad_input"),
         ({"layer": LAYER, "strides": 1}, 400, 'unknown field "strides"'),
         ({"layer": "nonsense"}, 400, "the layer 'nonsense' is not known"),
-        ({}, 400, "nothing says how large grad_output is"),
+        ({}, 400, "the size of grad_output is not known"),
         ({"layer": LAYER, "seed": -1}, 400, "expected an integer from 0 to 2"),
         ({"layer": LAYER, "distribution": "cauchy"}, 400, "distribution"),
         ({"layer": LAYER, "dtype": "int8"}, 400, "dtype"),
@@ -242,6 +250,7 @@ def test_what_cannot_be_verified_is_refused(
         ("result_grad_input", np.zeros((2, 8, 9, 8), np.float32), "expected float32 of shape"),
         ("result_grad_input", np.zeros((2, 8, 9, 9), np.float16), "is float16"),
         ("second_grad_input", np.zeros((2, 8, 9, 9), np.float32), "without result_grad_input"),
+        ("sum_weight_grad_input", np.zeros((2, 8, 9, 9), np.float32), "without result_grad_input"),
         ("result_grad_weight", np.zeros((8, 8, 3, 3), np.float32), "unknown field"),
     ],
 )

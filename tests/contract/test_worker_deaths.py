@@ -27,6 +27,8 @@ from tests.support.killable import POISON, Mortal, load, mortal, ready
 from tests.support.raw_http import post_head
 from tests.support.tree_server import TreeServer, alive, descriptors, serving_tree, until
 
+pytestmark = pytest.mark.processes
+
 
 class OneOfTwo(Mortal):
     """One of two devices, slow enough that both are seen at work."""

@@ -81,6 +81,28 @@ def test_metrics_of_the_documentation_exist(metrics: str) -> None:
     assert missing == []
 
 
+def test_the_reference_has_every_metric(metrics: str) -> None:
+    """With its type, its labels and the sentence that the server itself says of it."""
+    page = (DEPLOY.parent / "docs/reference/metrics.md").read_text()
+    rows = {
+        name: rest
+        for name, *rest in re.findall(r"^\| `(\w+)` \| (\w+) \| (.*) \| (.*) \|$", page, re.M)
+    }
+    families = re.findall(
+        r"^# HELP (\S+) (.*)\n# TYPE \S+ (\w+)\n((?:[^#].*\n)*)", metrics, re.MULTILINE
+    )
+    for name, text, kind, samples in families:
+        listed_kind, listed_labels, listed_text = rows.pop(name)
+        assert (listed_kind, listed_text) == (kind, text)
+        if samples:
+            labels = set(re.findall(r'(\w+)="', samples)) - {"le"}
+            assert set(re.findall(r"`(\w+)`", listed_labels)) == labels, name
+    # These are added by the process tree, which the server here lacks.
+    assert {name for name in rows if not name.startswith("convgrad_process_")} == {
+        "convgrad_connections"
+    }
+
+
 def test_every_alert_is_tested_firing_and_silent() -> None:
     tests = yaml.safe_load((DEPLOY / "prometheus/alerts_test.yaml").read_text())["tests"]
     for name, fires in (("a healthy server", False), ("an unhealthy server", True)):

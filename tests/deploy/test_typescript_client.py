@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import convgrad
+from convgrad.contract import OPERATIONS
 from convgrad.errors import CODES
 from convgrad_service.backends.cpu import CpuBackend
 from tests.deploy.openapi_document import document
@@ -86,6 +87,13 @@ def test_retryable_codes_match_the_servers() -> None:
     assert set(re.findall(r'"([a-z-]+)"', listed)) == {
         code for code, row in CODES.items() if row.retryable
     }
+
+
+def test_every_operation_is_a_method() -> None:
+    source = (CLIENT / "src" / "client.ts").read_text()
+    assert set(re.findall(r'return this\.compute\("(\w+)", request, options\)', source)) == set(
+        OPERATIONS
+    )
 
 
 def test_the_package_installs_and_its_readme_runs(

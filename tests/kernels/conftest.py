@@ -23,14 +23,20 @@ BACKENDS = {"cpu": _cpu, **cuda_backends.MAKERS}
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark emulated tests as slow, except enough to cover every value of every parameter.
+    """Mark the emulator's tests, and those as slow that cover no further value of a parameter.
 
     Compiling a kernel instance for the emulator takes about a second. Of a test over (case, tile,
-    dtype), `make test` runs combinations that include every case, tile and dtype at least once.
-    `make test-slow` and GPU runs include the whole product.
+    dtype), `make test-gpu-code` runs combinations that include every case, tile and dtype at least
+    once. `make test-slow` and GPU runs include the whole product.
     """
     products = defaultdict(list)
     for item in items:
+        if (
+            isinstance(item, pytest.Function)
+            and hasattr(item.module, "works_here")
+            and item.get_closest_marker("gpu") is None
+        ):
+            item.add_marker(pytest.mark.gpu_code)
         if (
             isinstance(item, pytest.Function)
             and hasattr(item.module, "EmulatedBackend")

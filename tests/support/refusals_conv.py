@@ -6,7 +6,11 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["CONV_REFUSALS", "X", "ones"]
+__all__ = ["CONV_REFUSALS", "NCHW", "X", "ones"]
+
+# What is added where sizes contradict each other.
+NCHW = "; layout is NCHW, by default"
+NCHW_KCRS = "; layout is NCHW, weights KCRS, by default"
 
 
 def ones(*shape: int, dtype: str = "float32") -> np.ndarray[Any, Any]:
@@ -37,7 +41,7 @@ CONV_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
         "conv_bwd_data",
         DATA | {"grad_output": ones(8, 64, 29, 29), "input_size": (30, 30)},
         "grad_output has shape (8, 64, 29, 29); expected (8, 64, 30, 30) from input_size "
-        "(30, 30), kernel 3x3, stride 1, padding 1",
+        "(30, 30), kernel 3x3, stride 1, padding 1" + NCHW_KCRS,
     ),
     (
         "conv_bwd_data",
@@ -49,7 +53,7 @@ CONV_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
         "conv_bwd_data",
         DATA | {"weight": ones(48, 32, 3, 3)},
         "weight has shape (48, 32, 3, 3), 48 output channels; expected 64, the channels of "
-        "grad_output",
+        "grad_output" + NCHW_KCRS,
     ),
     ("conv_bwd_data", DATA | {"stride": 0}, "stride is 0; expected at least 1"),
     ("conv_bwd_data", DATA | {"padding": -1}, "padding is -1; expected at least 0"),
@@ -62,25 +66,25 @@ CONV_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     (
         "conv_bwd_data",
         DATA | {"stride": (1, 1, 1)},
-        "stride has 3 values; expected one integer, or 2 (one per spatial dimension)",
+        "stride has 3 values; expected one integer, or 2 (one per spatial dimension)" + NCHW_KCRS,
     ),
     (
         "conv_bwd_data",
         DATA | {"padding": (1,)},
         "padding has 1 value; expected one integer, or 2 (for each spatial dimension an integer "
-        "or a [before, after] pair)",
+        "or a [before, after] pair)" + NCHW_KCRS,
     ),
     ("conv_bwd_data", DATA | {"groups": 0}, "groups is 0; expected at least 1"),
     (
         "conv_bwd_data",
         DATA | {"groups": 7},
-        "grad_output has 64 channels; expected a multiple of groups, 7",
+        "grad_output has 64 channels; expected a multiple of groups, 7" + NCHW_KCRS,
     ),
     (
         "conv_bwd_data",
         DATA | {"padding": 99},
         "the input that yields an output of size (30, 30) has size (-166, -166) with kernel 3x3, "
-        "padding 99; expected at least 1 in every dimension",
+        "padding 99; expected at least 1 in every dimension" + NCHW_KCRS,
     ),
     (
         "conv_bwd_data",
@@ -97,7 +101,7 @@ CONV_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
         "conv_bwd_data",
         DATA | {"input_size": (1, 1), "padding": 0},
         "the kernel reaches over 3 positions in spatial dimension 0 (size 3, dilation 1); "
-        "expected at most 1, the input's 1 with padding [0, 0]",
+        "expected at most 1, the input's 1 with padding [0, 0]" + NCHW_KCRS,
     ),
     (
         "conv_bwd_data",
@@ -119,7 +123,8 @@ CONV_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     (
         "conv_bwd_data",
         DATA | {"accumulate": ones(8, 32, 30, 29)},
-        "accumulate has shape (8, 32, 30, 29); expected (8, 32, 30, 30) (grad_input's shape)",
+        "accumulate has shape (8, 32, 30, 29); expected (8, 32, 30, 30) (grad_input's shape)"
+        + NCHW_KCRS,
     ),
     (
         "conv_bwd_data",
@@ -177,7 +182,7 @@ CONV_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
         "grouped_conv_bwd_weight",
         WEIGHT | {"weight_size": None, "grad_output": ones(8, 64, 30, 33)},
         "in spatial dimension 1 input has 30 positions and grad_output 33, with stride 1, padding "
-        "[1, 1] and dilation 1; expected sizes that some kernel leads between",
+        "[1, 1] and dilation 1; expected sizes that some kernel leads between" + NCHW,
     ),
     (
         "grouped_conv_bwd_weight",
@@ -189,12 +194,12 @@ CONV_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
         "grouped_conv_bwd_weight",
         WEIGHT | {"weight_size": (5, 5)},
         "grad_output has shape (8, 64, 30, 30); expected (8, 64, 28, 28) from input_size (30, "
-        "30), kernel 5x5, stride 1, padding 1",
+        "30), kernel 5x5, stride 1, padding 1" + NCHW,
     ),
     (
         "grouped_conv_bwd_weight",
         WEIGHT | {"grad_output": ones(7, 64, 30, 30)},
-        "grad_output has shape (7, 64, 30, 30), a batch of 7; expected 8, that of input",
+        "grad_output has shape (7, 64, 30, 30), a batch of 7; expected 8, that of input" + NCHW,
     ),
     (
         "grouped_conv_bwd_weight",
@@ -215,38 +220,20 @@ CONV_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "conv_fwd",
-        {"input": ones(2, 8, 8, 32), "weight": ones(64, 32, 3, 3), "layout": "NHWC"},
-        "weight has shape (64, 32, 3, 3); expected (64, 32, 3, 32) from input's 32 channels and "
-        "groups 1; in NHWC a weight is KRSC",
-    ),
-    (
-        "conv_fwd",
-        {"input": ones(32, 8, 8), "weight": ones(64, 32, 3, 3)},
-        "weight has shape (64, 32, 3, 3); expected 3 dimensions (KCS) in layout NCW; if that is "
-        "right, a sample was sent without its batch dimension, N = 1",
-    ),
-    (
-        "conv_fwd",
-        {"input": ones(32, 8, 8), "weight": ones(64, 32, 3, 3), "layout": "NCHW"},
-        "input has shape (32, 8, 8); expected 4 dimensions (NCHW) in layout NCHW; a single sample "
-        "needs a batch dimension too, N = 1",
-    ),
-    (
-        "conv_fwd",
         FWD | {"weight": ones(64, 31, 3, 3)},
         "weight has shape (64, 31, 3, 3); expected (64, 32, 3, 3) from input's 32 channels and "
-        "groups 1",
+        "groups 1" + NCHW_KCRS,
     ),
     (
         "conv_fwd",
         FWD | {"bias": ones(32)},
-        "bias has shape (32,); expected (64,) (one value for each output channel)",
+        "bias has shape (32,); expected (64,) (one value for each output channel)" + NCHW_KCRS,
     ),
     (
         "conv_fwd",
         FWD | {"dilation": 15},
         "the kernel reaches over 31 positions in spatial dimension 0 (size 3, dilation 15); "
-        "expected at most 30, input's 30 with padding [0, 0]",
+        "expected at most 30, input's 30 with padding [0, 0]" + NCHW_KCRS,
     ),
     (
         "conv_fwd",
@@ -257,18 +244,18 @@ CONV_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     (
         "conv_fwd",
         {"input": ones(8, 31, 30, 30), "weight": W, "groups": 2},
-        "input has 31 channels; expected a multiple of groups, 2",
+        "input has 31 channels; expected a multiple of groups, 2" + NCHW_KCRS,
     ),
     (
         "conv_fwd",
         {"input": X, "weight": ones(63, 16, 3, 3), "groups": 2},
-        "the output of weight has 63 channels; expected a multiple of groups, 2",
+        "the output of weight has 63 channels; expected a multiple of groups, 2" + NCHW_KCRS,
     ),
     (
         "grouped_conv_conv_fwd",
         FUSED | {"weight1": ones(16, 63, 1, 1)},
         "weight1 has shape (16, 63, 1, 1); expected (16, 64, 1, 1) from the intermediate's 64 "
-        "channels and groups 1",
+        "channels and groups 1" + NCHW_KCRS,
     ),
     (
         "grouped_conv_conv_fwd",
@@ -279,7 +266,7 @@ CONV_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
         "grouped_conv_conv_fwd",
         FUSED | {"weight1": ones(16, 64, 29, 29)},
         "the kernel reaches over 29 positions in spatial dimension 0 (size 29, dilation 1); "
-        "expected at most 28, the intermediate's 28 with padding [0, 0]",
+        "expected at most 28, the intermediate's 28 with padding [0, 0]" + NCHW_KCRS,
     ),
     (
         "conv3d_backprop_input",
@@ -329,18 +316,20 @@ CONV_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
         "conv3d_transpose",
         TRANSPOSE | {"weight": ones(19, 3, 3, 3, 3)},
         "weight has shape (19, 3, 3, 3, 3), for 19 input channels; expected 20, the channels of "
-        "input ([C_in, C_out/groups, *kernel])",
+        "input ([C_in, C_out/groups, *kernel])"
+        "; layout is NCDHW, weights KCTRS, by default",
     ),
     (
         "conv3d_transpose",
         TRANSPOSE | {"bias": ones(20)},
-        "bias has shape (20,); expected (3,) (one value for each output channel)",
+        "bias has shape (20,); expected (3,) (one value for each output channel)"
+        "; layout is NCDHW, weights KCTRS, by default",
     ),
     (
         "conv_backward",
         BACKWARD | {"input": ones(8, 32, 31, 30)},
         "grad_output has shape (8, 64, 30, 30); expected (8, 64, 31, 30) from input_size (31, "
-        "30), kernel 3x3, stride 1, padding 1",
+        "30), kernel 3x3, stride 1, padding 1" + NCHW_KCRS,
     ),
     (
         "conv_transpose_fwd",
@@ -352,20 +341,20 @@ CONV_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
         "conv_transpose_fwd",
         UP | {"padding": 6},
         "the output of an input of size (5, 5) has size (-1, -1) with kernel 3x3, padding 6; "
-        "expected at least 1 in every dimension",
+        "expected at least 1 in every dimension" + NCHW_KCRS,
     ),
     (
         "conv_transpose_backward",
         UP_BACKWARD,
         "grad_output has shape (2, 2, 10, 10); expected (2, 2, 9, 9) from input's shape (2, 6, 5, "
         "5), kernel 3x3, stride 2, padding 1 and output_padding 0; output_padding 1 would yield "
-        "its size",
+        "its size" + NCHW_KCRS,
     ),
     (
         "conv_transpose_backward",
         UP_BACKWARD | {"grad_output": ones(2, 3, 9, 9)},
         "grad_output has shape (2, 3, 9, 9); expected (2, 2, 9, 9) from input's shape (2, 6, 5, "
-        "5), kernel 3x3, stride 2, padding 1 and output_padding 0",
+        "5), kernel 3x3, stride 2, padding 1 and output_padding 0" + NCHW_KCRS,
     ),
     (
         "conv_double_backward",
@@ -375,11 +364,13 @@ CONV_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     (
         "conv_double_backward",
         BACKWARD | {"grad_grad_weight": ones(64, 32, 3, 2)},
-        "grad_grad_weight has shape (64, 32, 3, 2); expected (64, 32, 3, 3) (the shape of weight)",
+        "grad_grad_weight has shape (64, 32, 3, 2); expected (64, 32, 3, 3) (the shape of weight)"
+        + NCHW_KCRS,
     ),
     (
         "conv_transpose_double_backward",
         UP_BACKWARD | {"output_padding": 1, "grad_grad_bias": ones(6)},
-        "grad_grad_bias has shape (6,); expected (2,) (one value for each output channel)",
+        "grad_grad_bias has shape (6,); expected (2,) (one value for each output channel)"
+        + NCHW_KCRS,
     ),
 ]

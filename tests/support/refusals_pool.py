@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.refusals_conv import X, ones
+from tests.support.refusals_conv import NCHW, X, ones
 
 POOL = {"input": X, "kernel_size": 3}
 POOL_BWD = {"grad_output": ones(8, 32, 10, 10), "kernel_size": 3}
@@ -66,12 +66,12 @@ POOL_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
         "maxpool2d_bwd",
         INDICES | {"input_size": (33, 30)},
         "grad_output has shape (8, 32, 10, 10); expected (8, 32, 11, 10) from input size (33, "
-        "30), kernel 3x3, stride 3, padding 0, ceil_mode False",
+        "30), kernel 3x3, stride 3, padding 0, ceil_mode False" + NCHW,
     ),
     (
         "maxpool2d_bwd",
         INDICES | {"input_size": (30, 30), "indices": ones(8, 32, 10, 9, dtype="int64")},
-        "indices has shape (8, 32, 10, 9); expected (8, 32, 10, 10) (grad_output's shape)",
+        "indices has shape (8, 32, 10, 9); expected (8, 32, 10, 10) (grad_output's shape)" + NCHW,
     ),
     (
         "maxpool2d_bwd",
@@ -87,7 +87,8 @@ POOL_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     (
         "maxpool2d_bwd",
         POOL_BWD | {"input": ones(8, 31, 30, 30)},
-        "input has shape (8, 31, 30, 30); expected (8, 32, 30, 30) from grad_output's N and C",
+        "input has shape (8, 31, 30, 30); expected (8, 32, 30, 30) from grad_output's N and C"
+        + NCHW,
     ),
     (
         "avg_pool_fwd",
@@ -109,7 +110,7 @@ POOL_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
         "avg_pool_bwd",
         {"grad_output": ones(2, 3, 4, 5), "kernel_size": 2, "input_size": [8, 8]},
         "grad_output has shape (2, 3, 4, 5); expected (2, 3, 4, 4) from input size (8, 8), kernel "
-        "2x2, stride 2, padding 0, ceil_mode False",
+        "2x2, stride 2, padding 0, ceil_mode False" + NCHW,
     ),
     (
         "avg_pool_bwd",
@@ -120,7 +121,7 @@ POOL_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
         "adaptive_avg_pool_fwd",
         {"input": X, "output_size": [7, None, 7]},
         "output_size has 3 values; expected one integer, or 2 (one per spatial dimension, null for "
-        "the input's own)",
+        "the input's own)" + NCHW,
     ),
     (
         "adaptive_max_pool_fwd",
@@ -151,11 +152,11 @@ POOL_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
             "indices": ones(1, 1, 2, 3, dtype="int64"),
             "kernel_size": 2,
         },
-        "indices has shape (1, 1, 2, 3); expected (1, 1, 2, 2) (input's shape)",
+        "indices has shape (1, 1, 2, 3); expected (1, 1, 2, 2) (input's shape)" + NCHW,
     ),
     (
         "max_unpool_bwd",
         {"grad_output": ones(1, 2, 4, 4), "indices": ones(1, 1, 2, 2, dtype="int32")},
-        "indices has shape (1, 1, 2, 2); expected (1, 2, 2, 2) from grad_output's N and C",
+        "indices has shape (1, 1, 2, 2); expected (1, 2, 2, 2) from grad_output's N and C" + NCHW,
     ),
 ]

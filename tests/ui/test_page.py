@@ -47,7 +47,7 @@ def opened(browser: Any, server: OipServer) -> Iterator[Open]:
 
 
 def choose(page: Any, layer: str = LAYER) -> None:
-    page.get_by_label("Layer, in").fill(layer)
+    page.get_by_label("Layer:").fill(layer)
     page.wait_for_function(
         "title => document.getElementById('layer-found').textContent.includes(title)",
         arg="8 → 8 channels",
@@ -65,9 +65,25 @@ def test_sizes_and_plan_follow_what_is_typed(opened: Open) -> None:
     page.get_by_text("grad_weight", exact=True).wait_for()
 
 
+def test_sizes_are_fields_too(opened: Open) -> None:
+    page = opened()
+    page.get_by_label("Layer:").fill("ConvTranspose2d(8, 6, 3, stride=2, padding=1) on 2x8x5x5")
+    page.get_by_text("(5 − 1)·2 − 1 − 1 + 1·(3 − 1) + 0 + 1 = 9").first.wait_for()  # noqa: RUF001
+    operation = page.get_by_label("Operation")
+    assert "conv_transpose_fwd" in operation.locator("optgroup").first.inner_text()
+    operation.select_option("conv_transpose_fwd")
+    page.get_by_label("kernel H").fill("5")
+    page.get_by_label("output padding W").fill("1")
+    page.get_by_text("2 × 6 × 11 × 10 float32").wait_for()  # noqa: RUF001
+    assert "kernel_size=(5, 3)" in page.get_by_label("Layer:").input_value()
+    page.get_by_label("Batch").fill("3")
+    page.get_by_text("3 × 6 × 11 × 10 float32").wait_for()  # noqa: RUF001
+    assert page.get_by_role("alert").count() == 0
+
+
 def test_what_is_not_a_layer_is_refused_in_words(opened: Open) -> None:
     page = opened()
-    page.get_by_label("Layer, in").fill("mb1ic8ih8oc8 and something")
+    page.get_by_label("Layer:").fill("mb1ic8ih8oc8 and something")
     assert "something" in page.get_by_role("alert").inner_text()
     assert page.get_by_role("heading", name="Plan").count() == 0
 
@@ -110,11 +126,11 @@ def test_verifying_a_result(opened: Open, server: OipServer, tmp_path: Path, pla
     page.get_by_label("Your grad_input").set_input_files(tmp_path / "mine.npy")
     page.get_by_role("button", name="Verify it").click()
     if planted:
-        page.get_by_text("Wrong:").wait_for()
+        page.get_by_text("Failed:").wait_for()
         assert "(0, 3, 4, 5)" in page.inner_text("main")
         assert page.locator("svg.heat .wrong").count() == 1
     else:
-        page.get_by_text("Right: every element is within its bound.").wait_for()
+        page.get_by_text("Passed: every element is within its bound.").wait_for()
         assert page.locator("svg.heat .wrong").count() == 0
 
 
@@ -139,7 +155,7 @@ def test_a_key_is_asked_for_and_forgotten(opened: Open, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(f"ada:{hash_of(key)}")
     with serving_oip(CpuBackend(threads=1), api_keys=tmp_path / "keys") as guarded:
         page = opened(url=f"http://{guarded.http}")
-        page.get_by_label("This server wants an API key").fill(key)
+        page.get_by_label("This server requires an API key").fill(key)
         page.get_by_role("button", name="Use this key").click()
         page.get_by_role("heading", name="Plan").wait_for()
         assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [
@@ -148,7 +164,7 @@ def test_a_key_is_asked_for_and_forgotten(opened: Open, tmp_path: Path) -> None:
             "",
         ]
         page.reload()
-        page.get_by_label("This server wants an API key").wait_for()
+        page.get_by_label("This server requires an API key").wait_for()
         page.close()  # before the server that it still asks
 
 

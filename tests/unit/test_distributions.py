@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
+import sys
+import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.deploy.build_dist import browsed
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = "1.2.3"
@@ -48,6 +54,45 @@ def test_addresses_are_those_of_whoever_publishes(monkeypatch: pytest.MonkeyPatc
         assert urls["Changelog"] == "https://forge.example/convgrad/blob/main/CHANGELOG.md"
         paths = [url.partition("/blob/main/")[2] for url in urls.values() if "/blob/" in url]
         assert all((ROOT / path).exists() for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("remote", "url"),
+    [
+        ("https://forge.example/group/convgrad.git", "https://forge.example/group/convgrad"),
+        (
+            "https://user:secret@forge.example/group/convgrad",
+            "https://forge.example/group/convgrad",
+        ),
+        ("git@forge.example:group/convgrad.git", "https://forge.example/group/convgrad"),
+        ("ssh://git@forge.example:2222/group/convgrad.git", "https://forge.example/group/convgrad"),
+        ("/srv/git/convgrad.git", None),
+        ("../convgrad", None),
+        ("", None),
+    ],
+)
+def test_the_address_of_a_remote_is_one_for_a_browser(remote: str, url: str | None) -> None:
+    assert browsed(remote) == url
+
+
+def test_the_clients_source_distribution_builds_its_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder of its own, without the pyproject.toml above, from which a checkout reads."""
+    monkeypatch.delenv("PROJECT_URL", raising=False)
+    command = [sys.executable, "-m", "hatchling", "build", "-d", str(tmp_path), "-t"]
+    subprocess.run([*command, "sdist"], cwd=ROOT / "client", check=True, capture_output=True)
+    (source,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (unpacked,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    subprocess.run([*command, "wheel"], cwd=unpacked, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        described = archive.read(name).decode()
+    assert "Requires-Dist: httpx" in described
+    assert "Project-URL" not in described
 
 
 def test_the_server_brings_the_client_of_its_version() -> None:

@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from convgrad import layers
 from convgrad.check._verify import bounded
+from convgrad.check.linearity import linear_pair
 from convgrad.check.philox import draw, spread_indices
+from convgrad.contract.judged_results import linear_operands
 from convgrad.contract.operations import OPERATIONS
 from convgrad.contract.verification import Verification
 from convgrad.errors import MalformedRequest
@@ -25,17 +27,6 @@ Verifier = Callable[..., Verification]
 
 # Sums of integers are exact and reveal missing terms; normal numbers reveal rounding.
 _GATES = ("integers", "normal")
-# Operations whose outputs double with their first tensor, unless a bias is added.
-_HOMOGENEOUS = frozenset(OPERATIONS) - {
-    "conv_double_backward",
-    "conv_transpose_double_backward",
-    "grouped_conv_conv_fwd",
-    "adaptive_max_pool_fwd",
-    "maxpool1d_fwd",
-    "maxpool2d_fwd",
-    "maxpool3d_fwd",
-}
-_DOUBLED_OUTPUTS = frozenset({"output", "grad_input", "grad_weight", "grad_bias"})
 
 
 @dataclass(frozen=True)
@@ -77,7 +68,8 @@ def kernel(
     """Run a kernel on generated tensors and verify its results.
 
     Results on small integers must be exact, and results on normally distributed numbers within
-    the error bound. A second run checks determinism, and one with a doubled tensor linearity.
+    the error bound. A second run checks determinism. A run with the first tensor doubled and, on
+    the normally distributed numbers, two more runs for each tensor check linearity.
 
     Parameters
     ----------
@@ -129,8 +121,7 @@ def kernel(
             tensors["indices"] = spread_indices(shapes["indices"], plane, layout or stated.layout)
         result = _outputs(run, operation, tensors, parameters)
         more: dict[str, Any] = {"second": _outputs(run, operation, tensors, parameters)}
-        if operation in _HOMOGENEOUS and "bias" not in tensors:
-            more["doubled"] = _doubled(run, operation, tensors, parameters)
+        more |= _linear_results(run, operation, tensors, parameters, seed, pairs=gate == "normal")
         if factors is not None:
             more["factors"] = factors
         if verify is None:
@@ -160,15 +151,36 @@ def _outputs(
     return {name: np.array(array) for name, array in named.items() if array is not None}
 
 
-def _doubled(
+def _linear_results(
     run: Callable[..., Any],
     operation: str,
     tensors: Mapping[str, Array],
     parameters: Mapping[str, Any],
-) -> dict[str, Array]:
-    first = next(name for name in OPERATIONS[operation].tensors if name in tensors)
-    array = tensors[first]
-    twice = {**tensors, first: (array + array).astype(array.dtype)}
-    found = _outputs(run, operation, twice, parameters)
-    # Exclude gradients that do not depend on the doubled tensor.
-    return {name: each for name, each in found.items() if name in _DOUBLED_OUTPUTS}
+    seed: int,
+    *,
+    pairs: bool,
+) -> dict[str, Any]:
+    """Run a kernel on changed tensors; return the arguments ``doubled`` and ``linear``."""
+    known = OPERATIONS[operation]
+    by_tensor: dict[str, list[str]] = {}
+    for output in known.outputs:
+        for tensor in linear_operands(operation, output, tensors):
+            by_tensor.setdefault(tensor, []).append(output)
+
+    def outputs(tensor: str, array: Array) -> dict[str, Array]:
+        found = _outputs(run, operation, {**tensors, tensor: array}, parameters)
+        return {name: each for name, each in found.items() if name in by_tensor[tensor]}
+
+    first = next(name for name in known.tensors if name in tensors)
+    more: dict[str, Any] = {}
+    if first in by_tensor:
+        array = tensors[first]
+        more["doubled"] = outputs(first, (array + array).astype(array.dtype))
+    if pairs:
+        more["linear"] = {
+            tensor: tuple(
+                outputs(tensor, each) for each in linear_pair(tensor, tensors[tensor], seed)
+            )
+            for tensor in by_tensor
+        }
+    return more

@@ -27,6 +27,9 @@ def _lines(found: Verification) -> Iterator[str]:
         if adjoint is not None and adjoint.applies:
             verdict = "holds" if adjoint.passed else "does not hold"
             yield f"    adjointness {verdict}: {adjoint.left:.9g} and {adjoint.right:.9g}"
+        for tensor, linear in found.linearity.get(name, {}).items():
+            verdict = "holds" if linear.passed else f"fails in {linear.exceeding} elements"
+            yield f"    linearity in {tensor} {verdict}"
     if found.ours is not None:
         shares = ", ".join(f"{name} {share:.3g}" for name, share in found.ours.worst_share.items())
         yield f"  the server's own kernel {found.ours.kernel}: worst error / bound {shares}"
@@ -54,8 +57,8 @@ def _of_output(name: str, output: OutputVerification) -> Iterator[str]:
         yield f"    at most {output.ulps.max} units in the last place from the rounded reference"
     exact = output.exact
     if exact.applies:
-        said = "bits are equal" if exact.passed else f"{exact.differing} elements differ"
-        yield f"    exact gate: {said}"
+        verdict = "all bits equal" if exact.passed else f"{exact.differing} elements differ"
+        yield f"    exact gate: {verdict}"
     else:
         yield f"    exact gate does not apply: {exact.reason}"
     bits = output.bits

@@ -11,18 +11,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.check.adjoint import AdjointCheck
+from convgrad.check.bits import bit_findings, compare_bits
 from convgrad.check.bounds import FACTORS, Reference
-from convgrad.check.compare import Comparison, digest
+from convgrad.check.compare import Comparison
 from convgrad.check.convolve import Convolver, NumpyConvolver
 from convgrad.check.diagnose import findings
+from convgrad.check.linearity import LinearityCheck
 from convgrad.check.operations import targets
 from convgrad.check.references import Span, Target
+from convgrad.contract.judged_results import linear_operands
 from convgrad.contract.operations import OPERATIONS
 from convgrad.contract.verification import (
     Adjointness,
-    Bits,
     Finding,
     Inputs,
+    Linearity,
     Ours,
     OutputVerification,
     ReferenceReport,
@@ -34,6 +37,7 @@ __all__ = ["Judged", "OwnResult", "bounded", "judge"]
 
 Array = NDArray[Any]
 Arrays = Mapping[str, Array]
+Pair = tuple[Array | Arrays, Array | Arrays]
 
 
 class OwnResult(NamedTuple):
@@ -44,11 +48,15 @@ class OwnResult(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """The caller's results, those of a second run, and those with a doubled operand."""
+    """The caller's results, of a second run, with the first tensor doubled, and for linearity.
+
+    ``linear`` has, by tensor x, the results with x replaced by y and by x + y.
+    """
 
     results: Arrays
     second: Arrays
     doubled: Arrays
+    linear: Mapping[str, tuple[Arrays, Arrays]]
 
 
 def bounded(
@@ -59,6 +67,7 @@ def bounded(
     sums: str = "float32",
     second: Array | Arrays | None = None,
     doubled: Array | Arrays | None = None,
+    linear: Mapping[str, Pair] | None = None,
     **arguments: Any,
 ) -> Verification:
     """Check a result against a float64 reference, element by element, without a server.
@@ -79,6 +88,9 @@ def bounded(
         How sums are rounded: ``float32`` (to nearest) or ``tensor_core`` (truncated).
     second, doubled
         Results of a second run, and of a run with the operation's first tensor doubled.
+    linear
+        By name of a tensor x, the results with x replaced by y and by x + y, where `linear_pair`
+        makes both: the second must be the sum of ``result`` and the first.
     **arguments
         The operation's tensors and parameters, as for the method of `convgrad.Client`.
 
@@ -111,7 +123,12 @@ def bounded(
         if name not in tensors:
             raise MalformedRequest(f"{operation} needs {name}, which is missing")
     parameters = {name: each for name, each in arguments.items() if name not in known.tensors}
-    judged = Judged(*(_by_name(known.outputs, each) for each in (result, second, doubled)))
+    first, again, twice = (_by_name(known.outputs, each) for each in (result, second, doubled))
+    pairs = {
+        name: (_by_name(known.outputs, addend), _by_name(known.outputs, total))
+        for name, (addend, total) in (linear or {}).items()
+    }
+    judged = Judged(first, again, twice, pairs)
     return judge(operation, judged, tensors, parameters, factors=factors, sums=sums)
 
 
@@ -152,7 +169,7 @@ def judge(
             raise InvalidProblem(
                 f"result_{name} is not computed by this request; it has {', '.join(made)}"
             )
-        _check_shape(name, array, made[name])
+        _check_shape(f"result_{name}", array, made[name])
     if not judged.results:
         raise MalformedRequest(
             f"there is no result to verify; expected result_{next(iter(made))} or another output's"
@@ -160,6 +177,7 @@ def judge(
     reason = _not_exact(tensors.values(), parameters)
     outputs: dict[str, OutputVerification] = {}
     adjointness: dict[str, Adjointness] = {}
+    linearity: dict[str, dict[str, Linearity]] = {}
     found: list[Finding] = []
     own_shares: dict[str, float] = {}
     own_passed = True
@@ -170,23 +188,36 @@ def judge(
         if ours is not None and name in ours.outputs:
             own = Comparison(target, ours.outputs[name], factors, sums, reason)
         adjoint = None
-        if target.linear is not None:
+        if target.linear is not None or target.adjoint is not None:
             adjoint = AdjointCheck(target, result, factors, sums)
+        linear = {
+            tensor: LinearityCheck(target, results, factors, sums)
+            for tensor, results in _linear_results(operation, name, judged, tensors, target)
+        }
         for span, part in _parts(target, threads):
             check()
-            for each in (comparison, own, adjoint):
+            for each in (comparison, own, adjoint, *linear.values()):
                 if each is not None:
                     each.add(span, part)
-        bits = _bits(name, result, judged, ours)
+        others = (
+            None if arrays is None else arrays.get(name)
+            for arrays in (None if ours is None else ours.outputs, judged.second, judged.doubled)
+        )
+        bits = compare_bits(result, *others)
         outputs[name] = comparison.verified(bits)
         found += findings(comparison)
-        found += _about_bits(name, bits)
+        # A few wrong elements are neither doubled nor added, which says nothing of the kernel.
+        few = 0 < comparison.exceeding <= comparison.elements // 100
+        found += bit_findings(name, bits, linear=not few)
         if adjoint is not None:
             adjointness[name] = adjoint.outcome(convolver)
             if comparison.passed:  # otherwise it only confirms that elements are wrong
                 found += _about_adjoint(name, adjointness[name])
         else:
-            adjointness[name] = Adjointness(applies=False, reason=target.why_not_linear)
+            adjointness[name] = Adjointness(applies=False, reason=target.why_no_adjoint)
+        if linear:
+            linearity[name] = {tensor: each.outcome for tensor, each in linear.items()}
+            found += [] if few else _about_linearity(name, linearity[name])
         if own is not None:
             own_shares[name] = own.worst.share if own.worst is not None else 0.0
             own_passed = own_passed and own.passed
@@ -196,6 +227,7 @@ def judge(
         findings=tuple(found),
         outputs=outputs,
         adjointness=adjointness,
+        linearity=linearity,
         ours=None
         if ours is None
         else Ours(kernel=ours.kernel, worst_share=own_shares, passed=own_passed),
@@ -230,14 +262,37 @@ def _check_shape(name: str, array: Array, target: Target) -> None:
         seen = target.see(array).array.shape
     except (MalformedRequest, ValueError, IndexError) as refused:
         raise InvalidProblem(
-            f"result_{name} has shape {list(array.shape)}, which is none of this request's: "
-            f"{refused}"
+            f"{name} has shape {list(array.shape)}, which does not fit this request: {refused}"
         ) from refused
     if seen != target.shape:
         raise InvalidProblem(
-            f"result_{name} has shape {list(array.shape)}, which is {list(seen)} with the groups "
-            f"apart; expected {list(target.shape)}"
+            f"{name} has shape {list(array.shape)}, which is {list(seen)} with the groups apart; "
+            f"expected {list(target.shape)}"
         )
+
+
+def _linear_results(
+    operation: str, output: str, judged: Judged, tensors: Arrays, target: Target
+) -> Iterable[tuple[str, tuple[Array, Array, Array]]]:
+    """Yield, by tensor x, the output for x, for y and for x + y."""
+    possible = linear_operands(operation, output, tensors)
+    for tensor, pair in judged.linear.items():
+        given = [arrays[output] for arrays in pair if output in arrays]
+        if not given:
+            continue
+        if tensor not in possible:
+            raise InvalidProblem(
+                f"addend_{tensor}_{output}: in this request {output} is not linear in {tensor}; "
+                f"it is in {', '.join(possible) or 'none of the tensors'}"
+            )
+        if len(given) == 1:
+            raise MalformedRequest(
+                f"addend_{tensor}_{output} and sum_{tensor}_{output} are needed together"
+            )
+        addend, total = given
+        _check_shape(f"addend_{tensor}_{output}", addend, target)
+        _check_shape(f"sum_{tensor}_{output}", total, target)
+        yield tensor, (judged.results[output], addend, total)
 
 
 def _not_exact(tensors: Iterable[Array], parameters: Mapping[str, Any]) -> str | None:
@@ -260,58 +315,18 @@ def _not_exact(tensors: Iterable[Array], parameters: Mapping[str, Any]) -> str |
     return None
 
 
-def _bits(name: str, result: Array, judged: Judged, ours: OwnResult | None) -> Bits:
-    own, second, doubled = (
-        None if arrays is None else arrays.get(name)
-        for arrays in (ours.outputs if ours is not None else None, judged.second, judged.doubled)
-    )
-    from_ours, from_second = (
-        None if other is None else _differing(result, other) for other in (own, second)
-    )
-    return Bits(
-        digest=digest(result),
-        equal_to_ours=None if from_ours is None else from_ours == 0,
-        differing_from_ours=from_ours,
-        equal_to_second=None if from_second is None else from_second == 0,
-        differing_from_second=from_second,
-        equal_when_doubled=None if doubled is None else _doubles(result, doubled),
-    )
-
-
-def _differing(a: Array, b: Array) -> int:
-    """Count the elements whose bits differ."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return int(max(a.size, b.size))
-    left, right = (
-        np.ascontiguousarray(each).reshape(-1).view(f"u{each.dtype.itemsize}") for each in (a, b)
-    )
-    return int(np.count_nonzero(left != right))
-
-
-def _doubles(result: Array, doubled: Array) -> bool:
-    """Return whether every element doubled, except near the ends of the exponent range.
-
-    Doubling may round there.
-    """
-    if result.shape != doubled.shape:
-        return False
-    with np.errstate(all="ignore"):
-        one, two = result.astype(np.float64), doubled.astype(np.float64)
-        tiny = np.abs(one) < 2.0**-10 if result.dtype == np.float16 else np.abs(one) < 2.0**-120
-        same = (2.0 * one == two) | tiny | ~np.isfinite(two) | ~np.isfinite(one)
-    return bool(same.all())
-
-
-def _about_bits(name: str, bits: Bits) -> list[Finding]:
+def _about_linearity(name: str, by_tensor: Mapping[str, Linearity]) -> list[Finding]:
     found = []
-    if bits.equal_to_second is False:
+    for tensor, linear in by_tensor.items():
+        if linear.passed or linear.worst is None:
+            continue
+        worst = linear.worst
         sentence = (
-            f"{name}: the bits of two runs of the same differ, in {bits.differing_from_second} "
-            "elements: the kernel is not deterministic"
+            f"{name}: it is not linear in {tensor}: f({tensor} + y) differs from f({tensor}) + "
+            f"f(y) in {linear.exceeding} elements by more than rounding; at {list(worst.index)} it "
+            f"is {worst.value:.9g} and the sum {worst.reference:.9g}, which may differ by "
+            f"{worst.bound:.3g}"
         )
-        found.append(Finding(code="nondeterministic", output=name, sentence=sentence))
-    if bits.equal_when_doubled is False:
-        sentence = f"{name}: it does not double with the first tensor: the kernel is not linear"
         found.append(Finding(code="not-linear", output=name, sentence=sentence))
     return found
 

@@ -11,7 +11,7 @@ import numpy as np
 from convgrad.check.bounds import FACTORS, Float
 from convgrad.check.compare import Comparison, Wrong
 from convgrad.check.references import Linear
-from convgrad.check.terms import Terms, channel_values, terms_at
+from convgrad.check.terms import Terms, addend_at, channel_values, terms_at
 from convgrad.contract.verification import Finding
 
 __all__ = ["findings"]
@@ -197,7 +197,7 @@ def _missing(linear: Linear, wrong: Sequence[Wrong]) -> tuple[str, str] | None:
     for one in wrong:
         terms = terms_at(linear, one.index)
         error = one.found - one.reference
-        matched, expected = _matches(terms, error, one.bound)
+        matched, expected = _matches(terms, addend_at(linear, one.index), error, one.bound)
         votes.update(matched)
         chance += expected / len(wrong)
     if terms is None or not votes:
@@ -212,11 +212,14 @@ def _missing(linear: Linear, wrong: Sequence[Wrong]) -> tuple[str, str] | None:
 
 def _most(votes: Counter[tuple[str, str, Any]]) -> tuple[tuple[str, str, Any], int]:
     """Return the candidate with the most votes, and of equals the simplest."""
-    order = {"tap": 0, "sample": 0, "channel": 1, "position": 1, "tail": 2, "term": 3}
+    order = {"addend": 0, "tap": 1, "sample": 1, "channel": 2, "position": 2, "line": 3}
+    order |= {"tail": 4, "term": 5}
     return min(votes.items(), key=lambda item: (-item[1], order[item[0][1]]))
 
 
-def _matches(terms: Terms, error: float, bound: float) -> tuple[set[tuple[str, str, Any]], float]:
+def _matches(
+    terms: Terms, addend: float, error: float, bound: float
+) -> tuple[set[tuple[str, str, Any]], float]:
     """Return the sets of terms that give this error if missing or repeated.
 
     Also return the expected number of matches by chance.
@@ -227,6 +230,8 @@ def _matches(terms: Terms, error: float, bound: float) -> tuple[set[tuple[str, s
         (terms.rows, terms.row_labels, products.sum(axis=1)),
         (terms.columns, range(len(columns)), columns),
         ("term", range(products.size), products.reshape(-1)),
+        ("addend", [None], np.array([addend])),
+        *_lines(terms),
     ]
     if terms.columns == "channel" and len(columns) > 1:
         tails = np.cumsum(columns[::-1])[::-1]
@@ -249,7 +254,24 @@ def _matches(terms: Terms, error: float, bound: float) -> tuple[set[tuple[str, s
     return found, chance
 
 
+def _lines(terms: Terms) -> Iterator[tuple[str, Sequence[Any], Float]]:
+    """Yield the sums over the taps with one coordinate in common: rows or planes of the kernel."""
+    ndim = len(terms.row_labels[0]) if terms.rows == "tap" and terms.row_labels else 0
+    if ndim < 2:
+        return
+    by_tap = terms.products.sum(axis=1)
+    for axis, name in enumerate(("depth", "row", "column")[3 - ndim :]):
+        places = np.array([tap[axis] for tap in terms.row_labels])
+        if 0 < places.max() < len(places) - 1:  # otherwise it is one tap, or all of them
+            labels = [(name, at) for at in range(int(places.max()) + 1)]
+            yield "line", labels, np.bincount(places, by_tap).astype(np.float64)
+
+
 def _label(axis: str, label: Any) -> str:
+    if axis == "addend":
+        return "the bias or the accumulated tensor"
+    if axis == "line":
+        return f"{label[0]} {label[1]} of the kernel"
     if axis == "term":
         rows, row, columns, column = label
         return f"the term of {rows} {row} and {columns} {column}"

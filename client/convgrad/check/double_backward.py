@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from convgrad.check.bounds import Reference
+from convgrad.check.adjoint import adjoint_side
+from convgrad.check.bounds import Float, Reference
 from convgrad.check.convolve import Convolver, wide
 from convgrad.check.layouts import Seen
 from convgrad.check.references import Conv, Parameters, Span, Target, Tensors
@@ -16,8 +17,6 @@ from convgrad.check.references import Conv, Parameters, Span, Target, Tensors
 __all__ = ["double_backward"]
 
 Array = NDArray[Any]
-
-_WHY = "it is a sum of several convolutions"
 
 
 def double_backward(
@@ -41,7 +40,7 @@ def double_backward(
         added = None
         if ggb is not None:
             added = wide(ggb).reshape(1, *y.shape[1:3], *(1,) * (y.ndim - 3))
-        return _total("grad_grad_output", one.see_activation, y.shape, parts, added)
+        return _total(convolver, "grad_grad_output", one.see_activation, y.shape, parts, added)
 
     def to_input() -> Target:
         parts = []
@@ -49,14 +48,14 @@ def double_backward(
             parts = [one.forward(y, ggw, "grad_input", x.shape[3:])]
         elif ggw is not None:
             parts = [one.backward_data(y, ggw, x.shape[3:])]
-        return _total("grad_input", one.see_activation, x.shape, parts)
+        return _total(convolver, "grad_input", one.see_activation, x.shape, parts)
 
     def to_weight() -> Target:
         parts = []
         if ggx is not None:
             sides = (y, ggx) if transposed else (ggx, y)
             parts = [one.backward_weight(*sides, w.shape[3:])]
-        return _total("grad_weight", one.see_weight, w.shape, parts)
+        return _total(convolver, "grad_weight", one.see_weight, w.shape, parts)
 
     made: dict[str, Callable[[], Target]] = {
         "grad_grad_output": to_output,
@@ -67,6 +66,7 @@ def double_backward(
 
 
 def _total(
+    convolver: Convolver,
     name: str,
     see: Callable[[Array], Seen],
     shape: tuple[int, ...],
@@ -88,5 +88,12 @@ def _total(
                 value, magnitude, terms = value + added, magnitude + np.abs(added), terms + 1
         return Reference(value, magnitude, terms)
 
+    def adjoint(z: Float) -> float:
+        """Return <output, z>; each part is a convolution of its own."""
+        total = sum(
+            adjoint_side(each.linear, z, convolver) for each in parts if each.linear is not None
+        )
+        return total if added is None else total + float((added * z).sum())
+
     spans = parts[0].spans if parts else ((0, shape[0]),)
-    return Target(name, see, spans, part, why_not_linear=_WHY, shape=shape)
+    return Target(name, see, spans, part, adjoint=adjoint, shape=shape)

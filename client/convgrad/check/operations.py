@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import convgrad.check.layouts as layouts
+from convgrad.check.adjoint import adjoint_side
 from convgrad.check.bounds import Float, Reference, U, rounded
 from convgrad.check.convolve import Convolver, wide
 from convgrad.check.double_backward import double_backward
 from convgrad.check.geometry import Geometry
 from convgrad.check.layouts import Seen
-from convgrad.check.pooling import maxima, pool_geometry, routed
+from convgrad.check.pooling import maxima, pool_geometry
 from convgrad.check.references import (
     Conv,
     Parameters,
@@ -29,7 +30,7 @@ from convgrad.check.references import (
     spans_of,
     spatial,
 )
-from convgrad.check.windows import WINDOW_TARGETS
+from convgrad.check.windows import WINDOW_TARGETS, routed_target
 
 __all__ = ["TARGETS", "targets"]
 
@@ -135,10 +136,14 @@ def _backprop_input(t: Tensors, p: Parameters, convolver: Convolver, _: float) -
     def see(array: Array) -> Seen:
         return _see_format(array, output_format, channels, groups)
 
+    def adjoint(z: Float) -> float:
+        padded = np.zeros(whole.shape)
+        padded[:, :, :, d, h] = z
+        assert whole.linear is not None  # noqa: S101
+        return adjoint_side(whole.linear, padded, convolver)
+
     made = replace(whole, see=see, part=part, shape=(*whole.shape[:3], *rows, size[2]))
-    if region:
-        return [replace(made, linear=None, why_not_linear="it is one region of the gradient")]
-    return [made]
+    return [replace(made, linear=None, adjoint=adjoint)] if region else [made]
 
 
 def _plain(array: Array, name: str, channels: int) -> Array:
@@ -228,12 +233,12 @@ def _fused(t: Tensors, p: Parameters, convolver: Convolver, factors: float) -> l
         )
 
     each = max(prod(x0.shape[1:]), prod(w0.shape[:2]) * prod(g0.output_size), prod(shape[1:]))
-    why = "an intermediate is rounded in between"
+    why = "the intermediate is rounded"
 
     def see(array: Array) -> Seen:
         return layouts.activation(array, layout, groups1)
 
-    return [Target("output", see, spans_of(shape[0], each), part, why_not_linear=why, shape=shape)]
+    return [Target("output", see, spans_of(shape[0], each), part, why_no_adjoint=why, shape=shape)]
 
 
 def _groups_of(
@@ -276,11 +281,9 @@ def _maxpool_fwd(t: Tensors, p: Parameters, _: Convolver, __: float) -> list[Tar
         return exact(maxima(x[slice(*span)], geometry)[1].astype(np.float64))
 
     why = "a maximum is not linear"
-    found = [Target("output", see, spans, values, why_not_linear=why, shape=shape)]
+    found = [Target("output", see, spans, values, why_no_adjoint=why, shape=shape)]
     if p.get("return_indices"):
-        found.append(
-            Target("indices", see, spans, indices, None, why, is_integer=True, shape=shape)
-        )
+        found.append(replace(found[0], name="indices", part=indices, is_integer=True))
     return found
 
 
@@ -297,23 +300,17 @@ def _maxpool_bwd(t: Tensors, p: Parameters, _: Convolver, __: float) -> list[Tar
         x = layouts.activation(t["input"], layout, 1).array
         size = x.shape[3:]
     geometry = pool_geometry(p, size)
-    shape = (*y.shape[:3], *size)
 
-    def part(span: Span) -> Reference:
-        cut = slice(*span)
+    def routes(cut: slice) -> NDArray[np.int64]:
         if index is not None:
-            where = np.ascontiguousarray(index[cut]).astype(np.int64)
-        else:
-            assert x is not None  # noqa: S101
-            where = maxima(x[cut], geometry)[1]
-        return routed(y[cut], where, size)
+            return np.ascontiguousarray(index[cut]).astype(np.int64)
+        assert x is not None  # noqa: S101
+        return maxima(x[cut], geometry)[1]
 
     def see(array: Array) -> Seen:
         return layouts.activation(array, layout, 1)
 
-    spans = spans_of(shape[0], prod(shape[1:]))
-    why = "its adjoint picks elements, and sums nothing"
-    return [Target("grad_input", see, spans, part, why_not_linear=why, shape=shape)]
+    return [routed_target(see, y, routes, size)]
 
 
 Maker = Callable[[Tensors, Parameters, Convolver, float], list[Target]]

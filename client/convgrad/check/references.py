@@ -62,7 +62,9 @@ class Target:
     spans: tuple[Span, ...]
     part: Callable[[Span], Reference]
     linear: Linear | None = None
-    why_not_linear: str = ""
+    adjoint: Callable[[Float], float] | None = None
+    """Returns <output, z> as the adjoint operation computes it from z, if ``linear`` is None."""
+    why_no_adjoint: str = ""
     why_not_exact: str = ""
     """Why the result is rounded even if all sums are exact; empty if it is not."""
     is_integer: bool = False
@@ -193,9 +195,15 @@ class Conv:
             count = prod(y.shape) // len(value)
             return Reference(value, magnitude, np.full(len(value), count, np.int64))
 
+        def adjoint(z: Float) -> float:
+            each, total = z.reshape(y.shape[1:3]), 0.0
+            for begin, end in spans_of(len(y), prod(y.shape[1:])):
+                total += float((wide(y[begin:end]).sum(axis=axes) * each).sum())
+            return total
+
         shape = (y.shape[1] * y.shape[2],)
         return Target(
-            "grad_bias", layouts.vector, ((0, shape[0]),), part, why_not_linear=_SUM, shape=shape
+            "grad_bias", layouts.vector, ((0, shape[0]),), part, adjoint=adjoint, shape=shape
         )
 
     @property
@@ -215,9 +223,6 @@ class Conv:
             return alpha, None
         with np.errstate(all="ignore"):
             return alpha, beta * wide(see(accumulate).array)
-
-
-_SUM = "it is a plain sum"
 
 
 def _with(

@@ -13,7 +13,7 @@ from convgrad.check.bounds import Float
 from convgrad.check.geometry import Geometry, Sizes
 from convgrad.check.references import Linear
 
-__all__ = ["Terms", "channel_values", "terms_at"]
+__all__ = ["Terms", "addend_at", "channel_values", "terms_at"]
 
 Array = NDArray[Any]
 
@@ -46,6 +46,14 @@ def terms_at(linear: Linear, index: Sequence[int], *, flipped: bool = False) -> 
     # Taps in the padding have no term, even if the weight is not finite.
     met = _met(linear, index, taps)
     return Terms(np.where(met[:, None], found, 0.0), "tap", "channel", taps)
+
+
+def addend_at(linear: Linear, index: Sequence[int]) -> float:
+    """Return the addend (bias, accumulated tensor) of the element at ``index``; 0 if none."""
+    if linear.added is None:
+        return 0.0
+    at = (min(i, extent - 1) for i, extent in zip(index, linear.added.shape, strict=True))
+    return float(linear.added[tuple(at)])
 
 
 def channel_values(linear: Linear, index: Sequence[int]) -> Float:

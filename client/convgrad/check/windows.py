@@ -6,8 +6,8 @@ are computed one dimension at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
 from math import lcm, prod
 from typing import Any
@@ -23,14 +23,14 @@ from convgrad.check.layouts import Seen
 from convgrad.check.pooling import pool_geometry, routed
 from convgrad.check.references import Parameters, Span, Target, Tensors, spans_of, spatial
 
-__all__ = ["WINDOW_TARGETS"]
+__all__ = ["WINDOW_TARGETS", "routed_target"]
 
 Array = NDArray[Any]
 Ints = NDArray[np.int64]
 
 _DIVIDES = "the sums are divided, and quotients are rounded"
-_ADJOINT = "the other pass of an average is its adjoint; verify that operation too"
-_SELECTS = "elements are selected, not summed"
+_MAXIMUM = "a maximum is not linear"
+_COPIES = "elements are copied, each of which must be equal"
 # Roundings besides additions: one division forward; reciprocals and their products backward.
 _FORWARD_TERMS, _BACKWARD_TERMS = 1, 6
 
@@ -151,7 +151,15 @@ def _average(x: Array, windows: list[_Ranges], p: Parameters, see: Any) -> list[
         return Reference(value, magnitude, np.broadcast_to(terms, value.shape))
 
     spans = spans_of(shape[0], prod(x.shape[1:]))
-    return [Target("output", see, spans, part, None, _ADJOINT, _DIVIDES, shape=shape)]
+
+    def adjoint(z: Float) -> float:
+        total = 0.0
+        for cut in (slice(*span) for span in spans):
+            back = _window_sums_adjoint(z[cut] / divisors, windows, x.shape[3:])
+            total += float((x[cut].astype(np.float64) * back).sum())
+        return total
+
+    return [Target("output", see, spans, part, None, adjoint, why_not_exact=_DIVIDES, shape=shape)]
 
 
 def _average_gradient(
@@ -172,7 +180,17 @@ def _average_gradient(
         return Reference(value, magnitude, np.broadcast_to(terms, value.shape))
 
     spans = spans_of(shape[0], prod(shape[1:]))
-    return [Target("grad_input", see, spans, part, None, _ADJOINT, _DIVIDES, shape=shape)]
+
+    def adjoint(z: Float) -> float:
+        total = 0.0
+        for cut in (slice(*span) for span in spans):
+            averages = _window_sums(z[cut], windows) / divisors
+            total += float((y[cut].astype(np.float64) * averages).sum())
+        return total
+
+    return [
+        Target("grad_input", see, spans, part, None, adjoint, why_not_exact=_DIVIDES, shape=shape)
+    ]
 
 
 def _avg_pool_fwd(t: Tensors, p: Parameters, _: Convolver, __: float) -> list[Target]:
@@ -239,12 +257,38 @@ def _adaptive_max_pool_fwd(t: Tensors, p: Parameters, _: Convolver, __: float) -
     def indices(span: Span) -> Reference:
         return _selected(_maxima(x[slice(*span)], windows)[1].astype(np.float64))
 
-    found = [Target("output", see, spans, values, None, _SELECTS, shape=shape)]
+    found = [Target("output", see, spans, values, why_no_adjoint=_MAXIMUM, shape=shape)]
     if p.get("return_indices"):
-        found.append(
-            Target("indices", see, spans, indices, None, _SELECTS, is_integer=True, shape=shape)
-        )
+        found.append(replace(found[0], name="indices", part=indices, is_integer=True))
     return found
+
+
+def routed_target(
+    see: Any, y: Array, routes: Callable[[slice], Ints], size: Sequence[int]
+) -> Target:
+    """Make the target of a max pooling's gradient; ``routes`` returns the maxima of some samples.
+
+    ``y`` is the output's gradient and ``size`` the spatial size of the input.
+    """
+    shape = (*y.shape[:3], *size)
+    spans = spans_of(shape[0], prod(shape[1:]))
+
+    def part(span: Span) -> Reference:
+        cut = slice(*span)
+        return routed(y[cut], routes(cut), size)
+
+    def adjoint(z: Float) -> float:
+        total = 0.0
+        for cut in (slice(*span) for span in spans):
+            where = routes(cut)
+            planes = prod(where.shape[:3])
+            taken = np.take_along_axis(
+                z[cut].reshape(planes, -1), where.reshape(planes, -1), axis=1
+            )
+            total += float((y[cut].astype(np.float64) * taken.reshape(where.shape)).sum())
+        return total
+
+    return Target("grad_input", see, spans, part, None, adjoint, shape=shape)
 
 
 def _adaptive_max_pool_bwd(t: Tensors, p: Parameters, _: Convolver, __: float) -> list[Target]:
@@ -258,24 +302,11 @@ def _adaptive_max_pool_bwd(t: Tensors, p: Parameters, _: Convolver, __: float) -
         x = see(t["input"]).array
         size = x.shape[3:]
         windows = _adaptive(y.shape[3:], size)
-    shape = (*y.shape[:3], *size)
 
-    def part(span: Span) -> Reference:
-        cut = slice(*span)
-        where = _maxima(x[cut], windows)[1] if given is None else index[cut].astype(np.int64)
-        return routed(y[cut], where, size)
+    def routes(cut: slice) -> Ints:
+        return _maxima(x[cut], windows)[1] if given is None else index[cut].astype(np.int64)
 
-    return [
-        Target(
-            "grad_input",
-            see,
-            spans_of(shape[0], prod(shape[1:])),
-            part,
-            None,
-            _SELECTS,
-            shape=shape,
-        )
-    ]
+    return [routed_target(see, y, routes, size)]
 
 
 def _unpooled_size(p: Parameters, input_size: Sequence[int]) -> tuple[int, ...]:
@@ -306,11 +337,8 @@ def _max_unpool_fwd(t: Tensors, p: Parameters, _: Convolver, __: float) -> list[
         value[flat] = some.astype(np.float64).reshape(-1)  # the last of equal indices wins
         return _selected(value.reshape(*some.shape[:3], *size))
 
-    return [
-        Target(
-            "output", see, spans_of(shape[0], prod(shape[1:])), part, None, _SELECTS, shape=shape
-        )
-    ]
+    spans = spans_of(shape[0], prod(shape[1:]))
+    return [Target("output", see, spans, part, why_no_adjoint=_COPIES, shape=shape)]
 
 
 def _max_unpool_bwd(t: Tensors, p: Parameters, _: Convolver, __: float) -> list[Target]:
@@ -324,17 +352,8 @@ def _max_unpool_bwd(t: Tensors, p: Parameters, _: Convolver, __: float) -> list[
         value = np.take_along_axis(some.reshape(planes, -1), where.reshape(planes, -1), axis=1)
         return _selected(value.astype(np.float64).reshape(where.shape))
 
-    return [
-        Target(
-            "grad_input",
-            see,
-            spans_of(shape[0], prod(y.shape[1:])),
-            part,
-            None,
-            _SELECTS,
-            shape=shape,
-        )
-    ]
+    spans = spans_of(shape[0], prod(y.shape[1:]))
+    return [Target("grad_input", see, spans, part, why_no_adjoint=_COPIES, shape=shape)]
 
 
 WINDOW_TARGETS: Mapping[str, Any] = {

@@ -25,13 +25,13 @@ def add_problem_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("problem")
     group.add_argument(
         "--layer",
-        help="a suite's name, a benchdnn problem, a MIOpenDriver line, a PyTorch module or an ONNX "
-        "node",
+        help="a name from the suites, a benchdnn problem, a MIOpenDriver command, a PyTorch module "
+        "or an ONNX node",
     )
-    group.add_argument("--batch", type=int, help="samples, in place of the layer's")
+    group.add_argument("--batch", type=int, help="number of samples; overrides the layer's")
     group.add_argument("--dtype", choices=("float16", "bfloat16", "float32", "float64"))
     group.add_argument("--layout", help="such as NHWC (default: channels first)")
-    group.add_argument("--seed", type=int, help="what tensors are drawn from (default: 0)")
+    group.add_argument("--seed", type=int, help="seed of the drawn tensors (default: 0)")
     group.add_argument("--distribution", choices=("normal", "uniform", "integers"))
     group.add_argument(
         "--input",
@@ -45,9 +45,9 @@ def add_problem_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a parameter of the operation, as JSON or bare text",
+        help="a parameter of the operation, as JSON or plain text",
     )
-    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
 
 
 def problem_fields(options: argparse.Namespace) -> dict[str, Any]:

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 import httpx
 
+from convgrad._environment import server_url
+from convgrad._http_errors import no_answer
+
 __all__ = ["run"]
 
 
@@ -19,7 +22,7 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--live", action="store_true", help="ask only whether the process answers")
     parser.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)"
+        "--url", help="the server (default: $CONVGRAD_URL, or http://127.0.0.1:8000)"
     )
     parser.add_argument(
         "--timeout",
@@ -30,11 +33,11 @@ def run(argv: Sequence[str]) -> int:
     )
     options = parser.parse_args(argv)
     question = "live" if options.live else "ready"
-    url = f"{options.url.rstrip('/')}/v2/health/{question}"
+    url = f"{server_url(options.url).rstrip('/')}/v2/health/{question}"
     try:
         answer = httpx.get(url, timeout=options.timeout)
     except (httpx.HTTPError, httpx.InvalidURL) as failed:
-        print(f"not {question}: {options.url}: {str(failed) or type(failed).__name__}")
+        print(f"not {question}: {no_answer(url, failed)}")
         return 1
     if answer.is_success:
         print(question)

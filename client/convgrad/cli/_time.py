@@ -13,8 +13,8 @@ from convgrad.contract.timing import PlanExplained, TimedPlan, TimingReport
 __all__ = ["run"]
 
 _SENTENCES = {
-    "time": "Have a server time an operation, alone on its device.",
-    "plan": "Have a server explain which kernel would run, and why no other.",
+    "time": "Have a server time an operation, with the device to itself.",
+    "plan": "Have a server explain which kernel would run, and why the others would not.",
 }
 
 
@@ -42,10 +42,12 @@ def run(argv: Sequence[str], command: str) -> int:
 def _add_timing_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("timing")
     group.add_argument(
-        "--standard-error", type=float, help="of the mean, at which samples are enough (0.005)"
+        "--standard-error",
+        type=float,
+        help="relative standard error of the mean at which sampling stops (0.005)",
     )
-    group.add_argument("--budget-s", type=float, help="seconds that samples may take")
-    group.add_argument("--peers", choices=("auto", "none"), help="none leaves PyTorch out")
+    group.add_argument("--budget-s", type=float, help="total seconds of sampling")
+    group.add_argument("--peers", choices=("auto", "none"), help="none skips PyTorch")
     group.add_argument(
         "--candidates", action="store_true", help="also time the kernels that were passed over"
     )
@@ -65,7 +67,7 @@ def _lines(found: TimedPlan | PlanExplained) -> Iterator[str]:
     for passed in plan.passed_over:
         yield f"    not {passed.kernel}: {passed.reason}"
     yield (
-        f"  {found.flops:,} FLOPs, {found.bytes:,} bytes; not below {_time(reference.seconds)}, "
+        f"  {found.flops:,} FLOPs, {found.bytes:,} bytes; roofline {_time(reference.seconds)}, "
         f"limited by {reference.limited_by}"
     )
     if isinstance(found, TimedPlan):
@@ -77,8 +79,8 @@ def _lines(found: TimedPlan | PlanExplained) -> Iterator[str]:
         for candidate in found.candidates:
             if not candidate.chosen:
                 measured = candidate.measured_s
-                said = _time(measured) if measured is not None else candidate.reason
-                yield f"  instead {candidate.kernel}: {said}"
+                text = _time(measured) if measured is not None else candidate.reason
+                yield f"  candidate {candidate.kernel}: {text}"
         clocks = found.clocks_after
         if clocks is not None and clocks.sm_hz is not None:
             power = f", {clocks.power_w:.0f} W" if clocks.power_w is not None else ""
@@ -89,7 +91,7 @@ def _lines(found: TimedPlan | PlanExplained) -> Iterator[str]:
 
 def _timings(whose: str, timings: dict[str, TimingReport]) -> Iterator[str]:
     for way, timed in timings.items():
-        settled = "" if timed.converged else ", not settled"
+        settled = "" if timed.converged else ", not converged"
         yield (
             f"  {whose}{way}: {_time(timed.median_s)} (5 to 95 %: {_time(timed.p05_s)} to "
             f"{_time(timed.p95_s)}, {timed.samples} samples{settled}), "

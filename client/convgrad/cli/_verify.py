@@ -70,15 +70,25 @@ def _parser() -> argparse.ArgumentParser:
             name, action="append", default=[], metavar="[OUTPUT=]FILE[:KEY]", help=text
         )
     parser.add_argument(
+        "--linear",
+        action="append",
+        default=[],
+        metavar="TENSOR=FILE,FILE",
+        help="the first output with this tensor x replaced by y, and by x + y, of "
+        "convgrad.check.linear_pair",
+    )
+    parser.add_argument(
         "--kernel",
         metavar="MODULE:FUNCTION",
-        help="a function to run in this process on drawn tensors: integers and normal numbers, "
-        "each twice and once more with a tensor doubled",
+        help="a function to run in this process on drawn tensors: on integers and on normal "
+        "numbers, each twice and again with changed tensors to check linearity",
     )
     parser.add_argument(
         "--local", action="store_true", help="compare in this process, without a server"
     )
-    parser.add_argument("--factors", help="how factors are rounded: exact, tf32, bfloat16 …")
+    parser.add_argument(
+        "--factors", help="how factors are rounded: exact, tf32, tf32_truncated or bfloat16"
+    )
     parser.add_argument("--sums", help="how sums are rounded: float32 or tensor_core")
     add_connection_options(parser)
     return parser
@@ -115,6 +125,8 @@ def _of_files(
     }
     result = judged.pop("result")
     more: dict[str, Any] = {role: arrays for role, arrays in judged.items() if arrays}
+    if options.linear:
+        more["linear"] = dict(_pair(options.operation, each) for each in options.linear)
     if client is not None:
         yield options.operation, client.verify(options.operation, result, **more, **fields)
         return
@@ -139,6 +151,15 @@ def _results(operation: str, given: Sequence[str]) -> dict[str, Any]:
             )
         found[name] = read_tensor(name, source)
     return found
+
+
+def _pair(operation: str, given: str) -> tuple[str, tuple[Any, Any]]:
+    tensor, _, sources = given.partition("=")
+    addend, comma, total = sources.partition(",")
+    if tensor not in OPERATIONS[operation].tensors or not comma:
+        raise UsageError(f"--linear: expected TENSOR=FILE,FILE, got {given!r}")
+    output = OPERATIONS[operation].outputs[0]
+    return tensor, (read_tensor(output, addend), read_tensor(output, total))
 
 
 def _of_kernel(

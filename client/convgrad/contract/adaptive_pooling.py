@@ -31,7 +31,7 @@ class _AdaptivePoolRequest(Request):
 class _AdaptivePoolFwdRequest(_AdaptivePoolRequest):
     input: Tensor = Field(description="The layer's input, [N, C, *in].")
     output_size: OutputSize = Field(
-        description="Size of the output: one int, or one a dimension (D, H, W), of which null "
+        description="Size of the output: one int, or one per dimension (D, H, W), of which null "
         "means the input's own."
     )
 
@@ -49,7 +49,7 @@ class AdaptiveAvgPoolFwdRequest(_AdaptivePoolFwdRequest):
 
     Shapes: input [N, C, *in] -> output [N, C, *out], of one to three dimensions.
     Dtypes: float16, bfloat16, float32, float64; sums in float32 or wider.
-    Layout: channels first where none is named.
+    Layout: channels first unless `layout` names another.
     Source: PyTorch's adaptive_avg_pool1d, adaptive_avg_pool2d and adaptive_avg_pool3d.
     """
 
@@ -63,7 +63,7 @@ class AdaptiveAvgPoolBwdRequest(_AdaptivePoolBwdRequest):
 
     Shapes: grad_output [N, C, *out] -> grad_input [N, C, *in], of one to three dimensions.
     Dtypes: float16, bfloat16, float32, float64; sums in float32 or wider.
-    Layout: channels first where none is named.
+    Layout: channels first unless `layout` names another.
     Source: PyTorch's _adaptive_avg_pool2d_backward and _adaptive_avg_pool3d_backward.
     """
 
@@ -82,7 +82,7 @@ class AdaptiveMaxPoolFwdRequest(_AdaptivePoolFwdRequest):
     Shapes: input [N, C, *in] -> output and indices [N, C, *out], of one to three dimensions.
     Dtypes: float16, bfloat16, float32, float64; indices int64 or int32, flat in each (n, c)
     plane.
-    Layout: channels first where none is named.
+    Layout: channels first unless `layout` names another.
     Source: PyTorch's adaptive_max_pool1d, adaptive_max_pool2d and adaptive_max_pool3d.
     """
 
@@ -104,7 +104,7 @@ class AdaptiveMaxPoolBwdRequest(_AdaptivePoolBwdRequest):
     Shapes: grad_output [N, C, *out], input [N, C, *in] or indices [N, C, *out] -> grad_input
     [N, C, *in], of one to three dimensions.
     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
-    Layout: channels first where none is named.
+    Layout: channels first unless `layout` names another.
     Source: PyTorch's adaptive_max_pool2d_backward and adaptive_max_pool3d_backward.
     """
 

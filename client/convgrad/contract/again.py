@@ -24,11 +24,11 @@ OPTIONS = (
     "budget_s",
     "peers",
 )
-"""Fields that are options of the command line of their own; others are ``--param NAME=VALUE``."""
+"""Fields with a command line option of their own; others are ``--param NAME=VALUE``."""
 
 
 def again(name: str, fields: Mapping[str, Any]) -> Again:
-    """How to ask for ``verify/conv_fwd`` and the like with these fields."""
+    """Return how to repeat a request for ``verify/conv_fwd`` and the like with these fields."""
     kind, _, operation = name.partition("/")
     words = ["convgrad", kind, operation]
     for option in OPTIONS:

@@ -15,14 +15,14 @@ __all__ = ["AvgPoolBwdRequest", "AvgPoolFwdRequest", "AvgPoolRequest"]
 class AvgPoolRequest(Request):
     """The geometry that both share; lists are in the order D, H, W, whatever the layout."""
 
-    kernel_size: IntOrInts = Field(description="Size of the window: one int or one a dimension.")
+    kernel_size: IntOrInts = Field(description="Size of the window: one int or one per dimension.")
     stride: IntOrInts | None = Field(
-        default=None, description="Step between windows; kernel_size where left out."
+        default=None, description="Step between windows; kernel_size if omitted."
     )
     padding: Padding = Field(
         default=0,
-        description="Zeros added around the input: one int, one a dimension, or a [before, after] "
-        "pair a dimension.",
+        description="Zeros added around the input: one int, one per dimension, or a [before, "
+        "after] pair per dimension.",
     )
     ceil_mode: Flag = Field(
         default=False, description="Round the output size up, so that a last partial window counts."
@@ -31,7 +31,7 @@ class AvgPoolRequest(Request):
         default=True, description="Count the positions of the padding in a window's divisor."
     )
     divisor_override: Int | None = Field(
-        default=None, description="The divisor of every window, in the place of its size; not 0."
+        default=None, description="The divisor of every window, in place of its size; not 0."
     )
     layout: LayoutName | None = Field(
         default=None,
@@ -48,7 +48,7 @@ class AvgPoolFwdRequest(AvgPoolRequest):
 
     Shapes: input [N, C, *in] -> output [N, C, *out], of one to three dimensions.
     Dtypes: float16, bfloat16, float32, float64; sums in float32 or wider.
-    Layout: channels first where none is named.
+    Layout: channels first unless `layout` names another.
     Source: PyTorch's avg_pool1d, avg_pool2d and avg_pool3d.
     """
 
@@ -64,7 +64,7 @@ class AvgPoolBwdRequest(AvgPoolRequest):
 
     Shapes: grad_output [N, C, *out] -> grad_input [N, C, *in], of one to three dimensions.
     Dtypes: float16, bfloat16, float32, float64; sums in float32 or wider.
-    Layout: channels first where none is named.
+    Layout: channels first unless `layout` names another.
     Source: PyTorch's avg_pool2d_backward and avg_pool3d_backward.
     """
 

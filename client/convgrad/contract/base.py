@@ -56,12 +56,13 @@ class Request(Parameters):
 
     stored: Names = Field(
         default_factory=dict,
-        description="Tensors that the server has kept, by the fields that they stand for; in JSON "
-        '{"stored": "name"} in the place of a tensor says the same.',
+        description="Stored tensors to use, by field; in JSON "
+        '{"stored": "name"} in place of a tensor says the same.',
     )
     store: Names = Field(
         default_factory=dict,
-        description="Outputs that the server shall keep and not send, each with its name there.",
+        description="Outputs to store on the server instead of sending them, each with the name to "
+        "store it under.",
     )
 
     # Arrays have no single truth value, so requests compare by identity.

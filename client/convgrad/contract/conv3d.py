@@ -21,10 +21,10 @@ class Region(Parameters):
     """The part of grad_input wanted, [start, stop) in depth and in height."""
 
     d: IntPair | None = Field(
-        default=None, description="[start, stop) in depth; all where left out."
+        default=None, description="[start, stop) in depth; all of it if omitted."
     )
     h: IntPair | None = Field(
-        default=None, description="[start, stop) in height; all where left out."
+        default=None, description="[start, stop) in height; all of it if omitted."
     )
 
 
@@ -70,7 +70,7 @@ class Conv3dBackpropInputRequest(ConvGeometry):
         default=0, description="Rows that grad_input has beyond the smallest input that fits."
     )
     region: Region | None = Field(
-        default=None, description="Compute this part of grad_input alone; all of it where left out."
+        default=None, description="Compute this part of grad_input alone; all of it if omitted."
     )
 
 
@@ -82,7 +82,7 @@ class Conv3dTransposeRequest(ConvTransposeFwdRequest):
     Shapes: input [N, C_in, D, H, W], weight [C_in, C_out/groups, D, H, W], bias [C_out] -> output
     [N, C_out, D, H, W].
     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
-    Layout: channels first (NCDHW) where none is named.
+    Layout: channels first (NCDHW) unless `layout` names another.
     Source: Ascend C's Conv3DTranspose; PyTorch's conv_transpose3d.
     """
 

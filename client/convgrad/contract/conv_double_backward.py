@@ -55,7 +55,7 @@ class ConvDoubleBackwardRequest(DoubleBackwardRequest):
     grad_grad_weight [K, C/groups, *kernel], grad_grad_bias [K] -> grad_grad_output [N, K, *out],
     grad_input [N, C, *in], grad_weight [K, C/groups, *kernel].
     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
-    Layout: channels first where none is named.
+    Layout: channels first unless `layout` names another.
     Source: PyTorch's aten::_convolution_double_backward.
     """
 
@@ -73,7 +73,7 @@ class ConvTransposeDoubleBackwardRequest(DoubleBackwardRequest, ConvTransposeReq
     grad_grad_weight [C_in, C_out/groups, *kernel], grad_grad_bias [C_out] -> grad_grad_output
     [N, C_out, *out], grad_input [N, C_in, *in], grad_weight [C_in, C_out/groups, *kernel].
     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
-    Layout: channels first where none is named.
+    Layout: channels first unless `layout` names another.
     Source: PyTorch's aten::_convolution_double_backward with transposed=True.
     """
 

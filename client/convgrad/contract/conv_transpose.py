@@ -17,7 +17,7 @@ class ConvTransposeRequest(ConvRequest):
 
     output_padding: IntOrInts = Field(
         default=0,
-        description="Rows added at the end of the output: one int or one a dimension, below the "
+        description="Rows added at the end of the output: one int or one per dimension, below the "
         "larger of stride and dilation.",
     )
 
@@ -32,7 +32,7 @@ class ConvTransposeFwdRequest(ConvTransposeRequest):
     [N, C_out, *out], in 1, 2 or 3 dimensions, with out = (in-1)*stride - pad_before - pad_after +
     dilation*(kernel-1) + output_padding + 1.
     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
-    Layout: channels first where none is named; channels last, weight is [C_in, *kernel,
+    Layout: channels first unless `layout` names another; channels last, weight is [C_in, *kernel,
     C_out/groups].
     Source: PyTorch's conv_transpose1d, conv_transpose2d and conv_transpose3d.
     """
@@ -56,7 +56,7 @@ class ConvTransposeBackwardRequest(ConvTransposeRequest):
     Shapes: grad_output [N, C_out, *out], input [N, C_in, *in], weight [C_in, C_out/groups, *kernel]
     -> grad_input [N, C_in, *in], grad_weight [C_in, C_out/groups, *kernel], grad_bias [C_out].
     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
-    Layout: channels first where none is named.
+    Layout: channels first unless `layout` names another.
     Source: PyTorch's aten::convolution_backward with transposed=True.
     """
 

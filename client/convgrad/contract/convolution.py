@@ -41,15 +41,15 @@ class ConvGeometry(Request):
     """
 
     stride: IntOrInts = Field(
-        default=1, description="Step between windows: one int or one a dimension."
+        default=1, description="Step between windows: one int or one per dimension."
     )
     padding: Padding = Field(
         default=0,
-        description="Zeros around the input: one int, one a dimension, or a [before, after] pair "
+        description="Zeros around the input: one int, one per dimension, or a [before, after] pair "
         "a dimension.",
     )
     dilation: IntOrInts = Field(
-        default=1, description="Step between the taps of a window: one int or one a dimension."
+        default=1, description="Step between the taps of a window: one int or one per dimension."
     )
     groups: Int = Field(default=1, description="Number of blocks the channels are divided into.")
     precision: Literal["highest", "high"] = Field(
@@ -64,7 +64,7 @@ class ConvRequest(ConvGeometry):
     layout: LayoutName | None = Field(
         default=None,
         description="Order of the dimensions of all tensors: NCHW (channels first, the default "
-        "in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.",
+        "in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D counterparts.",
     )
 
 
@@ -78,7 +78,7 @@ class ConvFwdRequest(ConvRequest):
     in 1, 2 or 3 dimensions, with out = (in + pad_before + pad_after - dilation*(kernel-1) - 1)
     // stride + 1.
     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
-    Layout: channels first where none is named.
+    Layout: channels first unless `layout` names another.
     Source: PyTorch's conv1d, conv2d and conv3d.
     """
 
@@ -99,7 +99,7 @@ class ConvBwdDataRequest(ConvRequest):
     Shapes: grad_output [N, K, *out], weight [K, C/groups, *kernel] -> grad_input [N, C, *in],
     in 1, 2 or 3 dimensions.
     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
-    Layout: channels first where none is named.
+    Layout: channels first unless `layout` names another.
     Source: composable_kernel's convnd_bwd_data; PyTorch's convolution_backward.
     """
 
@@ -134,7 +134,7 @@ class GroupedConvBwdWeightRequest(ConvRequest):
     Shapes: input [N, C, *in], grad_output [N, K, *out] -> grad_weight [K, C/groups, *kernel],
     grad_bias [K], in 1, 2 or 3 dimensions, groups from 1 to C.
     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
-    Layout: channels first where none is named.
+    Layout: channels first unless `layout` names another.
     Source: composable_kernel's grouped_conv_bwd_weight; PyTorch's convolution_backward.
     """
 
@@ -179,7 +179,7 @@ class ConvBackwardRequest(ConvRequest):
     Shapes: grad_output [N, K, *out], input [N, C, *in], weight [K, C/groups, *kernel] ->
     grad_input [N, C, *in], grad_weight [K, C/groups, *kernel], grad_bias [K].
     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
-    Layout: channels first where none is named.
+    Layout: channels first unless `layout` names another.
     Source: PyTorch's aten::convolution_backward.
     """
 

@@ -15,13 +15,13 @@ from pydantic import Field, create_model
 
 from convgrad.contract.base import Request, is_tensor
 from convgrad.contract.fields import Int, Parsed, Tensor
+from convgrad.contract.judged_results import judged_results
 from convgrad.contract.operations import OPERATIONS, Operation
 from convgrad.contract.shared_tensors import SharedTensors
 
 __all__ = [
     "DISTRIBUTIONS",
     "PLANS",
-    "RESULT_ROLES",
     "TIMINGS",
     "VERIFICATIONS",
     "Distribution",
@@ -33,10 +33,6 @@ __all__ = [
 
 Distribution = Literal["normal", "uniform", "integers"]
 DISTRIBUTIONS: tuple[Distribution, ...] = ("normal", "uniform", "integers")
-
-RESULT_ROLES = ("result", "second", "doubled")
-"""What a tensor of the caller's may be: ``result_grad_input`` is the result to verify,
-``second_grad_input`` that of a second run, ``doubled_grad_input`` that for a doubled operand."""
 
 _MAX_TENSORS, _MAX_RANK = 8, 8
 
@@ -82,87 +78,86 @@ Seed = Annotated[
 
 
 class _Examination(Request):
-    """What states a problem where its tensors are not given."""
+    """Fields that state a problem without its tensors."""
 
     layer: str | None = Field(
         default=None,
         max_length=4096,
-        description="The layer in anybody's words: a name of the suites (ck_headline), a benchdnn "
-        "problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch "
-        "module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.",
+        description="The layer: a name from the suites (ck_headline), a benchdnn problem "
+        "(mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver command (conv -n 32 -c 64 …), a PyTorch "
+        "module (Conv2d(…) on 32x64x56x56) or an ONNX node. Other fields override it.",
     )
-    batch: Int | None = Field(
-        default=None, description="Number of samples, in place of the layer's."
-    )
+    batch: Int | None = Field(default=None, description="Number of samples; overrides the layer's.")
     dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = Field(
         default=None,
-        description="Element type of tensors that are drawn: by default the layer's, or float32.",
+        description="Element type of drawn tensors; by default the layer's, or float32.",
     )
     shapes: Shapes = Field(
         default_factory=dict,
-        description="Shapes of tensors that are drawn, where no layer says them.",
+        description="Shapes of drawn tensors that the layer does not define.",
     )
     seed: Seed = Field(
         default=0,
-        description="What tensors that are not given are drawn from, by Philox 4x32-10.",
+        description="Seed of the drawn tensors, which Philox 4x32-10 generates.",
     )
     distribution: Distribution = Field(
         default="normal",
-        description="What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers "
-        "from -2 to 2, whose sums are exact.",
+        description="Distribution of the drawn tensors: normal (mean 0, variance 1), uniform in "
+        "[-1, 1), or integers from -2 to 2, whose sums are exact.",
     )
 
 
 class VerifyRequest(_Examination):
-    """The caller's result of an operation, to be held against float64."""
+    """A result of the caller's kernel, to be verified against a float64 reference."""
 
     factors: Literal["exact", "tf32", "tf32_truncated", "bfloat16"] | None = Field(
         default=None,
-        description="How the caller's kernel rounds factors before it multiplies them: the bound "
-        "allows for it. By default tf32 with precision high, else exact.",
+        description="How the caller's kernel rounds factors before multiplying them, which the "
+        "bound allows for. By default tf32 if precision is high, otherwise exact.",
     )
     sums: Literal["float32", "tensor_core"] = Field(
         default="float32",
-        description="How it adds: float32 rounds to nearest (2^-24 a term), tensor_core truncates "
-        "(2^-23 a term). float64 tensors are added in float64.",
+        description="How the kernel adds: float32 rounds to nearest (2^-24 per term), tensor_core "
+        "truncates (2^-23 per term). float64 tensors are added in float64.",
     )
     shared_memory: SharedTensors = Field(
         default_factory=dict,
-        description="Tensors in shared memory, by field: the name of a registered region, dtype, "
-        "shape, and the offset in bytes.",
+        description="Tensors in shared memory, by field name: a registered region, the dtype, the "
+        "shape and the offset in bytes.",
     )
 
 
 class TimeRequest(_Examination):
-    """An operation to be timed on tensors that are drawn."""
+    """An operation to be timed on drawn tensors."""
 
     standard_error: Annotated[float, Field(gt=0, le=0.5)] = Field(
         default=0.005,
-        description="Samples are taken until the standard error of their mean, of the mean, is "
-        "below this, or the time is up.",
+        description="Sampling stops when the standard error of the mean, relative to the mean, is "
+        "at most this, or when the budget is spent.",
     )
     budget_s: Annotated[float, Field(gt=0, le=3600)] | None = Field(
         default=None,
-        description="Seconds that taking samples may last in all; by default, and at most, what "
-        "the server allows.",
+        description="Total seconds of sampling; the default and the maximum are the server's "
+        "limit.",
     )
     peers: Literal["auto", "none"] = Field(
         default="auto",
-        description="auto also times PyTorch on the same tensors, where the server has it.",
+        description="`auto` also times PyTorch on the same tensors if it is installed on the "
+        "server.",
     )
     candidates: bool = Field(
         default=False,
         strict=True,
-        description="Also time the kernels that the plan passed over and that could run.",
+        description="Also time the kernels that the plan passed over and that can run.",
     )
 
 
 class PlanRequest(_Examination):
-    """An operation whose plan is to be explained."""
+    """An operation whose plan is explained."""
 
 
 def _optional(operation: Operation) -> dict[str, Any]:
-    """The operation's fields, none required."""
+    """Return the operation's fields, none of them required."""
     fields: dict[str, Any] = {}
     for name, field in operation.request.model_fields.items():
         if name in Request.model_fields and name != "deterministic":
@@ -178,18 +173,9 @@ def _optional(operation: Operation) -> dict[str, Any]:
 
 
 def _results(operation: Operation) -> dict[str, Any]:
-    said = {
-        "result": "The caller's {}, to be verified.",
-        "second": "The caller's {} from running the same once more: its bits must be equal.",
-        "doubled": "The caller's {} for the first of the tensors doubled: it must double.",
-    }
     return {
-        f"{role}_{output}": (
-            Tensor | None,
-            Field(default=None, description=said[role].format(output)),
-        )
-        for role in RESULT_ROLES
-        for output in operation.outputs
+        each.name: (Tensor | None, Field(default=None, description=each.description))
+        for each in judged_results(operation.name)
     }
 
 
@@ -206,7 +192,7 @@ def _made(
     model = create_model(
         f"{prefix.capitalize()}{operation.request.__name__}",
         __base__=base,
-        __doc__=f"{base.__doc__} The operation is {operation.name}.",
+        __doc__=f"{base.__doc__} The operation is ``{operation.name}``.",
         __module__=__name__,
         **fields,
     )
@@ -250,5 +236,5 @@ PLANS: Mapping[str, Operation] = MappingProxyType(
 
 
 def operation_examined(name: str) -> Operation:
-    """The operation of ``verify/conv_fwd`` and the like."""
+    """Return the operation of a name such as ``verify/conv_fwd``."""
     return OPERATIONS[name.partition("/")[2]]

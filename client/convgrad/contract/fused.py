@@ -18,11 +18,11 @@ class ConvParameters(Parameters):
     """Geometry of one of the two convolutions, in PyTorch's terms."""
 
     stride: IntOrInts = Field(
-        default=1, description="Step between windows: one int or one a dimension."
+        default=1, description="Step between windows: one int or one per dimension."
     )
     padding: Padding = Field(
         default=0,
-        description="Zeros around the input: one int, one a dimension, or a [before, after] pair "
+        description="Zeros around the input: one int, one per dimension, or a [before, after] pair "
         "a dimension.",
     )
     dilation: IntOrInts = Field(default=1, description="Step between the taps of a window.")
@@ -37,7 +37,7 @@ class GroupedConvConvFwdRequest(Request):
     Shapes: input [N, C, *in], weight0 [M, C/groups0, *kernel0], weight1 [K, M/groups1,
     *kernel1], bias0 [M], bias1 [K] -> output [N, K, *out].
     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
-    Layout: channels first where none is named.
+    Layout: channels first unless `layout` names another.
     Source: composable_kernel's grouped_conv_conv_fwd.
     """
 
@@ -59,7 +59,7 @@ class GroupedConvConvFwdRequest(Request):
     layout: LayoutName | None = Field(
         default=None,
         description="Order of the dimensions of all tensors: channels first (the default), NHWC, "
-        "or grouped ones such as NHWGC, and their 1D and 3D kin.",
+        "or grouped ones such as NHWGC, and their 1D and 3D counterparts.",
     )
     precision: Literal["highest", "high"] = Field(
         default="highest",

@@ -59,7 +59,7 @@ class Operation:
     """One operation: its request model, and what can be said of it without running it.
 
     ``outputs`` names every tensor an answer can hold, those always there first; ``layouts`` the
-    values of ``layout`` (channels first where none is given), empty where each tensor has a
+    values of ``layout`` (channels first by default), empty where each tensor has a
     format of its own; ``example`` is the JSON body of a small request that works.
     """
 

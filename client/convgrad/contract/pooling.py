@@ -34,14 +34,14 @@ __all__ = [
 class _MaxPoolRequest(Request):
     """The geometry that pooling shares; lists are in the order D, H, W, whatever the layout."""
 
-    kernel_size: IntOrInts = Field(description="Size of the window: one int or one a dimension.")
+    kernel_size: IntOrInts = Field(description="Size of the window: one int or one per dimension.")
     stride: IntOrInts | None = Field(
-        default=None, description="Step between windows; kernel_size where left out."
+        default=None, description="Step between windows; kernel_size if omitted."
     )
     padding: Padding = Field(
         default=0,
-        description="Positions added around the input that never win: one int, one a dimension, "
-        "or a [before, after] pair a dimension.",
+        description="Positions added around the input that never win: one int, one per dimension, "
+        "or a [before, after] pair per dimension.",
     )
     dilation: IntOrInts = Field(default=1, description="Step between the elements of a window.")
     ceil_mode: Flag = Field(
@@ -62,7 +62,7 @@ class MaxPoolFwdRequest(_MaxPoolRequest):
     Shapes: input [N, C, *in] -> output and indices [N, C, *out].
     Dtypes: float16, bfloat16, float32, float64; indices int64 or int32, flat in each (n, c)
     plane.
-    Layout: channels first where none is named.
+    Layout: channels first unless `layout` names another.
     Source: PyTorch's max_pool1d, max_pool2d and max_pool3d.
     """
 
@@ -83,7 +83,7 @@ class MaxPoolBwdRequest(_MaxPoolRequest):
     Shapes: grad_output [N, C, *out], input [N, C, *in] or indices [N, C, *out] -> grad_input
     [N, C, *in].
     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
-    Layout: channels first where none is named.
+    Layout: channels first unless `layout` names another.
     Source: composable_kernel's maxpool2d_bwd; PyTorch's max_pool2d_with_indices_backward.
     """
 

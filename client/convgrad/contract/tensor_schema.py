@@ -22,7 +22,7 @@ def tensor_json_schema(dtypes: Iterable[DType]) -> dict[str, Any]:
             _form(
                 "npy",
                 "The whole of a .npy file (numpy.save) in base64. NumPy has no bfloat16: such a "
-                'file holds 2-byte items, and "dtype": "bfloat16" stands beside it.',
+                'file holds 2-byte items, and "dtype": "bfloat16" is given next to it.',
                 {
                     "npy": {"type": "string", "contentEncoding": "base64"},
                     "dtype": dtype,
@@ -51,7 +51,7 @@ def tensor_json_schema(dtypes: Iterable[DType]) -> dict[str, Any]:
             ),
             _form(
                 "stored",
-                "The name of a tensor that the server has kept (PUT /tensors/{name}, or `store`).",
+                "The name of a stored tensor (PUT /tensors/{name}, or `store`).",
                 {"stored": {"type": "string"}},
                 required=["stored"],
             ),

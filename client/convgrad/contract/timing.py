@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from convgrad.contract.verification import Again, Inputs, Said
+from convgrad.contract.verification import Again, AnswerModel, Inputs
 
 __all__ = [
     "Candidate",
@@ -21,8 +21,8 @@ __all__ = [
 ]
 
 
-class Device(Said):
-    """What computed."""
+class Device(AnswerModel):
+    """The device that computed."""
 
     backend: str = Field(description="cpu or cuda.")
     name: str
@@ -31,15 +31,15 @@ class Device(Said):
     processors: int = Field(default=0, description="Multiprocessors of a GPU, threads of a CPU.")
 
 
-class PassedOver(Said):
+class PassedOver(AnswerModel):
     """A kernel that the plan did not choose."""
 
     kernel: str
     reason: str
 
 
-class PlanReport(Said):
-    """What computes the problem, and why nothing else does."""
+class PlanReport(AnswerModel):
+    """The kernel that computes the problem, and why others do not."""
 
     kernel: str
     workspace_bytes: int
@@ -47,25 +47,25 @@ class PlanReport(Said):
     passed_over: tuple[PassedOver, ...] = ()
 
 
-class ReferenceTime(Said):
-    """The time that the device cannot go below: the larger of computing and moving."""
+class ReferenceTime(AnswerModel):
+    """The roofline's lower bound on the time: the larger of computing and moving the data."""
 
     seconds: float
-    limited_by: str = Field(description="flops or bytes.")
-    flops_per_s: float = Field(description="The device's peak, of this type.")
+    limited_by: str = Field(description="`flops` or `bytes`: which of the two is larger.")
+    flops_per_s: float = Field(description="The device's peak rate for this dtype.")
     bytes_per_s: float = Field(description="The device's memory bandwidth.")
-    overhead_s: float = Field(default=0.0, description="A launch, which is part of it.")
-    source: str = Field(description="Where the two rates come from.")
+    overhead_s: float = Field(default=0.0, description="Time of a launch; part of `seconds`.")
+    source: str = Field(description="How the two rates were obtained.")
 
 
-class TensorShape(Said):
+class TensorShape(AnswerModel):
     """One tensor of the problem."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
-class PlanExplained(Said):
+class PlanExplained(AnswerModel):
     """The answer to ``GET /plan/<operation>``."""
 
     operation: str
@@ -75,14 +75,14 @@ class PlanExplained(Said):
     inputs: dict[str, TensorShape]
     outputs: dict[str, TensorShape]
     flops: int
-    valid_flops: int = Field(description="Without the taps that fall wholly in padding.")
-    bytes: int = Field(description="Each input read once, each output written once.")
+    valid_flops: int = Field(description="FLOPs without taps in the padding.")
+    bytes: int = Field(description="Bytes if each input is read once and each output written once.")
     reference: ReferenceTime
     again: Again | None = None
 
 
-class TimingReport(Said):
-    """The samples of one way of timing."""
+class TimingReport(AnswerModel):
+    """Statistics of one kind of timing."""
 
     samples: int
     median_s: float
@@ -93,18 +93,16 @@ class TimingReport(Said):
     p25_s: float
     p75_s: float
     p95_s: float
-    standard_error: float = Field(description="Of the mean, as a share of it.")
-    converged: bool = Field(description="Whether it is below what was asked for.")
+    standard_error: float = Field(description="Standard error of the mean, relative to the mean.")
+    converged: bool = Field(description="Whether `standard_error` reached the requested value.")
     flops_per_s: float = Field(description="Nominal FLOPs over the median.")
     bytes_per_s: float = Field(description="Compulsory bytes over the median.")
-    reference_share: float = Field(
-        description="The reference time over the median: 1 is as fast as can be."
-    )
-    samples_s: tuple[float, ...] = Field(description="At most 512 of them, in order.")
+    reference_share: float = Field(description="Reference time over the median; 1 is the roofline.")
+    samples_s: tuple[float, ...] = Field(description="The samples in order, at most 512 of them.")
 
 
-class Clocks(Said):
-    """The device's clocks, power and temperature at one moment; None where it does not say."""
+class Clocks(AnswerModel):
+    """The device's clocks, power and temperature at one moment; None if it does not report them."""
 
     sm_hz: float | None = None
     sm_max_hz: float | None = None
@@ -112,32 +110,32 @@ class Clocks(Said):
     power_w: float | None = None
     power_limit_w: float | None = None
     temperature_c: float | None = None
-    throttled: tuple[str, ...] = Field(default=(), description="What holds the clocks down.")
+    throttled: tuple[str, ...] = Field(default=(), description="Reasons for reduced clocks.")
 
 
-class Peer(Said):
-    """Another library on the same tensors."""
+class Peer(AnswerModel):
+    """Another library, timed on the same tensors."""
 
-    name: str
+    name: str = Field(description="The library and its version.")
     timings: dict[str, TimingReport] = Field(default_factory=dict)
-    reason: str | None = Field(default=None, description="Why it was not timed.")
+    reason: str | None = Field(default=None, description="Why the library was not timed.")
 
 
-class Candidate(Said):
+class Candidate(AnswerModel):
     """A kernel that could run the problem."""
 
     kernel: str
-    chosen: bool
-    predicted_s: float | None = None
-    measured_s: float | None = None
-    reason: str | None = Field(default=None, description="Why it was passed over.")
+    chosen: bool = Field(description="Whether it is the plan's kernel.")
+    predicted_s: float | None = Field(default=None, description="Prediction of the cost model.")
+    measured_s: float | None = Field(default=None, description="Median with cold caches.")
+    reason: str | None = Field(default=None, description="Why it was not timed.")
 
 
-class TimedPlan(Said):
+class TimedPlan(AnswerModel):
     """The answer to ``POST /time/<operation>``.
 
-    ``timings`` are by the way of timing: ``cold`` (caches flushed before each run), ``warm`` (one
-    run after another, each timed), ``back_to_back`` (many runs timed together, per run).
+    ``timings`` has three kinds: ``cold`` (caches flushed before each run), ``warm`` (one run after
+    another, each timed) and ``back_to_back`` (many runs timed together; the time of one).
     """
 
     operation: str

@@ -34,7 +34,7 @@ class MaxUnpoolFwdRequest(_MaxUnpoolRequest):
     Shapes: input and indices [N, C, *in] -> output [N, C, *out], of one to three dimensions; where
     no ``output_size`` is given, out = (in - 1)*stride - 2*padding + kernel_size.
     Dtypes: float16, bfloat16, float32, float64; indices int64 or int32.
-    Layout: channels first where none is named.
+    Layout: channels first unless `layout` names another.
     Source: PyTorch's max_unpool1d, max_unpool2d and max_unpool3d.
     """
 
@@ -43,13 +43,13 @@ class MaxUnpoolFwdRequest(_MaxUnpoolRequest):
     input: Tensor = Field(description="The layer's input, [N, C, *in].")
     indices: IndexTensor = _INDICES
     kernel_size: IntOrInts = Field(
-        description="Size of the max pooling's window: one int or one a dimension."
+        description="Size of the max pooling's window: one int or one per dimension."
     )
     stride: IntOrInts | None = Field(
-        default=None, description="Its step between windows; kernel_size where left out."
+        default=None, description="Its step between windows; kernel_size if omitted."
     )
     padding: IntOrInts = Field(
-        default=0, description="Its padding on both sides: one int or one a dimension."
+        default=0, description="Its padding on both sides: one int or one per dimension."
     )
     output_size: Ints | None = Field(
         default=None,
@@ -66,7 +66,7 @@ class MaxUnpoolBwdRequest(_MaxUnpoolRequest):
     Shapes: grad_output [N, C, *out], indices [N, C, *in] -> grad_input [N, C, *in], of one to three
     dimensions.
     Dtypes: float16, bfloat16, float32, float64; indices int64 or int32.
-    Layout: channels first where none is named.
+    Layout: channels first unless `layout` names another.
     Source: PyTorch's max_unpool2d and max_unpool3d.
     """
 

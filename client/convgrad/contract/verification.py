@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 __all__ = [
     "Adjointness",
     "Again",
+    "AnswerModel",
     "Bits",
     "Earlier",
     "Element",
@@ -15,6 +16,7 @@ __all__ = [
     "HeatMap",
     "Histogram",
     "Inputs",
+    "Linearity",
     "NonFinite",
     "Ours",
     "OutputVerification",
@@ -24,132 +26,157 @@ __all__ = [
 ]
 
 
-class Said(BaseModel):
-    """Part of an answer. What is not finite is written as "NaN", "Infinity" or "-Infinity"; a
-    field that a newer server adds is ignored by an older client."""
+class AnswerModel(BaseModel):
+    """Base of the models in an answer.
+
+    Non-finite numbers are the strings "NaN", "Infinity" and "-Infinity". Unknown fields, which a
+    newer server may send, are ignored.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
 
 
-class Element(Said):
+class Element(AnswerModel):
     """One element of an output."""
 
-    index: tuple[int, ...] = Field(description="Its position in the output, in the layout sent.")
-    value: float = Field(description="What the caller computed.")
-    reference: float = Field(description="What it is in float64.")
-    bound: float = Field(description="By how much rounding may make the two differ.")
-    share: float = Field(description="The error as a share of the bound; above 1 it is wrong.")
+    index: tuple[int, ...] = Field(description="Position in the output, in the request's layout.")
+    value: float = Field(description="The caller's value.")
+    reference: float = Field(description="The float64 reference.")
+    bound: float = Field(description="The largest error that rounding can cause.")
+    share: float = Field(description="Error divided by bound; above 1 the element is wrong.")
 
 
-class Histogram(Said):
-    """How many elements lie where: ``counts[i]`` of them above ``edges[i-1]``, up to ``edges[i]``;
-    the last of the counts is of what lies above all edges."""
+class Histogram(AnswerModel):
+    """A histogram: ``counts[i]`` is the number of elements above ``edges[i-1]`` and at most
+    ``edges[i]``; the last count is of the elements above all edges."""
 
     edges: tuple[float, ...]
     counts: tuple[int, ...]
 
 
-class NonFinite(Said):
-    """NaNs and infinities, which must lie where the reference has them."""
+class NonFinite(AnswerModel):
+    """NaNs and infinities, which must be where the reference has them."""
 
-    expected: int = Field(description="Elements that are not finite in the reference.")
-    found: int = Field(description="Elements that are not finite in the result.")
-    mismatches: int = Field(description="Elements where the two disagree.")
-    first: Element | None = None
+    expected: int = Field(description="Number of non-finite elements in the reference.")
+    found: int = Field(description="Number of non-finite elements in the result.")
+    mismatches: int = Field(description="Number of elements in which the two disagree.")
+    first: Element | None = Field(default=None, description="The first such element.")
 
 
-class Ulps(Said):
-    """Distance to the rounded reference, in units in the last place of the output's type."""
+class Ulps(AnswerModel):
+    """Distance to the rounded reference, in units in the last place of the output's dtype."""
 
-    max: int = Field(description="The largest, of finite elements.")
+    max: int = Field(description="Largest distance of a finite element.")
     histogram: Histogram
 
 
-class ExactGate(Said):
-    """Equality to the bit, which holds where every sum is exact: of small integers."""
+class ExactGate(AnswerModel):
+    """Bitwise equality with the rounded reference, required if all sums are exact (integers)."""
 
     applies: bool
-    reason: str | None = Field(default=None, description="Why it does not apply.")
+    reason: str | None = Field(default=None, description="Why the gate does not apply.")
     passed: bool | None = None
-    differing: int | None = None
-    first: Element | None = None
+    differing: int | None = Field(default=None, description="Number of elements that differ.")
+    first: Element | None = Field(default=None, description="The first element that differs.")
 
 
-class Earlier(Said):
-    """The latest earlier submission with the same problem and inputs."""
+class Earlier(AnswerModel):
+    """The most recent earlier submission for the same problem and inputs."""
 
-    equal: bool
+    equal: bool = Field(description="Whether all bits are equal.")
     request_id: str
     seconds_ago: float
     first_difference: tuple[int, int] | None = Field(
-        default=None,
-        description="The flat range of elements in which the first difference lies.",
+        default=None, description="Flat range of elements that contains the first difference."
     )
 
 
-class Bits(Said):
-    """The bits of the result, held against others."""
+class Bits(AnswerModel):
+    """Comparison of the result's bits with other results."""
 
-    digest: str = Field(description="BLAKE2b of the result's bytes, 128 bits, in hexadecimal.")
+    digest: str = Field(description="128-bit BLAKE2b of the result's bytes, in hexadecimal.")
     equal_to_ours: bool | None = Field(
-        default=None, description="None where this server has no kernel for the problem."
+        default=None, description="None if this server has no kernel for the problem."
     )
-    differing_from_ours: int | None = None
+    differing_from_ours: int | None = Field(
+        default=None, description="Number of elements that differ from the server's own result."
+    )
     equal_to_second: bool | None = Field(
-        default=None, description="None where no result of a second run was sent."
+        default=None, description="None if no result of a second run was sent."
     )
-    differing_from_second: int | None = None
+    differing_from_second: int | None = Field(
+        default=None, description="Number of elements that differ between the two runs."
+    )
     equal_when_doubled: bool | None = Field(
-        default=None, description="None where no result for a doubled tensor was sent."
+        default=None, description="None if no result for a doubled tensor was sent."
     )
     earlier: Earlier | None = Field(
-        default=None, description="None where nobody sent the same before, as far as is remembered."
+        default=None, description="None if the server remembers no earlier submission."
     )
 
 
-class HeatMap(Said):
-    """The largest share in each cell of a grid over channels (rows) and positions (columns)."""
+class HeatMap(AnswerModel):
+    """The largest share in each cell of a grid of channels (rows) by positions (columns)."""
 
-    axes: tuple[str, str]
-    extents: tuple[int, int] = Field(description="Channels and positions that the grid covers.")
+    axes: tuple[str, str] = Field(description="What the rows and columns are.")
+    extents: tuple[int, int] = Field(description="Number of channels and of positions covered.")
     values: tuple[tuple[float, ...], ...]
 
 
-class OutputVerification(Said):
-    """One output, element by element."""
+class OutputVerification(AnswerModel):
+    """The verification of one output, element by element."""
 
     dtype: str
     shape: tuple[int, ...]
     elements: int
     passed: bool
-    exceeding: int = Field(description="Elements whose error exceeds the bound.")
-    worst: Element | None = Field(default=None, description="None of an empty output.")
+    exceeding: int = Field(description="Number of elements whose error exceeds the bound.")
+    worst: Element | None = Field(
+        default=None, description="The element with the largest share; None if there is none."
+    )
     examples: tuple[Element, ...] = Field(
-        default=(), description="Up to 8 of the elements that exceed the bound, the first ones."
+        default=(), description="The first elements that exceed the bound, at most 8."
     )
     shares: Histogram
-    ulps: Ulps | None = Field(default=None, description="None of integer outputs.")
+    ulps: Ulps | None = Field(default=None, description="None for integer outputs.")
     non_finite: NonFinite
     exact: ExactGate
     bits: Bits
     heat_map: HeatMap | None = None
 
 
-class Adjointness(Said):
-    """<result, z> against the same number by the adjoint operation, for a random z, in float64."""
+class Adjointness(AnswerModel):
+    """<result, z> compared with the same product through the adjoint operation, in float64.
+
+    The elements of z are +1 or -1 at random.
+    """
 
     applies: bool
-    reason: str | None = Field(default=None, description="Why it does not apply.")
-    left: float | None = None
-    right: float | None = None
+    reason: str | None = Field(default=None, description="Why the check does not apply.")
+    left: float | None = Field(default=None, description="<result, z>.")
+    right: float | None = Field(default=None, description="The product by the adjoint operation.")
     allowed: float | None = Field(
-        default=None, description="By how much the bounds of all elements let the two differ."
+        default=None, description="Sum of the bounds of all elements: the allowed difference."
     )
     passed: bool | None = None
 
 
-class Finding(Said):
-    """What is wrong, in words."""
+class Linearity(AnswerModel):
+    """f(x + y) compared with f(x) + f(y), element by element, for one tensor x."""
+
+    passed: bool
+    exceeding: int = Field(
+        description="Number of elements in which the two differ by more than the three bounds."
+    )
+    worst: Element | None = Field(
+        default=None,
+        description="The worst element: `value` is of f(x + y), `reference` of f(x) + f(y), "
+        "`bound` the sum of the three results' bounds.",
+    )
+
+
+class Finding(AnswerModel):
+    """One fault, as a sentence."""
 
     code: str = Field(
         description="single-element, region, dropped-terms, repeated-terms, permuted-channels, "
@@ -160,34 +187,38 @@ class Finding(Said):
     sentence: str
 
 
-class Inputs(Said):
-    """What the result was computed from."""
+class Inputs(AnswerModel):
+    """The tensors that the result was computed from."""
 
     dtype: str
-    seed: int | None = Field(default=None, description="None where every tensor was sent.")
+    seed: int | None = Field(default=None, description="None if all tensors were sent.")
     distribution: str | None = None
-    drawn: tuple[str, ...] = Field(default=(), description="The tensors drawn from the seed.")
+    drawn: tuple[str, ...] = Field(
+        default=(), description="Names of the tensors drawn from the seed."
+    )
     digest: str = Field(default="", description="BLAKE2b of all tensors, in hexadecimal.")
 
 
-class Again(Said):
-    """How to ask the same once more; tensors that were sent must be sent again."""
+class Again(AnswerModel):
+    """How to repeat the request; tensors that were sent must be sent again."""
 
     method: str
     path: str
-    fields: dict[str, object] = Field(description="The request's fields but for its tensors.")
-    command: str = Field(description="The same as a line of the command line tool.")
+    fields: dict[str, object] = Field(description="The request's fields except its tensors.")
+    command: str = Field(description="The same as a command line.")
 
 
-class Ours(Said):
-    """This server's own result of the same problem."""
+class Ours(AnswerModel):
+    """This server's own result for the same problem."""
 
     kernel: str
-    worst_share: dict[str, float] = Field(description="By output: its largest error, of the bound.")
+    worst_share: dict[str, float] = Field(
+        description="By output, the largest error divided by its bound."
+    )
     passed: bool
 
 
-class ReferenceReport(Said):
+class ReferenceReport(AnswerModel):
     """How the reference was computed."""
 
     arithmetic: str = "float64"
@@ -196,7 +227,7 @@ class ReferenceReport(Said):
     seconds: float
 
 
-class Verification(Said):
+class Verification(AnswerModel):
     """The answer to ``POST /verify/<operation>``."""
 
     operation: str
@@ -204,7 +235,11 @@ class Verification(Said):
     passed: bool
     findings: tuple[Finding, ...] = ()
     outputs: dict[str, OutputVerification]
-    adjointness: dict[str, Adjointness] = Field(default_factory=dict)
+    adjointness: dict[str, Adjointness] = Field(default_factory=dict, description="By output.")
+    linearity: dict[str, dict[str, Linearity]] = Field(
+        default_factory=dict,
+        description="By output and tensor; only of tensors for which results were sent.",
+    )
     ours: Ours | None = None
     reference: ReferenceReport
     inputs: Inputs

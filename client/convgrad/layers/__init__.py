@@ -88,8 +88,11 @@ def parse(words: str) -> Layer:
 
 
 def text(layer: Layer) -> str:
-    """Format a layer for `parse`: as a benchdnn problem, or if impossible as a PyTorch module."""
-    return to_torch(layer) if layer.kind == "adaptive_pool" else to_benchdnn(layer)
+    """Format a layer for `parse`: as a benchdnn problem, or in the first notation that can.
+
+    A benchdnn problem does not say whether the layer has a bias.
+    """
+    return next(iter(spellings(layer).values()))
 
 
 def spellings(layer: Layer) -> dict[str, str]:

@@ -16,7 +16,15 @@ from convgrad.layers._layer import Kind, Layer, padding_after
 __all__ = ["looks_like_benchdnn", "parse_benchdnn", "to_benchdnn"]
 
 _FIELD = re.compile(r"(g|mb|ic|oc|[io][dhw]|[ksdp][dhw])(\d{1,12})_?")
-_POOLINGS = ("max", "avg_np", "avg_p", "pooling_max", "pooling_avg_np", "pooling_avg_p")
+# The second names are oneDNN's.
+_POOLINGS = {
+    "max": "max",
+    "avg_np": "avg_np",
+    "avg_p": "avg_p",
+    "pooling_max": "max",
+    "pooling_avg_exclude_padding": "avg_np",
+    "pooling_avg_include_padding": "avg_p",
+}
 _PROBLEM = re.compile(r"^(?:(?:g|mb|ic|oc|[io][dhw]|[ksdp][dhw])\d{1,12}_?){2,40}(?:n\S*)?$")
 _DRIVERS: Mapping[str, Kind] = {
     "--conv": "conv",
@@ -49,6 +57,7 @@ _IGNORED = (
     "--memory-kind",
     "--fast-ref",
     "--canonical",
+    "--wtag",
     "--skip-impl",
     "--allow-enum-tags-only",
     "-v",
@@ -78,7 +87,7 @@ def parse_benchdnn(text: str) -> Layer:
         option, _, value = word.partition("=")
         if word in _DRIVERS:
             kind = _DRIVERS[word]
-        elif option in ("--dt", "--dir", "--stag", "--tag", "--mb", "--cfg", "--alg"):
+        elif option in ("--dt", "--dir", "--stag", "--dtag", "--tag", "--mb", "--cfg", "--alg"):
             options[option] = value
         elif not option.startswith(_IGNORED):
             raise MalformedRequest(
@@ -92,16 +101,18 @@ def parse_benchdnn(text: str) -> Layer:
         )
     fields, name = _fields(words[-1])
     kind = kind or ("conv" if "oc" in fields else "pool")
-    algorithm = options.get("--alg", "max").lower()
-    if kind == "pool" and algorithm not in _POOLINGS:
-        raise MalformedRequest(
-            f"benchdnn pooling {algorithm[:32]!r}; expected one of {', '.join(_POOLINGS)}"
-        )
-    if kind == "pool" and not algorithm.endswith("max"):
-        kind = "avg_pool"
+    algorithm = ""
+    if kind == "pool":
+        said = options.get("--alg", "max").lower()
+        if said not in _POOLINGS:
+            raise MalformedRequest(
+                f"benchdnn pooling {said[:32]!r}; expected one of {', '.join(_POOLINGS)}"
+            )
+        algorithm = _POOLINGS[said]
+        kind = "pool" if algorithm == "max" else "avg_pool"
     if "--mb" in options and options["--mb"].isdigit():
         fields["mb"] = int(options["--mb"])
-    return _layer(kind, fields, name, options)
+    return _layer(kind, fields, name, options, include_padding=algorithm != "avg_np")
 
 
 def to_benchdnn(layer: Layer) -> str:
@@ -116,6 +127,9 @@ def to_benchdnn(layer: Layer) -> str:
     parts += _each("i", letters, layer.input_size)
     if layer.kind == "adaptive_pool":
         raise MalformedRequest("benchdnn has no problem for an adaptive pooling")
+    if layer.kind == "avg_pool" and layer.ceil_mode and layer.count_include_pad:
+        # As padding, what ceil_mode adds would count in the divisor.
+        raise MalformedRequest("benchdnn has no problem for an average pooling with ceil_mode")
     if not layer.pools:
         parts.append(f"oc{layer.out_channels}")
     parts += _each("o", letters, layer.output_size)
@@ -151,7 +165,12 @@ def _fields(problem: str) -> tuple[dict[str, int], str | None]:
 
 
 def _layer(
-    kind: Kind, fields: Mapping[str, int], name: str | None, options: Mapping[str, str]
+    kind: Kind,
+    fields: Mapping[str, int],
+    name: str | None,
+    options: Mapping[str, str],
+    *,
+    include_padding: bool,
 ) -> Layer:
     ndim = 3 if any(f"{x}d" in fields for x in "iok") else 2
     if ndim == 2 and not any(f"{x}h" in fields for x in "iok"):
@@ -172,9 +191,9 @@ def _layer(
         padding=tuple((axis["p"], axis["after"]) for axis in axes),
         dilation=tuple(axis["d"] + 1 for axis in axes),
         output_padding=tuple(axis["more"] for axis in axes),
-        count_include_pad=not options.get("--alg", "").lower().endswith("np"),
+        count_include_pad=include_padding,
         dtype=_dtype(options),
-        layout=_LAST_NAMES[ndim] if _tag(options) in _CHANNELS_LAST else None,
+        layout=_LAST_NAMES[ndim] if _is_channels_last(options) else None,
         operation=_operation(kind, options.get("--dir"), ndim),
         name=name,
     )
@@ -247,8 +266,14 @@ def _dtype(options: Mapping[str, str]) -> DType | None:
     return DType(_DTYPES[first])
 
 
-def _tag(options: Mapping[str, str]) -> str | None:
-    return options.get("--stag") or options.get("--tag")
+def _is_channels_last(options: Mapping[str, str]) -> bool:
+    tags = [options[name] for name in ("--stag", "--dtag", "--tag") if name in options]
+    found = {tag in _CHANNELS_LAST for tag in tags if tag != "any"}
+    if len(found) > 1:
+        raise MalformedRequest(
+            f"benchdnn tags {' and '.join(tags)[:64]}; expected one layout for all tensors"
+        )
+    return True in found
 
 
 def _operation(kind: Kind, direction: str | None, ndim: int) -> str | None:

@@ -95,7 +95,9 @@ class Layer:
         for name, numbers in counts.items():
             for number in numbers:
                 if not 1 <= number < _MAX_SIZE:
-                    raise MalformedRequest(f"the layer's {name} is {number}; expected 1 or more")
+                    raise MalformedRequest(
+                        f"the layer's {name} is {number}; expected 1 to {_MAX_SIZE - 1}"
+                    )
         for channels in (self.in_channels, self.out_channels):
             if channels % self.groups:
                 raise MalformedRequest(
@@ -104,7 +106,9 @@ class Layer:
                 )
         for pad in (*self.output_padding, *(each for pair in self.padding for each in pair)):
             if not 0 <= pad < _MAX_SIZE:
-                raise MalformedRequest(f"the layer's padding holds {pad}; expected 0 or more")
+                raise MalformedRequest(
+                    f"the layer's padding is {pad}; expected 0 to {_MAX_SIZE - 1}"
+                )
         if any(size < 1 for size in self.output_size):
             raise MalformedRequest(
                 f"the layer's window of {_by(self.kernel_size)} does not fit into its input of "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from convgrad.errors import MalformedRequest
@@ -15,7 +16,9 @@ from convgrad.layers._layer import Layer, pairs, per_dimension
 __all__ = ["looks_like_torch", "parse_torch", "to_torch"]
 
 _MODULE = re.compile(
-    r"^(?:torch\.nn\.|nn\.)?(Conv|ConvTranspose|MaxPool|MaxUnpool|AvgPool|AdaptiveAvgPool|AdaptiveMaxPool)([123])d\((.*?)\)\s*"
+    # A module inside another one is printed with its name: (conv1): Conv2d(…).
+    r"^(?:\([\w.]{1,64}\):\s*)?(?:torch\.nn\.|nn\.)?(Conv|ConvTranspose|"
+    r"MaxPool|MaxUnpool|AvgPool|AdaptiveAvgPool|AdaptiveMaxPool)([123])d\((.*?)\)\s*"
     r"(?:(?:on|input|@)[\s=:]*(.+))?$",
     re.DOTALL,
 )
@@ -89,7 +92,8 @@ def parse_torch(text: str) -> Layer:
     kernel = per_dimension(values["kernel_size"], ndim, "kernel_size")
     pools = kind in ("pool", "avg_pool")
     default = kernel if pools else 1
-    stride = per_dimension(values.get("stride") or default, ndim, "stride")
+    stated = values.get("stride")
+    stride = per_dimension(default if stated is None else stated, ndim, "stride")
     dilation = per_dimension(values.get("dilation", 1), ndim, "dilation")
     padding = _padding(values.get("padding", 0), kernel, dilation)
     input_size = sizes[2:]
@@ -118,16 +122,21 @@ def parse_torch(text: str) -> Layer:
 
 def _adaptive(name: str, values: dict[str, Any], sizes: tuple[int, ...]) -> Layer:
     ndim = len(sizes) - 2
-    wanted = values.get("output_size")
-    if not isinstance(wanted, int | tuple | list):
+    if "output_size" not in values:
         raise MalformedRequest(f"{name}{ndim}d does not say its output_size")
+    asked = values["output_size"]
+    each = asked if isinstance(asked, tuple | list) else (asked,) * ndim
+    if len(each) != ndim:
+        raise MalformedRequest(f"output_size has {len(each)} values; expected {ndim}")
+    # None is the input's own size.
+    wanted = tuple(size if one is None else one for one, size in zip(each, sizes[2:], strict=True))
     return Layer(
         kind="adaptive_pool",
         batch=sizes[0],
         in_channels=sizes[1],
         out_channels=sizes[1],
         input_size=sizes[2:],
-        adaptive_size=per_dimension(wanted, ndim, "output_size"),
+        adaptive_size=wanted,
         kernel_size=(),
         stride=(),
         padding=(),
@@ -169,6 +178,8 @@ def _arguments(text: str, kind: str) -> dict[str, Any]:
     # Modules print padding_mode=reflect and padding=same without quotes.
     quoted = re.sub(r"=\s*([A-Za-z_]\w*)", _quoted, text)
     try:
+        if re.search(r"\d[A-Za-z_]", quoted):  # Python would warn about some of these
+            raise ValueError
         call = ast.parse(f"f({quoted})", mode="eval").body
         assert isinstance(call, ast.Call)  # noqa: S101
         positional = [ast.literal_eval(argument) for argument in call.args]
@@ -182,8 +193,8 @@ def _arguments(text: str, kind: str) -> dict[str, Any]:
             raise MalformedRequest(f"the module has no argument {name!r}")
         values[name] = value
     for name, value in values.items():
-        if not _is_plain(value):
-            raise MalformedRequest(f"the module's {name} is {value!r}")
+        if not _TAKES.get(name, _is_sizes)(value):
+            raise MalformedRequest(f"the module's {name} cannot be {repr(value)[:64]}")
     return values
 
 
@@ -192,10 +203,34 @@ def _quoted(found: re.Match[str]) -> str:
     return f"={word}" if word in ("True", "False", "None") else f"={word!r}"
 
 
-def _is_plain(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_sizes(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return 1 <= len(value) <= 3 and all(type(each) is int for each in value)
-    return value is None or type(value) in (int, bool, str)
+    return type(value) is int
+
+
+def _is_adaptive(value: Any) -> bool:
+    each = value if isinstance(value, tuple | list) else (value,)
+    return 1 <= len(each) <= 3 and all(one is None or type(one) is int for one in each)
+
+
+# What the arguments take that are not one size or one for each dimension.
+_TAKES: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("in_channels", "out_channels", "groups"), _is_number),
+    **dict.fromkeys(
+        ("bias", "return_indices", "ceil_mode", "count_include_pad"),
+        lambda value: type(value) in (bool, int),
+    ),
+    "padding_mode": lambda value: type(value) is str,
+    "padding": lambda value: value in ("same", "valid") or _is_sizes(value),
+    "stride": lambda value: value is None or _is_sizes(value),
+    "divisor_override": lambda value: value is None or _is_number(value),
+    "output_size": _is_adaptive,
+}
 
 
 def _padding(

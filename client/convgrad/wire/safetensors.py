@@ -182,22 +182,33 @@ def layout(buffer: Buffer, data_bytes: int | None = None) -> Layout:
     return Layout(entries, metadata, end)
 
 
-def parameters(metadata: Mapping[str, str]) -> dict[str, Any]:
+def parameters(metadata: Mapping[str, str], fields: Iterable[str] = ()) -> dict[str, Any]:
     """Return the parameters in the metadata of a request, empty if there are none.
 
-    Other metadata is ignored, except for keys that look like a misspelt ``parameters``.
+    ``fields`` are the names of the request's fields. Other metadata is ignored, except for keys
+    that look like one of these or like a misspelt ``parameters``: they would have no effect.
 
     Raises
     ------
     MalformedRequest
-        The parameters are not a JSON object, or their key is misspelt.
+        The parameters are not a JSON object, or the metadata has such a key.
     """
-    if "parameters" not in metadata:
-        for key in difflib.get_close_matches("parameters", metadata, n=1, cutoff=0.8):
-            raise MalformedRequest(
-                f'unknown key {shown(key)} in {_METADATA}, did you mean "parameters"?'
-            )
+    for key in metadata.keys() - {"parameters"}:
+        _refuse_meant_as_parameters(key, fields)
     return strict_json.loads_object(metadata.get("parameters", "{}"), "parameters")
+
+
+def _refuse_meant_as_parameters(key: str, fields: Iterable[str]) -> None:
+    lowered = key[:64].lower()
+    if difflib.get_close_matches(lowered, ["parameters"], n=1, cutoff=0.7):
+        raise MalformedRequest(
+            f'unknown key {shown(key)} in {_METADATA}, did you mean "parameters"?'
+        )
+    for name in difflib.get_close_matches(lowered, list(fields), n=1, cutoff=0.8):
+        raise MalformedRequest(
+            f"unknown key {shown(key)} in {_METADATA}; parameters such as {shown(name)} are keys "
+            'of the JSON object under "parameters"'
+        )
 
 
 def _header(view: memoryview) -> dict[str, Any]:

@@ -121,6 +121,36 @@ export class Client {
   conv_transpose_double_backward(request: Request<"conv_transpose_double_backward">, options?: CallOptions) {
     return this.compute("conv_transpose_double_backward", request, options);
   }
+  maxpool1d_fwd(request: Request<"maxpool1d_fwd">, options?: CallOptions) {
+    return this.compute("maxpool1d_fwd", request, options);
+  }
+  maxpool1d_bwd(request: Request<"maxpool1d_bwd">, options?: CallOptions) {
+    return this.compute("maxpool1d_bwd", request, options);
+  }
+  avg_pool_fwd(request: Request<"avg_pool_fwd">, options?: CallOptions) {
+    return this.compute("avg_pool_fwd", request, options);
+  }
+  avg_pool_bwd(request: Request<"avg_pool_bwd">, options?: CallOptions) {
+    return this.compute("avg_pool_bwd", request, options);
+  }
+  adaptive_avg_pool_fwd(request: Request<"adaptive_avg_pool_fwd">, options?: CallOptions) {
+    return this.compute("adaptive_avg_pool_fwd", request, options);
+  }
+  adaptive_avg_pool_bwd(request: Request<"adaptive_avg_pool_bwd">, options?: CallOptions) {
+    return this.compute("adaptive_avg_pool_bwd", request, options);
+  }
+  adaptive_max_pool_fwd(request: Request<"adaptive_max_pool_fwd">, options?: CallOptions) {
+    return this.compute("adaptive_max_pool_fwd", request, options);
+  }
+  adaptive_max_pool_bwd(request: Request<"adaptive_max_pool_bwd">, options?: CallOptions) {
+    return this.compute("adaptive_max_pool_bwd", request, options);
+  }
+  max_unpool_fwd(request: Request<"max_unpool_fwd">, options?: CallOptions) {
+    return this.compute("max_unpool_fwd", request, options);
+  }
+  max_unpool_bwd(request: Request<"max_unpool_bwd">, options?: CallOptions) {
+    return this.compute("max_unpool_bwd", request, options);
+  }
 
   /** Any operation by its name. */
   async compute<O extends OperationName>(

@@ -9,7 +9,7 @@ export type ErrorCode =
   | "connection-failed"
   /** The time for the call was up. */
   | "client-timeout"
-  /** What stands before the server answered 502, 503 or 504. */
+  /** What stands before the server answered 429, 502, 503 or 504. */
   | "gateway-error"
   /** The answer is none of convgrad's. */
   | "invalid-answer";
@@ -48,24 +48,29 @@ export const RETRYABLE: ReadonlySet<string> = new Set([
   "device-out-of-memory",
   "device-unavailable",
 ]);
-const GATEWAY_STATUSES: ReadonlySet<number> = new Set([502, 503, 504]);
+// Proxies answer with these statuses. So does a server, but only with the codes above and the one below.
+const GATEWAY_STATUSES: ReadonlySet<number> = new Set([429, 502, 503, 504]);
+const FINAL = "deadline-exceeded";
 
 /** The error that an answer other than 200 is. */
 export async function errorOf(answer: Response, requestId: string): Promise<ConvgradError> {
   const { status } = answer;
   const retryAfterS = retryAfter(answer.headers.get("retry-after"));
   const text = await answer.text().catch(() => "");
+  const ofAGateway = GATEWAY_STATUSES.has(status);
   if (answer.headers.get("content-type")?.startsWith("application/problem+json")) {
     try {
       const { code, detail } = JSON.parse(text) as { code: ErrorCode; detail: string };
       const retryable = RETRYABLE.has(code);
-      return new ConvgradError(code, detail, requestId, { status, retryable, retryAfterS });
+      if (retryable || code === FINAL || !ofAGateway) {
+        return new ConvgradError(code, detail, requestId, { status, retryable, retryAfterS });
+      }
     } catch {
-      // Then it is somebody else's.
+      // Not JSON, so not the server's.
     }
   }
   const found = `got status ${status} with ${text.trim().slice(0, 120) || "an empty body"}`;
-  if (GATEWAY_STATUSES.has(status) || status === 429) {
+  if (ofAGateway) {
     const detail = `the server could not be reached through what stands before it: ${found}`;
     return new ConvgradError("gateway-error", detail, requestId, { status, retryable: true, retryAfterS });
   }

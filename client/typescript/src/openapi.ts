@@ -441,7 +441,7 @@ export interface components {
          *
          *     Shapes: grad_output [N, C, *out] -> grad_input [N, C, *in], of one to three dimensions.
          *     Dtypes: float16, bfloat16, float32, float64; sums in float32 or wider.
-         *     Layout: channels first where none is named.
+         *     Layout: channels first unless `layout` names another.
          *     Source: PyTorch's _adaptive_avg_pool2d_backward and _adaptive_avg_pool3d_backward.
          */
         AdaptiveAvgPoolBwdRequest: {
@@ -460,14 +460,14 @@ export interface components {
             response?: "npy" | "data" | "values";
             /**
              * Stored
-             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
              */
             stored?: {
                 [key: string]: string;
             };
             /**
              * Store
-             * @description Outputs that the server shall keep and not send, each with its name there.
+             * @description Outputs to store on the server instead of sending them, each with the name to store it under.
              */
             store?: {
                 [key: string]: string;
@@ -497,7 +497,7 @@ export interface components {
          *
          *     Shapes: input [N, C, *in] -> output [N, C, *out], of one to three dimensions.
          *     Dtypes: float16, bfloat16, float32, float64; sums in float32 or wider.
-         *     Layout: channels first where none is named.
+         *     Layout: channels first unless `layout` names another.
          *     Source: PyTorch's adaptive_avg_pool1d, adaptive_avg_pool2d and adaptive_avg_pool3d.
          */
         AdaptiveAvgPoolFwdRequest: {
@@ -516,14 +516,14 @@ export interface components {
             response?: "npy" | "data" | "values";
             /**
              * Stored
-             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
              */
             stored?: {
                 [key: string]: string;
             };
             /**
              * Store
-             * @description Outputs that the server shall keep and not send, each with its name there.
+             * @description Outputs to store on the server instead of sending them, each with the name to store it under.
              */
             store?: {
                 [key: string]: string;
@@ -541,7 +541,7 @@ export interface components {
             input: components["schemas"]["FloatTensor"];
             /**
              * Output Size
-             * @description Size of the output: one int, or one a dimension (D, H, W), of which null means the input's own.
+             * @description Size of the output: one int, or one per dimension (D, H, W), of which null means the input's own.
              */
             output_size: number | (number | null)[];
         };
@@ -554,7 +554,7 @@ export interface components {
          *     Shapes: grad_output [N, C, *out], input [N, C, *in] or indices [N, C, *out] -> grad_input
          *     [N, C, *in], of one to three dimensions.
          *     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
-         *     Layout: channels first where none is named.
+         *     Layout: channels first unless `layout` names another.
          *     Source: PyTorch's adaptive_max_pool2d_backward and adaptive_max_pool3d_backward.
          */
         AdaptiveMaxPoolBwdRequest: {
@@ -573,14 +573,14 @@ export interface components {
             response?: "npy" | "data" | "values";
             /**
              * Stored
-             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
              */
             stored?: {
                 [key: string]: string;
             };
             /**
              * Store
-             * @description Outputs that the server shall keep and not send, each with its name there.
+             * @description Outputs to store on the server instead of sending them, each with the name to store it under.
              */
             store?: {
                 [key: string]: string;
@@ -626,7 +626,7 @@ export interface components {
          *     Shapes: input [N, C, *in] -> output and indices [N, C, *out], of one to three dimensions.
          *     Dtypes: float16, bfloat16, float32, float64; indices int64 or int32, flat in each (n, c)
          *     plane.
-         *     Layout: channels first where none is named.
+         *     Layout: channels first unless `layout` names another.
          *     Source: PyTorch's adaptive_max_pool1d, adaptive_max_pool2d and adaptive_max_pool3d.
          */
         AdaptiveMaxPoolFwdRequest: {
@@ -645,14 +645,14 @@ export interface components {
             response?: "npy" | "data" | "values";
             /**
              * Stored
-             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
              */
             stored?: {
                 [key: string]: string;
             };
             /**
              * Store
-             * @description Outputs that the server shall keep and not send, each with its name there.
+             * @description Outputs to store on the server instead of sending them, each with the name to store it under.
              */
             store?: {
                 [key: string]: string;
@@ -670,7 +670,7 @@ export interface components {
             input: components["schemas"]["FloatTensor"];
             /**
              * Output Size
-             * @description Size of the output: one int, or one a dimension (D, H, W), of which null means the input's own.
+             * @description Size of the output: one int, or one per dimension (D, H, W), of which null means the input's own.
              */
             output_size: number | (number | null)[];
             /**
@@ -695,7 +695,7 @@ export interface components {
          *
          *     Shapes: grad_output [N, C, *out] -> grad_input [N, C, *in], of one to three dimensions.
          *     Dtypes: float16, bfloat16, float32, float64; sums in float32 or wider.
-         *     Layout: channels first where none is named.
+         *     Layout: channels first unless `layout` names another.
          *     Source: PyTorch's avg_pool2d_backward and avg_pool3d_backward.
          */
         AvgPoolBwdRequest: {
@@ -714,32 +714,32 @@ export interface components {
             response?: "npy" | "data" | "values";
             /**
              * Stored
-             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
              */
             stored?: {
                 [key: string]: string;
             };
             /**
              * Store
-             * @description Outputs that the server shall keep and not send, each with its name there.
+             * @description Outputs to store on the server instead of sending them, each with the name to store it under.
              */
             store?: {
                 [key: string]: string;
             };
             /**
              * Kernel Size
-             * @description Size of the window: one int or one a dimension.
+             * @description Size of the window: one int or one per dimension.
              */
             kernel_size: number | number[];
             /**
              * Stride
-             * @description Step between windows; kernel_size where left out.
+             * @description Step between windows; kernel_size if omitted.
              * @default null
              */
             stride?: (number | number[]) | null;
             /**
              * Padding
-             * @description Zeros added around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @description Zeros added around the input: one int, one per dimension, or a [before, after] pair per dimension.
              * @default 0
              */
             padding?: number | (number | number[])[];
@@ -757,7 +757,7 @@ export interface components {
             count_include_pad?: boolean;
             /**
              * Divisor Override
-             * @description The divisor of every window, in the place of its size; not 0.
+             * @description The divisor of every window, in place of its size; not 0.
              * @default null
              */
             divisor_override?: number | null;
@@ -788,7 +788,7 @@ export interface components {
          *
          *     Shapes: input [N, C, *in] -> output [N, C, *out], of one to three dimensions.
          *     Dtypes: float16, bfloat16, float32, float64; sums in float32 or wider.
-         *     Layout: channels first where none is named.
+         *     Layout: channels first unless `layout` names another.
          *     Source: PyTorch's avg_pool1d, avg_pool2d and avg_pool3d.
          */
         AvgPoolFwdRequest: {
@@ -807,32 +807,32 @@ export interface components {
             response?: "npy" | "data" | "values";
             /**
              * Stored
-             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
              */
             stored?: {
                 [key: string]: string;
             };
             /**
              * Store
-             * @description Outputs that the server shall keep and not send, each with its name there.
+             * @description Outputs to store on the server instead of sending them, each with the name to store it under.
              */
             store?: {
                 [key: string]: string;
             };
             /**
              * Kernel Size
-             * @description Size of the window: one int or one a dimension.
+             * @description Size of the window: one int or one per dimension.
              */
             kernel_size: number | number[];
             /**
              * Stride
-             * @description Step between windows; kernel_size where left out.
+             * @description Step between windows; kernel_size if omitted.
              * @default null
              */
             stride?: (number | number[]) | null;
             /**
              * Padding
-             * @description Zeros added around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @description Zeros added around the input: one int, one per dimension, or a [before, after] pair per dimension.
              * @default 0
              */
             padding?: number | (number | number[])[];
@@ -850,7 +850,7 @@ export interface components {
             count_include_pad?: boolean;
             /**
              * Divisor Override
-             * @description The divisor of every window, in the place of its size; not 0.
+             * @description The divisor of every window, in place of its size; not 0.
              * @default null
              */
             divisor_override?: number | null;
@@ -896,33 +896,33 @@ export interface components {
             response?: "npy" | "data" | "values";
             /**
              * Stored
-             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
              */
             stored?: {
                 [key: string]: string;
             };
             /**
              * Store
-             * @description Outputs that the server shall keep and not send, each with its name there.
+             * @description Outputs to store on the server instead of sending them, each with the name to store it under.
              */
             store?: {
                 [key: string]: string;
             };
             /**
              * Stride
-             * @description Step between windows: one int or one a dimension.
+             * @description Step between windows: one int or one per dimension.
              * @default 1
              */
             stride?: number | number[];
             /**
              * Padding
-             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
              * @default 0
              */
             padding?: number | (number | number[])[];
             /**
              * Dilation
-             * @description Step between the taps of a window: one int or one a dimension.
+             * @description Step between the taps of a window: one int or one per dimension.
              * @default 1
              */
             dilation?: number | number[];
@@ -989,7 +989,7 @@ export interface components {
              */
             output_padding?: number | number[];
             /**
-             * @description Compute this part of grad_input alone; all of it where left out.
+             * @description Compute this part of grad_input alone; all of it if omitted.
              * @default null
              */
             region?: components["schemas"]["Region"] | null;
@@ -1003,7 +1003,7 @@ export interface components {
          *     Shapes: input [N, C_in, D, H, W], weight [C_in, C_out/groups, D, H, W], bias [C_out] -> output
          *     [N, C_out, D, H, W].
          *     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
-         *     Layout: channels first (NCDHW) where none is named.
+         *     Layout: channels first (NCDHW) unless `layout` names another.
          *     Source: Ascend C's Conv3DTranspose; PyTorch's conv_transpose3d.
          */
         Conv3dTransposeRequest: {
@@ -1022,33 +1022,33 @@ export interface components {
             response?: "npy" | "data" | "values";
             /**
              * Stored
-             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
              */
             stored?: {
                 [key: string]: string;
             };
             /**
              * Store
-             * @description Outputs that the server shall keep and not send, each with its name there.
+             * @description Outputs to store on the server instead of sending them, each with the name to store it under.
              */
             store?: {
                 [key: string]: string;
             };
             /**
              * Stride
-             * @description Step between windows: one int or one a dimension.
+             * @description Step between windows: one int or one per dimension.
              * @default 1
              */
             stride?: number | number[];
             /**
              * Padding
-             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
              * @default 0
              */
             padding?: number | (number | number[])[];
             /**
              * Dilation
-             * @description Step between the taps of a window: one int or one a dimension.
+             * @description Step between the taps of a window: one int or one per dimension.
              * @default 1
              */
             dilation?: number | number[];
@@ -1067,13 +1067,13 @@ export interface components {
             precision?: "highest" | "high";
             /**
              * Layout
-             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D counterparts.
              * @default null
              */
             layout?: string | null;
             /**
              * Output Padding
-             * @description Rows added at the end of the output: one int or one a dimension, below the larger of stride and dilation.
+             * @description Rows added at the end of the output: one int or one per dimension, below the larger of stride and dilation.
              * @default 0
              */
             output_padding?: number | number[];
@@ -1103,7 +1103,7 @@ export interface components {
          *     Shapes: grad_output [N, K, *out], input [N, C, *in], weight [K, C/groups, *kernel] ->
          *     grad_input [N, C, *in], grad_weight [K, C/groups, *kernel], grad_bias [K].
          *     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
-         *     Layout: channels first where none is named.
+         *     Layout: channels first unless `layout` names another.
          *     Source: PyTorch's aten::convolution_backward.
          */
         ConvBackwardRequest: {
@@ -1122,33 +1122,33 @@ export interface components {
             response?: "npy" | "data" | "values";
             /**
              * Stored
-             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
              */
             stored?: {
                 [key: string]: string;
             };
             /**
              * Store
-             * @description Outputs that the server shall keep and not send, each with its name there.
+             * @description Outputs to store on the server instead of sending them, each with the name to store it under.
              */
             store?: {
                 [key: string]: string;
             };
             /**
              * Stride
-             * @description Step between windows: one int or one a dimension.
+             * @description Step between windows: one int or one per dimension.
              * @default 1
              */
             stride?: number | number[];
             /**
              * Padding
-             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
              * @default 0
              */
             padding?: number | (number | number[])[];
             /**
              * Dilation
-             * @description Step between the taps of a window: one int or one a dimension.
+             * @description Step between the taps of a window: one int or one per dimension.
              * @default 1
              */
             dilation?: number | number[];
@@ -1167,7 +1167,7 @@ export interface components {
             precision?: "highest" | "high";
             /**
              * Layout
-             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D counterparts.
              * @default null
              */
             layout?: string | null;
@@ -1208,7 +1208,7 @@ export interface components {
          *     Shapes: grad_output [N, K, *out], weight [K, C/groups, *kernel] -> grad_input [N, C, *in],
          *     in 1, 2 or 3 dimensions.
          *     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
-         *     Layout: channels first where none is named.
+         *     Layout: channels first unless `layout` names another.
          *     Source: composable_kernel's convnd_bwd_data; PyTorch's convolution_backward.
          */
         ConvBwdDataRequest: {
@@ -1227,33 +1227,33 @@ export interface components {
             response?: "npy" | "data" | "values";
             /**
              * Stored
-             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
              */
             stored?: {
                 [key: string]: string;
             };
             /**
              * Store
-             * @description Outputs that the server shall keep and not send, each with its name there.
+             * @description Outputs to store on the server instead of sending them, each with the name to store it under.
              */
             store?: {
                 [key: string]: string;
             };
             /**
              * Stride
-             * @description Step between windows: one int or one a dimension.
+             * @description Step between windows: one int or one per dimension.
              * @default 1
              */
             stride?: number | number[];
             /**
              * Padding
-             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
              * @default 0
              */
             padding?: number | (number | number[])[];
             /**
              * Dilation
-             * @description Step between the taps of a window: one int or one a dimension.
+             * @description Step between the taps of a window: one int or one per dimension.
              * @default 1
              */
             dilation?: number | number[];
@@ -1272,7 +1272,7 @@ export interface components {
             precision?: "highest" | "high";
             /**
              * Layout
-             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D counterparts.
              * @default null
              */
             layout?: string | null;
@@ -1323,7 +1323,7 @@ export interface components {
          *     grad_grad_weight [K, C/groups, *kernel], grad_grad_bias [K] -> grad_grad_output [N, K, *out],
          *     grad_input [N, C, *in], grad_weight [K, C/groups, *kernel].
          *     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
-         *     Layout: channels first where none is named.
+         *     Layout: channels first unless `layout` names another.
          *     Source: PyTorch's aten::_convolution_double_backward.
          */
         ConvDoubleBackwardRequest: {
@@ -1342,33 +1342,33 @@ export interface components {
             response?: "npy" | "data" | "values";
             /**
              * Stored
-             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
              */
             stored?: {
                 [key: string]: string;
             };
             /**
              * Store
-             * @description Outputs that the server shall keep and not send, each with its name there.
+             * @description Outputs to store on the server instead of sending them, each with the name to store it under.
              */
             store?: {
                 [key: string]: string;
             };
             /**
              * Stride
-             * @description Step between windows: one int or one a dimension.
+             * @description Step between windows: one int or one per dimension.
              * @default 1
              */
             stride?: number | number[];
             /**
              * Padding
-             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
              * @default 0
              */
             padding?: number | (number | number[])[];
             /**
              * Dilation
-             * @description Step between the taps of a window: one int or one a dimension.
+             * @description Step between the taps of a window: one int or one per dimension.
              * @default 1
              */
             dilation?: number | number[];
@@ -1387,7 +1387,7 @@ export interface components {
             precision?: "highest" | "high";
             /**
              * Layout
-             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D counterparts.
              * @default null
              */
             layout?: string | null;
@@ -1446,7 +1446,7 @@ export interface components {
          *     in 1, 2 or 3 dimensions, with out = (in + pad_before + pad_after - dilation*(kernel-1) - 1)
          *     // stride + 1.
          *     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
-         *     Layout: channels first where none is named.
+         *     Layout: channels first unless `layout` names another.
          *     Source: PyTorch's conv1d, conv2d and conv3d.
          */
         ConvFwdRequest: {
@@ -1465,33 +1465,33 @@ export interface components {
             response?: "npy" | "data" | "values";
             /**
              * Stored
-             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
              */
             stored?: {
                 [key: string]: string;
             };
             /**
              * Store
-             * @description Outputs that the server shall keep and not send, each with its name there.
+             * @description Outputs to store on the server instead of sending them, each with the name to store it under.
              */
             store?: {
                 [key: string]: string;
             };
             /**
              * Stride
-             * @description Step between windows: one int or one a dimension.
+             * @description Step between windows: one int or one per dimension.
              * @default 1
              */
             stride?: number | number[];
             /**
              * Padding
-             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
              * @default 0
              */
             padding?: number | (number | number[])[];
             /**
              * Dilation
-             * @description Step between the taps of a window: one int or one a dimension.
+             * @description Step between the taps of a window: one int or one per dimension.
              * @default 1
              */
             dilation?: number | number[];
@@ -1510,7 +1510,7 @@ export interface components {
             precision?: "highest" | "high";
             /**
              * Layout
-             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D counterparts.
              * @default null
              */
             layout?: string | null;
@@ -1538,13 +1538,13 @@ export interface components {
         ConvParameters: {
             /**
              * Stride
-             * @description Step between windows: one int or one a dimension.
+             * @description Step between windows: one int or one per dimension.
              * @default 1
              */
             stride?: number | number[];
             /**
              * Padding
-             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
              * @default 0
              */
             padding?: number | (number | number[])[];
@@ -1572,7 +1572,7 @@ export interface components {
          *     Shapes: grad_output [N, C_out, *out], input [N, C_in, *in], weight [C_in, C_out/groups, *kernel]
          *     -> grad_input [N, C_in, *in], grad_weight [C_in, C_out/groups, *kernel], grad_bias [C_out].
          *     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
-         *     Layout: channels first where none is named.
+         *     Layout: channels first unless `layout` names another.
          *     Source: PyTorch's aten::convolution_backward with transposed=True.
          */
         ConvTransposeBackwardRequest: {
@@ -1591,33 +1591,33 @@ export interface components {
             response?: "npy" | "data" | "values";
             /**
              * Stored
-             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
              */
             stored?: {
                 [key: string]: string;
             };
             /**
              * Store
-             * @description Outputs that the server shall keep and not send, each with its name there.
+             * @description Outputs to store on the server instead of sending them, each with the name to store it under.
              */
             store?: {
                 [key: string]: string;
             };
             /**
              * Stride
-             * @description Step between windows: one int or one a dimension.
+             * @description Step between windows: one int or one per dimension.
              * @default 1
              */
             stride?: number | number[];
             /**
              * Padding
-             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
              * @default 0
              */
             padding?: number | (number | number[])[];
             /**
              * Dilation
-             * @description Step between the taps of a window: one int or one a dimension.
+             * @description Step between the taps of a window: one int or one per dimension.
              * @default 1
              */
             dilation?: number | number[];
@@ -1636,13 +1636,13 @@ export interface components {
             precision?: "highest" | "high";
             /**
              * Layout
-             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D counterparts.
              * @default null
              */
             layout?: string | null;
             /**
              * Output Padding
-             * @description Rows added at the end of the output: one int or one a dimension, below the larger of stride and dilation.
+             * @description Rows added at the end of the output: one int or one per dimension, below the larger of stride and dilation.
              * @default 0
              */
             output_padding?: number | number[];
@@ -1684,7 +1684,7 @@ export interface components {
          *     grad_grad_weight [C_in, C_out/groups, *kernel], grad_grad_bias [C_out] -> grad_grad_output
          *     [N, C_out, *out], grad_input [N, C_in, *in], grad_weight [C_in, C_out/groups, *kernel].
          *     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
-         *     Layout: channels first where none is named.
+         *     Layout: channels first unless `layout` names another.
          *     Source: PyTorch's aten::_convolution_double_backward with transposed=True.
          */
         ConvTransposeDoubleBackwardRequest: {
@@ -1703,33 +1703,33 @@ export interface components {
             response?: "npy" | "data" | "values";
             /**
              * Stored
-             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
              */
             stored?: {
                 [key: string]: string;
             };
             /**
              * Store
-             * @description Outputs that the server shall keep and not send, each with its name there.
+             * @description Outputs to store on the server instead of sending them, each with the name to store it under.
              */
             store?: {
                 [key: string]: string;
             };
             /**
              * Stride
-             * @description Step between windows: one int or one a dimension.
+             * @description Step between windows: one int or one per dimension.
              * @default 1
              */
             stride?: number | number[];
             /**
              * Padding
-             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
              * @default 0
              */
             padding?: number | (number | number[])[];
             /**
              * Dilation
-             * @description Step between the taps of a window: one int or one a dimension.
+             * @description Step between the taps of a window: one int or one per dimension.
              * @default 1
              */
             dilation?: number | number[];
@@ -1748,13 +1748,13 @@ export interface components {
             precision?: "highest" | "high";
             /**
              * Layout
-             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D counterparts.
              * @default null
              */
             layout?: string | null;
             /**
              * Output Padding
-             * @description Rows added at the end of the output: one int or one a dimension, below the larger of stride and dilation.
+             * @description Rows added at the end of the output: one int or one per dimension, below the larger of stride and dilation.
              * @default 0
              */
             output_padding?: number | number[];
@@ -1813,7 +1813,7 @@ export interface components {
          *     [N, C_out, *out], in 1, 2 or 3 dimensions, with out = (in-1)*stride - pad_before - pad_after +
          *     dilation*(kernel-1) + output_padding + 1.
          *     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
-         *     Layout: channels first where none is named; channels last, weight is [C_in, *kernel,
+         *     Layout: channels first unless `layout` names another; channels last, weight is [C_in, *kernel,
          *     C_out/groups].
          *     Source: PyTorch's conv_transpose1d, conv_transpose2d and conv_transpose3d.
          */
@@ -1833,33 +1833,33 @@ export interface components {
             response?: "npy" | "data" | "values";
             /**
              * Stored
-             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
              */
             stored?: {
                 [key: string]: string;
             };
             /**
              * Store
-             * @description Outputs that the server shall keep and not send, each with its name there.
+             * @description Outputs to store on the server instead of sending them, each with the name to store it under.
              */
             store?: {
                 [key: string]: string;
             };
             /**
              * Stride
-             * @description Step between windows: one int or one a dimension.
+             * @description Step between windows: one int or one per dimension.
              * @default 1
              */
             stride?: number | number[];
             /**
              * Padding
-             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
              * @default 0
              */
             padding?: number | (number | number[])[];
             /**
              * Dilation
-             * @description Step between the taps of a window: one int or one a dimension.
+             * @description Step between the taps of a window: one int or one per dimension.
              * @default 1
              */
             dilation?: number | number[];
@@ -1878,13 +1878,13 @@ export interface components {
             precision?: "highest" | "high";
             /**
              * Layout
-             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D counterparts.
              * @default null
              */
             layout?: string | null;
             /**
              * Output Padding
-             * @description Rows added at the end of the output: one int or one a dimension, below the larger of stride and dilation.
+             * @description Rows added at the end of the output: one int or one per dimension, below the larger of stride and dilation.
              * @default 0
              */
             output_padding?: number | number[];
@@ -1916,7 +1916,7 @@ export interface components {
          *     Shapes: input [N, C, *in], grad_output [N, K, *out] -> grad_weight [K, C/groups, *kernel],
          *     grad_bias [K], in 1, 2 or 3 dimensions, groups from 1 to C.
          *     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
-         *     Layout: channels first where none is named.
+         *     Layout: channels first unless `layout` names another.
          *     Source: composable_kernel's grouped_conv_bwd_weight; PyTorch's convolution_backward.
          */
         GroupedConvBwdWeightRequest: {
@@ -1935,33 +1935,33 @@ export interface components {
             response?: "npy" | "data" | "values";
             /**
              * Stored
-             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
              */
             stored?: {
                 [key: string]: string;
             };
             /**
              * Store
-             * @description Outputs that the server shall keep and not send, each with its name there.
+             * @description Outputs to store on the server instead of sending them, each with the name to store it under.
              */
             store?: {
                 [key: string]: string;
             };
             /**
              * Stride
-             * @description Step between windows: one int or one a dimension.
+             * @description Step between windows: one int or one per dimension.
              * @default 1
              */
             stride?: number | number[];
             /**
              * Padding
-             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @description Zeros around the input: one int, one per dimension, or a [before, after] pair a dimension.
              * @default 0
              */
             padding?: number | (number | number[])[];
             /**
              * Dilation
-             * @description Step between the taps of a window: one int or one a dimension.
+             * @description Step between the taps of a window: one int or one per dimension.
              * @default 1
              */
             dilation?: number | number[];
@@ -1980,7 +1980,7 @@ export interface components {
             precision?: "highest" | "high";
             /**
              * Layout
-             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D counterparts.
              * @default null
              */
             layout?: string | null;
@@ -2048,7 +2048,7 @@ export interface components {
          *     Shapes: input [N, C, *in], weight0 [M, C/groups0, *kernel0], weight1 [K, M/groups1,
          *     *kernel1], bias0 [M], bias1 [K] -> output [N, K, *out].
          *     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
-         *     Layout: channels first where none is named.
+         *     Layout: channels first unless `layout` names another.
          *     Source: composable_kernel's grouped_conv_conv_fwd.
          */
         GroupedConvConvFwdRequest: {
@@ -2067,14 +2067,14 @@ export interface components {
             response?: "npy" | "data" | "values";
             /**
              * Stored
-             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
              */
             stored?: {
                 [key: string]: string;
             };
             /**
              * Store
-             * @description Outputs that the server shall keep and not send, each with its name there.
+             * @description Outputs to store on the server instead of sending them, each with the name to store it under.
              */
             store?: {
                 [key: string]: string;
@@ -2142,7 +2142,7 @@ export interface components {
             activation1?: "none" | "relu" | "relu6" | "silu";
             /**
              * Layout
-             * @description Order of the dimensions of all tensors: channels first (the default), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @description Order of the dimensions of all tensors: channels first (the default), NHWC, or grouped ones such as NHWGC, and their 1D and 3D counterparts.
              * @default null
              */
             layout?: string | null;
@@ -2163,7 +2163,7 @@ export interface components {
          *     Shapes: grad_output [N, C, *out], input [N, C, *in] or indices [N, C, *out] -> grad_input
          *     [N, C, *in].
          *     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
-         *     Layout: channels first where none is named.
+         *     Layout: channels first unless `layout` names another.
          *     Source: composable_kernel's maxpool2d_bwd; PyTorch's max_pool2d_with_indices_backward.
          */
         MaxPool1dBwdRequest: {
@@ -2182,32 +2182,32 @@ export interface components {
             response?: "npy" | "data" | "values";
             /**
              * Stored
-             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
              */
             stored?: {
                 [key: string]: string;
             };
             /**
              * Store
-             * @description Outputs that the server shall keep and not send, each with its name there.
+             * @description Outputs to store on the server instead of sending them, each with the name to store it under.
              */
             store?: {
                 [key: string]: string;
             };
             /**
              * Kernel Size
-             * @description Size of the window: one int or one a dimension.
+             * @description Size of the window: one int or one per dimension.
              */
             kernel_size: number | number[];
             /**
              * Stride
-             * @description Step between windows; kernel_size where left out.
+             * @description Step between windows; kernel_size if omitted.
              * @default null
              */
             stride?: (number | number[]) | null;
             /**
              * Padding
-             * @description Positions added around the input that never win: one int, one a dimension, or a [before, after] pair a dimension.
+             * @description Positions added around the input that never win: one int, one per dimension, or a [before, after] pair per dimension.
              * @default 0
              */
             padding?: number | (number | number[])[];
@@ -2263,7 +2263,7 @@ export interface components {
          *     Shapes: input [N, C, *in] -> output and indices [N, C, *out].
          *     Dtypes: float16, bfloat16, float32, float64; indices int64 or int32, flat in each (n, c)
          *     plane.
-         *     Layout: channels first where none is named.
+         *     Layout: channels first unless `layout` names another.
          *     Source: PyTorch's max_pool1d, max_pool2d and max_pool3d.
          */
         MaxPool1dFwdRequest: {
@@ -2282,32 +2282,32 @@ export interface components {
             response?: "npy" | "data" | "values";
             /**
              * Stored
-             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
              */
             stored?: {
                 [key: string]: string;
             };
             /**
              * Store
-             * @description Outputs that the server shall keep and not send, each with its name there.
+             * @description Outputs to store on the server instead of sending them, each with the name to store it under.
              */
             store?: {
                 [key: string]: string;
             };
             /**
              * Kernel Size
-             * @description Size of the window: one int or one a dimension.
+             * @description Size of the window: one int or one per dimension.
              */
             kernel_size: number | number[];
             /**
              * Stride
-             * @description Step between windows; kernel_size where left out.
+             * @description Step between windows; kernel_size if omitted.
              * @default null
              */
             stride?: (number | number[]) | null;
             /**
              * Padding
-             * @description Positions added around the input that never win: one int, one a dimension, or a [before, after] pair a dimension.
+             * @description Positions added around the input that never win: one int, one per dimension, or a [before, after] pair per dimension.
              * @default 0
              */
             padding?: number | (number | number[])[];
@@ -2357,7 +2357,7 @@ export interface components {
          *     Shapes: grad_output [N, C, *out], input [N, C, *in] or indices [N, C, *out] -> grad_input
          *     [N, C, *in].
          *     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
-         *     Layout: channels first where none is named.
+         *     Layout: channels first unless `layout` names another.
          *     Source: composable_kernel's maxpool2d_bwd; PyTorch's max_pool2d_with_indices_backward.
          */
         MaxPool2dBwdRequest: {
@@ -2376,32 +2376,32 @@ export interface components {
             response?: "npy" | "data" | "values";
             /**
              * Stored
-             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
              */
             stored?: {
                 [key: string]: string;
             };
             /**
              * Store
-             * @description Outputs that the server shall keep and not send, each with its name there.
+             * @description Outputs to store on the server instead of sending them, each with the name to store it under.
              */
             store?: {
                 [key: string]: string;
             };
             /**
              * Kernel Size
-             * @description Size of the window: one int or one a dimension.
+             * @description Size of the window: one int or one per dimension.
              */
             kernel_size: number | number[];
             /**
              * Stride
-             * @description Step between windows; kernel_size where left out.
+             * @description Step between windows; kernel_size if omitted.
              * @default null
              */
             stride?: (number | number[]) | null;
             /**
              * Padding
-             * @description Positions added around the input that never win: one int, one a dimension, or a [before, after] pair a dimension.
+             * @description Positions added around the input that never win: one int, one per dimension, or a [before, after] pair per dimension.
              * @default 0
              */
             padding?: number | (number | number[])[];
@@ -2457,7 +2457,7 @@ export interface components {
          *     Shapes: input [N, C, *in] -> output and indices [N, C, *out].
          *     Dtypes: float16, bfloat16, float32, float64; indices int64 or int32, flat in each (n, c)
          *     plane.
-         *     Layout: channels first where none is named.
+         *     Layout: channels first unless `layout` names another.
          *     Source: PyTorch's max_pool1d, max_pool2d and max_pool3d.
          */
         MaxPool2dFwdRequest: {
@@ -2476,32 +2476,32 @@ export interface components {
             response?: "npy" | "data" | "values";
             /**
              * Stored
-             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
              */
             stored?: {
                 [key: string]: string;
             };
             /**
              * Store
-             * @description Outputs that the server shall keep and not send, each with its name there.
+             * @description Outputs to store on the server instead of sending them, each with the name to store it under.
              */
             store?: {
                 [key: string]: string;
             };
             /**
              * Kernel Size
-             * @description Size of the window: one int or one a dimension.
+             * @description Size of the window: one int or one per dimension.
              */
             kernel_size: number | number[];
             /**
              * Stride
-             * @description Step between windows; kernel_size where left out.
+             * @description Step between windows; kernel_size if omitted.
              * @default null
              */
             stride?: (number | number[]) | null;
             /**
              * Padding
-             * @description Positions added around the input that never win: one int, one a dimension, or a [before, after] pair a dimension.
+             * @description Positions added around the input that never win: one int, one per dimension, or a [before, after] pair per dimension.
              * @default 0
              */
             padding?: number | (number | number[])[];
@@ -2551,7 +2551,7 @@ export interface components {
          *     Shapes: grad_output [N, C, *out], input [N, C, *in] or indices [N, C, *out] -> grad_input
          *     [N, C, *in].
          *     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
-         *     Layout: channels first where none is named.
+         *     Layout: channels first unless `layout` names another.
          *     Source: composable_kernel's maxpool2d_bwd; PyTorch's max_pool2d_with_indices_backward.
          */
         MaxPool3dBwdRequest: {
@@ -2570,32 +2570,32 @@ export interface components {
             response?: "npy" | "data" | "values";
             /**
              * Stored
-             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
              */
             stored?: {
                 [key: string]: string;
             };
             /**
              * Store
-             * @description Outputs that the server shall keep and not send, each with its name there.
+             * @description Outputs to store on the server instead of sending them, each with the name to store it under.
              */
             store?: {
                 [key: string]: string;
             };
             /**
              * Kernel Size
-             * @description Size of the window: one int or one a dimension.
+             * @description Size of the window: one int or one per dimension.
              */
             kernel_size: number | number[];
             /**
              * Stride
-             * @description Step between windows; kernel_size where left out.
+             * @description Step between windows; kernel_size if omitted.
              * @default null
              */
             stride?: (number | number[]) | null;
             /**
              * Padding
-             * @description Positions added around the input that never win: one int, one a dimension, or a [before, after] pair a dimension.
+             * @description Positions added around the input that never win: one int, one per dimension, or a [before, after] pair per dimension.
              * @default 0
              */
             padding?: number | (number | number[])[];
@@ -2651,7 +2651,7 @@ export interface components {
          *     Shapes: input [N, C, *in] -> output and indices [N, C, *out].
          *     Dtypes: float16, bfloat16, float32, float64; indices int64 or int32, flat in each (n, c)
          *     plane.
-         *     Layout: channels first where none is named.
+         *     Layout: channels first unless `layout` names another.
          *     Source: PyTorch's max_pool1d, max_pool2d and max_pool3d.
          */
         MaxPool3dFwdRequest: {
@@ -2670,32 +2670,32 @@ export interface components {
             response?: "npy" | "data" | "values";
             /**
              * Stored
-             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
              */
             stored?: {
                 [key: string]: string;
             };
             /**
              * Store
-             * @description Outputs that the server shall keep and not send, each with its name there.
+             * @description Outputs to store on the server instead of sending them, each with the name to store it under.
              */
             store?: {
                 [key: string]: string;
             };
             /**
              * Kernel Size
-             * @description Size of the window: one int or one a dimension.
+             * @description Size of the window: one int or one per dimension.
              */
             kernel_size: number | number[];
             /**
              * Stride
-             * @description Step between windows; kernel_size where left out.
+             * @description Step between windows; kernel_size if omitted.
              * @default null
              */
             stride?: (number | number[]) | null;
             /**
              * Padding
-             * @description Positions added around the input that never win: one int, one a dimension, or a [before, after] pair a dimension.
+             * @description Positions added around the input that never win: one int, one per dimension, or a [before, after] pair per dimension.
              * @default 0
              */
             padding?: number | (number | number[])[];
@@ -2745,7 +2745,7 @@ export interface components {
          *     Shapes: grad_output [N, C, *out], indices [N, C, *in] -> grad_input [N, C, *in], of one to three
          *     dimensions.
          *     Dtypes: float16, bfloat16, float32, float64; indices int64 or int32.
-         *     Layout: channels first where none is named.
+         *     Layout: channels first unless `layout` names another.
          *     Source: PyTorch's max_unpool2d and max_unpool3d.
          */
         MaxUnpoolBwdRequest: {
@@ -2764,14 +2764,14 @@ export interface components {
             response?: "npy" | "data" | "values";
             /**
              * Stored
-             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
              */
             stored?: {
                 [key: string]: string;
             };
             /**
              * Store
-             * @description Outputs that the server shall keep and not send, each with its name there.
+             * @description Outputs to store on the server instead of sending them, each with the name to store it under.
              */
             store?: {
                 [key: string]: string;
@@ -2803,7 +2803,7 @@ export interface components {
          *     Shapes: input and indices [N, C, *in] -> output [N, C, *out], of one to three dimensions; where
          *     no ``output_size`` is given, out = (in - 1)*stride - 2*padding + kernel_size.
          *     Dtypes: float16, bfloat16, float32, float64; indices int64 or int32.
-         *     Layout: channels first where none is named.
+         *     Layout: channels first unless `layout` names another.
          *     Source: PyTorch's max_unpool1d, max_unpool2d and max_unpool3d.
          */
         MaxUnpoolFwdRequest: {
@@ -2822,14 +2822,14 @@ export interface components {
             response?: "npy" | "data" | "values";
             /**
              * Stored
-             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             * @description Stored tensors to use, by field; in JSON {"stored": "name"} in place of a tensor says the same.
              */
             stored?: {
                 [key: string]: string;
             };
             /**
              * Store
-             * @description Outputs that the server shall keep and not send, each with its name there.
+             * @description Outputs to store on the server instead of sending them, each with the name to store it under.
              */
             store?: {
                 [key: string]: string;
@@ -2852,18 +2852,18 @@ export interface components {
             indices: components["schemas"]["IndexTensor"];
             /**
              * Kernel Size
-             * @description Size of the max pooling's window: one int or one a dimension.
+             * @description Size of the max pooling's window: one int or one per dimension.
              */
             kernel_size: number | number[];
             /**
              * Stride
-             * @description Its step between windows; kernel_size where left out.
+             * @description Its step between windows; kernel_size if omitted.
              * @default null
              */
             stride?: (number | number[]) | null;
             /**
              * Padding
-             * @description Its padding on both sides: one int or one a dimension.
+             * @description Its padding on both sides: one int or one per dimension.
              * @default 0
              */
             padding?: number | number[];
@@ -2881,13 +2881,13 @@ export interface components {
         Region: {
             /**
              * D
-             * @description [start, stop) in depth; all where left out.
+             * @description [start, stop) in depth; all of it if omitted.
              * @default null
              */
             d?: number[] | null;
             /**
              * H
-             * @description [start, stop) in height; all where left out.
+             * @description [start, stop) in height; all of it if omitted.
              * @default null
              */
             h?: number[] | null;
@@ -2939,7 +2939,7 @@ export interface components {
         };
         /**
          * NpyTensor
-         * @description The whole of a .npy file (numpy.save) in base64. NumPy has no bfloat16: such a file holds 2-byte items, and "dtype": "bfloat16" stands beside it.
+         * @description The whole of a .npy file (numpy.save) in base64. NumPy has no bfloat16: such a file holds 2-byte items, and "dtype": "bfloat16" is given next to it.
          */
         NpyTensor: {
             npy: string;
@@ -2977,14 +2977,14 @@ export interface components {
         };
         /**
          * StoredTensor
-         * @description The name of a tensor that the server has kept (PUT /tensors/{name}, or `store`).
+         * @description The name of a stored tensor (PUT /tensors/{name}, or `store`).
          */
         StoredTensor: {
             stored: string;
         };
         /**
          * NpyFloatTensor
-         * @description The whole of a .npy file (numpy.save) in base64. NumPy has no bfloat16: such a file holds 2-byte items, and "dtype": "bfloat16" stands beside it.
+         * @description The whole of a .npy file (numpy.save) in base64. NumPy has no bfloat16: such a file holds 2-byte items, and "dtype": "bfloat16" is given next to it.
          */
         NpyFloatTensor: {
             npy: string;
@@ -3024,7 +3024,7 @@ export interface components {
         FloatTensor: components["schemas"]["NpyFloatTensor"] | components["schemas"]["DataFloatTensor"] | components["schemas"]["ValuesFloatTensor"] | components["schemas"]["StoredTensor"];
         /**
          * NpyIndexTensor
-         * @description The whole of a .npy file (numpy.save) in base64. NumPy has no bfloat16: such a file holds 2-byte items, and "dtype": "bfloat16" stands beside it.
+         * @description The whole of a .npy file (numpy.save) in base64. NumPy has no bfloat16: such a file holds 2-byte items, and "dtype": "bfloat16" is given next to it.
          */
         NpyIndexTensor: {
             npy: string;
@@ -3064,7 +3064,7 @@ export interface components {
         IndexTensor: components["schemas"]["NpyIndexTensor"] | components["schemas"]["DataIndexTensor"] | components["schemas"]["ValuesIndexTensor"] | components["schemas"]["StoredTensor"];
         /**
          * StoredOutput
-         * @description What is told of an output that was stored and is not sent.
+         * @description What an answer says of an output that is stored instead of sent.
          */
         StoredOutput: {
             stored: string;

@@ -61,6 +61,7 @@ for (const [name, handler] of Object.entries({
   "502 of a proxy": bare(502),
   "503 of a proxy": bare(503),
   "504 of a proxy": bare(504),
+  "503 of a proxy with its own problem details": problem(503, "upstream_reset"),
   "a lost connection": lost,
   "an answer that breaks off": cut,
 })) {

@@ -1,4 +1,4 @@
-"""Timing on the host, by the host's clock: runs, flushed caches, and what the machine can do."""
+"""Timing on the host by its clock: runs, flushed caches, and the machine's peak rates."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ __all__ = ["HostStopwatch", "measured_rates", "processor_name"]
 
 # More than the last-level caches of most machines.
 _FLUSH_BYTES = 64 * 2**20
-_COPY_BYTES, _MATRIX = 64 * 2**20, 1024
-_REPEATS = 5
+# A product of this size takes milliseconds, so that some of the repeats are not interrupted.
+_COPY_BYTES, _MATRIX = 64 * 2**20, 512
+_REPEATS = 20
 
 
 class HostStopwatch:
@@ -53,11 +54,11 @@ class HostStopwatch:
         return HostStopwatch(self.tensors, run)
 
     def others(self) -> Iterator[Any]:
-        """There is one engine for each problem."""
+        """See `Stopwatch.others`: there is one engine for each problem."""
         return iter(())
 
     def clocks(self) -> Clocks | None:
-        """The mean of all cores' clocks, where the system says them."""
+        """Return the mean of all cores' clocks, if the system reports them."""
         try:
             text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
         except OSError:
@@ -69,7 +70,7 @@ class HostStopwatch:
 
 @lru_cache(maxsize=1)
 def processor_name() -> str:
-    """What the system calls the processor."""
+    """Return the system's name of the processor."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -81,16 +82,18 @@ def processor_name() -> str:
 
 
 def measured_rates(dtype: str) -> tuple[float, float, float, str]:
-    """FLOP/s of a matrix product, bytes a second of a copy, nothing for a launch, and how that is
-    known; 16-bit types are computed in float32."""
+    """Return FLOP/s of a matrix product, bytes/s of a copy, 0 for a launch, and the method.
+
+    16-bit types are computed in float32.
+    """
     kind = np.float64 if dtype == "float64" else np.float32
     a = np.ones((_MATRIX, _MATRIX), kind)
     product_s = _least_s(lambda: a @ a)
     source = np.ones(_COPY_BYTES // 8)
     target = np.empty_like(source)
     copy_s = _least_s(lambda: np.copyto(target, source))
-    said = f"measured: NumPy's {np.dtype(kind).name} matrix product, and a copy of 64 MiB"
-    return 2.0 * _MATRIX**3 / product_s, 2.0 * _COPY_BYTES / copy_s, 0.0, said
+    method = f"measured: NumPy's {np.dtype(kind).name} matrix product, and a copy of 64 MiB"
+    return 2.0 * _MATRIX**3 / product_s, 2.0 * _COPY_BYTES / copy_s, 0.0, method
 
 
 def _least_s(run: Callable[[], Any]) -> float:

@@ -57,8 +57,10 @@ def plan_report(backend: ServingBackend, subject: Problem) -> PlanReport:
         kernel=plan.kernel,
         workspace_bytes=plan.workspace_bytes,
         pieces=plan.pieces,
+        # Parts of a plan may pass over the same kernel for the same reason.
         passed_over=tuple(
-            PassedOver(kernel=kernel, reason=reason) for kernel, reason in plan.passed_over
+            PassedOver(kernel=kernel, reason=reason)
+            for kernel, reason in dict.fromkeys(plan.passed_over)
         ),
     )
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from math import prod
@@ -18,7 +19,7 @@ from convgrad.check._verify import Judged, OwnResult, judge
 from convgrad.check.philox import fill, spread_indices
 from convgrad.check.references import PART_ELEMENTS
 from convgrad.contract.again import again
-from convgrad.contract.examinations import RESULT_ROLES
+from convgrad.contract.judged_results import judged_results
 from convgrad.contract.verification import Inputs
 from convgrad.errors import DeadlineExceeded, UnsupportedProblem
 from convgrad_service.backends.base import Outcome, ServingBackend
@@ -60,8 +61,7 @@ def verify(
         **draw_inputs(problem, out, check),
     }
     inputs = {name: inputs[name] for name in problem.subject.inputs}
-    roles = (_of_role(role, problem, sent) for role in RESULT_ROLES)
-    judged = Judged(*roles)
+    judged = _judged(problem, sent)
     ours = _ours(backend, problem, inputs, cancelled, out)
     digest = _digest(problem, inputs)
     found = judge(
@@ -134,14 +134,20 @@ def _indices(subject: Problem) -> Array:
     return spread_indices(shape, prod(subject.output_size), subject.layout.name)
 
 
-def _of_role(role: str, problem: Verify, sent: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the caller's tensors of one of `RESULT_ROLES`, by output."""
-    before = f"{role}_"
-    return {
-        name.removeprefix(before): sent[name]
-        for name, _ in problem.judged
-        if name.startswith(before)
-    }
+def _judged(problem: Verify, sent: Mapping[str, Array]) -> Judged:
+    """Return the caller's results by role and output."""
+    by_role: defaultdict[tuple[str, str | None], dict[str, Array]] = defaultdict(dict)
+    names = {name for name, _ in problem.judged}
+    for each in judged_results(problem.subject.operation):
+        if each.name in names:
+            by_role[each.role, each.tensor][each.output] = sent[each.name]
+    tensors = {tensor for _, tensor in by_role if tensor is not None}
+    return Judged(
+        by_role["result", None],
+        by_role["second", None],
+        by_role["doubled", None],
+        {name: (by_role["addend", name], by_role["sum", name]) for name in sorted(tensors)},
+    )
 
 
 def _on_host(tensor: Any) -> Array:

@@ -142,7 +142,7 @@ class _SafetensorsReader:
     def fields(self, operation: Operation) -> tuple[Fields, Any]:
         layout = safetensors.layout(self._head, self._data_bytes)
         self._body.refuse_over_limit(len(self._head) + layout.data_bytes)
-        parameters = safetensors.parameters(layout.metadata)
+        parameters = safetensors.parameters(layout.metadata, operation.request.model_fields)
         if both := sorted(layout.tensors.keys() & parameters.keys()):
             raise MalformedRequest(
                 f'"{both[0]}" is both a tensor and a parameter; expected one of them'

@@ -14,13 +14,19 @@ __all__ = ["answer_layers"]
 
 
 async def answer_layers(request: Request) -> Response:
-    """Return a ``layer``'s sizes and notations, or a ``suite``'s layers, or the suites' names."""
+    """Return a ``layer``'s sizes and notations, or a ``suite``'s layers, or the suites' names.
+
+    ``batch`` overrides the layer's number of samples.
+    """
     query = request.query_params
     for name in query:
-        if name not in ("layer", "suite"):
-            raise MalformedRequest(f'unknown field "{name[:64]}"; expected layer or suite')
+        if name not in ("layer", "suite", "batch"):
+            raise MalformedRequest(f'unknown field "{name[:64]}"; expected layer, batch or suite')
     if "layer" in query:
-        return JSONResponse(_described(layers.parse(query["layer"])))
+        layer = layers.parse(query["layer"])
+        if "batch" in query:
+            layer = layer.with_batch(_number("batch", query["batch"]))
+        return JSONResponse(_described(layer))
     if "suite" in query:
         found = [
             {**_described(each.layer), "suite": each.suite, "networks": dict(each.networks)}
@@ -28,6 +34,12 @@ async def answer_layers(request: Request) -> Response:
         ]
         return JSONResponse({"layers": found})
     return JSONResponse({"suites": list(layers.suite_names())})
+
+
+def _number(name: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 12:
+        raise MalformedRequest(f"{name} is {text[:32]!r}; expected a number")
+    return int(text)
 
 
 def _described(layer: layers.Layer) -> dict[str, Any]:
@@ -45,6 +57,10 @@ def _described(layer: layers.Layer) -> dict[str, Any]:
         "stride": list(layer.stride),
         "padding": [list(pair) for pair in layer.padding],
         "dilation": list(layer.dilation),
+        "output_padding": list(layer.output_padding),
+        "ceil_mode": layer.ceil_mode,
+        "count_include_pad": layer.count_include_pad,
+        "bias": layer.bias,
         "dtype": layer.dtype,
         "layout": layer.layout,
         "operation": layer.operation,

@@ -38,7 +38,7 @@ from convgrad_service.http_api.response import WHOLE
 from convgrad_service.security.keys import KEY_REFUSALS, KeyRing
 from convgrad_service.security.scopes import require_path
 
-__all__ = ["ExchangeMiddleware"]
+__all__ = ["ExchangeMiddleware", "needs_no_key"]
 
 _log = logging.getLogger("convgrad.http")
 
@@ -48,7 +48,7 @@ _MODEST_BODY_BYTES, _MODEST_BODY_WAIT_S = 4 * 2**20, 0.05
 _LINGER_S = 2.0
 
 # Health checks need no key. Nor do the API's description and the page's files, for which a browser
-# could not send one; they are the same on every server.
+# could not send one; of a server they say only whether it has keys.
 _OPEN_PATHS = ("/v2/health/live", "/v2/health/ready", "/", "/docs", "/openapi.json", "/ui")
 _OPEN_FOLDERS = ("/docs/assets/", "/ui/")
 _QUIET_PATHS = ("/v2/health/", "/metrics")  # polled by machines, so logged at debug level
@@ -105,7 +105,7 @@ class ExchangeMiddleware:
     ) -> None:
         exchange = _Exchange(scope, receive, send, context, wrapped=self.wrapped)
         try:
-            if self.keys is not None and not _is_open(scope["path"]):
+            if self.keys is not None and not needs_no_key(scope["path"]):
                 context.caller = self.keys.caller(_authorization(scope))
                 require_path(context.caller, scope["method"], scope["path"])
             found = self.endpoints.get(scope["path"]) if scope["method"] == "POST" else None
@@ -163,7 +163,8 @@ def _trace(scope: Scope) -> dict[str, str]:
     return {name: value for name, value in named if name in TRACE_HEADERS}
 
 
-def _is_open(path: str) -> bool:
+def needs_no_key(path: str) -> bool:
+    """Return whether a path is answered without an API key even by servers that have keys."""
     return path in _OPEN_PATHS or path.startswith(_OPEN_FOLDERS)
 
 

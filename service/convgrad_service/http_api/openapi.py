@@ -20,6 +20,7 @@ from convgrad_service.http_api.codecs import BODY_FORMS, JSON, SAFETENSORS
 from convgrad_service.http_api.multipart_body import MEDIA_TYPE as MULTIPART
 from convgrad_service.http_api.npy_answer import NPY, NPZ, REPORT_HEADER
 from convgrad_service.http_api.openapi_examinations import EXAMINATION_MODELS, examination_paths
+from convgrad_service.http_api.openapi_keys import describe_keys
 from convgrad_service.http_api.openapi_tensors import REF as _REF
 from convgrad_service.http_api.openapi_tensors import (
     named_tensors,
@@ -59,8 +60,8 @@ _INFER_EXAMPLE: dict[str, Any] = {
     "parameters": {"stride": "[1, 1]"},
 }
 
-# The errors of every operation, from the error table.
-_ERROR_STATUSES = (400, 401, 404, 406, 408, 413, 415, 422, 429, 500, 503, 504)
+# The errors of every operation, from the error table; `describe_keys` adds those of API keys.
+_ERROR_STATUSES = (400, 404, 406, 408, 413, 415, 422, 429, 500, 503, 504)
 
 
 def install_openapi(app: FastAPI, settings: Settings) -> None:
@@ -105,6 +106,7 @@ def _document(app: FastAPI, settings: Settings) -> dict[str, Any]:
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     document["paths"] = {**paths, **document["paths"]}
+    describe_keys(document, _error_response, required=settings.api_keys is not None)
     return document
 
 

@@ -23,9 +23,9 @@ _ANSWERS: Mapping[str, type[BaseModel]] = {
     "plan": PlanExplained,
 }
 _SENTENCES = {
-    "verify": "Hold a result of {} against float64, element by element.",
-    "time": "Time {} alone on a device.",
-    "plan": "Explain which kernel would compute {}, and why no other.",
+    "verify": "Verify a result of {} against a float64 reference, element by element.",
+    "time": "Time {} on a device that does nothing else.",
+    "plan": "Explain which kernel would compute {}, and why the others would not.",
 }
 EXAMINATION_MODELS: list[tuple[type[BaseModel], str]] = [
     *((each.request, "validation") for each in (*VERIFICATIONS.values(), *TIMINGS.values())),
@@ -33,9 +33,7 @@ EXAMINATION_MODELS: list[tuple[type[BaseModel], str]] = [
 ]
 """The models that the paths refer to, each with pydantic's mode."""
 
-_STATUSES = (400, 406, 413, 422, 429, 500, 503, 504)
-# Of requests with a body.
-_BODY_STATUSES = (404, 408, 415)
+_STATUSES = (400, 401, 404, 406, 408, 413, 415, 422, 429, 500, 503, 504)
 
 
 def examination_paths(
@@ -65,7 +63,7 @@ def _common(
         "summary": _SENTENCES[kind].format(name),
         "responses": {
             "200": {
-                "description": "What was found.",
+                "description": "The report.",
                 "headers": headers,
                 "content": {JSON: answer},
             },
@@ -91,7 +89,6 @@ def _post(
             "`result` with the answer or `error` with a problem. Closing the connection cancels.",
             "content": {EVENT_STREAM: {"schema": {"type": "string"}}},
         }
-    described["responses"] |= {str(status): error(status) for status in _BODY_STATUSES}
     return {
         **described,
         "parameters": parameters,
@@ -121,20 +118,21 @@ def _get(
 
 def _layers(headers: Mapping[str, Any], error: Callable[[int], Any]) -> dict[str, Any]:
     said = {
-        "layer": "A layer in anybody's words: the answer has its sizes and all its spellings.",
-        "suite": "The name of a suite or network: the answer has its layers.",
+        "layer": "A layer in any notation; the answer has its sizes and all its notations.",
+        "batch": "Number of samples; overrides the layer's.",
+        "suite": "The name of a suite or network; the answer lists its layers.",
     }
     return {
         "tags": ["plan"],
         "operationId": "layers",
-        "summary": "A layer's sizes and spellings, or the suites.",
+        "summary": "Describe a layer in every notation, or list the suites.",
         "parameters": [
             {"name": name, "in": "query", "description": text, "schema": {"type": "string"}}
             for name, text in said.items()
         ],
         "responses": {
             "200": {
-                "description": "What was asked for; without a query the suites' names.",
+                "description": "The layer or the suite; without a query, the names of the suites.",
                 "headers": headers,
                 "content": {JSON: {"schema": {"type": "object"}}},
             },

@@ -27,7 +27,7 @@ def named_tensors() -> dict[str, Any]:
         schemas[kind] = {"title": kind, "oneOf": [{"$ref": REF.format(name)} for name in forms]}
     schemas["StoredOutput"] = {
         "title": "StoredOutput",
-        "description": "What is told of an output that was stored and is not sent.",
+        "description": "What an answer says of an output that is stored instead of sent.",
         "type": "object",
         "properties": {
             "stored": {"type": "string"},

@@ -1,15 +1,17 @@
 """The operations as the protocol's models: metadata, configuration, index.
 
 The protocol cannot express variable dtypes and ranks, so inputs and outputs have those of the
-operation's example; a model's configuration lists all dtypes and layouts among its parameters.
+operation's example; a model's configuration lists all dtypes, layouts and ranks among its
+parameters.
 Every extent is -1, variable.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 from convgrad import _version
 from convgrad.contract import OPERATIONS, Operation, validate
@@ -190,8 +192,16 @@ def _tensor(name: str, dtype: DType, rank: int) -> TensorMetadata:
 
 
 def _extra_parameters(operation: Operation) -> dict[str, str]:
-    """Return all dtypes and layouts, which the lists of tensors cannot express."""
-    described = {"dtypes": ",".join(protocol_name(dtype) for dtype in operation.dtypes)}
-    if operation.layouts:
-        described["layouts"] = ",".join(operation.layouts)
-    return described
+    """Return all dtypes, layouts and ranks, which the lists of tensors cannot express."""
+    lists: dict[str, Iterable[object]] = {
+        "dtypes": map(protocol_name, operation.dtypes),
+        "layouts": operation.layouts,
+        "ranks": sorted({len(layout) for layout in operation.layouts}),
+    }
+    if set(_INDICES) & {*operation.tensors, *operation.outputs}:
+        lists["index_dtypes"] = map(protocol_name, (DType.INT64, DType.INT32))
+    for name, field in operation.request.model_fields.items():
+        if name.endswith("_format"):
+            lists[f"{name}s"] = get_args(field.annotation)
+    joined = {name: ",".join(map(str, values)) for name, values in lists.items()}
+    return {name: text for name, text in joined.items() if text}

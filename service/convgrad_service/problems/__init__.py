@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from convgrad.errors import InvalidProblem
 from convgrad_service.problems.adaptive_maxpool import AdaptiveMaxPoolBwd, AdaptiveMaxPoolFwd
 from convgrad_service.problems.avgpool import (
     AdaptiveAvgPoolBwd,
@@ -31,11 +32,13 @@ from convgrad_service.problems.examinations import examination_from
 from convgrad_service.problems.geometry import ConvShape, PoolShape
 from convgrad_service.problems.grouped_conv_bwd_weight import GroupedConvBwdWeight
 from convgrad_service.problems.grouped_conv_conv_fwd import GroupedConvConvFwd
+from convgrad_service.problems.layout_note import layout_note
 from convgrad_service.problems.layouts import Layout
 from convgrad_service.problems.max_unpool import MaxUnpoolBwd, MaxUnpoolFwd
 from convgrad_service.problems.maxpool import MaxPoolBwd, MaxPoolFwd
 from convgrad_service.problems.passes import ConvPasses, Pass
 from convgrad_service.problems.pieces import run_in_pieces
+from convgrad_service.problems.sizes import InconsistentSizes
 
 __all__ = [
     "PROBLEMS",
@@ -116,5 +119,12 @@ def problem_from(operation: str, request: object) -> Problem:
     """
     problem = PROBLEMS.get(operation)
     if problem is not None:
+        return _described(problem, request)
+    return examination_from(request, lambda name, stated: _described(PROBLEMS[name], stated))
+
+
+def _described(problem: _FromRequest, request: Any) -> Problem:
+    try:
         return problem.from_request(request)
-    return examination_from(request, lambda name, stated: PROBLEMS[name].from_request(stated))
+    except InconsistentSizes as refused:
+        raise InvalidProblem(refused.detail + layout_note(request)) from None

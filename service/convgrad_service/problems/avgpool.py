@@ -25,6 +25,7 @@ from convgrad_service.problems.reading import (
     shared_dtype,
 )
 from convgrad_service.problems.sizes import (
+    InconsistentSizes,
     Size,
     by,
     check_shape,
@@ -247,7 +248,7 @@ def adaptive_output_size(asked: int | tuple[int | None, ...], input_size: Size) 
     ndim = len(input_size)
     values = (asked,) * ndim if isinstance(asked, int) else asked
     if len(values) != ndim:
-        raise InvalidProblem(
+        raise InconsistentSizes(
             f"output_size has {show(len(values))} values; expected one integer, or {ndim} (one per "
             "spatial dimension, null for the input's own)"
         )

@@ -13,6 +13,7 @@ from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import Layout, activation_shape, weight_shape
 from convgrad_service.problems.reading import Activation, Filter
 from convgrad_service.problems.sizes import (
+    InconsistentSizes,
     positive,
     require_shape,
     show,
@@ -64,7 +65,7 @@ def agreed_groups(
 def divisible(what: str, channels: int, groups: int) -> None:
     """Raise InvalidProblem unless the channels are a multiple of the groups."""
     if channels % groups:
-        raise InvalidProblem(
+        raise InconsistentSizes(
             f"{what} has {show(channels)} channels; expected a multiple of groups, {show(groups)}"
         )
 
@@ -72,7 +73,7 @@ def divisible(what: str, channels: int, groups: int) -> None:
 def same_batch(a: Activation, b: Activation) -> None:
     """Raise InvalidProblem unless both have the same N."""
     if a.batch != b.batch:
-        raise InvalidProblem(
+        raise InconsistentSizes(
             f"{a.name} has shape {tuple_text(a.shape)}, a batch of {a.batch}; expected "
             f"{b.batch}, that of {b.name}"
         )
@@ -81,7 +82,7 @@ def same_batch(a: Activation, b: Activation) -> None:
 def same_channels(weight: Filter, activation: Activation) -> None:
     """Raise InvalidProblem unless the weight has as many output channels as the activation has."""
     if weight.out_channels != activation.channels:
-        raise InvalidProblem(
+        raise InconsistentSizes(
             f"{weight.name} has shape {tuple_text(weight.shape)}, {weight.out_channels} output "
             f"channels; expected {activation.channels}, the channels of {activation.name}"
         )
@@ -98,15 +99,11 @@ def check_filter_inputs(layout: Layout, weight: Filter, input: Activation, group
     divisible(input.name, input.channels, groups)
     divisible(f"the output of {weight.name}", weight.out_channels, groups)
     expected = weight_shape(layout, groups, input.channels, weight.out_channels, weight.kernel)
-    # PyTorch's weights are KCRS in every memory format, so say what is expected here.
-    order = (
-        "" if layout.weight.startswith("KC") else f"; in {layout.name} a weight is {layout.weight}"
-    )
     require_shape(
         weight.name,
         weight.shape,
         expected,
-        f"from {input.name}'s {input.channels} channels and groups {groups}{order}",
+        f"from {input.name}'s {input.channels} channels and groups {groups}",
     )
 
 

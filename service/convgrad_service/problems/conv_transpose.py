@@ -10,7 +10,6 @@ from convgrad.contract import (
     ConvTransposeBackwardRequest,
     ConvTransposeFwdRequest,
 )
-from convgrad.errors import InvalidProblem
 from convgrad_service.problems.consistency import agreed_groups, check_bias, divisible
 from convgrad_service.problems.formulas import minimal_input_size
 from convgrad_service.problems.geometry import ConvShape
@@ -24,7 +23,7 @@ from convgrad_service.problems.reading import (
     read_output_padding,
     wanted_outputs,
 )
-from convgrad_service.problems.sizes import one_or_by, tuple_text
+from convgrad_service.problems.sizes import InconsistentSizes, one_or_by, tuple_text
 
 __all__ = [
     "Conv3dTranspose",
@@ -144,7 +143,7 @@ def transposed_shape(layout: Layout, request: _Request, *others: Activation) -> 
     groups = agreed_groups(layout, request.groups, input, weight, *others)
     divisible("input", input.channels, groups)
     if weight.out_channels != input.channels:
-        raise InvalidProblem(
+        raise InconsistentSizes(
             f"weight has shape {tuple_text(weight.shape)}, for {weight.out_channels} input "
             f"channels; expected {input.channels}, the channels of input ([C_in, "
             "C_out/groups, *kernel])"
@@ -186,7 +185,7 @@ def transposed_gradients_shape(layout: Layout, request: _BackwardRequest) -> Con
     other = tuple(more) != extra
     fits = other and all(0 <= rows < limit for rows, limit in zip(more, limits, strict=True))
     hint = f"; output_padding {one_or_by(more)} would yield its size" if fits else ""
-    raise InvalidProblem(
+    raise InconsistentSizes(
         f"grad_output has shape {tuple_text(grad.shape)}; expected {tuple_text(shape)} from "
         f"input's shape {tuple_text(request.input.shape)}, {conv.geometry_text} and output_padding "
         f"{one_or_by(extra)}{hint}"

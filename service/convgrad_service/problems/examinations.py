@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from convgrad import layers
 from convgrad.contract.base import validate
 from convgrad.contract.examinations import (
-    RESULT_ROLES,
     PlanRequest,
     TimeRequest,
     VerifyRequest,
     operation_examined,
 )
+from convgrad.contract.judged_results import judged_results
 from convgrad.contract.operations import Operation
 from convgrad.dtypes import DType
 from convgrad.errors import InvalidProblem, MalformedRequest
@@ -171,6 +171,8 @@ def examination_from(request: Any, make: Callable[[str, object], Problem]) -> Ex
         The layer cannot be parsed, a shape is missing, or sizes contradict each other.
     """
     operation = operation_examined(request.operation)
+    if request.store:
+        raise InvalidProblem(f"{request.operation} has no outputs to be stored; expected no store")
     found = ((name, _given(request, name)) for name in operation.tensors)
     given = {name: array for name, array in found if array is not None}
     layer = None if request.layer is None else _layer(request)
@@ -277,7 +279,7 @@ def _require_all(operation: Operation, tensors: Mapping[str, Any], request: Any)
         if name not in tensors:
             where = "send it, or " if isinstance(request, VerifyRequest) else ""
             raise MalformedRequest(
-                f"nothing says how large {name} is; {where}give `layer`, or its shape in `shapes`"
+                f"the size of {name} is not known; {where}give `layer`, or its shape in `shapes`"
             )
 
 
@@ -288,18 +290,14 @@ def _verify(
     given: Mapping[str, NDArray[Any]],
     shared: Mapping[str, Any],
 ) -> Verify:
-    if request.store:
-        raise InvalidProblem("verify computes nothing that could be stored; expected no store")
     judged: list[tuple[str, TensorSpec]] = []
-    for role in RESULT_ROLES:
-        for output in operation.outputs:
-            name = f"{role}_{output}"
-            array = _given(request, name)
-            if array is None:
-                continue
-            judged.append((name, _spec_of(name, array, output, subject)))
-            if role != RESULT_ROLES[0] and _given(request, f"result_{output}") is None:
-                raise MalformedRequest(f"{name} is given without result_{output}")
+    for each in judged_results(operation.name):
+        array = _given(request, each.name)
+        if array is None:
+            continue
+        judged.append((each.name, _spec_of(each.name, array, each.output, subject)))
+        if _given(request, f"result_{each.output}") is None:
+            raise MalformedRequest(f"{each.name} is given without result_{each.output}")
     if not judged:
         wanted = " or ".join(f"result_{name}" for name in subject.outputs)
         raise MalformedRequest(f"there is no result to verify; expected {wanted}")

@@ -6,6 +6,7 @@ from convgrad.errors import InvalidProblem
 from convgrad_service.problems.lattice import count_residues_from
 from convgrad_service.problems.sizes import (
     MAX_EXTENT,
+    InconsistentSizes,
     Pads,
     Size,
     by,
@@ -36,7 +37,7 @@ def conv_output_size(
         reach = d * (k - 1) + 1
         padded = size + before + after
         if reach > padded:
-            raise InvalidProblem(
+            raise InconsistentSizes(
                 f"the kernel reaches over {show(reach)} positions in spatial dimension {i} "
                 f"(size {show(k)}, dilation {show(d)}); expected at most {show(padded)}, {name}'s "
                 f"{show(size)} with padding [{show(before)}, {show(after)}]"
@@ -79,7 +80,7 @@ def minimal_input_size(
     )
     if min(size) < 1:
         one = "the output of an input" if transposed else "the input that yields an output"
-        raise InvalidProblem(
+        raise InconsistentSizes(
             f"{one} of size {tuple_text(output_size)} has size {tuple_text(size)} with kernel "
             f"{by(kernel_size)}, padding {pads_text(padding)}; expected at least 1 in every "
             "dimension"
@@ -113,7 +114,7 @@ def implied_kernel_size(
             f"dilation {show(d)}"
         )
         if largest < smallest:
-            raise InvalidProblem(f"{found}; expected sizes that some kernel leads between")
+            raise InconsistentSizes(f"{found}; expected sizes that some kernel leads between")
         if largest > smallest:
             raise InvalidProblem(
                 f"weight_size is missing; expected it, since {found}: kernels of "

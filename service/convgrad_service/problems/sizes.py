@@ -14,6 +14,7 @@ from convgrad.errors import InvalidProblem
 __all__ = [
     "MAX_ELEMENTS",
     "MAX_EXTENT",
+    "InconsistentSizes",
     "IntOrSequence",
     "Padding",
     "Pads",
@@ -39,6 +40,10 @@ Size = tuple[int, ...]
 Pads = tuple[tuple[int, int], ...]
 IntOrSequence = int | Sequence[int]
 Padding = int | Sequence[int | Sequence[int]]
+
+
+class InconsistentSizes(InvalidProblem):
+    """Sizes contradict each other as they were read in a layout; `problem_from` says in which."""
 
 
 def show(value: object) -> str:
@@ -107,7 +112,7 @@ def per_dimension(name: str, value: IntOrSequence, ndim: int, *, minimum: int = 
     if isinstance(value, int):
         return (_checked(name, value, minimum),) * ndim
     if len(value) != ndim:
-        raise InvalidProblem(
+        raise InconsistentSizes(
             f"{name} has {_count(value)}; expected one integer, or {ndim} (one per spatial "
             "dimension)"
         )
@@ -126,7 +131,7 @@ def pairs_per_dimension(name: str, value: Padding, ndim: int) -> Pads:
         both = _checked(name, value, 0)
         return ((both, both),) * ndim
     if len(value) != ndim:
-        raise InvalidProblem(
+        raise InconsistentSizes(
             f"{name} has {_count(value)}; expected one integer, or {ndim} (for each spatial "
             "dimension an integer or a [before, after] pair)"
         )
@@ -201,6 +206,6 @@ def require_shape(name: str, found: Sequence[int], expected: Sequence[int], sour
         The shapes differ.
     """
     if tuple(found) != tuple(expected):
-        raise InvalidProblem(
+        raise InconsistentSizes(
             f"{name} has shape {tuple_text(found)}; expected {tuple_text(expected)} {source}"
         )

@@ -72,10 +72,12 @@ class Settings(BaseSettings):
     @classmethod
     def _refuse_unknown_variables(cls, values: Any) -> Any:
         for variable in sorted(os.environ):
-            if variable.startswith(_PREFIX) and not _is_known(variable):
-                known = [*_variables(), *_CLIENT_VARIABLES]
-                near = difflib.get_close_matches(variable, known, n=1)
-                hint = f", did you mean {near[0]}?" if near else ""
+            name = variable.upper()
+            if name.startswith(_PREFIX) and not _is_known(variable):
+                # Compared without the prefix, which would make any two names similar.
+                known = [each[len(_PREFIX) :] for each in (*_variables(), *_CLIENT_VARIABLES)]
+                near = difflib.get_close_matches(name[len(_PREFIX) :], known, n=1)
+                hint = f", did you mean {_PREFIX}{near[0]}?" if near else ""
                 raise ValueError(f"{variable} is the name of no setting{hint}")
         return values
 

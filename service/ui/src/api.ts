@@ -1,4 +1,4 @@
-/** The server's endpoints that the page asks, and the parts of their answers that it shows. */
+/** The server's endpoints that the page uses, and the parts of their answers that it shows. */
 
 export interface Operation {
   name: string;
@@ -53,13 +53,21 @@ export interface PlanAnswer {
 export interface Layer {
   title: string;
   kind: string;
+  operation: string | null;
   batch: number;
+  in_channels: number;
+  out_channels: number;
+  groups: number;
   input_size: number[];
   output_size: number[];
   kernel_size: number[];
   stride: number[];
   padding: [number, number][];
   dilation: number[];
+  output_padding: number[];
+  ceil_mode: boolean;
+  count_include_pad: boolean;
+  bias: boolean;
   operations: string[];
   spellings: Record<string, string>;
 }
@@ -104,7 +112,7 @@ export interface OutputReport {
   exceeding: number;
   worst: { index: number[]; value: Value; reference: Value; bound: Value; share: Value } | null;
   shares: Histogram;
-  ulps: { max: number };
+  ulps: { max: number } | null;
   exact: { applies: boolean; reason: string | null; passed: boolean | null };
   bits: { digest: string; equal_to_ours: boolean | null };
   heat_map: { axes: string[]; extents: number[]; values: Value[][] } | null;
@@ -117,12 +125,13 @@ export interface VerifyAnswer {
   passed: boolean;
   findings: { code: string; output: string | null; sentence: string }[];
   outputs: Record<string, OutputReport>;
-  ours: { kernel: string; passed: boolean };
+  adjointness: Record<string, { applies: boolean; reason: string | null; passed: boolean | null }>;
+  ours: { kernel: string; passed: boolean } | null;
   reference: { device: string; flops: number; seconds: number };
   again: Again;
 }
 
-/** Why the server refused, in its own words. */
+/** An error that the server answered. */
 export class Refusal extends Error {
   constructor(
     readonly status: number,
@@ -135,7 +144,7 @@ export class Refusal extends Error {
 
 let key = "";
 
-/** Kept in memory only: it is gone with the page. */
+/** Set the API key, which is kept in memory only. */
 export function useKey(value: string): void {
   key = value;
 }
@@ -182,12 +191,12 @@ export async function postJson<T>(path: string, body: unknown, signal: AbortSign
   return answer.json();
 }
 
-/** Time an operation; `heard` is told where in the queue it waits, and when it runs. */
+/** Time an operation; `report` is called with its place in the queue, and when it runs. */
 export async function time(
   operation: string,
   body: unknown,
   signal: AbortSignal,
-  heard: (state: string) => void,
+  report: (state: string) => void,
 ): Promise<TimeAnswer> {
   const answer = await send(`time/${operation}`, {
     method: "POST",
@@ -208,8 +217,8 @@ export async function time(
       const name = /^event: (.*)$/m.exec(event)?.[1];
       const data = JSON.parse(/^data: (.*)$/m.exec(event)?.[1] ?? "{}");
       if (name === "queued") {
-        heard(data.position === 0 ? "next in the queue" : `${data.position} ahead in the queue`);
-      } else if (name === "running") heard("running");
+        report(data.position === 0 ? "next in the queue" : `${data.position} ahead in the queue`);
+      } else if (name === "running") report("running");
       else if (name === "result") return data;
       else if (name === "error") throw new Refusal(data.status, data.code, data.detail);
     }

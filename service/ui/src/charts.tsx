@@ -1,4 +1,4 @@
-/** uPlot as components. A chart's numbers stand in a table or a sentence beside it as well. */
+/** uPlot as components. A chart's numbers are also in a table or a sentence beside it. */
 
 import { useEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
@@ -55,7 +55,7 @@ const texts =
   (_, splits) =>
     splits.map((value) => (value === null ? "" : of(value)));
 
-/** FLOP/s over FLOP per byte: what the device can do at most, and what was measured. */
+/** FLOP/s over FLOP per byte: the device's limit, and what was measured. */
 export function RooflineChart(props: {
   flopsPerS: number;
   bytesPerS: number;
@@ -70,7 +70,7 @@ export function RooflineChart(props: {
   const here = xs.map((x) => (x === props.intensity ? props.measured : null));
   const bound = Math.min(props.flopsPerS, props.intensity * props.bytesPerS);
   const label =
-    `Roofline. At ${props.intensity.toPrecision(3)} FLOP per byte the device allows ${format.flopRate(bound)}` +
+    `Roofline. At ${props.intensity.toPrecision(3)} FLOP per byte the limit is ${format.flopRate(bound)}` +
     (props.measured === null ? "." : `; measured: ${format.flopRate(props.measured)}.`);
   return (
     <Chart
@@ -86,7 +86,7 @@ export function RooflineChart(props: {
           ],
           series: [
             { label: "FLOP per byte" },
-            { label: "what the device allows", stroke: c.series[1]!, width: 2, points: { show: false } },
+            { label: "roofline", stroke: c.series[1]!, width: 2, points: { show: false } },
             {
               label: "this layer, warm",
               stroke: c.series[0]!,
@@ -117,7 +117,7 @@ export function DistributionChart(props: { samples: number[]; median: number }) 
   const xs = counts.map((_, bar) => low + (bar + 0.5) * width);
   return (
     <Chart
-      label={`Distribution of ${sorted.length} samples, median ${format.seconds(props.median)}, the last bar holds all slower ones.`}
+      label={`Distribution of ${sorted.length} samples, median ${format.seconds(props.median)}, the last bar contains all slower ones.`}
       height={220}
       of={props.samples}
       draw={(c) => ({
@@ -126,7 +126,7 @@ export function DistributionChart(props: { samples: number[]; median: number }) 
           axes: [axis(c, "time of a call", texts(format.seconds), 46), axis(c, "samples", texts(String), 50)],
           series: [
             { label: "time" },
-            { label: "samples, the last bar: all slower ones", fill: c.series[0]!, stroke: c.series[0]!, points: { show: false }, paths: uPlot.paths.bars!({ size: [0.9, 100] }) },
+            { label: "samples; the last bar contains all slower ones", fill: c.series[0]!, stroke: c.series[0]!, points: { show: false }, paths: uPlot.paths.bars!({ size: [0.9, 100] }) },
           ],
         },
         data: [xs, counts],
@@ -135,7 +135,7 @@ export function DistributionChart(props: { samples: number[]; median: number }) 
   );
 }
 
-/** Grouped bars: a group a name, a colour a series. */
+/** Grouped bars: one group for each name, one colour for each series. */
 export function GroupedBars(props: { names: string[]; series: { label: string; values: (number | null)[] }[]; unit: (value: number) => string; label: string }) {
   const { names, series } = props;
   // Bars lie beside each other: each series has the positions of its own.

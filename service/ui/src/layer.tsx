@@ -4,6 +4,7 @@ import { useEffect, useState } from "preact/hooks";
 
 import { getJson, type Layer, type Operation, type PlanAnswer } from "./api";
 import * as format from "./format";
+import { Geometry, words as wordsOf } from "./geometry";
 import { TimePanel } from "./timing";
 import { VerifyPanel } from "./verify";
 import { Facts, Problem } from "./parts";
@@ -11,7 +12,7 @@ import { Facts, Problem } from "./parts";
 const FIRST = "mb8ic64ih28oc64oh28kh3ph1";
 const DTYPES = ["float32", "bfloat16", "float16", "float64"];
 
-/** What the operations are asked with. */
+/** An operation and the fields that state its problem. */
 export interface Question {
   operation: string;
   fields: Record<string, string | number>;
@@ -45,7 +46,7 @@ export function LayerView(props: { refused: (error: unknown) => void }) {
       });
   }, []);
 
-  // Asked while it is typed: the last question alone is answered.
+  // Requested while the user types; a newer request cancels the older one.
   useEffect(() => {
     const leaving = new AbortController();
     const soon = setTimeout(async () => {
@@ -70,7 +71,8 @@ export function LayerView(props: { refused: (error: unknown) => void }) {
     };
   }, [asked, rank]);
 
-  const known = operations.length ? operations : [{ name: operation, summary: "", tensors: {} }];
+  const names = operations.length ? operations.map((one) => one.name) : [operation];
+  const fits = (name: string) => layer === null || layer.operations.includes(name);
   const summary = operations.find((one) => one.name === operation)?.summary;
   return (
     <>
@@ -80,13 +82,20 @@ export function LayerView(props: { refused: (error: unknown) => void }) {
           <label>
             Operation
             <select value={operation} onChange={(event) => setOperation(event.currentTarget.value)}>
-              {known.map((one) => (
-                <option value={one.name}>{one.name}</option>
-              ))}
+              <optgroup label="For this layer">
+                {names.filter(fits).map((name) => (
+                  <option value={name}>{name}</option>
+                ))}
+              </optgroup>
+              <optgroup label="For other layers">
+                {names.filter((name) => !fits(name)).map((name) => (
+                  <option value={name}>{name}</option>
+                ))}
+              </optgroup>
             </select>
           </label>
           <label class="wide">
-            Layer, in benchdnn's, MIOpen's, PyTorch's or ONNX' words, or a suite's name
+            Layer: a benchdnn problem, MIOpenDriver command, PyTorch module, ONNX node or name from a suite
             <input
               value={words}
               spellcheck={false}
@@ -108,7 +117,7 @@ export function LayerView(props: { refused: (error: unknown) => void }) {
           <label>
             Element type
             <select value={dtype} onChange={(event) => setDtype(event.currentTarget.value)}>
-              <option value="">the layer's, or float32</option>
+              <option value="">that of the layer, or float32</option>
               {DTYPES.map((name) => (
                 <option value={name}>{name}</option>
               ))}
@@ -127,10 +136,20 @@ export function LayerView(props: { refused: (error: unknown) => void }) {
         <div id="layer-found" aria-live="polite">
           {problem ? <Problem error={problem} /> : layer && <p>{layer.title}</p>}
         </div>
-        {layer && !problem && <Sizes layer={layer} />}
+        {layer && (
+          <Geometry
+            layer={layer}
+            known={!problem}
+            change={(changed) => {
+              setLayer(changed);
+              setBatch("");
+              setWords(wordsOf(changed));
+            }}
+          />
+        )}
         {layer && !problem && (
           <details>
-            <summary>The same layer in every dialect</summary>
+            <summary>The layer in every notation</summary>
             <Facts
               facts={Object.entries(layer.spellings).map(([name, text]) => [name, <code>{text}</code>])}
             />
@@ -151,36 +170,6 @@ export function LayerView(props: { refused: (error: unknown) => void }) {
   );
 }
 
-/** The output's size, worked out. */
-function Sizes(props: { layer: Layer }) {
-  const { layer } = props;
-  const transposed = layer.kind.includes("transpose");
-  return (
-    <table>
-      <caption>{transposed ? "Sizes of the convolution that it transposes" : "Output sizes"}</caption>
-      <tbody>
-        {layer.output_size.map((found, axis) => {
-          const size = layer.input_size[axis] ?? 0;
-          const kernel = layer.kernel_size[axis] ?? 1;
-          const stride = layer.stride[axis] ?? 1;
-          const dilation = layer.dilation[axis] ?? 1;
-          const [before, after] = layer.padding[axis] ?? [0, 0];
-          const name = "DHW".slice(-layer.output_size.length)[axis];
-          return (
-            <tr>
-              <th scope="row">{name}</th>
-              <td>
-                ⌊({size} + {before} + {after} − {dilation}·({kernel} − 1) − 1) / {stride}⌋ + 1 ={" "}
-                <strong>{found}</strong>
-              </td>
-            </tr>
-          );
-        })}
-      </tbody>
-    </table>
-  );
-}
-
 function PlanPanel(props: { answer: PlanAnswer }) {
   const { plan, device, reference, inputs, outputs } = props.answer;
   const tensors = [...Object.entries(inputs), ...Object.entries(outputs)];
@@ -190,11 +179,11 @@ function PlanPanel(props: { answer: PlanAnswer }) {
       <Facts
         facts={[
           ["kernel", <code>{plan.kernel}</code>],
-          ["on", `${device.name} (${device.backend} ${device.index})`],
+          ["device", `${device.name} (${device.backend} ${device.index})`],
           ["work", `${format.flops(props.answer.flops)}, ${format.bytes(props.answer.bytes)} to read and write`],
           ["workspace", format.bytes(plan.workspace_bytes)],
           [
-            "at best",
+            "roofline",
             `${format.seconds(reference.seconds)}, limited by ${reference.limited_by} (${reference.source})`,
           ],
           ...tensors.map(([name, one]): [string, string] => [name, `${format.shape(one.shape)} ${one.dtype}`]),
@@ -202,7 +191,7 @@ function PlanPanel(props: { answer: PlanAnswer }) {
       />
       {plan.passed_over.length > 0 && (
         <table>
-          <caption>Kernels that were passed over</caption>
+          <caption>Other kernels, and why the plan passed over them</caption>
           <tbody>
             {plan.passed_over.map((one) => (
               <tr>

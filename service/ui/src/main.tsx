@@ -79,7 +79,7 @@ function KeyForm(props: { entered: () => void }) {
       }}
     >
       <label>
-        This server wants an API key. It is kept in this page's memory alone.
+        This server requires an API key. The page keeps it in memory only.
         <input
           type="password"
           autocomplete="off"

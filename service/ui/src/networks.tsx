@@ -1,4 +1,4 @@
-/** Whole networks, as they were measured: convgrad, the peer, and what the device allows. */
+/** Whole networks, as measured: convgrad, cuDNN and the roofline. */
 
 import { useEffect, useState } from "preact/hooks";
 
@@ -36,7 +36,8 @@ export function NetworksView() {
       <h2 id="networks-title">Networks</h2>
       <p>
         Time of both gradients of every convolution of a network, measured on an {networks.device} ({networks.dtype},{" "}
-        {networks.layout}), beside {networks.peer}. The last bar is what the device's memory and arithmetic allow.
+        {networks.layout}), compared with {networks.peer}. The last bar is the roofline: the limit of the device's
+        memory bandwidth and arithmetic.
       </p>
       <fieldset class="choice">
         <legend>Batch</legend>
@@ -47,13 +48,13 @@ export function NetworksView() {
         ))}
       </fieldset>
       <GroupedBars
-        label={`Times of ${rows.length} networks at batch ${shown} as shares of cuDNN's; the table below has the numbers.`}
+        label={`Times of ${rows.length} networks at batch ${shown} relative to cuDNN's; the table below has the numbers.`}
         names={rows.map((row) => row.network)}
         unit={(share) => `${Math.round(100 * share)} %`}
         series={[
-          { label: "convgrad, of cuDNN's time", values: rows.map((row) => row.ours_ms / row.peer_ms) },
+          { label: "convgrad, relative to cuDNN", values: rows.map((row) => row.ours_ms / row.peer_ms) },
           { label: "cuDNN", values: rows.map(() => 1) },
-          { label: "at best", values: rows.map((row) => row.reference_ms / row.peer_ms) },
+          { label: "roofline", values: rows.map((row) => row.reference_ms / row.peer_ms) },
         ]}
       />
       <div class="scroll">
@@ -64,8 +65,8 @@ export function NetworksView() {
               <th scope="col">network</th>
               <th scope="col">convgrad</th>
               <th scope="col">cuDNN</th>
-              <th scope="col">at best</th>
-              <th scope="col">times as fast</th>
+              <th scope="col">roofline</th>
+              <th scope="col">speedup</th>
             </tr>
           </thead>
           <tbody>

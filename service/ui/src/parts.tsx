@@ -1,4 +1,4 @@
-/** What several views show alike. */
+/** Parts that several views share. */
 
 import type { ComponentChildren } from "preact";
 
@@ -28,11 +28,11 @@ export function Problem(props: { error: unknown }) {
   );
 }
 
-/** The command that asks the same again. */
+/** The command that repeats the request. */
 export function Again(props: { command: string }) {
   return (
     <p class="again">
-      Again: <code>{props.command}</code>
+      Repeat with: <code>{props.command}</code>
     </p>
   );
 }

@@ -124,7 +124,7 @@ function Shown(props: { state: State }) {
                   <td>
                     {total
                       ? `${format.bytes(memory("convgrad_device_memory_used_bytes"))} of ${format.bytes(total)}`
-                      : "the process's own"}
+                      : "host memory"}
                   </td>
                   <td>{labels.uuid || "–"}</td>
                 </tr>
@@ -136,7 +136,7 @@ function Shown(props: { state: State }) {
           <caption>Requests</caption>
           <thead>
             <tr>
-              <th scope="col">what</th>
+              <th scope="col">request</th>
               <th scope="col">answered</th>
               <th scope="col">mean</th>
             </tr>

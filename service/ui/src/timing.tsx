@@ -1,4 +1,4 @@
-/** Time the layer: queue, distribution, roofline, PyTorch beside it. */
+/** Time the layer: queue, distribution, roofline, PyTorch's time. */
 
 import { useEffect, useRef, useState } from "preact/hooks";
 
@@ -22,7 +22,7 @@ export function TimePanel(props: { question: Question; refused: (error: unknown)
     const mine = new AbortController();
     running.current = mine;
     setProblem(null);
-    setState("asking");
+    setState("sending");
     try {
       const { operation, fields } = props.question;
       setAnswer(await time(operation, { ...fields, candidates }, mine.signal, setState));
@@ -56,7 +56,7 @@ export function TimePanel(props: { question: Question; refused: (error: unknown)
             disabled={state !== ""}
             onChange={(event) => setCandidates(event.currentTarget.checked)}
           />
-          also what the plan passed over
+          also time the kernels that the plan passed over
         </label>
         <span role="status">{state}</span>
       </div>
@@ -75,10 +75,11 @@ function Times(props: { answer: TimeAnswer }) {
     rows.push([`convgrad, ${title}`, timings[kind as keyof typeof KINDS], null]);
   }
   for (const peer of answer.peers) {
-    if (!peer.timings) rows.push([peer.name, null, peer.reason]);
+    if (peer.reason !== null) rows.push([peer.name, null, peer.reason]);
     else {
       for (const [kind, title] of Object.entries(KINDS)) {
-        if (peer.timings[kind]) rows.push([`${peer.name}, ${title}`, peer.timings[kind], null]);
+        const timing = peer.timings?.[kind];
+        if (timing) rows.push([`${peer.name}, ${title}`, timing, null]);
       }
     }
   }
@@ -87,11 +88,11 @@ function Times(props: { answer: TimeAnswer }) {
       <div class="scroll">
         <table>
           <caption>
-            At best {format.seconds(reference.seconds)}: {reference.source}
+            Roofline: {format.seconds(reference.seconds)} ({reference.source})
           </caption>
           <thead>
             <tr>
-              <th scope="col">who</th>
+              <th scope="col">library and cache</th>
               <th scope="col">median</th>
               <th scope="col">5 % to 95 %</th>
               <th scope="col">samples</th>
@@ -107,7 +108,7 @@ function Times(props: { answer: TimeAnswer }) {
                   <>
                     <td>
                       <strong>{format.seconds(timing.median_s)}</strong>
-                      {!timing.converged && <span class="quiet"> not settled</span>}
+                      {!timing.converged && <span class="quiet"> not converged</span>}
                     </td>
                     <td>
                       {format.seconds(timing.p05_s)} to {format.seconds(timing.p95_s)}
@@ -138,7 +139,7 @@ function Times(props: { answer: TimeAnswer }) {
             />
           </figure>
           <figure>
-            <figcaption>Distribution, {timings.warm ? KINDS.warm : "as measured"}</figcaption>
+            <figcaption>Distribution{timings.warm && `, ${KINDS.warm}`}</figcaption>
             <DistributionChart samples={shown.samples_s} median={shown.median_s} />
           </figure>
         </div>

@@ -1,4 +1,4 @@
-/** Hold a result against float64: upload .npy files, see what is wrong and where. */
+/** Compare a result with float64: upload .npy files, see what is wrong and where. */
 
 import { useEffect, useRef, useState } from "preact/hooks";
 
@@ -59,8 +59,8 @@ export function VerifyPanel(props: {
     <section class="panel" aria-labelledby="verify-title">
       <h2 id="verify-title">Verify</h2>
       <p>
-        Compute the layer on the tensors of this seed with your kernel, and have the result held against
-        float64, element by element. <code>convgrad.check.draw</code> draws the same tensors.
+        Draw the tensors from this seed with <code>convgrad.check.draw</code>, compute the layer with your
+        kernel and upload the result. The server compares every element with a float64 reference.
       </p>
       <form
         class="fields"
@@ -117,7 +117,7 @@ function Verdict(props: { answer: VerifyAnswer }) {
   return (
     <div aria-live="polite">
       <p class={answer.passed ? "verdict passed" : "verdict failed"}>
-        {answer.passed ? "Right: every element is within its bound." : "Wrong:"}
+        {answer.passed ? "Passed: every element is within its bound." : "Failed:"}
       </p>
       {answer.findings.length > 0 && (
         <ul>
@@ -129,25 +129,27 @@ function Verdict(props: { answer: VerifyAnswer }) {
         </ul>
       )}
       {Object.entries(answer.outputs).map(([name, output]) => (
-        <Output name={name} output={output} />
+        <Output name={name} output={output} adjoint={answer.adjointness[name]} />
       ))}
       <Again command={answer.again.command} />
     </div>
   );
 }
 
-function Output(props: { name: string; output: OutputReport }) {
+function Output(props: {
+  name: string;
+  output: OutputReport;
+  adjoint: VerifyAnswer["adjointness"][string] | undefined;
+}) {
   const { name, output } = props;
   const { worst } = output;
   const facts: [string, string][] = [
-    ["elements", `${output.elements}, ${output.exceeding} beyond their bound`],
-    ["largest distance", `${output.ulps.max} ULP from the rounded reference`],
-    [
-      "to the bit",
-      output.exact.applies ? (output.exact.passed ? "equal" : "different") : `not asked: ${output.exact.reason}`,
-    ],
-    ["bits", `${output.bits.equal_to_ours ? "equal to ours" : "not ours"}, ${output.bits.digest}`],
+    ["elements", `${output.elements}, of which ${output.exceeding} exceed their bound`],
+    ["exact gate", outcome(output.exact, "every bit is equal", "some bits differ")],
+    ["bits", `${same(output.bits.equal_to_ours)}, digest ${output.bits.digest}`],
   ];
+  if (output.ulps) facts.push(["largest distance", `${output.ulps.max} ULP from the rounded reference`]);
+  if (props.adjoint) facts.push(["adjointness", outcome(props.adjoint, "holds", "does not hold")]);
   if (worst) {
     facts.push([
       "worst element",
@@ -167,6 +169,20 @@ function Output(props: { name: string; output: OutputReport }) {
   );
 }
 
+function outcome(
+  check: { applies: boolean; reason: string | null; passed: boolean | null },
+  passed: string,
+  failed: string,
+): string {
+  if (!check.applies) return `does not apply: ${check.reason}`;
+  return check.passed ? passed : failed;
+}
+
+function same(equal: boolean | null): string {
+  if (equal === null) return "the server has no kernel to compare with";
+  return equal ? "equal to the server's own result" : "different from the server's own result";
+}
+
 function Shares(props: { output: OutputReport }) {
   const { edges, counts } = props.output.shares;
   const most = Math.log1p(Math.max(...counts));
@@ -175,12 +191,12 @@ function Shares(props: { output: OutputReport }) {
     .filter((row) => row.count > 0);
   return (
     <table class="bars">
-      <caption>Error over bound; above 1 is wrong. Bars are logarithmic.</caption>
+      <caption>Error divided by bound; above 1 is wrong. Bars have a logarithmic scale.</caption>
       <tbody>
         {rows.map(({ count, low, high }) => (
           <tr class={(low ?? 0) >= 1 ? "wrong" : ""}>
             <th scope="row">
-              {low === undefined ? "exact" : high === undefined ? `over ${format.plain(low)}` : `to ${format.plain(high)}`}
+              {low === undefined ? "0" : high === undefined ? `> ${format.plain(low)}` : `≤ ${format.plain(high)}`}
             </th>
             <td>
               <span class="bar" style={{ width: `${(60 * Math.log1p(count)) / most}%` }} /> {count}
@@ -192,7 +208,7 @@ function Shares(props: { output: OutputReport }) {
   );
 }
 
-/** A cell's colour by the power of two of its share; what is wrong stands out in any colours. */
+/** A grid coloured by share; wrong cells stand out in both colour schemes. */
 function HeatMap(props: { name: string; map: NonNullable<OutputReport["heat_map"]> }) {
   const { axes, extents, values } = props.map;
   const columns = Math.max(...values.map((row) => row.length));
@@ -205,8 +221,8 @@ function HeatMap(props: { name: string; map: NonNullable<OutputReport["heat_map"
   return (
     <figure>
       <figcaption>
-        Where: the largest share of its bound in each cell, {axes[0]} ({extents[0]}) downwards, {axes[1]} (
-        {extents[1]}) across. {wrong === 0 ? "No cell is wrong." : `${wrong} of ${values.length * columns} cells are wrong.`}
+        The largest error, relative to its bound, in each cell. Rows: {axes[0]} ({extents[0]}); columns:{" "}
+        {axes[1]} ({extents[1]}). {wrong === 0 ? "No cell is wrong." : `${wrong} of ${values.length * columns} cells are wrong.`}
       </figcaption>
       <svg
         class="heat"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,22 @@ def test_the_same_layer_in_each_dialect(words: str) -> None:
         ("Conv2d(64, 64, kernel_size=__import__('os')) on 1x64x5x5", "cannot be read"),
         ("Conv2d(64, 64, kernel_size=9) on 1x64x5x5", "does not fit"),
         ("Conv2d(64, 66, 3, groups=4) on 1x64x5x5", "multiple of the groups"),
+        ('Conv2d(64, "64", 3) on 1x64x5x5', "out_channels cannot be '64'"),
+        ("Conv2d(64, 64, 3x3) on 1x64x5x5", "cannot be read"),
+        ("Conv2d(64, 64, None) on 1x64x5x5", "kernel_size cannot be None"),
+        ("Conv2d(64, 64, 3, stride=0) on 1x64x5x5", "stride is 0; expected 1 to"),
+        ("mb999999999999ic4ih5oc5kh1", "batch is 999999999999; expected 1 to 2147483647"),
+        ("--conv --stag=axb --dtag=abx mb1ic4ih5oc5kh1", "one layout for all tensors"),
+        ("--pool --alg=min mb1ic4ih5kh1", "benchdnn pooling 'min'"),
+        (
+            "Y = MaxPool <kernel_shape = [3]> (float[5] X)",
+            "input has 1 dimensions; expected 3 to 5",
+        ),
+        ("Y = MaxPool <kernel_shape = 3> (float[1,2,5,5] X)", "kernel_shape cannot be 3"),
+        (
+            "Y = ConvTranspose <output_shape = [99, 9]> (float[1,2,5,5] X, float[2,2,3,3] W)",
+            "output_shape .* is too large",
+        ),
         ("Y = Conv <group = 1> (X, W)", "comes with 0 shapes"),
         ("Y = Conv <hidden = 1> (float[1,2,5,5] X, float[2,2,3,3] W)", "attribute 'hidden'"),
         ("Y = Conv <group = 2> (float[1,2,5,5] X, float[2,2,3,3] W)", "weight takes 4 channels"),
@@ -102,6 +119,54 @@ def test_what_the_words_say_beside_the_sizes() -> None:
     )  # fmt: skip
     third = layers.parse("Y = Conv (bfloat16[1,2,5,5] X, bfloat16[2,2,3,3] W, bfloat16[2] B)")
     assert (third.dtype, third.bias) == (DType.BFLOAT16, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("(conv1): Conv2d(3, 8, 3, bias=False) on 1x3x8x8", "mb1ic3ih8oc8oh6kh3ph0"),
+        ("--conv --stag=any --wtag=any --dtag=axb mb1ic3ih8oc8kh3", "mb1ic3ih8oc8oh6kh3ph0"),
+        ("--pool --alg=pooling_avg_include_padding mb1ic3ih8kh2sh2",
+         "--pool --alg=avg_p mb1ic3ih8oh4kh2sh2ph0"),
+        ("AdaptiveAvgPool2d((None, 3)) on 1x5x7x7",
+         "AdaptiveAvgPool2d(output_size=(7, 3)) on 1x5x7x7"),
+        ("Y = GlobalMaxPool (float[1,5,7,7] X)",
+         "AdaptiveMaxPool2d(output_size=(1, 1)) on 1x5x7x7"),
+        # Its windows beyond the padding count less in the divisor than padding would.
+        ("AvgPool2d(3, stride=2, ceil_mode=True) on 1x5x8x8",
+         "AvgPool2d(kernel_size=(3, 3), stride=(2, 2), padding=(0, 0), ceil_mode=True) on 1x5x8x8"),
+        ("Y = ConvTranspose <strides = [2, 2], output_shape = [10, 10]> "
+         "(float[1,4,5,5] X, float[4,3,3,3] W)", "--deconv mb1ic4ih5oc3oh10kh3sh2ph1"),
+        ('Y = ConvTranspose <strides = [3, 3], auto_pad = "SAME_UPPER"> '
+         "(float[1,4,5,5] X, float[4,3,2,2] W)", "--deconv mb1ic4ih5oc3oh15kh2sh3ph0"),
+    ],
+)  # fmt: skip
+def test_what_the_words_stand_for(words: str, text: str) -> None:
+    assert layers.text(layers.parse(words)) == text
+
+
+SAMPLES = (
+    "--conv --dt=bf16 --stag=axb g2mb1ic4ih8oc8kh3ph1n\"x\"",
+    "MIOpenDriver convfp16 -n 1 -c 4 -H 8 -W 8 -k 8 -y 3 -x 3 -m trans -F 2",
+    "ConvTranspose2d(4, 8, kernel_size=(3, 3), stride=2, output_padding=1, bias=False) on 1x4x8x8",
+    "AdaptiveMaxPool1d(output_size=(2,)) on 1x4x8",
+    'Y = Conv <group = 2, auto_pad = "VALID", pads = [1]> (float[1,4,8,8] X, float[8,2,3,3] W)',
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(SAMPLES), st.data())
+def test_damaged_words_are_read_or_refused(sample: str, data: st.DataObject) -> None:
+    words = list(sample)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(words) - 1))
+        other = data.draw(
+            st.sampled_from(["", "0", "-", "9" * 13, "None", "'a'", "(", "]", " ", "="])
+        )
+        words[at : at + data.draw(st.integers(0, 3))] = other
+        words = words or [" "]
+    with suppress(MalformedRequest):
+        layers.spellings(layers.parse("".join(words)))
 
 
 @st.composite

@@ -61,6 +61,18 @@ def test_configuration_agrees_with_metadata(name: str) -> None:
     json.dumps(config, allow_nan=False)
 
 
+def test_configuration_has_what_lists_of_tensors_cannot_say() -> None:
+    def said(name: str) -> dict[str, str]:
+        parameters = model_config(name)["parameters"]
+        return {key: value["string_value"] for key, value in parameters.items()}
+
+    assert said("conv_fwd")["ranks"] == "3,4,5,6"
+    assert said("maxpool2d_bwd")["ranks"] == "4"
+    assert said("maxpool2d_bwd")["index_dtypes"] == "INT64,INT32"
+    assert "index_dtypes" not in said("avg_pool_bwd")
+    assert said("conv3d_backprop_input")["weight_formats"] == "NCDHW,NDHWC,FRACTAL_Z_3D"
+
+
 def test_server_metadata_names_what_is_switched_on() -> None:
     assert "binary_tensor_data" in server_metadata()["extensions"]
     assert "system_shared_memory" not in server_metadata()["extensions"]

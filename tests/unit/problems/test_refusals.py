@@ -14,9 +14,10 @@ from convgrad_service.problems import Problem, problem_from
 from tests.support.numerics import strategies
 from tests.support.numerics.cases import Case
 from tests.support.refusals_conv import CONV_REFUSALS
+from tests.support.refusals_layout import LAYOUT_REFUSALS
 from tests.support.refusals_pool import POOL_REFUSALS
 
-REFUSALS = [*CONV_REFUSALS, *POOL_REFUSALS]
+REFUSALS = [*CONV_REFUSALS, *POOL_REFUSALS, *LAYOUT_REFUSALS]
 
 
 def problem(operation: str, **fields: Any) -> Problem:

@@ -306,7 +306,7 @@ def stored_fields(operation: Operation, fields: Mapping[str, Any]) -> dict[str, 
         )
     for field in named:
         if field not in operation.tensors:
-            tensors = ", ".join(operation.tensors)
+            tensors = ", ".join(operation.tensors) or "none"
             raise MalformedRequest(
                 f"stored: {operation.name} has no tensor {shown(field)}; it has {tensors}"
             )

@@ -91,6 +91,7 @@ def compiled(nvrtc: Nvrtc) -> Callable[[str, bool], Compiled]:
     return of
 
 
+@pytest.mark.gpu_code
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("architecture", "instance"),

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from convgrad import check
 from convgrad.check.bounds import allowed_error, rounded
 from convgrad.contract.verification import Verification
-from convgrad.errors import InvalidProblem, MalformedRequest
+from convgrad.errors import ConvgradError, InvalidProblem, MalformedRequest
 from tests.support.numerics import reference, reference_pool
 
 Array = NDArray[Any]
@@ -87,6 +87,12 @@ def without_tap(dy: Array, w: Array) -> Array:
     return right(dy, w)
 
 
+def without_row(dy: Array, w: Array) -> Array:
+    w = w.copy()
+    w[:, :, 2] = 0
+    return right(dy, w)
+
+
 def without_last_channel(dy: Array, w: Array) -> Array:
     w = w.copy()
     w[31] = w[63] = 0
@@ -136,6 +142,7 @@ def in_tf32(dy: Array, w: Array) -> Array:
     ("plant", "code", "words"),
     [
         (without_tap, "dropped-terms", "tap (0, 2) is missing from the sum"),
+        (without_row, "dropped-terms", "row 2 of the kernel is missing from the sum"),
         (without_last_channel, "dropped-terms", "channel 31 is missing"),
         (twice_a_tap, "repeated-terms", "tap (1, 1) is in the sum twice"),
         (swapped_groups, "permuted-channels", "groups 0 and 1 are swapped"),
@@ -154,6 +161,18 @@ def test_a_planted_error_is_found_and_named(
     assert not found.passed
     assert codes(found) == [code], found.findings
     assert words in found.findings[0].sentence
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_bias_that_is_not_added_once_is_named(times: int) -> None:
+    x, w = tensors()
+    bias = check.draw("bias", (32,), "float32", 1)
+    good = right(x, w).astype(np.float64)
+    result = (good + times * bias.reshape(-1, 1, 1)).astype(np.float32)
+    arguments = {"input": x, "weight": w, "bias": bias, **GEOMETRY}
+    found = check.bounded("conv_transpose_fwd", result, **arguments)
+    assert codes(found) == ["repeated-terms" if times else "dropped-terms"]
+    assert "the bias or the accumulated tensor is" in found.findings[0].sentence
 
 
 def test_coarse_arithmetic_near_the_bound_is_not_called_scaled() -> None:
@@ -240,6 +259,20 @@ def test_what_does_not_double_is_not_linear() -> None:
     assert codes(verified(good, dy, w, doubled=good)) == ["not-linear"]
 
 
+@pytest.mark.parametrize(
+    ("linear", "sentence"),
+    [
+        ({"input_size": (1, 1)}, "is not linear in input_size; it is in grad_output, weight"),
+        ({"weight": ({}, 1)}, "are needed together"),
+        ({"weight": (1, 1)}, "addend_weight_grad_input has shape"),
+    ],
+)
+def test_results_that_show_no_linearity_are_refused(linear: Any, sentence: str) -> None:
+    dy, w = tensors()
+    with pytest.raises(ConvgradError, match=sentence):
+        verified(right(dy, w), dy, w, linear=linear)
+
+
 def test_pooling_and_its_indices() -> None:
     x = check.draw("input", (2, 3, 9, 9), "float32", 4, "integers")
     geometry = {"kernel_size": 3, "stride": 2, "padding": 1}
@@ -287,36 +320,6 @@ def test_what_cannot_be_verified_is_said(
     given = {"operation": "conv_bwd_data", "result": right(dy, w), "grad_output": dy, "weight": w}
     with pytest.raises(error, match=sentence):
         check.bounded(**{**GEOMETRY, **given, **arguments})
-
-
-# --- kernels -------------------------------------------------------------------------------------
-
-
-def kernel(grad_output: Array, weight: Array, input_size: Any, **geometry: Any) -> Array:
-    found = reference.conv_bwd_data(grad_output, weight, input_size, **geometry)
-    return found.value.astype(grad_output.dtype)
-
-
-def test_a_kernel_is_run_through_both_gates() -> None:
-    found = check.kernel(kernel, "conv_bwd_data", "g2mb2ic8ih7oc8kh3sh2ph1", seed=3)
-    assert found.passed, found.sentences
-    assert set(found.gates) == {"integers", "normal"}
-    assert found.gates["integers"].outputs["grad_input"].exact.passed
-    bits = found.gates["normal"].outputs["grad_input"].bits
-    assert bits.equal_to_second
-    assert bits.equal_when_doubled
-
-
-def test_a_kernel_that_adds_by_chance_is_named() -> None:
-    rng = np.random.default_rng()
-
-    def atomic(**arguments: Any) -> Array:
-        good = kernel(**arguments)
-        return good * (1 + rng.choice([0.0, 2.0**-23], good.shape)).astype(good.dtype)
-
-    found = check.kernel(atomic, "conv_bwd_data", "mb2ic8ih7oc8kh3ph1")
-    assert not found.passed
-    assert any("not deterministic" in sentence for sentence in found.sentences)
 
 
 def test_the_report_says_it_to_people() -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from safetensors import deserialize
 from safetensors.numpy import save
 
+from convgrad.contract import OPERATIONS
 from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest
 from convgrad.wire import safetensors
@@ -211,9 +212,19 @@ def test_parameters_ride_in_the_metadata() -> None:
 
 
 def test_parameters_under_a_misspelt_name_are_refused() -> None:
-    for name in ("paramters", "parameter", "Parameters"):
+    for name in ("paramters", "parameter", "Parameters", "PARAMS"):
         with pytest.raises(MalformedRequest, match='did you mean "parameters"'):
             safetensors.parameters({name: '{"stride": 2}'})
+        with pytest.raises(MalformedRequest, match='did you mean "parameters"'):
+            safetensors.parameters({"parameters": "{}", name: '{"stride": 2}'})
+
+
+def test_parameters_beside_their_object_are_refused() -> None:
+    fields = OPERATIONS["conv_bwd_data"].request.model_fields
+    for name, meant in (("stride", "stride"), ("Padding", "padding"), ("strides", "stride")):
+        with pytest.raises(MalformedRequest, match=f'such as "{meant}" are keys of the JSON'):
+            safetensors.parameters({name: "2"}, fields)
+    assert safetensors.parameters({"format": "pt", "epoch": "3", "total_size": "9"}, fields) == {}
 
 
 @pytest.mark.parametrize(
