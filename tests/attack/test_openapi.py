@@ -20,6 +20,7 @@ def test_whatever_the_document_allows_and_forbids_is_answered(tmp_path: Path) ->
         "max_problem_bytes": "16MiB",
         "max_problem_flops": "1e9",
         "max_inflight_bytes": "256MiB",
+        "timing_budget_s": "0.05",  # a timing has its device to itself, and /time has many forms
     }
     with processes(tmp_path, **limits) as server, attacked(server, more_bytes=200 * MIB):
         # A deadline that has passed already is what 504 says.
