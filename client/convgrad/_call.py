@@ -189,9 +189,17 @@ def as_tensor(name: str, value: Any) -> NDArray[Any]:
 
 
 def _without_bfloat16(value: Any) -> Any:
-    """View a bfloat16 PyTorch tensor, which NumPy cannot convert, as int16."""
+    """View a bfloat16 PyTorch tensor, which NumPy cannot convert, as int16.
+
+    Raises
+    ------
+    RuntimeError
+        It requires a gradient, which the view would drop; PyTorch refuses other dtypes itself.
+    """
     if str(getattr(value, "dtype", "")) != "torch.bfloat16":
         return value
+    if value.requires_grad:
+        raise RuntimeError("it requires grad; pass tensor.detach()")
     return value.contiguous().view(sys.modules["torch"].int16)
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
@@ -12,16 +9,12 @@ from typing import Any, TypedDict
 
 import httpx
 
-from convgrad._address import server_url
 from convgrad._body import WIRES
+from convgrad._environment import server_url, stated_api_key, warn_of_misspelt_variables
 from convgrad._events import EventHooks, check_event_hooks
 from convgrad._retry import Backoff
 
 __all__ = ["OptionChanges", "Options"]
-
-_VARIABLES = ("CONVGRAD_URL", "CONVGRAD_API_KEY")
-# Server settings with names similar to the client's.
-_OF_THE_SERVER = ("CONVGRAD_API_KEYS",)
 
 
 class OptionChanges(TypedDict, total=False):
@@ -64,10 +57,10 @@ class Options:
         **others: Any,
     ) -> Options:
         """Build options from a client's arguments, CONVGRAD_URL and CONVGRAD_API_KEY."""
-        _warn_of_misspelt_variables()
+        warn_of_misspelt_variables()
         lowered = _lowered(headers or {})
         if api_key is None and "authorization" not in lowered:
-            api_key = os.environ.get("CONVGRAD_API_KEY") or None
+            api_key = stated_api_key()
         return cls(
             server_url(base_url),
             headers=_with_key(lowered, api_key),
@@ -128,19 +121,6 @@ class Options:
 def _is_number(value: Any, kind: type) -> bool:
     # A function, because a type checker believes that callers pass what is declared.
     return isinstance(value, kind)
-
-
-def _warn_of_misspelt_variables() -> None:
-    """Warn about environment variables that look like misspellings of one that is not set."""
-    for variable in os.environ:
-        if variable.startswith("CONVGRAD_") and variable not in (*_VARIABLES, *_OF_THE_SERVER):
-            for meant in difflib.get_close_matches(variable, _VARIABLES, n=1, cutoff=0.85):
-                if meant not in os.environ:
-                    warnings.warn(
-                        f"the variable {variable} is not read; did you mean {meant}?",
-                        RuntimeWarning,
-                        stacklevel=4,  # where the client is constructed
-                    )
 
 
 def _lowered(headers: Mapping[str, str]) -> dict[str, str]:

@@ -155,7 +155,7 @@ def dear() -> bytes:
 
 @pytest.mark.parametrize(
     ("seconds", "share"),
-    [(2.0, 0.4), pytest.param(20.0, 0.8, marks=pytest.mark.slow)],
+    [(2.0, 0.7), pytest.param(20.0, 0.9, marks=pytest.mark.slow)],
     ids=["quick", "long"],
 )
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "reconnecting"])
@@ -187,7 +187,9 @@ def test_clients_that_ignore_retry_after_take_no_answers_away(
         print(
             f"{clients} clients: {found.answered / found.took_s:.0f} answers and "
             f"{found.refused / found.took_s:.0f} refusals a second, "
-            f"{found.answered / found.computed_s:.0f} answers for each that the server computes"
+            f"{found.answered / found.computed_s:.0f} answers for each that the server computes; "
+            f"cores used by the server {found.computed_s / found.took_s:.2f}, by the clients "
+            f"{found.clients_s / found.took_s:.2f}"
         )
     assert few.refused == 0
     assert many.answered / many.computed_s > share * few.answered / few.computed_s

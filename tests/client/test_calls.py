@@ -90,8 +90,8 @@ def test_the_weight_gradient_takes_its_tensors_by_name_alone() -> None:
 class TorchLike:
     """What of a PyTorch tensor is used for one in bfloat16."""
 
-    def __init__(self, bits: Any, dtype: str) -> None:
-        self.bits, self.dtype = bits, dtype
+    def __init__(self, bits: Any, dtype: str, *, requires_grad: bool = False) -> None:
+        self.bits, self.dtype, self.requires_grad = bits, dtype, requires_grad
 
     def contiguous(self) -> TorchLike:
         return self
@@ -113,6 +113,9 @@ def test_a_tensor_of_pytorch_in_bfloat16_is_taken(monkeypatch: pytest.MonkeyPatc
     assert sent.dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(sent, array)
     assert np.shares_memory(sent, array)
+    tensor.requires_grad = True  # as PyTorch refuses it in other dtypes
+    with pytest.raises(MalformedRequest, match=r"requires grad; pass tensor\.detach"):
+        calls.conv_fwd(tensor, ones(1, 1, 1, dtype=ml_dtypes.bfloat16))
 
 
 def test_reprs_say_dtypes_and_shapes_and_no_elements() -> None:

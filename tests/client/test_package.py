@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 import convgrad
+from tests.support.fake_server import FakeServer, answer, ones
+from tests.support.local_http import listening
 
 PACKAGE = Path(convgrad.__file__).parent
 HEAVY = ("httpx", "pydantic", "numpy", "ml_dtypes", "importlib.metadata", "asyncio")
@@ -46,6 +48,32 @@ def test_no_use_of_the_client_imports_the_service(code: str) -> None:
     assert not modules_after(
         f"import io, sys; sys.stdout = io.StringIO()\n{code}\nsys.stdout = sys.__stdout__"
     ) & set(SERVICE)
+
+
+def test_it_works_where_sockets_and_shared_memory_are_those_of_windows() -> None:
+    program = """
+import select, sys
+del select.poll
+sys.modules["fcntl"] = None
+import asyncio, convgrad
+with convgrad.Client(sys.argv[1]) as client:
+    print(client.conv_fwd([[[1.0]]], [[[1.0]]]).shape)
+async def run():
+    async with convgrad.AsyncClient(sys.argv[1]) as client:
+        print((await client.conv_fwd([[[1.0]]], [[[1.0]]])).shape)
+asyncio.run(run())
+try:
+    convgrad.Client(transport="shm")
+except convgrad.ClientError as error:
+    print(error)
+"""
+    with listening(FakeServer([answer({"output": ones(1, 1, 1)})])) as url:
+        done = subprocess.run(
+            [sys.executable, "-c", program, url], capture_output=True, text=True, check=True
+        )
+    first, second, third = done.stdout.splitlines()
+    assert first == second == "(1, 1, 1)"
+    assert third.startswith('transport="shm" works on Linux alone: ')
 
 
 def test_client_source_never_names_the_service() -> None:

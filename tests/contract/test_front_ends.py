@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import http.client
 import os
 import signal
@@ -141,6 +142,35 @@ def test_what_nobody_takes_waits_and_who_has_gone_gets_nothing() -> None:
             await connect(1)
             assert dealt(theirs) == 0
         for each in (*held, theirs):
+            each.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_one_front_end_cannot_be_sent_goes_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when one has been stopped: the system limits how many descriptors are on their way."""
+    send_fds = socket.send_fds
+
+    async def scenario() -> None:
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+        (stopped, silent), (ours, theirs) = pairs
+
+        def send(end: socket.socket, *arguments: list[bytes] | list[int]) -> int:
+            if end is stopped:
+                raise OSError(errno.ETOOMANYREFS, "Too many references")
+            return send_fds(end, *arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(socket, "send_fds", send)
+        with listening_socket("127.0.0.1", 0) as bound, stopped, silent, ours, theirs:
+            dealer = ConnectionDispatcher(bound)
+            dealer.add(stopped)
+            dealer.add(ours)
+            held = [socket.create_connection(bound.getsockname()) for _ in range(4)]
+            await asyncio.sleep(0.05)
+            assert dealt(theirs) == 4
+            dealer.remove(stopped)
+            dealer.remove(ours)
+        for each in held:
             each.close()
 
     asyncio.run(scenario())

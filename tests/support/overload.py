@@ -18,12 +18,13 @@ _WARM_UP_S = 2.0
 @dataclass(frozen=True)
 class Overload:
     """How many requests were answered and refused, in so many seconds, of which the server's
-    processes computed ``computed_s``."""
+    processes computed ``computed_s`` and the clients ``clients_s``."""
 
     answered: int
     refused: int
     took_s: float
     computed_s: float
+    clients_s: float
 
 
 @dataclass
@@ -64,13 +65,14 @@ class Overloading:
             self._open()
         self._until(time.monotonic() + _WARM_UP_S)
         self._statuses.clear()
-        began_s, before_s = time.monotonic(), computed_s()
+        began_s, before_s, own_s = time.monotonic(), computed_s(), time.thread_time()
         self._until(began_s + seconds)
         took_s, spent_s = time.monotonic() - began_s, computed_s() - before_s
+        own_s = time.thread_time() - own_s
         for client in self._clients.values():
             client.connection.close()
         self._poll.close()
-        return Overload(self._statuses[200], self._statuses[429], took_s, spent_s)
+        return Overload(self._statuses[200], self._statuses[429], took_s, spent_s, own_s)
 
     def _until(self, end_s: float) -> None:
         while time.monotonic() < end_s:

@@ -21,7 +21,7 @@ MAX_LINES = 400
 # Which files may read the environment, and why.
 ENVIRONMENT_READERS = {
     "settings.py": "its job",
-    "_options.py": "the same for the client",
+    "_environment.py": "the same for the client",
     "compile.py": "hands it on, unread, to the compiler that it starts",
     "hatch_metadata.py": "when a distribution is built: the address that its publisher gives it",
 }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import httpx
 
-from convgrad._address import server_url
+from convgrad._environment import server_url
 from convgrad._http_errors import no_answer
 
 __all__ = ["run"]

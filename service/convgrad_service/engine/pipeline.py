@@ -273,6 +273,8 @@ class Pipeline:
         if inline:
             return function()
         future = asyncio.get_running_loop().run_in_executor(self._codecs, function)
+        # A cancelled caller does not retrieve it, and asyncio would log it with its traceback.
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
         for lease in leases:
             if lease is not None:
                 lease.retain()

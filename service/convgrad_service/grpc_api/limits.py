@@ -103,6 +103,7 @@ class Arrivals:
         inflating = loop.run_in_executor(None, inflated, message, self._max_bytes)
         # Not before the thread has ended, which a cancelled call does not wait for.
         inflating.add_done_callback(lambda _: self._inflating.release())
+        inflating.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(inflating)
 
     def held(self, size_bytes: int) -> Held:

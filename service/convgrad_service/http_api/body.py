@@ -176,6 +176,8 @@ class Body:
             text.data[:size] = shown
             self._ahead = b""
             self._hold(promised)
+            if self.content_length is not None and await self._landed([text.data[size:promised]]):
+                size = promised
             while (part := await self._part()) is not None:
                 if size + len(part) > len(text.data):
                     text = await _moved(engine, text, size, max(size + len(part), 2 * size))

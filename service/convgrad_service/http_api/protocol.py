@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 from convgrad.errors import MalformedRequest
 from convgrad_service.http_api.connection import CONNECTION
 from convgrad_service.http_api.protocol_limits import HeadRefused, LimitedProtocol, check_head
-from convgrad_service.http_api.receive_into import ReceiveInto
+from convgrad_service.http_api.receive_into import ReadInParts, ReceiveInto
 from convgrad_service.http_api.request_head_cache import RequestHeadCache
 from convgrad_service.http_api.write_coalescing import CoalescedWriter
 from convgrad_service.server.settings import Settings
@@ -36,6 +36,8 @@ class GuardedProtocol(LimitedProtocol):
 
     heads: ClassVar[RequestHeadCache]
 
+    _reader: asyncio.BaseProtocol
+    """What passes received data on to this protocol."""
     _between = True
     """Whether the parser has seen the end of a request, and nothing of the next."""
     _first = b""
@@ -47,6 +49,12 @@ class GuardedProtocol(LimitedProtocol):
     """Called when the client has gone; set by whoever computes for it."""
     watching: RequestResponseCycle | None = None
     """Whose client that is: behind it others may have been received."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # TLS reads records of 16 KiB anyway.
+        self._reader = self if self.scheme == "https" else ReadInParts(self)
+        transport.set_protocol(self._reader)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self.gone is not None:
@@ -222,7 +230,7 @@ class GuardedProtocol(LimitedProtocol):
         self._between = True
         self.cycle.more_body = False
         self.cycle.message_event.set()
-        self.turn_to(self)
+        self.turn_to(self._reader)
 
     def turn_to(self, protocol: asyncio.BaseProtocol) -> None:
         """Pass what the connection receives to another protocol."""

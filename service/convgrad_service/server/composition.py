@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterable
 from functools import partial
@@ -29,6 +30,7 @@ __all__ = [
     "backend_of",
     "embedded_pipeline",
     "engine_options",
+    "freeze_startup_objects",
     "pipeline_on",
     "prepare_process",
     "worker_recipe",
@@ -90,6 +92,15 @@ def prepare_process(settings: Settings) -> None:
     configure_logs(settings.log_level, settings.log_format)
     if settings.malloc_tuning:
         keep_large_blocks(min(memory_budget(settings).tensors // 4, _MAX_KEPT_BYTES))
+
+
+def freeze_startup_objects() -> None:
+    """Exclude all objects that exist now from garbage collection; called once a process serves.
+
+    They are modules for the most part, and stay. With a few hundred requests in flight the
+    collector would visit them every second: an eighth of the server's time (docs/security.md).
+    """
+    gc.freeze()
 
 
 def inline_cpu_backend(settings: Settings) -> InlineBackend:

@@ -118,8 +118,8 @@ class ConnectionDispatcher:
                 self._receivers.rotate(-1)
                 try:
                     socket.send_fds(receiver, [b"."], [connection.fileno()])
-                except (BlockingIOError, BrokenPipeError, ConnectionResetError):
-                    continue  # the process has ended, or does not read
+                except OSError:
+                    continue  # the process has ended, or does not read, with too many on the way
                 return True
         return False
 

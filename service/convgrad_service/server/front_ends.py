@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import uvloop
@@ -15,7 +16,11 @@ from convgrad_service.engine.ipc.messages import Listening
 from convgrad_service.engine.ipc.remote_hub import RemoteHub
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.workers.inline_executor import InlineBackend
-from convgrad_service.server.composition import pipeline_on, prepare_process
+from convgrad_service.server.composition import (
+    freeze_startup_objects,
+    pipeline_on,
+    prepare_process,
+)
 from convgrad_service.server.settings import Settings
 
 if TYPE_CHECKING:
@@ -119,7 +124,7 @@ async def _serve_http(start: FrontStart) -> None:
     await serve_http(
         engine,
         start.settings,
-        lambda port: engine.send(Listening(port)),
+        partial(_listening, engine),
         stop,
         dispatched=socket.socket(fileno=start.connections),
     )
@@ -152,10 +157,15 @@ async def _serve_grpc(start: FrontStart) -> None:
     stop = asyncio.Event()
     engine = await _remote_hub(start, stop)
     try:
-        await serve_grpc(engine, start.settings, lambda port: engine.send(Listening(port)), stop)
+        await serve_grpc(engine, start.settings, partial(_listening, engine), stop)
     except OSError as error:
         engine.send(Listening(0, str(error)))
         await stop.wait()
+
+
+def _listening(engine: RemoteHub, port: int) -> None:
+    freeze_startup_objects()
+    engine.send(Listening(port))
 
 
 async def _remote_hub(start: FrontStart, stop: asyncio.Event) -> RemoteHub:

@@ -32,7 +32,12 @@ from convgrad_service.engine.telemetry.metrics import Metrics
 from convgrad_service.engine.workers.child_process import Backoff, spawn
 from convgrad_service.engine.workers.supervisor import Supervisor
 from convgrad_service.engine.workers.worker_main import WorkerRecipe
-from convgrad_service.server.composition import add_metrics, engine_options, worker_recipe
+from convgrad_service.server.composition import (
+    add_metrics,
+    engine_options,
+    freeze_startup_objects,
+    worker_recipe,
+)
 from convgrad_service.server.connection_dispatcher import ConnectionDispatcher
 from convgrad_service.server.front_ends import (
     FrontStart,
@@ -332,7 +337,9 @@ async def run_until_signalled(tree: ProcessTree, started: Callable[[int], None])
     try:
         await asyncio.wait({starting, first}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
-            started(starting.result())
+            port = starting.result()
+            freeze_startup_objects()
+            started(port)
             await first
             stopping = asyncio.ensure_future(tree.stop())
             second = asyncio.ensure_future(signals.get())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
 import threading
@@ -146,6 +147,32 @@ def test_decode_and_encode_run_in_threads() -> None:
     asyncio.run(scenario())
     assert all(name.startswith("codec") for name in seen)
     assert len(seen) == 2
+
+
+def test_errors_of_a_thread_whose_caller_has_gone_are_not_logged() -> None:
+    logged: list[Mapping[str, Any]] = []
+
+    async def scenario() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+        plane, go_on, ended = Plane(), threading.Event(), threading.Event()
+
+        def fail() -> None:
+            go_on.wait(10)
+            ended.set()
+            raise MalformedRequest("nobody reads this")
+
+        calling = asyncio.ensure_future(plane.in_thread(fail))
+        await asyncio.sleep(0)
+        calling.cancel()
+        await asyncio.wait([calling])
+        go_on.set()
+        await until(ended.is_set)
+        await asyncio.sleep(0.02)
+        plane.close()
+
+    asyncio.run(scenario())
+    gc.collect()
+    assert not logged
 
 
 def test_refused_requests_do_not_reach_the_backend() -> None:

@@ -182,6 +182,8 @@ def worker_main(start: Start) -> None:
     slots = recipe.slots or backend.slots
     for index in range(slots):
         threading.Thread(target=worker.serve, name=f"compute-{index}", daemon=True).start()
+    # All that exists now stays, so the garbage collector need not visit it.
+    gc.freeze()
     control.send(Hello(backend.name, slots, backend.devices, backend.pins))
     threading.Thread(target=_send_vitals, args=(backend, control), daemon=True).start()
     try:

@@ -11,6 +11,7 @@ __all__ = [
     "H200",
     "HOPPER",
     "OVERLAPPING",
+    "RESERVED_BYTES",
     "SHARED_BYTES",
     "CudaDevice",
     "architecture_of",
@@ -36,6 +37,9 @@ ARCHITECTURES = tuple(SHARED_BYTES)
 
 HOPPER = ("sm_90a",)
 """The only architecture with wgmma."""
+
+RESERVED_BYTES = 1024
+"""Shared memory that the driver reserves per block."""
 
 OVERLAPPING = (9, 0)
 """The first compute capability with programmatic dependent launch."""
@@ -65,6 +69,10 @@ class CudaDevice:
     def architecture(self) -> str:
         """The architecture that its kernels are compiled for."""
         return architecture_of(self.capability)
+
+    def fitting_blocks(self, shared_bytes: int) -> int:
+        """Return the blocks for which an SM has shared memory; the driver takes 1 KiB of each."""
+        return self.shared_bytes_per_multiprocessor // (shared_bytes + RESERVED_BYTES)
 
     def why_not_shared(self, needed_bytes: int) -> str | None:
         """Return why a block cannot have this much shared memory; None if it can."""

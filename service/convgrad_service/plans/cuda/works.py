@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Literal, TypeVar
 
 from convgrad.dtypes import DType
 from convgrad_service.problems.geometry import ConvShape, PoolShape
@@ -16,25 +16,13 @@ from convgrad_service.problems.layouts import Layout
 from convgrad_service.problems.sizes import Size
 from convgrad_service.problems.windows import WindowAxis
 
-__all__ = [
-    "ChannelSums",
-    "ConvWork",
-    "Copy",
-    "CopyAxis",
-    "Direction",
-    "FusedWork",
-    "Operand",
-    "PoolWork",
-    "UnpoolWork",
-    "WindowWork",
-    "activation_operand",
-    "contiguous_strides",
-    "size3",
-    "weight_operand",
-]
+__all__ = ["ChannelSums", "ConvWork", "Copy", "CopyAxis", "Direction", "FusedWork", "Operand"]
+__all__ += ["PoolWork", "UnpoolWork", "WindowWork", "activation_operand", "contiguous_strides"]
+__all__ += ["size3", "weight_operand"]
 
 Direction = Literal["fwd", "bwd_data", "bwd_weight"]
 Size3 = tuple[int, int, int]
+T = TypeVar("T")
 _LETTERS = {1: "W", 2: "HW", 3: "DHW"}
 _KERNEL = {1: "S", 2: "RS", 3: "TRS"}
 
@@ -135,6 +123,11 @@ class _Geometry:
         return size3(tuple(before for before, _ in self._shape.padding), 0)
 
     @property
+    def dilated(self) -> bool:
+        """Whether some dimension has taps that are not adjacent."""
+        return any(d != 1 and k != 1 for d, k in zip(self.dilation, self.kernel, strict=True))
+
+    @property
     def taps(self) -> int:
         return prod(self.kernel)
 
@@ -206,6 +199,29 @@ class ConvWork(_Geometry):
     def out_channels(self) -> int:
         """K/G."""
         return self.conv.out_channels_per_group
+
+    def _in_order(self, x: T, y: T) -> tuple[T, T]:
+        return (y, x) if self.direction == "bwd_data" else (x, y)
+
+    @property
+    def sides(self) -> tuple[Operand, Operand]:
+        """The source and the destination of a gather: x and y, or in bwd_data y and x."""
+        return self._in_order(self.x, self.y)
+
+    @property
+    def channels(self) -> tuple[int, int]:
+        """Channels per group of ``sides``."""
+        return self._in_order(self.in_channels, self.out_channels)
+
+    @property
+    def sizes(self) -> tuple[Size3, Size3]:
+        """Spatial sizes of ``sides``."""
+        return self._in_order(self.input, self.output)
+
+    @property
+    def result(self) -> Operand:
+        """The operand written."""
+        return self.w if self.direction == "bwd_weight" else self.sides[1]
 
     @property
     def pixels(self) -> int:

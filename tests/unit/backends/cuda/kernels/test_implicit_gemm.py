@@ -10,8 +10,8 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGemm
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_model import (
-    chosen,
-    configs,
+    candidate_configs,
+    choose_config,
     expected_s,
 )
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import TILES, Gemm
@@ -28,7 +28,7 @@ FEW = Gemm(((49, 2048),), 512, 1, 3_000_000, weight=False, irregular=False)
 @pytest.mark.parametrize("device", [H200, ADA], ids=lambda device: device.name)
 def test_every_config_fits(device: CudaDevice) -> None:
     steps = FEW.steps(DType.BFLOAT16)
-    found = list(configs(FEW, DType.BFLOAT16, device, 2**14))
+    found = list(candidate_configs(FEW, DType.BFLOAT16, device, 2**14))
     assert found
     for config in found:
         needed = config.tile.shared_bytes(config.cluster, config.steps(FEW, DType.BFLOAT16))
@@ -39,13 +39,13 @@ def test_every_config_fits(device: CudaDevice) -> None:
 
 
 def test_few_tiles_are_split_over_a_cluster() -> None:
-    assert chosen(FEW, DType.BFLOAT16, H200, 2**14).cluster > 1
+    assert choose_config(FEW, DType.BFLOAT16, H200, 2**14).cluster > 1
 
 
 def test_workspace_needs_counters() -> None:
     deep = Gemm(((64, 2**20),), 64, 1, 2**28, weight=True, irregular=False)
-    assert any(one.workspace > 1 for one in configs(deep, DType.BFLOAT16, H200, 64))
-    assert all(one.workspace == 1 for one in configs(deep, DType.BFLOAT16, H200, 0))
+    assert any(one.workspace > 1 for one in candidate_configs(deep, DType.BFLOAT16, H200, 64))
+    assert all(one.workspace == 1 for one in candidate_configs(deep, DType.BFLOAT16, H200, 0))
 
 
 @pytest.mark.parametrize(

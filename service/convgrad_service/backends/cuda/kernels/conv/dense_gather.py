@@ -9,9 +9,13 @@ from math import prod
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.conv.dense_tiles import (
+    DTYPES,
+    MAX_INDEX,
+    DenseFamily,
     DenseTile,
-    few_terms,
-    splits_factors,
+    last_offset,
+    uses_3xtf32,
+    why_not_few_terms,
 )
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import (
@@ -22,10 +26,9 @@ from convgrad_service.backends.cuda.kernels.core.gather_axes import (
     may_skip_taps,
 )
 from convgrad_service.backends.cuda.kernels.core.limits import MAX_PIXELS, why_not_dense
-from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     in_whole_chunks,
-    prepare_activation,
+    prepare_side,
     prepare_weight,
 )
 from convgrad_service.backends.cuda.structures import structure
@@ -35,11 +38,7 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["DenseGather"]
 
-# With groups, the fewest channels per group on either side; without, the least product of input and
-# output channels.
-LEAST_GROUPED, LEAST_PRODUCT = 16, 64
 MAX_TAPS = 1024
-MAX_INDEX = 2**31 - 1
 
 
 PhaseArgs = structure("conv/dense_gather.cu", "Phase")
@@ -48,28 +47,13 @@ PhaseArgs = structure("conv/dense_gather.cu", "Phase")
 DenseGatherArgs = structure("conv/dense_gather.cu", "DenseGatherArgs")
 
 
-class DenseGather:
+class DenseGather(DenseFamily):
     """fwd and bwd_data whose groups fill tensor-core tiles.
 
     Takes 16-bit types, float32 as TF32 (``precision: high``), and float32 as three TF32 products.
     """
 
     name = "dense_gather"
-
-    def __init__(
-        self, least_grouped: int = LEAST_GROUPED, least_product: int = LEAST_PRODUCT
-    ) -> None:
-        """Create the family with the thresholds of tile utilisation.
-
-        Parameters
-        ----------
-        least_grouped
-            With groups, the fewest channels per group on either side.
-        least_product
-            Without groups, the least product of input and output channels.
-        """
-        self._least_grouped = least_grouped
-        self._least_product = least_product
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`.
@@ -79,14 +63,12 @@ class DenseGather:
         """
         if (reason := why_not_dense(work, device)) is not None:
             return reason
-        read, written = _channels(work)
-        grouped = work.groups > 1 and min(read, written) < self._least_grouped
-        if grouped or read * written < self._least_product:
+        read, written = work.channels
+        if not self._fills_tile(work, read * written):
             return f"{read} to {written} channels a group would leave most of a tile"
-        if (reason := few_terms(work, read)) is not None:
+        if (reason := why_not_few_terms(work, read)) is not None:
             return reason
-        result = gather_sides(work)[1]
-        if work.accumulate is not None and work.accumulate.strides != result.strides:
+        if work.accumulate is not None and work.accumulate.strides != work.result.strides:
             return "accumulate does not lie as the result does"
         if work.direction == "bwd_data" and max(work.stride) > MAX_PHASES:
             return f"stride {max(work.stride)} makes more than {MAX_PHASES} phases"
@@ -101,39 +83,23 @@ class DenseGather:
     ) -> Fragment:
         """See `Family.launches`. ``tile`` overrides the chosen tile."""
         backward = work.direction == "bwd_data"
-        source, result = gather_sides(work)
-        read, written = _channels(work)
+        result = work.result
+        read, written = work.channels
         axes = [gather_axis(work, dim) for dim in range(3)]
-        x = prepare_activation(
-            source,
-            work.batch,
-            work.groups,
-            read,
-            work.output if backward else work.input,
-            f"{work.prefix}source_channels_last",
-            device,
-        )
-        w = prepare_weight(
-            work.w,
-            work.groups,
-            work.out_channels,
-            work.in_channels,
-            work.kernel,
-            f"{work.prefix}weight_channels_last",
-            device,
-        )
+        x = prepare_side(work, "source", device)
+        w = prepare_weight(work, device)
         # The kernel also computes offsets of positions outside the source.
         source_shape = (work.batch, work.groups, read, *(axis.x_size for axis in axes))
         weight_shape = (work.groups, work.out_channels, work.in_channels, *work.kernel)
-        wide = (
+        int64 = (
             max(
-                _last(x.operand, source_shape) + _margin(x.operand, axes),
-                _last(w.operand, weight_shape),
+                last_offset(x.operand, source_shape) + _margin(x.operand, axes),
+                last_offset(w.operand, weight_shape),
             )
             > MAX_INDEX
         )
         if tile is None:
-            tile = gather_tile(work, axes, device, wide)
+            tile = gather_tile(work, axes, device, int64)
 
         args = DenseGatherArgs()
         args.x_stride[:], args.y_stride[:] = x.operand.strides, result.strides
@@ -142,7 +108,7 @@ class DenseGather:
         args.alpha, args.beta = work.alpha, work.beta
         args.batch, args.in_channels, args.out_channels = work.batch, read, written
         args.activation = ACTIVATIONS[work.activation]
-        size = work.input if backward else work.output
+        size = work.sizes[1]
         extents = (work.batch, work.groups, written, *size)
         args.wide_stores = in_whole_chunks(result, extents, 2)
         args.runs_of_pixels = _runs_of_pixels(result, axes, size)
@@ -161,7 +127,7 @@ class DenseGather:
                     phase.count,
                     *divider(phase.count),
                 )
-        instance = _instance(tile, work.dtype, backward, wide)
+        instance = _instance(tile, work.dtype, backward, int64)
         channel_tiles = ceil_div(written, tile.n)
         launch = Launch(
             instance,
@@ -179,25 +145,25 @@ class DenseGather:
                 accumulate=work.accumulate,
                 bias=work.bias,
             ),
-            shared_bytes(tile, axes, wide),
+            shared_bytes(tile, axes, int64),
         )
         return Fragment(
             f"{self.name}_{work.direction}_{tile.m}x{tile.n}",
             (*x.steps, *w.steps, launch),
             (*x.workspace, *w.workspace),
-            expected_s=expected_s(work, axes, device, wide, tile),
+            expected_s=expected_s(work, axes, device, int64, tile),
         )
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(tile, dtype, backward, wide)
+            _instance(tile, dtype, backward, int64)
             for dtype, tiles in (
                 *((dtype, TILES) for dtype in DTYPES),
-                (DType.FLOAT32, SPLIT_TILES),
+                (DType.FLOAT32, TILES_3XTF32),
             )
             for backward in (False, True)
-            for tile, wide in (*((tile, False) for tile in tiles), (tiles[-1], True))
+            for tile, int64 in (*((tile, False) for tile in tiles), (tiles[-1], True))
         ]
 
 
@@ -211,20 +177,19 @@ TILES = (
     DenseTile(128, 128, 64, 64, 64, 4, 2, flops=460e12, start_s=4.7e-6),
 )
 # All have the same depth of partial accumulation, and so give bitwise equal results.
-SPLIT_TILES = (
-    DenseTile(128, 128, 32, 64, 128, 3, 1, flops=126e12, start_s=3e-6, split=True),
-    DenseTile(64, 64, 32, 32, 128, 3, 2, flops=122e12, start_s=3e-6, split=True),
-    DenseTile(128, 32, 32, 32, 128, 3, 2, flops=117e12, start_s=3e-6, split=True),
-    DenseTile(128, 64, 32, 64, 128, 3, 2, flops=130e12, start_s=3e-6, split=True),
+TILES_3XTF32 = (
+    DenseTile(128, 128, 32, 64, 128, 3, 1, flops=126e12, start_s=3e-6, tf32x3=True),
+    DenseTile(64, 64, 32, 32, 128, 3, 2, flops=122e12, start_s=3e-6, tf32x3=True),
+    DenseTile(128, 32, 32, 32, 128, 3, 2, flops=117e12, start_s=3e-6, tf32x3=True),
+    DenseTile(128, 64, 32, 64, 128, 3, 2, flops=130e12, start_s=3e-6, tf32x3=True),
 )
-DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 
 
 def expected_s(
-    work: ConvWork, axes: list[Axis], device: CudaDevice, wide: bool, tile: DenseTile
+    work: ConvWork, axes: list[Axis], device: CudaDevice, int64: bool, tile: DenseTile
 ) -> float:
     """Return the expected time of a tile, in seconds."""
-    read, written = _channels(work)
+    read, written = work.channels
     phases = [
         (work.batch * prod(phase.count for phase in each), prod(phase.taps for phase in each))
         for each in product(*(axis.phases for axis in axes))
@@ -237,53 +202,39 @@ def expected_s(
         count = ceil_div(pixels, tile.m) * columns
         blocks += count
         steps += count * taps * depths
-    return tile.expected_s(device, blocks, steps / blocks, shared_bytes(tile, axes, wide))
+    return tile.expected_s(device, blocks, steps / blocks, shared_bytes(tile, axes, int64))
 
 
-def gather_tile(work: ConvWork, axes: list[Axis], device: CudaDevice, wide: bool) -> DenseTile:
+def gather_tile(work: ConvWork, axes: list[Axis], device: CudaDevice, int64: bool) -> DenseTile:
     """Return the tile with the least expected time. Results do not depend on the tile."""
-    tiles = SPLIT_TILES if splits_factors(work) else TILES
-    if wide:
+    tiles = TILES_3XTF32 if uses_3xtf32(work) else TILES
+    if int64:
         return tiles[-1]
-    fitting = [tile for tile in tiles if tile.fits(device, shared_bytes(tile, axes, wide))]
-    return min(fitting, key=lambda tile: expected_s(work, axes, device, wide, tile))
+    fitting = [tile for tile in tiles if tile.fits(device, shared_bytes(tile, axes, int64))]
+    return min(fitting, key=lambda tile: expected_s(work, axes, device, int64, tile))
 
 
-def _channels(work: ConvWork) -> tuple[int, int]:
-    """Return the channels per group of the source and of the result."""
-    channels = work.in_channels, work.out_channels
-    return channels[::-1] if work.direction == "bwd_data" else channels
-
-
-def _instance(tile: DenseTile, dtype: DType, backward: bool, wide: bool) -> Instance:
-    defines = (("ACROSS", str(int(backward))), *tile.defines(dtype, wide))
+def _instance(tile: DenseTile, dtype: DType, backward: bool, int64: bool) -> Instance:
+    defines = (("ACROSS", str(int(backward))), *tile.defines(dtype, int64))
     return Instance("conv/dense_gather.cu", "dense_gather", defines)
 
 
-def shared_bytes(tile: DenseTile, axes: list[Axis], wide: bool) -> int:
+def shared_bytes(tile: DenseTile, axes: list[Axis], int64: bool) -> int:
     """Return the bytes of shared memory.
 
     These are the pipeline or the accumulators, two offsets per pixel, three values per tap, and a
     bit mask of the taps per pixel and per tile.
     """
-    tap, offset = (24, 8) if wide else (12, 4)
+    tap, offset = (24, 8) if int64 else (12, 4)
     taps = prod(max(phase.taps for phase in axis.phases) for axis in axes)
     bits = ceil_div(taps, 32) * 4 * (1 + tile.m)
-    room = max(tile.ring_bytes, tile.m * (tile.n + 9) * 4)
-    return room + tile.m * (8 + offset) + taps * tap + bits + tile.flag_bytes
+    room = max(tile.pipeline_bytes, tile.m * (tile.n + 9) * 4)
+    return room + tile.m * (8 + offset) + taps * tap + bits + tile.scaling_flag_bytes
 
 
 def _most_pixels(work: ConvWork, axes: list[Axis]) -> int:
     """Return the number of pixels of the largest phase."""
     return work.batch * prod(max(phase.count for phase in axis.phases) for axis in axes)
-
-
-def _last(operand: Operand, shape: tuple[int, ...]) -> int:
-    """Return the offset of the last element plus a whole chunk."""
-    return (
-        sum((extent - 1) * stride for extent, stride in zip(shape, operand.strides, strict=True))
-        + 16
-    )
 
 
 def _margin(operand: Operand, axes: list[Axis]) -> int:

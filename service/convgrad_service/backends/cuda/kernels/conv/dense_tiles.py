@@ -8,18 +8,20 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
-from convgrad_service.plans.cuda.works import ConvWork
+from convgrad_service.plans.cuda.works import ConvWork, Operand
 
-__all__ = ["LAUNCH_S", "DenseTile", "few_terms", "splits_factors"]
+__all__ = ["DTYPES", "LAUNCH_S", "MAX_INDEX", "DenseFamily", "DenseTile"]
+__all__ += ["last_offset", "uses_3xtf32", "why_not_few_terms"]
 
+DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
+MAX_INDEX = 2**31 - 1
 LAUNCH_S = 3e-6
 # Splitting has a relative error of 2^-21 per product, float32 accumulation of 2^-24 per term.
 _LEAST_TERMS = 16
 # Relative throughput of an SM with 1, 2, ... resident blocks, by the most that fit.
-_ALONE = {1: (1.0,), 2: (0.65, 1.0), 3: (0.55, 0.8, 1.0)}
+_OCCUPANCY_RATES = {1: (1.0,), 2: (0.65, 1.0), 3: (0.55, 0.8, 1.0)}
 # SMs of the GPU on which the rates below were measured.
 _MEASURED_ON = 132
-_RESERVED_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class DenseTile:
         FLOP/s of a whole H200 in 16-bit types (half of that in TF32), and seconds of a block
         outside its mainloop. They were fitted to tests/perf's dense layers, and rank tiles on
         every device.
-    split
+    tf32x3
         Whether float32 operands are split into three TF32 products.
     """
 
@@ -54,30 +56,30 @@ class DenseTile:
     copy_groups: int = 1
     flops: float = 300e12
     start_s: float = 5e-6
-    split: bool = False
+    tf32x3: bool = False
 
     @property
     def threads(self) -> int:
         return self.m // self.warp_m * (self.n // self.warp_n) * 32
 
     @property
-    def ring_bytes(self) -> int:
+    def pipeline_bytes(self) -> int:
         return self.stages * (self.m + self.n) * self.step_bytes
 
     @property
-    def flag_bytes(self) -> int:
+    def scaling_flag_bytes(self) -> int:
         """Bytes of ``ScalingFlags`` (core/operand_scaling.cuh) if operands are split."""
-        return 24 if self.split else 0
+        return 24 if self.tf32x3 else 0
 
     def depth(self, dtype: DType) -> int:
         """Return the elements along K of a k-tile."""
         return self.step_bytes // dtype.itemsize
 
-    def defines(self, dtype: DType, wide: bool) -> tuple[tuple[str, str], ...]:
-        """Return the preprocessor macros of an instance."""
+    def defines(self, dtype: DType, int64: bool) -> tuple[tuple[str, str], ...]:
+        """Return the preprocessor macros of an instance, with 64-bit offsets if ``int64``."""
         return (
             ("ELEMENT", CUDA_TYPES[dtype]),
-            ("WIDE", str(int(wide))),
+            ("WIDE", str(int(int64))),
             ("BM", str(self.m)),
             ("BN", str(self.n)),
             ("BK", str(self.depth(dtype))),
@@ -86,7 +88,7 @@ class DenseTile:
             ("STAGES", str(self.stages)),
             ("BLOCKS", str(self.blocks)),
             ("GROUPS", str(self.copy_groups)),
-            ("SPLIT", str(int(self.split))),
+            ("SPLIT", str(int(self.tf32x3))),
         )
 
     def fits(self, device: CudaDevice, shared_bytes: int) -> bool:
@@ -109,26 +111,52 @@ class DenseTile:
         extra_s
             Seconds of a k-tile besides its products and copies.
         """
-        room = device.shared_bytes_per_multiprocessor // (shared_bytes + _RESERVED_BYTES)
-        together = max(1, min(self.blocks, room))
-        shares = _ALONE[self.blocks]
+        resident = max(1, min(self.blocks, device.fitting_blocks(shared_bytes)))
+        shares = _OCCUPANCY_RATES[self.blocks]
         # Independent of the dtype: in TF32, a k-tile has half the elements at half the rate.
         step_flops = 2 * self.m * self.n * self.step_bytes // 2
         step_s = step_flops * self.blocks * _MEASURED_ON / self.flops + extra_s
         block_s = self.start_s + steps * step_s
-        wave = shares[together - 1]
-        full, rest = divmod(blocks, device.multiprocessors * together)
+        wave = shares[resident - 1]
+        full, rest = divmod(blocks, device.multiprocessors * resident)
         last = shares[ceil_div(rest, device.multiprocessors) - 1] if rest else 0.0
         return (full * wave + last) * block_s
 
 
-def splits_factors(work: ConvWork) -> bool:
+class DenseFamily:
+    """The thresholds of tile utilisation of a dense mma.sync family."""
+
+    def __init__(self, least_grouped: int = 16, least_product: int = 64) -> None:
+        """Create the family.
+
+        Parameters
+        ----------
+        least_grouped
+            With groups, the fewest channels per group on either side.
+        least_product
+            The least product of the GEMM's two extents that are channels (in wgrad, output
+            channels, and taps x input channels).
+        """
+        self._least_grouped, self._least_product = least_grouped, least_product
+
+    def _fills_tile(self, work: ConvWork, product: int) -> bool:
+        least = min(work.in_channels, work.out_channels)
+        return product >= self._least_product and (work.groups == 1 or least >= self._least_grouped)
+
+
+def last_offset(operand: Operand, shape: tuple[int, ...]) -> int:
+    """Return the offset of the last element plus a whole chunk."""
+    strides = zip(shape, operand.strides, strict=True)
+    return sum((extent - 1) * stride for extent, stride in strides) + 16
+
+
+def uses_3xtf32(work: ConvWork) -> bool:
     """Return whether float32 is computed as three TF32 products of split operands."""
     return work.dtype is DType.FLOAT32 and work.precision != "high"
 
 
-def few_terms(work: ConvWork, terms: int) -> str | None:
+def why_not_few_terms(work: ConvWork, terms: int) -> str | None:
     """Return why sums of that many products are not computed from split operands, or None."""
-    if not splits_factors(work) or terms >= _LEAST_TERMS:
+    if not uses_3xtf32(work) or terms >= _LEAST_TERMS:
         return None
     return f"float32's own sums of {terms} products may be more exact than those of split factors"

@@ -8,10 +8,14 @@ from math import prod
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.conv.dense_tiles import (
+    DTYPES,
     LAUNCH_S,
+    MAX_INDEX,
+    DenseFamily,
     DenseTile,
-    few_terms,
-    splits_factors,
+    last_offset,
+    uses_3xtf32,
+    why_not_few_terms,
 )
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, linear_grid
 from convgrad_service.backends.cuda.kernels.core.limits import (
@@ -19,11 +23,15 @@ from convgrad_service.backends.cuda.kernels.core.limits import (
     MAX_PIXELS,
     why_not_dense,
 )
-from convgrad_service.backends.cuda.kernels.core.split_sum import split_sum, split_sum_instances
+from convgrad_service.backends.cuda.kernels.core.split_sum import (
+    channel_last,
+    split_sum,
+    split_sum_instances,
+)
+from convgrad_service.backends.cuda.kernels.fallback.weight_args import fill_wgrad
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
-    Prepared,
-    prepare_activation,
+    prepare_side,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -35,14 +43,10 @@ from convgrad_service.plans.cuda.program import (
     Workspace,
     ceil_div,
 )
-from convgrad_service.plans.cuda.works import ConvWork, Operand, contiguous_strides
+from convgrad_service.plans.cuda.works import ConvWork, contiguous_strides
 
 __all__ = ["DenseWeight", "weight_expected_s"]
 
-# With groups, the fewest channels per group on either side; without, the least product of output
-# channels and taps x input channels.
-LEAST_GROUPED, LEAST_PRODUCT = 16, 64
-MAX_INDEX = 2**31 - 1
 SPAN_BYTES = 32
 # flat_sum.cu: results per thread, threads per block, the most slices of a block, and the fewest
 # splits that use them.
@@ -55,7 +59,7 @@ DenseWeightArgs = structure("conv/dense_weight.cu", "DenseWeightArgs")
 FlatSumArgs = structure("core/flat_sum.cu", "FlatSumArgs")
 
 
-class DenseWeight:
+class DenseWeight(DenseFamily):
     """bwd_weight whose groups fill tensor-core tiles.
 
     Takes 16-bit types, float32 as TF32 (``precision: high``), and float32 as three TF32 products.
@@ -63,34 +67,17 @@ class DenseWeight:
 
     name = "dense_weight"
 
-    def __init__(
-        self, least_grouped: int = LEAST_GROUPED, least_product: int = LEAST_PRODUCT
-    ) -> None:
-        """Create the family with the thresholds of tile utilisation.
-
-        Parameters
-        ----------
-        least_grouped
-            With groups, the fewest channels per group on either side.
-        least_product
-            Without groups, the least product of output channels and taps x input channels.
-        """
-        self._least_grouped = least_grouped
-        self._least_product = least_product
-
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`. As in `DenseGather`, splitting the problem does not change the
         answer."""
         if (reason := why_not_dense(work, device)) is not None:
             return reason
-        least = min(work.in_channels, work.out_channels)
-        grouped = work.groups > 1 and least < self._least_grouped
-        if grouped or work.out_channels * work.in_channels * work.taps < self._least_product:
+        if not self._fills_tile(work, work.out_channels * work.in_channels * work.taps):
             return (
                 f"{work.out_channels} channels x {work.in_channels} channels of {work.taps} taps a "
                 "group would leave most of a tile"
             )
-        if (reason := few_terms(work, _least_terms(work))) is not None:
+        if (reason := why_not_few_terms(work, _least_terms(work))) is not None:
             return reason
         if work.accumulate is not None and work.accumulate.strides != work.w.strides:
             return "accumulate does not lie as the result does"
@@ -106,35 +93,27 @@ class DenseWeight:
         splits: int | None = None,
     ) -> Fragment:
         """See `Family.launches`. ``tile`` and ``splits`` override the chosen ones."""
-        x = _prepared(work, work.x, work.in_channels, work.input, "input", device)
-        y = _prepared(work, work.y, work.out_channels, work.output, "grad_output", device)
-        wide = any(
-            _last(operand, (work.batch, work.groups, channels, *size)) > MAX_INDEX
+        x, y = (prepare_side(work, name, device) for name in ("input", "grad_output"))
+        int64 = any(
+            last_offset(operand, (work.batch, work.groups, channels, *size)) > MAX_INDEX
             for operand, channels, size in (
                 (x.operand, work.in_channels, work.input),
                 (y.operand, work.out_channels, work.output),
             )
         )
-        expected, best_tile, best_splits = _expected(work, device, wide)
+        expected, best_tile, best_splits = _expected(work, device, int64)
         tile, splits = tile or best_tile, splits or best_splits
         partials = f"{work.prefix}partials"
 
         args = DenseWeightArgs()
-        args.x_stride[:], args.y_stride[:] = x.operand.strides, y.operand.strides
-        args.w_stride[:] = work.w.strides
-        args.alpha, args.beta = work.alpha, work.beta
-        for name in ("batch", "groups", "in_channels", "out_channels"):
-            setattr(args, name, getattr(work, name))
-        args.x_size[:], args.y_size[:] = work.input, work.output
-        for name in ("kernel", "stride", "dilation", "pad"):
-            getattr(args, name)[:] = getattr(work, name)
+        fill_wgrad(args, work, x.operand, y.operand)
         args.splits = splits
         args.plain = work.epilogue_free and _in_order(work)
         args.wide_result = work.result_dtype is DType.FLOAT32
         steps: list[Step] = [*x.steps, *y.steps]
         steps.append(
             Launch(
-                _instance(tile, work.dtype, wide),
+                _instance(tile, work.dtype, int64),
                 (_tiles(work, tile), work.groups, splits),
                 (tile.threads, 1, 1),
                 pack(
@@ -145,7 +124,7 @@ class DenseWeight:
                     accumulate=work.accumulate,
                     partials=partials if splits > 1 else None,
                 ),
-                _shared_bytes(work, tile, wide),
+                _shared_bytes(work, tile, int64),
             )
         )
         workspace = [*x.workspace, *y.workspace]
@@ -163,10 +142,10 @@ class DenseWeight:
         """See `Family.instances`."""
         return [
             *(
-                _instance(tile, dtype, wide)
+                _instance(tile, dtype, int64)
                 for dtype, split in (*((dtype, False) for dtype in DTYPES), (DType.FLOAT32, True))
-                for wide in (False, True)
-                for tile in _tiles_of(dtype, split, wide)
+                for int64 in (False, True)
+                for tile in _tiles_of(dtype, split, int64)
             ),
             *map(_sum_instance, DTYPES),
             *split_sum_instances(),
@@ -191,9 +170,9 @@ def _sum(work: ConvWork, partials: str, splits: int) -> Launch:
         partials,
         splits,
         (work.groups, work.out_channels, *work.kernel, work.in_channels),
-        _channel_last(work.w),
+        channel_last(work.w),
         DType.FLOAT32,
-        accumulate=None if accumulate is None else _channel_last(accumulate),
+        accumulate=None if accumulate is None else channel_last(accumulate),
         alpha=work.alpha,
         beta=work.beta,
     )
@@ -213,13 +192,12 @@ TILES = (
     DenseTile(32, 128, 32, 32, 128, 4, 3, flops=250e12, start_s=4e-6),
     DenseTile(128, 128, 64, 64, 64, 4, 2, flops=400e12, start_s=6.5e-6),
 )
-SPLIT_TILES = (
-    DenseTile(128, 128, 32, 64, 128, 3, 1, flops=122e12, start_s=3e-6, split=True),
-    DenseTile(64, 64, 32, 32, 128, 3, 2, flops=104e12, start_s=3e-6, split=True),
-    DenseTile(32, 128, 32, 32, 128, 3, 2, flops=100e12, start_s=3e-6, split=True),
-    DenseTile(128, 64, 32, 64, 128, 3, 2, flops=116e12, start_s=3e-6, split=True),
+TILES_3XTF32 = (
+    DenseTile(128, 128, 32, 64, 128, 3, 1, flops=122e12, start_s=3e-6, tf32x3=True),
+    DenseTile(64, 64, 32, 32, 128, 3, 2, flops=104e12, start_s=3e-6, tf32x3=True),
+    DenseTile(32, 128, 32, 32, 128, 3, 2, flops=100e12, start_s=3e-6, tf32x3=True),
+    DenseTile(128, 64, 32, 64, 128, 3, 2, flops=116e12, start_s=3e-6, tf32x3=True),
 )
-DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 # The fewest k-tiles of a split, and the most bytes of partial sums, unless the caller asks for
 # more.
 LEAST_STEPS = 4
@@ -228,13 +206,13 @@ MOST_WAVES = 3
 COPY_BYTES_PER_S = 3e12
 # Seconds for a thread to locate one pixel at one more tap, fitted to a first layer with 49 taps x 8
 # channels.
-NOTING_S = 0.14e-6
+ADDRESSING_S = 0.14e-6
 
 
-def _tiles_of(dtype: DType, split: bool, wide: bool) -> Sequence[DenseTile]:
-    """Return the tiles that fit into registers, with 64-bit offsets if ``wide``."""
-    tiles = SPLIT_TILES if split else TILES
-    if wide:
+def _tiles_of(dtype: DType, split: bool, int64: bool) -> Sequence[DenseTile]:
+    """Return the tiles that fit into registers, with 64-bit offsets if ``int64``."""
+    tiles = TILES_3XTF32 if split else TILES
+    if int64:
         return tiles[-1:]
     return [tile for tile in tiles if dtype is not DType.FLOAT32 or tile != TILES[0]]
 
@@ -244,7 +222,7 @@ def weight_expected_s(work: ConvWork, device: CudaDevice) -> float:
     return _expected(work, device, False)[0]
 
 
-def _expected(work: ConvWork, device: CudaDevice, wide: bool) -> tuple[float, DenseTile, int]:
+def _expected(work: ConvWork, device: CudaDevice, int64: bool) -> tuple[float, DenseTile, int]:
     """Return the least expected time in seconds, its tile and its number of splits.
 
     They depend on the problem and the device model only, so equal requests give equal bits.
@@ -252,8 +230,8 @@ def _expected(work: ConvWork, device: CudaDevice, wide: bool) -> tuple[float, De
     results = work.groups * work.out_channels * work.in_channels * work.taps
     channels = _columns(work) // work.taps
     options = []
-    for tile in _tiles_of(work.dtype, splits_factors(work), wide):
-        shared = _shared_bytes(work, tile, wide)
+    for tile in _tiles_of(work.dtype, uses_3xtf32(work), int64):
+        shared = _shared_bytes(work, tile, int64)
         if not tile.fits(device, shared):
             continue
         pixels = work.pixels
@@ -263,8 +241,8 @@ def _expected(work: ConvWork, device: CudaDevice, wide: bool) -> tuple[float, De
         all_steps = ceil_div(pixels, tile.depth(work.dtype))
         tiles = _tiles(work, tile) * work.groups
         slots = device.multiprocessors * tile.blocks
-        noted = (_tile_taps(work, tile) - 1) * tile.depth(work.dtype) / tile.threads
-        noting_s = noted * NOTING_S
+        addresses = (_tile_taps(work, tile) - 1) * tile.depth(work.dtype) / tile.threads
+        addressing_s = addresses * ADDRESSING_S
         if work.split_k is None:
             most = min(all_steps // LEAST_STEPS, PARTIAL_BYTES // (4 * results), MAX_GRID_YZ)
             wanted = (slots * halves // (2 * tiles) for halves in range(1, 2 * MOST_WAVES + 1))
@@ -273,34 +251,15 @@ def _expected(work: ConvWork, device: CudaDevice, wide: bool) -> tuple[float, De
             counts = {min(work.split_k, work.pixels, MAX_GRID_YZ)}
         for count in sorted(counts):
             steps = ceil_div(all_steps, count)
-            expected = tile.expected_s(device, tiles * count, steps, shared, noting_s)
+            expected = tile.expected_s(device, tiles * count, steps, shared, addressing_s)
             if count > 1:
                 expected += LAUNCH_S + results * 4 * (2 * count + 1) / COPY_BYTES_PER_S
             options.append((expected, tile, count))
     return min(options, key=lambda option: option[0])
 
 
-def _prepared(
-    work: ConvWork,
-    operand: Operand,
-    channels: int,
-    size: tuple[int, int, int],
-    name: str,
-    device: CudaDevice,
-) -> Prepared:
-    return prepare_activation(
-        operand,
-        work.batch,
-        work.groups,
-        channels,
-        size,
-        f"{work.prefix}{name}_channels_last",
-        device,
-    )
-
-
-def _instance(tile: DenseTile, dtype: DType, wide: bool) -> Instance:
-    return Instance("conv/dense_weight.cu", "dense_weight", tile.defines(dtype, wide))
+def _instance(tile: DenseTile, dtype: DType, int64: bool) -> Instance:
+    return Instance("conv/dense_weight.cu", "dense_weight", tile.defines(dtype, int64))
 
 
 def _columns(work: ConvWork) -> int:
@@ -321,30 +280,32 @@ def _tile_taps(work: ConvWork, tile: DenseTile) -> int:
     return min(work.taps, (tile.n - 2) // channels + 2)
 
 
-def _shared_bytes(work: ConvWork, tile: DenseTile, wide: bool) -> int:
+def _shared_bytes(work: ConvWork, tile: DenseTile, int64: bool) -> int:
     """Return the bytes of shared memory: the pipeline, a shift per tap of the tile, and per pixel
     its offset in y and, for each tap, in x."""
     taps = _tile_taps(work, tile)
-    shift, offset = (32, 8) if wide else (16, 4)
+    shift, offset = (32, 8) if int64 else (16, 4)
     depth = tile.depth(work.dtype)
     around = max(1, tile.threads // depth)
     batch = ceil_div(tile.stages - 1, around) * around
     offsets = (1 + taps) * 2 * batch * depth
-    return tile.ring_bytes + SPAN_BYTES + taps * shift + offsets * offset + tile.flag_bytes
+    return (
+        tile.pipeline_bytes + SPAN_BYTES + taps * shift + offsets * offset + tile.scaling_flag_bytes
+    )
 
 
 def _least_terms(work: ConvWork) -> int:
     """Return the fewest products of any non-empty sum."""
 
-    def meets(dim: int, tap: int) -> int:
+    def outputs_of(dim: int, tap: int) -> int:
         """Return the number of outputs that a tap contributes to along one dimension."""
         first = tap * work.dilation[dim] - work.pad[dim]
         low = max(0, ceil_div(-first, work.stride[dim]))
         high = min(work.output[dim], (work.input[dim] - 1 - first) // work.stride[dim] + 1)
         return max(0, high - low)
 
-    met = ([meets(dim, tap) for tap in range(work.kernel[dim])] for dim in range(3))
-    return work.batch * prod(min(filter(None, counts), default=0) for counts in met)
+    by_dimension = ([outputs_of(dim, tap) for tap in range(work.kernel[dim])] for dim in range(3))
+    return work.batch * prod(min(filter(None, counts), default=0) for counts in by_dimension)
 
 
 def _partial_bytes(work: ConvWork) -> int:
@@ -355,19 +316,5 @@ def _partial_bytes(work: ConvWork) -> int:
 def _in_order(work: ConvWork) -> bool:
     """Return whether the result is contiguous as (G, K, T, R, S, C), like the partial sums."""
     shape = (work.groups, work.out_channels, *work.kernel, work.in_channels)
-    strides = zip(shape, _channel_last(work.w).strides, contiguous_strides(shape), strict=True)
+    strides = zip(shape, channel_last(work.w).strides, contiguous_strides(shape), strict=True)
     return all(stride == wanted for extent, stride, wanted in strides if extent > 1)
-
-
-def _channel_last(operand: Operand) -> Operand:
-    """Return the weight with its axes in the order of the partial sums: (G, K, T, R, S, C)."""
-    g, k, c, t, r, s = operand.strides
-    return Operand(operand.buffer, operand.dtype, (g, k, t, r, s, c))
-
-
-def _last(operand: Operand, shape: tuple[int, ...]) -> int:
-    """Return the offset of the last element plus a whole chunk."""
-    return (
-        sum((extent - 1) * stride for extent, stride in zip(shape, operand.strides, strict=True))
-        + 16
-    )

@@ -10,14 +10,15 @@ from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.conv.first_windows import (
     MOST_WARPS,
     STAGES,
-    blocks_together,
+    blocks_per_sm,
     column_tiles,
+    fill_dgrad,
     why_not_first,
 )
-from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
-    prepare_activation,
+    prepare_side,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -28,11 +29,11 @@ __all__ = ["FirstData"]
 
 STEP_BYTES = 32
 # The most accumulators in a row: 16-bit offsets address them.
-MOST_SUMS = 2**16
+MAX_ACCUMULATORS = 2**16
 MAX_OFFSET = 2**31 - 1
 # The most kernel rows of an instance, and the k-step counts for which a warp keeps the weights in
 # registers.
-RESIDENT = {1: (), 3: (2, 4, 8), 5: (4,), 7: (2, 4)}
+REGISTER_WEIGHTS = {1: (), 3: (2, 4, 8), 5: (4,), 7: (2, 4)}
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 # Cost model: m16n8 mma instructions per SM per clock, and the fixed clocks per block and row of y.
 PRODUCTS_PER_CLOCK, ROW_CLOCKS = 0.7, 500
@@ -74,8 +75,8 @@ class FirstData:
             return reason
         if work.kernel[0] == work.kernel[1] == 1:
             return "a kernel of one row, which leaves nothing to walk over"
-        if work.kernel[1] > max(RESIDENT):
-            return f"{work.kernel[1]} rows of a kernel are more than {max(RESIDENT)}"
+        if work.kernel[1] > max(REGISTER_WEIGHTS):
+            return f"{work.kernel[1]} rows of a kernel are more than {max(REGISTER_WEIGHTS)}"
         row = sum(
             extent * stride
             for extent, stride in (
@@ -91,31 +92,15 @@ class FirstData:
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
         """See `Family.launches`. ``cut`` overrides the chosen partition."""
-        y = prepare_activation(
-            work.y,
-            work.batch,
-            1,
-            work.out_channels,
-            work.output,
-            f"{work.prefix}source_channels_last",
-            device,
-        )
-        rows, depth = _rows(work), _resident(work)
+        y = prepare_side(work, "source", device)
+        rows, depth = _rows(work), _register_weights(work)
         if cut is None:
             cut = min(_cuts(work, device), key=lambda cut: _expected_clocks(work, cut, device))
         args = FirstDataArgs()
-        args.y_stride[:], args.x_stride[:] = y.operand.strides, work.x.strides
-        args.w_stride[:] = work.w.strides
-        args.alpha, args.beta = work.alpha, work.beta
-        args.activation, args.plain = ACTIVATIONS[work.activation], work.epilogue_free
-        args.channels, args.y_channels = work.in_channels, work.out_channels
-        args.y_chunks = ceil_div(work.out_channels * work.dtype.itemsize, CHUNK_BYTES)
-        args.x_size[:], args.y_size[:] = work.input, work.output
-        for name in ("kernel", "stride", "pad"):
-            getattr(args, name)[:] = getattr(work, name)
+        fill_dgrad(args, work, y.operand, cut)
+        args.plain = work.epilogue_free
         args.column_tiles, args.steps = column_tiles(work), _steps(work)
         args.positions = cut.warp_rows * 32
-        args.row_segments, args.segment_rows = cut.row_segments, cut.segment_rows
         args.segments, args.segment = cut.segments, cut.segment
         args.channels_last = work.x.channels_last
         launch = Launch(
@@ -138,27 +123,27 @@ class FirstData:
         """See `Family.instances`."""
         return [
             _instance(dtype, rows, depth)
-            for rows, depths in RESIDENT.items()
+            for rows, depths in REGISTER_WEIGHTS.items()
             for dtype in DTYPES
             for depth in ((*depths, None) if dtype.itemsize == 2 else (None,))
         ]
 
 
 def _rows(work: ConvWork) -> int:
-    return min(rows for rows in RESIDENT if rows >= work.kernel[1])
+    return min(rows for rows in REGISTER_WEIGHTS if rows >= work.kernel[1])
 
 
-def _resident(work: ConvWork) -> int | None:
+def _register_weights(work: ConvWork) -> int | None:
     """Return the number of k-steps whose weights stay in registers, or None if they do not."""
     needed = ceil_div(work.out_channels * work.dtype.itemsize, STEP_BYTES)
-    fitting = [depth for depth in RESIDENT[_rows(work)] if depth >= needed]
+    fitting = [depth for depth in REGISTER_WEIGHTS[_rows(work)] if depth >= needed]
     if work.dtype.itemsize > 2 or work.kernel[0] > 1 or not fitting:
         return None
     return min(fitting)
 
 
 def _steps(work: ConvWork) -> int:
-    return _resident(work) or ceil_div(work.out_channels * work.dtype.itemsize, STEP_BYTES)
+    return _register_weights(work) or ceil_div(work.out_channels * work.dtype.itemsize, STEP_BYTES)
 
 
 def _shared_bytes(work: ConvWork, warp_rows: int, segment: int) -> int:
@@ -182,7 +167,7 @@ def _cuts(work: ConvWork, device: CudaDevice) -> list[Cut]:
         longest = positions * stride[2] - work.kernel[2] + 1
         if work.output[2] <= positions:
             longest = work.input[2]
-        if longest < 1 or positions * (tiles | 1) * 8 > MOST_SUMS:
+        if longest < 1 or positions * (tiles | 1) * 8 > MAX_ACCUMULATORS:
             continue
         segments = ceil_div(work.input[2], longest)
         segment = ceil_div(work.input[2], segments)
@@ -206,13 +191,13 @@ def _expected_clocks(work: ConvWork, cut: Cut, device: CudaDevice) -> float:
     threads = 32 * tiles * cut.warp_rows
     shared = _shared_bytes(work, cut.warp_rows, cut.segment)
     filled = ceil_div(blocks, device.multiprocessors)
-    together = min(filled, blocks_together(device, threads, shared))
+    resident = min(filled, blocks_per_sm(device, threads, shared))
     taps = ceil_div(work.kernel[0], work.stride[0])
     products = cut.warp_rows * 2 * tiles * _rows(work) * _steps(work) * taps
-    row = max(together * products / PRODUCTS_PER_CLOCK, products / PRODUCTS_PER_CLOCK + ROW_CLOCKS)
+    row = max(resident * products / PRODUCTS_PER_CLOCK, products / PRODUCTS_PER_CLOCK + ROW_CLOCKS)
     # Each segment also reads the rows before its first, and fills the pipeline.
-    walked = cut.segment_rows + (work.kernel[1] - 1) // work.stride[1] + 3
-    return ceil_div(blocks, device.multiprocessors * together) * walked * row
+    rows_read = cut.segment_rows + (work.kernel[1] - 1) // work.stride[1] + 3
+    return ceil_div(blocks, device.multiprocessors * resident) * rows_read * row
 
 
 def _instance(dtype: DType, rows: int, depth: int | None) -> Instance:

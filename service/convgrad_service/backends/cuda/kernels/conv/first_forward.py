@@ -13,7 +13,7 @@ from convgrad_service.backends.cuda.kernels.conv.first_windows import (
     MOST_WARPS,
     STAGES,
     STATIC_BYTES,
-    blocks_together,
+    blocks_per_sm,
     column_tiles,
     prepare_rows,
     why_not_first,
@@ -34,7 +34,7 @@ CHANNELS = 32
 MOST_WARP_CHANNELS = 4
 MOST_TILES = 256
 # By instance, the pairs of column tiles whose weights a warp keeps in registers.
-RESIDENT = (4, 11)
+REGISTER_WEIGHTS = (4, 11)
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 
 
@@ -83,13 +83,13 @@ class FirstForward:
         args.activation, args.plain = ACTIVATIONS[work.activation], _plain(work)
         args.y_channels, args.warp_channels = work.out_channels, cut.warp_channels
         args.channel_blocks = ceil_div(work.out_channels, CHANNELS * cut.warp_channels)
-        together = blocks_together(device, cut.threads, cut.shared_bytes)
-        blocks = max(1, device.multiprocessors * together // args.channel_blocks)
+        resident = blocks_per_sm(device, cut.threads, cut.shared_bytes)
+        blocks = max(1, device.multiprocessors * resident // args.channel_blocks)
         args.ranges = min(args.windows.units, blocks)
         extents = (work.batch, 1, work.out_channels, *work.output)
         args.wide_stores = work.out_channels % 8 == 0 and in_whole_chunks(work.y, extents, 2)
         launch = Launch(
-            _instance(work.dtype, _resident(work, device)),
+            _instance(work.dtype, _register_weights(work, device)),
             (args.channel_blocks * args.ranges, 1, 1),
             (cut.threads, 1, 1),
             pack(
@@ -109,7 +109,7 @@ class FirstForward:
         return [
             _instance(dtype, pairs)
             for dtype in DTYPES
-            for pairs in ((*RESIDENT, None) if dtype.itemsize == 2 else (None,))
+            for pairs in ((*REGISTER_WEIGHTS, None) if dtype.itemsize == 2 else (None,))
         ]
 
 
@@ -123,11 +123,11 @@ def _pairs(work: ConvWork) -> int:
     return ceil_div(work.kernel[1] * column_tiles(work), 2 if work.dtype.itemsize == 2 else 1)
 
 
-def _resident(work: ConvWork, device: CudaDevice) -> int | None:
+def _register_weights(work: ConvWork, device: CudaDevice) -> int | None:
     fitting = [
         pairs
-        for pairs in RESIDENT
-        if pairs >= _pairs(work) and (pairs == RESIDENT[0] or device.capability < BLACKWELL)
+        for pairs in REGISTER_WEIGHTS
+        if pairs >= _pairs(work) and (pairs == REGISTER_WEIGHTS[0] or device.capability < BLACKWELL)
     ]
     if work.dtype.itemsize > 2 or work.kernel[0] > 1 or not fitting:
         return None
@@ -168,5 +168,5 @@ def _instance(dtype: DType, pairs: int | None) -> Instance:
     return Instance.of(
         "conv/first_forward.cu",
         defines,
-        BEFORE_BLACKWELL if pairs == RESIDENT[-1] else ARCHITECTURES,
+        BEFORE_BLACKWELL if pairs == REGISTER_WEIGHTS[-1] else ARCHITECTURES,
     )

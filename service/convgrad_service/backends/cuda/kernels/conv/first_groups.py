@@ -13,12 +13,13 @@ from convgrad_service.backends.cuda.kernels.conv.first_windows import (
     BEFORE_BLACKWELL,
     BLACKWELL,
     STAGES,
+    fill_dgrad,
     why_not_first,
 )
-from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
-    prepare_activation,
+    prepare_side,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import ARCHITECTURES, CudaDevice
@@ -132,15 +133,7 @@ class FirstGroups:
         grouping = _grouping(work, device)
         if grouping is None:
             raise ValueError("no grouping of positions fits")
-        y = prepare_activation(
-            work.y,
-            work.batch,
-            1,
-            work.out_channels,
-            work.output,
-            f"{work.prefix}source_channels_last",
-            device,
-        )
+        y = prepare_side(work, "source", device)
         cut = cut or _cut(work, grouping, device)
         if cut is None:
             raise ValueError("no cut fits")
@@ -148,7 +141,7 @@ class FirstGroups:
         groups_args(args, work, y.operand, grouping.group, cut)
         for name in ("hop", "first_tap", "taps"):
             setattr(args, name, getattr(grouping, name))
-        args.flat_weights = _flat(work)
+        args.flat_weights = _contiguous_krsc(work)
         args.positions = _positions(grouping, cut.warp_groups)
         args.segments = _segments(work, grouping, cut.warp_groups)
         launch = Launch(
@@ -191,17 +184,9 @@ def why_not_groups(
 
 def groups_args(args: Any, work: ConvWork, y: Operand, group: int, cut: Cut) -> None:
     """Fill in the kernel parameters that depend on the work and its partition along H."""
-    args.y_stride[:], args.x_stride[:] = y.strides, work.x.strides
-    args.w_stride[:] = work.w.strides
-    args.alpha, args.beta = work.alpha, work.beta
-    args.activation, args.plain = ACTIVATIONS[work.activation], _plain(work, group)
-    args.channels, args.y_channels = work.in_channels, work.out_channels
-    args.y_chunks = ceil_div(work.out_channels * work.dtype.itemsize, CHUNK_BYTES)
-    args.x_size[:], args.y_size[:] = work.input, work.output
-    for name in ("kernel", "stride", "pad"):
-        getattr(args, name)[:] = getattr(work, name)
+    fill_dgrad(args, work, y, cut)
+    args.plain = _plain(work, group)
     args.group, args.warp_groups = group, cut.warp_groups
-    args.row_segments, args.segment_rows = cut.row_segments, cut.segment_rows
 
 
 def _grouping(work: ConvWork, device: CudaDevice) -> Grouping | None:
@@ -236,18 +221,18 @@ def _plain(work: ConvWork, group: int) -> int:
         return 0
     n, _, c, d, h, w = work.x.strides
     channels = work.in_channels
-    beside = (channels == 1 or c == 1) and (work.input[2] == 1 or w == channels)
+    adjacent = (channels == 1 or c == 1) and (work.input[2] == 1 or w == channels)
     extents = (work.batch, work.input[0], work.input[1])
     even = all(
         stride % 2 == 0 for stride, extent in zip((n, d, h), extents, strict=True) if extent > 1
     )
     whole = group * channels % 2 == 0 and work.input[2] * channels % 2 == 0
-    if not beside:
+    if not adjacent:
         return 1
     return 3 if even and whole else 2
 
 
-def _flat(work: ConvWork) -> bool:
+def _contiguous_krsc(work: ConvWork) -> bool:
     """Return whether the weight is contiguous as (K, R, S, C)."""
     _, k, c, _, r, s = work.w.strides
     shape = (work.out_channels, *work.kernel[1:], work.in_channels)
@@ -287,11 +272,11 @@ def _cut(work: ConvWork, grouping: Grouping, device: CudaDevice) -> Cut | None:
         shared = _shared_bytes(work, grouping, warp_groups)
         if shared > device.shared_bytes_per_block:
             continue
-        together = max(
+        resident = max(
             1,
             min(
                 grouping.shape.blocks * MOST_WARPS // (stride * warp_groups),
-                device.shared_bytes_per_multiprocessor // (shared + 1024),
+                device.fitting_blocks(shared),
             ),
         )
         products = stride * warp_groups * 2 * grouping.shape.products / PRODUCTS_PER_CLOCK
@@ -301,12 +286,12 @@ def _cut(work: ConvWork, grouping: Grouping, device: CudaDevice) -> Cut | None:
             blocks = _blocks(work, grouping, cut)
             if blocks > MAX_BLOCKS:
                 continue
-            filled = min(together, ceil_div(blocks, device.multiprocessors))
+            filled = min(resident, ceil_div(blocks, device.multiprocessors))
             row = max(filled * products, products + ROW_CLOCKS)
             # Each segment also reads the rows before its first.
-            walked = segment_rows + (work.kernel[1] - 1) // stride
+            rows_read = segment_rows + (work.kernel[1] - 1) // stride
             waves = ceil_div(blocks, device.multiprocessors * filled)
-            clocks = waves * (walked * row + START_CLOCKS)
+            clocks = waves * (rows_read * row + START_CLOCKS)
             if best is None or clocks < best[0]:
                 best = clocks, cut
     return best[1] if best is not None else None

@@ -11,7 +11,7 @@ from convgrad_service.backends.cuda.kernels.conv.first_windows import (
     MOST_WARPS,
     STAGES,
     STATIC_BYTES,
-    blocks_together,
+    blocks_per_sm,
     column_tiles,
     prepare_rows,
     why_not_first,
@@ -22,7 +22,7 @@ from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     Prepared,
     in_whole_chunks,
-    prepare_activation,
+    prepare_side,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import OVERLAPPING, CudaDevice
@@ -65,7 +65,7 @@ class Cut:
 
     Attributes
     ----------
-    sixteens, rows
+    m16_tiles, rows
         Output channels of a block in units of 16, and its kernel rows.
     warp_columns
         Warps along the columns (taps x input channels).
@@ -73,7 +73,7 @@ class Cut:
         Rows and positions of a work unit.
     """
 
-    sixteens: int
+    m16_tiles: int
     rows: int
     warp_columns: int
     unit_rows: int
@@ -103,7 +103,7 @@ class FirstWeight:
         if cut is None:
             raise ValueError("windows of a row do not fit into shared memory")
         along_w = _along_w(work)
-        y = Prepared(work.y) if along_w else _channels_last(work, device)
+        y = Prepared(work.y) if along_w else prepare_side(work, "grad_output", device)
         x = prepare_rows(work, device)
         args = FirstWeightArgs()
         args.x_stride[:], args.y_stride[:] = x.operand.strides, y.operand.strides
@@ -113,14 +113,14 @@ class FirstWeight:
         args.y_channels = work.out_channels
         args.wide_result = work.result_dtype is DType.FLOAT32
         args.row_groups = ceil_div(work.kernel[1], cut.rows)
-        args.channel_blocks = ceil_div(work.out_channels, 16 * cut.sixteens)
+        args.channel_blocks = ceil_div(work.out_channels, 16 * cut.m16_tiles)
         args.warp_columns = cut.warp_columns
         parts = args.row_groups * work.kernel[0] * args.channel_blocks
         units = args.windows.units
         args.splits = splits = splits or _splits(work, units, parts, cut, device)
         partials = f"{work.prefix}partials"
         launch = Launch(
-            _instance(work.dtype, cut.sixteens, along_w),
+            _instance(work.dtype, cut.m16_tiles, along_w),
             (parts * splits, 1, 1),
             (cut.threads, 1, 1),
             pack(
@@ -144,9 +144,9 @@ class FirstWeight:
         """See `Family.instances`."""
         return [
             *(
-                _instance(dtype, sixteens, along_w)
+                _instance(dtype, m16_tiles, along_w)
                 for dtype in DTYPES
-                for sixteens in ROWS
+                for m16_tiles in ROWS
                 for along_w in (False, True)
             ),
             *first_sum_instances(),
@@ -159,11 +159,6 @@ def _along_w(work: ConvWork) -> bool:
     return work.y.strides[2] != 1 and in_whole_chunks(work.y, extents, 5)
 
 
-def _channels_last(work: ConvWork, device: CudaDevice) -> Prepared:
-    name = f"{work.prefix}grad_output_channels_last"
-    return prepare_activation(work.y, work.batch, 1, work.out_channels, work.output, name, device)
-
-
 def _results(work: ConvWork) -> int:
     return work.out_channels * work.in_channels * work.taps
 
@@ -174,24 +169,24 @@ def _cut(work: ConvWork, device: CudaDevice) -> Cut | None:
     rows = min(work.kernel[1], MOST_WARPS * WARP_TILES // tiles)
     # Distribute the kernel rows evenly over the groups.
     rows = ceil_div(work.kernel[1], ceil_div(work.kernel[1], rows))
-    sixteens = ROWS[0] if work.out_channels <= 16 * ROWS[0] else ROWS[1]
+    m16_tiles = ROWS[0] if work.out_channels <= 16 * ROWS[0] else ROWS[1]
     warp_columns = ceil_div(rows * tiles, WARP_TILES)
     most = min(MOST_UNIT_ROWS, MOST_WARPS // warp_columns, work.output[1])
-    sums = 16 * sixteens * (rows * tiles * 8 + 4) * 4 + STATIC_BYTES
+    sums = 16 * m16_tiles * (rows * tiles * 8 + 4) * 4 + STATIC_BYTES
     for segment in SEGMENTS:
         if segment >= work.output[2] + 32:
             continue
         for unit_rows in range(most, 0, -1):
-            shared = _y_bytes(work, sixteens, unit_rows, segment)
+            shared = _y_bytes(work, m16_tiles, unit_rows, segment)
             shared += window_bytes(work, rows, unit_rows, segment)
             shared = max(shared, sums)
             if shared <= device.shared_bytes_per_block:
-                return Cut(sixteens, rows, warp_columns, unit_rows, segment, shared)
+                return Cut(m16_tiles, rows, warp_columns, unit_rows, segment, shared)
     return None
 
 
-def _y_bytes(work: ConvWork, sixteens: int, unit_rows: int, segment: int) -> int:
-    size, channels = work.dtype.itemsize, 16 * sixteens
+def _y_bytes(work: ConvWork, m16_tiles: int, unit_rows: int, segment: int) -> int:
+    size, channels = work.dtype.itemsize, 16 * m16_tiles
     row = segment * (channels * size + (32 if size == 4 else 16))
     if _along_w(work):
         row = channels * (SEGMENTS[0] * size + 16)
@@ -205,9 +200,9 @@ def _splits(work: ConvWork, units: int, parts: int, cut: Cut, device: CudaDevice
     """
     if work.split_k is not None:
         return min(work.split_k, units, MAX_BLOCKS // parts)
-    together = blocks_together(device, cut.threads, cut.shared_bytes)
+    resident = blocks_per_sm(device, cut.threads, cut.shared_bytes)
     room = max(1, PARTIAL_BYTES // (_results(work) * 4))
-    return max(1, min(units, room, device.multiprocessors * together // parts))
+    return max(1, min(units, room, device.multiprocessors * resident // parts))
 
 
 def why_not_summed(work: ConvWork) -> str | None:
@@ -244,10 +239,10 @@ def _sum_instance(dtype: DType) -> Instance:
     return Instance("conv/first_sum.cu", "first_sum", defines)
 
 
-def _instance(dtype: DType, sixteens: int, along_w: bool) -> Instance:
+def _instance(dtype: DType, m16_tiles: int, along_w: bool) -> Instance:
     defines = (
         ("ELEMENT", CUDA_TYPES[dtype]),
-        ("ROWS", str(sixteens)),
+        ("ROWS", str(m16_tiles)),
         ("STAGES", str(STAGES)),
         ("ALONG_W", str(int(along_w))),
     )

@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.limits import why_not_32bit_positions
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
@@ -33,8 +34,9 @@ __all__ = [
     "STAGES",
     "STATIC_BYTES",
     "WindowArgs",
-    "blocks_together",
+    "blocks_per_sm",
     "column_tiles",
+    "fill_dgrad",
     "prepare_rows",
     "why_not_first",
     "window_args",
@@ -77,12 +79,11 @@ def why_not_first(work: ConvWork, device: CudaDevice, exact: bool = False) -> st
         return "TF32 is less than the float32 that was asked for"
     if device.capability < (8, 0):
         return f"{device.name} is older than sm_80"
-    if any(d != 1 and k != 1 for d, k in zip(work.dilation, work.kernel, strict=True)):
+    if work.dilated:
         return "dilated"
     if column_tiles(work) > MOST_WARPS:
         return f"{work.kernel[2]} taps of {work.in_channels} channels in a row of the kernel"
-    result = {"fwd": work.y, "bwd_data": work.x, "bwd_weight": work.w}[work.direction]
-    if work.accumulate is not None and work.accumulate.strides != result.strides:
+    if work.accumulate is not None and work.accumulate.strides != work.result.strides:
         return "accumulate does not lie as the result does"
     if work.pixels * 16 > MAX_INDEX or prod(work.input[1:]) * work.in_channels * 16 > MAX_INDEX:
         return "positions are more than 32 bits count"
@@ -123,12 +124,29 @@ def window_args(work: ConvWork, x: Operand, rows: int, unit_rows: int, segment: 
     return args
 
 
+def fill_dgrad(args: Any, work: ConvWork, y: Operand, cut: Any) -> None:
+    """Fill in the kernel parameters of a dgrad that depend on the work and on its segments along H.
+
+    ``y`` is grad_output with channels last.
+    """
+    args.y_stride[:], args.x_stride[:] = y.strides, work.x.strides
+    args.w_stride[:] = work.w.strides
+    args.alpha, args.beta = work.alpha, work.beta
+    args.activation = ACTIVATIONS[work.activation]
+    args.channels, args.y_channels = work.in_channels, work.out_channels
+    args.y_chunks = ceil_div(work.out_channels * work.dtype.itemsize, CHUNK_BYTES)
+    args.x_size[:], args.y_size[:] = work.input, work.output
+    for name in ("kernel", "stride", "pad"):
+        getattr(args, name)[:] = getattr(work, name)
+    args.row_segments, args.segment_rows = cut.row_segments, cut.segment_rows
+
+
 def window_bytes(work: ConvWork, rows: int, unit_rows: int, segment: int) -> int:
     """Return the bytes of shared memory: the windows, the pipeline of input rows, static arrays."""
     size, stride = work.dtype.itemsize, work.stride[1]
-    met = stride * (unit_rows - 1) + rows
-    windows = (met + stride * unit_rows) * segment * (column_tiles(work) | 1) * 8 * size
-    return windows + STAGES * met * _row_words(work, segment) * 4 + STATIC_BYTES
+    input_rows = stride * (unit_rows - 1) + rows
+    windows = (input_rows + stride * unit_rows) * segment * (column_tiles(work) | 1) * 8 * size
+    return windows + STAGES * input_rows * _row_words(work, segment) * 4 + STATIC_BYTES
 
 
 def _row_words(work: ConvWork, segment: int) -> int:
@@ -138,9 +156,9 @@ def _row_words(work: ConvWork, segment: int) -> int:
     return ceil_div(elements * size + 2 * CHUNK_BYTES + 4, CHUNK_BYTES) * (CHUNK_BYTES // 4)
 
 
-def blocks_together(device: CudaDevice, threads: int, shared_bytes: int) -> int:
+def blocks_per_sm(device: CudaDevice, threads: int, shared_bytes: int) -> int:
     """Return the number of resident blocks per SM."""
-    by_shared = device.shared_bytes_per_multiprocessor // (shared_bytes + 1024)
+    by_shared = device.fitting_blocks(shared_bytes)
     return max(1, min(by_shared, REGISTERS // (threads * REGISTERS_OF_THREAD)))
 
 

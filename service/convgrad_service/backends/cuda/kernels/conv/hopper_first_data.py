@@ -21,7 +21,7 @@ from convgrad_service.backends.cuda.kernels.core.tensor_maps import (
 )
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
-    prepare_activation,
+    prepare_side,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, SHARED_BYTES, CudaDevice
@@ -177,15 +177,7 @@ class HopperFirstData:
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
         """See `Family.launches`. ``cut`` overrides the chosen partition."""
-        y = prepare_activation(
-            work.y,
-            work.batch,
-            1,
-            work.out_channels,
-            work.output,
-            f"{work.prefix}source_channels_last",
-            device,
-        )
+        y = prepare_side(work, "source", device)
         form = _form(work)
         if form is None:
             raise ValueError("no instance has the room")

@@ -176,7 +176,7 @@ def why_not_taps(work: ConvWork, device: CudaDevice, kind: Kind) -> str | None:
         return f"{work.groups} groups of {work.in_channels} channels of the input"
     if work.kernel[0] != 1 or work.input[0] != 1 or work.output[0] != 1 or work.pad[0] != 0:
         return "taps or planes along D"
-    if any(d != 1 and k != 1 for d, k in zip(work.dilation, work.kernel, strict=True)):
+    if work.dilated:
         return "dilated"
     if work.stride[2] * work.in_channels % EVEN:
         return f"{work.stride[2]} x {work.in_channels} elements from window to window are odd"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.conv.dense_tiles import splits_factors
+from convgrad_service.backends.cuda.kernels.conv.dense_tiles import uses_3xtf32
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import (
     combined,
     lowest,
@@ -33,7 +33,6 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, divider, gather_axis
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TensorMap, pack_maps
-from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import H200, HOPPER, CudaDevice
@@ -83,11 +82,11 @@ class HopperGather:
         """See `Family.why_not`."""
         if device.architecture not in HOPPER:
             return f"{device.name} has no copy engine and products of warpgroups"
-        if work.dtype not in DTYPES or splits_factors(work):
+        if work.dtype not in DTYPES or uses_3xtf32(work):
             return f"{work.dtype} with precision {work.precision}"
         if work.groups != 1:
             return f"{work.groups} groups"
-        read, written = _channels(work)
+        read, written = work.channels
         if not self._everything and min(read, written) < _least_channels(work):
             return f"{read} to {written} channels would leave most of a tile"
         axes = [gather_axis(work, dim) for dim in range(3)]
@@ -101,8 +100,7 @@ class HopperGather:
             return f"{len(phases)} phases are more than {MAPS[-1]}"
         if max(phase.taps for axis in axes for phase in axis.phases) > MAX_TAPS:
             return f"more than {MAX_TAPS} taps along one dimension"
-        result = gather_sides(work)[1]
-        if work.accumulate is not None and work.accumulate.strides != result.strides:
+        if work.accumulate is not None and work.accumulate.strides != work.result.strides:
             return "accumulate does not lie as the result does"
         if work.batch * max(prod(work.input), prod(work.output)) > MAX_PIXELS:
             return f"the pixels are more than {MAX_PIXELS}"
@@ -112,7 +110,6 @@ class HopperGather:
         self, work: ConvWork, device: CudaDevice, schedule: Schedule | None = None
     ) -> Fragment:
         """See `Family.launches`. ``schedule`` overrides the chosen schedule."""
-        backward = work.direction == "bwd_data"
         axes = [gather_axis(work, dim) for dim in range(3)]
         phases = combined(axes)
         sides = sides_of(work, device)
@@ -133,14 +130,14 @@ class HopperGather:
         tile = schedule.tile
         stages = tile.stages(device)
         maps = next(each for each in MAPS if each >= len(phases))
-        read, written = _channels(work)
+        read, written = work.channels
         result = sides.result
         args = structure("conv/hopper_gather.cuh", "HopperGatherArgs", MAPS=maps)()
         args.y_stride[:] = result.strides
         args.alpha, args.beta = work.alpha, work.beta
         args.in_channels, args.out_channels = read, written
         args.activation = ACTIVATIONS[work.activation]
-        size = work.input if backward else work.output
+        size = work.sizes[1]
         args.wide_stores = in_whole_chunks(result, (work.batch, 1, written, *size), 2)
         finished = finishes_rows(work, axes) and tile.has_epilogue and not planes
         args.plain = (work.epilogue_free or finished) and args.wide_stores
@@ -222,8 +219,8 @@ def _least_channels(work: ConvWork) -> int:
 
 def _least_terms(work: ConvWork, axes: Sequence[Axis], written: int) -> int:
     """Return the fewest products per sum, which depends on how the result is stored."""
-    result = gather_sides(work)[1]
-    size = work.input if work.direction == "bwd_data" else work.output
+    result = work.result
+    size = work.sizes[1]
     if stores_planes(work):
         return 0
     if not in_whole_chunks(result, (work.batch, 1, written, *size), 2):
@@ -231,12 +228,6 @@ def _least_terms(work: ConvWork, axes: Sequence[Axis], written: int) -> int:
     if work.epilogue_free or finishes_rows(work, axes):
         return 0
     return LEAST_TERMS_FINISHED
-
-
-def _channels(work: ConvWork) -> tuple[int, int]:
-    """Return the channels of the source and of the result."""
-    channels = work.in_channels, work.out_channels
-    return channels[::-1] if work.direction == "bwd_data" else channels
 
 
 def _instance(
@@ -251,9 +242,4 @@ def _instance(
     defines = tile.defines(dtype, across, maps, stages, planes)
     if finished:
         defines["EPILOGUE"] = 1
-    return Instance(
-        "conv/hopper_gather.cu",
-        "hopper_gather",
-        tuple((name, str(value)) for name, value in defines.items()),
-        HOPPER,
-    )
+    return Instance.of("conv/hopper_gather.cu", defines, HOPPER)

@@ -10,11 +10,10 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import ROW_BYTES, HopperTile
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, Phase
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import Im2colMap, TiledMap
-from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
     overlapping,
-    prepare_activation,
+    prepare_side,
     prepare_weight,
 )
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -53,12 +52,6 @@ class Sides:
     workspace: tuple[Workspace, ...]
 
     @property
-    def _channels(self) -> tuple[int, int]:
-        """Channels of the source and of the result."""
-        channels = self.work.in_channels, self.work.out_channels
-        return channels[::-1] if self.work.direction == "bwd_data" else channels
-
-    @property
     def across(self) -> bool:
         """Whether the weight is N-major, that is, contiguous along result channels."""
         return self.work.direction == "bwd_data" and not _turned(self.work)
@@ -72,7 +65,7 @@ class Sides:
         self, axes: Sequence[Axis], phase: Combined, tile: HopperTile, images_first: bool
     ) -> Im2colMap:
         """Return the tensor map of the pixels that a phase reads with its lowest tap."""
-        x, channels = self.x, self._channels[0]
+        x, channels = self.x, self.work.channels[0]
         item = x.dtype.itemsize
         dims = []  # size, stride, step, corners
         for dim in (2, 1, 0)[: self._dims]:
@@ -143,24 +136,9 @@ def _turned(work: ConvWork) -> bool:
 
 def sides_of(work: ConvWork, device: CudaDevice) -> Sides:
     """Return the operands in channels-last layout, in whole chunks."""
-    backward = work.direction == "bwd_data"
-    source, result = gather_sides(work)
-    x = prepare_activation(
-        source,
-        work.batch,
-        work.groups,
-        work.out_channels if backward else work.in_channels,
-        work.output if backward else work.input,
-        f"{work.prefix}source_channels_last",
-        device,
-    )
+    x = prepare_side(work, "source", device)
     w = prepare_weight(
-        work.w,
-        work.groups,
-        work.out_channels,
-        work.in_channels,
-        work.kernel,
-        f"{work.prefix}weight_channels_last",
+        work,
         device,
         out_channels_last=_turned(work),
         whole_lines=work.follows,
@@ -169,7 +147,7 @@ def sides_of(work: ConvWork, device: CudaDevice) -> Sides:
         work,
         x.operand,
         w.operand,
-        result,
+        work.result,
         overlapping((*x.steps, *w.steps), device, first=work.follows),
         (*x.workspace, *w.workspace),
     )

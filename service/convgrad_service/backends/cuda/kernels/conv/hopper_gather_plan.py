@@ -21,7 +21,6 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
     tiles_of,
 )
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis
-from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
@@ -75,7 +74,7 @@ def stores_planes(work: ConvWork) -> bool:
     stride = work.stride if work.direction == "bwd_data" else (1, 1, 1)
     return (
         work.epilogue_free
-        and gather_sides(work)[1].strides[2] != 1
+        and work.result.strides[2] != 1
         and pixels_beside(work) > 0
         and max(stride) <= MOST_STRIDE
     )
@@ -86,10 +85,8 @@ def pixels_beside(work: ConvWork) -> int:
 
     The vectors are aligned, and evenly divide each channel of each image.
     """
-    result = gather_sides(work)[1]
-    size = work.input if work.direction == "bwd_data" else work.output
-    inner = 1
-    for extent, stride in zip(reversed(size), reversed(result.strides[3:]), strict=True):
+    result, inner = work.result, 1
+    for extent, stride in zip(reversed(work.sizes[1]), reversed(result.strides[3:]), strict=True):
         if extent > 1 and stride != inner:
             return 0
         inner *= extent
@@ -114,11 +111,8 @@ def may_split(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, tile: Ho
 
 def is_plain(work: ConvWork) -> bool:
     """Return whether results are sums without an epilogue, in whole, aligned chunks of channels."""
-    backward = work.direction == "bwd_data"
-    size = work.input if backward else work.output
-    written = work.in_channels if backward else work.out_channels
-    result = gather_sides(work)[1]
-    return work.epilogue_free and in_whole_chunks(result, (work.batch, 1, written, *size), 2)
+    extents = (work.batch, 1, work.channels[1], *work.sizes[1])
+    return work.epilogue_free and in_whole_chunks(work.result, extents, 2)
 
 
 def finishes_rows(work: ConvWork, axes: Sequence[Axis]) -> bool:
@@ -141,9 +135,8 @@ def may_pingpong(work: ConvWork, axes: Sequence[Axis]) -> bool:
 
     Results must be plain, or stored like plain ones, and addressable in 32-bit units of chunks.
     """
-    result = gather_sides(work)[1]
-    size = work.input if work.direction == "bwd_data" else work.output
-    extents = (work.batch, *size)
+    result = work.result
+    extents = (work.batch, *work.sizes[1])
     strides = (result.strides[0], *result.strides[3:])
     reach = sum((count - 1) * stride for count, stride in zip(extents, strides, strict=True))
     rows = is_plain(work) or finishes_rows(work, axes)
@@ -152,12 +145,11 @@ def may_pingpong(work: ConvWork, axes: Sequence[Axis]) -> bool:
 
 def count_tiles(work: ConvWork, axes: Sequence[Axis], tile: HopperTile) -> int:
     """Return the number of cluster tiles over all phases."""
-    written = work.in_channels if work.direction == "bwd_data" else work.out_channels
     pixels = [
         ceil_div(work.batch * prod(along.count for along in phase), tile.pixels)
         for phase in combined(axes)
     ]
-    return sum(pixels) * ceil_div(written, tile.n)
+    return sum(pixels) * ceil_div(work.channels[1], tile.n)
 
 
 def kept_taps(
@@ -225,9 +217,7 @@ def choose_schedule(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) ->
 
 
 def candidates(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Iterator[Schedule]:
-    backward = work.direction == "bwd_data"
-    read = work.out_channels if backward else work.in_channels
-    written = work.in_channels if backward else work.out_channels
+    read, written = work.channels
     source = work.batch * read * work.dtype.itemsize * prod(axis.x_size for axis in axes)
     phases, planes = combined(axes), stores_planes(work)
     pads = any(
@@ -262,15 +252,13 @@ def expected_s(
 ) -> float:
     """Return the expected seconds of the busiest SM, or cluster."""
     tile = schedule.tile
-    backward = work.direction == "bwd_data"
-    read = work.out_channels if backward else work.in_channels
-    written = work.in_channels if backward else work.out_channels
+    read, written = work.channels
     chunks = ceil_div(read * work.dtype.itemsize, ROW_BYTES)
     columns = ceil_div(written, tile.n)
     workers = tile.clusters(device)
     taps = _taps_of_tiles(tuple(axes), work.batch, tile.pixels, schedule.images_first)
     counts = np.repeat(taps * chunks, columns)
-    across = backward and work.dtype.itemsize == 2
+    across = work.direction == "bwd_data" and work.dtype.itemsize == 2
     step_s = tile.step_s(across)
     if tile.split > 1:
         step_s = max(step_s, tile.split_step_s(min(len(counts), workers)))

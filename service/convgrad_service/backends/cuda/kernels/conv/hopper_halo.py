@@ -20,11 +20,10 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_halo_tiles import (
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, gather_axis
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
-from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     in_whole_chunks,
     overlapping,
-    prepare_activation,
+    prepare_side,
     prepare_weight,
 )
 from convgrad_service.backends.cuda.structures import structure
@@ -91,8 +90,7 @@ class HopperHalo:
             return f"{channels[0]} and {channels[1]} channels would leave most of a product"
         if not self._anything and (reason := _slower(work)) is not None:
             return reason
-        result = gather_sides(work)[1]
-        if work.accumulate is not None and work.accumulate.strides != result.strides:
+        if work.accumulate is not None and work.accumulate.strides != work.result.strides:
             return "accumulate does not lie as the result does"
         if work.direction == "fwd" and max(work.stride[1:]) > MAX_STEP:
             return f"stride {max(work.stride[1:])} forward, more than TMA's {MAX_STEP}"
@@ -104,9 +102,9 @@ class HopperHalo:
         if work.direction == "bwd_data" and prod(work.stride) > MAX_PASSES:
             return f"a stride of {work.stride} makes more than {MAX_PASSES} phases"
         axes = [gather_axis(work, dim) for dim in range(3)]
-        rows = zip(axes[1:], result.strides[4:], strict=True)
+        rows = zip(axes[1:], work.result.strides[4:], strict=True)
         if max(axis.y_step * stride for axis, stride in rows) * MAX_BOX * 2 > MAX_INDEX:
-            return f"rows of the result that lie {max(result.strides[3:])} elements apart"
+            return f"rows of the result that lie {max(work.result.strides[3:])} elements apart"
         if any(all(phase.taps == 0 for phase in axis.phases) for axis in axes):
             return "no tap meets the input"
         if not some_tile_fits(work, axes, device):
@@ -118,36 +116,20 @@ class HopperHalo:
     ) -> Fragment:
         """See `Family.launches`. ``tile`` overrides the chosen tile."""
         backward = work.direction == "bwd_data"
-        source, result = gather_sides(work)
+        result = work.result
         axes = [gather_axis(work, dim) for dim in range(3)]
         if tile is None:
             tile = halo_tiles(work, axes, device)[0]
-        read, written = tile.problem.channels
-        x = prepare_activation(
-            source,
-            work.batch,
-            1,
-            read,
-            work.output if backward else work.input,
-            f"{work.prefix}source_channels_last",
-            device,
-        )
-        w = prepare_weight(
-            work.w,
-            1,
-            work.out_channels,
-            work.in_channels,
-            work.kernel,
-            f"{work.prefix}weight_channels_last",
-            device,
-        )
+        written = tile.problem.channels[1]
+        x = prepare_side(work, "source", device)
+        w = prepare_weight(work, device)
         before = overlapping((*x.steps, *w.steps), device)
         args = HopperHaloArgs()
         args.y_stride[:] = result.strides
         args.alpha, args.beta = work.alpha, work.beta
         args.out_channels = written
         args.activation, args.plain = ACTIVATIONS[work.activation], work.epilogue_free
-        size = work.input if backward else work.output
+        size = work.sizes[1]
         args.wide_stores = in_whole_chunks(result, (work.batch, 1, written, *size), 2)
         if stores_planes(work):
             # Rows of a tile, with and without halo, must start and end at a group's boundary.
@@ -194,9 +176,7 @@ class HopperHalo:
 
 def _slower(work: ConvWork) -> str | None:
     """Return why another kernel is at least as fast (measured on an H200), or None."""
-    read, written = work.in_channels, work.out_channels
-    if work.direction == "bwd_data":
-        read, written = written, read
+    read, written = work.channels
     if max(work.stride) > 1:
         return f"a stride of {work.stride}: each phase has few taps for a slice"
     if work.taps < LEAST_TAPS:

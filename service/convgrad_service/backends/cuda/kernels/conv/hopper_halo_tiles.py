@@ -261,13 +261,10 @@ def some_tile_fits(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> 
 
 def halo_tiles(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> tuple[HaloTile, ...]:
     """Return the tiles that fit, fastest first."""
-    channels = work.in_channels, work.out_channels
-    if work.direction == "bwd_data":
-        channels = channels[::-1]
     chunks = stores_planes(work) and pixels_beside(work) == GROUP == gcd(
         axes[2].phases[0].count, GROUP
     )
-    return _tiles(Problem(channels, work.batch, tuple(axes), chunks), device)
+    return _tiles(Problem(work.channels, work.batch, tuple(axes), chunks), device)
 
 
 @lru_cache(maxsize=256)

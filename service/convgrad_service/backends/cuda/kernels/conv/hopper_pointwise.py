@@ -10,7 +10,6 @@ from typing import cast
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
-from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.layout.planes import (
     flat_planes,
@@ -100,7 +99,7 @@ class HopperPointwise:
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
         product = cast(_Product, _product(work))
-        tile, result = product.tile, gather_sides(work)[1]
+        tile, result = product.tile, work.result
         args = HopperPointwiseArgs()
         args.channels, args.rows = product.read, product.rows
         args.channel_tiles, args.pixel_tiles, args.tiles = product.tiles
@@ -177,11 +176,9 @@ class _Product:
 
 def _product(work: ConvWork) -> _Product | None:
     """Return the work as a GEMM per image, or None if it is not one."""
-    source, result = gather_sides(work)
+    source, result = work.sides
     backward = work.direction == "bwd_data"
-    read, written = work.in_channels, work.out_channels
-    if backward:
-        read, written = written, read
+    read, written = work.channels
     _, k, c, *kernel = work.w.strides
     inner = 1
     for extent, stride in zip(reversed(work.kernel), reversed(kernel), strict=True):
@@ -192,7 +189,7 @@ def _product(work: ConvWork) -> _Product | None:
         return None
     flat = flat_planes(work)
     if flat is not None:
-        source, result = gather_sides(flat)
+        source, result = flat.sides
         pixels = flat.output[2]
         return _Product(
             work.batch, source, work.w, result, read, written, pixels, backward, spread=False

@@ -32,7 +32,7 @@ from convgrad_service.backends.cuda.kernels.core.tensor_maps import Im2colMap, T
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     Prepared,
     overlapping,
-    prepare_activation,
+    prepare_side,
 )
 from convgrad_service.backends.cuda.kernels.layout.planes import flat_planes, plane_map
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
@@ -128,15 +128,8 @@ class HopperWeight:
         if planes is not None:
             work = planes
         x, y = (
-            Prepared(operand)
-            if planes
-            else prepare_activation(
-                operand, work.batch, 1, channels, size, f"{work.prefix}{name}_channels_last", device
-            )
-            for operand, channels, size, name in (
-                (work.x, work.in_channels, work.input, "input"),
-                (work.y, work.out_channels, work.output, "grad_output"),
-            )
+            Prepared(operand) if planes else prepare_side(work, name, device)
+            for operand, name in ((work.x, "input"), (work.y, "grad_output"))
         )
         steps: list[Step] = [*overlapping((*x.steps, *y.steps), device)]
         workspace = [*x.workspace, *y.workspace]

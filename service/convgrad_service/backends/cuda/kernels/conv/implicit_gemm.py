@@ -12,10 +12,11 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_args import (
     CHUNK_BYTES,
     MAX_PHASES,
     arguments,
-    channels_of,
-    result_of,
 )
-from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_model import chosen, expected_s
+from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_model import (
+    choose_config,
+    expected_s,
+)
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
     TILES,
     Config,
@@ -29,7 +30,7 @@ from convgrad_service.backends.cuda.kernels.core.limits import (
 )
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     Prepared,
-    prepare_activation,
+    prepare_side,
     prepare_weight,
 )
 from convgrad_service.plans.cuda.device import OVERLAPPING, CudaDevice
@@ -42,7 +43,7 @@ from convgrad_service.plans.cuda.program import (
     Workspace,
     ceil_div,
 )
-from convgrad_service.plans.cuda.works import ConvWork, Operand
+from convgrad_service.plans.cuda.works import ConvWork, Operand, Size3
 
 __all__ = ["ImplicitGemm", "gemm_of"]
 
@@ -101,8 +102,7 @@ class ImplicitGemm:
             return "float32's own precision is not TF32's"
         if min(work.in_channels, work.out_channels) < self._least:
             return f"{work.in_channels} to {work.out_channels} channels would leave most of a chunk"
-        result = result_of(work)
-        if work.accumulate is not None and work.accumulate.strides != result.strides:
+        if work.accumulate is not None and work.accumulate.strides != work.result.strides:
             return "accumulate does not lie as the result does"
         if work.split_k is not None and work.split_k > 1:
             return "a number of splits was asked for"
@@ -119,7 +119,7 @@ class ImplicitGemm:
         axes = [gather_axis(_gathering(work), dim) for dim in range(3)]
         operands = _operands(work, device)
         gemm = gemm_of(work, axes)
-        config = self._config or chosen(gemm, work.dtype, device, COUNTERS)
+        config = self._config or choose_config(gemm, work.dtype, device, COUNTERS)
         copies = (*operands.source.steps, *operands.other.steps)
         workspace = [*operands.source.workspace, *operands.other.workspace]
         partials = f"{work.prefix}implicit_gemm_partials"
@@ -137,7 +137,7 @@ class ImplicitGemm:
                 args,
                 source=operands.source.operand,
                 other=operands.other.operand,
-                result=result_of(work),
+                result=work.result,
                 accumulate=work.accumulate,
                 bias=work.bias,
                 partials=partials if config.workspace > 1 else None,
@@ -169,7 +169,7 @@ class ImplicitGemm:
 def gemm_of(work: ConvWork, axes: list[Axis]) -> Gemm:
     """Return the GEMM of a convolution."""
     chunk = CHUNK_BYTES // work.dtype.itemsize
-    source, result = channels_of(work)
+    source, result = work.channels
     size = work.dtype.itemsize
     moved = (
         size
@@ -211,13 +211,9 @@ def _operands(work: ConvWork, device: CudaDevice) -> _Operands:
             return Prepared(operand)
         return copied
 
-    def activation(
-        operand: Operand, channels: int, size: tuple[int, int, int], name: str
-    ) -> Prepared:
+    def activation(operand: Operand, channels: int, size: Size3, name: str) -> Prepared:
         extents = work.batch, work.groups, channels, *size
-        name = f"{work.prefix}{name}_channels_last"
-        copied = prepare_activation(operand, work.batch, work.groups, channels, size, name, device)
-        return ready(operand, extents, copied)
+        return ready(operand, extents, prepare_side(work, name, device))
 
     x = (work.x, work.in_channels, work.input, "input")
     y = (work.y, work.out_channels, work.output, "grad_output")
@@ -226,14 +222,7 @@ def _operands(work: ConvWork, device: CudaDevice) -> _Operands:
     else:
         source = activation(*(y if work.direction == "bwd_data" else x))
         extents = work.groups, work.out_channels, work.in_channels, *work.kernel
-        name = f"{work.prefix}weight_channels_last"
-        other = ready(
-            work.w,
-            extents,
-            prepare_weight(
-                work.w, work.groups, work.out_channels, work.in_channels, work.kernel, name, device
-            ),
-        )
+        other = ready(work.w, extents, prepare_weight(work, device))
     return _Operands(source, other, min(vectors, default=CHUNK_BYTES))
 
 
@@ -255,8 +244,4 @@ def vector_of(operand: Operand, extents: tuple[int, ...]) -> int:
 
 def _instance(tile: Tile, dtype: DType, direction: str, vector: int) -> Instance:
     defines = tile.defines(dtype, OPERATIONS[direction], vector)
-    return Instance(
-        "conv/implicit_gemm.cu",
-        "implicit_gemm",
-        tuple((name, str(value)) for name, value in defines.items()),
-    )
+    return Instance.of("conv/implicit_gemm.cu", defines)

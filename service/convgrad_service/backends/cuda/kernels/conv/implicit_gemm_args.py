@@ -19,8 +19,6 @@ __all__ = [
     "MAX_PHASES",
     "ImplicitGemmArgs",
     "arguments",
-    "channels_of",
-    "result_of",
 ]
 
 MAX_PHASES = 8
@@ -48,10 +46,10 @@ def arguments(
 
     ``source`` and ``other`` are the inputs, with contiguous channels.
     """
-    source_channels, result_channels = channels_of(work)
-    result = result_of(work)
+    source_channels, result_channels = work.channels
+    result = work.result
     weight, size = work.direction == "bwd_weight", work.dtype.itemsize
-    written = work.input if work.direction == "bwd_data" else work.output
+    written = work.sizes[1]
     one_tap = all(
         len(axis.phases) == 1
         and axis.phases[0] == Phase(1, 0, 0, 0, axis.x_size)
@@ -70,7 +68,7 @@ def arguments(
     args.tap_chunks = ceil_div(source_channels * size, CHUNK_BYTES)
     args.cluster_log = config.cluster.bit_length() - 1
     args.workspace = config.workspace
-    args.ring_bytes = config.tile.ring_bytes(config.steps(gemm, work.dtype))
+    args.ring_bytes = config.tile.pipeline_bytes(config.steps(gemm, work.dtype))
     args.linear_source = one_tap and _linear(source, work.batch, written)
     args.linear_other = weight and _linear(other, work.batch, work.output)
     args.linear_result = (
@@ -116,14 +114,3 @@ def _linear(operand: Operand, batch: int, size: Size3) -> bool:
             return False
         wanted *= extent
     return True
-
-
-def result_of(work: ConvWork) -> Operand:
-    """Return the output operand."""
-    return {"fwd": work.y, "bwd_data": work.x, "bwd_weight": work.w}[work.direction]
-
-
-def channels_of(work: ConvWork) -> tuple[int, int]:
-    """Return the channels per group of the source and of the result (in wgrad, of grad_output)."""
-    channels = work.in_channels, work.out_channels
-    return channels[::-1] if work.direction == "bwd_data" else channels

@@ -22,15 +22,15 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 
-__all__ = ["chosen", "configs", "expected_s"]
+__all__ = ["candidate_configs", "choose_config", "expected_s"]
 
 # Clusters of 4 and 8 leave some SMs idle; the constants include that.
 MULTIPROCESSORS, OF_LARGE_CLUSTERS = 132, 120
 # The most clusters per tile that reduce through a workspace, relative to the SMs.
 MOST_WAVES, WORKSPACES = 4, (2, 4, 8, 16, 32, 64)
 # The fraction of the shorter of memory and compute time that is not overlapped.
-BESIDE = 0.25
-UNIT_SUMS, UNIT_WARPS = 64 * 64, 4
+NOT_OVERLAPPED = 0.25
+UNIT_ACCUMULATORS, UNIT_WARPS = 64 * 64, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,13 @@ class Rates:
         A block outside its mainloop: fixed, per size, and to locate irregular positions.
     step, step_size
         Latency of a k-tile.
-    size, warps, turn
+    size, warps, block_issue
         Inverse throughput of k-tiles (by size and by warps), and of blocks, on an SM with several.
     irregular
         Factor on address computation if positions are irregular.
-    join, join_size
+    cluster_reduce, cluster_reduce_size
         Reduction within a cluster.
-    meet, left
+    workspace_reduce, workspace_write
         Reduction through a workspace: fixed, and per megabyte that an SM writes.
     memory, l2
         Bandwidths in megabytes per microsecond.
@@ -67,12 +67,12 @@ class Rates:
     step_size: float
     size: float
     warps: float
-    turn: float
+    block_issue: float
     irregular: float
-    join: float
-    join_size: float
-    meet: float
-    left: float
+    cluster_reduce: float
+    cluster_reduce_size: float
+    workspace_reduce: float
+    workspace_write: float
     memory: float
     l2: float
 
@@ -86,12 +86,12 @@ GATHER = Rates(
     step_size=0.374,
     size=0.191,
     warps=0.025,
-    turn=0.81,
+    block_issue=0.81,
     irregular=2.66,
-    join=0.175,
-    join_size=0.112,
-    meet=0.84,
-    left=2.35,
+    cluster_reduce=0.175,
+    cluster_reduce_size=0.112,
+    workspace_reduce=0.84,
+    workspace_write=2.35,
     memory=1.71,
     l2=11.5,
 )
@@ -104,12 +104,12 @@ WGRAD = Rates(
     step_size=0.475,
     size=0.129,
     warps=0.042,
-    turn=0.71,
+    block_issue=0.71,
     irregular=3.63,
-    join=0.204,
-    join_size=0.231,
-    meet=1.78,
-    left=4.43,
+    cluster_reduce=0.204,
+    cluster_reduce_size=0.231,
+    workspace_reduce=1.78,
+    workspace_write=4.43,
     memory=6.56,
     l2=12.6,
 )
@@ -121,34 +121,39 @@ def expected_s(gemm: Gemm, dtype: DType, config: Config, device: CudaDevice) -> 
     A k-tile has the same number of bytes, and takes the same time, in 16-bit types and in TF32.
     """
     rates, tile = WGRAD if gemm.weight else GATHER, config.tile
-    size, warps = tile.m * tile.n / UNIT_SUMS, tile.threads / 32 / UNIT_WARPS
+    size, warps = tile.m * tile.n / UNIT_ACCUMULATORS, tile.threads / 32 / UNIT_WARPS
     irregular = rates.irregular if gemm.irregular else 1.0
     steps = config.steps(gemm, dtype)
     blocks = gemm.tiles(tile) * gemm.groups * len(gemm.phases) * config.splits
     usable = OF_LARGE_CLUSTERS if config.cluster > 2 else MULTIPROCESSORS
-    each = ceil_div(blocks * MULTIPROCESSORS, usable * device.multiprocessors)
-    resident = min(each, tile.resident(device, config.cluster, steps))
+    blocks_per_sm = ceil_div(blocks * MULTIPROCESSORS, usable * device.multiprocessors)
+    resident = min(blocks_per_sm, tile.resident(device, config.cluster, steps))
 
-    alone = rates.block + rates.block_size * size / warps
-    alone += rates.block_irregular if gemm.irregular else 0.0
-    alone += steps * (rates.step * irregular + rates.step_size * size / warps)
+    block_latency = rates.block + rates.block_size * size / warps
+    block_latency += rates.block_irregular if gemm.irregular else 0.0
+    block_latency += steps * (rates.step * irregular + rates.step_size * size / warps)
     copied = (tile.m + tile.n) * STEP_BYTES * MULTIPROCESSORS / 1e6 / rates.l2
     work = max(rates.size * size + rates.warps * warps * irregular, copied)
-    turn = rates.turn * (warps + size) / 2 + steps * work
-    busy = max(alone * ceil_div(each, resident), alone + (each - 1) * turn)
+    block_issue = rates.block_issue * (warps + size) / 2 + steps * work
+    sm_time = max(
+        block_latency * ceil_div(blocks_per_sm, resident),
+        block_latency + (blocks_per_sm - 1) * block_issue,
+    )
     memory = gemm.bytes / 1e6 / rates.memory
 
-    total = rates.start + max(busy, memory) + BESIDE * min(busy, memory)
+    total = rates.start + max(sm_time, memory) + NOT_OVERLAPPED * min(sm_time, memory)
     if config.cluster > 1:
-        total += rates.join + rates.join_size * log2(config.cluster) * size
+        total += rates.cluster_reduce + rates.cluster_reduce_size * log2(config.cluster) * size
     if config.workspace > 1:
         tiles_each = ceil_div(ceil_div(blocks, config.workspace), device.multiprocessors)
-        left = config.workspace * tiles_each * tile.m * tile.n * 4 / 1e6
-        total += rates.meet + rates.left * left
+        written_mb = config.workspace * tiles_each * tile.m * tile.n * 4 / 1e6
+        total += rates.workspace_reduce + rates.workspace_write * written_mb
     return total * 1e-6
 
 
-def configs(gemm: Gemm, dtype: DType, device: CudaDevice, counters: int) -> Iterator[Config]:
+def candidate_configs(
+    gemm: Gemm, dtype: DType, device: CudaDevice, counters: int
+) -> Iterator[Config]:
     """Yield the configurations with at least one k-tile per block and enough ``counters``."""
     steps = gemm.steps(dtype)
     clusters = CLUSTERS if device.capability >= (9, 0) else CLUSTERS[:1]
@@ -170,12 +175,12 @@ def configs(gemm: Gemm, dtype: DType, device: CudaDevice, counters: int) -> Iter
                 yield Config(tile, most, workspace)
 
 
-def chosen(gemm: Gemm, dtype: DType, device: CudaDevice, counters: int) -> Config:
+def choose_config(gemm: Gemm, dtype: DType, device: CudaDevice, counters: int) -> Config:
     """Return the configuration with the least expected time.
 
     It depends on the problem and the device model only.
     """
     return min(
-        configs(gemm, dtype, device, counters),
+        candidate_configs(gemm, dtype, device, counters),
         key=lambda config: expected_s(gemm, dtype, config, device),
     )

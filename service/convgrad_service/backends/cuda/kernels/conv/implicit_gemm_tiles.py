@@ -17,10 +17,10 @@ CLUSTERS = (1, 2, 4, 8)
 """Cluster sizes, up to the largest portable one."""
 STAGES = 4
 """The default number of pipeline stages, which tile names omit."""
-# Shared memory in front of the pipeline for the mbarrier, and what the driver reserves per block.
-BARRIER_BYTES, RESERVED_BYTES = 128, 1024
+# Shared memory in front of the pipeline for the mbarrier.
+BARRIER_BYTES = 128
 # ClusterReduce: a 16 x 8 fragment of accumulators, padded.
-FRAGMENT_BYTES, FRAGMENT_SUMS = 656, 128
+FRAGMENT_BYTES, FRAGMENT_ELEMENTS = 656, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +46,19 @@ class Tile:
         """Fragments of a warp, which bound the cluster size: each block reduces at least one."""
         return self.warp_m // 16 * (self.warp_n // 8)
 
-    def ring_bytes(self, steps: int) -> int:
+    def pipeline_bytes(self, steps: int) -> int:
         """Return the pipeline bytes of a block with that many k-tiles, without unused stages."""
         return min(self.stages, max(steps, 1)) * (self.m + self.n) * STEP_BYTES
 
     def shared_bytes(self, cluster: int, steps: int) -> int:
-        ring = self.ring_bytes(steps)
-        sums = self.m * self.n // FRAGMENT_SUMS * FRAGMENT_BYTES
-        return BARRIER_BYTES + (max(ring, sums) if cluster == 1 else ring + sums)
+        pipeline = self.pipeline_bytes(steps)
+        accumulators = self.m * self.n // FRAGMENT_ELEMENTS * FRAGMENT_BYTES
+        both = max(pipeline, accumulators) if cluster == 1 else pipeline + accumulators
+        return BARRIER_BYTES + both
 
     def resident(self, device: CudaDevice, cluster: int, steps: int) -> int:
         """Return the resident blocks per SM."""
-        each = self.shared_bytes(cluster, steps) + RESERVED_BYTES
-        return min(self.blocks, device.shared_bytes_per_multiprocessor // each)
+        return min(self.blocks, device.fitting_blocks(self.shared_bytes(cluster, steps)))
 
     def defines(self, dtype: DType, operation: str, vector: int) -> dict[str, object]:
         """Return the preprocessor macros of an instance."""

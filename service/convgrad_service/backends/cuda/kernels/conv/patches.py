@@ -59,8 +59,7 @@ class Patches:
             for operand in (work.x, work.w)
         ):
             return "W and channels do not lie side by side"
-        result = {"fwd": work.y, "bwd_data": work.x, "bwd_weight": work.w}[work.direction]
-        if work.accumulate is not None and work.accumulate.strides != result.strides:
+        if work.accumulate is not None and work.accumulate.strides != work.result.strides:
             return "accumulate does not lie as the result does"
         reasons = [family.why_not(_folded(work), device) for family in self._families]
         return None if None in reasons else "; ".join(map(str, reasons))

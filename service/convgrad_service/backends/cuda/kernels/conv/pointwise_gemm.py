@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from math import prod
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_args import result_of
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_model import chosen, every_config
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     ITEM_BYTES,
@@ -113,7 +112,7 @@ class PointwiseGemm:
             return f"{work.groups} groups"
         if work.taps > 1 or max(work.stride) > 1 or any(work.pad) or work.input != work.output:
             return "taps, strides or padding"
-        if work.accumulate is not None and work.accumulate.strides != result_of(work).strides:
+        if work.accumulate is not None and work.accumulate.strides != work.result.strides:
             return "accumulate does not lie as the result does"
         if work.split_k is not None and work.split_k > 1:
             return "a number of splits was asked for"
@@ -152,7 +151,7 @@ class PointwiseGemm:
         if partials is not None:
             size = rows * columns * config.parts * config.m * config.n * 4
             workspace = (Workspace(partials, size),)
-        result = result_of(work)
+        result = work.result
         a, b = (work.x, work.y) if product.swapped else _operands(work)
         a_map = a, _map(work.dtype, product, config, product.a, config.m)
         b_map = b, _map(work.dtype, product, config, product.b, config.n)

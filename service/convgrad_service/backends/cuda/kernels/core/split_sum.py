@@ -13,7 +13,7 @@ from convgrad_service.plans.cuda.device import sum_dtype
 from convgrad_service.plans.cuda.program import Instance, Launch
 from convgrad_service.plans.cuda.works import Operand
 
-__all__ = ["split_sum", "split_sum_instances"]
+__all__ = ["channel_last", "split_sum", "split_sum_instances"]
 
 BLOCK = 256
 
@@ -46,6 +46,12 @@ def split_sum(
     arguments = pack(args, partials=partials, result=result, accumulate=accumulate)
     instance = _instance(summed, result.dtype)
     return Launch(instance, linear_grid(prod(extents), BLOCK), (BLOCK, 1, 1), arguments)
+
+
+def channel_last(weight: Operand) -> Operand:
+    """Return a weight with its axes in the order of partial sums: (G, K, T, R, S, C)."""
+    g, k, c, t, r, s = weight.strides
+    return Operand(weight.buffer, weight.dtype, (g, k, t, r, s, c))
 
 
 def split_sum_instances() -> Iterable[Instance]:

@@ -137,6 +137,22 @@ class TiledMap(TensorMap):
 
     box: tuple[int, ...] = ()
 
+    @classmethod
+    def of_images(
+        cls,
+        x: Operand,
+        channels: int,
+        hw: Sequence[int],
+        batch: int,
+        box: tuple[int, ...],
+        swizzle: int = 0,
+    ) -> TiledMap:
+        """Return the map of a channels-last activation as (C, W, H, N), like its box."""
+        n, _, _, _, h, w = x.strides
+        strides = tuple(max(stride * x.dtype.itemsize, 16) for stride in (w, h, n))
+        sizes = (channels, hw[1], hw[0], batch)
+        return cls(x.dtype, sizes, strides, swizzle=swizzle, box=box)
+
     def why_not(self) -> str | None:
         """See `TensorMap.why_not`."""
         if not 1 <= self.dims <= 5 or len(self.box) != self.dims:

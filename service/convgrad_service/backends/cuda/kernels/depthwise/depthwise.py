@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     BLOCK_CHANNELS,
     CHUNK_BYTES,
@@ -16,17 +16,17 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     Plane,
     Tiling,
     chunk_rows,
-    deep_plane_of,
     fill_operands,
     fill_planes,
     is_deep,
     kernel_of,
     piece_of,
-    plane_of,
+    plane_and_kernel,
     resident_blocks,
+    strips_of_warp,
+    why_not_launched,
     why_not_plane,
 )
-from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import (
     ARCHITECTURES,
@@ -139,20 +139,15 @@ class Depthwise:
             return reason
         if work.out_channels > 1:
             return f"{work.out_channels} channels a group"
-        plane, kernel = _plane_and_kernel(work)
+        plane, kernel = plane_and_kernel(work, TILES)
         if plane is None or kernel is None or not _has_instance(work.dtype, kernel, variant):
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
         launch = self.launch(work, device, plane, _tile(work, plane, kernel, device))
-        reason = device.why_not_shared(launch.shared_bytes)
-        if reason is not None:
-            return reason
-        if launch.grid[0] > MAX_BLOCKS:
-            return f"{launch.grid[0]} blocks are more than a grid can have"
-        return None
+        return why_not_launched(launch, device)
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        plane, kernel = _plane_and_kernel(work)
+        plane, kernel = plane_and_kernel(work, TILES)
         if plane is None or kernel is None:
             raise ValueError("not a plane")
         tile = _tile(work, plane, kernel, device)
@@ -163,7 +158,7 @@ class Depthwise:
     ) -> Launch:
         """Return the launch with a tile and ``chunk`` rows (in dgrad, times the stride)."""
         backward = work.direction == "bwd_data"
-        source, result = gather_sides(work)
+        source, result = work.sides
         sizes = plane.output, plane.input
         x_size, y_size = sizes if backward else sizes[::-1]
         rows, columns = y_size
@@ -179,7 +174,7 @@ class Depthwise:
             )
         shared_bytes = _shared_bytes(work, kernel, tile)
         channel_tiles = ceil_div(work.groups, BLOCK_CHANNELS)
-        groups = ceil_div(columns, _strips(tile) * tile.columns)
+        groups = ceil_div(columns, strips_of_warp(tile.vector) * tile.columns)
         per_chunk = plane.batch * groups
         if chunk is None:
             resident = resident_blocks(device, shared_bytes, _blocks(tile, variant)) * WARPS
@@ -229,14 +224,6 @@ def _has_instance(dtype: DType, kernel: Kernel, variant: Variant) -> bool:
     return kernel[0] == 1 or kernel in IN_16_BITS
 
 
-def _plane_and_kernel(work: ConvWork) -> tuple[Plane | None, Kernel | None]:
-    """Return the plane and the kernel of the instance that computes it."""
-    plane = deep_plane_of(work) if is_deep(work) else plane_of(work)
-    if plane is None:
-        return None, None
-    return plane.across, kernel_of(plane.across, TILES)
-
-
 def _tiles_of(kernel: Kernel, dtype: DType, variant: Variant) -> tuple[Tile, ...]:
     """Return the tiles, which give bitwise equal results. With small copies, a lane has one
     each."""
@@ -259,14 +246,10 @@ def _tile(work: ConvWork, plane: Plane, kernel: Kernel, device: CudaDevice) -> T
     return min(
         tiles,
         key=lambda tile: (
-            ceil_div(width, _strips(tile) * tile.columns) * (tile.columns + STRIP_COLUMNS)
+            ceil_div(width, strips_of_warp(tile.vector) * tile.columns)
+            * (tile.columns + STRIP_COLUMNS)
         ),
     )
-
-
-def _strips(tile: Tile) -> int:
-    """Return the number of adjacent strips in a warp."""
-    return 32 * tile.vector // BLOCK_CHANNELS
 
 
 def _stages(dtype: DType, kernel: Kernel) -> int:
@@ -275,7 +258,7 @@ def _stages(dtype: DType, kernel: Kernel) -> int:
 
 def _shared_bytes(work: ConvWork, kernel: Kernel, tile: Tile) -> int:
     height, width, stride = kernel
-    columns = _strips(tile) * tile.columns
+    columns = strips_of_warp(tile.vector) * tile.columns
     read = (columns - 1) * stride + width
     if work.direction == "bwd_data":
         read = columns + ceil_div(width, stride) - 1
@@ -303,8 +286,4 @@ def _instance(
         "PIECE": variant.piece,
         "PLANES": int(variant.deep),
     }
-    return Instance.of(
-        "depthwise/depthwise.cu",
-        defines,
-        tile.architectures,
-    )
+    return Instance.of("depthwise/depthwise.cu", defines, tile.architectures)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import (
     DTYPES,
     STRIP_COLUMNS,
@@ -16,19 +16,19 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import (
     StripTiling,
     line_bytes,
     plane_bytes,
+    plane_of_strips,
     variant,
     variants,
-    why_not_strips,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     Plane,
     chunk_rows,
     fill_operands,
-    plane_of,
+    plane_and_tile,
     resident_blocks,
+    why_not_launched,
     why_not_plane,
 )
-from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
@@ -110,29 +110,18 @@ class DepthwiseMma:
             return reason
         if work.direction == "bwd_data" and work.out_channels > 1:
             return f"sums over {work.out_channels} channels"
-        plane = plane_of(work)
-        if plane is None:
-            return f"two strides, {work.stride[1]} and {work.stride[2]}"
-        reason = why_not_strips(plane, work)
-        if reason is not None:
-            return reason
+        plane = plane_of_strips(work)
+        if isinstance(plane, str):
+            return plane
         tile = self._tile(work, plane)
         if tile is None:
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
         launch = self.launch(work, device, plane, tile)
-        reason = device.why_not_shared(launch.shared_bytes)
-        if reason is not None:
-            return reason
-        if launch.grid[0] > MAX_BLOCKS:
-            return f"{launch.grid[0]} blocks are more than a grid can have"
-        return None
+        return why_not_launched(launch, device)
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        plane = plane_of(work)
-        tile = None if plane is None else self._tile(work, plane)
-        if plane is None or tile is None:
-            raise ValueError("no instance")
+        plane, tile = plane_and_tile(work, lambda plane: self._tile(work, plane))
         return Fragment(f"{self.name}_{work.direction}", (self.launch(work, device, plane, tile),))
 
     def launch(
@@ -145,7 +134,7 @@ class DepthwiseMma:
     ) -> Launch:
         """Return the launch with a tile and ``chunk`` rows (in dgrad, times the stride)."""
         backward, stride, pad = work.direction == "bwd_data", plane.stride, plane.pad
-        source, result = gather_sides(work)
+        source, result = work.sides
         sizes = plane.output, plane.input
         x_size, y_size = sizes if backward else sizes[::-1]
         rows, columns = y_size
@@ -258,8 +247,4 @@ def _instance(
         "BLOCKS": blocks,
         "EPILOGUE": int(epilogue),
     }
-    return Instance.of(
-        "depthwise/depthwise_mma.cu",
-        defines,
-        architectures,
-    )
+    return Instance.of("depthwise/depthwise_mma.cu", defines, architectures)

@@ -13,15 +13,14 @@ from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import (
     DTYPES,
     STRIP_COLUMNS,
-    why_not_strips,
+    plane_of_strips,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     Plane,
-    plane_of,
+    plane_and_tile,
     resident_blocks,
     why_not_plane,
 )
-from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
@@ -123,12 +122,9 @@ class DepthwisePairs:
             return "an epilogue"
         if work.leads:
             return "a launch that the next one overlaps, where this was not measured"
-        plane = plane_of(work)
-        if plane is None:
-            return f"two strides, {work.stride[1]} and {work.stride[2]}"
-        reason = why_not_strips(plane, work)
-        if reason is not None:
-            return reason
+        plane = plane_of_strips(work)
+        if isinstance(plane, str):
+            return plane
         if work.groups * work.taps >= 2**31:
             return "a weight of more than 2^31 elements"
         tile = self._tile(work, plane, device)
@@ -150,10 +146,7 @@ class DepthwisePairs:
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        plane = plane_of(work)
-        tile = None if plane is None else self._tile(work, plane, device)
-        if plane is None or tile is None:
-            raise ValueError("no instance")
+        plane, tile = plane_and_tile(work, lambda plane: self._tile(work, plane, device))
         return Fragment(f"{self.name}_{work.direction}", (self.launch(work, device, plane, tile),))
 
     def launch(
@@ -165,7 +158,7 @@ class DepthwisePairs:
         share: int | None = None,
     ) -> Launch:
         """Return the launch with a tile and ``share`` rows per block (times the stride)."""
-        stride, (source, result) = plane.stride, gather_sides(work)
+        stride, (source, result) = plane.stride, work.sides
         flipped, cut = work.direction == "fwd", _Cut.of(work, plane, tile)
         args = DepthwisePairsArgs()
         args.x_stride[:] = [stride // 8 for stride in plane.strides(source)]

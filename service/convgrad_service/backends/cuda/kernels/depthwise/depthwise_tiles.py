@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
+from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.program import ZEROS_BYTES, ceil_div
+from convgrad_service.plans.cuda.program import ZEROS_BYTES, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["BLOCK_CHANNELS", "CHUNK_BYTES", "PIECES", "Kernel", "Plane", "Planes", "Tiling"]
-__all__ += [
-    "chunk_counts",
-    "chunk_rows",
-    "deep_plane_of",
-    "fill_operands",
-    "fill_planes",
-    "is_deep",
-]
-__all__ += [
-    "kernel_of",
-    "piece_of",
-    "plane_of",
-    "resident_blocks",
-    "why_not_counted",
-    "why_not_plane",
-]
+__all__ += ["chunk_counts", "chunk_rows", "fill_operands", "fill_planes", "is_deep", "piece_of"]
+__all__ += ["kernel_of", "plane_and_kernel", "plane_and_tile", "plane_of", "resident_blocks"]
+__all__ += ["strips_of_warp", "why_not_counted", "why_not_launched", "why_not_plane"]
 
+T = TypeVar("T")
 Kernel = tuple[int, int, int]
 """Rows and columns of taps of an instance, and its stride."""
 PIECES = (16, 4)
@@ -188,21 +177,24 @@ def is_deep(work: ConvWork) -> bool:
     return work.kernel[0] > 1 or work.stride[0] > 1 or work.pad[0] != 0
 
 
-def deep_plane_of(work: ConvWork) -> Plane | None:
+def _deep_plane_of(work: ConvWork) -> Plane | None:
     """Return the plane of a work with several kernel planes; its batch is all planes of the
     result."""
+    return _plane_of_images(work, work.batch * work.sizes[1][0], None)
+
+
+def _plane_of_images(work: ConvWork, batch: int, batch_axis: int | None) -> Plane | None:
     if work.stride[1] != work.stride[2]:
         return None
-    written = work.input if work.direction == "bwd_data" else work.output
     return Plane(
-        work.batch * written[0],
+        batch,
         (work.kernel[1], work.kernel[2]),
         work.stride[1],
         (work.input[1], work.input[2]),
         (work.output[1], work.output[2]),
         (work.pad[1], work.pad[2]),
         (1, 2),
-        None,
+        batch_axis,
         (work.dilation[1], work.dilation[2]),
         work.out_channels,
     )
@@ -238,6 +230,19 @@ def fill_planes(planes: Any, work: ConvWork, x: Operand, y: Operand) -> None:
         planes.accumulate_stride = work.accumulate.strides[3]
 
 
+def why_not_launched(launch: Launch, device: CudaDevice) -> str | None:
+    """Return why a device does not run a launch, or None."""
+    reason = device.why_not_shared(launch.shared_bytes)
+    if reason is None and launch.grid[0] > MAX_BLOCKS:
+        return f"{launch.grid[0]} blocks are more than a grid can have"
+    return reason
+
+
+def strips_of_warp(vector: int) -> int:
+    """Return the adjacent strips of a warp whose lanes have ``vector`` channels."""
+    return 32 * vector // BLOCK_CHANNELS
+
+
 def why_not_counted(columns: int) -> str | None:
     """Return why there are not enough arrival counters for the columns of blocks, or None."""
     most = ZEROS_BYTES // 4
@@ -262,20 +267,26 @@ def plane_of(work: ConvWork) -> Plane | None:
             (work.dilation[2], 1),
             work.out_channels,
         )
-    if work.stride[1] != work.stride[2]:
-        return None
-    return Plane(
-        work.batch * depth,
-        (work.kernel[1], work.kernel[2]),
-        work.stride[1],
-        (work.input[1], work.input[2]),
-        (work.output[1], work.output[2]),
-        (work.pad[1], work.pad[2]),
-        (1, 2),
-        batch_axis,
-        (work.dilation[1], work.dilation[2]),
-        work.out_channels,
-    )
+    return _plane_of_images(work, work.batch * depth, batch_axis)
+
+
+def plane_and_kernel(
+    work: ConvWork, kernels: Iterable[Kernel]
+) -> tuple[Plane | None, Kernel | None]:
+    """Return the plane and the kernel of the instance that computes it."""
+    plane = _deep_plane_of(work) if is_deep(work) else plane_of(work)
+    if plane is None:
+        return None, None
+    return plane.across, kernel_of(plane.across, kernels)
+
+
+def plane_and_tile(work: ConvWork, tile_of: Callable[[Plane], T | None]) -> tuple[Plane, T]:
+    """Return the plane and the tile of a work that `Family.why_not` does not refuse."""
+    plane = plane_of(work)
+    tile = None if plane is None else tile_of(plane)
+    if plane is None or tile is None:
+        raise ValueError("no instance")
+    return plane, tile
 
 
 def chunk_counts(rows: int) -> Iterator[int]:
@@ -308,5 +319,4 @@ def chunk_rows(rows: int, reach: int, items: int, resident: int, start: int = ST
 
 def resident_blocks(device: CudaDevice, shared_bytes: int, blocks: int) -> int:
     """Return the blocks resident on the device if the registers of an SM suffice for ``blocks``."""
-    fitting = device.shared_bytes_per_multiprocessor // (shared_bytes + 1024)
-    return device.multiprocessors * max(1, min(blocks, fitting))
+    return device.multiprocessors * max(1, min(blocks, device.fitting_blocks(shared_bytes)))

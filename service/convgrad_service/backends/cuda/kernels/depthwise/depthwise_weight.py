@@ -16,13 +16,12 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     Plane,
     Tiling,
     chunk_rows,
-    deep_plane_of,
     fill_planes,
     is_deep,
-    kernel_of,
     piece_of,
-    plane_of,
+    plane_and_kernel,
     resident_blocks,
+    strips_of_warp,
     why_not_counted,
     why_not_plane,
 )
@@ -111,7 +110,7 @@ class DepthwiseWeight:
             return reason
         if work.out_channels > 1:
             return f"{work.out_channels} channels a group"
-        plane, kernel = _plane_and_kernel(work)
+        plane, kernel = plane_and_kernel(work, WEIGHT_TILES)
         if plane is None or kernel is None or not _has_instance(work.dtype, kernel, piece, deep):
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
         elements = elements_of(work, plane)
@@ -130,7 +129,7 @@ class DepthwiseWeight:
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        plane, kernel = _plane_and_kernel(work)
+        plane, kernel = plane_and_kernel(work, WEIGHT_TILES)
         if plane is None or kernel is None:
             raise ValueError("not a plane")
         return self.fragment(work, device, plane, kernel, _tile(work, plane, kernel))
@@ -150,7 +149,7 @@ class DepthwiseWeight:
         columns = _columns(work, kernel, tile)
         held = _blocks(kernel, tile, piece_of(work))
         resident = max(1, resident_blocks(device, shared_bytes, held) // columns)
-        groups = ceil_div(plane.output[1], _strips(tile) * tile.columns)
+        groups = ceil_div(plane.output[1], strips_of_warp(tile.vector) * tile.columns)
         if chunk is None:
             reach = ceil_div(kernel[0], plane.stride) - 1
             chunk = chunk_rows(plane.output[0], reach, plane.batch * groups, resident * WARPS)
@@ -200,14 +199,6 @@ def _has_instance(dtype: DType, kernel: Kernel, piece: int, deep: bool) -> bool:
     return kernel[0] == 1 or kernel in TILES_IN_16_BITS
 
 
-def _plane_and_kernel(work: ConvWork) -> tuple[Plane | None, Kernel | None]:
-    """Return the plane and the kernel of the instance that computes it."""
-    plane = deep_plane_of(work) if is_deep(work) else plane_of(work)
-    if plane is None:
-        return None, None
-    return plane.across, kernel_of(plane.across, WEIGHT_TILES)
-
-
 def _tile_of(dtype: DType, kernel: Kernel, small: bool) -> WeightTile:
     if dtype.itemsize == 2 and kernel in TILES_IN_16_BITS:
         return TILES_IN_16_BITS[kernel]
@@ -232,14 +223,9 @@ def _blocks(kernel: Kernel, tile: WeightTile, piece: int) -> int:
     return 1 if piece < CHUNK_BYTES and kernel[1] > 15 else tile.blocks
 
 
-def _strips(tile: WeightTile) -> int:
-    """Return the number of adjacent strips in a warp."""
-    return 32 * tile.vector // BLOCK_CHANNELS
-
-
 def _shared_bytes(dtype: DType, kernel: Kernel, tile: WeightTile) -> int:
     """Return the bytes of the warps' rows, reused for the accumulators of strips."""
-    strips, (_, width, stride) = _strips(tile), kernel
+    strips, (_, width, stride) = strips_of_warp(tile.vector), kernel
     columns = strips * tile.columns
     read = (columns - 1) * stride + width + columns
     rows = STAGES[dtype.itemsize] * read * dtype.itemsize
@@ -264,7 +250,4 @@ def _instance(
         "PIECE": piece,
         "PLANES": int(deep),
     }
-    return Instance.of(
-        "depthwise/depthwise_weight.cu",
-        defines,
-    )
+    return Instance.of("depthwise/depthwise_weight.cu", defines)

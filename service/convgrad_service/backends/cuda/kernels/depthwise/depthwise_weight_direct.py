@@ -11,6 +11,7 @@ from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     Plane,
+    plane_and_tile,
     plane_of,
     why_not_counted,
     why_not_plane,
@@ -118,10 +119,7 @@ class DepthwiseWeightDirect:
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        plane = plane_of(work)
-        tile = None if plane is None else self._tile(plane)
-        if plane is None or tile is None:
-            raise ValueError("no instance")
+        plane, tile = plane_and_tile(work, self._tile)
         layout = self._layout or best_layout(work, plane, tile, device)
         return self.fragment(work, device, plane, tile, layout)
 

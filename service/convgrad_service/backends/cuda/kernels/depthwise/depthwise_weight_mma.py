@@ -17,14 +17,14 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import (
     StripTiling,
     line_bytes,
     plane_bytes,
+    plane_of_strips,
     variant,
     variants,
-    why_not_strips,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     Plane,
     chunk_rows,
-    plane_of,
+    plane_and_tile,
     resident_blocks,
     why_not_counted,
     why_not_plane,
@@ -95,12 +95,9 @@ class DepthwiseWeightMma:
         reason = why_not_plane(work, general=True)
         if reason is not None:
             return reason
-        plane = plane_of(work)
-        if plane is None:
-            return f"two strides, {work.stride[1]} and {work.stride[2]}"
-        reason = why_not_strips(plane, work)
-        if reason is not None:
-            return reason
+        plane = plane_of_strips(work)
+        if isinstance(plane, str):
+            return plane
         tile = self._tile(plane)
         if tile is None:
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
@@ -114,10 +111,7 @@ class DepthwiseWeightMma:
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        plane = plane_of(work)
-        tile = None if plane is None else self._tile(plane)
-        if plane is None or tile is None:
-            raise ValueError("no instance")
+        plane, tile = plane_and_tile(work, self._tile)
         return self.fragment(work, device, plane, tile)
 
     def fragment(
@@ -231,8 +225,4 @@ def _instance(
         "BLOCKS": blocks,
         "FLUSH": FLUSH,
     }
-    return Instance.of(
-        "depthwise/depthwise_weight_mma.cu",
-        defines,
-        architectures,
-    )
+    return Instance.of("depthwise/depthwise_weight_mma.cu", defines, architectures)

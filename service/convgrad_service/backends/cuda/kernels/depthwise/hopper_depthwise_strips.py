@@ -13,6 +13,7 @@ from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pa
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     Plane,
     chunk_counts,
+    plane_and_tile,
     plane_of,
     why_not_counted,
     why_not_plane,
@@ -129,10 +130,7 @@ class HopperDepthwiseStrips:
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        plane = plane_of(work)
-        tile = None if plane is None else self._tile(plane)
-        if plane is None or tile is None:
-            raise ValueError("no instance")
+        plane, tile = plane_and_tile(work, self._tile)
         return self.fragment(work, device, plane, tile)
 
     def fragment(

@@ -7,23 +7,18 @@ from collections.abc import Sequence
 from convgrad_service.backends.cuda.arguments import Packed, pack
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.structures import structure
-from convgrad_service.plans.cuda.works import ConvWork, Operand
+from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["GatherArgs", "gather_args", "gather_sides"]
+__all__ = ["GatherArgs", "gather_args"]
 
 
 GatherArgs = structure("fallback/gather_args.cuh", "GatherArgs")
 
 
-def gather_sides(work: ConvWork) -> tuple[Operand, Operand]:
-    """Return the operands read and written, other than the weight."""
-    return (work.y, work.x) if work.direction == "bwd_data" else (work.x, work.y)
-
-
 def gather_args(work: ConvWork, lanes: int, phases: Sequence[int]) -> Packed:
     """Return the kernel's argument for a fwd or bwd_data."""
     backward = work.direction == "bwd_data"
-    source, result = gather_sides(work)
+    source, result = work.sides
     args = GatherArgs()
     args.x_stride[:], args.y_stride[:] = source.strides, result.strides
     if work.accumulate is not None:
@@ -33,10 +28,8 @@ def gather_args(work: ConvWork, lanes: int, phases: Sequence[int]) -> Packed:
     args.w_stride[:] = (group, c, k, *kernel) if backward else (group, k, c, *kernel)
     args.alpha, args.beta = work.alpha, work.beta
     args.batch, args.groups = work.batch, work.groups
-    channels = work.in_channels, work.out_channels
-    args.in_channels, args.out_channels = channels[::-1] if backward else channels
-    sizes = work.input, work.output
-    args.x_size[:], args.y_size[:] = sizes[::-1] if backward else sizes
+    args.in_channels, args.out_channels = work.channels
+    args.x_size[:], args.y_size[:] = work.sizes
     for name in ("kernel", "stride", "dilation", "pad"):
         getattr(args, name)[:] = getattr(work, name)
     args.phases[:] = phases

@@ -7,7 +7,7 @@ from math import prod
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS, linear_grid
-from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_args, gather_sides
+from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_args
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
@@ -33,7 +33,7 @@ class GatherDirect:
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
         instance = _instance(work.dtype, _channels(work))
-        lanes = int(gather_sides(work)[1].channels_last)
+        lanes = int(work.result.channels_last)
         launch = Launch(
             instance,
             linear_grid(_threads(work), BLOCK),
@@ -52,15 +52,10 @@ def _instance(dtype: DType, channels: int) -> Instance:
     return Instance("fallback/gather_direct.cu", "gather_direct", defines)
 
 
-def _result_channels(work: ConvWork) -> int:
-    return work.in_channels if work.direction == "bwd_data" else work.out_channels
-
-
 def _channels(work: ConvWork) -> int:
-    return CHANNELS[0] if _result_channels(work) == 1 else CHANNELS[1]
+    return CHANNELS[0] if work.channels[1] == 1 else CHANNELS[1]
 
 
 def _threads(work: ConvWork) -> int:
-    size = work.input if work.direction == "bwd_data" else work.output
-    blocks = ceil_div(_result_channels(work), _channels(work))
-    return work.batch * work.groups * prod(size) * blocks
+    blocks = ceil_div(work.channels[1], _channels(work))
+    return work.batch * work.groups * prod(work.sizes[1]) * blocks

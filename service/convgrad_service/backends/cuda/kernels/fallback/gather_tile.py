@@ -7,7 +7,7 @@ from math import prod
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
-from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_args, gather_sides
+from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_args
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
@@ -33,7 +33,7 @@ class GatherTile:
         Judged by channels alone: a problem in pieces must choose as the whole does, so that sums
         have one order.
         """
-        read, written = _channels(work)
+        read, written = work.channels
         if written < CHANNELS // 4:
             return f"{written} result channels a group would leave most of a tile of {CHANNELS}"
         if read < STEP // 2:
@@ -45,7 +45,7 @@ class GatherTile:
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        lanes = int(gather_sides(work)[0].channels_last)
+        lanes = int(work.sides[0].channels_last)
         arguments = gather_args(work, lanes, _phases(work))
         launch = Launch(_instance(work.dtype), (_grid(work), 1, 1), (BLOCK, 1, 1), arguments)
         return Fragment(f"{self.name}_{work.direction}", (launch,))
@@ -59,12 +59,6 @@ def _instance(dtype: DType) -> Instance:
     return Instance("fallback/gather_tile.cu", "gather_tile", (("ELEMENT", CUDA_TYPES[dtype]),))
 
 
-def _channels(work: ConvWork) -> tuple[int, int]:
-    """Return the channels read and written, of one group."""
-    channels = work.in_channels, work.out_channels
-    return channels[::-1] if work.direction == "bwd_data" else channels
-
-
 def _phases(work: ConvWork) -> tuple[int, int, int]:
     """Return the nonempty stride phases of the result along each dimension."""
     if work.direction == "fwd":
@@ -75,9 +69,9 @@ def _phases(work: ConvWork) -> tuple[int, int, int]:
 
 def _grid(work: ConvWork) -> int:
     phases = _phases(work)
-    size = work.input if work.direction == "bwd_data" else work.output
+    size = work.sizes[1]
     step = work.stride if work.direction == "bwd_data" else (1, 1, 1)
     # Phase 0 is the largest.
     pixels = work.batch * prod(ceil_div(*pair) for pair in zip(size, step, strict=True))
-    tiles = ceil_div(pixels, PIXELS) * ceil_div(_channels(work)[1], CHANNELS)
+    tiles = ceil_div(pixels, PIXELS) * ceil_div(work.channels[1], CHANNELS)
     return prod(phases) * work.groups * tiles

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import Packed, pack
-from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
-from convgrad_service.backends.cuda.kernels.core.split_sum import split_sum
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.split_sum import split_sum, split_sum_instances
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice, sum_dtype
-from convgrad_service.plans.cuda.program import Launch, Workspace, ceil_div
-from convgrad_service.plans.cuda.works import ConvWork
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, Workspace, ceil_div
+from convgrad_service.plans.cuda.works import ConvWork, Operand
 
-__all__ = ["DTYPE_PAIRS", "Split", "WeightArgs", "finish_split", "split_pixels", "weight_args"]
+__all__ = ["Split", "WeightArgs", "WeightFallback", "fill_wgrad", "finish_split", "split_pixels"]
+__all__ += ["weight_args"]
 
+BLOCK = 256
 # Least pixels of a split, so that summing them outweighs adding the partial sums.
 LEAST_PIXELS = 256
 # Blocks of 256 threads per multiprocessor, which has 2,048 threads.
@@ -63,20 +66,24 @@ def _partial_bytes(work: ConvWork) -> int:
     return elements * sum_dtype(work.dtype).itemsize
 
 
-def weight_args(work: ConvWork, split: Split) -> Packed:
-    """Return the kernels' argument for a bwd_weight."""
-    args = WeightArgs()
-    args.x_stride[:], args.y_stride[:] = work.x.strides, work.y.strides
-    args.w_stride[:] = work.w.strides
-    if work.accumulate is not None:
-        args.accumulate_stride[:] = work.accumulate.strides
+def fill_wgrad(args: Any, work: ConvWork, x: Operand, y: Operand) -> None:
+    """Fill in the kernel parameters of any wgrad that reads ``x`` and ``y``."""
+    args.x_stride[:], args.y_stride[:], args.w_stride[:] = x.strides, y.strides, work.w.strides
     args.alpha, args.beta = work.alpha, work.beta
-    args.pixels, args.split_pixels, args.splits = work.pixels, split.pixels, split.count
     for name in ("batch", "groups", "in_channels", "out_channels"):
         setattr(args, name, getattr(work, name))
     args.x_size[:], args.y_size[:] = work.input, work.output
     for name in ("kernel", "stride", "dilation", "pad"):
         getattr(args, name)[:] = getattr(work, name)
+
+
+def weight_args(work: ConvWork, split: Split) -> Packed:
+    """Return the kernels' argument for a bwd_weight."""
+    args = WeightArgs()
+    fill_wgrad(args, work, work.x, work.y)
+    if work.accumulate is not None:
+        args.accumulate_stride[:] = work.accumulate.strides
+    args.pixels, args.split_pixels, args.splits = work.pixels, split.pixels, split.count
     args.x_lanes, args.y_lanes = work.x.channels_last, work.y.channels_last
     return pack(
         args,
@@ -104,6 +111,37 @@ def finish_split(work: ConvWork, split: Split) -> tuple[tuple[Launch, ...], tupl
         beta=work.beta,
     )
     return (launch,), (Workspace(_partials(work), split.count * _partial_bytes(work)),)
+
+
+class WeightFallback:
+    """What `WeightDirect` and `WeightTile` share: split-K over blocks of 256 threads."""
+
+    name: str
+
+    def blocks(self, work: ConvWork) -> int:
+        """Return the blocks of one split."""
+        raise NotImplementedError
+
+    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        blocks = self.blocks(work)
+        split = split_pixels(work, blocks, device)
+        launch = Launch(
+            self._instance(work.dtype, work.result_dtype),
+            (blocks * split.count, 1, 1),
+            (BLOCK, 1, 1),
+            weight_args(work, split),
+        )
+        after, workspace = finish_split(work, split)
+        return Fragment(f"{self.name}/{split.count}", (launch, *after), workspace)
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [*(self._instance(*pair) for pair in DTYPE_PAIRS), *split_sum_instances()]
+
+    def _instance(self, dtype: DType, result: DType) -> Instance:
+        defines = {"ELEMENT": CUDA_TYPES[dtype], "RESULT": CUDA_TYPES[result]}
+        return Instance.of(f"fallback/{self.name}.cu", defines)
 
 
 def _partials(work: ConvWork) -> str:

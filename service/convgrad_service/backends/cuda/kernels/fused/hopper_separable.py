@@ -146,14 +146,9 @@ class HopperSeparable:
 
 def _results(second: ConvWork, tile: SeparableTile) -> TiledMap:
     """Return the tensor map of the result, whose box is 64 outputs of a group's pixels."""
-    n, _, _, _, h, w = second.y.strides
-    item = second.y.dtype.itemsize
-    return TiledMap(
-        second.y.dtype,
-        (second.out_channels, second.output[2], second.output[1], second.batch),
-        tuple(max(stride * item, 16) for stride in (w, h, n)),
-        swizzle=128,
-        box=(64, tile.width, tile.height // tile.sharers, tile.images),
+    box = (64, tile.width, tile.height // tile.sharers, tile.images)
+    return TiledMap.of_images(
+        second.y, second.out_channels, second.output[1:], second.batch, box, swizzle=128
     )
 
 
@@ -170,14 +165,8 @@ def _rows(operand: Operand, channels: int, outputs: int, tile: SeparableTile) ->
 
 def _boxes(first: ConvWork, tile: SeparableTile) -> TiledMap:
     """Return the tensor map of the input, whose box is a tile's pixels with their halo."""
-    n, _, _, _, h, w = first.x.strides
-    item = first.x.dtype.itemsize
-    return TiledMap(
-        first.x.dtype,
-        (first.groups, first.input[2], first.input[1], first.batch),
-        tuple(max(stride * item, 16) for stride in (w, h, n)),
-        box=(tile.chunk, *tile.box, tile.images),
-    )
+    box = (tile.chunk, *tile.box, tile.images)
+    return TiledMap.of_images(first.x, first.groups, first.input[1:], first.batch, box)
 
 
 def _instance(tile: SeparableTile, dtype: DType) -> Instance:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import gcd
 from typing import Any
 
@@ -24,9 +25,8 @@ __all__ = [
     "LatticeAxis",
     "Size4",
     "box_args",
-    "images_together",
+    "candidate_tiles",
     "lattice_axis",
-    "tile_extents",
 ]
 
 Size4 = tuple[int, int, int, int]
@@ -106,13 +106,29 @@ def lattice_axis(work: ConvWork, dim: int) -> LatticeAxis:
     return LatticeAxis(split, gcd(step, axis.x_tap))
 
 
-def tile_extents(count: int) -> list[int]:
+def candidate_tiles(batch: int, counts: Sequence[int], steps: Sequence[int]) -> Iterator[Size4]:
+    """Yield candidate tiles (N, D, H, W) of ``counts`` positions, in multiples of ``steps``.
+
+    A tile has several images only if it covers whole ones.
+    """
+    extents = [
+        sorted({ceil_div(extent, step) * step for extent in _tile_extents(count)})
+        for count, step in zip(counts, steps, strict=True)
+    ]
+    for depth, height, width in product(*extents):
+        spatial = zip((depth, height, width), counts, strict=True)
+        whole = all(extent >= count for extent, count in spatial)
+        for images in _images_together(batch) if whole else [1]:
+            yield images, depth, height, width
+
+
+def _tile_extents(count: int) -> list[int]:
     """Return candidate extents of a tile: even divisions of ``count``, and powers of two."""
     parts = {ceil_div(count, parts) for parts in (1, 2, 3, 4, 5, 6, 7, 8)}
     powers = {size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if size < count}
     return sorted(parts | powers)
 
 
-def images_together(batch: int) -> list[int]:
+def _images_together(batch: int) -> list[int]:
     """Return candidate numbers of whole images in a tile."""
     return [n for n in (1, 2, 3, 4, 6, 8, 16, 32, 64) if n <= batch]

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import MAX_PHASES
-from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import (
     LatticeAxis,
     Size4,
     box_args,
-    images_together,
+    candidate_tiles,
     lattice_axis,
-    tile_extents,
 )
 from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     Merge,
@@ -45,7 +42,6 @@ MOST_DEPTH, MOST_HEIGHT = 127, 255
 MAX_GRID_YZ = 65535
 MOST_SPAN = 2**32 - 2
 MAX_INDEX = 2**31 - 1
-RESERVED_BYTES = 1024
 # Cost model: bytes that an SM could copy during an mma of a warp.
 PRODUCT_BYTES = 512
 # Static shared memory.
@@ -85,10 +81,9 @@ class GroupedGather:
         reason = why_not_grouped(work, device) or why_not_packed(work)
         if reason is not None:
             return reason
-        result = gather_sides(work)[1]
         if max(work.w.strides[1:]) * work.out_channels > MAX_INDEX:
             return f"the weights of a group lie more than {MAX_INDEX} elements apart"
-        if work.accumulate is not None and work.accumulate.strides != result.strides:
+        if work.accumulate is not None and work.accumulate.strides != work.result.strides:
             return "accumulate does not lie as the result does"
         if work.direction == "bwd_data" and max(work.stride) > MAX_PHASES:
             return f"stride {max(work.stride)} makes more than {MAX_PHASES} phases"
@@ -106,7 +101,7 @@ class GroupedGather:
     def launches(self, work: ConvWork, device: CudaDevice, box: Box | None = None) -> Fragment:
         """See `Family.launches`. ``box`` overrides the chosen box."""
         backward = work.direction == "bwd_data"
-        source, result = gather_sides(work)
+        source, result = work.sides
         axes = [lattice_axis(work, dim) for dim in range(3)]
         box = box or choose_box(work, axes, device)
         merge, unit = merge_of(work), unit_of(work)
@@ -123,8 +118,7 @@ class GroupedGather:
         args.box = box_args(shape.extent, shape.chunks, shape.pitch, unit.warps * 32)
         args.alpha, args.beta = work.alpha, work.beta
         args.batch, args.groups = work.batch, work.groups
-        channels = work.in_channels, work.out_channels
-        args.x_channels, args.y_channels = channels[::-1] if backward else channels
+        args.x_channels, args.y_channels = work.channels
         args.merged, args.merges, args.slice = merge.groups, merge.count, box.slice
         args.own = meets_own(work)
         args.w_vector, args.w_pitch = _vector(work), shape.w_pitch
@@ -208,22 +202,15 @@ class _Shared:
 def boxes_of(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Iterator[Box]:
     """Yield candidates that fit into shared memory."""
     merge, unit = merge_of(work), unit_of(work)
-    together = gather_sides(work)[0].strides[1] == _channels(work)[0]
+    together = work.sides[0].strides[1] == work.channels[0]
     slices = slices_of(merge, together)
-    counts = [axis.count for axis in axes]
     steps = (1, 4, 8) if unit.windows else (1, 1, 1)
-    extents = [
-        sorted({ceil_div(extent, step) * step for extent in tile_extents(count)})
-        for count, step in zip(counts, steps, strict=True)
-    ]
-    for slice_, *spatial in product(slices, *extents):
-        depth, height, width = spatial
-        if depth > MOST_DEPTH or height > MOST_HEIGHT:
-            continue
-        whole = all(extent >= count for extent, count in zip(spatial, counts, strict=True))
-        for images in images_together(work.batch) if whole else [1]:
-            for stages in (1, 2):
-                box = Box((images, depth, height, width), slice_, stages)
+    counts = [axis.count for axis in axes]
+    for slice_ in slices:
+        for tile in candidate_tiles(work.batch, counts, steps):
+            if tile[1] > MOST_DEPTH or tile[2] > MOST_HEIGHT:
+                continue
+            for box in (Box(tile, slice_, stages) for stages in (1, 2)):
                 if box.positions > MOST_POSITIONS or _span(work, axes, box) > MOST_SPAN:
                     continue
                 shape = _Shared(work, axes, merge, unit, box)
@@ -233,7 +220,7 @@ def boxes_of(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Ite
 
 def _span(work: ConvWork, axes: list[LatticeAxis], box: Box) -> int:
     """Return the distance in elements from a box's first result to its last."""
-    strides = gather_sides(work)[1].strides
+    strides = work.result.strides
     steps = [axis.axis.y_step for axis in axes]
     spatial = zip(box.tile[1:], steps, strides[3:], strict=True)
     return (box.tile[0] - 1) * strides[0] + sum(
@@ -279,8 +266,7 @@ def _products(axes: list[LatticeAxis], merge: Merge, unit: Unit, box: Box, backw
 
 def _resident(unit: Unit, shape: _Shared, device: CudaDevice) -> int:
     """Return the resident blocks per SM."""
-    fitting = device.shared_bytes_per_multiprocessor // (shape.total_bytes + RESERVED_BYTES)
-    return max(1, min(unit.blocks, fitting))
+    return max(1, min(unit.blocks, device.fitting_blocks(shape.total_bytes)))
 
 
 def _tiles(work: ConvWork, axes: list[LatticeAxis], box: Box) -> Size4:
@@ -301,12 +287,6 @@ def _grid(
     resident = _resident(unit, _Shared(work, axes, merge, unit, box), device)
     workers = max(1, min(boxes, resident * device.multiprocessors // (slices * phases)))
     return ceil_div(boxes, ceil_div(boxes, workers)), slices, phases
-
-
-def _channels(work: ConvWork) -> tuple[int, int]:
-    """Return the channels per group of the source and of the result."""
-    channels = work.in_channels, work.out_channels
-    return channels[::-1] if work.direction == "bwd_data" else channels
 
 
 def _vector(work: ConvWork) -> int:

@@ -82,9 +82,7 @@ def meets_own(work: ConvWork) -> bool:
     """
     if not is_exact(work) or work.direction == "bwd_weight":
         return False
-    read, written = work.in_channels, work.out_channels
-    if work.direction == "bwd_data":
-        read, written = written, read
+    read, written = work.channels
     together = work.x.strides[1] == work.in_channels and work.y.strides[1] == work.out_channels
     return written == 4 and read % 4 == 0 and read <= 32 and work.groups % 2 == 0 and together
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.lane_sum import lane_sum, lane_sum_instances
+from convgrad_service.backends.cuda.kernels.core.split_sum import channel_last
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import (
     BoxStrides,
     LatticeAxis,
     Size4,
     box_args,
-    images_together,
+    candidate_tiles,
     lattice_axis,
-    tile_extents,
 )
 from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     DTYPES,
@@ -34,11 +33,10 @@ from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BY
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, Workspace, ceil_div
-from convgrad_service.plans.cuda.works import ConvWork, Operand
+from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["GroupedWeight", "Share", "shares_of"]
 
-RESERVED_BYTES = 1024
 MAX_GRID_YZ = 65535
 MOST_PIXELS = 512
 # The most bytes of partial sums, unless the caller asks for more splits.
@@ -175,9 +173,9 @@ class GroupedWeight:
             partials,
             splits,
             extents,
-            _channel_last(work.w),
+            channel_last(work.w),
             device,
-            accumulate=None if accumulate is None else _channel_last(accumulate),
+            accumulate=None if accumulate is None else channel_last(accumulate),
             alpha=work.alpha,
             beta=work.beta,
         )
@@ -269,17 +267,11 @@ def _shares_of(shapes: _Shapes, device: CudaDevice) -> Iterator[Share]:
         for operand, channels in ((work.x, work.in_channels), (work.y, work.out_channels))
     )
     slices = slices_of(merge, together)
-    counts = [axis.count for axis in shapes.axes]
     steps = (1, 2, 8) if shapes.item.windows else (1, 1, 1)
-    extents = [
-        sorted({ceil_div(extent, step) * step for extent in tile_extents(count)})
-        for count, step in zip(counts, steps, strict=True)
-    ]
-    for slice_, *spatial in product(slices, *extents):
-        depth, height, width = spatial
-        whole = all(extent >= count for extent, count in zip(spatial, counts, strict=True))
-        for images in images_together(work.batch) if whole else [1]:
-            share = Share((images, depth, height, width), slice_)
+    counts = [axis.count for axis in shapes.axes]
+    for slice_ in slices:
+        for tile in candidate_tiles(work.batch, counts, steps):
+            share = Share(tile, slice_)
             if share.pixels > MOST_PIXELS:
                 continue
             if _Block(shapes, share).total_bytes <= device.shared_bytes_per_block:
@@ -314,8 +306,7 @@ def _cost(shapes: _Shapes, share: Share, device: CudaDevice) -> float:
 
 def _resident(shapes: _Shapes, block: _Block, device: CudaDevice) -> int:
     """Return the resident blocks per SM."""
-    fitting = device.shared_bytes_per_multiprocessor // (block.total_bytes + RESERVED_BYTES)
-    return max(1, min(shapes.item.blocks, fitting))
+    return max(1, min(shapes.item.blocks, device.fitting_blocks(block.total_bytes)))
 
 
 def _splits(shapes: _Shapes, share: Share, device: CudaDevice) -> int:
@@ -343,12 +334,6 @@ def _tiles(shapes: _Shapes, share: Share) -> Size4:
 def _boxes(shapes: _Shapes, share: Share) -> int:
     phases = prod(len(axis.phases) for axis in shapes.axes)
     return phases * prod(_tiles(shapes, share))
-
-
-def _channel_last(operand: Operand) -> Operand:
-    """Return the weight with its axes in the order of partial sums: (G, K, T, R, S, C)."""
-    g, k, c, t, r, s = operand.strides
-    return Operand(operand.buffer, operand.dtype, (g, k, t, r, s, c))
 
 
 def _instance(item: Item, dtype: DType, exact: bool) -> Instance:

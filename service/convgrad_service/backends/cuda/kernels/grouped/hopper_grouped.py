@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
-from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_cuts import (
     BARRIER_BYTES,
     COPIED,
@@ -68,7 +67,7 @@ class HopperGrouped:
         above = -first_of(work, 1)
         if max(above, y_size[0] + 2 - above - x_size[0]) > 2:
             return f"a padding of {work.pad}: rows of results that meet no source"
-        source, result = gather_sides(work)
+        source, result = work.sides
         for side, operand in (("source", source), ("result", result)):
             reason = _why_not_operand(work, operand)
             if reason is not None:
@@ -87,19 +86,11 @@ class HopperGrouped:
         """See `Family.launches`. ``cut`` overrides the chosen partition."""
         cut = cut or min(cuts_of(work, device), key=lambda cut: cost_of(work, cut, device))
         backward = work.direction == "bwd_data"
-        source, result = gather_sides(work)
+        source, result = work.sides
         x_size, y_size = sizes_of(work)
         weight = Prepared(work.w)
         if cut.weight_bytes:
-            weight = prepare_weight(
-                work.w,
-                work.groups,
-                work.out_channels,
-                work.in_channels,
-                work.kernel,
-                f"{work.prefix}weight_channels_last",
-                device,
-            )
+            weight = prepare_weight(work, device)
         w = weight.operand
         slices, workers = grid_of(work, cut, device)
         args = HopperGroupedArgs()
@@ -185,14 +176,9 @@ def _map(
     work: ConvWork, operand: Operand, size: tuple[int, int], box: tuple[int, int, int]
 ) -> TiledMap:
     """Return the tensor map of an operand, whose box is columns, rows and images."""
-    n, _, _, _, h, w = operand.strides
-    item = operand.dtype.itemsize
-    return TiledMap(
-        dtype=operand.dtype,
-        sizes=(work.groups * work.in_channels, size[1], size[0], work.batch),
-        strides=tuple(max(stride * item, 16) for stride in (w, h, n)),
-        swizzle=PIXEL_BYTES,
-        box=(SLICE, *box),
+    channels = work.groups * work.in_channels
+    return TiledMap.of_images(
+        operand, channels, size, work.batch, (SLICE, *box), swizzle=PIXEL_BYTES
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.device import RESERVED_BYTES, CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
@@ -38,7 +38,6 @@ COPIED = 16
 BOX_BYTES = 16384
 """Approximate size of a box of the source, which amortises issuing the copy."""
 PATTERN_BYTES = 1024
-RESERVED_BYTES = 1024
 BARRIER_BYTES = 8
 SLOTS = {1: 3, 2: 2}
 """Store buffers by number of teams, as measured."""

@@ -12,6 +12,7 @@ from convgrad_service.plans.cuda.device import OVERLAPPING, CudaDevice
 from convgrad_service.plans.cuda.families import choose
 from convgrad_service.plans.cuda.program import Launch, Step, Workspace, ceil_div
 from convgrad_service.plans.cuda.works import (
+    ConvWork,
     Copy,
     CopyAxis,
     Operand,
@@ -25,6 +26,7 @@ __all__ = [
     "in_whole_chunks",
     "overlapping",
     "prepare_activation",
+    "prepare_side",
     "prepare_weight",
 ]
 
@@ -86,24 +88,29 @@ def prepare_activation(
     return _prepare(operand, (batch, groups, channels, *size), order, name, device)
 
 
+def prepare_side(work: ConvWork, name: str, device: CudaDevice) -> Prepared:
+    """Return the "input", the "grad_output" or a gather's "source" as `prepare_activation` does."""
+    reads_y = name == "grad_output" or (name == "source" and work.direction == "bwd_data")
+    operand, channels, size = (
+        (work.y, work.out_channels, work.output)
+        if reads_y
+        else (work.x, work.in_channels, work.input)
+    )
+    copy = f"{work.prefix}{name}_channels_last"
+    return prepare_activation(operand, work.batch, work.groups, channels, size, copy, device)
+
+
 def prepare_weight(
-    operand: Operand,
-    groups: int,
-    out_channels: int,
-    in_channels: int,
-    kernel: Size3,
-    name: str,
-    device: CudaDevice,
-    out_channels_last: bool = False,
-    whole_lines: bool = False,
+    work: ConvWork, device: CudaDevice, out_channels_last: bool = False, whole_lines: bool = False
 ) -> Prepared:
     """Return (G, K/G, T, R, S, C/G) or (G, C/G, T, R, S, K/G), zero-padded to whole chunks.
 
     With ``whole_lines``, channels of more than a cache line are padded to whole lines.
     """
     order = (0, 2, 3, 4, 5, 1) if out_channels_last else (0, 1, 3, 4, 5, 2)
-    extents = groups, out_channels, in_channels, *kernel
-    return _prepare(operand, extents, order, name, device, whole_lines)
+    extents = work.groups, work.out_channels, work.in_channels, *work.kernel
+    name = f"{work.prefix}weight_channels_last"
+    return _prepare(work.w, extents, order, name, device, whole_lines)
 
 
 def _prepare(

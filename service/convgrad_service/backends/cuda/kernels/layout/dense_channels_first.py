@@ -12,7 +12,6 @@ from dataclasses import replace
 from math import prod
 
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import stores_planes
-from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.layout.channels_first import ThroughChannelsLast
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES, overlapping
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -91,10 +90,7 @@ def _result(work: ConvWork) -> tuple[Operand, tuple[int, ...]]:
     """Return the result and its extents: N D H W C, of a weight K T R S C."""
     if work.direction == "bwd_weight":
         return work.w, (work.out_channels, *work.kernel, work.in_channels)
-    size, channels = work.output, work.out_channels
-    if work.direction == "bwd_data":
-        size, channels = work.input, work.in_channels
-    return gather_sides(work)[1], (work.batch, *size, channels)
+    return work.result, (work.batch, *work.sizes[1], work.channels[1])
 
 
 def _lasting(work: ConvWork) -> ConvWork:

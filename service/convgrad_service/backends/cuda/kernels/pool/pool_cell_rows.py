@@ -8,7 +8,7 @@ from math import prod
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS, linear_grid
-from convgrad_service.backends.cuda.kernels.pool.pool_cells import image_elements
+from convgrad_service.backends.cuda.kernels.pool.pool_cells import fill_strides, image_elements
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
@@ -37,7 +37,7 @@ class PoolCellRows:
             return "the indices are given"
         if work.kernel not in WINDOWS or work.stride != work.kernel:
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
-        if any(d != 1 and k != 1 for d, k in zip(work.dilation, work.kernel, strict=True)):
+        if work.dilated:
             return "dilated"
         if any(work.pad):
             return "padded"
@@ -55,9 +55,7 @@ class PoolCellRows:
         if work.source is None or vector is None:
             raise ValueError("a pooling's gradient without its input, or not in whole vectors")
         args = CellRowArgs()
-        for field, operand in (("x", work.source), ("grad", work.y), ("grad_x", work.x)):
-            n, _, *rest = operand.strides
-            getattr(args, f"{field}_stride")[:] = (n, *rest)
+        fill_strides(args, work, 2)
         args.threads, args.channels = _threads(work), work.channels
         args.x_size[:], args.y_size[:] = work.input, work.output
         args.cells[:] = _cells(work, vector)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import prod
+from typing import Any
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
@@ -13,7 +14,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import PoolWork, Size3
 
-__all__ = ["PoolCells", "image_elements"]
+__all__ = ["PoolCells", "fill_strides", "image_elements"]
 
 BLOCK = 128
 VECTOR_BYTES = 16
@@ -28,6 +29,14 @@ WINDOWS: tuple[tuple[Size3, Size3], ...] = (
 
 
 CellArgs = structure("pool/pool_cells.cu", "CellArgs")
+
+
+def fill_strides(args: Any, work: PoolWork, first: int) -> None:
+    """Fill in the strides of N and of the axes from ``first`` on, of a gradient from the input."""
+    for field, operand in (("x", work.source), ("grad", work.y), ("grad_x", work.x)):
+        if operand is not None:
+            strides = (operand.strides[0], *operand.strides[first:])
+            getattr(args, f"{field}_stride")[:] = strides
 
 
 def image_elements(work: PoolWork) -> int:
@@ -51,7 +60,7 @@ class PoolCells:
             return "the indices are given"
         if (work.kernel, work.stride) not in WINDOWS:
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
-        if any(d != 1 and k != 1 for d, k in zip(work.dilation, work.kernel, strict=True)):
+        if work.dilated:
             return "dilated"
         if any(pad < 0 for pad in work.pad):
             return "a piece of a larger problem"
@@ -67,9 +76,7 @@ class PoolCells:
             raise ValueError("a pooling's gradient without its input")
         vector, cells = _vector(work), _cells(work)
         args = CellArgs()
-        for field, operand in (("x", work.source), ("grad", work.y), ("grad_x", work.x)):
-            n, _, *rest = operand.strides
-            getattr(args, f"{field}_stride")[:] = (n, *rest)
+        fill_strides(args, work, 2)
         args.batch, args.vectors = work.batch, work.channels // vector
         args.x_size[:], args.y_size[:] = work.input, work.output
         args.cells[:], args.pad[:] = cells, work.pad

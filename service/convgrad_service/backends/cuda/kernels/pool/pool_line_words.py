@@ -9,7 +9,7 @@ from math import prod
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
-from convgrad_service.backends.cuda.kernels.pool.pool_cells import image_elements
+from convgrad_service.backends.cuda.kernels.pool.pool_cells import fill_strides, image_elements
 from convgrad_service.backends.cuda.kernels.pool.pool_lines import FULL, blocks_held
 from convgrad_service.backends.cuda.kernels.pool.pool_strips import DTYPES, in_words, per_word
 from convgrad_service.backends.cuda.structures import structure
@@ -84,7 +84,7 @@ class PoolLineWords:
             return "the indices are given"
         if work.dtype not in DTYPES:
             return f"{work.dtype}"
-        if any(d != 1 and k != 1 for d, k in zip(work.dilation, work.kernel, strict=True)):
+        if work.dilated:
             return "dilated"
         kernel, stride = work.kernel, work.stride
         if kernel[1] != kernel[2] or kernel[1] not in KERNELS or stride[1:] != (1, 1):
@@ -111,9 +111,7 @@ class PoolLineWords:
             raise ValueError("a pooling's gradient without its input")
         shape = _shape(work)
         args = LineWordArgs()
-        for field, operand in (("x", work.source), ("grad", work.y), ("grad_x", work.x)):
-            n, _, _, *rest = operand.strides
-            getattr(args, f"{field}_stride")[:] = (n, *rest)
+        fill_strides(args, work, 3)
         args.channel_tiles = work.channels // (shape.per * shape.words)
         args.planes = work.input[0]
         args.x_size[:], args.y_size[:] = work.input[1:], work.output[1:]

@@ -9,7 +9,7 @@ from math import prod
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
-from convgrad_service.backends.cuda.kernels.pool.pool_cells import image_elements
+from convgrad_service.backends.cuda.kernels.pool.pool_cells import fill_strides, image_elements
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice, with_shared_bytes
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
@@ -109,7 +109,7 @@ class PoolLines:
             return "the indices are given"
         if work.dtype not in CHANNELS:
             return f"{work.dtype}"
-        if any(d != 1 and k != 1 for d, k in zip(work.dilation, work.kernel, strict=True)):
+        if work.dilated:
             return "dilated"
         same = work.kernel[1] == work.kernel[2] and work.stride[1] == work.stride[2]
         window = work.kernel[0], work.stride[0], work.kernel[1], work.stride[1]
@@ -137,9 +137,7 @@ class PoolLines:
         planes = _planes(work, shape, device)
         tiles = _tiles(work, shape, device)
         args = LineArgs()
-        for field, operand in (("x", work.source), ("grad", work.y), ("grad_x", work.x)):
-            n, _, *rest = operand.strides
-            getattr(args, f"{field}_stride")[:] = (n, *rest)
+        fill_strides(args, work, 2)
         args.channels, args.channel_tiles = work.channels, tiles[1]
         args.x_size[:], args.y_size[:], args.pad[:] = work.input, work.output, work.pad
         args.planes = planes

@@ -10,7 +10,7 @@ from math import prod
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
-from convgrad_service.backends.cuda.kernels.pool.pool_cells import image_elements
+from convgrad_service.backends.cuda.kernels.pool.pool_cells import fill_strides, image_elements
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
@@ -80,8 +80,7 @@ class PoolSeparable:
         if work.source is None or tile is None:
             raise ValueError("a pooling's gradient without its input, or of too large windows")
         args = PoolSeparableArgs()
-        for field, operand in (("x", work.source), ("grad", work.y), ("grad_x", work.x)):
-            getattr(args, f"{field}_stride")[:] = (operand.strides[0], *operand.strides[3:])
+        fill_strides(args, work, 3)
         args.channels = work.channels
         args.channel_tiles = ceil_div(work.channels, CHANNELS[work.dtype])
         args.x_size[:], args.y_size[:] = work.input, work.output

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
-from convgrad_service.backends.cuda.kernels.pool.pool_cells import image_elements
+from convgrad_service.backends.cuda.kernels.pool.pool_cells import fill_strides, image_elements
 from convgrad_service.backends.cuda.kernels.pool.pool_strips import DTYPES, in_words, per_word
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import (
@@ -87,9 +87,7 @@ class PoolStacks:
             raise ValueError("a pooling's gradient without its input")
         stack = self._stack(device)
         args = StackArgs()
-        for field, operand in (("x", work.source), ("grad", work.y), ("grad_x", work.x)):
-            n, _, _, *rest = operand.strides
-            getattr(args, f"{field}_stride")[:] = (n, *rest)
+        fill_strides(args, work, 3)
         args.words, args.groups = work.channels // per_word(work.dtype), _groups(work)
         args.size[:] = work.input
         args.planes, args.halo = _planes(work)

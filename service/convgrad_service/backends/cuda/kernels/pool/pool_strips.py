@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS, linear_grid
-from convgrad_service.backends.cuda.kernels.pool.pool_cells import image_elements
+from convgrad_service.backends.cuda.kernels.pool.pool_cells import fill_strides, image_elements
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
@@ -56,7 +56,7 @@ class PoolStrips:
             return "the indices are given"
         if work.dtype not in DTYPES:
             return f"{work.dtype}"
-        if any(d != 1 and k != 1 for d, k in zip(work.dilation, work.kernel, strict=True)):
+        if work.dilated:
             return "dilated"
         if self._window(work) is None:
             return (
@@ -76,9 +76,7 @@ class PoolStrips:
         if work.source is None or window is None:
             raise ValueError("a pooling's gradient without its input, or of other windows")
         args = StripArgs()
-        for field, operand in (("x", work.source), ("grad", work.y), ("grad_x", work.x)):
-            n, _, *rest = operand.strides
-            getattr(args, f"{field}_stride")[:] = (n, *rest)
+        fill_strides(args, work, 2)
         args.threads, args.words = (
             self._threads(work, device),
             work.channels // per_word(work.dtype),
@@ -179,7 +177,4 @@ def _instance(dtype: DType, window: Window) -> Instance:
         "ROWS": window.rows,
         "BLOCKS": window.blocks,
     }
-    return Instance.of(
-        "pool/pool_strips.cu",
-        defines,
-    )
+    return Instance.of("pool/pool_strips.cu", defines)
