@@ -15,6 +15,7 @@ import pytest
 
 from convgrad import check, layers
 from convgrad.cli import main
+from convgrad.errors import ProblemTooLarge
 from convgrad_service.backends.cpu import CpuBackend
 from tests.support.http_server import serving
 
@@ -116,6 +117,32 @@ def test_a_kernel_is_verified_on_a_suite(
     one = ["verify", "conv_bwd_data", "--layer", LAYER, "--url", url, "--kernel", "kernels:wrong"]
     assert main(one) == 1
     assert capsys.readouterr().out.count("FAILED") == 2
+
+
+def test_of_a_suite_every_layer_is_reported(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What does not fit the operation is passed by, and an error does not end the suite."""
+    few = [each for each in layers.suite("networks") if each.layer.ndim == 1][:1]
+    words = ("--pool mb1ic4ih8kh2sh2", "mb1ic4iw9oc4kw3pw1", "mb1ic4iw8oc4kw3pw1")
+    suite = [few[0]._replace(layer=_named(layers.parse(each))) for each in words]
+    monkeypatch.setattr(layers, "suite", lambda name: suite)
+    judge = check.kernel
+
+    def limited(run: object, operation: str, layer: str, **more: object) -> check.KernelCheck:
+        if "iw9" in layer:
+            raise ProblemTooLarge("the reference takes too long")
+        return judge(run, operation, layer, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(check, "kernel", limited)
+    asked = ["verify", "conv_bwd_data", "--suite", "networks", "--kernel", "kernels:right"]
+    assert main([*asked, "--local"]) == 1
+    told = capsys.readouterr().out
+    assert "not verified: the reference takes too long" in told
+    assert told.count("PASSED") == 2
+    assert "pool" not in told
+    assert main(["verify", "avg_pool_fwd", *asked[2:], "--local"]) == 2
+    assert "avg_pool_fwd takes no layer of networks" in capsys.readouterr().err
 
 
 def _named(layer: layers.Layer) -> layers.Layer:

@@ -77,7 +77,10 @@ class NumpyConvolver:
     ) -> Both:
         """Accumulate the product of each tap; the forward pass gathers, the backward scatters."""
         value, magnitude = np.zeros(shape), np.zeros(shape)
-        sources, weights = (source, np.abs(source)), (w, np.abs(w))
+        sources = source, np.abs(source)
+        # Taps first: a matrix whose elements are apart would be multiplied without BLAS.
+        by_tap = np.ascontiguousarray(np.moveaxis(w, (0, 1, 2), (-3, -2, -1)))
+        weights = by_tap, np.abs(by_tap)
         everything: Any = (slice(None),) * 3
         for tap in geometry.taps():
             self._check()
@@ -86,8 +89,8 @@ class NumpyConvolver:
                 continue
             taken, put = met if gather else met[::-1]
             for found, from_, weight in zip((value, magnitude), sources, weights, strict=True):
-                one: Any = (..., *tap)
-                found[(*everything, *put)] += _product(weight[one], from_[(*everything, *taken)])
+                product = _product(weight[tuple(tap)], from_[(*everything, *taken)])
+                found[(*everything, *put)] += product
         return value, magnitude
 
     @np.errstate(all="ignore")

@@ -20,6 +20,8 @@ from convgrad.cli._failures import UsageError
 from convgrad.cli._files import read_tensor
 from convgrad.contract import OPERATIONS
 from convgrad.contract.verification import Verification
+from convgrad.errors import ConvgradError
+from convgrad.layers import operations_of
 
 __all__ = ["run"]
 
@@ -95,10 +97,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _verified(options: argparse.Namespace, client: convgrad.Client | None) -> int:
+    found: Iterator[tuple[str, Verification | ConvgradError]]
     found = _of_kernel(options, client) if options.kernel else _of_files(options, client)
     passed = True
-    answers = []
+    answers: list[dict[str, Any]] = []
     for name, verification in found:
+        if isinstance(verification, ConvgradError):
+            passed = False
+            answers.append({"name": name, "passed": False, "error": str(verification)})
+            if not options.json:
+                print(f"{name}: not verified: {verification}", flush=True)
+            continue
         passed = passed and verification.passed
         if options.json:
             answers.append({"name": name, **verification.model_dump(mode="json")})
@@ -164,12 +173,17 @@ def _pair(operation: str, given: str) -> tuple[str, tuple[Any, Any]]:
 
 def _of_kernel(
     options: argparse.Namespace, client: convgrad.Client | None
-) -> Iterator[tuple[str, Verification]]:
+) -> Iterator[tuple[str, Verification | ConvgradError]]:
+    """Yield the verifications of each layer; of a suite's layer also an error."""
     function = _function(options.kernel)
     fields = problem_fields(options)
     words = [fields.pop("layer", None)]
     if options.suite is not None:
-        words = [each.layer.name for each in convgrad.layers.suite(options.suite)]
+        suite = [each.layer for each in convgrad.layers.suite(options.suite)]
+        fitting = [each for each in suite if options.operation in operations_of(each)]
+        if not fitting:
+            raise UsageError(f"--suite: {options.operation} takes no layer of {options.suite}")
+        words = [each.name for each in fitting]
     known = ("dtype", "layout", "batch", "seed", "factors", "sums")
     more = {name: fields.pop(name) for name in known if name in fields}
     if fields:
@@ -180,7 +194,13 @@ def _of_kernel(
         if layer is None:
             raise UsageError("--kernel needs --layer or --suite")
         verify = None if client is None else client.verify
-        found = convgrad.check.kernel(function, options.operation, layer, verify=verify, **more)
+        try:
+            found = convgrad.check.kernel(function, options.operation, layer, verify=verify, **more)
+        except ConvgradError as error:
+            if options.suite is None:
+                raise
+            yield layer, error
+            continue
         for gate, verification in found.gates.items():
             yield f"{layer}, {gate} inputs", verification
 

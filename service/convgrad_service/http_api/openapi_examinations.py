@@ -33,7 +33,9 @@ EXAMINATION_MODELS: list[tuple[type[BaseModel], str]] = [
 ]
 """The models that the paths refer to, each with pydantic's mode."""
 
-_STATUSES = (400, 401, 404, 406, 408, 413, 415, 422, 429, 500, 503, 504)
+_STATUSES = (400, 401, 406, 413, 422, 429, 500, 503, 504)
+# Of requests with a body.
+_BODY_STATUSES = (404, 408, 415)
 
 
 def examination_paths(
@@ -89,6 +91,7 @@ def _post(
             "`result` with the answer or `error` with a problem. Closing the connection cancels.",
             "content": {EVENT_STREAM: {"schema": {"type": "string"}}},
         }
+    described["responses"] |= {str(status): error(status) for status in _BODY_STATUSES}
     return {
         **described,
         "parameters": parameters,
