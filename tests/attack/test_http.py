@@ -155,7 +155,7 @@ def dear() -> bytes:
 
 @pytest.mark.parametrize(
     ("seconds", "share"),
-    [(2.0, 0.7), pytest.param(20.0, 0.9, marks=pytest.mark.slow)],
+    [(2.0, 0.5), pytest.param(20.0, 0.8, marks=pytest.mark.slow)],
     ids=["quick", "long"],
 )
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "reconnecting"])

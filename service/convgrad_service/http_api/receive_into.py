@@ -43,7 +43,7 @@ class ReadInParts(_Forwarding):
     """Passes data on in parts of a limited size; uvloop alone would read up to 256 KB at a time.
 
     What comes with a request's head is copied twice, and is held in memory while the request waits
-    to be admitted: with 400 that waited, of 560 KB each, a tenth of the answers per second.
+    to be admitted.
     """
 
     # Of all connections: the data is copied before anything else is read.

@@ -98,7 +98,7 @@ def freeze_startup_objects() -> None:
     """Exclude all objects that exist now from garbage collection; called once a process serves.
 
     They are modules for the most part, and stay. With a few hundred requests in flight the
-    collector would visit them every second: an eighth of the server's time (docs/security.md).
+    collector would visit them every second.
     """
     gc.freeze()
 
