@@ -16,6 +16,8 @@ from convgrad import check, layers
 from convgrad_service.backends.cpu import CpuBackend
 from tests.support.tree_server import TreeServer, serving_tree
 
+pytestmark = pytest.mark.processes
+
 LAYER = "mb2ic8ih9oc8oh9kh3ph1"
 
 

@@ -15,6 +15,8 @@ from convgrad_service.backends.cpu import CpuBackend
 from tests.support.h2_client import INFER, connected, grpc_message, pool_request
 from tests.support.tree_server import TreeServer, serving_tree, until
 
+pytestmark = pytest.mark.processes
+
 
 def cpu(_: int) -> CpuBackend:
     return CpuBackend()

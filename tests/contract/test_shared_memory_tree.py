@@ -25,7 +25,7 @@ from convgrad_service.security.keys import hash_of, new_key
 from tests.support.tree_server import TreeServer, serving_tree
 from tests.support.triton_clients import SHM, region
 
-pytestmark = pytest.mark.skipif(not SHM.is_dir(), reason="needs /dev/shm")
+pytestmark = [pytest.mark.processes, pytest.mark.skipif(not SHM.is_dir(), reason="needs /dev/shm")]
 X = np.random.default_rng(0).standard_normal((1, 4, 64, 64), np.float32)
 POOLED = X.reshape(1, 4, 32, 2, 32, 2).max((3, 5))
 CLIENTS = {"http": http_client, "grpc": grpc_client}
