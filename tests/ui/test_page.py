@@ -68,6 +68,8 @@ def test_sizes_and_plan_follow_what_is_typed(opened: Open) -> None:
 def test_sizes_are_fields_too(opened: Open) -> None:
     page = opened()
     page.get_by_label("Layer:").fill("ConvTranspose2d(8, 6, 3, stride=2, padding=1) on 2x8x5x5")
+    # conv_bwd_data, which stands there at first, does not fit this layer; its sizes are known.
+    page.get_by_role("alert").wait_for()
     page.get_by_text("(5 − 1)·2 − 1 − 1 + 1·(3 − 1) + 0 + 1 = 9").first.wait_for()  # noqa: RUF001
     operation = page.get_by_label("Operation")
     assert "conv_transpose_fwd" in operation.locator("optgroup").first.inner_text()

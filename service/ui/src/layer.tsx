@@ -26,6 +26,8 @@ export function LayerView(props: { refused: (error: unknown) => void }) {
   const [dtype, setDtype] = useState("");
   const [lastChannels, setLastChannels] = useState(false);
   const [layer, setLayer] = useState<Layer | null>(null);
+  // Whether `layer` is the server's answer to what stands in the field.
+  const [known, setKnown] = useState(false);
   const [plan, setPlan] = useState<PlanAnswer | null>(null);
   const [problem, setProblem] = useState<unknown>(null);
 
@@ -50,10 +52,12 @@ export function LayerView(props: { refused: (error: unknown) => void }) {
   useEffect(() => {
     const leaving = new AbortController();
     const soon = setTimeout(async () => {
+      let found: Layer | null = null;
       try {
         const query = new URLSearchParams({ layer: words, ...(batch && { batch }) });
-        const found = await getJson<Layer>(`layers?${query}`, leaving.signal);
+        found = await getJson<Layer>(`layers?${query}`, leaving.signal);
         setLayer(found);
+        setKnown(true);
         const texts = Object.entries(fields).map(([name, value]) => [name, String(value)]);
         const path = `plan/${operation}?${new URLSearchParams(texts)}`;
         setPlan(await getJson<PlanAnswer>(path, leaving.signal));
@@ -61,6 +65,7 @@ export function LayerView(props: { refused: (error: unknown) => void }) {
       } catch (error) {
         if (leaving.signal.aborted) return;
         props.refused(error);
+        if (found === null) setKnown(false);
         setPlan(null);
         setProblem(error);
       }
@@ -139,15 +144,16 @@ export function LayerView(props: { refused: (error: unknown) => void }) {
         {layer && (
           <Geometry
             layer={layer}
-            known={!problem}
+            known={known}
             change={(changed) => {
               setLayer(changed);
+              setKnown(false);
               setBatch("");
               setWords(wordsOf(changed));
             }}
           />
         )}
-        {layer && !problem && (
+        {layer && known && (
           <details>
             <summary>The layer in every notation</summary>
             <Facts
