@@ -14,14 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import numpy as np
 
+from convgrad.wire import safetensors
 from tests.support.h2_client import INFER, LIVE, connected, grpc_message, pool_request
-from tests.support.http_server import EXAMPLE, JSON, serving_process
+from tests.support.http_server import EXAMPLE, JSON, SAFETENSORS, serving_process
 from tests.support.tree_server import until
 
-__all__ = ["MIB", "Others", "Served", "attacked", "processes"]
+__all__ = ["MIB", "Others", "Served", "attacked", "convolution", "processes"]
 
 MIB = 2**20
+ARENA = "memfd:convgrad-arena"
 
 
 @dataclass(frozen=True)
@@ -55,18 +58,27 @@ class Served:
         return int(line.split()[1]) * 1024
 
     def all_bytes(self) -> int:
-        """What all its processes hold, without tensor memory.
+        """What all its processes hold except the arena, what they share counted once.
 
-        That one is reserved when the server starts and its pages stay once touched;
-        ``convgrad_inflight_bytes`` says what of it is in use.
+        The arena keeps some of its pages by design, see `arena_bytes`.
         """
-        total = 0
+        return sum(size for name, size in self._mapped_bytes() if ARENA not in name)
+
+    def arena_bytes(self) -> int:
+        """The resident part of tensor memory."""
+        return sum(size for name, size in self._mapped_bytes() if ARENA in name)
+
+    def _mapped_bytes(self) -> Iterator[tuple[str, int]]:
+        """Each mapping of each process, with its proportional share of the memory."""
         for process_id in (self.hub, *self.children()):
+            name = ""
             with suppress(FileNotFoundError, ProcessLookupError):
-                lines = Path(f"/proc/{process_id}/smaps_rollup").read_text().splitlines()
-                counted = ("Pss_Anon:", "Pss_File:")
-                total += sum(int(line.split()[1]) for line in lines if line.startswith(counted))
-        return total * 1024
+                for line in Path(f"/proc/{process_id}/smaps").read_text().splitlines():
+                    first, _, rest = line.partition(" ")
+                    if not first.endswith(":"):
+                        name = rest
+                    elif first == "Pss:":
+                        yield name, int(rest.split()[0]) * 1024
 
     def cpu_s(self) -> float:
         """The time that its processes have computed."""
@@ -209,3 +221,16 @@ def attacked(
         f"{len(others.took_s)} requests of others: p99 {others.p99_s * 1e3:.0f} ms, at most "
         f"{most_s * 1e3:.0f} ms; memory {more_mib:+.0f} MiB"
     )
+
+
+def convolution() -> bytes:
+    """A request of 560 KB over HTTP that takes a few milliseconds of all cores."""
+    rng = np.random.default_rng(0)
+    tensors = {
+        "grad_output": rng.standard_normal((1, 32, 64, 64), dtype=np.float32),
+        "weight": rng.standard_normal((32, 32, 3, 3), dtype=np.float32),
+    }
+    body = b"".join(safetensors.encode(tensors, {"parameters": '{"padding": 1}'}))
+    head = "POST /conv_bwd_data HTTP/1.1\r\nHost: x\r\n"
+    head += f"Content-Type: {SAFETENSORS}\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body

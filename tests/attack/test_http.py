@@ -9,11 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-import numpy as np
 import pytest
 
-from convgrad.wire import safetensors
-from tests.attack.served import MIB, Served, attacked, processes
+from tests.attack.served import MIB, Served, attacked, convolution, processes
 from tests.support.http_server import EXAMPLE, SAFETENSORS
 from tests.support.overload import Overloading
 from tests.support.raw_http import FOR_A_LARGE_ANSWER
@@ -141,18 +139,6 @@ def test_others_do_not_notice(server: Served, attack: Callable[[Served], None]) 
         attack(server)
 
 
-def dear() -> bytes:
-    """A request that takes a few milliseconds of all cores."""
-    rng = np.random.default_rng(0)
-    tensors = {
-        "grad_output": rng.standard_normal((1, 32, 64, 64), dtype=np.float32),
-        "weight": rng.standard_normal((32, 32, 3, 3), dtype=np.float32),
-    }
-    body = b"".join(safetensors.encode(tensors, {"parameters": '{"padding": 1}'}))
-    content = b"Content-Type: %s\r\nContent-Length: %d\r\n\r\n" % (SAFETENSORS.encode(), len(body))
-    return HEAD + content + body
-
-
 @pytest.mark.parametrize(
     ("seconds", "share"),
     [(2.0, 0.5), pytest.param(20.0, 0.8, marks=pytest.mark.slow)],
@@ -164,7 +150,7 @@ def test_clients_that_ignore_retry_after_take_no_answers_away(
 ) -> None:
     """What 400 clients are answered costs hardly more than what 16 are, and who asks for the
     server's health is answered in time. By its processes' time: others may use the machine."""
-    asking = dear()
+    asking = convolution()
     before_bytes = server.all_bytes()
     few = Overloading(server.address, asking, 16, keep=keep).run(seconds, server.cpu_s)
     probed_s: list[float] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Hashable, Mapping
+from contextlib import suppress
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.contract import Report, Request
+from convgrad.errors import ServiceError
 from convgrad_service.engine.hub import Engine, JobHandle, call_hub
 from convgrad_service.engine.memory.lease import Lease
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, has_index_inputs
@@ -24,7 +26,8 @@ from convgrad_service.engine.shm.stored import TensorStore
 from convgrad_service.engine.telemetry.record import Timings
 from convgrad_service.engine.workers.execute import Job
 
-__all__ = ["Execution", "Filler", "PreparedRequest", "ResponseTemplate", "Source", "split_at"]
+__all__ = ["Execution", "Filler", "PreparedRequest", "ResponseTemplate", "Source", "abandon"]
+__all__ += ["split_at"]
 
 Parts = Mapping[str, RegionPart]
 Filler = Callable[[NDArray[Any]], None]
@@ -163,8 +166,7 @@ class Execution:
             self._computing.cancel()
         self.lease.release()
         if self._to_store and not self.is_stored:
-            parts = list(self._to_store.values())
-            await asyncio.shield(call_hub(self._engine, TensorStore.abandon, parts))
+            await abandon(self._engine, self._to_store)
 
     def template(
         self, job_result: JobResult, make: Callable[[Report], ResponseTemplate]
@@ -285,6 +287,16 @@ def split_at(text: bytes, encode: Callable[[float], bytes]) -> tuple[bytes, byte
     """Split a response at the seconds, for `ResponseTemplate`; ``encode`` encodes a number."""
     before, after = text.split(encode(_PLACEHOLDER_S))
     return before, after
+
+
+async def abandon(engine: Engine, parts: Parts) -> None:
+    """Free tensors that were allocated and not committed.
+
+    For handlers of errors: it completes even if the caller is cancelled, and a refusal by the hub,
+    which frees them after a while by itself, does not hide the error that is being handled.
+    """
+    with suppress(ServiceError):
+        await asyncio.shield(call_hub(engine, TensorStore.abandon, list(parts.values())))
 
 
 async def _shielded(done: asyncio.Future[JobResult]) -> JobResult:

@@ -22,7 +22,7 @@ from convgrad.contract import Operation, Request, validate
 from convgrad.errors import Overloaded
 from convgrad_service.engine.admission_gate import AdmissionGate
 from convgrad_service.engine.deadline import CancelScope, Deadline
-from convgrad_service.engine.execution import Execution, PreparedRequest
+from convgrad_service.engine.execution import Execution, PreparedRequest, abandon
 from convgrad_service.engine.hub import Engine, call_hub
 from convgrad_service.engine.memory.lease import Lease, leased, out_of_memory
 from convgrad_service.engine.memory.tensor_layout import (
@@ -254,8 +254,7 @@ class Pipeline:
             lease = await self._lease(request, prepared, ticket)
         except BaseException:
             if to_store:
-                parts = list(to_store.values())
-                await asyncio.shield(call_hub(self.engine, TensorStore.abandon, parts))
+                await abandon(self.engine, to_store)
             raise
         return Execution(self.engine, request, prepared, lease, self.in_thread, to_store)
 

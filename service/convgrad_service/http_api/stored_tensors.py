@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -21,6 +20,7 @@ from convgrad.errors import MalformedRequest
 from convgrad.wire import npy, safetensors
 from convgrad.wire.json_tensors import encode_tensor
 from convgrad.wire.shapes import data_view, dtype_of
+from convgrad_service.engine.execution import abandon
 from convgrad_service.engine.hub import call_hub
 from convgrad_service.engine.memory.lease import Lease, leased
 from convgrad_service.engine.pipeline import Pipeline
@@ -110,7 +110,7 @@ class _Put:
                 await call_hub(engine, TensorStore.write, made[name], lease.offset)
                 await call_hub(engine, TensorStore.commit, context_of(scope).owner, made)
             except BaseException:
-                await asyncio.shield(call_hub(engine, TensorStore.abandon, list(made.values())))
+                await abandon(engine, made)
                 raise
         told = {"name": name, "dtype": spec.dtype.value, "shape": list(spec.shape)}
         await JSONResponse(told)(scope, receive, send)

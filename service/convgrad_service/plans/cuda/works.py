@@ -6,6 +6,7 @@ dimensions of extent 1, stride 1, dilation 1 and padding 0. Strides count elemen
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, TypeVar
@@ -84,14 +85,14 @@ def _operand(buffer: str, dtype: DType, lead: tuple[int, int, int], spatial: lis
     return Operand(buffer, dtype, (*lead, padded[0], padded[1], padded[2]))
 
 
-class _Geometry:
+class _Geometry(ABC):
     """The sizes of ``_shape``, which has one to three spatial dimensions, in three."""
 
     __slots__ = ()
 
     @property
-    def _shape(self) -> ConvShape | PoolShape:
-        raise NotImplementedError
+    @abstractmethod
+    def _shape(self) -> ConvShape | PoolShape: ...
 
     @property
     def batch(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -113,14 +114,14 @@ def finish_split(work: ConvWork, split: Split) -> tuple[tuple[Launch, ...], tupl
     return (launch,), (Workspace(_partials(work), split.count * _partial_bytes(work)),)
 
 
-class WeightFallback:
+class WeightFallback(ABC):
     """What `WeightDirect` and `WeightTile` share: split-K over blocks of 256 threads."""
 
     name: str
 
+    @abstractmethod
     def blocks(self, work: ConvWork) -> int:
         """Return the blocks of one split."""
-        raise NotImplementedError
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
