@@ -68,6 +68,7 @@ from convgrad_service.backends.cuda.kernels.pool.pool_stacks import PoolStacks
 from convgrad_service.backends.cuda.kernels.pool.pool_strips import PoolStrips
 from convgrad_service.backends.cuda.kernels.pool.pool_windows import PoolWindows
 from convgrad_service.backends.cuda.kernels.pool.window_maxima import WindowMaxima
+from convgrad_service.backends.cuda.kernels.pool.window_planes import WindowPlanes
 from convgrad_service.backends.cuda.kernels.pool.window_reduce import (
     WindowReduce,
     WindowReduceMaxima,
@@ -206,6 +207,7 @@ FAMILIES = Families(
     windows=(
         WindowReduce(),
         WindowTiles(),
+        WindowPlanes(),
         WindowSums(),
         WindowMaxima(),
         WindowReduceMaxima(),

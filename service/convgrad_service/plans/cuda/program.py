@@ -150,7 +150,7 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """An int32 at the start of a buffer that a kernel sets where the data contradict the problem.
+    """An int64 at the start of a buffer, not 0 if the data contradict the problem.
 
     ``sentence`` is the message of the resulting error.
     """

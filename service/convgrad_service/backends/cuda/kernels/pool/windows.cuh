@@ -38,7 +38,7 @@ struct WindowArgs {
   const void* x;
   void* y;        // or null for maxima
   void* indices;  // or null, except for routes
-  int* bad;       // routes: set for invalid indices; null if they are valid by construction
+  u64* bad;       // routes: counts invalid indices; null if they are valid by construction
   WindowRange window[3];   // from positions of y to those of x
   WindowRange counted[3];  // sizes of windows: of y, of x (window_sums with WEIGHTED), of routes' x
   int x_size[3];
