@@ -1,16 +1,18 @@
-"""Averages and maxima, channels first: boxes of planes in shared memory."""
+"""Averages, maxima and their gradient, channels first: boxes of planes in shared memory."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+from typing import NamedTuple
 
 from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
+from convgrad_service.backends.cuda.kernels.pool.max_pool import BAD_INDEX
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     Divider,
     WindowArgs,
@@ -19,7 +21,15 @@ from convgrad_service.backends.cuda.kernels.pool.window_form import (
     window_args,
 )
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.program import (
+    Check,
+    Clear,
+    Fragment,
+    Instance,
+    Launch,
+    Workspace,
+    ceil_div,
+)
 from convgrad_service.plans.cuda.works import WindowWork
 from convgrad_service.problems.windows import WindowAxis
 
@@ -28,12 +38,18 @@ __all__ = ["WindowPlanes"]
 BLOCK = 256
 # Shared memory of a block: several fit on a multiprocessor.
 MOST_BYTES = 36 * 1024
-# Positions of y that keep a block's threads busy, and blocks that keep a multiprocessor busy.
-ENOUGH_ITEMS, ENOUGH_BLOCKS = 1024, 8
-# Windows with more positions than this along the first two axes share the sums of lines.
-MOST_LINES_UNSHARED = 2
+# Blocks that keep a multiprocessor busy, and threads with work that keep a block busy.
+ENOUGH_BLOCKS, ENOUGH_ITEMS = 16, 512
+# Positions of a thread along axis 1.
+RUNS = (16, 8, 4, 2, 1)
+# (LINES, TAPS) of windows whose lines are reduced once; the first that fits is used.
+SHAPES = ((1, 4), (2, 2), (3, 3))
+ROUTES_SHAPES = ((0, 2), (0, 3))
+ANY = (0, 0)
 # Windows larger than this are maxima of `window_reduce` unless positions are in many windows.
 LARGE_WINDOW, MUCH_OVERLAP = 24, 4
+KINDS = {"sums": 0, "maxima": 1, "routes": 2}
+RANGE_BYTES = 8
 
 
 class PlanesArgs(ctypes.Structure):
@@ -44,10 +60,11 @@ class PlanesArgs(ctypes.Structure):
         ("windows", WindowArgs),
         *((name, ctypes.c_int32 * 3) for name in ("tile", "tiles", "box")),
         ("planes", ctypes.c_int32),
+        ("run", ctypes.c_int32),
         ("pitch", ctypes.c_int32 * 2),
-        *((name, ctypes.c_int32) for name in ("whole", "by_rows", "sums_at", "weights_at")),
+        *((name, ctypes.c_int32) for name in ("whole", "by_lines")),
+        *((name, ctypes.c_int32) for name in ("indices_at", "ranges_at", "weights_at")),
         ("by_tile", Divider * 3),
-        ("by_lines", Divider),
     )
 
 
@@ -55,93 +72,100 @@ class PlanesArgs(ctypes.Structure):
 class Tile:
     """What a block computes: ``size`` positions of y in ``planes`` planes, over ``box`` of x.
 
-    Its segments in shared memory are whole planes, lines of a slice, or with ``by_rows`` lines.
+    Its segments in shared memory are whole planes, lines of a slice, or with ``by_lines`` lines.
     """
 
     size: tuple[int, ...]
     box: tuple[int, ...]
     planes: int
     whole: bool
-    by_rows: bool
+    by_lines: bool
 
     @classmethod
-    def of(cls, form: WindowForm, dtype: DType, device: CudaDevice, *, sums: bool) -> Tile | None:
+    def of(cls, work: WindowWork, form: WindowForm, device: CudaDevice) -> Tile | None:
         """Return None if windows are too large for shared memory."""
-        whole = cls(form.y_size, form.x_size, 1, whole=True, by_rows=False)
-        each = whole.bytes(form, dtype, sums=sums)
+        whole = cls(form.y_size, form.x_size, 1, whole=True, by_lines=False)
+        each = whole.places(work, form).end
         if each <= MOST_BYTES:
-            enough = ceil_div(ENOUGH_ITEMS, prod(form.y_size))
             spread = ceil_div(form.batch, ENOUGH_BLOCKS * device.multiprocessors)
-            planes = max(1, min(MOST_BYTES // each, max(enough, min(spread, 2 * enough))))
-            return cls(form.y_size, form.x_size, planes, whole=True, by_rows=False)
-        lines, columns = form.y_size[1], form.y_size[2]
-        for by_rows in (False, True):
+            return replace(whole, planes=min(MOST_BYTES // each, spread))
+        for by_lines, least_lines, least_columns in ((False, 1, None), (True, 8, 32)):
+            lines, columns = form.y_size[1:]
             while True:
-                tile = cls._cut(form, (1, lines, columns), by_rows=by_rows)
-                if tile.bytes(form, dtype, sums=sums) <= MOST_BYTES:
+                tile = cls._cut(form, (1, lines, columns), by_lines=by_lines)
+                if tile.places(work, form).end <= MOST_BYTES:
                     return tile
-                if lines > (8 if by_rows else 1):
+                if lines > least_lines:
                     lines = ceil_div(lines, 2)
-                elif by_rows and columns > 32:
+                elif least_columns is not None and columns > least_columns:
                     columns = ceil_div(columns, 2)
                 else:
                     break
-            lines = form.y_size[1]
         return None
 
     @classmethod
-    def _cut(cls, form: WindowForm, size: tuple[int, ...], *, by_rows: bool) -> Tile:
-        box = [
-            _covered(axis, positions) for axis, positions in zip(form.windows, size, strict=True)
-        ]
-        if not by_rows:
+    def _cut(cls, form: WindowForm, size: tuple[int, ...], *, by_lines: bool) -> Tile:
+        sides = zip(form.windows, size, strict=True)
+        box = [_covered(axis, positions) for axis, positions in sides]
+        if not by_lines:
             box[2] = form.x_size[2]
-        return cls(size, tuple(box), 1, whole=False, by_rows=by_rows)
+        return cls(size, tuple(box), 1, whole=False, by_lines=by_lines)
 
-    def pitch(self, form: WindowForm, dtype: DType) -> tuple[int, int]:
-        """Return the elements between slices and lines, like those of x modulo a chunk."""
-        chunk, line, slice = CHUNK_BYTES // dtype.itemsize, form.x_size[2], prod(form.x_size[1:])
+    @property
+    def run(self) -> int:
+        """The positions of a thread along axis 1."""
+        columns = self.planes * self.size[0] * self.size[2]
+        fitting = (run for run in RUNS if columns * ceil_div(self.size[1], run) >= ENOUGH_ITEMS)
+        return next(fitting, 1)
+
+    def pitch(self, work: WindowWork, form: WindowForm) -> tuple[int, int]:
+        """Return the elements between slices and between lines, like those of x modulo a chunk."""
+        line, slice = form.x_size[2], prod(form.x_size[1:])
         if self.whole:
             return slice, line
-        if self.by_rows:
+        chunk = CHUNK_BYTES // min(work.dtype.itemsize, work.index_dtype.itemsize)
+        if self.by_lines:
             line = ceil_div(self.box[2] + chunk, chunk) * chunk + line % chunk
         length = self.box[1] * line
         return ceil_div(length + chunk, chunk) * chunk + slice % chunk, line
 
-    def sums_at(self, form: WindowForm, dtype: DType) -> int:
-        """Return the offset of the lines' sums: the bytes of the box."""
-        slices, chunk = self.planes * self.box[0], CHUNK_BYTES // dtype.itemsize
-        elements = slices * self.pitch(form, dtype)[0] + 2 * chunk
-        return ceil_div(elements * dtype.itemsize, CHUNK_BYTES) * CHUNK_BYTES
+    def places(self, work: WindowWork, form: WindowForm) -> Places:
+        """Return where the parts of shared memory are."""
+        elements = self.planes * self.box[0] * self.pitch(work, form)[0]
 
-    def weights_at(self, form: WindowForm, dtype: DType, *, sums: bool) -> int:
-        """Return the offset of the weights."""
-        lines = self.planes * self.box[0] * self.box[1]
-        size = lines * self.size[2] * _sum_bytes(dtype) if sums else 0
-        return self.sums_at(form, dtype) + ceil_div(size, CHUNK_BYTES) * CHUNK_BYTES
+        def box_bytes(dtype: DType) -> int:
+            return ceil_div(elements * dtype.itemsize, CHUNK_BYTES) * CHUNK_BYTES + 2 * CHUNK_BYTES
 
-    def bytes(self, form: WindowForm, dtype: DType, *, sums: bool) -> int:
-        """Return the bytes of shared memory."""
-        weights = sum(self.box) * _sum_bytes(dtype) if form.varying == "inputs" else 0
-        return self.weights_at(form, dtype, sums=sums) + weights
+        indices = box_bytes(work.dtype)
+        ranges = indices + (box_bytes(work.index_dtype) if work.kind == "routes" else 0)
+        weights = ranges + RANGE_BYTES * self.size[1]
+        weight_bytes = max(4, work.dtype.itemsize) if form.varying == "inputs" else 0
+        return Places(indices, ranges, weights, weights + weight_bytes * sum(self.box))
+
+
+class Places(NamedTuple):
+    """Offsets in shared memory, in bytes: the parts that follow the box of x, and the end."""
+
+    indices: int
+    ranges: int
+    weights: int
+    end: int
 
 
 class WindowPlanes:
-    """Averages and maxima, channels first, of planes whose boxes fit into shared memory."""
+    """Averages, maxima and gradients of maxima, channels first, of boxes in shared memory."""
 
     name = "window_planes"
 
     def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
-        if work.kind == "routes":
-            return "a gradient of maxima"
         form = WindowForm.of(work)
         if form.last:
             return "channels last"
         large = form.most_window >= LARGE_WINDOW and form.overlap <= MUCH_OVERLAP
         if work.kind == "maxima" and large:
             return f"windows of {LARGE_WINDOW} positions or more with little overlap"
-        tile = Tile.of(form, work.dtype, device, sums=_shares(work, form))
+        tile = Tile.of(work, form, device)
         if tile is None:
             return f"windows too large for {MOST_BYTES} bytes of shared memory"
         if _blocks(form, tile) > MAX_BLOCKS:
@@ -151,49 +175,63 @@ class WindowPlanes:
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
         form = WindowForm.of(work)
-        sums = _shares(work, form)
-        tile = Tile.of(form, work.dtype, device, sums=sums)
+        tile = Tile.of(work, form, device)
         if tile is None:
             raise ValueError("windows that do not fit into shared memory")
+        places = tile.places(work, form)
         args = PlanesArgs()
         args.windows = window_args(form, 1, form.y_size)
         args.tile[:], args.box[:], args.tiles[:] = tile.size, tile.box, _tiles(form, tile)
-        args.planes, args.whole, args.by_rows = tile.planes, tile.whole, tile.by_rows
-        args.pitch[:] = tile.pitch(form, work.dtype)
-        args.sums_at = tile.sums_at(form, work.dtype)
-        args.weights_at = tile.weights_at(form, work.dtype, sums=sums)
-        for i in range(3):
-            args.by_tile[i] = Divider.of(tile.size[i])
-        args.by_lines = Divider.of(tile.box[1])
-        maxima, weighted = work.kind == "maxima", form.varying == "inputs"
+        args.planes, args.run = tile.planes, tile.run
+        args.whole, args.by_lines = tile.whole, tile.by_lines
+        args.pitch[:] = tile.pitch(work, form)
+        args.indices_at, args.ranges_at, args.weights_at, _ = places
+        divisors = tile.size[0], ceil_div(tile.size[1], tile.run), tile.size[2]
+        for i, by in enumerate(divisors):
+            args.by_tile[i] = Divider.of(by)
+        bad = f"{work.prefix}bad_index" if work.checked else None
         launch = Launch(
-            _instance(work.dtype, work.index_dtype, sums=sums, weighted=weighted, maxima=maxima),
+            _instance(work.dtype, work.index_dtype, work.kind, *_variant(work, form)),
             (_blocks(form, tile), 1, 1),
             (BLOCK, 1, 1),
-            pack(args, x=work.x, y=work.y, indices=work.indices),
-            tile.bytes(form, work.dtype, sums=sums),
+            pack(args, x=work.x, y=work.y, indices=work.indices, bad=bad),
+            places.end,
         )
-        return Fragment(self.name, (launch,))
+        if bad is None:
+            return Fragment(self.name, (launch,))
+        steps = (Clear(bad, 8), launch)
+        return Fragment(self.name, steps, (Workspace(bad, 8),), (Check(bad, BAD_INDEX),))
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         found = []
         for dtype in FLOATING:
+            for shape in (*SHAPES, ANY):
+                found += [
+                    _instance(dtype, DType.INT64, "sums", shape, weighted)
+                    for weighted in (False, True)
+                ]
+                found += [_instance(dtype, index, "maxima", shape, False) for index in INDEX]
             found += [
-                _instance(dtype, DType.INT64, sums=sums, weighted=weighted, maxima=False)
-                for sums in (False, True)
-                for weighted in (False, True)
-            ]
-            found += [
-                _instance(dtype, index, sums=False, weighted=False, maxima=True) for index in INDEX
+                _instance(dtype, index, "routes", shape, False)
+                for shape in (*ROUTES_SHAPES, ANY)
+                for index in INDEX
             ]
         return found
 
 
-def _shares(work: WindowWork, form: WindowForm) -> bool:
-    """Whether windows share the sums of lines."""
-    lines = prod(map(most_positions, form.windows[:2]))
-    return work.kind == "sums" and lines > MOST_LINES_UNSHARED
+def _variant(work: WindowWork, form: WindowForm) -> tuple[tuple[int, int], bool]:
+    """Return (LINES, TAPS), and whether terms are weighted."""
+    slices, lines, taps = map(most_positions, form.windows)
+    routes, weighted = work.kind == "routes", form.varying == "inputs"
+    if work.kind == "maxima" and slices > 1:
+        return ANY, weighted
+    fitting = (
+        shape
+        for shape in (ROUTES_SHAPES if routes else SHAPES)
+        if (routes or lines <= shape[0]) and taps <= shape[1]
+    )
+    return next(fitting, ANY), weighted
 
 
 def _covered(axis: WindowAxis, outputs: int) -> int:
@@ -210,18 +248,17 @@ def _blocks(form: WindowForm, tile: Tile) -> int:
     return prod(_tiles(form, tile)) * ceil_div(form.batch, tile.planes)
 
 
-def _sum_bytes(dtype: DType) -> int:
-    return max(4, dtype.itemsize)
-
-
-def _instance(dtype: DType, index: DType, *, sums: bool, weighted: bool, maxima: bool) -> Instance:
+def _instance(
+    dtype: DType, index: DType, kind: str, shape: tuple[int, int], weighted: bool
+) -> Instance:
     return Instance.of(
         "pool/window_planes.cu",
         {
             "ELEMENT": CUDA_TYPES[dtype],
             "INDEX": CUDA_TYPES[index],
-            "ROW_SUMS": int(sums),
+            "KIND": KINDS[kind],
+            "LINES": shape[0],
+            "TAPS": shape[1],
             "WEIGHTED": int(weighted),
-            "MAXIMA": int(maxima),
         },
     )

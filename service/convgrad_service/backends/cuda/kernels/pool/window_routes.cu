@@ -6,8 +6,8 @@
 // If `bad` is given, bad[MOVE] is increased by the number of windows whose index is not in them: all
 // windows less those that a position matches.
 // A thread computes SPAN adjacent positions along the last axis, in WIDTH adjacent elements of `inner`,
-// and reads each window that contains any of them once, AT_ONCE at a time. If `inner` is 1, it stores
-// STORE adjacent positions at once. Block: THREADS threads; shared memory: 4 bytes. Deterministic.
+// and reads each window that contains any of them once. If `inner` is 1, it stores STORE adjacent
+// positions at once. Block: 128 threads; shared memory: 4 bytes. Deterministic.
 // Memory-safe for any index: indices are compared, never dereferenced. Relies on its launcher for the
 // grid (chunks of the batch along y) and aligned vectors. Index limits: extents, planes and a chunk's
 // threads below 2^31; offsets in 64 bits.
@@ -20,24 +20,22 @@ namespace {
 using T = ELEMENT;
 using S = ElementAccumulator<T>;
 using Values = Vector<T, WIDTH>;
-constexpr int kAtOnce = AT_ONCE;  // windows whose loads are in flight together; more would spill
+constexpr int kThreads = 128;
 
 // Positions of a plane as 32-bit numbers; -1 for indices that are not in any plane.
 struct Found {
   int at[WIDTH];
 
-  __device__ __forceinline__ void load(const INDEX* from, bool there) {
+  __device__ __forceinline__ explicit Found(const INDEX* from) {
     constexpr int kVector = WIDTH * sizeof(INDEX) >= 16 ? 16 / sizeof(INDEX) : WIDTH;
 #pragma unroll
     for (int v = 0; v < WIDTH; v += kVector) {
-      auto some = Vector<INDEX, kVector>::zero();
-      if (there) some = Vector<INDEX, kVector>::load(from + v);
+      const auto some = Vector<INDEX, kVector>::load(from + v);
 #pragma unroll
       for (int e = 0; e < kVector; ++e) {
         const INDEX index = some.at[e];
-        at[v + e] = there && static_cast<INDEX>(static_cast<int>(index)) == index
-                        ? static_cast<int>(index)
-                        : -1;
+        const bool fits = static_cast<INDEX>(static_cast<int>(index)) == index;
+        at[v + e] = fits ? static_cast<int>(index) : -1;
       }
     }
   }
@@ -91,43 +89,11 @@ struct Route {
   }
 };
 
-// The first window along the last two axes that contains a position of this thread, then the next.
-struct Cursor {
-  int at1, at2;
-  const int first2, stop1, stop2;
-
-  __device__ __forceinline__ Cursor(const int (&start)[3], const int (&stop)[3])
-      : at1(start[1]),
-        at2(start[2]),
-        first2(start[2]),
-        stop1(start[2] < stop[2] ? stop[1] : start[1]),
-        stop2(stop[2]) {}
-  __device__ __forceinline__ bool there() const { return at1 < stop1; }
-  __device__ __forceinline__ void advance() {
-    if (++at2 < stop2) return;
-    at2 = first2;
-    ++at1;
-  }
-};
-
-// Adds the windows without a match to `missing`. Called by all threads of the block.
-__device__ __forceinline__ void count(int matches, u64* missing, i64 windows) {
-  __shared__ int all;
-  if (threadIdx.x == 0) all = 0;
-#pragma unroll
-  for (int by = 16; by > 0; by /= 2) matches += __shfl_xor_sync(~0u, matches, by);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) atomicAdd(&all, matches);
-  __syncthreads();
-  const bool first = blockIdx.x == 0 && blockIdx.y == 0;
-  if (threadIdx.x == 0) atomicAdd(missing, static_cast<u64>((first ? windows : 0) - all));
-}
-
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
     window_routes(const __grid_constant__ WindowArgs args) {
-  const int thread = static_cast<int>(blockIdx.x) * THREADS + static_cast<int>(threadIdx.x);
+  const int thread = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
   const int spans = (args.y_size[2] + SPAN - 1) / SPAN;
   const int items[3] = {args.y_size[0], args.y_size[1], spans};
   const WindowItem item = item_of(args, thread, items, args.inner / WIDTH);
@@ -150,30 +116,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const T* const x = static_cast<const T*>(args.x) + lead;
     const INDEX* const indices = static_cast<const INDEX*>(args.indices) + lead;
     for (int o0 = start[0]; o0 < stop[0]; ++o0) {
-      Cursor cursor(start, stop);
-      while (cursor.there()) {
-        Found found[kAtOnce];
-        Values values[kAtOnce];
-        int low[kAtOnce], high[kAtOnce];
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
-          const bool there = cursor.there();
-          const i64 from = (static_cast<i64>(o0) * args.x_size[1] + cursor.at1) * row +
-                           static_cast<i64>(cursor.at2) * args.inner;
-          found[k].load(indices + from, there);
-          values[k] = Values::zero();
-          if (there) values[k] = Values::load(x + from);
-          low[k] = 0;
-          high[k] = columns;
+      for (int o1 = start[1]; o1 < stop[1]; ++o1) {
+        const i64 line = (static_cast<i64>(o0) * args.x_size[1] + o1) * row;
+        for (int o2 = start[2]; o2 < stop[2]; ++o2) {
+          const i64 from = line + static_cast<i64>(o2) * args.inner;
+          int low = 0, high = columns;
           if (args.bad != nullptr) {
-            low[k] = max(0, args.counted[2].start(cursor.at2) - column);
-            high[k] = min(columns, args.counted[2].stop(cursor.at2) - column);
+            low = max(0, args.counted[2].start(o2) - column);
+            high = min(columns, args.counted[2].stop(o2) - column);
           }
-          cursor.advance();
-        }
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
-          route.take(found[k], values[k], position, low[k], high[k]);
+          route.take(Found(indices + from), Values::load(x + from), position, low, high);
         }
       }
     }
@@ -192,5 +144,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       some.store(y + static_cast<i64>(t) * args.inner);
     }
   }
-  if (args.bad != nullptr) count(route.matches, args.bad + MOVE, x_plane * args.batch);
+  if (args.bad != nullptr) count_missing(route.matches, args.bad + MOVE, x_plane * args.batch);
 }

@@ -29,7 +29,7 @@ from convgrad_service.plans.cuda.works import WindowWork
 
 __all__ = ["WindowRoutes", "routes", "routes_instances"]
 
-BLOCK = 256
+BLOCK = 128
 # Adjacent positions of a thread along the last axis.
 SPAN = 4
 
@@ -98,8 +98,6 @@ def _instance(dtype: DType, index: DType, vector: tuple[int, int], moves: bool) 
             "WIDTH": width,
             "STORE": store,
             "SPAN": SPAN,
-            "AT_ONCE": 2 if width > 4 else 4,
-            "THREADS": BLOCK,
             "MOVE": int(moves),
         },
     )

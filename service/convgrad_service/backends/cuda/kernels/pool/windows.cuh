@@ -104,4 +104,18 @@ struct DividedBy {
   __device__ __forceinline__ S operator()(S sum) const { return divided(sum, by, reciprocal); }
 };
 
+// Adds the windows without a match to `missing`: all windows, less the matches of every thread. Called
+// by all threads of a block whose threads are whole warps.
+__device__ __forceinline__ void count_missing(int matches, u64* missing, i64 windows) {
+  __shared__ int all;
+  if (threadIdx.x == 0) all = 0;
+#pragma unroll
+  for (int by = 16; by > 0; by /= 2) matches += __shfl_xor_sync(~0u, matches, by);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) atomicAdd(&all, matches);
+  __syncthreads();
+  const bool first = blockIdx.x == 0 && blockIdx.y == 0;
+  if (threadIdx.x == 0) atomicAdd(missing, static_cast<u64>((first ? windows : 0) - all));
+}
+
 }  // namespace convgrad
