@@ -15,7 +15,7 @@
 // A thread computes `run` adjacent positions of y along axis 1. If windows have at most LINES by TAPS
 // positions along the last two axes, it reduces each line of x once, in all slices, and keeps the last
 // LINES results; for maxima, windows must then be in one slice.
-// Adjacent threads have adjacent columns.
+// Adjacent threads have adjacent columns. SIMPLE: one slice, and windows that slide by whole positions.
 // Block: 256 threads. Dynamic shared memory: the box of x, that of indices, the windows along axis 1 of
 // the tile, with WEIGHTED a weight per column, line and slice of the box. Deterministic: the order of
 // additions follows from the windows, however the tile is chosen. Memory-safe for any index. Relies on its launcher for tensors aligned to 16 bytes, pitches that are
@@ -32,6 +32,13 @@ using T = ELEMENT;
 using S = ElementAccumulator<T>;
 constexpr int kThreads = 256;
 
+__device__ __forceinline__ int start_of(const WindowRange& range, int o) {
+  return SIMPLE ? max(range.low, o * range.whole + range.first) : range.start(o);
+}
+__device__ __forceinline__ int stop_of(const WindowRange& range, int o) {
+  return SIMPLE ? min(range.high, o * range.whole + range.last) : range.stop(o);
+}
+
 struct PlanesArgs {
   WindowArgs windows;
   int tile[3];   // positions of y
@@ -44,6 +51,7 @@ struct PlanesArgs {
   int by_lines;  // whether each line is a segment
   int indices_at, ranges_at, weights_at;  // bytes, in shared memory
   Divider by_tile[3];                     // axis 1: by the runs of a column
+  Divider by_tiles[3];
 };
 
 // What a block computes and holds, along each axis.
@@ -56,17 +64,18 @@ struct Box {
     int rest = static_cast<int>(blockIdx.x);
 #pragma unroll
     for (int axis = 2; axis >= 0; --axis) {
-      const int outer = rest / args.tiles[axis];
+      base[axis] = first[axis] = 0;
+      count[axis] = args.tile[axis];
+      extent[axis] = args.windows.x_size[axis];
+      if (args.whole) continue;
+      const int outer = divide(rest, args.by_tiles[axis]);
       base[axis] = (rest - outer * args.tiles[axis]) * args.tile[axis];
       rest = outer;
       count[axis] = min(args.tile[axis], args.windows.y_size[axis] - base[axis]);
+      if (axis == 2 && !args.by_lines) continue;
       const WindowRange& range = args.windows.window[axis];
-      first[axis] = range.start(base[axis]);
-      extent[axis] = max(0, range.stop(base[axis] + count[axis] - 1) - first[axis]);
-      if (args.whole || (axis == 2 && !args.by_lines)) {
-        first[axis] = 0;
-        extent[axis] = args.windows.x_size[axis];
-      }
+      first[axis] = start_of(range, base[axis]);
+      extent[axis] = max(0, stop_of(range, base[axis] + count[axis] - 1) - first[axis]);
     }
     plane = rest * args.planes;
     planes = min(args.planes, args.windows.batch - plane);
@@ -83,26 +92,30 @@ struct Box {
     const i64 begin = plane * plane_size + first[0] * slice +
                       static_cast<i64>(first[1]) * size[2] + first[2];
     const int lead = static_cast<int>(begin % kChunk);
-    int segments = extent[0], length = extent[1] * size[2], lines = 1;
-    if (args.whole) {
-      segments = 1;
-      length = planes * static_cast<int>(plane_size);
-    } else if (args.by_lines) {
-      lines = extent[1];
-      segments *= lines;
-      length = extent[2];
-    }
-    for (int segment = 0; segment < segments; ++segment) {
-      const int at0 = segment / lines, at1 = segment - at0 * lines;
-      const int into = lead + at0 * args.pitch[0] + at1 * args.pitch[1];
-      const int head = into % kChunk;
-      const i64 from = begin + at0 * slice + static_cast<i64>(at1) * size[2] - head;
-      const int chunks = length > 0 ? (head + length + kChunk - 1) / kChunk : 0;
+    const auto copy = [&](i64 from, int into, int length) {
+      if (length <= 0) return;
+      const int head = into % kChunk, chunks = (head + length + kChunk - 1) / kChunk;
+      const u32 target = shared_address(to) + (into - head) * static_cast<int>(sizeof(E));
+      const E* const source = static_cast<const E*>(tensor) + (from - head);
+      const i64 left = all - (from - head);
       for (int c = static_cast<int>(threadIdx.x); c < chunks; c += kThreads) {
-        const i64 at = from + static_cast<i64>(c) * kChunk;
-        const int there = static_cast<int>(min(all - at, static_cast<i64>(kChunk)) * sizeof(E));
-        cp_async<16>(shared_address(to) + ((into - head) / kChunk + c) * 16,
-                     static_cast<const E*>(tensor) + at, there);
+        const int there = static_cast<int>(min(left - c * kChunk, static_cast<i64>(kChunk)));
+        cp_async<16>(target + c * 16, source + c * kChunk, there * static_cast<int>(sizeof(E)));
+      }
+    };
+    if (args.whole) {
+      copy(begin, lead, planes * static_cast<int>(plane_size));
+    } else {
+      for (int i0 = 0; i0 < extent[0]; ++i0) {
+        const i64 from = begin + i0 * slice;
+        const int into = lead + i0 * args.pitch[0];
+        if (!args.by_lines) {
+          copy(from, into, extent[1] * size[2]);
+          continue;
+        }
+        for (int i1 = 0; i1 < extent[1]; ++i1) {
+          copy(from + static_cast<i64>(i1) * size[2], into + i1 * args.pitch[1], extent[2]);
+        }
       }
     }
     cp_async_commit();
@@ -161,7 +174,8 @@ struct Column {
   // The part of a line in the window, in the slices [first0, last0).
   __device__ __forceinline__ Part line(int at, int first0, int last0) const {
     Part part;
-    for (int i0 = first0; i0 < last0; ++i0) {
+#pragma unroll 1
+    for (int i0 = first0; i0 < (SIMPLE ? first0 + 1 : last0); ++i0) {
 #if TAPS
 #pragma unroll
       for (int t = 0; t < TAPS; ++t) {
@@ -190,8 +204,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 3 : 4)
   int2* const ranges = reinterpret_cast<int2*>(shared + args.ranges_at);
   for (int i = static_cast<int>(threadIdx.x); i < box.count[1]; i += kThreads) {
     const int o = box.base[1] + i;
-    ranges[i] = make_int2(windows.window[1].start(o) - box.first[1],
-                          windows.window[1].stop(o) - box.first[1]);
+    ranges[i] = make_int2(start_of(windows.window[1], o) - box.first[1],
+                          stop_of(windows.window[1], o) - box.first[1]);
   }
 #if WEIGHTED
   S* weights = reinterpret_cast<S*>(shared + args.weights_at);
@@ -210,17 +224,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 3 : 4)
   const int items = box.planes * args.tile[0] * runs * args.tile[2];
   const i64 outputs = static_cast<i64>(windows.y_size[0]) * windows.y_size[1] * windows.y_size[2];
   [[maybe_unused]] int matches = 0;
+  [[maybe_unused]] S by = static_cast<S>(windows.divisor);
+  [[maybe_unused]] S reciprocal = static_cast<S>(windows.reciprocal);
   for (int item = static_cast<int>(threadIdx.x); item < items; item += kThreads) {
     const int above = divide(item, args.by_tile[2]), at2 = item - above * args.tile[2];
     const int outer = divide(above, args.by_tile[1]), at1 = (above - outer * runs) * args.run;
-    const int plane = divide(outer, args.by_tile[0]), at0 = outer - plane * args.tile[0];
+    const int plane = SIMPLE ? outer : divide(outer, args.by_tile[0]);
+    const int at0 = outer - plane * args.tile[0];
     if (at0 >= box.count[0] || at1 >= box.count[1] || at2 >= box.count[2]) continue;
     const int o0 = box.base[0] + at0, o2 = box.base[2] + at2;
     Column column;
-    column.start0 = windows.window[0].start(o0) - box.first[0];
-    column.stop0 = windows.window[0].stop(o0) - box.first[0];
-    column.start2 = windows.window[2].start(o2) - box.first[2];
-    column.stop2 = windows.window[2].stop(o2) - box.first[2];
+    column.start0 = SIMPLE ? 0 : windows.window[0].start(o0) - box.first[0];
+    column.stop0 = SIMPLE ? 1 : windows.window[0].stop(o0) - box.first[0];
+    column.start2 = start_of(windows.window[2], o2) - box.first[2];
+    column.stop2 = stop_of(windows.window[2], o2) - box.first[2];
     column.slice_pitch = args.pitch[0];
     column.line_pitch = args.pitch[1];
     const int lead = plane * box.extent[0] * args.pitch[0];
@@ -237,6 +254,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 3 : 4)
     const int end = min(at1 + args.run, box.count[1]);
     int position = (o0 * windows.y_size[1] + box.base[1] + at1) * windows.y_size[2] + o2;
     const i64 to = (box.plane + plane) * outputs;
+#if KIND == 0
+    S across = S(1);
+    if (windows.by_outputs) {
+      across = static_cast<S>(windows.counted[0].size(o0)) *
+               static_cast<S>(windows.counted[2].size(o2));
+    }
+#endif
 #if KIND != 2 && LINES
     Part kept[LINES];
     int next = 0;
@@ -245,7 +269,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 3 : 4)
       const int2 range = ranges[i];
       [[maybe_unused]] Part total;
 #if KIND == 2
-      for (int i0 = column.start0; i0 < column.stop0; ++i0) {
+#pragma unroll 1
+      for (int i0 = column.start0; i0 < (SIMPLE ? 1 : column.stop0); ++i0) {
+#pragma unroll 1
         for (int line = range.x; line < range.y; ++line) {
           const int from = lead + i0 * args.pitch[0] + line * args.pitch[1];
           const auto tap = [&](int i2) {
@@ -266,6 +292,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 3 : 4)
       }
 #elif LINES
       next = max(next, range.x);
+#pragma unroll 1
       for (; next < range.y; ++next) {
 #pragma unroll
         for (int l = 1; l < LINES; ++l) kept[l - 1] = kept[l];
@@ -300,8 +327,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 3 : 4)
 #elif KIND == 2
       *y = narrow<T>(total.value);
 #else
-      const DividedBy<S> division(windows, o0, box.base[1] + i, o2);
-      *y = narrow<T>(division(total.value));
+      if (windows.by_outputs) {
+        by = across * static_cast<S>(windows.counted[1].size(box.base[1] + i));
+        reciprocal = S(1) / by;
+      }
+      *y = narrow<T>(divided(total.value, by, reciprocal));
 #endif
     }
   }

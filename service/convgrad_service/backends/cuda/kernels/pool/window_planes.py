@@ -65,6 +65,7 @@ class PlanesArgs(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("whole", "by_lines")),
         *((name, ctypes.c_int32) for name in ("indices_at", "ranges_at", "weights_at")),
         ("by_tile", Divider * 3),
+        ("by_tiles", Divider * 3),
     )
 
 
@@ -188,7 +189,7 @@ class WindowPlanes:
         args.indices_at, args.ranges_at, args.weights_at, _ = places
         divisors = tile.size[0], ceil_div(tile.size[1], tile.run), tile.size[2]
         for i, by in enumerate(divisors):
-            args.by_tile[i] = Divider.of(by)
+            args.by_tile[i], args.by_tiles[i] = Divider.of(by), Divider.of(args.tiles[i])
         bad = f"{work.prefix}bad_index" if work.checked else None
         launch = Launch(
             _instance(work.dtype, work.index_dtype, work.kind, *_variant(work, form)),
@@ -206,32 +207,34 @@ class WindowPlanes:
         """See `Family.instances`."""
         found = []
         for dtype in FLOATING:
-            for shape in (*SHAPES, ANY):
+            for simple in (True, False):
                 found += [
-                    _instance(dtype, DType.INT64, "sums", shape, weighted)
+                    _instance(dtype, DType.INT64, "sums", shape, simple, weighted)
+                    for shape in (*SHAPES, ANY)
                     for weighted in (False, True)
                 ]
-                found += [_instance(dtype, index, "maxima", shape, False) for index in INDEX]
-            found += [
-                _instance(dtype, index, "routes", shape, False)
-                for shape in (*ROUTES_SHAPES, ANY)
-                for index in INDEX
-            ]
+                found += [
+                    _instance(dtype, index, kind, shape, simple)
+                    for index in INDEX
+                    for kind, shapes in (("maxima", SHAPES), ("routes", ROUTES_SHAPES))
+                    for shape in (*shapes, ANY)
+                ]
         return found
 
 
-def _variant(work: WindowWork, form: WindowForm) -> tuple[tuple[int, int], bool]:
-    """Return (LINES, TAPS), and whether terms are weighted."""
+def _variant(work: WindowWork, form: WindowForm) -> tuple[tuple[int, int], bool, bool]:
+    """Return (LINES, TAPS), and whether the kernel is SIMPLE and WEIGHTED."""
     slices, lines, taps = map(most_positions, form.windows)
+    simple = form.x_size[0] == form.y_size[0] == 1 and all(axis.unit == 1 for axis in form.windows)
     routes, weighted = work.kind == "routes", form.varying == "inputs"
     if work.kind == "maxima" and slices > 1:
-        return ANY, weighted
+        return ANY, simple, weighted
     fitting = (
         shape
         for shape in (ROUTES_SHAPES if routes else SHAPES)
         if (routes or lines <= shape[0]) and taps <= shape[1]
     )
-    return next(fitting, ANY), weighted
+    return next(fitting, ANY), simple, weighted
 
 
 def _covered(axis: WindowAxis, outputs: int) -> int:
@@ -249,7 +252,12 @@ def _blocks(form: WindowForm, tile: Tile) -> int:
 
 
 def _instance(
-    dtype: DType, index: DType, kind: str, shape: tuple[int, int], weighted: bool
+    dtype: DType,
+    index: DType,
+    kind: str,
+    shape: tuple[int, int],
+    simple: bool,
+    weighted: bool = False,
 ) -> Instance:
     return Instance.of(
         "pool/window_planes.cu",
@@ -259,6 +267,7 @@ def _instance(
             "KIND": KINDS[kind],
             "LINES": shape[0],
             "TAPS": shape[1],
+            "SIMPLE": int(simple),
             "WEIGHTED": int(weighted),
         },
     )
