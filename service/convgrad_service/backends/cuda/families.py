@@ -74,6 +74,7 @@ from convgrad_service.backends.cuda.kernels.pool.window_reduce import (
     WindowReduceMaxima,
 )
 from convgrad_service.backends.cuda.kernels.pool.window_routes import WindowRoutes
+from convgrad_service.backends.cuda.kernels.pool.window_scatter import WindowScatter
 from convgrad_service.backends.cuda.kernels.pool.window_sums import WindowSums
 from convgrad_service.backends.cuda.kernels.pool.window_tiles import WindowTiles
 from convgrad_service.plans.cuda.families import Families, FastestExpected, Overhead
@@ -211,6 +212,7 @@ FAMILIES = Families(
         WindowSums(),
         WindowMaxima(),
         WindowReduceMaxima(),
+        WindowScatter(),
         WindowRoutes(),
     ),
     unpool=(MaxUnpool(),),

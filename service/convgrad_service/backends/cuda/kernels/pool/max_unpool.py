@@ -14,6 +14,7 @@ from convgrad_service.backends.cuda.kernels.pool.window_routes import (
     routes,
     routes_instances,
 )
+from convgrad_service.backends.cuda.kernels.pool.window_scatter import WindowScatter, scatter
 from convgrad_service.backends.cuda.kernels.pool.window_tiles import Tiles, tiles, tiles_instances
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import (
@@ -74,7 +75,7 @@ class MaxUnpool:
             steps.append(_launch(work, args, grid, GATHER_BLOCK, bad))
         else:
             if work.windows is not None:
-                steps += _moves(_by_windows(work), bad)
+                steps.append(_moves(_by_windows(work), device, bad))
             threads = args.batch * args.inner * (1 if work.channels_last else 32)
             grid = linear_grid(threads, SCATTER_BLOCK)
             steps.append(_launch(work, args, grid, SCATTER_BLOCK, bad))
@@ -86,6 +87,7 @@ class MaxUnpool:
         return [
             *routes_instances(moves=True),
             *tiles_instances(moves=True),
+            *WindowScatter().instances(),
             *(
                 _instance(kind, dtype, index, last)
                 for kind in ("scatter", "gather")
@@ -96,10 +98,12 @@ class MaxUnpool:
         ]
 
 
-def _moves(work: WindowWork, bad: str) -> list[Launch]:
+def _moves(work: WindowWork, device: CudaDevice, bad: str) -> Launch:
     if Tiles.of(WindowForm.of(work)) is not None:
-        return [tiles(work, bad, moves=True)]
-    return [routes(work, bad, moves=True)]
+        return tiles(work, bad, moves=True)
+    if WindowScatter().why_not(work, device) is None:
+        return scatter(work, device, bad, moves=True)
+    return routes(work, bad, moves=True)
 
 
 def _by_windows(work: UnpoolWork) -> WindowWork:
