@@ -84,7 +84,7 @@ def test_emulated_boxes_of_parts_of_planes(
     tensors, wanted = drawn(seed, case, "float32", "bounded")
     layout = with_layouts(case.ndim, grouped=False)[-2]
     whole = answers(EmulatedBackend(FAMILIES), case, tensors, layout)
-    monkeypatch.setattr(window_box, "MOST_BYTES", bytes)
+    monkeypatch.setattr(window_box, "MOST_BYTES", dict.fromkeys(window_box.MOST_BYTES, bytes))
     found = answers(EmulatedBackend(FAMILIES), case, tensors, layout)
     check(found, wanted, "bounded", f"seed {seed}, {case.id}")
     for name, array in found.items():

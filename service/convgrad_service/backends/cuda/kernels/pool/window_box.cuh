@@ -27,7 +27,8 @@ struct BoxArgs {
   int whole;     // whether a block has whole planes
   int by_lines;  // whether each line is a segment
   int indices_at, y_at, ranges_at, weights_at;  // bytes, in shared memory
-  Divider by_tile[3];                           // axis 1: by the runs of a column
+  int ranges;          // number of them, along axis 1 or axes 1 and 2 of the tile
+  Divider by_tile[3];  // axis 1: by the runs of a column
   Divider by_tiles[3], by_box[3], by_y_size[3];
 };
 

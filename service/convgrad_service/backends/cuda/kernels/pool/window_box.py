@@ -24,9 +24,12 @@ __all__ = ["BOX_BLOCK", "MOST_BYTES", "BoxArgs", "Tile"]
 
 BOX_BLOCK = 256
 # Shared memory of a block: several fit on a multiprocessor.
-MOST_BYTES = 36 * 1024
+MOST_BYTES = {"sums": 36 * 1024, "maxima": 36 * 1024, "routes": 56 * 1024}
 # Blocks that keep a multiprocessor busy, and items that keep a block busy.
-ENOUGH_BLOCKS, ENOUGH_ITEMS = 16, 1024
+ENOUGH_BLOCKS = {"sums": 16, "maxima": 16, "routes": 4}
+ENOUGH_ITEMS = 1024
+# Columns of a tile whose windows are computed once, for routes.
+MOST_COLUMNS = 512
 # Positions of a thread along axis 1.
 RUNS = (16, 8, 4, 2, 1)
 RANGE_BYTES = 8
@@ -44,6 +47,7 @@ class BoxArgs(ctypes.Structure):
         ("pitch", ctypes.c_int32 * 2),
         *((name, ctypes.c_int32) for name in ("y_pitch", "whole", "by_lines")),
         *((name, ctypes.c_int32) for name in ("indices_at", "y_at", "ranges_at", "weights_at")),
+        ("ranges", ctypes.c_int32),
         *((name, Divider * 3) for name in ("by_tile", "by_tiles", "by_box", "by_y_size")),
     )
 
@@ -66,14 +70,14 @@ class Tile:
         """Return None if windows are too large for shared memory."""
         whole = cls(form.y_size, form.x_size, 1, whole=True, by_lines=False)
         each = whole.places(work, form).end
-        if each <= MOST_BYTES:
-            spread = ceil_div(form.batch, ENOUGH_BLOCKS * device.multiprocessors)
-            return replace(whole, planes=min(MOST_BYTES // each, spread))
+        if each <= MOST_BYTES[work.kind]:
+            spread = ceil_div(form.batch, ENOUGH_BLOCKS[work.kind] * device.multiprocessors)
+            return replace(whole, planes=min(MOST_BYTES[work.kind] // each, spread))
         for by_lines, least_lines, least_columns in ((False, 1, None), (True, 8, 32)):
             lines, columns = form.y_size[1:]
             while True:
                 tile = cls._cut(form, (1, lines, columns), by_lines=by_lines)
-                if tile.places(work, form).end <= MOST_BYTES:
+                if tile.places(work, form).end <= MOST_BYTES[work.kind]:
                     return tile
                 if lines > least_lines:
                     lines = ceil_div(lines, 2)
@@ -130,9 +134,14 @@ class Tile:
         indices = room(elements, work.dtype)
         y = indices + (room(elements, work.index_dtype) if routes else 0)
         ranges = y + (room(outputs, work.dtype) if routes else 0)
-        weights = ranges + (0 if routes else RANGE_BYTES * self.size[1])
+        weights = ranges + RANGE_BYTES * self.ranges(work)
         weight_bytes = max(4, work.dtype.itemsize) if form.varying == "inputs" else 0
         return Places(indices, y, ranges, weights, weights + weight_bytes * sum(self.box))
+
+    def ranges(self, work: WindowWork) -> int:
+        """Return the ranges of windows that are kept: of lines, and for routes of columns."""
+        columns = self.size[2] if work.kind == "routes" and self.size[2] <= MOST_COLUMNS else 0
+        return self.size[1] + columns
 
     def arguments(self, work: WindowWork, form: WindowForm) -> BoxArgs:
         """Return the arguments of a launch."""
@@ -140,7 +149,7 @@ class Tile:
         args.windows = window_args(form, 1, form.y_size)
         args.tile[:], args.box[:], args.tiles[:] = self.size, self.box, self.tiles(form)
         args.planes, args.run = self.planes, self.run
-        args.whole, args.by_lines = self.whole, self.by_lines
+        args.whole, args.by_lines, args.ranges = self.whole, self.by_lines, self.ranges(work)
         args.pitch[:], args.y_pitch = self.pitch(work, form), self.y_pitch(work, form)
         places = self.places(work, form)
         args.indices_at, args.y_at, args.ranges_at, args.weights_at, _ = places

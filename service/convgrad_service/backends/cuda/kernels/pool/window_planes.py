@@ -39,7 +39,7 @@ class WindowPlanes:
             return f"windows of {LARGE_WINDOW} positions or more with little overlap"
         tile = Tile.of(work, form, device)
         if tile is None:
-            return f"windows too large for {MOST_BYTES} bytes of shared memory"
+            return f"windows too large for {MOST_BYTES[work.kind]} bytes of shared memory"
         if tile.blocks(form) > MAX_BLOCKS:
             return "more blocks than a grid can have"
         return form.why_not()

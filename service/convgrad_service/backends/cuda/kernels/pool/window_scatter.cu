@@ -8,7 +8,7 @@
 // has one thread for each window. If other windows that contain the window's index have the same index,
 // the thread of the first one (MOVE: the last) computes the sum; so each position has one writer.
 // Then the tile is stored. FLAT: planes of one slice.
-// Block: 256 threads. Dynamic shared memory: x, indices, y. Deterministic, no atomics. Memory-safe for
+// Block: 256 threads. Dynamic shared memory: x, indices, y, ranges of windows. Deterministic, no atomics. Memory-safe for
 // any index. Index limits: planes, and elements of a box, below 2^31; offsets in 64 bits.
 #include "pool/window_box.cuh"
 
@@ -18,6 +18,15 @@ namespace {
 
 using T = ELEMENT;
 using S = ElementAccumulator<T>;
+
+// The windows that contain a position, along an axis of the box.
+struct Span {
+  int start, stop;
+};
+__device__ __forceinline__ Span span_of(const BoxArgs& args, const Box& box, int axis, int i) {
+  const WindowRange& range = args.windows.window[axis];
+  return {range.start(i) - box.first[axis], range.stop(i) - box.first[axis]};
+}
 
 }  // namespace
 
@@ -35,6 +44,15 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, 4)
   constexpr int kChunk = 16 / sizeof(T);
   T* const y = reinterpret_cast<T*>(shared + args.y_at) +
                static_cast<int>(box.y_begin(windows) % kChunk);
+  // Those of the tile's lines, and of its columns unless they are many.
+  Span* const ranges = reinterpret_cast<Span*>(shared + args.ranges_at);
+  const bool columns = args.ranges > args.tile[1];
+  for (int i = static_cast<int>(threadIdx.x); i < args.tile[1]; i += kBoxThreads) {
+    ranges[i] = span_of(args, box, 1, box.base[1] + i);
+  }
+  for (int i = static_cast<int>(threadIdx.x); i < args.ranges - args.tile[1]; i += kBoxThreads) {
+    ranges[args.tile[1] + i] = span_of(args, box, 2, box.base[2] + i);
+  }
   cp_async_wait<0>();
   __syncthreads();
 
@@ -54,23 +72,20 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, 4)
     const int position = exists ? static_cast<int>(index) : 0;
     const int row = divide(position, args.by_y_size[2]), i2 = position - row * size2;
     const int i0 = FLAT ? 0 : divide(row, args.by_y_size[1]), i1 = row - i0 * size1;
-    // The windows that contain the position, within the box.
-    const int start0 = FLAT ? 0 : windows.window[0].start(i0) - box.first[0];
-    const int stop0 = FLAT ? 1 : windows.window[0].stop(i0) - box.first[0];
-    const int start1 = windows.window[1].start(i1) - box.first[1];
-    const int stop1 = windows.window[1].stop(i1) - box.first[1];
-    const int start2 = windows.window[2].start(i2) - box.first[2];
-    const int stop2 = windows.window[2].stop(i2) - box.first[2];
+    const int y0 = i0 - box.base[0], y1 = i1 - box.base[1], y2 = i2 - box.base[2];
+    const bool mine = y0 >= 0 && y0 < box.count[0] && y1 >= 0 && y1 < box.count[1] && y2 >= 0 &&
+                      y2 < box.count[2];
+    // The windows that contain the position.
+    const auto [start0, stop0] = FLAT ? Span{0, 1} : span_of(args, box, 0, i0);
+    const auto [start1, stop1] = mine ? ranges[y1] : span_of(args, box, 1, i1);
+    const auto [start2, stop2] = mine && columns ? ranges[args.tile[1] + y2]
+                                                 : span_of(args, box, 2, i2);
     if (!exists || at0 < start0 || at0 >= stop0 || at1 < start1 || at1 >= stop1 || at2 < start2 ||
         at2 >= stop2) {
       if (windows.bad != nullptr) windows.bad[MOVE] = 1;  // all writers write the same value
       continue;
     }
-    const int y0 = i0 - box.base[0], y1 = i1 - box.base[1], y2 = i2 - box.base[2];
-    if (y0 < 0 || y0 >= box.count[0] || y1 < 0 || y1 >= box.count[1] || y2 < 0 ||
-        y2 >= box.count[2]) {
-      continue;
-    }
+    if (!mine) continue;
     bool writes = true;
     [[maybe_unused]] S sum = S(0);
 #pragma unroll 1
@@ -78,6 +93,7 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, 4)
 #pragma unroll 1
       for (int o1 = start1; o1 < stop1; ++o1) {
         const int from = lead + o0 * args.pitch[0] + o1 * args.pitch[1];
+#pragma unroll 1
         for (int o2 = start2; o2 < stop2; ++o2) {
           if (indices[from + o2] != index) continue;
           writes &= MOVE ? from + o2 <= own : from + o2 >= own;

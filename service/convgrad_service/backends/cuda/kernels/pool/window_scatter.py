@@ -31,7 +31,7 @@ class WindowScatter:
             return "channels last"
         tile = Tile.of(work, form, device)
         if tile is None:
-            return f"windows too large for {MOST_BYTES} bytes of shared memory"
+            return f"windows too large for {MOST_BYTES[work.kind]} bytes of shared memory"
         if tile.blocks(form) > MAX_BLOCKS:
             return "more blocks than a grid can have"
         return form.why_not()
