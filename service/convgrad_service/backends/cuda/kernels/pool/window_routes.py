@@ -71,7 +71,7 @@ def routes(work: WindowWork, bad: str | None = None, *, moves: bool = False) -> 
     args = window_args(form, width, (*form.y_size[:2], ceil_div(form.y_size[2], SPAN)))
     return Launch(
         _instance(work.dtype, work.index_dtype, (width, store), moves),
-        window_grid(args, 1, BLOCK),
+        window_grid(args, BLOCK),
         (BLOCK, 1, 1),
         pack(args, x=work.x, y=work.y, indices=work.indices, bad=bad),
     )

@@ -7,7 +7,8 @@
 // A block clears a tile of y in shared memory, copies the box of x and indices (window_box.cuh), and
 // has one thread for each window. If other windows that contain the window's index have the same index,
 // the thread of the first one (MOVE: the last) computes the sum; so each position has one writer.
-// Then the tile is stored. FLAT: planes of one slice.
+// Then the tile is stored. FLAT: planes of one slice. TAPS: the most windows that contain a position
+// along the last axis; 0 for any number.
 // Block: 256 threads. Dynamic shared memory: x, indices, y, ranges of windows. Deterministic, no atomics. Memory-safe for
 // any index. Index limits: planes, and elements of a box, below 2^31; offsets in 64 bits.
 #include "pool/window_box.cuh"
@@ -93,12 +94,20 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, 4)
 #pragma unroll 1
       for (int o1 = start1; o1 < stop1; ++o1) {
         const int from = lead + o0 * args.pitch[0] + o1 * args.pitch[1];
-#pragma unroll 1
-        for (int o2 = start2; o2 < stop2; ++o2) {
-          if (indices[from + o2] != index) continue;
-          writes &= MOVE ? from + o2 <= own : from + o2 >= own;
-          sum += widen(x[from + o2]);
+        const auto meet = [&](int at) {
+          if (indices[at] != index) return;
+          writes &= MOVE ? at <= own : at >= own;
+          sum += widen(x[at]);
+        };
+#if TAPS
+#pragma unroll
+        for (int t = 0; t < TAPS; ++t) {
+          if (start2 + t < stop2) meet(from + start2 + t);
         }
+#else
+#pragma unroll 1
+        for (int o2 = start2; o2 < stop2; ++o2) meet(from + o2);
+#endif
       }
     }
     if (!writes) continue;
