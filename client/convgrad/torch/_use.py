@@ -129,7 +129,7 @@ def _convolution_backward(own: Any) -> Callable[..., Any]:
         output_mask: Sequence[bool],
     ) -> Any:
         backend = _CHOICE.backend
-        if backend is not None and any(output_mask):
+        if backend is not None and True in output_mask:
             geometry = _geometry(stride, padding, dilation, transposed, output_padding, groups)
             try:
                 return conv_backward(backend, grad_output, input, weight, geometry, output_mask)
