@@ -131,7 +131,7 @@ def measure(name: str, batch: int, seconds: float, local: ours.Local) -> dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=NETWORKS)
-    parser.add_argument("--batches", nargs="+", type=int, default=[32, 128])
+    parser.add_argument("--batches", nargs="+", type=int, default=[128, 32])
     parser.add_argument("--seconds", type=float, default=1.5, help="of each way that is timed")
     parser.add_argument("--limit-s", type=float, default=600, help="begin nothing after so long")
     parser.add_argument("--out", type=Path, help="append records to this file")
