@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -147,6 +148,30 @@ def test_what_a_backend_does_not_take_is_left_to_pytorch() -> None:
     with ours.use(ours.Local(), fallback=False):
         layer(half).sum().backward()
     assert half.grad is not None
+
+
+def test_what_pytorch_computes_faster_is_left_to_it() -> None:
+    said = "PyTorch is faster: 1 us, not 2"
+
+    class Slow(ours.Local):
+        def prepare(self, *given: Any, **options: Any) -> Any:
+            runner: Any = super().prepare(*given, **options)
+            runner._prepared.faster_peer = said
+            return runner
+
+    x = torch.randn(1, 2, 5, 5, requires_grad=True)
+    w = torch.randn(2, 2, 3, 3)
+    slow = Slow()
+    for fallback, computed_by, kernel in ((True, "PyTorch", said), (False, "local", "bwd_data")):
+        ours.report(reset=True)
+        with ours.use(slow, fallback=fallback):
+            nn.functional.conv2d(x, w).sum().backward()
+        (row,) = ours.report(reset=True).rows
+        assert (row.computed_by, row.calls) == (computed_by, 1)
+        assert kernel in row.kernel
+    with ours.use(slow):
+        ours.conv2d(x, w).sum().backward()
+    assert {row.computed_by for row in ours.report(reset=True).rows} == {"local"}
 
 
 def test_a_server_that_is_gone_is_an_error_and_not_left_to_pytorch() -> None:

@@ -74,7 +74,11 @@ class Operation:
 
 
 class Runner(Protocol):
-    """An operation prepared for tensors of certain shapes, dtypes and device."""
+    """An operation prepared for tensors of certain shapes, dtypes and device.
+
+    It may have an attribute ``faster_peer``, a sentence: PyTorch's own kernel was measured to be
+    faster, so that `use` leaves the operation to it.
+    """
 
     @property
     def kernel(self) -> str:

@@ -90,6 +90,11 @@ class _Launch:
     def kernel(self) -> str:
         return str(self._prepared.kernel)
 
+    @property
+    def faster_peer(self) -> str | None:
+        found: str | None = self._prepared.faster_peer
+        return found
+
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         # Allocated in PyTorch's order of dimensions, since permuting each would double the time.
         results = [

@@ -24,6 +24,7 @@ __all__ = [
     "PoolGeometry",
     "compute",
     "conv_backward",
+    "conv_backward_pass",
     "conv_double_backward",
     "conv_forward",
     "pool_backward",
@@ -80,6 +81,20 @@ def conv_backward(
     ``geometry`` holds what `Geometry.of` takes.
     """
     tensors = grad_output, input, weight
+    grad_input, grad_weight, grad_bias = conv_backward_pass(backend, tensors, geometry, mask)(
+        tensors
+    )
+    return grad_input, grad_weight, grad_bias
+
+
+def conv_backward_pass(
+    backend: Backend,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    geometry: tuple[Any, ...],
+    mask: Sequence[bool],
+) -> Pass:
+    """Return the pass that `conv_backward` runs on grad_output, input and weight."""
+    grad_output, input, weight = tensors
     # As of `key_of`, written out, and looked up here first: it halves the time of both.
     key = (
         backend,
@@ -100,10 +115,9 @@ def conv_backward(
         weight.get_device(),
     )
     kept = PASSES.get(key)
-    if not isinstance(kept, Pass):
-        kept = prepared(key, _backward, backend, tensors, geometry, mask)
-    grad_input, grad_weight, grad_bias = kept(tensors)
-    return grad_input, grad_weight, grad_bias
+    if isinstance(kept, Pass):
+        return kept
+    return prepared(key, _backward, backend, tensors, geometry, mask)
 
 
 def _backward(

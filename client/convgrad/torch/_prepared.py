@@ -49,6 +49,8 @@ class Pass:
         As many as the pass has results.
     counter : Counter
         Counts the calls for `report`.
+    left : Counter or None
+        Counts those left to PyTorch, where its own kernel was measured to be faster.
     """
 
     __slots__ = (
@@ -57,6 +59,7 @@ class Pass:
         "channels_last",
         "counter",
         "inputs",
+        "left",
         "outputs",
         "runner",
         "scattered",
@@ -98,6 +101,8 @@ class Pass:
         self.blank: list[torch.Tensor | None] = [None] * len(results)
         self.runner = backend.prepare(operation, given, channels_last=channels_last)
         self.counter = Counter(operation.name, layer, backend.name, self.runner)
+        faster = getattr(self.runner, "faster_peer", None)
+        self.left = Counter(operation.name, layer, "PyTorch", faster) if faster else None
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Compute it; a result is None that the operation does not have."""

@@ -24,7 +24,7 @@ from convgrad.errors import (
     UnsupportedProblem,
 )
 from convgrad.torch._backends import Backend
-from convgrad.torch._passes import conv_backward, conv_double_backward, pool_backward
+from convgrad.torch._passes import conv_backward_pass, conv_double_backward, pool_backward
 from convgrad.torch._pool_passes import POOL_BACKWARDS
 from convgrad.torch._report import count_left
 
@@ -63,8 +63,9 @@ class use:  # noqa: N801 - called like a function, as torch.no_grad is
         A `Local`, a `Remote`, or any other object that implements `Backend`.
     fallback : bool
         Leave to PyTorch what the backend does not support (other dtypes, empty tensors, problems
-        that it refuses), and count it in `report`. If False, refusals are raised. An error such as
-        an unreachable server is always raised.
+        that it refuses), and gradients of convolutions that PyTorch's kernels were measured to
+        compute faster on this model of GPU; count both in `report`. If False, refusals are raised.
+        An error such as an unreachable server is always raised.
 
     Examples
     --------
@@ -137,8 +138,12 @@ def _convolution_backward(own: Own) -> Callable[..., Any]:
         backend = _CHOICE.backend
         if backend is not None and True in output_mask:
             geometry = _geometry(stride, padding, dilation, transposed, output_padding, groups)
+            tensors = grad_output, input, weight
             try:
-                return conv_backward(backend, grad_output, input, weight, geometry, output_mask)
+                kept = conv_backward_pass(backend, tensors, geometry, output_mask)
+                if kept.left is None or not _CHOICE.fallback:
+                    return tuple(kept(tensors))
+                kept.left.calls += 1
             except ServiceError as error:
                 if not _left_to_pytorch(error, input):
                     raise

@@ -20,6 +20,7 @@ from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.launch import Enqueued, Kernels
 from convgrad_service.backends.cuda.nvrtc import CompileError, find_nvrtc
 from convgrad_service.inprocess.base import NotCompiled, problem_of
+from convgrad_service.inprocess.peer_times import faster_peer
 from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.plans.cuda.program import (
     ALIGNMENT,
@@ -86,7 +87,9 @@ class CudaExecutor:
             compiling.result()
         with self._cuda.Device(self._index):
             self._kernels.prepare(plan.steps)
-            return PreparedOnCuda(problem, plan, self._kernels, self._zeros)
+            prepared = PreparedOnCuda(problem, plan, self._kernels, self._zeros)
+        prepared.faster_peer = faster_peer(problem, self._device.name)
+        return prepared
 
 
 class PreparedOnCuda:
@@ -94,6 +97,8 @@ class PreparedOnCuda:
 
     Thread-safe.
     """
+
+    faster_peer: str | None = None
 
     def __init__(
         self, problem: Problem, plan: CudaPlan, kernels: Kernels, zeros: _ZeroBuffers
