@@ -122,6 +122,19 @@ def test_tensors_at_other_addresses(local: ours.Local, channels: int, kernel: in
         assert_near([a.float() for a in found], [b.float() for b in peers], 1e-2)
 
 
+def test_the_report_has_times_on_the_gpu(local: ours.Local) -> None:
+    x = torch.randn(16, 64, 56, 56, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    layer = nn.Conv2d(64, 64, 3, padding=1, device="cuda", dtype=torch.bfloat16)
+    ours.report(reset=True)
+    with ours.use(local, fallback=False, time_calls=True):
+        for _ in range(300):
+            layer(x).sum().backward()
+    (row,) = ours.report(reset=True).rows
+    assert row.calls == 300
+    assert row.ms is not None
+    assert 0.01 < row.ms < 10, "at least the time in which the memory can be read"
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 def test_a_device_that_is_not_the_current_one(local: ours.Local) -> None:
     x = torch.randn(2, 8, 16, 16, device="cuda:1")

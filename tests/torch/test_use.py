@@ -75,6 +75,22 @@ def test_a_models_gradients_are_pytorchs(backend: ours.Backend, channels_last: b
     assert sum(row.calls for row in rows) == 9
 
 
+def test_the_report_has_the_times_of_calls(backend: ours.Backend) -> None:
+    model, x = network(), torch.randn(2, 3, 32, 32)
+    ours.report(reset=True)
+    for _ in range(2):
+        with ours.use(backend, fallback=False, time_calls=True):
+            gradients(model, x)
+    rows = ours.report(reset=True).rows
+    assert sum(row.calls for row in rows) == 18
+    assert all(row.ms is not None and 0 < row.ms < 60_000 for row in rows)
+    with ours.use(backend, fallback=False):
+        gradients(model, x)
+    untimed = ours.report(reset=True)
+    assert {row.ms for row in untimed.rows} == {None}
+    assert "ms a call" in str(untimed)
+
+
 def test_double_backward_passes_are_one_call_each(backend: ours.Backend) -> None:
     """A gradient penalty: it differentiates the gradient of the input by the parameters."""
     torch.manual_seed(3)

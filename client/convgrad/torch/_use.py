@@ -27,6 +27,7 @@ from convgrad.torch._backends import Backend
 from convgrad.torch._passes import conv_backward_pass, conv_double_backward, pool_backward
 from convgrad.torch._pool_passes import POOL_BACKWARDS
 from convgrad.torch._report import count_left
+from convgrad.torch._timed import timed
 
 __all__ = ["backend_in_use", "use"]
 
@@ -66,6 +67,9 @@ class use:  # noqa: N801 - called like a function, as torch.no_grad is
         that it refuses), and gradients of convolutions that PyTorch's kernels were measured to
         compute faster on this model of GPU; count both in `report`. If False, refusals are raised.
         An error such as an unreachable server is always raised.
+    time_calls : bool
+        Time each call for `report`: on a GPU by events on the stream, which costs the host some
+        microseconds a call.
 
     Examples
     --------
@@ -74,9 +78,14 @@ class use:  # noqa: N801 - called like a function, as torch.no_grad is
     ...     loss.backward()
     """
 
-    def __init__(self, backend: Backend | None, *, fallback: bool = True) -> None:
+    def __init__(
+        self, backend: Backend | None, *, fallback: bool = True, time_calls: bool = False
+    ) -> None:
         _override_once()
         self._before = _CHOICE.backend, _CHOICE.fallback
+        if backend is not None and time_calls:
+            hashable: Any = backend  # as all that is a part of the passes' keys
+            backend = timed(hashable)
         _CHOICE.backend, _CHOICE.fallback = backend, fallback
 
     def __enter__(self) -> use:
