@@ -256,6 +256,9 @@ bench-networks: $(READY) ## every convolution of whole networks beside cuDNN; ne
 bench-training: $(READY) ## training steps of whole networks with convgrad.torch and without; needs bench-gpu's, torchvision, timm
 	@$(PY) -m tests.perf.bench_training --out $(TRAINING)
 
+bench-losses: $(READY) ## losses of a ResNet-50 over 200 steps, ours beside several runs of PyTorch's; needs bench-training's
+	@$(PY) -m tests.perf.bench_losses --out tests/perf/results/losses.jsonl
+
 bench-host: $(READY) ## what a backward pass costs the host, ours and PyTorch's; needs what bench-gpu needs
 	@$(PY) -m tests.perf.bench_host --out tests/perf/results/host.jsonl
 
