@@ -177,8 +177,8 @@ def host_table() -> str:
         return ""
     lines = [
         "Microseconds of the host from one call of ATen's operator to the next, small bfloat16 "
-        f"layers in channels last, on the GPU's machine ({rows[0]['cpu']}). A call of a backend that "
-        "does nothing shows how much of ours is PyTorch's way to Python and the lookup of the pass.",
+        f"layers in channels last, on the GPU's machine ({rows[0]['cpu']}). A call of a backend "
+        "that does nothing shows how much of ours is PyTorch's way to Python and the lookup.",
         "",
         "| backward pass | ours | ours, tensors elsewhere | doing nothing | PyTorch's |",
         "| --- | ---: | ---: | ---: | ---: |",
@@ -199,8 +199,8 @@ def losses_table() -> str:
     (row,) = rows
     lines = [
         f"Losses of a ResNet-50 over {row['steps']} steps (bfloat16 autocast, batch "
-        f"{row['batch']}): {len(row['peers'])} runs of PyTorch's that differ in the order of their sums alone "
-        f"({', '.join(row['peers'])}), and one with `use(Local())`.",
+        f"{row['batch']}): {len(row['peers'])} runs of PyTorch's that differ in the order of "
+        f"their sums alone ({', '.join(row['peers'])}), and one with `use(Local())`.",
         "",
         "| root mean square difference of two loss curves | |",
         "| --- | ---: |",
