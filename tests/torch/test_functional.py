@@ -178,6 +178,10 @@ def test_the_operators_keep_pytorchs_rules() -> None:
     backward = torch.ops.convgrad.convolution_backward.default
     for mask in ([True, True, True], [False, True, False]):
         torch.library.opcheck(backward, (normal((2, 6, 5, 5)), input, weight, *geometry, mask))
+    twice = torch.ops.convgrad.convolution_double_backward.default
+    grad_output, *second = (normal(shape) for shape in ((2, 6, 5, 5), input.shape, weight.shape))
+    tensors = (each.detach() for each in (*second, bias, grad_output, input, weight))
+    torch.library.opcheck(twice, (*tensors, *geometry, [True, True, True]))
     pool = [2, 2], [2, 2], [0, 0], [1, 1], False
     torch.library.opcheck(torch.ops.convgrad.max_pool.default, (input, *pool))
 
@@ -204,6 +208,20 @@ def test_autocast_computes_in_its_dtype() -> None:
     output.sum().backward()
     assert input.grad is not None
     assert input.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("ndim", [1, 3])
+def test_single_gradients_in_1d_and_3d_are_pytorchs(ndim: int) -> None:
+    torch.manual_seed(0)
+    of_input, of_weight = (2, 4, *(7, 6, 5)[:ndim]), (6, 4, *(3, 2, 3)[:ndim])
+    input, weight = normal(of_input, grad=False), normal(of_weight, grad=False)
+    grad = torch.randn_like(getattr(functional, f"conv{ndim}d")(input, weight, stride=2))
+    for name, given in (
+        (f"conv{ndim}d_input", (of_input, weight, grad)),
+        (f"conv{ndim}d_weight", (input, of_weight, grad)),
+    ):
+        found, wanted = getattr(ours, name)(*given, 2), getattr(torch.nn.grad, name)(*given, 2)
+        same([found], [wanted], input.dtype)
 
 
 def test_single_gradients_are_pytorchs() -> None:

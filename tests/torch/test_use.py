@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -130,6 +131,27 @@ def test_third_derivatives_stay_pytorchs() -> None:
     wanted = third()
     with ours.use(ours.Local()):
         torch.testing.assert_close(third(), wanted)
+
+
+def test_for_good_it_holds_on_other_threads_until_the_next_call() -> None:
+    layer, x = nn.Conv2d(2, 2, 3), torch.randn(1, 2, 5, 5, requires_grad=True)
+
+    def calls() -> int:
+        layer(x).sum().backward()
+        return sum(row.calls for row in ours.report(reset=True).rows)
+
+    ours.report(reset=True)
+    ours.use(ours.Local())
+    try:
+        assert calls() == 1
+        with ThreadPoolExecutor(1) as threads:
+            assert threads.submit(calls).result() == 1
+        with ours.use(None):
+            assert calls() == 0
+        assert calls() == 1
+    finally:
+        ours.use(None)
+    assert calls() == 0
 
 
 def test_outside_of_it_pytorch_computes() -> None:
