@@ -136,9 +136,9 @@ LARGE_WEIGHT = (
 OVERHEADS = {
     "implicit_gemm": Overhead(0.0, 1.0, 4e-6),
     "pointwise_gemm": Overhead(0.0),
-    "hopper_gather": Overhead(5.9e-6, 1.09),
+    "hopper_gather": Overhead(0.0),
     "hopper_halo": Overhead(6.6e-6, 1.12),
-    "hopper_weight": Overhead(1.8e-6, 1.05),
+    "hopper_weight": Overhead(0.0),
     "dense_gather": Overhead(4.7e-6, 1.09, 4.9e-6),
     "dense_weight": Overhead(8.0e-6, 0.91, 3e-6),
     "padded_result": Overhead(0.0),

@@ -159,7 +159,7 @@ def test_the_choice_is_the_least_expected_time() -> None:
         work_of("fwd", batch=1, channels=(64, 64), size=20),
     ):
         axes = axes_of(work)
-        chosen = choose_schedule(work, axes, H200)
+        _, chosen = choose_schedule(work, axes, H200)
         others = list(candidates(work, axes, H200))
         assert chosen in others
         least = min(expected_s(work, axes, H200, other) for other in others)
@@ -219,7 +219,7 @@ def test_narrow_layers_are_hoppers_in_tf32() -> None:
 @pytest.mark.parametrize(("batch", "tile"), [(1, "128x64w2_k8"), (8, "128x128w2_k4")])
 def test_few_tiles_are_split_over_clusters(batch: int, tile: str) -> None:
     work = work_of("bwd_data", batch=batch, channels=(512, 512), size=7)
-    chosen = choose_schedule(work, axes_of(work), H200)
+    _, chosen = choose_schedule(work, axes_of(work), H200)
     assert str(chosen) == tile
     launch = launch_of(work, chosen)
     assert launch.grid[0] % chosen.tile.split == 0

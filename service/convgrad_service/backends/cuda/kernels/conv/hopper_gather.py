@@ -19,6 +19,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
     expected_s,
     finishes_rows,
     is_plain,
+    launch_s,
     may_pingpong,
     may_split,
     may_start_with_images,
@@ -113,8 +114,11 @@ class HopperGather:
         axes = [gather_axis(work, dim) for dim in range(3)]
         phases = combined(axes)
         sides = sides_of(work, device)
+        schedule = schedule or self._schedule
+        time_s, chosen = None, schedule
         if schedule is None:
-            schedule = self._schedule or choose_schedule(work, axes, device)
+            time_s, schedule = choose_schedule(work, axes, device)
+            chosen = schedule
         if not may_start_with_images(work, axes):
             schedule = replace(schedule, images_first=False)
         planes = stores_planes(work)
@@ -187,11 +191,13 @@ class HopperGather:
             tile.shared_bytes(stages),
             overlaps=bool(sides.steps) or work.follows,
         )
+        if time_s is None or schedule != chosen:
+            time_s = launch_s(expected_s(work, axes, device, schedule))
         return Fragment(
             f"{self.name}_{work.direction}_{schedule}{'_planes' if planes else ''}",
             (*sides.steps, launch),
             sides.workspace,
-            expected_s=expected_s(work, axes, device, schedule),
+            expected_s=time_s,
             order=f"split {tile.split}" if tile.split > 1 else "",
         )
 

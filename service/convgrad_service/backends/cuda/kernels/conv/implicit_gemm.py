@@ -119,7 +119,11 @@ class ImplicitGemm:
         axes = [gather_axis(_gathering(work), dim) for dim in range(3)]
         operands = _operands(work, device)
         gemm = gemm_of(work, axes)
-        config = self._config or choose_config(gemm, work.dtype, device, COUNTERS)
+        if self._config is None:
+            time_s, config = choose_config(gemm, work.dtype, device, COUNTERS)
+        else:
+            config = self._config
+            time_s = expected_s(gemm, work.dtype, config, device)
         copies = (*operands.source.steps, *operands.other.steps)
         workspace = [*operands.source.workspace, *operands.other.workspace]
         partials = f"{work.prefix}implicit_gemm_partials"
@@ -151,7 +155,7 @@ class ImplicitGemm:
             f"{self.name}_{work.direction}_{config}",
             (*copies, launch),
             tuple(workspace),
-            expected_s=expected_s(gemm, work.dtype, config, device),
+            expected_s=time_s,
             order=f"{config.cluster}x{config.workspace}" if config.splits > 1 else "",
         )
 
