@@ -80,6 +80,7 @@ from convgrad_service.backends.cuda.kernels.pool.window_reduce import (
 from convgrad_service.backends.cuda.kernels.pool.window_routes import WindowRoutes
 from convgrad_service.backends.cuda.kernels.pool.window_sums import WindowSums
 from convgrad_service.backends.cuda.kernels.pool.window_tiles import WindowTiles
+from convgrad_service.backends.cuda.tuning.tuned import Tuned
 from convgrad_service.plans.cuda.families import Families, FastestExpected, Overhead
 
 __all__ = ["FAMILIES"]
@@ -156,8 +157,15 @@ WHOLE_WEIGHT = (SHORT_PRODUCTS, FastestExpected(LARGE_WEIGHT, PRODUCTS, overhead
 # Channels that are not whole chunks of 16 bytes.
 PADDED = (PaddedResult(WHOLE, COPIES, OVERHEADS),)
 PADDED_WEIGHT = (PaddedResult(WHOLE_WEIGHT, COPIES, OVERHEADS),)
-DENSE = (SHORT_PRODUCTS, FastestExpected(LARGE, PRODUCTS, PADDED, overheads=OVERHEADS))
+TUNED = Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperGather(), HopperHalo(), *PADDED))
+TUNED_WEIGHT = Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperWeight(), *PADDED_WEIGHT))
+DENSE = (
+    TUNED,
+    SHORT_PRODUCTS,
+    FastestExpected(LARGE, PRODUCTS, PADDED, overheads=OVERHEADS),
+)
 DENSE_WEIGHT = (
+    TUNED_WEIGHT,
     SHORT_PRODUCTS,
     FastestExpected(LARGE_WEIGHT, PRODUCTS, PADDED_WEIGHT, overheads=OVERHEADS),
 )

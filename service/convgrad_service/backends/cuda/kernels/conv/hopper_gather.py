@@ -15,6 +15,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import (
 )
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
     Schedule,
+    candidates,
     choose_schedule,
     expected_s,
     finishes_rows,
@@ -200,6 +201,13 @@ class HopperGather:
             expected_s=time_s,
             order=f"split {tile.split}" if tile.split > 1 else "",
         )
+
+    def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> HopperGather | None:
+        """See `Tunable.tuned`."""
+        axes = [gather_axis(work, dim) for dim in range(3)]
+        every = candidates(work, axes, device)
+        found = next((one for one in every if str(one) == config), None)
+        return None if found is None else HopperGather(everything=True, schedule=found)
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""

@@ -78,7 +78,13 @@ class HopperWeight:
 
     name = "hopper_weight"
 
-    def __init__(self, least_channels: int = LEAST_CHANNELS, *, everywhere: bool = False) -> None:
+    def __init__(
+        self,
+        least_channels: int = LEAST_CHANNELS,
+        *,
+        everywhere: bool = False,
+        cut: Cut | None = None,
+    ) -> None:
         """Create the family.
 
         Parameters
@@ -87,7 +93,10 @@ class HopperWeight:
             The fewest channels on either side.
         everywhere
             Take float32 work even if another family is faster.
+        cut
+            Overrides the chosen partition.
         """
+        self._cut = cut
         self._least_channels = least_channels
         self._everywhere = everywhere
 
@@ -127,6 +136,7 @@ class HopperWeight:
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
         """See `Family.launches`. ``cut`` overrides the chosen partition."""
+        cut = cut or self._cut
         if cut is not None:
             time_s = launch_s(expected_s(cut, device))
         elif (best := _best(work, device)) is not None:
@@ -190,6 +200,11 @@ class HopperWeight:
             tuple(workspace),
             expected_s=time_s,
         )
+
+    def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> HopperWeight | None:
+        """See `Tunable.tuned`."""
+        found = next((cut for cut in reachable(work, device) if str(cut) == config), None)
+        return None if found is None else HopperWeight(cut=found)
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""

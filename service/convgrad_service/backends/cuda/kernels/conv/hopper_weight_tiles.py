@@ -180,6 +180,9 @@ class Cut:
     together: bool = False
     scaled_bytes: int = 0
 
+    def __str__(self) -> str:
+        return self.name + (f"+{self.whole}" if self.whole else "")
+
     @property
     def sums(self) -> bool:
         """Whether blocks of a cluster reduce one tile."""

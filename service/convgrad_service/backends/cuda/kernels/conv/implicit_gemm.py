@@ -14,6 +14,7 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_args import (
     arguments,
 )
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_model import (
+    candidate_configs,
     choose_config,
     expected_s,
 )
@@ -158,6 +159,13 @@ class ImplicitGemm:
             expected_s=time_s,
             order=f"{config.cluster}x{config.workspace}" if config.splits > 1 else "",
         )
+
+    def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> ImplicitGemm | None:
+        """See `Tunable.tuned`."""
+        gemm = gemm_of(work, [gather_axis(_gathering(work), dim) for dim in range(3)])
+        every = candidate_configs(gemm, work.dtype, device, COUNTERS)
+        found = next((one for one in every if str(one) == config), None)
+        return None if found is None else ImplicitGemm(found, self._dtypes, self._least)
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""

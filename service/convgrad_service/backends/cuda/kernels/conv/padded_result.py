@@ -86,6 +86,10 @@ class PaddedResult:
             order=f"{chosen.family} {inner.order}",
         )
 
+    def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> PaddedResult | None:
+        """See `Tunable.tuned`. There is one configuration."""
+        return self if not config else None
+
     def instances(self) -> Iterable[Instance]:
         """None of its own; see `Family.instances`."""
         return ()
