@@ -46,7 +46,7 @@ from convgrad_service.plans.cuda.program import (
 )
 from convgrad_service.plans.cuda.works import ConvWork, Operand, Size3
 
-__all__ = ["ImplicitGemm", "gemm_of"]
+__all__ = ["ImplicitGemm", "gathering", "gemm_of"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 OPERATIONS = {"fwd": "kFprop", "bwd_data": "kDgrad", "bwd_weight": "kWgrad"}
@@ -117,7 +117,7 @@ class ImplicitGemm:
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        axes = [gather_axis(_gathering(work), dim) for dim in range(3)]
+        axes = [gather_axis(gathering(work), dim) for dim in range(3)]
         operands = _operands(work, device)
         gemm = gemm_of(work, axes)
         if self._config is None:
@@ -162,7 +162,7 @@ class ImplicitGemm:
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> ImplicitGemm | None:
         """See `Tunable.tuned`."""
-        gemm = gemm_of(work, [gather_axis(_gathering(work), dim) for dim in range(3)])
+        gemm = gemm_of(work, [gather_axis(gathering(work), dim) for dim in range(3)])
         every = candidate_configs(gemm, work.dtype, device, COUNTERS)
         found = next((one for one in every if str(one) == config), None)
         return None if found is None else ImplicitGemm(found, self._dtypes, self._least)
@@ -207,7 +207,7 @@ def gemm_of(work: ConvWork, axes: list[Axis]) -> Gemm:
     return Gemm(found, result, work.groups, moved, weight=False, irregular=irregular)
 
 
-def _gathering(work: ConvWork) -> ConvWork:
+def gathering(work: ConvWork) -> ConvWork:
     """Return the work whose gather reads the source: wgrad reads the input as fprop does."""
     return replace(work, direction="fwd") if work.direction == "bwd_weight" else work
 

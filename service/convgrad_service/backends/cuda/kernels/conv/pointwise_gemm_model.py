@@ -22,7 +22,7 @@ from convgrad_service.backends.cuda.tuning.correction import MOST_CORRECTED, cor
 from convgrad_service.backends.cuda.tuning.features import features
 from convgrad_service.plans.cuda.device import CudaDevice
 
-__all__ = ["chosen", "every_config", "timed"]
+__all__ = ["chosen", "every_config", "line_of", "timed"]
 
 ROWS, COLUMNS = (64, 128, 256), (16, 24, 32, 40, 48, 64, 80, 96, 128, 144, 160, 192, 224, 256)
 """M and N of tiles."""
@@ -279,6 +279,16 @@ def _corrected(product: Product, device: CudaDevice, counters: int) -> list[tupl
         (float(time_s), replace(table.configs[i], parts=int(part)))
         for i, time_s, part in zip(order, seconds, parts, strict=True)
     ]
+
+
+def line_of(
+    product: Product, device: CudaDevice, config: Config, time_s: float
+) -> NDArray[np.float64]:
+    """Return the `features` of one configuration."""
+    table = _table(device, product.a.mn, product.b.mn)
+    index = table.configs.index(replace(config, parts=1))
+    order, times, parts = np.array([index]), np.array([time_s]), np.array([config.parts])
+    return table.lines(product, order, times, parts)[0]
 
 
 @lru_cache(maxsize=1024)
