@@ -41,7 +41,6 @@ SUMMED = (
     (WEIGHT[0], Config(64, 64, 128, cluster=1), True),
     (WEIGHT[1], Config(64, 40, 128, cluster=2, parts=2), False),
     (WEIGHT[1], Config(64, 16, 128, cluster=3, parts=1), True),
-    (WEIGHT[0], Config(64, 64, 64, cluster=2, parts=2, in_turns=True), False),
 )
 
 

@@ -26,7 +26,6 @@ struct PointwiseGemmArgs {
   int wide_result, activation;
   int cluster, parts;  // a tile's K is split among `cluster` blocks of each of `parts` clusters
   int steps_each;      // k-tiles of one of these blocks
-  int in_turns;        // which take k-tiles in turns
   int owned;           // see SplitKReduce
   int depth;
   int a_whole, b_whole;  // see GemmOperand

@@ -69,7 +69,6 @@ class PointwiseGemmArgs(ctypes.Structure):
                 "cluster",
                 "parts",
                 "steps_each",
-                "in_turns",
                 "owned",
                 "depth",
                 "a_whole",
@@ -221,7 +220,6 @@ def _arguments(work: ConvWork, product: Product, config: Config, stages: int) ->
     )
     args.cluster, args.parts, args.owned = max(config.cluster, 1), config.parts, config.owned
     args.steps, args.steps_each = config.steps(product), config.steps_each(product)
-    args.in_turns = config.in_turns
     args.stages, args.row_tiles = stages, config.tiles(product)[0]
     args.b_pitch = product.b.pitch
     args.a_whole = config.is_whole(product.a, config.m)

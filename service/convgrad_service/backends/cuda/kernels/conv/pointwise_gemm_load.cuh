@@ -42,21 +42,20 @@ struct SharedLayout {
   __device__ __forceinline__ u32 reduce_barrier() const { return barriers + 2 * stages * 8; }
 };
 
-// The work of this block: row tiles row, row + row_step, ... of one column tile, and `steps` k-tiles begin,
-// begin + stride, ...
+// The work of this block: row tiles row, row + row_step, ... of one column tile, and k-tiles [begin,
+// begin + steps).
 struct BlockWork {
-  int row, row_step, column, begin, stride, steps;
+  int row, row_step, column, begin, steps;
 
   __device__ __forceinline__ explicit BlockWork(const PointwiseGemmArgs& args) {
     column = blockIdx.y * BN;
     if constexpr (REDUCE) {
       row = blockIdx.z, row_step = args.row_tiles;
-      stride = args.in_turns ? gridDim.x : 1;
-      begin = blockIdx.x * (args.in_turns ? 1 : args.steps_each);
-      steps = max(min(args.steps_each, (args.steps - begin + stride - 1) / stride), 0);
+      begin = blockIdx.x * args.steps_each;
+      steps = max(min(args.steps_each, args.steps - begin), 0);
     } else {
       row = blockIdx.x, row_step = gridDim.x;
-      begin = 0, stride = 1, steps = args.steps;
+      begin = 0, steps = args.steps;
     }
   }
 };
@@ -81,7 +80,7 @@ struct Producer {
     const u32 to = kRows ? smem.a(state.index) : smem.b(state.index),
               barrier = smem.full_barrier(state.index);
     mbarrier_arrive_expect_tx(barrier, Side::kBytes);
-    Side::load(to, map, barrier, kRows ? row * BM : work.column, work.begin + step * work.stride, single_copy);
+    Side::load(to, map, barrier, kRows ? row * BM : work.column, work.begin + step, single_copy);
     if (++step == work.steps) step = 0, row += work.row_step;
     state.advance(smem.stages);
   }

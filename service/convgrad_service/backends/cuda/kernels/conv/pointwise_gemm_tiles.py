@@ -24,7 +24,7 @@ ROW_BYTES = (32, 64, 128)
 """Row lengths in shared memory, which are also the swizzle widths."""
 CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
 """Concurrent clusters of an H200 by cluster size, with one block per SM."""
-NAME = re.compile(r"(\d+)x(\d+)(?:d(\d+))?(r?)(?:_k(\d+))?(?:/(\d+))?(t?)")
+NAME = re.compile(r"(\d+)x(\d+)(?:d(\d+))?(r?)(?:_k(\d+))?(?:/(\d+))?")
 """A configuration's name."""
 ITEM_BYTES = 2
 WARPGROUP, PRODUCERS = 128, 64
@@ -106,14 +106,13 @@ class Config:
     cluster: int = 0
     parts: int = 1
     resident: bool = False
-    in_turns: bool = False
 
     def __str__(self) -> str:
         name = f"{self.m}x{self.n}" + (f"d{self.depth}" if self.depth != 64 else "")
         name += "r" * self.resident
         if self.cluster:
             name += f"_k{self.cluster}" + (f"/{self.parts}" if self.parts > 1 else "")
-        return name + "t" * self.in_turns
+        return name
 
     @classmethod
     def named(cls, name: str) -> Config | None:
@@ -122,7 +121,7 @@ class Config:
         if found is None:
             return None
         m, n, depth, cluster, parts = (int(found[i] or 0) for i in (1, 2, 3, 5, 6))
-        return cls(m, n, depth or 64, cluster, parts or 1, bool(found[4]), bool(found[7]))
+        return cls(m, n, depth or 64, cluster, parts or 1, resident=bool(found[4]))
 
     @property
     def consumers(self) -> int:
