@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.families import COPIES, FAMILIES, OVERHEADS
+from convgrad_service.backends.cuda.families import COPIES, FAMILIES
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGemm
 from convgrad_service.backends.cuda.kernels.conv.padded_result import PaddedResult
 from convgrad_service.backends.cuda.kernels.layout.transpose import RowCopy, RowPack
@@ -38,7 +38,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def emulated() -> EmulatedBackend:
-    padded = PaddedResult((ImplicitGemm(),), COPIES, OVERHEADS)
+    padded = PaddedResult((ImplicitGemm(),), COPIES)
     return EmulatedBackend(replace(FAMILIES, bwd_data=[padded], bwd_weight=[padded]))
 
 

@@ -142,7 +142,6 @@ OVERHEADS = {
     "hopper_weight": Overhead(0.0),
     "dense_gather": Overhead(4.7e-6, 1.09, 4.9e-6),
     "dense_weight": Overhead(8.0e-6, 0.91, 3e-6),
-    "padded_result": Overhead(0.0),
 }
 # Not for TF32, in which it has not been measured against the others.
 IMPLICIT_GEMM = ImplicitGemm(dtypes=(DType.FLOAT16, DType.BFLOAT16))
@@ -152,23 +151,19 @@ IMPLICIT_GEMM = ImplicitGemm(dtypes=(DType.FLOAT16, DType.BFLOAT16))
 ODD = (IMPLICIT_GEMM, ImplicitGemm(dtypes=(DType.FLOAT32,), least_channels=4))
 # Pointwise convolutions. Short ones are not compared with the others, which were never faster.
 SHORT_PRODUCTS, PRODUCTS = PointwiseGemm(most_s=25e-6), (PointwiseGemm(), IMPLICIT_GEMM)
-WHOLE = (SHORT_PRODUCTS, FastestExpected(LARGE, PRODUCTS, overheads=OVERHEADS))
-WHOLE_WEIGHT = (SHORT_PRODUCTS, FastestExpected(LARGE_WEIGHT, PRODUCTS, overheads=OVERHEADS))
+WHOLE = (
+    Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperGather(), HopperHalo())),
+    SHORT_PRODUCTS,
+    FastestExpected(LARGE, PRODUCTS, overheads=OVERHEADS),
+)
+WHOLE_WEIGHT = (
+    Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperWeight(), DenseWeight())),
+    SHORT_PRODUCTS,
+    FastestExpected(LARGE_WEIGHT, PRODUCTS, overheads=OVERHEADS),
+)
 # Channels that are not whole chunks of 16 bytes.
-PADDED = (PaddedResult(WHOLE, COPIES, OVERHEADS),)
-PADDED_WEIGHT = (PaddedResult(WHOLE_WEIGHT, COPIES, OVERHEADS),)
-TUNED = Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperGather(), HopperHalo(), *PADDED))
-TUNED_WEIGHT = Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperWeight(), *PADDED_WEIGHT))
-DENSE = (
-    TUNED,
-    SHORT_PRODUCTS,
-    FastestExpected(LARGE, PRODUCTS, PADDED, overheads=OVERHEADS),
-)
-DENSE_WEIGHT = (
-    TUNED_WEIGHT,
-    SHORT_PRODUCTS,
-    FastestExpected(LARGE_WEIGHT, PRODUCTS, PADDED_WEIGHT, overheads=OVERHEADS),
-)
+DENSE = (PaddedResult(WHOLE, COPIES), *WHOLE)
+DENSE_WEIGHT = (PaddedResult(WHOLE_WEIGHT, COPIES), *WHOLE_WEIGHT)
 # First layers: few channels of the input.
 FIRST_FORWARD = (Patches(DENSE), PatchProducts(DENSE), FirstForward())
 FIRST_DATA = (

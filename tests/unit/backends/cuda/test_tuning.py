@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from convgrad_service.backends.cuda.families import DENSE, DENSE_WEIGHT
+from convgrad_service.backends.cuda.families import WHOLE, WHOLE_WEIGHT
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import COUNTERS, products_of
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_model import timed
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import Config
@@ -25,18 +25,15 @@ WORKS = {
     "weight_product": pointwise(8, (64, 256), 28, "bwd_weight"),
     "taps": work_of("bwd_data", batch=8, channels=(64, 128)),
     "weight_taps": work_of("bwd_weight", batch=8, channels=(64, 128)),
-    "odd": work_of("bwd_data", batch=8, channels=(45, 128)),
 }
 
 
 def families_of(work: ConvWork) -> tuple[object, ...]:
-    return DENSE_WEIGHT if work.direction == "bwd_weight" else DENSE
+    return WHOLE_WEIGHT if work.direction == "bwd_weight" else WHOLE
 
 
 def configuration(chosen: Chosen) -> str:
     """The part of a kernel's name that a table holds."""
-    if chosen.family == "padded_result":
-        return ""
     name = chosen.fragment.kernel.removeprefix(f"{chosen.family}_")
     for direction in ("fwd", "bwd_data", "bwd_weight"):
         name = name.removeprefix(f"{direction}_")
