@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,13 @@ from convgrad_service.backends.cuda.kernels.conv import (
     implicit_gemm_model,
     pointwise_gemm_model,
 )
-from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import HopperTile
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import reachable
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import gathering, gemm_of
-from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import Config as GemmConfig
-from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import Tile
-from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import products_of
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import (
+    COUNTERS,
+    SWAPPED,
+    products_of,
+)
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import Config
 from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axis
 from convgrad_service.backends.cuda.tuning.correction import TABLE, Correction
@@ -88,88 +90,78 @@ class Row:
 
 def work_of(row: Mapping[str, Any]) -> ConvWork:
     """The row's layer as the planner sees it."""
-    layer = {
-        "N": row["N"],
-        "C": row["C"],
-        "K": row["K"],
-        "groups": 1,
-        "kind": "conv",
-        "ndim": len(row["size"]),
-        "input_size": row["size"],
-        "output_size": row["out"],
-        "kernel_size": row["k"],
-        "stride": row["s"],
-        "padding": row["pad"],
-        "dilation": row["d"],
-        "name": row["layer"],
-        "class": "dense",
-    }
-    problem: Any = problem_of(layer, "bfloat16", "NHWC", row["op"])
+    problem: Any = problem_of({**row, "groups": 1, "kind": "conv"}, "bfloat16", "NHWC", row["op"])
     return conv_work(problem, *BUFFERS[row["op"]])
 
 
-def measured_of(
-    work: ConvWork, device: CudaDevice, entries: Sequence[Sequence[Any]]
-) -> Iterator[Measured]:
-    """A row's configurations with their features."""
-    odd = work.in_channels % CHUNK or work.out_channels % CHUNK
-    products = None
-    cuts = None
-    axes = [gather_axis(gathering(work), dim) for dim in range(3)]
-    for family, _, config, expected_us, us in entries:
-        if us is None:
-            continue
-        model, name, line, s = None, "", None, None
-        if expected_us is not None:
-            s = expected_us * 1e-6
+class Lines:
+    """The features of a layer's configurations, by family and name."""
+
+    def __init__(self, work: ConvWork, device: CudaDevice) -> None:
+        self._work, self._device = work, device
+        self._axes = [gather_axis(gathering(work), dim) for dim in range(3)]
+        # Configurations by name, made when they are first asked for.
+        self._named: dict[str, dict[str, Any]] = {}
+
+    def of(self, family: str, name: str, s: float) -> tuple[str, NDArray[np.float64]] | None:
+        """The model and the line of a configuration; None if its family has no correction."""
+        work, device, axes = self._work, self._device, self._axes
         if family == "pointwise_gemm":
-            given = dict(config)
-            swapped = given.pop("swapped")
-            if given.pop("in_turns", False):
-                continue
-            one = Config(**given)
-            products = products or products_of(work)
-            product = products[swapped and len(products) > 1]
-            wgrad = product.a.mn
-            model = f"pointwise_gemm_{'weight' if wgrad else 'gather'}"
-            name = f"{one}" + "_swapped" * swapped
-            line = pointwise_gemm_model.line_of(product, device, one, s)
-        elif family == "implicit_gemm":
-            tiles = GemmConfig(Tile(**config["tile"]), config["cluster"], config["workspace"])
+            config = Config.named(name.removesuffix(SWAPPED))
+            if config is None:
+                raise ValueError(f"no configuration {name}")
+            products = products_of(work)
+            product = products[name.endswith(SWAPPED) and len(products) > 1]
+            model = f"{family}_{'weight' if product.a.mn else 'gather'}"
+            return model, pointwise_gemm_model.line_of(product, device, config, s)
+        if family == "implicit_gemm":
             gemm = gemm_of(work, axes)
-            model = f"implicit_gemm_{'weight' if gemm.weight else 'gather'}"
-            name = str(tiles)
-            line = implicit_gemm_model.lines(gemm, work.dtype, device, [(s, tiles)])[0]
-        elif family == "hopper_gather":
-            tile = HopperTile(**config["tile"])
-            schedule = hopper_gather_plan.Schedule(tile, config["images_first"], config["rounds"])
-            s = hopper_gather_plan.launch_s(s)
-            model, name = family, str(schedule)
-            line = hopper_gather_plan.lines(work, axes, device, [(s, schedule)])[0]
-        elif family == "hopper_weight":
-            cuts = cuts or {str(cut): cut for cut in reachable(work, device)}
-            name = config["cut"] + (f"+{config['whole']}" if config["whole"] else "")
-            s = hopper_weight_model.launch_s(s)
-            model = family
-            line = hopper_weight_model.lines(work, device, [(s, cuts[name])])[0]
-        elif family in ("dense_gather", "dense_weight"):
-            continue
-        yield Measured(None if odd else model, family, name, line, (s or 0) * 1e6, us)
+            found = [(s, self._find(family, name))]
+            model = f"{family}_{'weight' if gemm.weight else 'gather'}"
+            return model, implicit_gemm_model.lines(gemm, work.dtype, device, found)[0]
+        if family == "hopper_gather":
+            found = [(s, self._find(family, name))]
+            return family, hopper_gather_plan.lines(work, axes, device, found)[0]
+        if family == "hopper_weight":
+            found = [(s, self._find(family, name))]
+            return family, hopper_weight_model.lines(work, device, found)[0]
+        return None
+
+    def _find(self, family: str, name: str) -> Any:
+        if family not in self._named:
+            work, device = self._work, self._device
+            every: Iterable[Any]
+            if family == "implicit_gemm":
+                gemm = gemm_of(work, self._axes)
+                every = implicit_gemm_model.candidate_configs(gemm, work.dtype, device, COUNTERS)
+            elif family == "hopper_gather":
+                every = hopper_gather_plan.candidates(work, self._axes, device)
+            else:
+                every = reachable(work, device)
+            self._named[family] = {str(one): one for one in every}
+        return self._named[family][name]
+
+
+def measured_of(row: Mapping[str, Any], work: ConvWork, device: CudaDevice) -> Iterator[Measured]:
+    """A row's configurations with their features."""
+    lines = Lines(work, device)
+    for family, name, expected_us, us in row["configurations"]:
+        found = None if expected_us is None else lines.of(family, name, expected_us * 1e-6)
+        model, line = (None, None) if found is None else found
+        yield Measured(model, family, name, line, expected_us or math.inf, us)
 
 
 def rows_of(path: Path, device: CudaDevice) -> list[Row]:
-    """All layers of a sweep."""
+    """The layers of a sweep whose channels are whole chunks; others are padded first."""
     found = []
     for text in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(text)
-        if not row.get("cands"):
+        if row["C"] % CHUNK or row["K"] % CHUNK or not row["configurations"]:
             continue
         work = work_of(row)
-        every = tuple(measured_of(work, device, row["cands"]))
-        if every:
-            found.append(
-                Row(key_of(work), row["layer"], row["kind"], row["peer"], row["us"], every)
-            )
+        every = tuple(measured_of(row, work, device))
+        name = row["layer"].split("_n")[0]
+        found.append(Row(key_of(work), name, row["kind"], row["peer_us"], row["us"], every))
     return found
 
 
@@ -233,7 +225,7 @@ def report(what: str, rows: Sequence[Row], table: Mapping[str, dict[str, Any]]) 
     for row in rows:
         times = []
         for one in row.measured:
-            time = one.expected_us or 1e9
+            time = one.expected_us
             if one.model in every and one.line is not None:
                 time *= float(every[one.model].factors(one.line[None])[0])
                 errors.append(abs(np.log2(time / one.us)))

@@ -152,6 +152,7 @@ def test_padding_is_left_out_where_images_are_neighbours() -> None:
     assert sorted(kept) == sorted([4] * 4 + [6] * 20 + [9] * 25)
 
 
+@pytest.mark.usefixtures("uncorrected")
 def test_the_choice_is_the_least_expected_time() -> None:
     for work in (
         work_of("bwd_data", batch=64, channels=(512, 512), size=7),

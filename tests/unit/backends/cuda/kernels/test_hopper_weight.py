@@ -209,6 +209,7 @@ def test_shares_asked_for_are_shares() -> None:
     assert all(cut.shares == 5 and cut.whole == 0 for cut in cuts(work, H200, direct=True))
 
 
+@pytest.mark.usefixtures("uncorrected")
 @pytest.mark.parametrize("name", WORKS)
 def test_the_choice_is_the_least_expected(name: str) -> None:
     work = WORKS[name]

@@ -288,7 +288,8 @@ def line_of(
     table = _table(device, product.a.mn, product.b.mn)
     index = table.configs.index(replace(config, parts=1))
     order, times, parts = np.array([index]), np.array([time_s]), np.array([config.parts])
-    return table.lines(product, order, times, parts)[0]
+    found: NDArray[np.float64] = table.lines(product, order, times, parts)[0]
+    return found
 
 
 @lru_cache(maxsize=1024)
