@@ -38,7 +38,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def emulated() -> EmulatedBackend:
-    padded = PaddedResult((ImplicitGemm(),), COPIES)
+    padded = PaddedResult((ImplicitGemm(),), COPIES, least_elements=1)
     return EmulatedBackend(replace(FAMILIES, bwd_data=[padded], bwd_weight=[padded]))
 
 

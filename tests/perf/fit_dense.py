@@ -53,10 +53,12 @@ BUFFERS = {
     "conv_bwd_data": ("bwd_data", "grad_input", "weight", "grad_output"),
     "grouped_conv_bwd_weight": ("bwd_weight", "input", "grad_weight", "grad_output"),
 }
-LEVELS, TREES, RATE, RIDGE, THRESHOLDS = 3, 80, 0.25, 4.0, 20
+LEVELS, TREES, RATE, RIDGE, THRESHOLDS = 4, 80, 0.2, 6.0, 20
 # Configurations that take longer than so many times the best count less.
 NEAR = 1.15
 CHUNK = 8
+# Families whose configurations are found among all of a layer.
+FOUND = ("implicit_gemm", "hopper_gather", "hopper_weight")
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,10 @@ class Lines:
             return family, hopper_weight_model.lines(work, device, found)[0]
         return None
 
+    def has(self, family: str, name: str) -> bool:
+        """Whether the configuration still exists."""
+        return family not in FOUND or self._find(family, name) is not None
+
     def _find(self, family: str, name: str) -> Any:
         if family not in self._named:
             work, device = self._work, self._device
@@ -139,13 +145,15 @@ class Lines:
             else:
                 every = reachable(work, device)
             self._named[family] = {str(one): one for one in every}
-        return self._named[family][name]
+        return self._named[family].get(name)
 
 
 def measured_of(row: Mapping[str, Any], work: ConvWork, device: CudaDevice) -> Iterator[Measured]:
     """A row's configurations with their features."""
     lines = Lines(work, device)
     for family, name, expected_us, us in row["configurations"]:
+        if not lines.has(family, name):
+            continue
         found = None if expected_us is None else lines.of(family, name, expected_us * 1e-6)
         model, line = (None, None) if found is None else found
         yield Measured(model, family, name, line, expected_us or math.inf, us)
@@ -194,7 +202,7 @@ def fitted(
             chosen.append(cuts[best])
         total = np.bincount(leaf, weight * left, 1 << LEVELS)
         count = np.bincount(leaf, weight, 1 << LEVELS)
-        values = np.round(RATE * total / (count + RIDGE), 4)
+        values = np.round(RATE * total / (count + RIDGE), 3)
         left -= values[leaf]
         table["features"].append([NAMES[index] for index, _ in chosen])
         table["thresholds"].append([cut for _, cut in chosen])

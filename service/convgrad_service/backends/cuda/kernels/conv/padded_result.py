@@ -3,8 +3,7 @@
 Kernels store results in vectors of 16 bytes, and load operands so. With other channel counts they
 store element by element, which takes several times as long as the sums. Here the result and the
 operand that shares its channels are padded with zeros, and a copy at memory bandwidth removes the
-padding. On an H200, that took 0.40 to 0.96 of the time of the best other kernel in 18 of 18 cases
-(45 to 921 channels, bfloat16).
+padding.
 """
 
 from __future__ import annotations
@@ -29,6 +28,11 @@ __all__ = ["PaddedResult"]
 
 # With fewer channels, most of a tile would be padding in any case.
 LEAST_CHANNELS = 16
+# The fewest elements of a result for which the copies cost less than they save. On an H200
+# (bfloat16, 18 to 921 channels), 21 gradients of the input of this size or larger took 0.48 to 0.98
+# of the best other kernel's time, and 12 smaller ones 1.09 to 1.34 of it; 7 large gradients of a
+# weight took 0.76 to 1.07.
+LEAST_ELEMENTS = 700_000
 
 
 class PaddedResult:
@@ -38,9 +42,14 @@ class PaddedResult:
     name = "padded_result"
 
     def __init__(
-        self, families: Sequence[Family[ConvWork]], copies: Sequence[Family[Copy]]
+        self,
+        families: Sequence[Family[ConvWork]],
+        copies: Sequence[Family[Copy]],
+        *,
+        least_elements: int = LEAST_ELEMENTS,
     ) -> None:
         self._families, self._copies = families, copies
+        self._least = least_elements
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
@@ -56,6 +65,8 @@ class PaddedResult:
             return f"{work.in_channels} channels would leave most of a tile"
         if not work.in_channels * work.dtype.itemsize % CHUNK_BYTES:
             return "channels in whole chunks"
+        if prod(_rows(work)) * work.in_channels < self._least:
+            return f"a result of fewer than {self._least} elements"
         if work.result.strides[2] != 1:
             return "the result's channels are not contiguous"
         inner = _Padded.of(work, device).work
