@@ -253,6 +253,9 @@ bench-cold: $(READY) ## how long a layer's first request waits for a compiler; n
 bench-networks: $(READY) ## every convolution of whole networks beside cuDNN; needs what bench-gpu needs
 	@$(PY) -m tests.perf.bench_networks
 
+tune: $(READY) ## time all families' configurations on many layers, and fit the choice of kernels to that; needs bench-gpu's
+	@$(PY) -m tests.perf.sweep_dense --out build/dense.jsonl && $(PY) -m tests.perf.fit_dense build/dense.jsonl --write
+
 bench-training: $(READY) ## training steps of whole networks with convgrad.torch and without; needs bench-gpu's, torchvision, timm
 	@$(PY) -m tests.perf.bench_training --out $(TRAINING)
 

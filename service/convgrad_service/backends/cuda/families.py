@@ -23,6 +23,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_halo import HopperHalo
 from convgrad_service.backends.cuda.kernels.conv.hopper_pointwise import HopperPointwise
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGemm
+from convgrad_service.backends.cuda.kernels.conv.padded_result import PaddedResult
 from convgrad_service.backends.cuda.kernels.conv.patch_products import PatchProducts
 from convgrad_service.backends.cuda.kernels.conv.patches import Patches
 from convgrad_service.backends.cuda.kernels.conv.phase_channels import PhaseChannels
@@ -56,7 +57,11 @@ from convgrad_service.backends.cuda.kernels.layout.dense_channels_first import (
     ResultThroughChannelsLast,
 )
 from convgrad_service.backends.cuda.kernels.layout.strided_copy import StridedCopy
-from convgrad_service.backends.cuda.kernels.layout.transpose import RowCopy, Transpose
+from convgrad_service.backends.cuda.kernels.layout.transpose import (
+    RowCopy,
+    RowPack,
+    Transpose,
+)
 from convgrad_service.backends.cuda.kernels.pool.max_pool import MaxPoolBackward, MaxPoolForward
 from convgrad_service.backends.cuda.kernels.pool.max_unpool import MaxUnpool
 from convgrad_service.backends.cuda.kernels.pool.pool_cell_rows import PoolCellRows
@@ -77,12 +82,13 @@ from convgrad_service.backends.cuda.kernels.pool.window_routes import WindowRout
 from convgrad_service.backends.cuda.kernels.pool.window_scatter import WindowScatter
 from convgrad_service.backends.cuda.kernels.pool.window_sums import WindowSums
 from convgrad_service.backends.cuda.kernels.pool.window_tiles import WindowTiles
+from convgrad_service.backends.cuda.tuning.tuned import Tuned
 from convgrad_service.plans.cuda.families import Families, FastestExpected, Overhead
 
 __all__ = ["FAMILIES"]
 
 # Copies between layouts.
-COPIES = (Transpose(), RowCopy(), StridedCopy())
+COPIES = (Transpose(), RowCopy(), RowPack(), StridedCopy())
 # Depthwise convolutions: forward and input gradient, then weight gradient.
 DEPTHWISE = (
     DepthwisePairs(),
@@ -133,9 +139,9 @@ LARGE_WEIGHT = (
 OVERHEADS = {
     "implicit_gemm": Overhead(0.0, 1.0, 4e-6),
     "pointwise_gemm": Overhead(0.0),
-    "hopper_gather": Overhead(5.9e-6, 1.09),
+    "hopper_gather": Overhead(0.0),
     "hopper_halo": Overhead(6.6e-6, 1.12),
-    "hopper_weight": Overhead(1.8e-6, 1.05),
+    "hopper_weight": Overhead(0.0),
     "dense_gather": Overhead(4.7e-6, 1.09, 4.9e-6),
     "dense_weight": Overhead(8.0e-6, 0.91, 3e-6),
 }
@@ -147,8 +153,19 @@ IMPLICIT_GEMM = ImplicitGemm(dtypes=(DType.FLOAT16, DType.BFLOAT16))
 ODD = (IMPLICIT_GEMM, ImplicitGemm(dtypes=(DType.FLOAT32,), least_channels=4))
 # Pointwise convolutions. Short ones are not compared with the others, which were never faster.
 SHORT_PRODUCTS, PRODUCTS = PointwiseGemm(most_s=25e-6), (PointwiseGemm(), IMPLICIT_GEMM)
-DENSE = (SHORT_PRODUCTS, FastestExpected(LARGE, PRODUCTS, overheads=OVERHEADS))
-DENSE_WEIGHT = (SHORT_PRODUCTS, FastestExpected(LARGE_WEIGHT, PRODUCTS, overheads=OVERHEADS))
+WHOLE = (
+    Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperGather(), HopperHalo())),
+    SHORT_PRODUCTS,
+    FastestExpected(LARGE, PRODUCTS, overheads=OVERHEADS),
+)
+WHOLE_WEIGHT = (
+    Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperWeight(), DenseWeight())),
+    SHORT_PRODUCTS,
+    FastestExpected(LARGE_WEIGHT, PRODUCTS, overheads=OVERHEADS),
+)
+# Channels that are not whole chunks of 16 bytes.
+DENSE = (PaddedResult(WHOLE, COPIES), *WHOLE)
+DENSE_WEIGHT = (PaddedResult(WHOLE_WEIGHT, COPIES), *WHOLE_WEIGHT)
 # First layers: few channels of the input.
 FIRST_FORWARD = (Patches(DENSE), PatchProducts(DENSE), FirstForward())
 FIRST_DATA = (

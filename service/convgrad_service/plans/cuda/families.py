@@ -7,6 +7,7 @@ the last one applies to everything.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -25,7 +26,16 @@ from convgrad_service.plans.cuda.works import (
     WindowWork,
 )
 
-__all__ = ["Chosen", "Families", "Family", "FastestExpected", "Overhead", "Work", "choose"]
+__all__ = [
+    "Chosen",
+    "Families",
+    "Family",
+    "FastestExpected",
+    "Overhead",
+    "Selector",
+    "Work",
+    "choose",
+]
 
 Work = ConvWork | FusedWork | ChannelSums | PoolWork | WindowWork | UnpoolWork | Copy
 W = TypeVar("W", bound=Work, contravariant=True)
@@ -82,7 +92,7 @@ class Families:
         """Return a copy without the families of these names."""
 
         def left(family: Any) -> tuple[Any, ...]:
-            if isinstance(family, FastestExpected):
+            if isinstance(family, Selector):
                 return family.without(names)
             return () if family.name in names else (family,)
 
@@ -111,7 +121,7 @@ def choose(families: Sequence[Family[V]], work: V, device: CudaDevice) -> Chosen
     """
     passed_over: list[tuple[str, str]] = []
     for family in families:
-        if isinstance(family, FastestExpected):
+        if isinstance(family, Selector):
             chosen, reasons = family.choice(work, device)
             passed_over += reasons
             if chosen is not None:
@@ -157,7 +167,37 @@ class Overhead:
 COPY_BYTES_S = 3e12
 
 
-class FastestExpected(Generic[V]):
+class Selector(ABC, Generic[V]):
+    """Stands for several families, one of which it chooses for each piece of work."""
+
+    name: str
+
+    @abstractmethod
+    def choice(self, work: V, device: CudaDevice) -> tuple[Chosen | None, list[tuple[str, str]]]:
+        """Return the chosen family's launches, if any, and why each other one was passed over."""
+
+    @abstractmethod
+    def without(self, names: Collection[str]) -> tuple[Family[V], ...]:
+        """Return what remains of it without the families of these names."""
+
+    @abstractmethod
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+
+    def why_not(self, work: V, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        chosen, reasons = self.choice(work, device)
+        return "; ".join(reason for _, reason in reasons) if chosen is None else None
+
+    def launches(self, work: V, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        chosen, _ = self.choice(work, device)
+        if chosen is None:
+            raise ValueError("work that why_not refuses")
+        return chosen.fragment
+
+
+class FastestExpected(Selector[V]):
     """Chooses between several sequences of families by predicted time.
 
     Of each sequence, which is in order of preference, the first family that applies is a candidate.
@@ -172,7 +212,7 @@ class FastestExpected(Generic[V]):
         self._overheads = overheads
 
     def without(self, names: Collection[str]) -> tuple[Family[V], ...]:
-        """Return what remains of it without the families of these names."""
+        """See `Selector.without`."""
         sides = [tuple(one for one in side if one.name not in names) for side in self._sides]
         left = [side for side in sides if side]
         if len(left) < 2 or not sides[0]:
@@ -180,7 +220,7 @@ class FastestExpected(Generic[V]):
         return (FastestExpected(*left, overheads=self._overheads),)
 
     def choice(self, work: V, device: CudaDevice) -> tuple[Chosen | None, list[tuple[str, str]]]:
-        """Return the fastest candidate, if any, and why each other family was passed over."""
+        """See `Selector.choice`: the fastest candidate."""
         reasons: list[tuple[str, str]] = []
         found: list[Chosen] = []
         for side in self._sides:
@@ -209,18 +249,6 @@ class FastestExpected(Generic[V]):
     def _total_s(self, chosen: Chosen) -> float | None:
         overhead = self._overheads.get(chosen.family)
         return None if overhead is None else overhead.total_s(chosen.fragment)
-
-    def why_not(self, work: V, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
-        chosen, reasons = self.choice(work, device)
-        return "; ".join(reason for _, reason in reasons) if chosen is None else None
-
-    def launches(self, work: V, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
-        chosen, _ = self.choice(work, device)
-        if chosen is None:
-            raise ValueError("work that why_not refuses")
-        return chosen.fragment
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""

@@ -152,6 +152,7 @@ def test_padding_is_left_out_where_images_are_neighbours() -> None:
     assert sorted(kept) == sorted([4] * 4 + [6] * 20 + [9] * 25)
 
 
+@pytest.mark.usefixtures("uncorrected")
 def test_the_choice_is_the_least_expected_time() -> None:
     for work in (
         work_of("bwd_data", batch=64, channels=(512, 512), size=7),
@@ -159,7 +160,7 @@ def test_the_choice_is_the_least_expected_time() -> None:
         work_of("fwd", batch=1, channels=(64, 64), size=20),
     ):
         axes = axes_of(work)
-        chosen = choose_schedule(work, axes, H200)
+        _, chosen = choose_schedule(work, axes, H200)
         others = list(candidates(work, axes, H200))
         assert chosen in others
         least = min(expected_s(work, axes, H200, other) for other in others)
@@ -205,9 +206,13 @@ def test_what_is_beside_products_is_expected_under_the_others() -> None:
     assert turns < together
 
 
-def test_narrow_layers_are_hoppers_in_tf32() -> None:
+def test_narrow_layers() -> None:
+    """In TF32, only plain results have a tile for 32 channels."""
     family = HopperGather()
-    assert family.why_not(work_of("fwd", channels=(32, 32)), H200) is not None
+    assert family.why_not(work_of("fwd", channels=(24, 32)), H200) is not None
+    assert family.why_not(work_of("fwd", channels=(32, 32)), H200) is None
+    high = work_of("fwd", channels=(32, 32), dtype=DType.FLOAT32, precision="high")
+    assert family.why_not(replace(high, activation="silu"), H200) is not None
     assert (
         family.why_not(
             work_of("fwd", channels=(32, 32), dtype=DType.FLOAT32, precision="high"), H200
@@ -216,10 +221,11 @@ def test_narrow_layers_are_hoppers_in_tf32() -> None:
     )
 
 
+@pytest.mark.usefixtures("uncorrected")
 @pytest.mark.parametrize(("batch", "tile"), [(1, "128x64w2_k8"), (8, "128x128w2_k4")])
 def test_few_tiles_are_split_over_clusters(batch: int, tile: str) -> None:
     work = work_of("bwd_data", batch=batch, channels=(512, 512), size=7)
-    chosen = choose_schedule(work, axes_of(work), H200)
+    _, chosen = choose_schedule(work, axes_of(work), H200)
     assert str(chosen) == tile
     launch = launch_of(work, chosen)
     assert launch.grid[0] % chosen.tile.split == 0

@@ -138,6 +138,7 @@ def test_blocks_that_sum_have_one_unit_each_and_room_for_slices(name: str) -> No
         assert cut.tile.joined_bytes(cut.summing) + 1024 <= cut.shared_bytes(H200)
 
 
+@pytest.mark.usefixtures("uncorrected")
 def test_few_tiles_are_summed_in_clusters() -> None:
     work = work_of("bwd_weight", channels=(256, 256), batch=64)
     fragment = HopperWeight().launches(work, H200)
@@ -209,6 +210,7 @@ def test_shares_asked_for_are_shares() -> None:
     assert all(cut.shares == 5 and cut.whole == 0 for cut in cuts(work, H200, direct=True))
 
 
+@pytest.mark.usefixtures("uncorrected")
 @pytest.mark.parametrize("name", WORKS)
 def test_the_choice_is_the_least_expected(name: str) -> None:
     work = WORKS[name]

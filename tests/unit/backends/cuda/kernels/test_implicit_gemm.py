@@ -39,7 +39,8 @@ def test_every_config_fits(device: CudaDevice) -> None:
 
 
 def test_few_tiles_are_split_over_a_cluster() -> None:
-    assert choose_config(FEW, DType.BFLOAT16, H200, 2**14).cluster > 1
+    _, config = choose_config(FEW, DType.BFLOAT16, H200, 2**14)
+    assert config.cluster > 1
 
 
 def test_workspace_needs_counters() -> None:

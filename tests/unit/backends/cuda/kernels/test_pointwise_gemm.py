@@ -62,6 +62,7 @@ def test_splits_need_counters() -> None:
     assert all(config.parts == 1 for _, config in timed(product, H200, 0))
 
 
+@pytest.mark.usefixtures("uncorrected")
 def test_the_least_time_is_chosen() -> None:
     products = products_of(pointwise(8, (144, 24), 28, "bwd_weight"))
     found = chosen(products, H200, COUNTERS)

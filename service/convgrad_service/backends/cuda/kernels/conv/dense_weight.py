@@ -138,6 +138,10 @@ class DenseWeight(DenseFamily):
             expected_s=expected,
         )
 
+    def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> DenseWeight | None:
+        """See `Tunable.tuned`. There is one configuration."""
+        return self if not config else None
+
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [

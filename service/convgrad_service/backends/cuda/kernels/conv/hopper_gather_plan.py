@@ -22,6 +22,8 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
 )
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis
 from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
+from convgrad_service.backends.cuda.tuning.correction import MOST_CORRECTED, correction_of
+from convgrad_service.backends.cuda.tuning.features import features
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
@@ -34,6 +36,8 @@ __all__ = [
     "finishes_rows",
     "is_plain",
     "kept_taps",
+    "launch_s",
+    "lines",
     "may_pingpong",
     "may_start_with_images",
     "pixels_beside",
@@ -51,6 +55,8 @@ MOST_COUNTED = 1 << 16
 PINGPONG_BY_IMAGE = 1.13
 # PINGPONG addresses results in 32-bit units of 16 bytes; the largest value marks no result.
 MOST_CHUNKS = 2**32 - 1
+# From the time of the busiest SM to that of a launch in a graph, fitted on an H200.
+START_S, SCALE = 5.9e-6, 1.09
 # With a larger stride, pixels of a phase are not contiguous in the result.
 MOST_STRIDE = 1
 
@@ -205,14 +211,66 @@ def _taps_of_tiles(
     )
 
 
-def choose_schedule(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Schedule:
-    """Return the schedule with the least expected time.
+def choose_schedule(
+    work: ConvWork, axes: Sequence[Axis], device: CudaDevice
+) -> tuple[float, Schedule]:
+    """Return the schedule with the least expected time, and that in seconds.
 
     All schedules without split-K give bitwise equal results.
     """
-    return min(
-        candidates(work, axes, device),
-        key=lambda schedule: expected_s(work, axes, device, schedule),
+    every = [
+        (launch_s(expected_s(work, axes, device, schedule)), schedule)
+        for schedule in candidates(work, axes, device)
+    ]
+    found = sorted(every, key=lambda one: one[0])[:MOST_CORRECTED]
+    correction = correction_of("hopper_gather", device)
+    if correction is None or work.dtype.itemsize != 2:
+        return found[0]
+    factors = correction.factors(lines(work, axes, device, found))
+    times = [time_s * float(factor) for (time_s, _), factor in zip(found, factors, strict=True)]
+    best = min(range(len(found)), key=times.__getitem__)
+    return times[best], found[best][1]
+
+
+def launch_s(busy_s: float) -> float:
+    """Return the expected seconds of a launch in a graph from those of its busiest SM."""
+    return START_S + SCALE * busy_s
+
+
+def lines(
+    work: ConvWork,
+    axes: Sequence[Axis],
+    device: CudaDevice,
+    found: Sequence[tuple[float, Schedule]],
+) -> NDArray[np.float64]:
+    """Return the `features` of schedules with their expected seconds."""
+    read, written = work.channels
+    phases = combined(axes)
+    pixels = [work.batch * prod(along.count for along in phase) for phase in phases]
+    taps = sum(
+        count * prod(along.taps for along in phase)
+        for count, phase in zip(pixels, phases, strict=True)
+    )
+    tiles = [schedule.tile for _, schedule in found]
+    whole = in_whole_chunks(work.result, (work.batch, 1, written, *work.sizes[1]), 2)
+    elements = work.batch * (
+        work.in_channels * prod(work.input) + work.out_channels * prod(work.output)
+    )
+    elements += work.taps * read * written
+    return features(
+        expected_s=[time_s for time_s, _ in found],
+        rows=sum(pixels),
+        columns=written,
+        depth=max(1.0, read * taps / sum(pixels)),
+        m=[tile.pixels for tile in tiles],
+        n=[tile.n for tile in tiles],
+        k=ROW_BYTES // work.dtype.itemsize,
+        inner=[tile.split for tile in tiles],
+        outer=1,
+        workers=[tile.clusters(device) * tile.split for tile in tiles],
+        moved=elements * work.dtype.itemsize,
+        kind=[tile.pingpong + 2 * (tile.sharing > 1) + 4 * (not whole) for tile in tiles],
+        order=[schedule.images_first for _, schedule in found],
     )
 
 

@@ -164,6 +164,10 @@ class HopperHalo:
             expected_s=tile.clocks(device) / CLOCKS_A_SECOND,
         )
 
+    def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> HopperHalo | None:
+        """See `Tunable.tuned`. There is one configuration."""
+        return self if not config else None
+
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [

@@ -101,13 +101,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
   const int steps = steps_of(args);
   const int units =
       (of.whole + (of.row_tiles * of.column_tiles - of.whole) * of.shares) / kLoadSharing;
-  auto cluster_unit_of = [&](int index) {
-    return cluster_unit_at(of, index, steps, SUMS, reduce_rank, kLoadSharing, load_rank);
-  };
   auto unit_of = [&](int index) {
     if (!kReduces) return unit_at(of, index, steps, kLoadSharing, load_rank);
-    const ClusterUnit unit = cluster_unit_of(index);
-    return Unit{unit.all.tile, unit.all.share, unit.step, unit.end, false};
+    return cluster_unit_at(of, index, steps, SUMS, reduce_rank, kLoadSharing, load_rank);
   };
   const int unit_step = gridDim.x / CLUSTER;
   // In this order the producers' code comes first and is fetched sooner.
@@ -163,7 +159,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
       int last = -1;
       fence_all();
 #pragma unroll 1
-      for (int step = unit.step; step < unit.end; ++step) {
+      for (int step = 0; step < unit.steps; ++step) {
         const u32 from = pipeline.current_stage();
         const u32 y_at = from + own_row * Layout::kYBoxBytes;
         const u32 x_at = from + Layout::kXAt + own_box * args.box_bytes;
@@ -190,7 +186,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
         wgmma_commit();
         wgmma_wait<1>();
         // Blocks that exit without a final barrier must not signal stages that nobody waits for.
-        if (!(kReduces && kMulticasts) || step - 1 + pipeline.stages < unit.end) release(last);
+        if (!(kReduces && kMulticasts) || step - 1 + pipeline.stages < unit.steps) release(last);
         last = pipeline.stage;
         pipeline.next();
       }
@@ -217,7 +213,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
                                                reinterpret_cast<float4*>(base));
     }
     if constexpr (kReduces) {
-      Sums::add(args, cluster_unit_of(blockIdx.x / CLUSTER).all,
+      Sums::add(args, unit_of(blockIdx.x / CLUSTER),
                 reinterpret_cast<const float4*>(base), reduce_barriers, reduce_rank, boxes[parity_index]);
     }
   } else {

@@ -18,7 +18,11 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_weight_args import (
     fill_result,
     fill_source,
 )
-from convgrad_service.backends.cuda.kernels.conv.hopper_weight_model import expected_s
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_model import (
+    expected_s,
+    launch_s,
+    lines,
+)
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import (
     PIXELS,
     ROWS,
@@ -35,6 +39,7 @@ from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     prepare_side,
 )
 from convgrad_service.backends.cuda.kernels.layout.planes import flat_planes, plane_map
+from convgrad_service.backends.cuda.tuning.correction import MOST_CORRECTED, correction_of
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import (
     ZEROS,
@@ -73,7 +78,13 @@ class HopperWeight:
 
     name = "hopper_weight"
 
-    def __init__(self, least_channels: int = LEAST_CHANNELS, *, everywhere: bool = False) -> None:
+    def __init__(
+        self,
+        least_channels: int = LEAST_CHANNELS,
+        *,
+        everywhere: bool = False,
+        cut: Cut | None = None,
+    ) -> None:
         """Create the family.
 
         Parameters
@@ -82,7 +93,10 @@ class HopperWeight:
             The fewest channels on either side.
         everywhere
             Take float32 work even if another family is faster.
+        cut
+            Overrides the chosen partition.
         """
+        self._cut = cut
         self._least_channels = least_channels
         self._everywhere = everywhere
 
@@ -113,16 +127,21 @@ class HopperWeight:
         best = _best(work, device)
         if best is None:
             return "windows lie too far from the input's corners for TMA"
-        if best.scaled_bytes and not self._everywhere:
+        _, cut = best
+        if cut.scaled_bytes and not self._everywhere:
             others_s = DENSE_SLOWER * weight_expected_s(work, device)
-            if expected_s(best, device) + MARGIN_S > others_s:
+            if expected_s(cut, device) + MARGIN_S > others_s:
                 return "float32 of few products for its size: copies would cost more than they save"
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
         """See `Family.launches`. ``cut`` overrides the chosen partition."""
-        cut = cut or _best(work, device)
-        if cut is None:
+        cut = cut or self._cut
+        if cut is not None:
+            time_s = launch_s(expected_s(cut, device))
+        elif (best := _best(work, device)) is not None:
+            time_s, cut = best
+        else:
             raise ValueError("a convolution that why_not refuses")
         planes = flat_planes(work)
         if planes is not None:
@@ -179,8 +198,13 @@ class HopperWeight:
             f"{self.name}_{cut.name}{'_planes' if planes else ''}",
             tuple(steps),
             tuple(workspace),
-            expected_s=expected_s(cut, device),
+            expected_s=time_s,
         )
+
+    def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> HopperWeight | None:
+        """See `Tunable.tuned`."""
+        found = next((cut for cut in reachable(work, device) if str(cut) == config), None)
+        return None if found is None else HopperWeight(cut=found)
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
@@ -210,9 +234,18 @@ class HopperWeight:
 
 
 @lru_cache(maxsize=16)
-def _best(work: ConvWork, device: CudaDevice) -> Cut | None:
-    """Return the fastest partition. Cached, as each plan needs it twice and the search is slow."""
-    return min(reachable(work, device), key=lambda one: expected_s(one, device), default=None)
+def _best(work: ConvWork, device: CudaDevice) -> tuple[float, Cut] | None:
+    """Return the fastest partition and its expected seconds. Cached, as each plan needs it twice
+    and the search is slow."""
+    every = [(launch_s(expected_s(cut, device)), cut) for cut in reachable(work, device)]
+    found = sorted(every, key=lambda one: one[0])[:MOST_CORRECTED]
+    correction = correction_of("hopper_weight", device)
+    if not found or correction is None or work.dtype.itemsize != 2:
+        return min(found, key=lambda one: one[0], default=None)
+    factors = correction.factors(lines(work, device, found))
+    times = [time_s * float(factor) for (time_s, _), factor in zip(found, factors, strict=True)]
+    best = min(range(len(found)), key=times.__getitem__)
+    return times[best], found[best][1]
 
 
 def reachable(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:

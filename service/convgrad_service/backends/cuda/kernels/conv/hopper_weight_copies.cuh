@@ -64,8 +64,8 @@ __device__ __forceinline__ void load_unit(const HopperWeightArgs& args, const Un
   }
   // Not precomputed, to save registers.
   const Unit unit = unit_of(number);
-  Walk walk(args, unit.step);
-  for (int step = unit.step; step < unit.end; ++step, walk.next(args)) {
+  Walk walk(args, unit.first, unit.stride);
+  for (int step = 0; step < unit.steps; ++step, walk.next(args)) {
     const u32 to = pipeline.current_stage(), arrived = pipeline.full_barrier(pipeline.stage);
     const Pixel corner = corner_of(args, walk.at);
     mbarrier_wait(pipeline.empty_barrier(pipeline.stage), pipeline.parity ^ 1);

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import Cut
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import PIXELS, ROWS, Cut
+from convgrad_service.backends.cuda.tuning.features import features
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
+from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["expected_s"]
+__all__ = ["expected_s", "launch_s", "lines"]
 
 # Constants of an H200, fitted to tests/perf's dense layers, in order by line:
 # a launch, a tensor-core cycle, bytes/s to shared memory;
@@ -20,6 +28,8 @@ BOX_S, SHARED_BOX_S, BESIDE = 45e-9, 8e-9, 0.12
 PARTIAL_BYTES_PER_S, SUM_S, SUM_BYTES_PER_S = 3.6e12, 6.3e-6, 6.0e12
 CLUSTER_SUM_S, CLUSTER_BYTES_PER_S, TOGETHER_S = 2.0e-6, 30e9, 4.2e-6
 HALVES_S, HALVES_BYTES_PER_S = 8e-6, 4.2e12
+# From these to the time of a launch in a graph, fitted on an H200 to random layers.
+START_S, SCALE = 1.8e-6, 1.05
 
 
 def expected_s(cut: Cut, device: CudaDevice) -> float:
@@ -52,3 +62,34 @@ def expected_s(cut: Cut, device: CudaDevice) -> float:
     if cut.parted:
         seconds += (TOGETHER_S if cut.together else SUM_S) + cut.partial_bytes / SUM_BYTES_PER_S
     return seconds
+
+
+def launch_s(busy_s: float) -> float:
+    """Return the expected seconds of a launch in a graph."""
+    return START_S + SCALE * busy_s
+
+
+def lines(
+    work: ConvWork, device: CudaDevice, found: Sequence[tuple[float, Cut]]
+) -> NDArray[np.float64]:
+    """Return the `features` of partitions with their expected seconds."""
+    cuts = [cut for _, cut in found]
+    elements = work.batch * (
+        work.in_channels * prod(work.input) + work.out_channels * prod(work.output)
+    )
+    elements += work.taps * work.in_channels * work.out_channels
+    return features(
+        expected_s=[time_s for time_s, _ in found],
+        rows=work.out_channels,
+        columns=work.taps * work.in_channels,
+        depth=work.pixels,
+        m=[cut.tile.row_boxes * ROWS for cut in cuts],
+        n=[cut.tile.blocks * cut.tile.channels for cut in cuts],
+        k=PIXELS,
+        inner=[cut.summing for cut in cuts],
+        outer=[cut.shares for cut in cuts],
+        workers=device.multiprocessors,
+        moved=elements * work.dtype.itemsize,
+        kind=[cut.together + 2 * (cut.copying > 1) for cut in cuts],
+        order=[cut.shared_taps for cut in cuts],
+    )

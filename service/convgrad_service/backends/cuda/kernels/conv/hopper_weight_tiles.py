@@ -17,9 +17,8 @@ __all__ = ["PIXELS", "ROWS", "TILES", "Cut", "WeightTile", "cuts", "plane_pixels
 
 # Rows of a wgmma and of a box of grad_output, pixels of a k-tile, and bytes of an element.
 ROWS, PIXELS, ITEM_BYTES = 64, 64, 2
-
 MOST_STAGES, LEAST_STAGES = 16, 3
-# Alignment of the pipeline; static shared memory for mbarriers and the source of each box.
+# Alignment of the pipeline; static shared memory.
 ALIGNMENT, BESIDE_BYTES = 1024, 1152
 # Column blocks that share a box start one row apart, but compute-sanitizer assumes that each wgmma
 # reads up to 256 columns x 16 pixels contiguously.
@@ -27,13 +26,16 @@ BELIEVED_BYTES = 3 * 16 * 128
 # The most bytes of partial sums, unless the caller asks for more splits, and the most waves.
 PARTIAL_BYTES = 256 * 2**20
 MOST_WAVES = 3
-
 # Concurrent clusters of an H200 by cluster size, and its number of SMs.
 CLUSTERS, MEASURED_ON = {2: 66, 3: 39, 4: 30, 8: 15}, 132
 # Bytes of four accumulator fragments of a warpgroup, the unit of a reduction.
 QUAD_BYTES = 4 * 128 * 16
 # By tile, the (cluster size, blocks that reduce one tile) that were the fastest for some layer.
-SUMMING = {"128x192": ((3, 3), (4, 4), (8, 4)), "256x128": ((4, 4), (8, 4))}
+SUMMING = {
+    "128x128": ((3, 3), (4, 4)),
+    "128x192": ((2, 2), (3, 3), (4, 4), (8, 4)),
+    "256x128": ((2, 2), (4, 4), (8, 4)),
+}
 # Partial sums that a thread reads at a time, and the most units of a tile's rendezvous word
 # (hopper_weight_grid_reduce.cuh).
 TOGETHER_BATCH, MOST_TOGETHER = 16, 255
@@ -179,6 +181,9 @@ class Cut:
     summing: int = 1
     together: bool = False
     scaled_bytes: int = 0
+
+    def __str__(self) -> str:
+        return self.name + (f"+{self.whole}" if self.whole else "")
 
     @property
     def sums(self) -> bool:

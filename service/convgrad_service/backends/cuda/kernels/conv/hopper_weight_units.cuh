@@ -39,9 +39,10 @@ struct HopperWeightArgs {
   int slices;         // parts of a block that divide the shares in that reduction
 };
 
-// A work unit: a tile, with a range of its k-tiles.
+// A work unit: a tile, with `steps` of its k-tiles: `first` and each `stride`th from there on. So the
+// blocks of one tile read neighbouring pixels at any time, and taps that are far apart meet in L2.
 struct Unit {
-  int tile, share, step, end;
+  int tile, share, first, stride, steps;
   bool whole;
 };
 
@@ -51,39 +52,30 @@ __device__ __forceinline__ int steps_of(const HopperWeightArgs& args) {
   return (pixels + kPixels - 1) / kPixels;
 }
 
-// The first k-tile of part `index`, where parts have `each` or one more.
-__device__ __forceinline__ int part_at(const WeightResult& of, int steps, int parts, int part) {
-  return of.share_steps * part + min(part, steps - of.share_steps * parts);
+// The number of k-tiles of a part: `share_steps` or one more.
+__device__ __forceinline__ int part_steps(const WeightResult& of, int steps, int parts, int part) {
+  return of.share_steps + (part < steps - of.share_steps * parts);
 }
 
 // The unit of a block in a cluster whose blocks have adjacent tiles and the same share.
 __device__ __forceinline__ Unit unit_at(const WeightResult& of, int index, int steps, int cluster = 1,
                                         int block = 0) {
   const int whole = of.whole / cluster;
-  if (index < whole) return {index * cluster + block, 0, 0, steps, true};
+  if (index < whole) return {index * cluster + block, 0, 0, 1, steps, true};
   const int parted = of.row_tiles * of.column_tiles / cluster - whole;
   const int share = divide(index - whole, of.by_parted);
-  return {(index - share * parted) * cluster + block, share,
-          part_at(of, steps, of.shares, share), part_at(of, steps, of.shares, share + 1),
-          false};
+  return {(index - share * parted) * cluster + block, share, share, of.shares,
+          part_steps(of, steps, of.shares, share), false};
 }
 
-// The unit of the blocks of a cluster that split a tile, and a block's own range of its k-tiles.
-// The tile is number `copier` of `copying` adjacent ones.
-struct ClusterUnit {
-  Unit all;
-  int step, end;
-};
-
-__device__ __forceinline__ ClusterUnit cluster_unit_at(const WeightResult& of, int index, int steps,
-                                                       int cluster, int block, int copying,
-                                                       int load_rank) {
+// The unit of block `block` of a cluster that splits a share of a tile: number `load_rank` of `copying`
+// adjacent ones.
+__device__ __forceinline__ Unit cluster_unit_at(const WeightResult& of, int index, int steps,
+                                                int cluster, int block, int copying, int load_rank) {
   const int groups = of.row_tiles * of.column_tiles / copying, share = divide(index, of.by_parted);
-  const int part = share * cluster;
-  auto at = [&](int of_part) { return part_at(of, steps, of.shares * cluster, of_part); };
-  return {{(index - share * groups) * copying + load_rank, share, at(part), at(part + cluster), false},
-          at(part + block),
-          at(part + block + 1)};
+  const int parts = of.shares * cluster, part = share * cluster + block;
+  return {(index - share * groups) * copying + load_rank, share, part, parts,
+          part_steps(of, steps, parts, part), false};
 }
 
 struct Pixel {
@@ -102,8 +94,8 @@ struct Walk {
   Pixel at, by;
 
   // Computed here, as the kernel parameters would be read again for each k-tile.
-  __device__ __forceinline__ Walk(const HopperWeightArgs& args, int step)
-      : at(pixel_at(args, step * kPixels)), by(pixel_at(args, kPixels)) {}
+  __device__ __forceinline__ Walk(const HopperWeightArgs& args, int first, int stride)
+      : at(pixel_at(args, first * kPixels)), by(pixel_at(args, stride * kPixels)) {}
 
   __device__ __forceinline__ void next(const HopperWeightArgs& args) {
     at.w += by.w, at.h += by.h, at.d += by.d, at.n += by.n;

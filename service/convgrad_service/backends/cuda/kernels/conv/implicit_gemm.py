@@ -14,6 +14,7 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_args import (
     arguments,
 )
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_model import (
+    candidate_configs,
     choose_config,
     expected_s,
 )
@@ -45,7 +46,7 @@ from convgrad_service.plans.cuda.program import (
 )
 from convgrad_service.plans.cuda.works import ConvWork, Operand, Size3
 
-__all__ = ["ImplicitGemm", "gemm_of"]
+__all__ = ["ImplicitGemm", "gathering", "gemm_of"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 OPERATIONS = {"fwd": "kFprop", "bwd_data": "kDgrad", "bwd_weight": "kWgrad"}
@@ -116,10 +117,14 @@ class ImplicitGemm:
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        axes = [gather_axis(_gathering(work), dim) for dim in range(3)]
+        axes = [gather_axis(gathering(work), dim) for dim in range(3)]
         operands = _operands(work, device)
         gemm = gemm_of(work, axes)
-        config = self._config or choose_config(gemm, work.dtype, device, COUNTERS)
+        if self._config is None:
+            time_s, config = choose_config(gemm, work.dtype, device, COUNTERS)
+        else:
+            config = self._config
+            time_s = expected_s(gemm, work.dtype, config, device)
         copies = (*operands.source.steps, *operands.other.steps)
         workspace = [*operands.source.workspace, *operands.other.workspace]
         partials = f"{work.prefix}implicit_gemm_partials"
@@ -151,9 +156,16 @@ class ImplicitGemm:
             f"{self.name}_{work.direction}_{config}",
             (*copies, launch),
             tuple(workspace),
-            expected_s=expected_s(gemm, work.dtype, config, device),
+            expected_s=time_s,
             order=f"{config.cluster}x{config.workspace}" if config.splits > 1 else "",
         )
+
+    def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> ImplicitGemm | None:
+        """See `Tunable.tuned`."""
+        gemm = gemm_of(work, [gather_axis(gathering(work), dim) for dim in range(3)])
+        every = candidate_configs(gemm, work.dtype, device, COUNTERS)
+        found = next((one for one in every if str(one) == config), None)
+        return None if found is None else ImplicitGemm(found, self._dtypes, self._least)
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
@@ -195,7 +207,7 @@ def gemm_of(work: ConvWork, axes: list[Axis]) -> Gemm:
     return Gemm(found, result, work.groups, moved, weight=False, irregular=irregular)
 
 
-def _gathering(work: ConvWork) -> ConvWork:
+def gathering(work: ConvWork) -> ConvWork:
     """Return the work whose gather reads the source: wgrad reads the input as fprop does."""
     return replace(work, direction="fwd") if work.direction == "bwd_weight" else work
 

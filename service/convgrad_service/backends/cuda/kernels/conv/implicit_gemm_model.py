@@ -7,9 +7,12 @@ slower than the best on average. The same constants rank configurations on other
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import log2
+
+import numpy as np
+from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
@@ -19,10 +22,12 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
     Config,
     Gemm,
 )
+from convgrad_service.backends.cuda.tuning.correction import MOST_CORRECTED, correction_of
+from convgrad_service.backends.cuda.tuning.features import features
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 
-__all__ = ["candidate_configs", "choose_config", "expected_s"]
+__all__ = ["candidate_configs", "choose_config", "expected_s", "lines"]
 
 # Clusters of 4 and 8 leave some SMs idle; the constants include that.
 MULTIPROCESSORS, OF_LARGE_CLUSTERS = 132, 120
@@ -175,12 +180,44 @@ def candidate_configs(
                 yield Config(tile, most, workspace)
 
 
-def choose_config(gemm: Gemm, dtype: DType, device: CudaDevice, counters: int) -> Config:
-    """Return the configuration with the least expected time.
+def choose_config(
+    gemm: Gemm, dtype: DType, device: CudaDevice, counters: int
+) -> tuple[float, Config]:
+    """Return the configuration with the least expected time, and that in seconds.
 
     It depends on the problem and the device model only.
     """
-    return min(
-        candidate_configs(gemm, dtype, device, counters),
-        key=lambda config: expected_s(gemm, dtype, config, device),
+    every = [
+        (expected_s(gemm, dtype, config, device), config)
+        for config in candidate_configs(gemm, dtype, device, counters)
+    ]
+    found = sorted(every, key=lambda one: one[0])[:MOST_CORRECTED]
+    correction = correction_of(f"implicit_gemm_{'weight' if gemm.weight else 'gather'}", device)
+    if correction is None or dtype.itemsize != 2:
+        return found[0]
+    factors = correction.factors(lines(gemm, dtype, device, found))
+    times = [time_s * float(factor) for (time_s, _), factor in zip(found, factors, strict=True)]
+    best = min(range(len(found)), key=times.__getitem__)
+    return times[best], found[best][1]
+
+
+def lines(
+    gemm: Gemm, dtype: DType, device: CudaDevice, found: Sequence[tuple[float, Config]]
+) -> NDArray[np.float64]:
+    """Return the `features` of configurations with their expected seconds."""
+    tiles = [config.tile for _, config in found]
+    return features(
+        expected_s=[time_s for time_s, _ in found],
+        rows=gemm.rows * gemm.groups * len(gemm.phases),
+        columns=gemm.columns,
+        depth=gemm.steps(dtype) * STEP_BYTES // dtype.itemsize,
+        m=[tile.m for tile in tiles],
+        n=[tile.n for tile in tiles],
+        k=STEP_BYTES // dtype.itemsize,
+        inner=[config.cluster for _, config in found],
+        outer=[config.workspace for _, config in found],
+        workers=device.multiprocessors,
+        moved=gemm.bytes,
+        kind=gemm.irregular,
+        order=[tile.stages for tile in tiles],
     )

@@ -35,6 +35,7 @@ DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 CHUNK = 16 // ITEM_BYTES
 LINE_BYTES = 128
 COUNTERS = ZEROS_BYTES // 4
+SWAPPED = "_swapped"
 MOST_ROWS = 2**31 - 2**16
 
 
@@ -177,13 +178,18 @@ class PointwiseGemm:
             cluster=max(config.cluster, 1),
         )
         return Fragment(
-            f"{self.name}_{work.direction}_{config}" + "_swapped" * product.swapped,
+            f"{self.name}_{work.direction}_{config}" + SWAPPED * product.swapped,
             (launch,),
             workspace,
             expected_s=expected_s,
             # The depth of a k-tile determines where K is split, so it is part of the order.
             order=f"{config.cluster}x{config.parts}/{config.depth}" if config.splits > 1 else "",
         )
+
+    def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> PointwiseGemm | None:
+        """See `Tunable.tuned`."""
+        found = Config.named(config.removesuffix(SWAPPED))
+        return None if found is None else PointwiseGemm(found, swapped=config.endswith(SWAPPED))
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""

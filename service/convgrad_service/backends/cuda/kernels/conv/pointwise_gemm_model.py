@@ -1,8 +1,4 @@
-"""Cost model of pointwise_gemm, which chooses its tile and splits.
-
-The constants were fitted on an H200 to 170 GEMMs, of whole networks and of random layers
-(`tests/perf/random_layers.py`, seed 77), in bfloat16, with up to 30 configurations each.
-"""
+"""Cost model of pointwise_gemm, which chooses its tile and splits."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_rates import GATHER, WGRAD
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     BARRIER_BYTES,
     CLUSTERS,
@@ -21,9 +18,11 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     Matrix,
     Product,
 )
+from convgrad_service.backends.cuda.tuning.correction import MOST_CORRECTED, correction_of
+from convgrad_service.backends.cuda.tuning.features import features
 from convgrad_service.plans.cuda.device import CudaDevice
 
-__all__ = ["chosen", "every_config", "timed"]
+__all__ = ["chosen", "every_config", "line_of", "timed"]
 
 ROWS, COLUMNS = (64, 128, 256), (16, 24, 32, 40, 48, 64, 80, 96, 128, 144, 160, 192, 224, 256)
 """M and N of tiles."""
@@ -41,117 +40,6 @@ LEAST_STAGES, LEAST_DEEP_STAGES, MANY_STAGES = 3, 4, 4
 MOST_SPARE, LEAST_TALL = 1.4, 60
 # A tensor-core clock in microseconds, and the fewest clocks of a wgmma.
 CLOCK, LEAST_CLOCKS = 1 / 1755, 16
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Constants of the model, in microseconds, kilobytes and thousands of rows.
-
-    A k-tile takes the longest of its copies, its products, the L2 traffic of all SMs, and ``step``.
-
-    Attributes
-    ----------
-    start, start_split
-        A launch with its first copies, without and with split-K.
-    bandwidth, line
-        Copies to an SM: megabytes per microsecond, and time per thousand rows of shared memory.
-    products, issue
-        Factor on the tensor-core time of a k-tile, and overhead.
-    l2
-        L2 bandwidth in megabytes per microsecond.
-    near, near_split_a, near_split_b
-        Fraction of B's bytes that cost L2 bandwidth, as adjacent blocks read the same B at the same
-        time; with split-K, of A's and of B's.
-    step, few_stages
-        Least time of a k-tile, and what is added with a short pipeline.
-    tile, tile_size
-        Storing the results of a tile, fixed and per kilobyte.
-    memory, beside
-        Bandwidth in megabytes per microsecond, and the fraction of the shorter of memory and SM
-        time that is not overlapped.
-    resident, resident_size
-        Loading a resident B, fixed and per kilobyte.
-    join, sent, finish
-        Reduction within a cluster: fixed, per kilobyte sent, and per 16 results of a thread.
-    meet, left
-        Reduction through a workspace: fixed, and per kilobyte of a block and part.
-    """
-
-    start: float
-    start_split: float
-    bandwidth: float
-    line: float
-    products: float
-    issue: float
-    l2: float
-    near: float
-    near_split_a: float
-    near_split_b: float
-    step: float
-    few_stages: float
-    tile: float
-    tile_size: float
-    memory: float
-    beside: float
-    resident: float
-    resident_size: float
-    join: float
-    sent: float
-    finish: float
-    meet: float
-    left: float
-
-
-GATHER = Rates(
-    start=4.8611,
-    start_split=4.8821,
-    bandwidth=0.1099,
-    line=0.4759,
-    products=0.95,
-    issue=0.0228,
-    l2=7.2549,
-    near=0.5702,
-    near_split_a=1.0257,
-    near_split_b=0.543,
-    step=0.1197,
-    few_stages=0.0661,
-    tile=0.2708,
-    tile_size=0.0099,
-    memory=9.8592,
-    beside=0.9236,
-    resident=0.0539,
-    resident_size=0.0048,
-    join=0.3719,
-    sent=0.0523,
-    finish=0.1534,
-    meet=3.1574,
-    left=0.0357,
-)
-WGRAD = Rates(
-    start=5.1502,
-    start_split=5.2941,
-    bandwidth=0.1387,
-    line=0.579,
-    products=1.0,
-    issue=0.0006,
-    l2=7.8286,
-    near=0.3133,
-    near_split_a=0.931,
-    near_split_b=0.8204,
-    step=0.0956,
-    few_stages=0.0167,
-    tile=0.1544,
-    tile_size=0.0045,
-    memory=8.0715,
-    beside=0.8937,
-    resident=0.5314,
-    resident_size=0.0011,
-    join=0.3891,
-    sent=0.0619,
-    finish=0.1336,
-    meet=2.9103,
-    left=0.0096,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,21 +212,84 @@ class _Table:
         total += np.where(parts > 1, rates.meet + self.left[:end] * parts, 0)
         return np.where(allowed, total, np.inf), parts
 
+    def lines(
+        self,
+        product: Product,
+        order: NDArray[np.int64],
+        seconds: NDArray[np.float64],
+        parts: NDArray[np.float64],
+    ) -> NDArray[np.float64]:
+        """Return the `features` of the configurations ``order``, with their expected seconds."""
+        cluster, resident = self.cluster[order], self.resident[order]
+        split = cluster > 0
+        return features(
+            expected_s=seconds,
+            rows=product.rows,
+            columns=product.columns,
+            depth=product.depth,
+            m=self.m[order],
+            n=self.n[order],
+            k=self.depth[order],
+            inner=cluster,
+            outer=parts,
+            workers=np.where(split, self.together[order] * cluster, self._device.multiprocessors),
+            moved=product.bytes,
+            kind=resident + 2 * split,
+            order=product.swapped,
+        )
+
 
 @lru_cache(maxsize=16)
 def _table(device: CudaDevice, wgrad: bool, b_mn: bool) -> _Table:
     return _Table(device, wgrad=wgrad, b_mn=b_mn)
 
 
-def timed(product: Product, device: CudaDevice, counters: int) -> list[tuple[float, Config]]:
-    """Return the candidate configurations with their expected seconds, fastest first."""
+def timed(
+    product: Product, device: CudaDevice, counters: int, most: int | None = None
+) -> list[tuple[float, Config]]:
+    """Return the candidate configurations with their expected seconds, fastest first.
+
+    With ``most``, only so many, whose times are corrected and which keep their order.
+    """
     table = _table(device, product.a.mn, product.b.mn)
     times, parts = table.times(product, counters)
-    order = [int(i) for i in np.argsort(times, kind="stable") if np.isfinite(times[i])]
+    order = np.argsort(times, kind="stable")[:most]
+    order = order[np.isfinite(times[order])]
+    seconds, parts = times[order] * 1e-6, np.maximum(parts[order], 1)
+    correction = correction_of(f"pointwise_gemm_{'weight' if product.a.mn else 'gather'}", device)
+    if most is not None and correction is not None and len(order):
+        seconds = seconds * correction.factors(table.lines(product, order, seconds, parts))
     return [
-        (float(times[i]) * 1e-6, replace(table.configs[i], parts=max(int(parts[i]), 1)))
-        for i in order
+        (float(time_s), replace(table.configs[i], parts=int(part)))
+        for i, time_s, part in zip(order, seconds, parts, strict=True)
     ]
+
+
+def _corrected(product: Product, device: CudaDevice, counters: int) -> list[tuple[float, Config]]:
+    """Return the candidates that the model expects to be fastest, with corrected seconds."""
+    table = _table(device, product.a.mn, product.b.mn)
+    times, parts = table.times(product, counters)
+    order = np.argsort(times, kind="stable")[:MOST_CORRECTED]
+    order = order[np.isfinite(times[order])]
+    seconds, parts = times[order] * 1e-6, np.maximum(parts[order], 1)
+    correction = correction_of(f"pointwise_gemm_{'weight' if product.a.mn else 'gather'}", device)
+    if correction is not None and len(order):
+        seconds = seconds * correction.factors(table.lines(product, order, seconds, parts))
+    return [
+        (float(time_s), replace(table.configs[i], parts=int(part)))
+        for i, time_s, part in zip(order, seconds, parts, strict=True)
+    ]
+
+
+def line_of(
+    product: Product, device: CudaDevice, config: Config, time_s: float
+) -> NDArray[np.float64]:
+    """Return the `features` of one configuration."""
+    table = _table(device, product.a.mn, product.b.mn)
+    index = table.configs.index(replace(config, parts=1))
+    order, times, parts = np.array([index]), np.array([time_s]), np.array([config.parts])
+    found: NDArray[np.float64] = table.lines(product, order, times, parts)[0]
+    return found
 
 
 @lru_cache(maxsize=1024)
@@ -350,12 +301,9 @@ def chosen(
     ``products`` are equivalent GEMMs. None if no configuration fits. The choice depends on sizes
     and the device model only.
     """
-    best = None
-    for product in products:
-        table = _table(device, product.a.mn, product.b.mn)
-        times, parts = table.times(product, counters)
-        i = int(np.argmin(times))
-        if np.isfinite(times[i]) and (best is None or times[i] * 1e-6 < best[0]):
-            config = replace(table.configs[i], parts=max(int(parts[i]), 1))
-            best = float(times[i]) * 1e-6, product, config
-    return best
+    every = [
+        (time_s, product, config)
+        for product in products
+        for time_s, config in timed(product, device, counters, MOST_CORRECTED)
+    ]
+    return min(every, key=lambda one: one[0], default=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from convgrad.dtypes import DType
@@ -23,6 +24,8 @@ ROW_BYTES = (32, 64, 128)
 """Row lengths in shared memory, which are also the swizzle widths."""
 CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
 """Concurrent clusters of an H200 by cluster size, with one block per SM."""
+NAME = re.compile(r"(\d+)x(\d+)(?:d(\d+))?(r?)(?:_k(\d+))?(?:/(\d+))?")
+"""A configuration's name."""
 ITEM_BYTES = 2
 WARPGROUP, PRODUCERS = 128, 64
 MOST_STAGES = 12
@@ -110,6 +113,15 @@ class Config:
         if self.cluster:
             name += f"_k{self.cluster}" + (f"/{self.parts}" if self.parts > 1 else "")
         return name
+
+    @classmethod
+    def named(cls, name: str) -> Config | None:
+        """Return the configuration of this name; None if it is none."""
+        found = NAME.fullmatch(name)
+        if found is None:
+            return None
+        m, n, depth, cluster, parts = (int(found[i] or 0) for i in (1, 2, 3, 5, 6))
+        return cls(m, n, depth or 64, cluster, parts or 1, resident=bool(found[4]))
 
     @property
     def consumers(self) -> int:

@@ -34,7 +34,7 @@ CHUNK_BYTES = 16
 
 COPIES = (Transpose(), RowCopy(), StridedCopy())
 # Kernels that use programmatic dependent launch.
-WAITING = ("transpose", "transpose_planes", "transpose_runs", "row_copy")
+WAITING = ("transpose", "transpose_planes", "transpose_runs", "row_copy", "row_pack")
 # Cache line of a GPU.
 LINE_BYTES = 128
 

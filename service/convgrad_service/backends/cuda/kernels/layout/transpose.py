@@ -1,4 +1,4 @@
-"""Copies at memory bandwidth: between different inner axes, and to padded rows."""
+"""Copies at memory bandwidth: between different inner axes, to padded rows, and from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import Copy, CopyAxis
 
-__all__ = ["RowCopy", "Transpose"]
+__all__ = ["RowCopy", "RowPack", "Transpose"]
 
 BLOCK, CHUNK_BYTES, SECTOR_BYTES = 256, 16, 32
 # Extents of a tile; along x by the size of an element.
@@ -36,6 +36,7 @@ TransposeArgs = structure("layout/transpose.cu", "TransposeArgs")
 
 
 RowCopyArgs = structure("layout/row_copy.cu", "RowCopyArgs")
+RowPackArgs = structure("layout/row_pack.cu", "RowPackArgs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +216,49 @@ class RowCopy:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [_instance(self.name, itemsize) for itemsize in _TYPES]
+
+
+class RowPack:
+    """Copies of rows to rows without gaps, which need not be whole chunks."""
+
+    name = "row_pack"
+
+    def why_not(self, work: Copy, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        box = _box(work)
+        if work.source_start or work.target_start:
+            return INSIDE
+        if box is None or box.padded is not None or len(box.axes) != 2:
+            return "more than one axis of rows, or bounds"
+        rows, row = box.axes
+        if (row.source, row.target) != (1, 1) or rows.target != row.extent:
+            return "the target has gaps between rows, or either side within them"
+        if linear_grid(self._chunks(work, box), BLOCK)[0] > MAX_BLOCKS:
+            return "more chunks than a grid can have"
+        return None
+
+    def launches(self, work: Copy, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        box = cast(_Box, _box(work))
+        rows, row = box.axes
+        args = RowPackArgs()
+        args.elements, args.width, args.pitch = rows.extent * row.extent, row.extent, rows.source
+        args.follows = work.follows
+        launch = Launch(
+            _instance(self.name, work.dtype.itemsize),
+            linear_grid(self._chunks(work, box), BLOCK),
+            (BLOCK, 1, 1),
+            pack(args, source=work.source, target=work.target),
+        )
+        return Fragment(self.name, (launch,))
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [_instance(self.name, itemsize) for itemsize in _TYPES]
+
+    @staticmethod
+    def _chunks(work: Copy, box: _Box) -> int:
+        return ceil_div(prod(axis.extent for axis in box.axes) * work.dtype.itemsize, CHUNK_BYTES)
 
 
 def _fill_axes(args: Any, axes: list[CopyAxis], count: int) -> None:

@@ -1,0 +1,122 @@
+"""Constants of pointwise_gemm's cost model.
+
+Fitted on an H200 to 170 GEMMs, of whole networks and of random layers
+(`tests/perf/random_layers.py`, seed 77), in bfloat16, with up to 30 configurations each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["GATHER", "WGRAD", "Rates"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Constants of the model, in microseconds, kilobytes and thousands of rows.
+
+    A k-tile takes the longest of its copies, its products, the L2 traffic of all SMs, and ``step``.
+
+    Attributes
+    ----------
+    start, start_split
+        A launch with its first copies, without and with split-K.
+    bandwidth, line
+        Copies to an SM: megabytes per microsecond, and time per thousand rows of shared memory.
+    products, issue
+        Factor on the tensor-core time of a k-tile, and overhead.
+    l2
+        L2 bandwidth in megabytes per microsecond.
+    near, near_split_a, near_split_b
+        Fraction of B's bytes that cost L2 bandwidth, as adjacent blocks read the same B at the same
+        time; with split-K, of A's and of B's.
+    step, few_stages
+        Least time of a k-tile, and what is added with a short pipeline.
+    tile, tile_size
+        Storing the results of a tile, fixed and per kilobyte.
+    memory, beside
+        Bandwidth in megabytes per microsecond, and the fraction of the shorter of memory and SM
+        time that is not overlapped.
+    resident, resident_size
+        Loading a resident B, fixed and per kilobyte.
+    join, sent, finish
+        Reduction within a cluster: fixed, per kilobyte sent, and per 16 results of a thread.
+    meet, left
+        Reduction through a workspace: fixed, and per kilobyte of a block and part.
+    """
+
+    start: float
+    start_split: float
+    bandwidth: float
+    line: float
+    products: float
+    issue: float
+    l2: float
+    near: float
+    near_split_a: float
+    near_split_b: float
+    step: float
+    few_stages: float
+    tile: float
+    tile_size: float
+    memory: float
+    beside: float
+    resident: float
+    resident_size: float
+    join: float
+    sent: float
+    finish: float
+    meet: float
+    left: float
+
+
+GATHER = Rates(
+    start=4.8611,
+    start_split=4.8821,
+    bandwidth=0.1099,
+    line=0.4759,
+    products=0.95,
+    issue=0.0228,
+    l2=7.2549,
+    near=0.5702,
+    near_split_a=1.0257,
+    near_split_b=0.543,
+    step=0.1197,
+    few_stages=0.0661,
+    tile=0.2708,
+    tile_size=0.0099,
+    memory=9.8592,
+    beside=0.9236,
+    resident=0.0539,
+    resident_size=0.0048,
+    join=0.3719,
+    sent=0.0523,
+    finish=0.1534,
+    meet=3.1574,
+    left=0.0357,
+)
+WGRAD = Rates(
+    start=5.1502,
+    start_split=5.2941,
+    bandwidth=0.1387,
+    line=0.579,
+    products=1.0,
+    issue=0.0006,
+    l2=7.8286,
+    near=0.3133,
+    near_split_a=0.931,
+    near_split_b=0.8204,
+    step=0.0956,
+    few_stages=0.0167,
+    tile=0.1544,
+    tile_size=0.0045,
+    memory=8.0715,
+    beside=0.8937,
+    resident=0.5314,
+    resident_size=0.0011,
+    join=0.3891,
+    sent=0.0619,
+    finish=0.1336,
+    meet=2.9103,
+    left=0.0096,
+)

@@ -1,0 +1,1 @@
+"""What was measured on a device: corrections of the kernels' cost models, and tuned layers."""

@@ -1,0 +1,287 @@
+"""Fits the corrections of the dense cost models, and the table of tuned layers, to measurements.
+
+    python -m tests.perf.fit_dense ROWS.jsonl [--write]
+
+Rows are those of `tests/perf/sweep_dense.py`: every family's configurations on many layers, beside
+cuDNN. First half of the layers is held out, and the regret of the choice on it is reported: the
+chosen configuration's time over the best measured one's, of all families, with and without
+cuDNN's. ``--write`` then fits to all layers and writes `backends/cuda/tuning/hopper.json`.
+
+A correction is an ensemble of oblivious trees (`backends/cuda/tuning/correction.py`), fitted by
+gradient boosting to the logarithm of measured over expected time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad_service.backends.cuda.kernels.conv import (
+    hopper_gather_plan,
+    hopper_weight_model,
+    implicit_gemm_model,
+    pointwise_gemm_model,
+)
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight import reachable
+from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import gathering, gemm_of
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import (
+    COUNTERS,
+    SWAPPED,
+    products_of,
+)
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import Config
+from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axis
+from convgrad_service.backends.cuda.tuning.correction import TABLE, Correction
+from convgrad_service.backends.cuda.tuning.features import NAMES
+from convgrad_service.backends.cuda.tuning.tuned import key_of
+from convgrad_service.plans.cuda.assembly import conv_work
+from convgrad_service.plans.cuda.device import H200, CudaDevice
+from convgrad_service.plans.cuda.works import ConvWork
+from tests.perf.gpu_layers import problem_of
+
+BUFFERS = {
+    "conv_bwd_data": ("bwd_data", "grad_input", "weight", "grad_output"),
+    "grouped_conv_bwd_weight": ("bwd_weight", "input", "grad_weight", "grad_output"),
+}
+LEVELS, TREES, RATE, RIDGE, THRESHOLDS = 4, 80, 0.2, 6.0, 20
+# Configurations that take longer than so many times the best count less.
+NEAR = 1.15
+CHUNK = 8
+# Families whose configurations are found among all of a layer.
+FOUND = ("implicit_gemm", "hopper_gather", "hopper_weight")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One configuration on one layer: its model, features, expected and measured microseconds."""
+
+    model: str | None
+    family: str
+    config: str
+    line: NDArray[np.float64] | None
+    expected_us: float
+    us: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer."""
+
+    key: str | None
+    layer: str
+    kind: str
+    peer_us: float
+    now_us: float
+    measured: tuple[Measured, ...]
+
+    @property
+    def held_out(self) -> bool:
+        """By the layer without its batch and operation, so that no half knows the other's."""
+        return zlib.crc32(self.layer.encode()) % 2 == 1
+
+
+def work_of(row: Mapping[str, Any]) -> ConvWork:
+    """The row's layer as the planner sees it."""
+    problem: Any = problem_of({**row, "groups": 1, "kind": "conv"}, "bfloat16", "NHWC", row["op"])
+    return conv_work(problem, *BUFFERS[row["op"]])
+
+
+class Lines:
+    """The features of a layer's configurations, by family and name."""
+
+    def __init__(self, work: ConvWork, device: CudaDevice) -> None:
+        self._work, self._device = work, device
+        self._axes = [gather_axis(gathering(work), dim) for dim in range(3)]
+        # Configurations by name, made when they are first asked for.
+        self._named: dict[str, dict[str, Any]] = {}
+
+    def of(self, family: str, name: str, s: float) -> tuple[str, NDArray[np.float64]] | None:
+        """The model and the line of a configuration; None if its family has no correction."""
+        work, device, axes = self._work, self._device, self._axes
+        if family == "pointwise_gemm":
+            config = Config.named(name.removesuffix(SWAPPED))
+            if config is None:
+                raise ValueError(f"no configuration {name}")
+            products = products_of(work)
+            product = products[name.endswith(SWAPPED) and len(products) > 1]
+            model = f"{family}_{'weight' if product.a.mn else 'gather'}"
+            return model, pointwise_gemm_model.line_of(product, device, config, s)
+        if family == "implicit_gemm":
+            gemm = gemm_of(work, axes)
+            found = [(s, self._find(family, name))]
+            model = f"{family}_{'weight' if gemm.weight else 'gather'}"
+            return model, implicit_gemm_model.lines(gemm, work.dtype, device, found)[0]
+        if family == "hopper_gather":
+            found = [(s, self._find(family, name))]
+            return family, hopper_gather_plan.lines(work, axes, device, found)[0]
+        if family == "hopper_weight":
+            found = [(s, self._find(family, name))]
+            return family, hopper_weight_model.lines(work, device, found)[0]
+        return None
+
+    def has(self, family: str, name: str) -> bool:
+        """Whether the configuration still exists."""
+        return family not in FOUND or self._find(family, name) is not None
+
+    def _find(self, family: str, name: str) -> Any:
+        if family not in self._named:
+            work, device = self._work, self._device
+            every: Iterable[Any]
+            if family == "implicit_gemm":
+                gemm = gemm_of(work, self._axes)
+                every = implicit_gemm_model.candidate_configs(gemm, work.dtype, device, COUNTERS)
+            elif family == "hopper_gather":
+                every = hopper_gather_plan.candidates(work, self._axes, device)
+            else:
+                every = reachable(work, device)
+            self._named[family] = {str(one): one for one in every}
+        return self._named[family].get(name)
+
+
+def measured_of(row: Mapping[str, Any], work: ConvWork, device: CudaDevice) -> Iterator[Measured]:
+    """A row's configurations with their features."""
+    lines = Lines(work, device)
+    for family, name, expected_us, us in row["configurations"]:
+        if not lines.has(family, name):
+            continue
+        found = None if expected_us is None else lines.of(family, name, expected_us * 1e-6)
+        model, line = (None, None) if found is None else found
+        yield Measured(model, family, name, line, expected_us or math.inf, us)
+
+
+def rows_of(path: Path, device: CudaDevice) -> list[Row]:
+    """The layers of a sweep whose channels are whole chunks; others are padded first."""
+    found = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(text)
+        if row["C"] % CHUNK or row["K"] % CHUNK or not row["configurations"]:
+            continue
+        work = work_of(row)
+        every = tuple(measured_of(row, work, device))
+        name = row["layer"].split("_n")[0]
+        found.append(Row(key_of(work), name, row["kind"], row["peer_us"], row["us"], every))
+    return found
+
+
+def fitted(
+    lines: NDArray[np.float64], wanted: NDArray[np.float64], weight: NDArray[np.float64]
+) -> dict[str, Any]:
+    """A table's entry: trees for ``wanted``, the logarithms to base 2."""
+    cuts = []
+    for index in range(lines.shape[1]):
+        values = np.unique(lines[:, index])
+        middles = (values[1:] + values[:-1]) / 2
+        if len(middles) > THRESHOLDS:
+            middles = np.quantile(lines[:, index], np.linspace(0.03, 0.97, THRESHOLDS))
+        cuts += [(index, round(float(cut), 4)) for cut in np.unique(middles)]
+    bits = np.array([lines[:, index] > cut for index, cut in cuts])
+    left = wanted.copy()
+    table: dict[str, Any] = {"features": [], "thresholds": [], "leaves": []}
+    for _ in range(TREES):
+        leaf, chosen = np.zeros(len(left), np.int64), []
+        for level in range(LEVELS):
+            best, best_gain = 0, -1.0
+            for index in range(len(cuts)):
+                place = leaf + (bits[index] << level)
+                total = np.bincount(place, weight * left, 2 << level)
+                count = np.bincount(place, weight, 2 << level)
+                gain = float((total**2 / (count + RIDGE)).sum())
+                if gain > best_gain:
+                    best, best_gain = index, gain
+            leaf += bits[best] << level
+            chosen.append(cuts[best])
+        total = np.bincount(leaf, weight * left, 1 << LEVELS)
+        count = np.bincount(leaf, weight, 1 << LEVELS)
+        values = np.round(RATE * total / (count + RIDGE), 3)
+        left -= values[leaf]
+        table["features"].append([NAMES[index] for index, _ in chosen])
+        table["thresholds"].append([cut for _, cut in chosen])
+        table["leaves"].append(values.tolist())
+    return table
+
+
+def corrections(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """The entries of all models."""
+    data: dict[str, list[tuple[Any, float, float]]] = {}
+    for row in rows:
+        best = min(one.us for one in row.measured)
+        for one in row.measured:
+            if one.model is not None and one.line is not None:
+                far = max(1.0, min(one.us, one.expected_us) / best / NEAR)
+                entry = one.line, float(np.log2(one.us / one.expected_us)), far**-2
+                data.setdefault(one.model, []).append(entry)
+    return {
+        model: fitted(*(np.array(column) for column in zip(*entries, strict=True)))
+        for model, entries in sorted(data.items())
+    }
+
+
+def report(what: str, rows: Sequence[Row], table: Mapping[str, dict[str, Any]]) -> None:
+    """Regret of the choice by corrected times."""
+    every = {model: Correction.of(entry) for model, entry in table.items()}
+    own, peer, ratio, before, errors = [], [], [], [], []
+    for row in rows:
+        times = []
+        for one in row.measured:
+            time = one.expected_us
+            if one.model in every and one.line is not None:
+                time *= float(every[one.model].factors(one.line[None])[0])
+                errors.append(abs(np.log2(time / one.us)))
+            times.append(time)
+        chosen = row.measured[int(np.argmin(times))].us
+        best = min(row.now_us, *(one.us for one in row.measured))
+        own.append(chosen / best - 1)
+        before.append(row.now_us / best - 1)
+        peer.append(chosen / min(best, row.peer_us) - 1)
+        ratio.append(row.peer_us / chosen)
+    own.sort(), peer.sort(), before.sort()
+    last = int(0.95 * len(own))
+    print(
+        f"{what:34} {len(rows):4} regret own {statistics.mean(own):.3f} p95 {own[last]:.3f}, "
+        f"with peer {statistics.mean(peer):.3f} p95 {peer[last]:.3f}; before "
+        f"{statistics.mean(before):.3f} p95 {before[last]:.3f}; geomean "
+        f"{statistics.geometric_mean(ratio):.3f} <.95 {np.mean(np.array(ratio) < 0.95):.0%} "
+        f"<.85 {np.mean(np.array(ratio) < 0.85):.0%}; error {np.mean(errors) if errors else 0:.3f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args()
+    rows = rows_of(given.rows, H200)
+    fit, held = [[row for row in rows if row.held_out is out] for out in (False, True)]
+    table = corrections(fit)
+    for kind in sorted({row.kind for row in rows}):
+        report(f"fitted, {kind}", [row for row in fit if row.kind == kind], table)
+        report(f"held out, {kind}", [row for row in held if row.kind == kind], table)
+        report(f"  without corrections, {kind}", [row for row in held if row.kind == kind], {})
+    if not given.write:
+        return
+    layers = {}
+    for row in rows:
+        best = min(row.measured, key=lambda one: one.us)
+        if row.key is not None and row.kind != "rnd":
+            layers[row.key] = [best.family, best.config]
+    shipped = {
+        "device": H200.name,
+        "multiprocessors": H200.multiprocessors,
+        "corrections": corrections(rows),
+        "layers": layers,
+    }
+    TABLE.write_text(json.dumps(shipped, separators=(",", ":")) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
