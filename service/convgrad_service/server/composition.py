@@ -132,7 +132,10 @@ def add_metrics(hub: Hub) -> Metrics:
     """Create the hub's Prometheus metrics."""
     metrics = Metrics(hub.backend)
     schedule, memory = hub.scheduler, hub.memory
-    metrics.gauge("convgrad_queue_depth", "Problems waiting.", lambda: schedule.waiting)
+    in_line = schedule.lines.values()
+    metrics.gauge(
+        "convgrad_queue_depth", "Problems waiting.", lambda: schedule.waiting + sum(in_line)
+    )
     metrics.gauge("convgrad_running", "Problems running.", lambda: schedule.running)
     metrics.gauge("convgrad_workers", "Workers that accept problems.", lambda: schedule.workers)
     metrics.total("convgrad_workers_lost", "Workers that have died.", lambda: schedule.deaths)
