@@ -30,7 +30,7 @@ _POLL_S = 0.005
 _ARRIVING_S = 0.5
 # Likewise a large body counts towards those received ahead: for a shorter time while it arrives,
 # and then until it has been computed, unless problems take so long that a cache matters little.
-_LANDING_S, _LANDED_S = 0.05, 0.5
+_LANDING_S, _LANDED_S = 0.01, 0.5
 
 
 class _Recent:

@@ -53,7 +53,7 @@ Parts = Mapping[str, RegionPart]
 
 _MAX_PREPARED = 256
 # How many large bodies are received ahead of workers that compute two problems per slot.
-_AHEAD = 8
+_AHEAD = 6
 # Least time after which to try again when there are too many in line.
 _RETRY_AFTER_S = 1.0
 # While draining every request is refused, and none should wait in line for that.
