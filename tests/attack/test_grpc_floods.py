@@ -241,3 +241,98 @@ def test_a_flood_keeps_nobody_waiting(server: Served, flood: Flood) -> None:
 def _send(connection: socket.socket, data: bytes) -> None:
     with suppress(OSError):  # the server may close, and so does the test
         connection.sendall(data)
+
+
+def next_stream(client: H2Client, then: Callable[[int, bytes], bytes]) -> bytes:
+    """Frames of a stream that is not open yet, and the headers of a call."""
+    (stream,) = new_streams(client, 1)
+    return then(stream, call_headers(client))
+
+
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY = range(8)
+WINDOW_UPDATE, CONTINUATION, UNKNOWN = 8, 9, 0x77
+ACK, END_HEADERS, PADDED, WITH_PRIORITY = 1, 4, 8, 32
+
+ENDS: dict[str, Flood] = {
+    "headers that cannot be decoded": lambda c: next_stream(
+        c, lambda stream, _: raw(HEADERS, END_HEADERS, stream, b"\xff" * 9)
+    ),
+    "a table that is too large": lambda c: next_stream(
+        c, lambda stream, fields: raw(HEADERS, END_HEADERS, stream, b"\x3f\xff\xff\x7f" + fields)
+    ),
+    "data within headers": lambda c: next_stream(
+        c, lambda stream, fields: raw(HEADERS, 0, stream, fields) + raw(DATA, 0, stream - 2, b"x")
+    ),
+    "the rest of the headers on another stream": lambda c: next_stream(
+        c,
+        lambda stream, fields: (
+            raw(HEADERS, 0, stream, fields) + raw(CONTINUATION, END_HEADERS, stream + 2, b"")
+        ),
+    ),
+    "the rest of no headers": lambda c: raw(CONTINUATION, END_HEADERS, c.open(WATCH), b""),
+    "a reset of 3 bytes": lambda c: raw(RST_STREAM, 0, c.open(WATCH), bytes(3)),
+    "settings of a stream": lambda c: raw(SETTINGS, 0, c.open(WATCH), b""),
+    "settings of 5 bytes": lambda _: raw(SETTINGS, 0, 0, bytes(5)),
+    "an acknowledgement with settings": lambda _: raw(SETTINGS, ACK, 0, bytes(6)),
+    "a window of 2^31": lambda _: raw(SETTINGS, 0, 0, b"\0\4\x80\0\0\0"),
+    "frames of no bytes": lambda _: raw(SETTINGS, 0, 0, b"\0\5\0\0\0\0"),
+    "push that is neither on nor off": lambda _: raw(SETTINGS, 0, 0, b"\0\2\0\0\0\2"),
+    "a ping of 7 bytes": lambda _: raw(PING, 0, 0, bytes(7)),
+    "a goaway of 7 bytes": lambda _: raw(GOAWAY, 0, 0, bytes(7)),
+    "a window update of 3 bytes": lambda _: raw(WINDOW_UPDATE, 0, 0, bytes(3)),
+    "a window update by 0": lambda _: raw(WINDOW_UPDATE, 0, 0, bytes(4)),
+    "a stream's window update by 0": lambda c: raw(WINDOW_UPDATE, 0, c.open(WATCH), bytes(4)),
+    "a frame that is a byte too long": lambda c: raw(DATA, 0, c.open(INFER), bytes(16385)),
+    "a frame of 16 MiB": lambda c: raw(DATA, 0, c.open(INFER), bytes(2**24 - 1)),
+    "the preface again": lambda _: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "HTTP/1.1": lambda _: b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+}
+# Some of these are connection errors by RFC 9113; grpcio ignores them.
+IGNORED: dict[str, Flood] = {
+    "data of stream 0": lambda _: raw(DATA, 0, 0, b"x"),
+    "data of an idle stream": lambda _: raw(DATA, 0, LARGEST_STREAM, b"x"),
+    "data of a stream of the server's": lambda _: raw(DATA, 0, 2, b"x"),
+    "padding longer than its frame": lambda c: raw(
+        DATA, PADDED, c.open(INFER), b"\xff" + bytes(10)
+    ),
+    "headers of stream 0": lambda c: raw(HEADERS, END_HEADERS, 0, call_headers(c)),
+    "headers of a stream of the server's": lambda c: raw(HEADERS, END_HEADERS, 2, call_headers(c)),
+    "headers that depend on themselves": lambda c: next_stream(
+        c,
+        lambda stream, fields: raw(
+            HEADERS, END_HEADERS | WITH_PRIORITY, stream, stream.to_bytes(4, "big") + b"\0" + fields
+        ),
+    ),
+    "a priority of 4 bytes": lambda c: raw(PRIORITY, 0, c.open(WATCH), bytes(4)),
+    "a priority of stream 0": lambda _: raw(PRIORITY, 0, 0, bytes(5)),
+    "a reset of stream 0": lambda _: raw(RST_STREAM, 0, 0, bytes(4)),
+    "a reset of an idle stream": lambda _: raw(RST_STREAM, 0, LARGEST_STREAM, bytes(4)),
+    "a push promise": lambda c: raw(PUSH_PROMISE, END_HEADERS, c.open(WATCH), b"\0\0\0\2\x82"),
+    "a ping of a stream": lambda c: raw(PING, 0, c.open(WATCH), bytes(8)),
+    "a goaway of a stream": lambda c: raw(GOAWAY, 0, c.open(WATCH), bytes(8)),
+    "a window that becomes too large": lambda _: raw(WINDOW_UPDATE, 0, 0, b"\x7f\xff\xff\xff"),
+    "a window of an idle stream": lambda _: raw(WINDOW_UPDATE, 0, LARGEST_STREAM, b"\0\0\0\1"),
+    "the reserved bit": lambda _: raw(WINDOW_UPDATE, 0, 2**31, b"\0\0\0\1"),
+    "an unknown setting": lambda _: raw(SETTINGS, 0, 0, b"\xff\0\0\0\0\1"),
+    "an unknown frame": lambda _: raw(UNKNOWN, 0xFF, 5, b"abc"),
+}
+OUTCOMES = [
+    *(pytest.param(frame, True, id=name) for name, frame in ENDS.items()),
+    *(pytest.param(frame, False, id=name) for name, frame in IGNORED.items()),
+]
+
+
+@pytest.mark.parametrize(("frame", "ends"), OUTCOMES)
+def test_a_frame_ends_its_connection_or_is_ignored(
+    server: Served, frame: Flood, ends: bool
+) -> None:
+    """At once, and no other connection; what is ignored leaves a connection that works."""
+    with connected(server.grpc) as other, connected(server.grpc) as client:
+        client.socket.settimeout(20)
+        _send(client.socket, frame(client) + raw(PING, 0, 0, b"answered"))
+        received, pong = b"", raw(PING, ACK, 0, b"answered")
+        with suppress(ConnectionResetError):
+            while pong not in received and (part := client.socket.recv(65536)):
+                received += part
+        assert (pong not in received) == ends, received
+        assert other.answer(other.open(LIVE, grpc_message(b""), last=True)).status == "0"
