@@ -125,9 +125,9 @@ def status_of(request: Request, http: httpx.Client, grpc: H2Client) -> str:
     return f"HTTP {found.status_code}"
 
 
-@pytest.mark.parametrize("every", [100, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.timeout(900)
-def test_no_shape_and_no_parameter_is_an_error_of_the_server(tmp_path: Path, every: int) -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(1500)  # some 33,600 requests: minutes, and more on a busy machine
+def test_no_shape_and_no_parameter_is_an_error_of_the_server(tmp_path: Path) -> None:
     limits = {"max_problem_bytes": "64MiB", "max_inflight_bytes": "128MiB"}
     seen: Counter[str] = Counter()
     with (
@@ -136,7 +136,7 @@ def test_no_shape_and_no_parameter_is_an_error_of_the_server(tmp_path: Path, eve
         httpx.Client(base_url=server.http, timeout=60) as http,
         connected(server.grpc) as grpc,
     ):
-        for request in itertools.islice(requests(), 0, None, every):
+        for request in requests():
             began_s = time.monotonic()
             seen[status_of(request, http, grpc)] += 1
             assert time.monotonic() - began_s < LONGEST_S, request
