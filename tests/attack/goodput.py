@@ -4,7 +4,7 @@
 
 The server's processes are pinned to one core and the clients to another, so that clients cost the
 server nothing; how much of its core each used is printed. On a machine with other work, begin with
-`chrt -f 10`. The figures are in docs/security.md.
+`nice -n -20`. The figures are in docs/security.md.
 """
 
 from __future__ import annotations

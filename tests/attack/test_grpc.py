@@ -6,19 +6,16 @@ import gzip
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
-import hyperframe.frame
 import pytest
 
 from tests.attack.served import MIB, Served, attacked, processes
 from tests.support.h2_client import (
     CHECK,
     INFER,
-    WATCH,
-    H2Client,
     connected,
     grpc_message,
     large_answer,
@@ -156,76 +153,3 @@ def test_silent_tls_connections_end_and_take_nothing_along(tmp_path: Path) -> No
             held.enter_context(socket.create_connection(address, 20))
         until(lambda: descriptors(hub) > idle + 400)
         until(lambda: descriptors(hub) <= idle)
-
-
-def floods() -> dict[str, Callable[[H2Client], bytes]]:
-    ping = hyperframe.frame.PingFrame(opaque_data=bytes(8)).serialize()
-    settings = [
-        hyperframe.frame.SettingsFrame(settings={4: size}).serialize() for size in (0, 2**30)
-    ]
-
-    def resets(client: H2Client) -> bytes:
-        """Rapid reset: calls that are cancelled as soon as they are begun."""
-        frames = []
-        for stream in range(client.open(WATCH) + 2, 40_000, 2):
-            headers = client.h2.encoder.encode(
-                [
-                    (":method", "POST"),
-                    (":scheme", "http"),
-                    (":path", INFER),
-                    (":authority", "x"),
-                    ("content-type", "application/grpc"),
-                    ("te", "trailers"),
-                ]
-            )
-            frames.append(
-                hyperframe.frame.HeadersFrame(stream, headers, flags=["END_HEADERS"]).serialize()
-            )
-            frames.append(hyperframe.frame.RstStreamFrame(stream, error_code=8).serialize())
-        return b"".join(frames)
-
-    def continuations(client: H2Client) -> bytes:
-        """A head without an end."""
-        begin = hyperframe.frame.HeadersFrame(client.open(WATCH) + 2, b"\0\1a\1b").serialize()
-        stream = int.from_bytes(begin[5:9], "big")
-        more = hyperframe.frame.ContinuationFrame(stream, b"\0\1a\1b" * 2000).serialize()
-        return begin + more * 500
-
-    def header_bomb(client: H2Client) -> bytes:
-        """One large field in the table of names, told of by a byte many thousand times."""
-        stream = client.open(WATCH) + 2
-        large = b"\x40\x01a\x7f\x81\x1e" + b"x" * 4000
-        heads = [hyperframe.frame.HeadersFrame(stream, large).serialize()]
-        heads += [hyperframe.frame.ContinuationFrame(stream, b"\xbe" * 16_000).serialize()] * 50
-        return b"".join(heads)
-
-    return {
-        "settings": lambda _: b"".join(settings) * 50_000,
-        "pings": lambda _: ping * 100_000,
-        "unknown frames": lambda _: b"\0\0\3\x77\0\0\0\0\1abc" * 100_000,
-        "empty data": lambda client: (
-            hyperframe.frame.DataFrame(client.open(INFER)).serialize() * 100_000
-        ),
-        "rapid reset": resets,
-        "continuations": continuations,
-        "header bomb": header_bomb,
-    }
-
-
-@pytest.mark.parametrize("name", floods())
-def test_a_flood_keeps_nobody_waiting(server: Served, name: str) -> None:
-    with attacked(server, p99_s=5.0, more_bytes=200 * MIB), connected(server.grpc) as client:
-        for _ in range(200):
-            client.open(WATCH, grpc_message(b""), last=True)
-        flood = floods()[name](client)
-        sending = threading.Thread(target=_send, args=(client.socket, flood))
-        sending.start()
-        sending.join(2)
-        with suppress(OSError):
-            client.socket.shutdown(socket.SHUT_RDWR)
-        sending.join()
-
-
-def _send(connection: socket.socket, data: bytes) -> None:
-    with suppress(OSError):  # the server may close, and so does the test
-        connection.sendall(data)

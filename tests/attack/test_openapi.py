@@ -13,7 +13,7 @@ TOOL = Path(__file__).parents[2] / "build" / "attack-tools" / "bin" / "schemathe
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1000)  # its thousands of requests take minutes, more on a busy machine
+@pytest.mark.timeout(1900)  # its thousands of requests take minutes, more on a busy machine
 def test_whatever_the_document_allows_and_forbids_is_answered(tmp_path: Path) -> None:
     assert TOOL.exists(), "`make attack` installs schemathesis"
     limits = {
@@ -34,7 +34,9 @@ def test_whatever_the_document_allows_and_forbids_is_answered(tmp_path: Path) ->
                 f"{server.http}/openapi.json",
                 "--checks=not_a_server_error,response_schema_conformance,status_code_conformance",
                 "--max-examples=10",
-                "--workers=2",
+                # Two would parse Python code in two threads at once, for which CPython 3.11 raises
+                # SystemError now and then (python/cpython#106905).
+                "--workers=1",
                 "--seed=1",
                 "--generation-database=none",
                 "--suppress-health-check=all",
@@ -43,7 +45,7 @@ def test_whatever_the_document_allows_and_forbids_is_answered(tmp_path: Path) ->
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=900,
+            timeout=1800,
         )
         print(ran.stdout[-2000:])
         assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]

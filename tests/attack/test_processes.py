@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.attack.served import Served, attacked, processes
-from tests.support.tree_server import until
+from tests.support.http_server import EXAMPLE, JSON
+from tests.support.tree_server import descriptors, until
 
 SILENT_S = 2.0
 # For a worker to start, on a machine with much else to do.
@@ -56,6 +60,37 @@ def test_a_worker_that_is_killed_or_stopped_costs_no_request(
             until(lambda: len(others.took_s) > asked + 10)  # noqa: B023
             assert not hung or others.not_ready > unready
     assert max(others.took_s) < 2 * SILENT_S + START_S
+
+
+@pytest.mark.slow
+def test_descriptors_that_run_out_in_any_process_come_back(tmp_path: Path) -> None:
+    """Each process in turn may open no more files for a while. What it serves already goes on."""
+    with processes(tmp_path, http_workers="2", heartbeat_timeout_s="4") as server:
+        for process_id in (server.hub, *server.children()):
+            name = Path(f"/proc/{process_id}/comm").read_text().strip()
+            with httpx.Client(base_url=server.http, timeout=20) as client:
+                assert client.get("/v2/health/ready").status_code == 200
+                before = resource.prlimit(process_id, resource.RLIMIT_NOFILE)
+                limit = descriptors(process_id), before[1]
+                resource.prlimit(process_id, resource.RLIMIT_NOFILE, limit)
+                try:
+                    for _ in range(4):  # connections that may find no descriptor
+                        with suppress(httpx.TransportError):
+                            httpx.get(f"{server.http}/v2/health/ready", timeout=1)
+                    headers = {"Content-Type": JSON}
+                    answer = client.post("/conv_bwd_data", content=EXAMPLE, headers=headers)
+                    assert answer.status_code == 200, (name, answer.text)
+                finally:
+                    with suppress(ProcessLookupError):  # it was replaced
+                        resource.prlimit(process_id, resource.RLIMIT_NOFILE, before)
+            until(lambda: serves_again(server), 30)
+
+
+def serves_again(server: Served) -> bool:
+    try:
+        return server.computes()
+    except (OSError, httpx.TransportError, AssertionError):
+        return False
 
 
 def test_a_server_that_was_stopped_as_a_whole_takes_nobody_for_dead(server: Served) -> None:

@@ -46,6 +46,24 @@ def test_more_than_may_wait_is_refused_and_the_rest_is_answered() -> None:
         assert [answer.result(60).status_code for answer in answers] == [200] * 3
 
 
+def test_large_bodies_wait_unread_until_those_before_them_are_computed() -> None:
+    body = pooled(300_000)
+    headers = {"Content-Type": SAFETENSORS}
+    most_ahead = 8  # with a slot, by `Pipeline.gate`
+    with blocked(compute_slots=1) as (server, backend, posting):
+        answers = [
+            posting.submit(server.post, body, path="/maxpool2d_fwd", headers=headers)
+            for _ in range(14)
+        ]
+        assert backend.started.acquire(timeout=60)
+        until(lambda: server.hub.scheduler.waiting == most_ahead - 1)
+        small = posting.submit(server.post)  # passes those in line
+        until(lambda: server.hub.scheduler.waiting == most_ahead)
+        assert f"convgrad_queue_depth {14.0 - 1 + 1}" in server.get("/metrics").text
+        backend.release.set()
+        assert [answer.result(60).status_code for answer in [*answers, small]] == [200] * 15
+
+
 def test_a_full_queue_refuses_a_large_body_before_it_is_sent() -> None:
     with blocked(compute_slots=1, max_queue=1) as (server, backend, posting):
         posting.submit(server.post)

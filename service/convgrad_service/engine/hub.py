@@ -21,11 +21,12 @@ from convgrad_service.engine.options import SMALL_REQUEST_BYTES, EngineOptions
 from convgrad_service.engine.scheduling.partition import JobResult, OnPartDone
 from convgrad_service.engine.scheduling.quotas import Caller, Quotas, Ticket
 from convgrad_service.engine.scheduling.scheduler import Scheduler
+from convgrad_service.engine.scheduling.task import Prober
 from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionRegistry
 from convgrad_service.engine.shm.stored import TensorStore
 from convgrad_service.engine.status import Status
 from convgrad_service.engine.submissions import Submissions
-from convgrad_service.engine.telemetry.record import Record
+from convgrad_service.engine.telemetry.record import Record, RequestCounter
 from convgrad_service.engine.telemetry.statistics import Statistics
 from convgrad_service.engine.workers.child_process import Children
 from convgrad_service.engine.workers.execute import Job
@@ -74,6 +75,11 @@ class Engine(Protocol):
     @property
     def room(self) -> int:
         """How many more requests can be queued; an estimate."""
+        ...
+
+    @property
+    def slots(self) -> int:
+        """Problems that all workers compute at a time."""
         ...
 
     @property
@@ -127,6 +133,10 @@ class Engine(Protocol):
         """Return how many tasks are ahead of a job; None once it runs."""
         ...
 
+    def report_line(self, length: int) -> None:
+        """Note how many requests of this front end wait for admission."""
+        ...
+
     def observe(self, record: Record) -> None:
         """Count a finished request."""
         ...
@@ -166,22 +176,6 @@ def call_hub(
     """
     service, name = method.__qualname__.split(".")
     return engine.invoke(service, name, arguments, options)
-
-
-class Prober(Protocol):
-    """A worker that can check memory handles of its device."""
-
-    async def probe(self, handle: bytes, size_bytes: int) -> None:
-        """See `ProcessWorker.probe`."""
-        ...
-
-
-class RequestCounter(Protocol):
-    """Counts requests for Prometheus; see `Metrics`."""
-
-    def count(self, record: Record) -> None: ...
-
-    def exposition(self) -> bytes: ...
 
 
 class Hub:
@@ -257,12 +251,17 @@ class Hub:
             missing=tuple(sorted(self.children.missing)),
             dead=self.dead,
             timing=self.timing,
+            slots=self.slots,
             short_of_memory=max(self.texts.waited_s, self.memory.waited_s) > _SHORT_AFTER_S,
         )
 
     @property
     def room(self) -> int:
         return self.scheduler.room
+
+    @property
+    def slots(self) -> int:
+        return self.scheduler.slots
 
     @property
     def timing(self) -> bool:
@@ -350,6 +349,9 @@ class Hub:
 
     async def queue_position(self, handle: JobHandle) -> int | None:
         return self.scheduler.position(handle)  # type: ignore[arg-type]
+
+    def report_line(self, length: int) -> None:
+        self.scheduler.lines[self] = length
 
     def observe(self, record: Record) -> None:
         if record.operation:

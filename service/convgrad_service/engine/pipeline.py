@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 
 from convgrad.contract import Operation, Request, validate
 from convgrad.errors import Overloaded
-from convgrad_service.engine.admission_gate import AdmissionGate
+from convgrad_service.engine.admission_gate import Admission, AdmissionGate
 from convgrad_service.engine.deadline import CancelScope, Deadline
 from convgrad_service.engine.execution import Execution, PreparedRequest, abandon
 from convgrad_service.engine.hub import Engine, call_hub
@@ -31,7 +31,7 @@ from convgrad_service.engine.memory.tensor_layout import (
     region_parts,
     tensor_layout_of,
 )
-from convgrad_service.engine.options import Limits
+from convgrad_service.engine.options import SMALL_REQUEST_BYTES, Limits
 from convgrad_service.engine.request import (
     ClientGone,
     ComputeRequest,
@@ -52,6 +52,10 @@ T = TypeVar("T")
 Parts = Mapping[str, RegionPart]
 
 _MAX_PREPARED = 256
+# How many large bodies are received ahead of workers that compute two problems per slot.
+_AHEAD = 6
+# Least time after which to try again when there are too many in line.
+_RETRY_AFTER_S = 1.0
 # While draining every request is refused, and none should wait in line for that.
 _ROOM_WHILE_DRAINING = 1000
 
@@ -108,7 +112,9 @@ class Pipeline:
         self.limits = limits
         self.draining = False
         self.gate = AdmissionGate(
-            lambda: engine.room if not self.draining else _ROOM_WHILE_DRAINING
+            lambda: engine.room if not self.draining else _ROOM_WHILE_DRAINING,
+            lambda: _AHEAD + 2 * engine.slots if not self.draining else _ROOM_WHILE_DRAINING,
+            engine.report_line,
         )
         self._prepared: OrderedDict[tuple[str, Hashable], PreparedRequest] = OrderedDict()
         self._codecs = ThreadPoolExecutor(codec_threads, thread_name_prefix="codec")
@@ -145,28 +151,40 @@ class Pipeline:
         ClientGone
             The client has disconnected.
         """
-        arrival = self.gate.try_admit()
-        if arrival is None:
-            arrival = await self._wait_in_line(request, transport)
+        large = (request.body_bytes or 0) > SMALL_REQUEST_BYTES
+        admission = self.gate.try_admit(large=large)
+        if admission is None:
+            admission = await self._wait_in_line(request, transport, large=large)
         try:
-            await self._run(request, transport, arrival)
+            await self._run(request, transport, admission)
         except Overloaded:
-            if arrival is not None:
-                await self.gate.wait_to_refuse()
+            await self.gate.wait_to_refuse()
             raise
         except MemoryError:
             raise out_of_memory() from None
 
-    async def _wait_in_line(self, request: ComputeRequest, transport: Transport) -> int | None:
+    async def _wait_in_line(
+        self, request: ComputeRequest, transport: Transport, *, large: bool
+    ) -> Admission:
+        """Wait until the request is admitted; raise Overloaded if it is refused instead."""
+        began_s = time.monotonic()
         with CancelScope(request.deadline) as scope:
             transport.watch(lambda: scope.cancel(ClientGone()))
             try:
-                return await self.gate.admit()
+                admission = await self.gate.admit(large=large)
             finally:
                 transport.watch(None)
+        if admission is None:
+            self.admit()
+            waited_s = time.monotonic() - began_s
+            raise Overloaded(
+                "more requests wait for their turn than may be queued",
+                retry_after_s=max(waited_s, _RETRY_AFTER_S),
+            )
+        return admission
 
     async def _run(
-        self, request: ComputeRequest, transport: Transport, arrival: int | None
+        self, request: ComputeRequest, transport: Transport, admission: Admission
     ) -> None:
         ticket = None
         try:
@@ -194,13 +212,12 @@ class Pipeline:
                         request.deadline = Deadline.after(request.deadline.allowed_s)
                         scope.set_deadline(request.deadline)
                     transport.watch(lambda: scope.cancel(ClientGone()))
-                    if arrival is not None:
-                        self.gate.arrived(arrival)
-                        arrival = None
+                    admission.arrived()
                     try:
                         result = await execution.compute(streamed=transport.streams)
                     finally:
                         transport.watch(None)
+                    admission.end()
                     # The transport has its own limits on slow readers.
                     scope.set_deadline(None)
                     await transport.send(execution, result)
@@ -209,8 +226,7 @@ class Pipeline:
                 finally:
                     await execution.end()
         finally:
-            if arrival is not None:
-                self.gate.arrived(arrival)
+            admission.end()
             if ticket is not None:
                 ticket.release()
 

@@ -54,6 +54,8 @@ class ComputeRequest:
         Otherwise it starts anew once the body has been received.
     submitted
         Called with the job's handle once it is queued.
+    body_bytes
+        The size of the body if that is known before it is received.
     """
 
     operation: Operation | None
@@ -62,6 +64,7 @@ class ComputeRequest:
     caller: Caller = ANYBODY
     counts_receiving: bool = True
     submitted: Callable[[JobHandle], None] | None = None
+    body_bytes: int | None = None
 
     @property
     def owner(self) -> str:

@@ -24,6 +24,8 @@ class Status(NamedTuple):
         Why the server must be restarted to work again.
     timing
         Whether a timing is running, during which nothing is computed inline.
+    slots
+        Problems that all workers compute at a time.
     short_of_memory
         Whether requests have waited for memory for a while.
     """
@@ -37,6 +39,7 @@ class Status(NamedTuple):
     missing: tuple[str, ...] = ()
     dead: str | None = None
     timing: bool = False
+    slots: int = 0
     short_of_memory: bool = False
 
     def require_live(self) -> None:

@@ -71,7 +71,7 @@ class _InferTransport(HttpTransport):
         super().__init__(*arguments)
         self.text = Text(memoryview(b""))
         self._id = b""
-        self._length = _content_length(self.headers)
+        self._length = self.request.body_bytes
         self._header_bytes = _header_bytes(self.headers, self._length)
 
     async def head(self) -> Hashable | None:
@@ -186,11 +186,6 @@ def _data_bytes(length: int | None, header_bytes: int | None) -> int | None:
     if header_bytes is None:
         return 0
     return None if length is None else length - header_bytes
-
-
-def _content_length(headers: Mapping[bytes, str]) -> int | None:
-    length = headers.get(b"content-length")
-    return None if length is None else int(length)
 
 
 def _header_bytes(headers: Mapping[bytes, str], length: int | None) -> int | None:

@@ -59,6 +59,7 @@ class HttpTransport:
         self._connection: Connection | None = scope.get(CONNECTION)
         self._leaving: asyncio.Task[None] | None = None
         self._received: Body | None = None
+        length = headers.get(b"content-length")
         context.operation = operation.name
         refuse_encoded(headers.get(b"content-encoding"))
         allowed_s = requested_timeout_s(headers.get(b"x-request-timeout"))
@@ -69,16 +70,14 @@ class HttpTransport:
             context.caller,
             # Sending the body counts only towards a deadline that the client set itself.
             counts_receiving=allowed_s is not None,
+            body_bytes=None if length is None else int(length),
         )
         self.operation, self.owner = operation, context.owner
 
     def body(self, max_bytes: int) -> Body:
         """Return the request's body, of at most ``max_bytes``."""
         limits = BodyLimits.of(self._settings, max_bytes, self.pipeline.engine)
-        length = self.headers.get(b"content-length")
-        self._received = Body.of(
-            self._scope, self._receive, limits, None if length is None else int(length)
-        )
+        self._received = Body.of(self._scope, self._receive, limits, self.request.body_bytes)
         return self._received
 
     def watch(self, gone: Callable[[], None] | None) -> None:

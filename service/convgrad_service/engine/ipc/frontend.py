@@ -56,6 +56,7 @@ class FrontEnd:
             self._send(m.Welcome(self._hub.status, self._hub.limit_bytes, extent))
             await gone.wait()
             self._hub.watchers.remove(self._send)
+            self._hub.scheduler.lines.pop(self, None)
             for task in list(self._tasks.values()):
                 self._hub.cancel(task)
             # Until then, workers may still write to its leases.
@@ -127,6 +128,10 @@ class FrontEnd:
         """Release a lease, or leave the queue for it."""
         if (lease := self._leases.pop(number, None)) is not None:
             _release(lease)
+
+    def report_line(self, length: int) -> None:
+        """See `Engine.report_line`."""
+        self._hub.scheduler.lines[self] = length
 
     def acquire_ticket(self, number: int, caller: Caller) -> None:
         """Acquire a quota ticket, known by ``number``."""

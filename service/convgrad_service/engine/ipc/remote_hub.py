@@ -89,6 +89,7 @@ class RemoteHub:
         self._pocket = FreeList(0, 0)
         self._layouts = InternTable()
         self._recording: asyncio.TimerHandle | None = None
+        self._line, self._reported_line = 0, 0
         self._channel: Channel
         self._welcomed: asyncio.Future[None]
 
@@ -112,6 +113,10 @@ class RemoteHub:
     @property
     def room(self) -> int:
         return _ASSUMED_ROOM if self._status.overload is None else 0
+
+    @property
+    def slots(self) -> int:
+        return self._status.slots
 
     @property
     def timing(self) -> bool:
@@ -230,14 +235,24 @@ class RemoteHub:
         position: int | None = await self.invoke("", "queue_position", (handle.number,), {})
         return position
 
+    def report_line(self, length: int) -> None:
+        self._line = length
+        self._send_records_soon()
+
     def observe(self, record: Record) -> None:
         self._channel.send_lazily(record)
+        self._send_records_soon()
+
+    def _send_records_soon(self) -> None:
         if self._recording is None:
             loop = asyncio.get_running_loop()
             self._recording = loop.call_later(_RECORD_DELAY_S, self._send_records)
 
     def _send_records(self) -> None:
         self._recording = None
+        if self._line != self._reported_line:
+            self._reported_line = self._line
+            self.send(m.Notify("report_line", self._line))
         self._channel.flush()
 
     def _received(self, message: Any) -> None:

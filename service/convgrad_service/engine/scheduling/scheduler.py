@@ -39,7 +39,7 @@ class Scheduler:
     """The queue in front of all workers. For the event loop's thread.
 
     ``changed`` is called whenever the queue or the workers may have changed; ``deaths`` counts lost
-    workers.
+    workers; ``lines`` has the number of requests that wait for admission, by front end.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class Scheduler:
         self.cost_model = cost_model or CostModel()
         self.changed: Callable[[], None] = lambda: None
         self.deaths = 0
+        self.lines: dict[object, int] = {}
         self._large_s = large_s
         self._waiting: deque[Task] = deque()
         self._running: dict[Worker, list[Task]] = {}
@@ -69,6 +70,11 @@ class Scheduler:
     def workers(self) -> int:
         """Workers that accept tasks."""
         return sum(worker.slots > 0 for worker in self._running)
+
+    @property
+    def slots(self) -> int:
+        """Tasks that all workers compute at a time."""
+        return sum(worker.slots for worker in self._running)
 
     @property
     def room(self) -> int:
@@ -92,8 +98,7 @@ class Scheduler:
         if not self.full:
             return None
         tasks = [*self._waiting, *(task for held in self._running.values() for task in held)]
-        slots = sum(worker.slots for worker in self._running) or 1
-        seconds = self.cost_model.estimate_s(sum(task.cost for task in tasks)) / slots
+        seconds = self.cost_model.estimate_s(sum(task.cost for task in tasks)) / (self.slots or 1)
         return Overloaded(
             f"{self.waiting} problems wait to be computed, and no more than {self.max_waiting} may",
             retry_after_s=min(max(seconds, _RETRY_AFTER_MIN_S), _RETRY_AFTER_MAX_S),

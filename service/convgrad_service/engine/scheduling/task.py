@@ -13,7 +13,7 @@ from convgrad_service.engine.scheduling.partition import JobResult, OnPartDone, 
 from convgrad_service.engine.workers.execute import Job
 from convgrad_service.problems.base import Lane
 
-__all__ = ["Task", "TaskGroup", "Worker", "WorkerLost"]
+__all__ = ["Prober", "Task", "TaskGroup", "Worker", "WorkerLost"]
 
 
 class Worker(Protocol):
@@ -36,6 +36,14 @@ class Worker(Protocol):
 
     def has_used(self, job: Job) -> int:
         """Return how many of a job's stored tensors it may still have on its device."""
+        ...
+
+
+class Prober(Protocol):
+    """A worker that can check memory handles of its device."""
+
+    async def probe(self, handle: bytes, size_bytes: int) -> None:
+        """See `ProcessWorker.probe`."""
         ...
 
 
