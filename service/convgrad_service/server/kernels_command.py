@@ -44,6 +44,10 @@ def kernels(argv: Sequence[str] | None = None) -> int:
             continue
 
         failures = compiler.compile_all(wanted)
+        if options.copy_to is not None and not failures:
+            options.copy_to.mkdir(parents=True, exist_ok=True)
+            for one in wanted:
+                (options.copy_to / compiler.file_name(one)).write_bytes(compiler.cubin(one).code)
         print(*failures, sep="\n", end="\n" if failures else "", file=sys.stderr)
         done = len(wanted) - len(failures)
         print(f"{architecture}: {done} of {len(wanted)} kernels in {options.cache}", flush=True)
@@ -82,6 +86,12 @@ def _parser() -> argparse.ArgumentParser:
         default=DEFAULT_CACHE,
         metavar="FOLDER",
         help="folder of compiled kernels (default: inside the package)",
+    )
+    parser.add_argument(
+        "--copy-to",
+        type=Path,
+        metavar="FOLDER",
+        help="folder to copy these kernels to; unlike the cache, it gets no others",
     )
     parser.add_argument(
         "--jobs",

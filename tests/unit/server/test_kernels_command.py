@@ -42,6 +42,23 @@ def test_fills_the_cache_once(
     assert {path: path.stat().st_mtime_ns for path in cache.glob("*.cubin")} == cubins
 
 
+def test_copies_only_the_wanted_kernels_out_of_a_cache_that_holds_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image's build keeps its cache from build to build; the image gets what is current."""
+    monkeypatch.setattr(compiling, "DEFAULT_CACHE", tmp_path / "package")
+    cache, image = tmp_path / "cache", tmp_path / "image"
+    command = ["--arch", "sm_80", "--cache", str(cache)]
+    assert kernels([*command, "--match", "flat_sum"]) == 0
+    (cache / "flat_sum-sm_80-0123.cubin").write_bytes(b"of an older source")
+    kept = {path.name for path in cache.glob("*.cubin")}
+    monkeypatch.setattr(Compiler, "compile", lambda *_: pytest.fail("compiled again"))
+    assert kernels([*command, "--match", "flat_sum", "--copy-to", str(image)]) == 0
+    copied = {path.name for path in image.iterdir()}
+    assert copied == kept - {"flat_sum-sm_80-0123.cubin"}
+    assert all((image / name).read_bytes() == (cache / name).read_bytes() for name in copied)
+
+
 def test_what_an_image_compiled_ahead_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
