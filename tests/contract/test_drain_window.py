@@ -6,12 +6,16 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
 from convgrad_service.backends.cpu import CpuBackend
+from tests.support.fake_backends import GatedByFile
+from tests.support.h2_client import INFER, connected, pool_request
 from tests.support.http_server import EXAMPLE, JSON
 from tests.support.tree_server import LONGEST_S, TreeServer, serving_tree, until
 
@@ -79,3 +83,46 @@ def test_it_is_not_ready_at_once_and_answers_for_a_while(
 
     until(closed)
     assert time.monotonic() >= began_s + WINDOW_S
+
+
+def test_a_kept_connection_is_closed_so_that_its_client_goes_elsewhere(
+    serving: tuple[TreeServer, Any],
+) -> None:
+    """A Service balances connections: a client that kept its own would stay with this server."""
+    server, end = serving
+    headers = {"Content-Type": JSON, "X-Request-Timeout": "60"}
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+
+        def ask(**more: str) -> httpx.Response:
+            return client.post("/conv_bwd_data", content=EXAMPLE, headers=headers | more)
+
+        def answers() -> list[httpx.Response]:
+            # One that is sent whole, one with an error, one from outside the computing endpoints.
+            refused = client.post("/conv_bwd_data", content=b"{}", headers=headers)
+            return [ask(), refused, client.get("/operations")]
+
+        before = answers()
+        assert [one.status_code for one in before] == [200, 400, 200]
+        assert not any("connection" in one.headers for one in before)
+        end()
+        until(lambda: httpx.get(f"{server.url}/v2/health/ready").status_code == 503)
+        within = answers()
+        assert [one.status_code for one in within] == [200, 400, 200]
+        assert [one.headers.get("connection") for one in within] == ["close"] * 3
+
+
+def test_a_grpc_connection_gets_a_goaway_and_its_running_call_an_answer(tmp_path: Path) -> None:
+    gate = tmp_path / "open"
+    made = serving_tree(partial(GatedByFile, gate), drain_s=0.1)
+    server = made.__enter__()
+    ending = threading.Thread(target=made.__exit__, args=(None, None, None))
+    with connected(server.grpc) as idle, grpc.insecure_channel(server.grpc) as channel:
+        call = channel.unary_unary(INFER).future(pool_request(), timeout=LONGEST_S)
+        until(lambda: server.tree.hub.scheduler.running == 1)
+        ending.start()
+        idle.until(lambda: idle.goaway is not None)
+        assert idle.goaway == 0, "a graceful one: NO_ERROR"
+        assert not call.done()
+        gate.touch()
+        assert call.result()
+    ending.join()

@@ -5,13 +5,16 @@
 #   build_image.sh FOLDER [BUILD-ARG=VALUE ...]
 #
 # writes FOLDER/root, the image's file system, and FOLDER/image.json, its configuration. pip inside the
-# build uses the configuration and certificates of pip on the host.
+# build uses the configuration and certificates of pip on the host. FOLDER keeps what was built before,
+# compiled kernels too. An existing FOLDER/base, with Python and venv, is used as the base image.
 set -eu
 folder=$1
 shift
 here=$(cd "$(dirname "$0")/../.." && pwd)
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd) # buildah mounts absolute paths only
+export TMPDIR="$folder/tmp" # buildah keeps cache mounts there
+mkdir -p "$TMPDIR"
 storage="--root $folder/storage --runroot $folder/run --storage-driver vfs"
 bud() { buildah $storage "$@"; }
 

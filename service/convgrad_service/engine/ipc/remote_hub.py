@@ -114,6 +114,10 @@ class RemoteHub:
         return _ASSUMED_ROOM if self._status.overload is None else 0
 
     @property
+    def leaving(self) -> bool:
+        return self._status.leaving
+
+    @property
     def timing(self) -> bool:
         return self.status.timing
 
