@@ -5,7 +5,7 @@
 #   docker build -t convgrad:cpu --build-arg ACCELERATOR=cpu .   without CUDA
 #
 # ACCELERATOR selects a lock file in deploy/locks: cpu, cuda12, cuda13 or ray-cuda13. Kernels are
-# compiled ahead for ARCHITECTURES, and only those whose names contain KERNELS; all others are compiled
+# compiled ahead for ARCHITECTURES, and only those whose names contain one of KERNELS; all others are compiled
 # on first use, into the volume. A cache mount keeps compiled kernels by the hash of their source, so
 # that the next build compiles only those that have changed. PYTHON_IMAGE may be any image with Python
 # 3.11 to 3.13 and venv.
@@ -56,7 +56,7 @@ RUN --mount=type=cache,id=convgrad-kernels,target=/cubins \
       # shellcheck disable=SC2086
       PYTHONPATH=client:service /opt/convgrad/bin/python -c "import sys; \
         from convgrad_service.server.kernels_command import kernels; sys.exit(kernels(sys.argv[1:]))" \
-        --cache /cubins --copy-to /kernels --match "${KERNELS}" --arch ${ARCHITECTURES}; fi
+        --cache /cubins --copy-to /kernels --match ${KERNELS} --arch ${ARCHITECTURES}; fi
 
 FROM dependencies AS application
 COPY deploy/locks/sbom.txt /locks/

@@ -38,7 +38,7 @@ for pair; do
 done
 links=$(sed -n 's/^find-links = //p' "$folder/pip.conf")
 # shellcheck disable=SC2086
-bud bud -q --isolation chroot --network host --format docker \
+bud bud -q --layers --isolation chroot --network host --format docker \
     -v "$folder/pip.conf:/etc/pip.conf:ro" -v /etc/ssl/certs:/etc/ssl/certs:ro \
     ${links:+-v "$links:$links:ro"} \
     --build-arg PYTHON_IMAGE=localhost/python-base "$@" -t localhost/convgrad "$here"

@@ -33,11 +33,11 @@ def kernels(argv: Sequence[str] | None = None) -> int:
         wanted = [
             one
             for one in FAMILIES.instances()
-            if one.is_for(architecture) and options.match in one.name
+            if one.is_for(architecture) and any(text in one.name for text in options.match or [""])
         ]
         if not wanted:
             print(
-                f"convgrad kernels: no kernel for {architecture} has {options.match!r} in its name",
+                f"convgrad kernels: no kernel for {architecture} has any of {options.match} in its name",
                 file=sys.stderr,
             )
             failed += 1
@@ -78,7 +78,11 @@ def _parser() -> argparse.ArgumentParser:
         help=f"one or more of {', '.join(ARCHITECTURES)}; by default this machine's GPU's",
     )
     parser.add_argument(
-        "--match", default="", metavar="TEXT", help="only kernels whose names contain this"
+        "--match",
+        nargs="*",
+        default=[],
+        metavar="TEXT",
+        help="only kernels whose names contain one of these",
     )
     parser.add_argument(
         "--cache",

@@ -95,6 +95,14 @@ def test_without_an_architecture_that_of_the_gpu_is_compiled_for(
     assert len(list((tmp_path / "cache").glob("*.cubin"))) == expected > 0
 
 
+def test_several_texts_may_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "DEFAULT_CACHE", tmp_path / "package")
+    command = ["--arch", "sm_80", "--cache", str(tmp_path), "--match", "flat_sum<f", "row_copy"]
+    assert kernels(command) == 0
+    entries = {path.name.partition("-")[0] for path in tmp_path.glob("*.cubin")}
+    assert entries == {"flat_sum", "row_copy"}
+
+
 def test_what_matches_no_kernel_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
