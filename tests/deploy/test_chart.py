@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -165,7 +166,7 @@ def test_the_schema_covers_every_value() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
 
     def compare(values: Any, schema: Any, at: str) -> None:
-        if isinstance(values, dict) and "properties" in schema:
+        if isinstance(values, dict) and "properties" in schema and at != ".settings":
             assert schema["additionalProperties"] is False, at
             known = schema["properties"].keys() - {"global"}  # Helm's own
             assert known == values.keys(), at
@@ -173,6 +174,18 @@ def test_the_schema_covers_every_value() -> None:
                 compare(value, schema["properties"][name], f"{at}.{name}")
 
     compare(yaml.safe_load((CHART / "values.yaml").read_text()), schema, "")
+
+
+def test_settings_cannot_repeat_what_the_chart_sets() -> None:
+    """A variable given twice is refused by server-side apply."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    refused = {
+        name
+        for name, is_allowed in schema["properties"]["settings"]["properties"].items()
+        if is_allowed is False
+    }
+    template = (CHART / "templates/deployment.yaml").read_text()
+    assert refused == set(re.findall(r"\{name: (CONVGRAD_\w+),", template))
 
 
 def test_running_requests_can_finish(manifests: dict[str, Any]) -> None:
