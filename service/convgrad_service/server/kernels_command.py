@@ -37,7 +37,8 @@ def kernels(argv: Sequence[str] | None = None) -> int:
         ]
         if not wanted:
             print(
-                f"convgrad kernels: no kernel for {architecture} has any of {options.match} in its name",
+                f"convgrad kernels: no kernel for {architecture} has any of {options.match} in its "
+                "name",
                 file=sys.stderr,
             )
             failed += 1

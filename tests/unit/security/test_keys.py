@@ -131,6 +131,7 @@ def test_scopes(file: Path) -> None:
     bob = ring.caller(f"Bearer {some}")
     for path in ("/metrics", "/v2", "/operations", "/v2/models/conv_fwd", "/v2/models/stats"):
         require_path(bob, "GET", path)
+    require_path(bob, "POST", "/v2/repository/index")  # RepositoryIndex over gRPC needs none either
     for verb, path in (
         ("POST", "/conv_fwd"),
         ("POST", "/v2/models/conv_fwd/infer"),
@@ -140,7 +141,7 @@ def test_scopes(file: Path) -> None:
     ):
         with pytest.raises(PermissionDenied, match="'bob' has the scopes metrics; this needs"):
             require_path(bob, verb, path)
-    for method in ("ServerMetadata", "ModelStatistics", "ModelConfig"):
+    for method in ("ServerMetadata", "ModelStatistics", "ModelConfig", "RepositoryIndex"):
         require_method(bob, method)
     for method in ("ModelInfer", "ModelStreamInfer", "CudaSharedMemoryRegister"):
         with pytest.raises(PermissionDenied):
