@@ -203,6 +203,20 @@ def test_running_requests_can_finish(manifests: dict[str, Any]) -> None:
     assert drain_s >= noticed_s + 1.1 * float(values["CONVGRAD_GRPC_CONNECTION_AGE_S"])
 
 
+def test_running_requests_can_finish_in_kserve() -> None:
+    folder = CHART.parents[1] / "kserve"
+    runtime = yaml.safe_load((folder / "servingruntime.yaml").read_text())
+    predictor = yaml.safe_load((folder / "inferenceservice.yaml").read_text())["spec"]["predictor"]
+    (container,) = runtime["spec"]["containers"]
+    values = {one["name"]: one["value"] for one in container["env"]}
+    timeout_s = float(values["CONVGRAD_MAX_TIMEOUT_S"])
+    drain_s = float(values["CONVGRAD_DRAIN_S"])
+    assert float(values["CONVGRAD_SHUTDOWN_GRACE_S"]) == timeout_s
+    assert predictor["timeout"] > timeout_s
+    assert predictor["terminationGracePeriodSeconds"] > drain_s + timeout_s
+    assert set(values) <= SETTINGS
+
+
 def test_gpu_and_cpu_variants() -> None:
     gpu = pod_of(rendered({}))
     cpu = pod_of(rendered(VARIANTS["cpu"]))
