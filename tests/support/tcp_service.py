@@ -33,9 +33,17 @@ def _accept(listening: socket.socket, chosen: Callable[[], str]) -> None:
         except OSError:
             client.close()
             continue
-        for one, other in ((client, server), (server, client)):
+        threading.Thread(target=_connect, args=(client, server)).start()
+
+
+def _connect(client: socket.socket, server: socket.socket) -> None:
+    with client, server:
+        for one in (client, server):
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            threading.Thread(target=_pass_on, args=(one, other), daemon=True).start()
+        back = threading.Thread(target=_pass_on, args=(server, client))
+        back.start()
+        _pass_on(client, server)
+        back.join()
 
 
 def _pass_on(source: socket.socket, target: socket.socket) -> None:
