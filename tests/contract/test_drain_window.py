@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,13 +16,15 @@ import pytest
 
 from convgrad_service.backends.cpu import CpuBackend
 from tests.support.fake_backends import GatedByFile
-from tests.support.h2_client import INFER, connected, pool_request
+from tests.support.h2_client import INFER, pool_request
 from tests.support.http_server import EXAMPLE, JSON
 from tests.support.tree_server import LONGEST_S, TreeServer, serving_tree, until
 
 pytestmark = pytest.mark.processes
 
 WINDOW_S = 3.0
+# An empty SETTINGS frame of HTTP/2.
+SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 
 
 def cpu(device: int) -> CpuBackend:
@@ -111,18 +114,33 @@ def test_a_kept_connection_is_closed_so_that_its_client_goes_elsewhere(
         assert [one.headers.get("connection") for one in within] == ["close"] * 3
 
 
+def goaway_code(connection: socket.socket) -> int:
+    """Read HTTP/2 frames up to a GOAWAY; return its error code. h2 reads nothing after one."""
+    with connection.makefile("rb") as frames:
+        while True:
+            head = frames.read(9)
+            body = frames.read(int.from_bytes(head[:3], "big"))
+            if head[3] == 7:
+                return int.from_bytes(body[4:8], "big")
+
+
 def test_a_grpc_connection_gets_a_goaway_and_its_running_call_an_answer(tmp_path: Path) -> None:
     gate = tmp_path / "open"
     made = serving_tree(partial(GatedByFile, gate), drain_s=0.1)
     server = made.__enter__()
     ending = threading.Thread(target=made.__exit__, args=(None, None, None))
-    with connected(server.grpc) as idle, grpc.insecure_channel(server.grpc) as channel:
+    host, port = server.grpc.split(":")
+    with (
+        socket.create_connection((host, int(port)), LONGEST_S) as idle,
+        grpc.insecure_channel(server.grpc) as channel,
+    ):
+        idle.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SETTINGS)
         call = channel.unary_unary(INFER).future(pool_request(), timeout=LONGEST_S)
         until(lambda: server.tree.hub.scheduler.running == 1)
         ending.start()
-        idle.until(lambda: idle.goaway is not None)
-        assert idle.goaway == 0, "a graceful one: NO_ERROR"
+        assert goaway_code(idle) == 0, "a graceful one: NO_ERROR"
         assert not call.done()
+        idle.close()
         gate.touch()
         assert call.result()
     ending.join()

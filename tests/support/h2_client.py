@@ -69,8 +69,6 @@ class H2Client:
         self.h2 = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
         self.answers: dict[int, Answer] = {}
         self.gone = False
-        # The error code of the server's GOAWAY.
-        self.goaway: int | None = None
         # Whether what is read is granted again.
         self.grants = True
 
@@ -174,8 +172,6 @@ class H2Client:
             found.reset, found.ended = int(event.error_code or 0), True
         elif isinstance(event, h2.events.StreamEnded):
             found.ended = True
-        elif isinstance(event, h2.events.ConnectionTerminated):
-            self.goaway = int(event.error_code or 0)
 
 
 @contextmanager

@@ -38,6 +38,8 @@ def test_fills_the_cache_once(
     assert len(cubins) == 2 * expected > 0
     said = capsys.readouterr().out
     assert f"sm_90a: {expected} of {expected} kernels in {cache}" in said
+    # An image's build runs as another user than the server.
+    assert {path.stat().st_mode & 0o777 for path in cubins} == {0o644}
     assert kernels(wanted) == 0
     assert {path: path.stat().st_mtime_ns for path in cache.glob("*.cubin")} == cubins
 
