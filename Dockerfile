@@ -1,15 +1,16 @@
 # The server's image. Layers, least frequently changed first: dependencies, GPU kernels, application.
 #
-#   docker build -t convgrad .                                  CUDA 13; kernels for the H100 and H200
-#   docker build -t convgrad:cpu --build-arg ACCELERATOR=cpu .  without CUDA
-#   docker build -t convgrad --build-arg ARCHITECTURES="sm_80 sm_86 sm_89 sm_90a sm_100 sm_120" .
+#   docker build -t convgrad .                                   CUDA 13; kernels for all architectures
+#   docker build -t convgrad --build-arg ARCHITECTURES=sm_90a .  kernels for the H100 and H200 only
+#   docker build -t convgrad:cpu --build-arg ACCELERATOR=cpu .   without CUDA
 #
 # ACCELERATOR selects a lock file in deploy/locks: cpu, cuda12, cuda13 or ray-cuda13. Kernels are
-# compiled ahead for ARCHITECTURES, and only those whose names contain KERNELS; all others are compiled
-# on first use, into the volume. PYTHON_IMAGE may be any image with Python 3.11 to 3.13 and venv; pin it
-# by digest (…@sha256:…) for reproducible builds.
+# compiled ahead for ARCHITECTURES, and only those whose names contain one of KERNELS; all others are compiled
+# on first use, into the volume. A cache mount keeps compiled kernels by the hash of their source, so
+# that the next build compiles only those that have changed. PYTHON_IMAGE may be any image with Python
+# 3.11 to 3.13 and venv.
 
-ARG PYTHON_IMAGE=python:3.12-slim-bookworm
+ARG PYTHON_IMAGE=python:3.12.15-slim-bookworm@sha256:34386ef0cb081344d7ec1c103ba398e6e9f64e9ab3a1509accc92a4e24a07258
 
 FROM ${PYTHON_IMAGE} AS wheel
 WORKDIR /source
@@ -32,7 +33,7 @@ RUN python3 -m venv /opt/pip && python3 -m venv --without-pip /opt/convgrad \
 
 FROM dependencies AS kernels
 ARG ACCELERATOR=cuda13
-ARG ARCHITECTURES="sm_90a"
+ARG ARCHITECTURES="sm_80 sm_86 sm_89 sm_90a sm_100 sm_120"
 ARG KERNELS=""
 WORKDIR /source
 # Only the files that compiling reads, so that other changes to the server keep this layer cached.
@@ -49,12 +50,13 @@ COPY service/convgrad_service/plans service/convgrad_service/plans
 COPY service/convgrad_service/backends service/convgrad_service/backends
 COPY service/convgrad_service/server/__init__.py \
      service/convgrad_service/server/kernels_command.py service/convgrad_service/server/
-RUN mkdir /kernels \
+RUN --mount=type=cache,id=convgrad-kernels,target=/cubins \
+    mkdir /kernels \
  && if [ "${ACCELERATOR}" != cpu ] && [ -n "${ARCHITECTURES}" ]; then \
       # shellcheck disable=SC2086
       PYTHONPATH=client:service /opt/convgrad/bin/python -c "import sys; \
         from convgrad_service.server.kernels_command import kernels; sys.exit(kernels(sys.argv[1:]))" \
-        --cache /kernels --match "${KERNELS}" --arch ${ARCHITECTURES}; fi
+        --cache /cubins --copy-to /kernels --match ${KERNELS} --arch ${ARCHITECTURES}; fi
 
 FROM dependencies AS application
 COPY deploy/locks/sbom.txt /locks/

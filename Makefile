@@ -172,9 +172,9 @@ dist: $(READY) $(DIST)/.ready ## build both distributions (source, wheels, aarch
 check-load: kernels $(LOAD)/.ready ## whether the load tests work: each wire answered, nothing failed, at whatever speed
 	@$(PY) -m tests.load.run --locust $(LOAD)/bin/locust --only smoke --seconds 8
 
-check-ray: kernels $(RAY)/.ready ## Ray Serve on two simulated nodes: its answers to the bit, one node killed under load
+check-ray: kernels $(RAY)/.ready ## Ray Serve on two simulated nodes: its answers to the bit, a proxy on each node, one killed under load
 	@PYTHONPATH=client:service:. $(RAY)/bin/python -W ignore -m tests.ray_cluster.run \
-	    --nodes 2 --only answers contract death
+	    --nodes 2 --only answers contract proxies death
 
 check-deploy: check-manifests check-load check-ray ## those, and build the image without a daemon, run it, ask it; needs root, buildah, debootstrap
 	@missing="$$(tests/deploy/missing.sh build/image)"; \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -28,15 +29,23 @@ COMMAND = [sys.executable, "-c", "import resource, sys; "
 
 
 @pytest.fixture
-def serving(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+def serving(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """A server on a port of the system's choice, and the file that says which."""
     port_file = tmp_path / "port"
+    log_format = getattr(request, "param", "text")
     process = subprocess.Popen(
         [*COMMAND, "--port", "0", "--port-file", str(port_file)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "CONVGRAD_MAX_QUEUE": "7", "CONVGRAD_GRPC_PORT": "0"},
+        env={
+            **os.environ,
+            "CONVGRAD_MAX_QUEUE": "7",
+            "CONVGRAD_GRPC_PORT": "0",
+            "CONVGRAD_LOG_FORMAT": log_format,
+        },
     )
     try:
         until = time.monotonic() + 60
@@ -50,9 +59,16 @@ def serving(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
         process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("serving", "number"),
+    [("text", signal.SIGINT), ("json", signal.SIGTERM)],
+    indirect=["serving"],
+    ids=["text", "json"],
+)
 def test_it_serves_until_interrupted(
-    serving: tuple[subprocess.Popen[str], Path], number: signal.Signals
+    serving: tuple[subprocess.Popen[str], Path],
+    number: signal.Signals,
+    request: pytest.FixtureRequest,
 ) -> None:
     process, port_file = serving
     port = int(port_file.read_text())
@@ -71,10 +87,17 @@ def test_it_serves_until_interrupted(
         # It would take half a minute if it waited for the client, see shutdown_grace_s.
         out, err = process.communicate(timeout=20)
     assert process.returncode == 0, err
-    assert re.fullmatch(
-        f"convgrad listens on {url}\nconvgrad listens on grpc://127.0.0.1:[0-9]+\n", out
-    )
-    assert re.search(r"INFO convgrad.access request_id=\w+ method=POST path=/conv_bwd_data", err)
+    listens = f"convgrad listens on {url}\nconvgrad listens on grpc://127.0.0.1:[0-9]+\n"
+    if request.node.callspec.id == "json":
+        assert out == "", "every line of the log is JSON"
+        records = [json.loads(line) for line in err.splitlines()]
+        messages = "".join(f"{one.get('message')}\n" for one in records)
+        assert re.search(listens, messages)
+        assert "/conv_bwd_data" in [one.get("path") for one in records]
+    else:
+        assert re.fullmatch(listens, out)
+        answered = r"INFO convgrad.access request_id=\w+ method=POST path=/conv_bwd_data"
+        assert re.search(answered, err)
     assert "Traceback" not in err
     assert not port_file.exists()
 
@@ -85,6 +108,10 @@ def test_a_port_in_use_is_one_sentence(
     port = serving[1].read_text().strip()
     assert serve(["--port", port]) == 1
     assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+    as_json = [*COMMAND, "--port", port, "--log-format", "json"]
+    done = subprocess.run(as_json, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in json.loads(done.stderr)["message"]
 
 
 def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,14 +5,25 @@
 #   build_image.sh FOLDER [BUILD-ARG=VALUE ...]
 #
 # writes FOLDER/root, the image's file system, and FOLDER/image.json, its configuration. pip inside the
-# build uses the configuration and certificates of pip on the host.
+# build uses the configuration and certificates of pip on the host. FOLDER keeps what was built before,
+# compiled kernels too. An existing FOLDER/base, with Python and venv, is used as the base image.
 set -eu
 folder=$1
 shift
 here=$(cd "$(dirname "$0")/../.." && pwd)
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd) # buildah mounts absolute paths only
-storage="--root $folder/storage --runroot $folder/run --storage-driver vfs"
+export TMPDIR="$folder/tmp" # buildah keeps cache mounts there
+mkdir -p "$TMPDIR"
+# Overlay stores what each layer changes; vfs, where overlays cannot be mounted, a copy of everything.
+driver=vfs
+mkdir -p "$folder/try/lower" "$folder/try/upper" "$folder/try/work" "$folder/try/merged"
+if unshare --mount mount -t overlay overlay "$folder/try/merged" -o \
+    "lowerdir=$folder/try/lower,upperdir=$folder/try/upper,workdir=$folder/try/work" 2>/dev/null; then
+    driver=overlay
+fi
+layers=$([ $driver = vfs ] || echo --layers)
+storage="--root $folder/$driver --runroot $folder/run --storage-driver $driver"
 bud() { buildah $storage "$@"; }
 
 if [ ! -e "$folder/base/usr/bin/python3" ]; then
@@ -35,7 +46,7 @@ for pair; do
 done
 links=$(sed -n 's/^find-links = //p' "$folder/pip.conf")
 # shellcheck disable=SC2086
-bud bud -q --isolation chroot --network host --format docker \
+bud bud -q $layers --isolation chroot --network host --format docker \
     -v "$folder/pip.conf:/etc/pip.conf:ro" -v /etc/ssl/certs:/etc/ssl/certs:ro \
     ${links:+-v "$links:$links:ro"} \
     --build-arg PYTHON_IMAGE=localhost/python-base "$@" -t localhost/convgrad "$here"

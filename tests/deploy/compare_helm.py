@@ -63,7 +63,8 @@ def main(manifests: Path) -> int:
         wrong += [f"{variant}: {name}: {said}" for name, said in differences(ours, theirs)]
         print(f"{variant}: {len(theirs)} manifests rendered by Helm")
     # Values that the schema must reject.
-    for values in ({"replica": 2}, {"gpu": {"counts": 1}}, {"ports": {"http": "many"}}):
+    repeated = {"settings": {"CONVGRAD_DRAIN_S": "1"}}
+    for values in ({"replica": 2}, {"gpu": {"counts": 1}}, {"ports": {"http": "many"}}, repeated):
         if not lint(values):
             wrong.append(f"Helm does not reject the values {values}")
     for one in wrong:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -165,7 +166,7 @@ def test_the_schema_covers_every_value() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
 
     def compare(values: Any, schema: Any, at: str) -> None:
-        if isinstance(values, dict) and "properties" in schema:
+        if isinstance(values, dict) and "properties" in schema and at != ".settings":
             assert schema["additionalProperties"] is False, at
             known = schema["properties"].keys() - {"global"}  # Helm's own
             assert known == values.keys(), at
@@ -173,6 +174,18 @@ def test_the_schema_covers_every_value() -> None:
                 compare(value, schema["properties"][name], f"{at}.{name}")
 
     compare(yaml.safe_load((CHART / "values.yaml").read_text()), schema, "")
+
+
+def test_settings_cannot_repeat_what_the_chart_sets() -> None:
+    """A variable given twice is refused by server-side apply."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    refused = {
+        name
+        for name, is_allowed in schema["properties"]["settings"]["properties"].items()
+        if is_allowed is False
+    }
+    template = (CHART / "templates/deployment.yaml").read_text()
+    assert refused == set(re.findall(r"\{name: (CONVGRAD_\w+),", template))
 
 
 def test_running_requests_can_finish(manifests: dict[str, Any]) -> None:
@@ -183,9 +196,25 @@ def test_running_requests_can_finish(manifests: dict[str, Any]) -> None:
     drain_s = float(values["CONVGRAD_DRAIN_S"])
     assert grace_s == float(values["CONVGRAD_MAX_TIMEOUT_S"])
     assert pod["terminationGracePeriodSeconds"] > drain_s + grace_s
-    # The readiness probe fails within the drain time.
+    # Within the drain time the readiness probe fails, and then every gRPC connection reaches its
+    # age, to which grpc adds up to 10 %.
     probe = container_of(manifests)["readinessProbe"]
-    assert drain_s >= probe["periodSeconds"] * probe["failureThreshold"] + 1
+    noticed_s = probe["periodSeconds"] * probe["failureThreshold"] + 1
+    assert drain_s >= noticed_s + 1.1 * float(values["CONVGRAD_GRPC_CONNECTION_AGE_S"])
+
+
+def test_running_requests_can_finish_in_kserve() -> None:
+    folder = CHART.parents[1] / "kserve"
+    runtime = yaml.safe_load((folder / "servingruntime.yaml").read_text())
+    predictor = yaml.safe_load((folder / "inferenceservice.yaml").read_text())["spec"]["predictor"]
+    (container,) = runtime["spec"]["containers"]
+    values = {one["name"]: one["value"] for one in container["env"]}
+    timeout_s = float(values["CONVGRAD_MAX_TIMEOUT_S"])
+    drain_s = float(values["CONVGRAD_DRAIN_S"])
+    assert float(values["CONVGRAD_SHUTDOWN_GRACE_S"]) == timeout_s
+    assert predictor["timeout"] > timeout_s
+    assert predictor["terminationGracePeriodSeconds"] > drain_s + timeout_s
+    assert set(values) <= SETTINGS
 
 
 def test_gpu_and_cpu_variants() -> None:

@@ -177,6 +177,11 @@ def test_the_sbom_lists_every_distribution(image: Path) -> None:
     assert inside <= named
 
 
+def test_its_user_can_read_the_kernels(image: Path) -> None:
+    for kernel in (image / "root/opt/convgrad/kernels").glob("*.cubin"):
+        assert kernel.stat().st_mode & 0o044 == 0o044, kernel
+
+
 def test_layers(image: Path) -> None:
     """Dependencies, kernels and application are separate, the least frequently changed first."""
     inspected = json.loads((image / "image.json").read_text())

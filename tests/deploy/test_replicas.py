@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from operator import setitem
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +24,7 @@ import tritonclient.grpc as triton_grpc
 import convgrad
 from convgrad_service.security.keys import hash_of, new_key
 from tests.load.served import Served, server
+from tests.support.tcp_service import tcp_service
 from tests.support.tree_server import alive, until
 
 pytestmark = [
@@ -201,49 +204,69 @@ def infer(client: triton_grpc.InferenceServerClient, pair: Replicas) -> None:
     assert answer.as_numpy("grad_input").sum() == 16
 
 
-def test_no_request_fails_while_one_replica_drains(tmp_path: Path) -> None:
-    """It reports not ready, keeps answering over HTTP and gRPC, and is removed from nginx."""
-    age = {"CONVGRAD_GRPC_CONNECTION_AGE_S": "0.5", "CONVGRAD_DRAIN_S": "4"}
-    with replicas(tmp_path, **age) as pair:
-        failures: list[BaseException] = []
-        answered = {"http": 0, "grpc": 0}
-        ended = threading.Event()
+# No gRPC connection gets older than a part of the drain time, as in the chart.
+DRAINING = {"CONVGRAD_GRPC_CONNECTION_AGE_S": "0.5", "CONVGRAD_DRAIN_S": "4"}
 
-        def ask_http() -> None:
-            with pair.client(pair.any) as client:
-                while not ended.is_set():
-                    client.conv_bwd_data(ONES, ONES)
-                    answered["http"] += 1
 
-        def ask_grpc() -> None:
-            with triton_grpc.InferenceServerClient(pair.grpc) as client:
-                while not ended.is_set():
-                    infer(client, pair)
-                    answered["grpc"] += 1
-
-        def record_failure(ask: Callable[[], None]) -> None:
-            try:
-                ask()
-            except BaseException as error:  # noqa: BLE001 - makes the test fail
-                failures.append(error)
-
-        asking = [
-            threading.Thread(target=record_failure, args=(ask,)) for ask in (ask_http, ask_grpc)
-        ]
-        for one in asking:
-            one.start()
-        try:
+@pytest.mark.parametrize("proxied", [True, False], ids=["behind nginx", "behind a Service"])
+def test_no_request_fails_while_one_replica_drains(tmp_path: Path, proxied: bool) -> None:
+    """It reports not ready, keeps answering over HTTP and gRPC, and gets no new connections."""
+    with replicas(tmp_path, **DRAINING) as pair, ExitStack() as stack:
+        leaving, staying = pair.servers
+        if proxied:
+            http, calls, only = pair.any, pair.grpc, pair.only
+        else:
+            # A client's connection stays with one server, from which it has to be sent away.
+            chosen = [leaving]
+            address = stack.enter_context(tcp_service(lambda: chosen[0].url.partition("//")[2]))
+            http = f"http://{address}"
+            calls = stack.enter_context(tcp_service(lambda: chosen[0].grpc))
+            only = partial(setitem, chosen, slice(None))
+        with asking(pair, http, calls) as (answered, failures):
             until(lambda: bool(failures) or min(answered.values()) > 20)
-            leaving, staying = pair.servers
             os.kill(leaving.process, signal.SIGTERM)
             until(lambda: httpx.get(f"{leaving.url}/v2/health/ready").status_code == 503)
             time.sleep(1.0)  # a platform takes a moment to react
-            pair.only([staying])
+            only([staying])
             until(lambda: not alive(leaving.process))
             before = dict(answered)
             until(lambda: bool(failures) or all(answered[one] > before[one] + 20 for one in before))
-        finally:
-            ended.set()
-            for one in asking:
-                one.join()
         assert failures == [], [str(one) for one in failures]
+
+
+@contextmanager
+def asking(
+    pair: Replicas, http: str, calls: str
+) -> Iterator[tuple[dict[str, int], list[BaseException]]]:
+    """Send requests over HTTP and gRPC, each from one client; yield their number and failures."""
+    answered = {"http": 0, "grpc": 0}
+    failures: list[BaseException] = []
+    ended = threading.Event()
+
+    def ask_http() -> None:
+        with pair.client(http) as client:
+            while not ended.is_set():
+                client.conv_bwd_data(ONES, ONES)
+                answered["http"] += 1
+
+    def ask_grpc() -> None:
+        with triton_grpc.InferenceServerClient(calls) as client:
+            while not ended.is_set():
+                infer(client, pair)
+                answered["grpc"] += 1
+
+    def record_failure(ask: Callable[[], None]) -> None:
+        try:
+            ask()
+        except BaseException as error:  # noqa: BLE001 - makes the test fail
+            failures.append(error)
+
+    threads = [threading.Thread(target=record_failure, args=(ask,)) for ask in (ask_http, ask_grpc)]
+    for one in threads:
+        one.start()
+    try:
+        yield answered, failures
+    finally:
+        ended.set()
+        for one in threads:
+            one.join()

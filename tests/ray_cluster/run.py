@@ -57,18 +57,24 @@ HEAVY, SMALL = (8, 128, 28, 7), (1, 32, 28, 3)
 # Numbers of replicas with their own simulated device.
 OWN = (1, 2, 4)
 LOAD_USERS, LOAD_S = 4, 12
-RUNS = ("answers", "contract", "load", "autoscaling", "measured", "death", "head")
+RUNS = ("answers", "contract", "load", "autoscaling", "measured", "proxies", "death", "head")
 # Timeout for replicas to be added or removed.
 SCALING_S = 60.0
 
 
 @contextmanager
-def served(port: int, replica: type[Compute] = Compute, **options: Any) -> Iterator[str]:
+def served(
+    port: int,
+    replica: type[Compute] = Compute,
+    *,
+    proxy_location: str = "HeadOnly",
+    **options: Any,
+) -> Iterator[str]:
     """Deploy the application on the cluster that this process has joined; yield its URL."""
     ray_serve.Compute = replica  # type: ignore[misc]
     functions = ["convgrad_service.server.ray_grpc.add_open_inference"]
     serve.start(
-        proxy_location="HeadOnly",
+        proxy_location=proxy_location,
         http_options={"host": "127.0.0.1", "port": port},
         grpc_options={"port": port + 1, "grpc_servicer_functions": functions},
     )
@@ -267,6 +273,35 @@ def measured(port: int, nodes: int) -> list[dict[str, Any]]:
     return rows
 
 
+def proxies(port: int, nodes: int) -> list[dict[str, Any]]:
+    """Run a proxy on every node, as deploy/ray/serve.yaml does; connections to all are answered.
+
+    The simulated nodes share this machine's port, so that its system spreads the connections.
+    """
+    serve.shutdown()  # the proxies' location is fixed when Serve starts
+    fixed = {"min_replicas": nodes, "max_replicas": nodes}
+    ones = np.ones((1, 1, 2, 2), np.float32)
+    with served(port, proxy_location="EveryNode", **fixed) as url:
+        end_s = time.monotonic() + SCALING_S
+        while list(serve.status().proxies.values()).count("HEALTHY") < nodes + 1:
+            assert time.monotonic() < end_s, serve.status().proxies
+            time.sleep(0.5)
+        listening = _listeners(port)
+        assert listening == nodes + 1, f"{listening} proxies listen, expected {nodes + 1}"
+        for _ in range(16 * (nodes + 1)):
+            with convgrad.Client(url, max_retries=0, timeout=60) as client:
+                assert client.conv_bwd_data(ones, ones).sum() == 16
+    serve.shutdown()
+    print(f"  {listening} proxies, one on each node, all answer", flush=True)
+    return []
+
+
+def _listeners(port: int) -> int:
+    """Return how many sockets listen on a port of this machine."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[3] == "0A" and row[1].endswith(f":{port:04X}") for row in rows)
+
+
 def death(port: int, nodes: int, cluster: Cluster, victim: Any) -> list[dict[str, Any]]:
     """Kill a node under load; no request may fail."""
     fixed = {"min_replicas": nodes, "max_replicas": nodes}
@@ -316,6 +351,7 @@ def main() -> int:
         "load": lambda: loaded(port, asked.nodes, asked.locust),
         "autoscaling": lambda: autoscaling(port, asked.nodes),
         "measured": lambda: measured(port, asked.nodes),
+        "proxies": lambda: proxies(port, asked.nodes),
         "death": lambda: death(port, asked.nodes, cluster, nodes[-1]),
         "head": lambda: head(port + 2),
     }

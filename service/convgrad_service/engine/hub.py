@@ -83,6 +83,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def leaving(self) -> bool:
+        """Whether the server is about to shut down, see `Status`."""
+        ...
+
+    @property
     def timing(self) -> bool:
         """Whether a timing is running, see `Status`."""
         ...

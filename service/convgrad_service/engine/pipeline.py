@@ -119,6 +119,11 @@ class Pipeline:
         self._prepared: OrderedDict[tuple[str, Hashable], PreparedRequest] = OrderedDict()
         self._codecs = ThreadPoolExecutor(codec_threads, thread_name_prefix="codec")
 
+    @property
+    def leaving(self) -> bool:
+        """Whether clients should send their next requests to another server."""
+        return self.draining or self.engine.leaving
+
     def require_live(self) -> None:
         """Raise DeviceUnavailable if the server must be restarted."""
         self.engine.status.require_live()

@@ -42,6 +42,10 @@ class Connection(Protocol):
         """Send a whole 200 response in one write; ``lines`` are its header lines."""
         ...
 
+    def close_after_answer(self) -> None:
+        """Close the connection once this exchange is answered, and say so in its headers."""
+        ...
+
     def watch(self, gone: Callable[[], None] | None) -> None:
         """Have ``gone`` called if the client closes the connection, until called with None."""
         ...

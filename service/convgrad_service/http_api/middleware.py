@@ -103,7 +103,9 @@ class ExchangeMiddleware:
     async def _run(
         self, scope: Scope, receive: Receive, send: Send, context: RequestContext
     ) -> None:
-        exchange = _Exchange(scope, receive, send, context, wrapped=self.wrapped)
+        exchange = _Exchange(
+            scope, receive, send, context, wrapped=self.wrapped, pipeline=self.pipeline
+        )
         try:
             if self.keys is not None and not needs_no_key(scope["path"]):
                 context.caller = self.keys.caller(_authorization(scope))
@@ -184,9 +186,10 @@ class _Exchange:
         context: RequestContext,
         *,
         wrapped: bool,
+        pipeline: Pipeline,
     ) -> None:
         self.started = False
-        self._wrapped = wrapped
+        self._wrapped, self._pipeline = wrapped, pipeline
         self._scope = scope
         self._receive, self._send, self._context = receive, send, context
         headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -242,6 +245,8 @@ class _Exchange:
             (b"content-length", b"%d" % context.sent_bytes),
         ]
         self.started = True
+        if self._pipeline.leaving:
+            connection.close_after_answer()
         await connection.answer(b"".join([b"%s: %s\r\n" % header for header in headers]), parts)
 
     async def refuse(self, error: ServiceError) -> None:
@@ -261,7 +266,8 @@ class _Exchange:
             self._linger = message["status"] != 408 and self._body_unread
         headers: list[Any] = list(message.get("headers", []))
         headers += context_headers(self._context)
-        if self._body_unread:
+        # While the server drains, a client that kept its connection would never be sent elsewhere.
+        if self._body_unread or self._pipeline.leaving:
             headers.append((b"connection", b"close"))
         self._context.status = message["status"]
         return {**message, "headers": headers}

@@ -298,6 +298,10 @@ class _Exchange:
             protocol.transport.close()
         cycle.on_response()
 
+    def close_after_answer(self) -> None:
+        assert self.cycle is not None  # noqa: S101 - set before the application runs
+        self.cycle.keep_alive = False
+
     def watch(self, gone: Callable[[], None] | None) -> None:
         self._protocol.gone, self._protocol.watching = gone, self.cycle
         if gone is not None and self._protocol.transport.is_closing():

@@ -18,6 +18,8 @@ _FOLDERS = (
     ("/tensors", INFER),
     ("/metrics", METRICS),
 )
+# A description of the server that the protocol has clients ask for by POST.
+_INDEX = "/v2/repository/index"
 _METHODS = {
     "ModelInfer": INFER,
     "ModelStreamInfer": INFER,
@@ -32,7 +34,7 @@ def require_path(caller: Caller, verb: str, path: str) -> None:
     scope = next((scope for folder, scope in _FOLDERS if path.startswith(folder)), None)
     if scope is None and path.endswith("/stats"):
         scope = METRICS
-    if scope is None and verb not in ("GET", "HEAD"):
+    if scope is None and verb not in ("GET", "HEAD") and path != _INDEX:
         scope = INFER
     _require(caller, scope)
 

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from convgrad import _version
+from convgrad_service.server.logs import configure_logs
 from convgrad_service.server.setting_table import setting_fields
 from convgrad_service.server.settings import Settings
 
@@ -32,7 +33,8 @@ _METAVARS = {"bytes": "BYTES", "s": "SECONDS", "count": "N", "FLOP": "FLOPS"}
 def serve(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGINT or SIGTERM.
 
-    Prints ``convgrad listens on http://HOST:PORT`` on stdout once the server listens.
+    Prints ``convgrad listens on http://HOST:PORT`` on stdout once the server listens, or logs it if
+    the log is JSON.
 
     Returns
     -------
@@ -71,13 +73,13 @@ def _run(settings: Settings, port_file: Path | None) -> int:
     try:
         secure = "s" if server_context(settings, "h2") else ""
     except TlsError as error:
-        print(f"convgrad serve: {error}", file=sys.stderr)
+        _print_error(settings, str(error))
         return 2
     try:
         listening: socket.socket = listening_socket(settings.http_host, settings.http_port)
     except OSError as error:
         where = f"{settings.http_host}:{settings.http_port}"
-        print(f"convgrad serve: cannot listen on {where}: {error}", file=sys.stderr)
+        _print_error(settings, f"cannot listen on {where}: {error}")
         return 1
 
     prepare_process(settings)
@@ -95,7 +97,11 @@ def _run(settings: Settings, port_file: Path | None) -> int:
             lines.append(
                 f"convgrad answers health and metrics on http://{shown}:{tree.management_port}"
             )
-        print("\n".join(lines), flush=True)
+        if settings.log_format == "json":
+            for line in lines:
+                _log.info(line)
+        else:
+            print("\n".join(lines), flush=True)
         if port_file is not None:
             _write_atomically(port_file, f"{port}\n")
 
@@ -104,12 +110,21 @@ def _run(settings: Settings, port_file: Path | None) -> int:
         try:
             uvloop.run(run_until_signalled(tree, started))
         except (CannotListen, DeviceUnavailable) as error:
-            print(f"convgrad serve: {error}", file=sys.stderr)
+            _print_error(settings, str(error))
             return 1
         finally:
             if port_file is not None:
                 port_file.unlink(missing_ok=True)
     return 0
+
+
+def _print_error(settings: Settings, sentence: str) -> None:
+    """Print why the server ends; as a log record if the log is JSON, whose lines all are."""
+    if settings.log_format == "json":
+        configure_logs(settings.log_level, settings.log_format)
+        _log.error("%s", sentence)
+    else:
+        print(f"convgrad serve: {sentence}", file=sys.stderr)
 
 
 def _allow_descriptors(settings: Settings) -> None:

@@ -33,17 +33,22 @@ def kernels(argv: Sequence[str] | None = None) -> int:
         wanted = [
             one
             for one in FAMILIES.instances()
-            if one.is_for(architecture) and options.match in one.name
+            if one.is_for(architecture) and any(text in one.name for text in options.match or [""])
         ]
         if not wanted:
             print(
-                f"convgrad kernels: no kernel for {architecture} has {options.match!r} in its name",
+                f"convgrad kernels: no kernel for {architecture} has any of {options.match} in its "
+                "name",
                 file=sys.stderr,
             )
             failed += 1
             continue
 
         failures = compiler.compile_all(wanted)
+        if options.copy_to is not None and not failures:
+            options.copy_to.mkdir(parents=True, exist_ok=True)
+            for one in wanted:
+                (options.copy_to / compiler.file_name(one)).write_bytes(compiler.cubin(one).code)
         print(*failures, sep="\n", end="\n" if failures else "", file=sys.stderr)
         done = len(wanted) - len(failures)
         print(f"{architecture}: {done} of {len(wanted)} kernels in {options.cache}", flush=True)
@@ -74,7 +79,11 @@ def _parser() -> argparse.ArgumentParser:
         help=f"one or more of {', '.join(ARCHITECTURES)}; by default this machine's GPU's",
     )
     parser.add_argument(
-        "--match", default="", metavar="TEXT", help="only kernels whose names contain this"
+        "--match",
+        nargs="*",
+        default=[],
+        metavar="TEXT",
+        help="only kernels whose names contain one of these",
     )
     parser.add_argument(
         "--cache",
@@ -82,6 +91,12 @@ def _parser() -> argparse.ArgumentParser:
         default=DEFAULT_CACHE,
         metavar="FOLDER",
         help="folder of compiled kernels (default: inside the package)",
+    )
+    parser.add_argument(
+        "--copy-to",
+        type=Path,
+        metavar="FOLDER",
+        help="folder to copy these kernels to; unlike the cache, it gets no others",
     )
     parser.add_argument(
         "--jobs",

@@ -38,8 +38,27 @@ def test_fills_the_cache_once(
     assert len(cubins) == 2 * expected > 0
     said = capsys.readouterr().out
     assert f"sm_90a: {expected} of {expected} kernels in {cache}" in said
+    # An image's build runs as another user than the server.
+    assert {path.stat().st_mode & 0o777 for path in cubins} == {0o644}
     assert kernels(wanted) == 0
     assert {path: path.stat().st_mtime_ns for path in cache.glob("*.cubin")} == cubins
+
+
+def test_copies_only_the_wanted_kernels_out_of_a_cache_that_holds_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image's build keeps its cache from build to build; the image gets what is current."""
+    monkeypatch.setattr(compiling, "DEFAULT_CACHE", tmp_path / "package")
+    cache, image = tmp_path / "cache", tmp_path / "image"
+    command = ["--arch", "sm_80", "--cache", str(cache)]
+    assert kernels([*command, "--match", "flat_sum"]) == 0
+    (cache / "flat_sum-sm_80-0123.cubin").write_bytes(b"of an older source")
+    kept = {path.name for path in cache.glob("*.cubin")}
+    monkeypatch.setattr(Compiler, "compile", lambda *_: pytest.fail("compiled again"))
+    assert kernels([*command, "--match", "flat_sum", "--copy-to", str(image)]) == 0
+    copied = {path.name for path in image.iterdir()}
+    assert copied == kept - {"flat_sum-sm_80-0123.cubin"}
+    assert all((image / name).read_bytes() == (cache / name).read_bytes() for name in copied)
 
 
 def test_what_an_image_compiled_ahead_is_used(
@@ -76,6 +95,14 @@ def test_without_an_architecture_that_of_the_gpu_is_compiled_for(
     expected = sum("flat_sum" in one.name for one in FAMILIES.instances())
     assert f"{device.architecture}: {expected} of {expected} kernels" in capsys.readouterr().out
     assert len(list((tmp_path / "cache").glob("*.cubin"))) == expected > 0
+
+
+def test_several_texts_may_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "DEFAULT_CACHE", tmp_path / "package")
+    command = ["--arch", "sm_80", "--cache", str(tmp_path), "--match", "flat_sum<f", "row_copy"]
+    assert kernels(command) == 0
+    entries = {path.name.partition("-")[0] for path in tmp_path.glob("*.cubin")}
+    assert entries == {"flat_sum", "row_copy"}
 
 
 def test_what_matches_no_kernel_is_an_error(

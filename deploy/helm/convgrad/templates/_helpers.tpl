@@ -18,9 +18,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{ printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) | quote }}
 {{- end -}}
 
-{{- /* How long a terminating pod keeps accepting requests: until its readiness probe has failed. */ -}}
+{{- /* How long a terminating pod keeps accepting requests: until its readiness probe has failed and every
+gRPC connection has reached its age, which varies by 10 %. */ -}}
 {{- define "convgrad.drainSeconds" -}}
-{{ add .Values.probes.readinessSeconds 3 }}
+{{ add .Values.probes.readinessSeconds 3 (div (add (mul 11 .Values.grpcConnectionSeconds) 9) 10) }}
 {{- end -}}
 
 {{- /* appProtocol of the HTTP and gRPC ports, for meshes and gateways. */ -}}

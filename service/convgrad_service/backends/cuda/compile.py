@@ -294,6 +294,9 @@ def _store(path: Path, code: bytes) -> None:
     except OSError:
         return  # a read-only installation: the next process compiles it again
     try:
+        # Readable by all, unlike mkstemp's files: an image's build fills the cache as root, and the
+        # server reads it as another user.
+        os.fchmod(handle, 0o644)
         with os.fdopen(handle, "wb") as file:
             file.write(code)
         Path(partial).replace(path)

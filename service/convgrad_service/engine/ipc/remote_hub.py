@@ -119,6 +119,10 @@ class RemoteHub:
         return self._status.slots
 
     @property
+    def leaving(self) -> bool:
+        return self._status.leaving
+
+    @property
     def timing(self) -> bool:
         return self.status.timing
 
