@@ -33,9 +33,12 @@ cases = [word for word in after if word.isdigit()]
 print("========= COMPUTE-SANITIZER", flush=True)
 if "hangs" in faults:
     time.sleep(600)
+waits = faults.pop("waits in", None)
 errors = 0
 for case in cases:
     print(f"case {{case}}: plans some_case bfloat16 NHWC", flush=True)
+    if case == waits:
+        time.sleep(600)
     fault = faults.get(case)
     if fault is None or fault["without"] in sys.argv:
         continue
@@ -162,6 +165,14 @@ def test_a_tool_that_hangs_is_ended_and_says_what_was_not_run(tmp_path: Path) ->
     assert found.errors is None
     assert not found.finished
     assert found.left_out == list(range(8))
+
+
+def test_a_case_at_which_the_time_ends_is_not_examined(tmp_path: Path) -> None:
+    found = sweep(tmp_path, {"waits in": "3"}, seconds=1.5)
+    assert found.record()["exit_code"] == 124
+    assert len(found.ran) == 1
+    assert found.stopped == []
+    assert found.left_out == list(range(3, 8))
 
 
 def test_logs_are_kept_whole_and_shown_from_both_ends(tmp_path: Path) -> None:
