@@ -250,6 +250,9 @@ bench-gpu: $(READY) ## the GPU kernels beside PyTorch's; needs a GPU, CuPy and P
 bench-cold: $(READY) ## how long a layer's first request waits for a compiler; needs no GPU, but free cores
 	@$(PY) -m tests.perf.bench_cold
 
+bench-cold-server: kernels ## cold requests on a server with a GPU, and what they cost warm ones
+	@$(PY) -m tests.perf.bench_cold_server
+
 bench-networks: $(READY) ## every convolution of whole networks beside cuDNN; needs what bench-gpu needs
 	@$(PY) -m tests.perf.bench_networks
 

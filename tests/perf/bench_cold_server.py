@@ -4,9 +4,9 @@
 
 Two rows go to tests/perf/results/cold_server.jsonl, in place of an older run's:
 
-- ``answer``: requests sent one by one, each the first of its layer and operation: the seconds to
-  the answer, beside those that the slowest of its kernels takes to compile alone. At most 1.5x is
-  wanted where there are as many free cores as kernels.
+- ``answer``: the requests with the most kernels, sent one by one: the seconds to the answer, beside
+  those that the slowest of the kernels takes to compile alone. At most 1.5x is wanted where there
+  are as many free cores as kernels.
 - ``beside``: latencies of warm requests, sent at random times at a given rate (tests/load), with
   four cold requests in flight throughout and with none, in turn. A p99 within 10 % is wanted.
 
@@ -126,7 +126,7 @@ def answers(url: str, requests: Sequence[Cold], compiler: Compiler) -> dict[str,
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2)) as pool:
         compiled = [[pool.submit(alone_s, each) for each in one.kernels] for one in requests]
         slowest_s = [max(each.result() for each in futures) for futures in compiled]
-    each = [
+    each: list[dict[str, Any]] = [
         {
             "layer": one.layer,
             "op": one.operation,
@@ -154,7 +154,7 @@ def beside(url: str, requests: Iterator[Cold], given: argparse.Namespace) -> dic
             with sent:
                 one = next(requests, None)
             if one is None:
-                raise SystemExit("there are too few cold requests for so many seconds")
+                raise ValueError("there are too few cold requests for so many seconds")
             done_s.append(one.send(url))
 
     for number in range(given.phases):
@@ -168,9 +168,8 @@ def beside(url: str, requests: Iterator[Cold], given: argparse.Namespace) -> dic
                 for sender in senders:
                     sender.result()
             phases[with_cold].append(row)
-            print(
-                f"cold {with_cold}: p50 {row['p50_s']:.5f} s, p99 {row['p99_s']:.5f} s", flush=True
-            )
+            figures = ", ".join(f"{name} {row[name]}" for name in ("p50_s", "p99_s", "late_p99_s"))
+            print(f"cold {with_cold}: {figures}", flush=True)
     p99 = {key: statistics.median(row["p99_s"] for row in rows) for key, rows in phases.items()}
     return {
         "run": "beside",
@@ -202,7 +201,7 @@ def main() -> None:
     except DeviceUnavailable:
         device, nvrtc = H200, find_nvrtc(MAJORS[0])
     compiler = Compiler(nvrtc, device.architecture, cache=None)
-    requests = cold_requests(device, compiler)
+    requests = sorted(cold_requests(device, compiler), key=lambda one: -len(one.kernels))
     cores = len(os.sched_getaffinity(0))
     servers, clients = split_cores(CLIENT_CORES)
     with TemporaryDirectory() as cache, ExitStack() as stack:
@@ -213,10 +212,9 @@ def main() -> None:
         with Client(served.url, timeout=120.0) as client:
             for one in requests_of(given.mix):
                 getattr(client, one.operation)(**one.tensors, **one.parameters)
-        first = [next(requests) for _ in range(given.layers)]
-        rows = [answers(served.url, first, compiler)]
+        rows = [answers(served.url, requests[: given.layers], compiler)]
         with on_cores(clients):
-            rows.append(beside(served.url, requests, given))
+            rows.append(beside(served.url, iter(requests[given.layers :]), given))
     where = origin(
         f"{device.name}, {cpu_model()}, {cores} cores",
         {"nvrtc": ".".join(map(str, nvrtc.version)), "numpy": np.__version__},

@@ -309,8 +309,9 @@ def wants(over: float | None, path: Path) -> Callable[[Line], bool]:
     """Whether to measure a layer, operation and dtype: all, or those with a greater ratio."""
     if over is None:
         return lambda line: True
-    groups = {key_of(line)[:-1] for line in stored(path) if line["ratio"] > over}
-    return lambda line: key_of({**line, "kind": ""})[:-1] in groups
+    # Whatever the device.
+    groups = {key_of(line)[1:-1] for line in stored(path) if line["ratio"] > over}
+    return lambda line: key_of({**line, "kind": ""})[1:-1] in groups
 
 
 def show(lines: list[Line]) -> None:
