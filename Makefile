@@ -298,10 +298,10 @@ bench-front-ends: kernels ## a large problem over HTTP through 1, 2 and 4 front-
 
 readme: $(READY) ## write the README's tables and plots again from the stored results
 	@$(PY) -m tests.perf.plot_load
-	@$(PY) -m tests.perf.plot_networks
-	@$(PY) -m tests.perf.page_networks
 	@# Fails where figures are older than their kernels, of which no plot is drawn then.
 	@$(PY) -m tests.perf.readme_tables
+	@$(PY) -m tests.perf.plot_networks
+	@$(PY) -m tests.perf.page_networks
 	@$(PY) tests/perf/plot_gpu.py
 
 COMPILE := -m uv pip compile --universal --python-version 3.11 --generate-hashes --upgrade --quiet
