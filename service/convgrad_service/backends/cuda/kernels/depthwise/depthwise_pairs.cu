@@ -126,18 +126,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
                         finished[a][own]);
           }
         }
+        if (nan_rows.any()) nan_rows.next();
         // Rows outside are zeros; below x no further result starts.
         if (step < rows || (step < steps && top + step < args.x_size[0])) {
-          u32 odd = 0;
-          if (__any_sync(0xffffffffu, any_odd(pixels))) odd = clear_odd(pixels);
-          nan_rows.push(odd);
+          // Results that the row contributes to are NaN whatever the products, if all channels are odd.
+          bool all_odd = false;
+          if (__any_sync(0xffffffffu, any_odd(pixels))) {
+            const u32 odd = clear_odd(pixels);
+            nan_rows.add(odd);
+            all_odd = __all_sync(0xffffffffu, odd == kAllChannels);
+          }
 #pragma unroll
           for (int r = kOpen - STRIDE; r < kOpen; ++r) {
 #pragma unroll
             for (int pair = 0; pair < PAIRS; ++pair) clear(sums[(j * STRIDE + r) % kOpen][pair]);
           }
-          // Results that the row contributes to are NaN whatever the products, if all channels are odd.
-          if (!__all_sync(0xffffffffu, odd == kAllChannels)) {
+          if (!all_odd) {
             u32 factors[PAIRS][UNITS][2];
 #pragma unroll
             for (int pair = 0; pair < PAIRS; ++pair) {
@@ -163,8 +167,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
               }
             }
           }
-        } else {
-          nan_rows.push(0);
         }
         if (step >= kReach) {
 #pragma unroll

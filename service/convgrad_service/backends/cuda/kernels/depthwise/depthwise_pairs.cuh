@@ -132,11 +132,12 @@ __device__ __forceinline__ u32 clear_odd(Pixels (&pixels)[kBlocks]) {
 struct NanRows {
   u32 left = 0;
 
-  // A row of x, with the channels that have non-finite elements.
-  __device__ __forceinline__ void push(u32 odd) {
+  // The next row of x begins.
+  __device__ __forceinline__ void next() {
     left -= (left | left >> 1 | left >> 2 | left >> 3) & 0x11111111u;
-    left = (left & ~(odd * 15)) | odd * kReach;
   }
+  // It has non-finite elements in these channels.
+  __device__ __forceinline__ void add(u32 odd) { left = (left & ~(odd * 15)) | odd * kReach; }
   __device__ __forceinline__ bool any() const { return left != 0; }
   // Makes those of a finished row of results NaN that are; it is the a-th that the last row of x finishes.
   __device__ __forceinline__ void apply(int a, Pixels (&result)[2]) const {
