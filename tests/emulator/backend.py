@@ -254,7 +254,7 @@ class EmulatedBackend:
         for name, data in before.items():
             assert (memory.bytes[name] == data).all(), f"a write to the input {name}"
         for check in plan.checks:
-            if memory.bytes[check.buffer][:4].view(np.int32)[0]:
+            if memory.bytes[check.buffer][:8].view(np.int64)[0]:
                 raise InvalidProblem(check.sentence)
         outputs = {
             name: memory.bytes[name].view(spec.dtype.numpy).reshape(spec.shape).copy()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from convgrad.errors import InvalidProblem
 from convgrad_service.backends.base import Backend
@@ -23,7 +20,7 @@ from tests.support.numerics.bounds import assert_same_bits
 from tests.support.numerics.cases import Case, maxpool_bwd, pool_cases
 from tests.support.numerics.geometries import POOLS
 from tests.support.numerics.oracle import expected
-from tests.support.numerics.pool_inputs import sources, with_nans
+from tests.support.numerics.pool_inputs import bad_indices, sources, with_nans
 
 FORWARD = [case for n in (1, 2, 3) for case in pool_cases(f"maxpool{n}d_fwd")]
 BACKWARD = [case for n in (1, 2, 3) for case in pool_cases(f"maxpool{n}d_bwd")]
@@ -102,22 +99,6 @@ def test_a_nan_gradient_reaches_its_maximum_alone(backend: Backend, seed: int) -
         wanted = expected(case.operation, tensors, case.params)
         for asked, given in sources(case, tensors).values():
             check(answers(backend, asked, given), wanted, "bounded", f"seed {seed}")
-
-
-def bad_indices(
-    rng: np.random.Generator, case: Case, good: NDArray[Any]
-) -> dict[str, NDArray[Any]]:
-    """Return indices with one wrong: beyond the plane, negative, or outside its window."""
-    plane = int(np.prod(case.shapes["input"][2:]))
-    wrong = {"plane": plane, "negative": -1, "least": -(2**31), "most": 2**31 - 1}
-    # The last element of the plane is not in the first window of these poolings.
-    made = {}
-    for name, value in wrong.items():
-        made[name] = good.copy()
-        made[name].flat[rng.integers(good.size)] = value
-    made["outside its window"] = good.copy()
-    made["outside its window"].reshape(*good.shape[:2], -1)[:, :, 0] = plane - 1
-    return made
 
 
 @pytest.mark.parametrize("width", [np.int32, np.int64])

@@ -8,6 +8,7 @@ import pytest
 from convgrad.errors import InvalidProblem
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.pool import window_box
 from convgrad_service.problems import run_in_pieces
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.support.kernels.harness import (
@@ -19,11 +20,19 @@ from tests.support.kernels.harness import (
     run,
     with_layouts,
 )
-from tests.support.numerics.arrays import DTYPES, draw, integers, normals, rng_for
+from tests.support.numerics.arrays import (
+    DTYPES,
+    draw,
+    integers,
+    normals,
+    request_arrays,
+    rng_for,
+)
 from tests.support.numerics.bounds import assert_same_bits
-from tests.support.numerics.cases import Case
+from tests.support.numerics.cases import Case, maxpool_bwd
+from tests.support.numerics.geometries import POOLS
 from tests.support.numerics.oracle import expected
-from tests.support.numerics.pool_inputs import with_nans
+from tests.support.numerics.pool_inputs import bad_indices, sources, with_nans
 from tests.support.numerics.window_cases import (
     ADAPTIVE,
     OPERATIONS,
@@ -33,6 +42,7 @@ from tests.support.numerics.window_cases import (
 )
 
 CASES = [case for operation in OPERATIONS for case in window_cases(operation)]
+FROM_INDICES = ("overlapping", "gaps", "channels_67", "1d_overlapping", "3d_overlapping")
 EMULATED = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
 
@@ -63,6 +73,40 @@ def test_emulated(seed: int, case: Case) -> None:
     for layout in with_layouts(case.ndim, grouped=False)[-2:]:
         found = answers(EmulatedBackend(FAMILIES), case, tensors, layout)
         check(found, wanted, gate, f"seed {seed}, {case.id} {layout}")
+
+
+@EMULATED
+@pytest.mark.parametrize("bytes", [900, 1800], ids="shared memory {}".format)
+@pytest.mark.parametrize("case", [*CASES, *UNEVEN], ids=lambda case: case.id)
+def test_emulated_boxes_of_parts_of_planes(
+    seed: int, monkeypatch: pytest.MonkeyPatch, case: Case, bytes: int
+) -> None:
+    tensors, wanted = drawn(seed, case, "float32", "bounded")
+    layout = with_layouts(case.ndim, grouped=False)[-2]
+    whole = answers(EmulatedBackend(FAMILIES), case, tensors, layout)
+    monkeypatch.setattr(window_box, "MOST_BYTES", dict.fromkeys(window_box.MOST_BYTES, bytes))
+    found = answers(EmulatedBackend(FAMILIES), case, tensors, layout)
+    check(found, wanted, "bounded", f"seed {seed}, {case.id}")
+    for name, array in found.items():
+        assert_same_bits(array, whole[name], f"seed {seed}, {case.id} {name}")
+
+
+@EMULATED
+@pytest.mark.parametrize("width", ["int32", "int64"])
+@pytest.mark.parametrize("name", FROM_INDICES)
+def test_emulated_gradient_from_indices(seed: int, name: str, width: str) -> None:
+    backend, case = EmulatedBackend(FAMILIES), maxpool_bwd(name, POOLS[name])
+    rng = rng_for(seed, name)
+    tensors = draw(case, rng, DTYPES["float32"], integers)
+    wanted = expected(case.operation, tensors, case.params)
+    asked, given = sources(case, tensors)[width]
+    for layout in with_layouts(case.ndim, grouped=False)[-2:]:
+        check(answers(backend, asked, given, layout), wanted, "exact", f"seed {seed}, {layout}")
+        params = {**asked.params, "layout": layout}
+        for indices in bad_indices(rng, case, given["indices"]).values():
+            arrays = request_arrays(asked, {**given, "indices": indices}, layout)
+            with pytest.raises(InvalidProblem, match="outside its window"):
+                run(backend, case.operation, arrays, params)
 
 
 @pytest.mark.parametrize("case", [*CASES, *UNEVEN], ids=lambda case: case.id)

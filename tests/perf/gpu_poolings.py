@@ -1,4 +1,4 @@
-"""Average, adaptive and 1D max pooling and max unpooling as problems, beside PyTorch's operators.
+"""Average, adaptive and max pooling and max unpooling as problems, beside PyTorch's operators.
 
 Layers are those of ``suite/poolings.json``; each has its forward and its gradient. Gradients of
 maxima start from the same indices on both sides.
@@ -135,7 +135,8 @@ def _indices(layer: Layer) -> Any:
     planes = torch.randn((*shape, *layer["input_size"]), device="cuda")
     if layer["kind"] == "adaptive_max_pool":
         return ATEN.adaptive_max_pool2d(planes, list(_output_size(layer)))[1]
-    return functional.max_pool1d(planes, *_window(layer), return_indices=True)[1]
+    pool = getattr(functional, f"max_pool{layer['ndim']}d")
+    return pool(planes, *_window(layer), return_indices=True)[1]
 
 
 def _average(layer: Layer, backward: bool) -> Callable[[Tensors], Any]:
@@ -227,22 +228,30 @@ def _unpool(layer: Layer, backward: bool) -> Callable[[Tensors], Any]:
     return peer
 
 
-def _max_1d(layer: Layer, backward: bool) -> Callable[[Tensors], Any]:
-    kernel, stride, padding = (
-        [one, v[0]] for one, v in zip((1, 1, 0), _window(layer), strict=True)
-    )
+def _max(layer: Layer, backward: bool) -> Callable[[Tensors], Any]:
+    ndim = layer["ndim"]
+    kernel, stride, padding = _window(layer)
+    if ndim == 1:  # as PyTorch computes it: a row of a plane
+        kernel, stride, padding = ([1, *kernel], [1, *stride], [0, *padding])
+    dilation = [1] * max(ndim, 2)
     size = layer["N"], layer["C"], *layer["input_size"]
+    run = getattr(ATEN, f"max_pool{max(ndim, 2)}d_with_indices")
+    run_backward = getattr(ATEN, f"max_pool{max(ndim, 2)}d_with_indices_backward")
+
+    def lifted(tensor: Any) -> Any:
+        return tensor.unsqueeze(2) if ndim == 1 else tensor
+
+    def lowered(tensor: Any) -> Any:
+        return tensor.squeeze(2) if ndim == 1 else tensor
 
     def peer(given: Tensors) -> Any:
         if not backward:
-            x = given["input"].unsqueeze(2)
-            found = ATEN.max_pool2d_with_indices(x, kernel, stride, padding)
-            return tuple(tensor.squeeze(2) for tensor in found)
-        grad = given["grad_output"].unsqueeze(2)
-        x = _like(given["grad_output"], size).unsqueeze(2)
-        indices = given["indices"].long().unsqueeze(2)
-        run = ATEN.max_pool2d_with_indices_backward
-        return run(grad, x, kernel, stride, padding, [1, 1], False, indices).squeeze(2)
+            found = run(lifted(given["input"]), kernel, stride, padding)
+            return tuple(map(lowered, found))
+        grad, x = given["grad_output"], _like(given["grad_output"], size)
+        indices = lifted(given["indices"].long())
+        window = kernel, stride, padding, dilation, False
+        return lowered(run_backward(lifted(grad), lifted(x), *window, indices))
 
     return peer
 
@@ -252,5 +261,5 @@ _PEERS: Mapping[str, Callable[[Layer, bool], Callable[[Tensors], Any]]] = {
     "adaptive_avg_pool": _adaptive_average,
     "adaptive_max_pool": _adaptive_max,
     "max_unpool": _unpool,
-    "maxpool": _max_1d,
+    "maxpool": _max,
 }

@@ -11,6 +11,8 @@ from tests.perf.records import Record, records, source_line
 
 __all__ = [
     "NAMES",
+    "host_table",
+    "losses_table",
     "network_classes_table",
     "network_sums",
     "networks_table",
@@ -166,6 +168,47 @@ def training_table() -> str:
         for row in rows
     ]
     return "\n".join([*lines, "", source_line(rows, "make bench-training")])
+
+
+def host_table() -> str:
+    """What a backward pass costs the host."""
+    rows = list({row["call"]: row for row in records("host")}.values())
+    if not rows:
+        return ""
+    lines = [
+        "Microseconds of the host from one call of ATen's operator to the next, small bfloat16 "
+        f"layers in channels last, on the GPU's machine ({rows[0]['cpu']}). A call of a backend "
+        "that does nothing shows how much of ours is PyTorch's way to Python and the lookup.",
+        "",
+        "| backward pass | ours | ours, tensors elsewhere | doing nothing | PyTorch's |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    lines += [
+        f"| {row['call']} | {row['ours_us']:.0f} | {row['other_addresses_us']:.0f} "
+        f"| {row['way_us']:.0f} | {row['peer_us']:.0f} |"
+        for row in rows
+    ]
+    return "\n".join([*lines, "", source_line(rows, "make bench-host")])
+
+
+def losses_table() -> str:
+    """How far the losses of training runs are apart."""
+    rows = records("losses")[-1:]
+    if not rows:
+        return ""
+    (row,) = rows
+    lines = [
+        f"Losses of a ResNet-50 over {row['steps']} steps (bfloat16 autocast, batch "
+        f"{row['batch']}): {len(row['peers'])} runs of PyTorch's that differ in the order of "
+        f"their sums alone ({', '.join(row['peers'])}), and one with `use(Local())`.",
+        "",
+        "| root mean square difference of two loss curves | |",
+        "| --- | ---: |",
+        f"| PyTorch's runs, the two farthest apart | {row['peer_spread']:.3f} |",
+        f"| with `use(Local())`, from the nearest of them | {row['apart']:.3f} |",
+        f"| with `use(Local())`, from the farthest of them | {row['apart_most']:.3f} |",
+    ]
+    return "\n".join([*lines, "", source_line(rows, "make bench-losses")])
 
 
 def _heads(cells: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from convgrad.errors import CODES, ServiceError
 from convgrad_service.server.setting_table import markdown_table
-from tests.perf import load_tables, network_tables, speed_tables
+from tests.perf import load_tables, network_tables, peer_times, speed_tables
 from tests.perf.records import records
 from tests.perf.stale import stale_rows
 
@@ -45,6 +45,8 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     SPEED: {
         "network_classes": network_tables.network_classes_table,
         "training": network_tables.training_table,
+        "host": network_tables.host_table,
+        "losses": network_tables.losses_table,
         "gpu": speed_tables.gpu_table,
         "poolings": speed_tables.poolings_table,
         "cpu_means": speed_tables.cpu_means_table,
@@ -90,7 +92,11 @@ def rendered(document: Path, left: Collection[str] = ()) -> str:
 
 
 def main() -> int:
-    """Write every table; those of GPU kernels only while each row is of today's kernels."""
+    """Write every table; those of GPU kernels only while each row is of today's kernels.
+
+    Also the table of what is left to PyTorch, which the service ships.
+    """
+    peer_times.main()
     stale = {bench: stale_rows(records(bench)) for bench in OF_GPU}
     left = [table for bench, tables in OF_GPU.items() if stale[bench] for table in tables]
     for document in TABLES:

@@ -79,6 +79,47 @@ def test_transposed_convolutions_are_pytorchs(name: str, dtype: torch.dtype) -> 
     same(torch.autograd.grad(output, inputs, grad), gradients, dtype)
 
 
+SEPARABLE: dict[str, tuple[int, tuple[int, ...], tuple[int, ...], int, dict[str, Any]]] = {
+    "1d": (1, (2, 6, 20), (6, 1, 5), 8, {"stride": 2, "padding": 2}),
+    "2d same, unbatched": (2, (6, 9, 11), (6, 1, 3, 3), 8, {"padding": "same"}),
+    "2d, two filters a channel": (2, (2, 4, 9, 8), (8, 1, 3, 3), 6, {"stride": 2, "padding": 1}),
+    "3d": (3, (1, 4, 5, 6, 7), (4, 1, 3, 3, 3), 5, {"padding": 1, "dilation": (1, 2, 1)}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SEPARABLE)
+def test_separable_convolutions_are_two_of_pytorchs(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    ndim, of_input, of_depthwise, out, options = SEPARABLE[name]
+    of_pointwise = (out, of_depthwise[0], *(1,) * ndim)
+    inputs = [normal(each, dtype) for each in (of_input, of_depthwise, of_pointwise, (out,))]
+    output = getattr(ours, f"separable_conv{ndim}d")(*inputs, **options)
+    with ours.use(None):
+        conv = getattr(functional, f"conv{ndim}d")
+        x, depthwise, pointwise, bias = inputs
+        channels = of_input[len(of_input) - ndim - 1]
+        wanted = conv(conv(x, depthwise, None, **options, groups=channels), pointwise, bias)
+        grad = torch.randn_like(wanted)
+        gradients = torch.autograd.grad(wanted, inputs, grad)
+    same([output], [wanted], dtype)
+    same(torch.autograd.grad(output, inputs, grad), gradients, dtype)
+
+
+def test_separable_convolutions_keep_pytorchs_rules() -> None:
+    torch.manual_seed(0)
+    inputs = normal((1, 2, 5, 5)), normal((2, 1, 3, 3)), normal((3, 2, 1, 1)), normal((3,))
+    assert torch.autograd.gradcheck(ours.separable_conv2d, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(ours.separable_conv2d, inputs, fast_mode=True)
+    operator = torch.ops.convgrad.separable_convolution.default
+    torch.library.opcheck(operator, (*inputs, [1, 1], [1, 1], [1, 1]))
+    empty = torch.empty(0, 2, 5, 5, dtype=torch.float64)
+    assert ours.separable_conv2d(empty, *inputs[1:]).shape == (0, 3, 3, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = ours.separable_conv2d(*(each.float() for each in inputs))
+    assert output.dtype is torch.bfloat16
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("name", POOLS)
 def test_max_pooling_is_pytorchs(name: str, dtype: torch.dtype) -> None:
@@ -137,6 +178,10 @@ def test_the_operators_keep_pytorchs_rules() -> None:
     backward = torch.ops.convgrad.convolution_backward.default
     for mask in ([True, True, True], [False, True, False]):
         torch.library.opcheck(backward, (normal((2, 6, 5, 5)), input, weight, *geometry, mask))
+    twice = torch.ops.convgrad.convolution_double_backward.default
+    grad_output, *second = (normal(shape) for shape in ((2, 6, 5, 5), input.shape, weight.shape))
+    tensors = (each.detach() for each in (*second, bias, grad_output, input, weight))
+    torch.library.opcheck(twice, (*tensors, *geometry, [True, True, True]))
     pool = [2, 2], [2, 2], [0, 0], [1, 1], False
     torch.library.opcheck(torch.ops.convgrad.max_pool.default, (input, *pool))
 
@@ -163,6 +208,20 @@ def test_autocast_computes_in_its_dtype() -> None:
     output.sum().backward()
     assert input.grad is not None
     assert input.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("ndim", [1, 3])
+def test_single_gradients_in_1d_and_3d_are_pytorchs(ndim: int) -> None:
+    torch.manual_seed(0)
+    of_input, of_weight = (2, 4, *(7, 6, 5)[:ndim]), (6, 4, *(3, 2, 3)[:ndim])
+    input, weight = normal(of_input, grad=False), normal(of_weight, grad=False)
+    grad = torch.randn_like(getattr(functional, f"conv{ndim}d")(input, weight, stride=2))
+    for name, given in (
+        (f"conv{ndim}d_input", (of_input, weight, grad)),
+        (f"conv{ndim}d_weight", (input, of_weight, grad)),
+    ):
+        found, wanted = getattr(ours, name)(*given, 2), getattr(torch.nn.grad, name)(*given, 2)
+        same([found], [wanted], input.dtype)
 
 
 def test_single_gradients_are_pytorchs() -> None:

@@ -95,6 +95,56 @@ def test_a_cuda_graph_replays_what_eager_computes(local: ours.Local) -> None:
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("channels", [64, 40, 256])
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_tensors_at_other_addresses(local: ours.Local, channels: int, kernel: int) -> None:
+    """The kernels' arguments are made once, for the first tensors of these shapes."""
+
+    def draw(*shape: int) -> torch.Tensor:
+        tensor = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+        return tensor.to(memory_format=torch.channels_last)
+
+    x, w = (4, channels, 28, 28), (channels, channels, kernel, kernel)
+    steps = ([1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], 1, [True, True, True])
+    layers = [(draw(*x), draw(*x), draw(*w)) for _ in range(4)]
+
+    def run() -> list[list[torch.Tensor]]:
+        return [
+            list(torch.ops.aten.convolution_backward(*layer, [channels], *steps))
+            for layer in layers
+        ]
+
+    wanted = run()
+    with ours.use(local, fallback=False):
+        first, second = run(), run()
+    for found, again, peers in zip(first, second, wanted, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+        assert_near([a.float() for a in found], [b.float() for b in peers], 1e-2)
+
+
+def test_the_report_has_times_on_the_gpu(local: ours.Local) -> None:
+    x = torch.randn(16, 64, 56, 56, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    layer = nn.Conv2d(64, 64, 3, padding=1, device="cuda", dtype=torch.bfloat16)
+    ours.report(reset=True)
+    with ours.use(local, fallback=False, time_calls=True):
+        for _ in range(300):
+            layer(x).sum().backward()
+    (row,) = ours.report(reset=True).rows
+    assert row.calls == 300
+    assert row.ms is not None
+    assert 0.01 < row.ms < 10, "at least the time in which the memory can be read"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_a_device_that_is_not_the_current_one(local: ours.Local) -> None:
+    x = torch.randn(2, 8, 16, 16, device="cuda:1")
+    w = torch.randn(8, 8, 3, 3, device="cuda:1")
+    with ours.use(local, fallback=False):
+        found = ours.conv2d(x, w)
+    assert found.device == x.device
+    assert_near([found], [nn.functional.conv2d(x, w)], 1e-4)
+
+
 def test_streams_are_pytorchs_current_one(local: ours.Local) -> None:
     x = torch.randn(16, 64, 56, 56, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     layer = nn.Conv2d(64, 64, 3, padding=1, device="cuda", dtype=torch.bfloat16)

@@ -83,6 +83,24 @@ def test_unpooling_is_pytorchs(ndim: int) -> None:
     )
 
 
+def test_the_operators_keep_pytorchs_rules() -> None:
+    torch.manual_seed(0)
+    x, indices = functional.max_pool2d(normal((1, 2, 6, 6)), 2, return_indices=True)
+    x = x.detach().requires_grad_()
+    average = [2, 2], [1, 1], [0, 0], False, True, None
+    operators: dict[str, tuple[Any, ...]] = {
+        "avg_pool": (x, *average),
+        "avg_pool_backward": (normal((1, 2, 2, 2)), [3, 3], *average, False),
+        "adaptive_avg_pool": (x, [2, 2]),
+        "adaptive_avg_pool_backward": (normal((1, 2, 2, 2)), [3, 3], False),
+        "adaptive_max_pool": (x, [2, 2]),
+        "max_unpool": (x, indices, [2, 2], [2, 2], [0, 0], [6, 6]),
+        "max_unpool_backward": (normal((1, 2, 6, 6)), indices),
+    }
+    for name, given in operators.items():
+        torch.library.opcheck(getattr(torch.ops.convgrad, name).default, given)
+
+
 @pytest.mark.parametrize(("name", "shape", "options"), POOLS, ids=IDS)
 def test_second_derivatives(name: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
     torch.manual_seed(0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +76,22 @@ def test_a_models_gradients_are_pytorchs(backend: ours.Backend, channels_last: b
     assert sum(row.calls for row in rows) == 9
 
 
+def test_the_report_has_the_times_of_calls(backend: ours.Backend) -> None:
+    model, x = network(), torch.randn(2, 3, 32, 32)
+    ours.report(reset=True)
+    for _ in range(2):
+        with ours.use(backend, fallback=False, time_calls=True):
+            gradients(model, x)
+    rows = ours.report(reset=True).rows
+    assert sum(row.calls for row in rows) == 18
+    assert all(row.ms is not None and 0 < row.ms < 60_000 for row in rows)
+    with ours.use(backend, fallback=False):
+        gradients(model, x)
+    untimed = ours.report(reset=True)
+    assert {row.ms for row in untimed.rows} == {None}
+    assert "ms a call" in str(untimed)
+
+
 def test_double_backward_passes_are_one_call_each(backend: ours.Backend) -> None:
     """A gradient penalty: it differentiates the gradient of the input by the parameters."""
     torch.manual_seed(3)
@@ -115,6 +133,27 @@ def test_third_derivatives_stay_pytorchs() -> None:
         torch.testing.assert_close(third(), wanted)
 
 
+def test_for_good_it_holds_on_other_threads_until_the_next_call() -> None:
+    layer, x = nn.Conv2d(2, 2, 3), torch.randn(1, 2, 5, 5, requires_grad=True)
+
+    def calls() -> int:
+        layer(x).sum().backward()
+        return sum(row.calls for row in ours.report(reset=True).rows)
+
+    ours.report(reset=True)
+    ours.use(ours.Local())
+    try:
+        assert calls() == 1
+        with ThreadPoolExecutor(1) as threads:
+            assert threads.submit(calls).result() == 1
+        with ours.use(None):
+            assert calls() == 0
+        assert calls() == 1
+    finally:
+        ours.use(None)
+    assert calls() == 0
+
+
 def test_outside_of_it_pytorch_computes() -> None:
     model, x = network(), torch.randn(2, 3, 32, 32)
     with ours.use(ours.Local()):
@@ -147,6 +186,30 @@ def test_what_a_backend_does_not_take_is_left_to_pytorch() -> None:
     with ours.use(ours.Local(), fallback=False):
         layer(half).sum().backward()
     assert half.grad is not None
+
+
+def test_what_pytorch_computes_faster_is_left_to_it() -> None:
+    said = "PyTorch is faster: 1 us, not 2"
+
+    class Slow(ours.Local):
+        def prepare(self, *given: Any, **options: Any) -> Any:
+            runner: Any = super().prepare(*given, **options)
+            runner._prepared.faster_peer = said
+            return runner
+
+    x = torch.randn(1, 2, 5, 5, requires_grad=True)
+    w = torch.randn(2, 2, 3, 3)
+    slow = Slow()
+    for fallback, computed_by, kernel in ((True, "PyTorch", said), (False, "local", "bwd_data")):
+        ours.report(reset=True)
+        with ours.use(slow, fallback=fallback):
+            nn.functional.conv2d(x, w).sum().backward()
+        (row,) = ours.report(reset=True).rows
+        assert (row.computed_by, row.calls) == (computed_by, 1)
+        assert kernel in row.kernel
+    with ours.use(slow):
+        ours.conv2d(x, w).sum().backward()
+    assert {row.computed_by for row in ours.report(reset=True).rows} == {"local"}
 
 
 def test_a_server_that_is_gone_is_an_error_and_not_left_to_pytorch() -> None:

@@ -28,6 +28,7 @@ These functions compute forward and backward on the backend that `use` was given
 `avg_pool1d` to `avg_pool3d`                   likewise
 `adaptive_avg_pool1d`, `adaptive_max_pool1d`   likewise, to 3d
 `max_unpool1d` to `max_unpool3d`               likewise
+`separable_conv1d` to `separable_conv3d`       a depthwise and a pointwise convolution, as one
 `conv1d_input`, `conv1d_weight` to 3d          as in ``torch.nn.grad``
 `convolution_backward`                         as ``torch.ops.aten.convolution_backward``
 =============================================  =====================================================
@@ -84,6 +85,7 @@ from convgrad.torch._pool_functional import (
 )
 from convgrad.torch._remote import Remote
 from convgrad.torch._report import Report, report
+from convgrad.torch._separable import separable_conv1d, separable_conv2d, separable_conv3d
 from convgrad.torch._use import use
 
 __all__ = [
@@ -124,5 +126,8 @@ __all__ = [
     "max_unpool3d",
     "nn",
     "report",
+    "separable_conv1d",
+    "separable_conv2d",
+    "separable_conv3d",
     "use",
 ]

@@ -17,6 +17,7 @@ __all__ = [
     "convolution_backward",
     "convolution_double_backward",
     "max_pool",
+    "named",
 ]
 
 
@@ -73,7 +74,11 @@ class Operation:
 
 
 class Runner(Protocol):
-    """An operation prepared for tensors of certain shapes, dtypes and device."""
+    """An operation prepared for tensors of certain shapes, dtypes and device.
+
+    It may have an attribute ``faster_peer``, a sentence: PyTorch's own kernel was measured to be
+    faster, so that `use` leaves the operation to it.
+    """
 
     @property
     def kernel(self) -> str:
@@ -133,7 +138,7 @@ def convolution(geometry: Geometry, *, bias: bool) -> Operation:
     """Return the forward pass, which computes ``output`` from ``input``, ``weight``, ``bias``."""
     names = ("input", "weight", "bias") if bias else ("input", "weight")
     return Operation(
-        geometry.operation("fwd"), _named(names), {"output": "output"}, geometry.parameters
+        geometry.operation("fwd"), named(names), {"output": "output"}, geometry.parameters
     )
 
 
@@ -148,17 +153,17 @@ def convolution_backward(
     These are some of ``grad_input``, ``grad_weight`` and ``grad_bias``. The operation takes only
     the tensors that these need, unless the convolution is transposed.
     """
-    parameters, outputs = geometry.parameters, _named(wanted)
+    parameters, outputs = geometry.parameters, named(wanted)
     asked = {"outputs": list(wanted)}
     if not geometry.transposed and wanted == ("grad_input",):
-        both = _named(("grad_output", "weight"))
+        both = named(("grad_output", "weight"))
         to_input = {**parameters, "input_size": input_size}
         return Operation("conv_bwd_data", both, outputs, to_input)
     if not geometry.transposed and "grad_input" not in wanted:
-        both = _named(("input", "grad_output"))
+        both = named(("input", "grad_output"))
         of_weight = {**parameters, "weight_size": kernel_size, **asked}
         return Operation("grouped_conv_bwd_weight", both, outputs, of_weight)
-    every = _named(("grad_output", "input", "weight"))
+    every = named(("grad_output", "input", "weight"))
     return Operation(geometry.operation("backward"), every, outputs, {**parameters, **asked})
 
 
@@ -173,10 +178,10 @@ def convolution_double_backward(
     names = ("grad_output", "input", "weight", *given)
     parameters = {**geometry.parameters, "outputs": list(wanted)}
     name = geometry.operation("double_backward")
-    return Operation(name, _named(names), _named(wanted), parameters)
+    return Operation(name, named(names), named(wanted), parameters)
 
 
-def _named(names: tuple[str, ...]) -> dict[str, str]:
+def named(names: tuple[str, ...]) -> dict[str, str]:
     """Map each name to itself: here the contract's names are the layer's."""
     return {name: name for name in names}
 

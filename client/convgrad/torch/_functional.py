@@ -10,6 +10,8 @@ import torch
 from convgrad.torch._ops import OPS
 
 __all__ = [
+    "Sizes",
+    "autocast",
     "batched",
     "conv1d",
     "conv2d",
@@ -21,6 +23,7 @@ __all__ = [
     "max_pool1d",
     "max_pool2d",
     "max_pool3d",
+    "numeric_padding",
     "per_dimension",
 ]
 
@@ -38,13 +41,10 @@ def _make_conv(ndim: int) -> Callable[..., Tensor]:
         dilation: Sizes = 1,
         groups: int = 1,
     ) -> Tensor:
-        input, weight, bias = _autocast(input, weight, bias)
+        input, weight, bias = autocast(input, weight, bias)
         steps, gaps = per_dimension(stride, ndim), per_dimension(dilation, ndim)
         whole, unbatched = batched(input, ndim)
-        if isinstance(padding, str):
-            whole, pads = _padded(whole, padding, weight, steps, gaps)
-        else:
-            pads = per_dimension(padding, ndim)
+        whole, pads = numeric_padding(whole, padding, weight, steps, gaps)
         output = OPS.convolution(whole, weight, bias, steps, pads, gaps, False, [0] * ndim, groups)
         return output.squeeze(0) if unbatched else output
 
@@ -94,7 +94,7 @@ def _make_conv_transpose(ndim: int) -> Callable[..., Tensor]:
         groups: int = 1,
         dilation: Sizes = 1,
     ) -> Tensor:
-        input, weight, bias = _autocast(input, weight, bias)
+        input, weight, bias = autocast(input, weight, bias)
         whole, unbatched = batched(input, ndim)
         output = OPS.convolution(
             whole,
@@ -207,7 +207,7 @@ def per_dimension(value: Sizes, ndim: int) -> list[int]:
     return values * ndim if len(values) == 1 else values
 
 
-def _autocast(
+def autocast(
     input: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Cast the tensors to autocast's dtype if autocast is enabled."""
@@ -230,10 +230,12 @@ def batched(input: Tensor, ndim: int) -> tuple[Tensor, bool]:
     return input, False
 
 
-def _padded(
-    input: Tensor, padding: str, weight: Tensor, stride: list[int], dilation: list[int]
+def numeric_padding(
+    input: Tensor, padding: Sizes | str, weight: Tensor, stride: list[int], dilation: list[int]
 ) -> tuple[Tensor, list[int]]:
-    """Return an input and numeric padding equivalent to ``padding`` "valid" or "same"."""
+    """Return an input and numeric padding equivalent to ``padding``, e.g. "same"."""
+    if not isinstance(padding, str):
+        return input, per_dimension(padding, len(stride))
     if padding == "valid":
         return input, [0] * len(stride)
     if padding != "same":

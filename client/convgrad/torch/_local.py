@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -65,14 +64,15 @@ class Local:
         prepared = executor.prepare(
             operation.name, specs, {**operation.parameters, **layout}, wait=self._wait
         )
-        return _Launch(prepared, operation, device, channels_last)
+        kind = _CudaLaunch if device.type == "cuda" else _Launch
+        return kind(prepared, operation, device, channels_last)
 
     def __repr__(self) -> str:
         return "Local()"
 
 
 class _Launch:
-    """Launches a prepared operation on PyTorch's memory. See `Runner`."""
+    """Runs a prepared operation on PyTorch's memory. See `Runner`."""
 
     def __init__(
         self, prepared: Any, operation: Operation, device: torch.device, channels_last: bool
@@ -85,37 +85,58 @@ class _Launch:
         specs = [prepared.outputs[name] for name in operation.outputs]
         self._outputs = [_place(spec, channels_last) for spec in specs]
         self._order = [list(operation.outputs).index(name) for name in prepared.outputs]
-        self._workspace = (prepared.workspace_bytes,)
-        self._stream = _stream_of(device) if device.type == "cuda" else None
 
     @property
     def kernel(self) -> str:
         return str(self._prepared.kernel)
 
+    @property
+    def faster_peer(self) -> str | None:
+        found: str | None = self._prepared.faster_peer
+        return found
+
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        like = tensors[0]
         # Allocated in PyTorch's order of dimensions, since permuting each would double the time.
         results = [
-            like.new_empty_strided(size, strides, dtype=dtype)
+            torch.empty_strided(size, strides, dtype=dtype, device=self._device)
             for size, strides, dtype in self._outputs
         ]
         addresses = [tensors[index].data_ptr() for index in self._inputs]
-        if self._stream is None:
-            addresses += [results[index].data_ptr() for index in self._order]
-            self._launch(addresses, 0, 0)
-            return results
+        addresses += [results[index].data_ptr() for index in self._order]
+        self._launch(addresses, 0, 0)
+        return results
+
+
+class _CudaLaunch(_Launch):
+    """Launches on a GPU, on PyTorch's current stream."""
+
+    def __init__(
+        self, prepared: Any, operation: Operation, device: torch.device, channels_last: bool
+    ) -> None:
+        super().__init__(prepared, operation, device, channels_last)
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        workspace = prepared.workspace_bytes
+        self._workspace = ((workspace,), (1,), torch.uint8) if workspace else None
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        index = self._index
+        if _current_device() != index:
+            with torch.cuda.device(index):
+                return self(tensors)
+        results = [_empty(*place) for place in self._outputs]
+        addresses = [tensors[index].data_ptr() for index in self._inputs]
         moved = []  # keeps the copies alive until the launch
         for place, address in enumerate(addresses):
             if address % _ALIGNMENT_BYTES:  # a view into another tensor
                 moved.append(tensors[self._inputs[place]].clone())
                 addresses[place] = moved[-1].data_ptr()
         addresses += [results[index].data_ptr() for index in self._order]
-        workspace = 0
-        if self._workspace[0]:
-            memory = like.new_empty(self._workspace, dtype=torch.uint8)
-            workspace = memory.data_ptr()
-        capturing = torch.cuda.is_current_stream_capturing()
-        self._launch(addresses, workspace, self._stream(), capturing=capturing)
+        stream, capturing = _current_stream(index), _is_capturing()
+        if self._workspace is None:
+            self._launch(addresses, 0, stream, capturing=capturing)
+        else:
+            memory = _empty(*self._workspace)
+            self._launch(addresses, memory.data_ptr(), stream, capturing=capturing)
         return results
 
 
@@ -125,13 +146,22 @@ def _place(spec: Any, channels_last: bool) -> tuple[tuple[int, ...], tuple[int, 
     return tuple(blank.shape), blank.stride(), getattr(torch, spec.dtype.value)
 
 
-def _stream_of(device: torch.device) -> Callable[[], int]:
-    """Return a function that gives a CUDA device's current stream.
+def _empty_on_current_device(
+    size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    return torch.empty_strided(size, strides, dtype=dtype, device="cuda")
 
-    It avoids ``torch.cuda.current_stream``, which takes ten times as long.
-    """
-    index = torch.cuda.current_device() if device.index is None else device.index
-    direct = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    if direct is not None:
-        return partial(direct, index)
-    return lambda: torch.cuda.current_stream(device).cuda_stream
+
+# What a launch asks of PyTorch, by the functions that inductor's generated code calls where there
+# are such: the public ones take up to ten times as long.
+_C: Any = torch._C
+_current_device: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.current_device)
+_is_capturing: Callable[[], bool] = getattr(
+    _C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+_current_stream: Callable[[int], int] = getattr(
+    _C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
+_empty: Callable[..., torch.Tensor] = getattr(
+    _C._dynamo.guards, "_empty_strided_cuda", _empty_on_current_device
+)

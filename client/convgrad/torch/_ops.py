@@ -16,13 +16,13 @@ import torch
 from convgrad.torch._backends import Backend, Geometry
 from convgrad.torch._local import Local
 from convgrad.torch._passes import (
-    computable,
     conv_backward,
     conv_double_backward,
     conv_forward,
     pool_backward,
     pool_forward,
 )
+from convgrad.torch._prepared import computable
 from convgrad.torch._use import backend_in_use
 
 __all__ = ["OPS", "default_backend"]

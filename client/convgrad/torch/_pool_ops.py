@@ -9,7 +9,6 @@ import torch
 from torch.nn import functional
 
 from convgrad.torch._ops import OPS, default_backend
-from convgrad.torch._passes import computable
 from convgrad.torch._pool_passes import (
     adaptive_avg_backward,
     adaptive_avg_forward,
@@ -20,6 +19,7 @@ from convgrad.torch._pool_passes import (
     unpool_backward,
     unpool_forward,
 )
+from convgrad.torch._prepared import computable
 from convgrad.torch._tensors import dense, is_channels_last
 
 __all__ = ["OPS"]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
-from convgrad.torch._backends import Backend, Operation
+from convgrad.torch._backends import Backend
 from convgrad.torch._passes import compute
 from convgrad.torch._tensors import DTYPES, is_channels_last
 
@@ -114,20 +114,11 @@ def _run(
     parameters: dict[str, Any],
     last: bool | None = None,
 ) -> list[Tensor]:
-    first = next(iter(tensors.values()))
-    same = {name: name for name in tensors}
-    return compute(
-        backend,
-        lambda: Operation(name, same, {name: name for name in results}, parameters),
-        tensors,
-        lambda: _described(first, parameters),
-        name,
-        *parameters.values(),
-        channels_last=is_channels_last(*tensors.values()) if last is None else last,
-    )
+    last = is_channels_last(*tensors.values()) if last is None else last
+    return compute(backend, name, tensors, results, parameters, _described, last)
 
 
-def _described(tensor: Tensor, parameters: dict[str, Any]) -> str:
+def _described(tensor: Tensor, parameters: Mapping[str, Any]) -> str:
     """Describe a layer, e.g. ``8x64x56x56 kernel_size 2x2 stride 2x2 … bfloat16``."""
 
     def by(value: Any) -> str:

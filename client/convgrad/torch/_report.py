@@ -9,13 +9,26 @@ __all__ = ["Counter", "Report", "Row", "count_left", "report"]
 
 
 class Row(NamedTuple):
-    """An operation on one layer, what computed it with which kernel, and the number of calls."""
+    """An operation on one layer, and what computed it.
+
+    Attributes
+    ----------
+    operation, layer : str
+    computed_by : str
+        The backend's name, or ``PyTorch``.
+    kernel : str
+        The kernel's name; for PyTorch, why it computed.
+    calls : int
+    ms : float or None
+        The mean time of a call, where `use` was told to time them.
+    """
 
     operation: str
     layer: str
     computed_by: str
     kernel: str
     calls: int
+    ms: float | None = None
 
 
 class Counter:
@@ -34,6 +47,11 @@ class Counter:
         # A runner knows its kernel after a call. For calls left to PyTorch, this is the reason.
         kernel = self.runner if isinstance(self.runner, str) else self.runner.kernel
         return Row(self.operation, self.layer, self.computed_by, kernel, self.calls)
+
+    def take_seconds(self, reset: bool) -> tuple[float, int]:
+        """Return the sum of the calls' times, and how many were timed."""
+        take = getattr(self.runner, "take_seconds", None)
+        return take(reset) if take is not None else (0.0, 0)
 
 
 _COUNTERS: list[Counter] = []
@@ -64,8 +82,14 @@ class Report:
     def __str__(self) -> str:
         if not self.rows:
             return "convgrad.torch has computed nothing yet"
-        head = ("operation", "layer", "computed by", "kernel", "calls")
-        cells = [head, *((*row[:4], str(row.calls)) for row in self.rows)]
+        head = ("operation", "layer", "computed by", "kernel", "calls", "ms a call")
+        cells = [
+            head,
+            *(
+                (*row[:4], str(row.calls), "" if row.ms is None else f"{row.ms:.3f}")
+                for row in self.rows
+            ),
+        ]
         widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
         return "\n".join(
             "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
@@ -78,6 +102,8 @@ class Report:
 def report(*, reset: bool = False) -> Report:
     """Return which layers were computed by which kernel, and which were left to PyTorch.
 
+    If `use` was told to time calls, it waits for those on a GPU.
+
     Parameters
     ----------
     reset : bool
@@ -85,13 +111,17 @@ def report(*, reset: bool = False) -> Report:
     """
     with _LOCK:
         counters = list(_COUNTERS)
-    totals: dict[tuple[str, str, str, str], int] = {}
+    totals: dict[tuple[str, str, str, str], tuple[int, float, int]] = {}
     for counter in counters:
         if counter.calls:
             row = counter.row()
-            what = row[:4]
-            totals[what] = totals.get(what, 0) + row.calls
+            calls, seconds, timed = totals.get(row[:4], (0, 0.0, 0))
+            more_seconds, more_timed = counter.take_seconds(reset)
+            totals[row[:4]] = calls + row.calls, seconds + more_seconds, timed + more_timed
             if reset:
                 counter.calls = 0
-    rows = sorted((Row(*what, calls) for what, calls in totals.items()), key=lambda r: -r.calls)
-    return Report(tuple(rows))
+    rows = (
+        Row(*what, calls, seconds / timed * 1e3 if timed else None)
+        for what, (calls, seconds, timed) in totals.items()
+    )
+    return Report(tuple(sorted(rows, key=lambda row: -row.calls)))

@@ -10,8 +10,9 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -23,11 +24,15 @@ from convgrad.errors import (
     UnsupportedProblem,
 )
 from convgrad.torch._backends import Backend
-from convgrad.torch._passes import conv_backward, conv_double_backward, pool_backward
+from convgrad.torch._passes import conv_backward_pass, conv_double_backward, pool_backward
 from convgrad.torch._pool_passes import POOL_BACKWARDS
 from convgrad.torch._report import count_left
+from convgrad.torch._timed import timed
 
 __all__ = ["backend_in_use", "use"]
+
+Own: TypeAlias = Callable[..., Any]
+"""PyTorch's own kernel for an operator, which takes the operator's arguments."""
 
 DEVICES = ("CPU", "CUDA")
 # Any other error, such as a wrong API key or a failed server, is raised to the caller.
@@ -59,8 +64,12 @@ class use:  # noqa: N801 - called like a function, as torch.no_grad is
         A `Local`, a `Remote`, or any other object that implements `Backend`.
     fallback : bool
         Leave to PyTorch what the backend does not support (other dtypes, empty tensors, problems
-        that it refuses), and count it in `report`. If False, refusals are raised. An error such as
-        an unreachable server is always raised.
+        that it refuses), and gradients of convolutions that PyTorch's kernels were measured to
+        compute faster on this model of GPU; count both in `report`. If False, refusals are raised.
+        An error such as an unreachable server is always raised.
+    time_calls : bool
+        Time each call for `report`: on a GPU by events on the stream, which costs the host some
+        microseconds a call.
 
     Examples
     --------
@@ -69,9 +78,14 @@ class use:  # noqa: N801 - called like a function, as torch.no_grad is
     ...     loss.backward()
     """
 
-    def __init__(self, backend: Backend | None, *, fallback: bool = True) -> None:
+    def __init__(
+        self, backend: Backend | None, *, fallback: bool = True, time_calls: bool = False
+    ) -> None:
         _override_once()
         self._before = _CHOICE.backend, _CHOICE.fallback
+        if backend is not None and time_calls:
+            hashable: Any = backend  # as all that is a part of the passes' keys
+            backend = timed(hashable)
         _CHOICE.backend, _CHOICE.fallback = backend, fallback
 
     def __enter__(self) -> use:
@@ -101,10 +115,13 @@ def _override_once() -> None:
         keys += [(_COMPOSITIONS, f"Autograd{device}") for device in devices]
         for operators, key in keys:
             for operator, make in operators.items():
-                own = torch.library.get_kernel(f"aten::{operator}", key)
+                kernel = torch.library.get_kernel(f"aten::{operator}", key)
+                # Overrides that take the dispatcher's set cost every call half a microsecond more.
+                keys_of = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+                own = partial(kernel.call_boxed, keys_of)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # the override is intended
-                    library.impl(operator, make(own), key, with_keyset=True)
+                    library.impl(operator, make(own), key)
         _CHOICE.libraries.append(library)
 
 
@@ -113,9 +130,8 @@ def _left_to_pytorch(error: ServiceError, input: torch.Tensor) -> bool:
     return isinstance(error, _DECLINED) and (_CHOICE.fallback or input.numel() == 0)
 
 
-def _convolution_backward(own: Any) -> Callable[..., Any]:
+def _convolution_backward(own: Own) -> Callable[..., Any]:
     def override(
-        keyset: Any,
         grad_output: torch.Tensor,
         input: torch.Tensor,
         weight: torch.Tensor,
@@ -129,16 +145,19 @@ def _convolution_backward(own: Any) -> Callable[..., Any]:
         output_mask: Sequence[bool],
     ) -> Any:
         backend = _CHOICE.backend
-        if backend is not None and any(output_mask):
+        if backend is not None and True in output_mask:
             geometry = _geometry(stride, padding, dilation, transposed, output_padding, groups)
+            tensors = grad_output, input, weight
             try:
-                return conv_backward(backend, grad_output, input, weight, geometry, output_mask)
+                kept = conv_backward_pass(backend, tensors, geometry, output_mask)
+                if kept.left is None or not _CHOICE.fallback:
+                    return tuple(kept(tensors))
+                kept.left.calls += 1
             except ServiceError as error:
                 if not _left_to_pytorch(error, input):
                     raise
                 count_left("convolution_backward", _shapes(input, weight), error.detail)
-        return own.call_boxed(
-            keyset,
+        return own(
             grad_output,
             input,
             weight,
@@ -155,8 +174,8 @@ def _convolution_backward(own: Any) -> Callable[..., Any]:
     return override
 
 
-def _convolution_double_backward(own: Any) -> Callable[..., Any]:
-    def override(keyset: Any, *given: Any) -> Any:
+def _convolution_double_backward(own: Own) -> Callable[..., Any]:
+    def override(*given: Any) -> Any:
         backend = _CHOICE.backend
         *second, grad_output, weight, input = given[:6]
         *rest, mask = given[6:]
@@ -169,14 +188,13 @@ def _convolution_double_backward(own: Any) -> Callable[..., Any]:
                 if not _left_to_pytorch(error, input):
                     raise
                 count_left("convolution_double_backward", _shapes(input, weight), error.detail)
-        return own.call_boxed(keyset, *given)
+        return own(*given)
 
     return override
 
 
-def _max_pool_backward(own: Any) -> Callable[..., Any]:
+def _max_pool_backward(own: Own) -> Callable[..., Any]:
     def override(
-        keyset: Any,
         grad_output: torch.Tensor,
         input: torch.Tensor,
         kernel_size: Sequence[int],
@@ -204,8 +222,7 @@ def _max_pool_backward(own: Any) -> Callable[..., Any]:
                 if not _left_to_pytorch(error, input):
                     raise
                 count_left("max_pool_backward", _shapes(input), error.detail)
-        return own.call_boxed(
-            keyset,
+        return own(
             grad_output,
             input,
             kernel_size,
@@ -221,11 +238,9 @@ def _max_pool_backward(own: Any) -> Callable[..., Any]:
 
 def _pool_backward(
     operator: str, compute: Callable[..., torch.Tensor | None]
-) -> Callable[[Any], Callable[..., Any]]:
-    def make(own: Any) -> Callable[..., Any]:
-        def override(
-            keyset: Any, grad_output: torch.Tensor, input: torch.Tensor, *rest: Any
-        ) -> Any:
+) -> Callable[[Own], Callable[..., Any]]:
+    def make(own: Own) -> Callable[..., Any]:
+        def override(grad_output: torch.Tensor, input: torch.Tensor, *rest: Any) -> Any:
             backend = _CHOICE.backend
             if backend is not None:
                 try:
@@ -236,7 +251,7 @@ def _pool_backward(
                     if not _left_to_pytorch(error, input):
                         raise
                     count_left(operator, _shapes(input), error.detail)
-            return own.call_boxed(keyset, grad_output, input, *rest)
+            return own(grad_output, input, *rest)
 
         return override
 
@@ -244,7 +259,7 @@ def _pool_backward(
 
 
 # Operators overridden for each device, and those that autograd composes of other operators.
-_OVERRIDES: dict[str, Callable[[Any], Callable[..., Any]]] = {
+_OVERRIDES: dict[str, Callable[[Own], Callable[..., Any]]] = {
     "convolution_backward": _convolution_backward,
     "max_pool2d_with_indices_backward": _max_pool_backward,
     "max_pool3d_with_indices_backward": _max_pool_backward,
@@ -252,7 +267,7 @@ _OVERRIDES: dict[str, Callable[[Any], Callable[..., Any]]] = {
 }
 
 
-_COMPOSITIONS: dict[str, Callable[[Any], Callable[..., Any]]] = {
+_COMPOSITIONS: dict[str, Callable[[Own], Callable[..., Any]]] = {
     "_convolution_double_backward": _convolution_double_backward,
 }
 

@@ -35,12 +35,15 @@ class Prepared(Protocol):
         Additional device memory that a launch needs; 0 if the executor has its own.
     kernel : str
         The kernels that the plan chose.
+    faster_peer : str or None
+        What was measured to compute this problem faster on this device, and in what time.
     """
 
     inputs: Mapping[str, TensorSpec]
     outputs: Mapping[str, TensorSpec]
     workspace_bytes: int
     kernel: str
+    faster_peer: str | None
 
     def launch(
         self, addresses: Sequence[int], workspace: int, stream: int, *, capturing: bool = True

@@ -38,6 +38,7 @@ class PreparedOnCpu:
     """A `Prepared` whose workspace belongs to the backend."""
 
     workspace_bytes = 0
+    faster_peer: str | None = None
 
     def __init__(self, backend: CpuBackend, problem: Problem) -> None:
         self._backend, self._problem = backend, problem

@@ -1,15 +1,14 @@
 """The GPU kernels on the caller's device memory and stream.
 
-A launch costs the host a few microseconds: argument structures are filled once for each set of
-addresses, which a caching allocator reuses, and cached.
+A launch costs the host a few microseconds: argument structures are filled once, and later launches
+only set the pointers in them that have changed.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -18,9 +17,10 @@ from convgrad.errors import DeviceUnavailable
 from convgrad_service.backends.cuda.compile import DEFAULT_CACHE, Compiler
 from convgrad_service.backends.cuda.device import cuda_driver_major, describe, import_cupy
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.launch import Kernels
+from convgrad_service.backends.cuda.launch import Enqueued, Kernels
 from convgrad_service.backends.cuda.nvrtc import CompileError, find_nvrtc
 from convgrad_service.inprocess.base import NotCompiled, problem_of
+from convgrad_service.inprocess.peer_times import faster_peer
 from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.plans.cuda.program import (
     ALIGNMENT,
@@ -33,11 +33,9 @@ from convgrad_service.problems.base import Problem
 
 __all__ = ["CudaExecutor"]
 
-Bound = Sequence[Callable[[int], None]]
-"""Launches with filled arguments; each takes the stream."""
+Branch = Sequence[Enqueued]
+"""Steps that run one after another."""
 
-# Sets of addresses for which a prepared operation caches argument structures.
-KEPT_ADDRESSES = 32
 # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
 _IMPLICIT = 906
 # Below this expected duration, forking to another stream costs the host about as much as it saves:
@@ -89,11 +87,18 @@ class CudaExecutor:
             compiling.result()
         with self._cuda.Device(self._index):
             self._kernels.prepare(plan.steps)
-            return PreparedOnCuda(problem, plan, self._kernels, self._zeros)
+            prepared = PreparedOnCuda(problem, plan, self._kernels, self._zeros)
+        prepared.faster_peer = faster_peer(problem, self._device.name)
+        return prepared
 
 
 class PreparedOnCuda:
-    """A `Prepared` that caches the argument structures of its latest launches. Thread-safe."""
+    """A `Prepared` whose argument structures are filled once, and then only pointed elsewhere.
+
+    Thread-safe.
+    """
+
+    faster_peer: str | None = None
 
     def __init__(
         self, problem: Problem, plan: CudaPlan, kernels: Kernels, zeros: _ZeroBuffers
@@ -101,16 +106,19 @@ class PreparedOnCuda:
         self.inputs, self.outputs = problem.inputs, problem.outputs
         self.kernel = plan.kernel
         self._plan, self._kernels, self._zeros = plan, kernels, zeros
-        self._names = (*self.inputs, *self.outputs)
-        self._offsets: dict[str, int] = {}
+        self._offsets = []
         end = 0
         for item in plan.workspace:
-            self._offsets[item.name] = end
+            self._offsets.append(end)
             end += ceil_div(item.size_bytes, ALIGNMENT) * ALIGNMENT
         self.workspace_bytes = end
+        # The order of addresses in `Enqueued.point`.
+        workspace = (item.name for item in plan.workspace)
+        self._buffers = (*self.inputs, *self.outputs, *workspace, ZEROS)
         expected_s = max(problem.flops / FLOPS_S, problem.compulsory_bytes / BYTES_S)
         self._forks = expected_s >= FORK_S
-        self._bound: OrderedDict[tuple[int, ...], tuple[Bound, ...]] = OrderedDict()
+        self._branches: list[Branch] = []
+        self._at: tuple[int, ...] = ()
         self._lock = threading.Lock()
 
     def launch(
@@ -118,19 +126,21 @@ class PreparedOnCuda:
     ) -> None:
         """See `Prepared.launch`. It returns before the kernels have run."""
         capture = capture_id(stream) if capturing else 0
-        key = (stream, capture, workspace, *addresses)
+        at = (stream, capture, workspace, *addresses)
         with self._lock:
-            bound = self._bound.get(key)
-        if bound is None:
-            bound = self._bind(key, addresses, workspace)
-        forks = len(bound) > 1 and (self._forks or capture != 0)
-        for part in bound[:1] if forks else bound:
-            for step in part:
-                step(stream)
-        if forks:
-            self._run_side_by_side(bound[1:], stream)
+            if at != self._at:
+                self._point(at)
+            branches = self._branches
+            if len(branches) == 1 or not (self._forks or capture):
+                for branch in branches:
+                    for step in branch:
+                        step(stream)
+            else:
+                for step in branches[0]:
+                    step(stream)
+                self._run_side_by_side(branches[1:], stream)
 
-    def _run_side_by_side(self, branches: Sequence[Bound], stream: int) -> None:
+    def _run_side_by_side(self, branches: Sequence[Branch], stream: int) -> None:
         """Run each branch on a stream of its own, forked from this one and joined to it again."""
         runtime = self._zeros.cuda.runtime
         first, *rest = branches
@@ -149,25 +159,28 @@ class PreparedOnCuda:
                 runtime.eventRecord(end, side)
                 runtime.streamWaitEvent(stream, end)
 
-    def _bind(
-        self, key: tuple[int, ...], addresses: Sequence[int], workspace: int
-    ) -> tuple[Bound, ...]:
-        """Fill arguments for these addresses; return the first steps, then each branch."""
-        places = dict(zip(self._names, addresses, strict=True))
-        places |= {name: workspace + offset for name, offset in self._offsets.items()}
+    def _point(self, at: tuple[int, ...]) -> None:
+        """Let the steps run at these: stream, capture, workspace, and each tensor's address."""
+        self._at = ()  # should this fail halfway
+        stream, capture, workspace, *addresses = at
+        addresses += [workspace + offset for offset in self._offsets]
+        if not self._branches:
+            self._bind(addresses, stream, capture)
+        for index, branch in enumerate(self._branches):
+            places = (*addresses, self._zeros.of((stream, capture, index)))
+            for step in branch:
+                step.point(places)
+        self._at = at
+
+    def _bind(self, addresses: Sequence[int], stream: int, capture: int) -> None:
+        """Fill in the steps' arguments: of the first steps, then of each branch."""
         steps, cuts = self._plan.steps, self._plan.branches
-        spans = [(0, cuts[0] if cuts else len(steps)), *pairwise([*cuts, len(steps)])]
-        bound = tuple(
-            self._kernels.bind(
-                steps[start:stop], {**places, ZEROS: self._zeros.of((*key[:2], branch))}
-            )
-            for branch, (start, stop) in enumerate(spans if cuts else spans[:1])
-        )
-        with self._lock:
-            self._bound[key] = bound
-            if len(self._bound) > KEPT_ADDRESSES:
-                self._bound.popitem(last=False)
-        return bound
+        spans = [(0, cuts[0]), *pairwise([*cuts, len(steps)])] if cuts else [(0, len(steps))]
+        places = (*addresses, self._zeros.of((stream, capture, 0)))
+        named = dict(zip(self._buffers, places, strict=True))
+        self._branches = [
+            self._kernels.bind(steps[start:stop], named, self._buffers) for start, stop in spans
+        ]
 
 
 class _ZeroBuffers:

@@ -35,3 +35,22 @@ def sources(case: Case, tensors: Arrays) -> dict[str, tuple[Case, Arrays]]:
         from_indices = {"grad_output": tensors["grad_output"], "indices": indices.astype(width)}
         given[np.dtype(width).name] = (case.with_params("i", input_size=size), from_indices)
     return given
+
+
+def bad_indices(
+    rng: np.random.Generator, case: Case, good: NDArray[Any]
+) -> dict[str, NDArray[Any]]:
+    """Return indices with one wrong: beyond the plane, negative, or outside its window."""
+    plane = int(np.prod(case.shapes["input"][2:]))
+    wrong = {"plane": plane, "negative": -1, "least": -(2**31), "most": 2**31 - 1}
+    # The last element of the plane is not in the first window of these poolings.
+    made = {}
+    for name, value in wrong.items():
+        made[name] = good.copy()
+        made[name].flat[rng.integers(good.size)] = value
+    if good.dtype == np.int64:
+        made["its low half"] = good.copy()
+        made["its low half"].flat[rng.integers(good.size)] += 2**32
+    made["outside its window"] = good.copy()
+    made["outside its window"].reshape(*good.shape[:2], -1)[:, :, 0] = plane - 1
+    return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 
 from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.core import tensor_maps
 from convgrad_service.inprocess import cuda
 from convgrad_service.inprocess.base import problem_of
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.planner import plan_for
+from convgrad_service.plans.cuda.program import ZEROS, Launch
 
 CALLER = 7
 
@@ -31,11 +34,13 @@ class Recorded:
 
     _stream = _event
 
-    def bind(self, steps: Sequence[Any], addresses: Mapping[str, int]) -> list[Any]:
-        return [lambda stream, step=step: self.log.append((step, stream)) for step in steps]
+    def bind(
+        self, steps: Sequence[Any], addresses: Mapping[str, int], buffers: Sequence[str]
+    ) -> list[Any]:
+        return [Noted(self, step, addresses, buffers) for step in steps]
 
     def of(self, user: tuple[int, ...]) -> int:
-        return 0
+        return hash(user)
 
     def sides(self, count: int) -> tuple[int, list[tuple[int, int]]]:
         return 1, [(10 * n, n) for n in range(2, 2 + count)]
@@ -45,6 +50,22 @@ class Recorded:
 
     def streamWaitEvent(self, stream: int, event: int) -> None:  # noqa: N802 - CuPy's name
         self.log.append(("wait", stream, event))
+
+
+class Noted:
+    """A step that notes when it is enqueued, and where it would find its buffers."""
+
+    def __init__(
+        self, recorded: Recorded, step: Any, addresses: Mapping[str, int], buffers: Sequence[str]
+    ) -> None:
+        self._log, self._step, self._buffers = recorded.log, step, buffers
+        self.places = dict(addresses)
+
+    def __call__(self, stream: int) -> None:
+        self._log.append((self._step, stream))
+
+    def point(self, addresses: Sequence[int]) -> None:
+        self.places = dict(zip(self._buffers, addresses, strict=True))
 
 
 def prepared(pixels: int) -> tuple[cuda.PreparedOnCuda, Recorded, Any]:
@@ -82,16 +103,61 @@ def test_short_branches_run_one_after_another() -> None:
     assert recorded.log == [(step, CALLER) for step in plan.steps] * 2
 
 
-def test_the_sides_are_joined_where_a_launch_fails() -> None:
+def test_the_sides_are_joined_where_a_launch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     operation, recorded, _ = prepared(128)
 
-    def bind(steps: Sequence[Any], addresses: Mapping[str, int]) -> list[Any]:
-        def fail(stream: int) -> None:
-            raise ValueError("refused")
+    def fail(step: Noted, stream: int) -> None:
+        raise ValueError("refused")
 
-        return [fail] * len(steps)
-
-    recorded.bind = bind  # type: ignore[method-assign]
+    monkeypatch.setattr(Noted, "__call__", fail)
     with pytest.raises(ValueError, match="refused"):
         operation.launch([0] * 5, 0, CALLER, capturing=False)
     assert recorded.log[-2:] == [("record", 20, 2), ("wait", CALLER, 20)]
+
+
+def test_each_launch_points_its_steps_at_its_own_buffers() -> None:
+    """Every branch has zeros of its own, on every stream."""
+    operation, _, plan = prepared(8)
+    names = (*operation.inputs, *operation.outputs)
+    seen = set()
+    for stream, first in ((CALLER, 4096), (CALLER, 8192), (9, 8192), (9, 8192), (CALLER, 4096)):
+        addresses = [first + 256 * index for index in range(len(names))]
+        operation.launch(addresses, 2**20, stream, capturing=False)
+        branches = operation._branches
+        for index, branch in enumerate(branches):
+            for step in branch:
+                assert isinstance(step, Noted)
+                assert [step.places[name] for name in names] == addresses
+                assert step.places[ZEROS] == hash((stream, 0, index))
+                seen.add((stream, index, step.places[ZEROS]))
+        assert [item.name for item in plan.workspace] == [
+            name for name in branches[-1][0].places if name not in (*names, ZEROS)
+        ]
+    assert len({zeros for *_, zeros in seen}) == len(seen)
+
+
+@pytest.mark.parametrize("pixels", [8, 56, 128])
+def test_a_block_pointed_elsewhere_is_one_filled_for_there(
+    monkeypatch: pytest.MonkeyPatch, pixels: int
+) -> None:
+    def encoded(_: Any, address: int) -> bytes:
+        return address.to_bytes(tensor_maps.MAP_BYTES, "little")
+
+    def replace_address(at: int, address: int) -> int:
+        ctypes.c_uint64.from_address(at).value = address
+        return 0
+
+    monkeypatch.setattr(tensor_maps, "_encoded", encoded)
+    monkeypatch.setattr(tensor_maps, "_replace_address", lambda: replace_address)
+    monkeypatch.setattr(tensor_maps, "_driver_version", lambda: tensor_maps.OLD_DRIVER + 1)
+    operation, _, plan = prepared(pixels)
+    buffers = operation._buffers
+    here = {name: 2**20 * (index + 1) for index, name in enumerate(buffers)}
+    there = {name: address + 2**30 for name, address in here.items()}
+    launches = [step for step in plan.steps if isinstance(step, Launch)]
+    assert launches
+    for step in launches:
+        block = step.arguments.block(here, buffers)
+        block.point(list(there.values()))
+        wanted = bytes(step.arguments.fill(there))
+        assert ctypes.string_at(block.address, len(wanted)) == wanted

@@ -1,20 +1,61 @@
 """Kernel arguments: a ctypes structure that mirrors the kernel's own, packed once.
 
-Only addresses change between runs of a plan, so only they are written when it runs.
+Only addresses change between runs of a plan, so only they are written when it runs: into a copy of
+the structure (`Packed.fill`), or into a `Block` that one launch after another uses.
 """
 
 from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from convgrad_service.plans.cuda.works import Operand
 
-__all__ = ["Packed", "pack"]
+__all__ = ["Block", "Packed", "pack"]
 
 _ADDRESS = struct.Struct("<Q")
+_WORD_BYTES = 8
+# What the driver demands of a tensor map, which is the most that any member needs.
+_BLOCK_ALIGNMENT = 64
+
+
+class Block:
+    """A filled structure in memory, in which the pointers can be set again.
+
+    Attributes
+    ----------
+    address : int
+        Where it starts.
+    """
+
+    def __init__(self, packed: Packed, filled: bytes | bytearray, buffers: Sequence[str]) -> None:
+        """``buffers`` names the buffers in the order in which `point` takes addresses."""
+        size = -(-len(filled) // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT
+        memory = bytearray(size + _BLOCK_ALIGNMENT)
+        # ctypes' view keeps the memory alive, and from being resized.
+        self._memory = (ctypes.c_char * len(memory)).from_buffer(memory)
+        start = -ctypes.addressof(self._memory) % _BLOCK_ALIGNMENT
+        memory[start : start + len(filled)] = filled
+        self.address = ctypes.addressof(self._memory) + start
+        self._words = memoryview(memory)[start : start + size].cast("Q")
+        self._packed, self._buffers = packed, buffers
+
+    @cached_property
+    def _pointers(self) -> list[tuple[int, int, int]]:
+        # Not before the first `point`: most blocks are launched once.
+        return [
+            (at // _WORD_BYTES, self._buffers.index(buffer), offset)
+            for at, buffer, offset in self._packed.pointers
+        ]
+
+    def point(self, addresses: Sequence[int]) -> None:
+        """Set every pointer; ``addresses`` are those of the buffers."""
+        words = self._words
+        for word, index, offset in self._pointers:
+            words[word] = addresses[index] + offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +89,10 @@ class Packed:
         for at, buffer, start in self.pointers:
             _ADDRESS.pack_into(filled, at, addresses[buffer] + start)
         return filled
+
+    def block(self, addresses: Mapping[str, int], buffers: Sequence[str]) -> Block:
+        """See `Arguments.block`."""
+        return Block(self, self.fill(addresses), buffers)
 
 
 def pack(structure: ctypes.Structure, **pointers: Operand | str | None) -> Packed:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from convgrad.errors import DeviceUnavailable
-from convgrad_service.plans.cuda.program import Launch
+from convgrad_service.plans.cuda.program import ArgumentBlock, Launch
 
 __all__ = ["AttributedLaunch"]
 
@@ -43,9 +43,7 @@ class _Config(ctypes.Structure):
 
 
 class AttributedLaunch:
-    """A launch, with arguments filled in, that overlaps the previous one or has clusters.
-
-    Calling it launches the kernel on a stream. Not thread-safe.
+    """A launch that overlaps the previous one or has clusters. See `launch.Enqueued`.
 
     Raises
     ------
@@ -53,9 +51,9 @@ class AttributedLaunch:
         The driver refused the launch.
     """
 
-    __slots__ = ("_config", "_given", "_kept", "_launch", "_name")
+    __slots__ = ("_config", "_given", "_kept", "_launch", "_name", "point")
 
-    def __init__(self, function: int, step: Launch, filled: bytearray) -> None:
+    def __init__(self, function: int, step: Launch, block: ArgumentBlock) -> None:
         self._name = step.instance.name
         wanted = []
         if step.overlaps:
@@ -63,8 +61,7 @@ class AttributedLaunch:
         if step.cluster > 1:
             wanted.append(_Attribute(_CLUSTER_DIMENSION, 0, (step.cluster, 1, 1)))
         attributes = (_Attribute * len(wanted))(*wanted)
-        structure = (ctypes.c_char * len(filled)).from_buffer(filled)
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(structure))
+        arguments = (ctypes.c_void_p * 1)(block.address)
         self._config = _Config(
             step.grid,
             step.block,
@@ -76,7 +73,8 @@ class AttributedLaunch:
         # Set up everything but the stream once: doing it in each launch takes four times as long.
         self._launch = _launcher()
         self._given = ctypes.byref(self._config), function, ctypes.addressof(arguments), None
-        self._kept = attributes, structure, arguments  # keeps alive what is pointed into
+        self._kept = attributes, arguments, block  # keeps alive what is pointed into
+        self.point = block.point
 
     def __call__(self, stream: int) -> None:
         self._config.stream = stream

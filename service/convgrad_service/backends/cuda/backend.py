@@ -318,7 +318,7 @@ class CudaBackend(Diagnostics):
             end.record(lane.stream)
             for name, place in to_move.items():
                 place.copy_from(addresses[name], lane.stream)
-            found = {check.buffer: np.zeros(1, np.int32) for check in plan.checks}
+            found = {check.buffer: np.zeros(1, np.int64) for check in plan.checks}
             wanted = {**on_the_host(outputs), **found}
             # Downloads without staging are enqueued behind the kernels at once.
             rest = lane.download_soon(

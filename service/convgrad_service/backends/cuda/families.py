@@ -68,11 +68,13 @@ from convgrad_service.backends.cuda.kernels.pool.pool_stacks import PoolStacks
 from convgrad_service.backends.cuda.kernels.pool.pool_strips import PoolStrips
 from convgrad_service.backends.cuda.kernels.pool.pool_windows import PoolWindows
 from convgrad_service.backends.cuda.kernels.pool.window_maxima import WindowMaxima
+from convgrad_service.backends.cuda.kernels.pool.window_planes import WindowPlanes
 from convgrad_service.backends.cuda.kernels.pool.window_reduce import (
     WindowReduce,
     WindowReduceMaxima,
 )
 from convgrad_service.backends.cuda.kernels.pool.window_routes import WindowRoutes
+from convgrad_service.backends.cuda.kernels.pool.window_scatter import WindowScatter
 from convgrad_service.backends.cuda.kernels.pool.window_sums import WindowSums
 from convgrad_service.backends.cuda.kernels.pool.window_tiles import WindowTiles
 from convgrad_service.plans.cuda.families import Families, FastestExpected, Overhead
@@ -206,9 +208,11 @@ FAMILIES = Families(
     windows=(
         WindowReduce(),
         WindowTiles(),
+        WindowPlanes(),
         WindowSums(),
         WindowMaxima(),
         WindowReduceMaxima(),
+        WindowScatter(),
         WindowRoutes(),
     ),
     unpool=(MaxUnpool(),),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 from convgrad_service.backends.cuda.attributed_launch import AttributedLaunch
 from convgrad_service.backends.cuda.compile import Compiler
@@ -14,13 +14,14 @@ from convgrad_service.backends.cuda.device import import_cupy
 from convgrad_service.plans.cuda.program import (
     ZEROS,
     ZEROS_BYTES,
+    ArgumentBlock,
     Clear,
     Instance,
     Launch,
     Step,
 )
 
-__all__ = ["Kernels"]
+__all__ = ["Enqueued", "Kernels"]
 
 # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAX_DYNAMIC_SHARED = 8
@@ -39,25 +40,52 @@ class _Addresses(dict[str, int]):
         return self._zeros()
 
 
-class PlainLaunch:
-    """A launch with its arguments filled in.
-
-    The driver copies the structure before it returns. CuPy's own call of a kernel inspects the
-    types of its arguments first, which doubles the time.
-    """
-
-    __slots__ = ("_arguments", "_function", "_kept", "_launch", "_shape")
-
-    def __init__(self, launch: Any, function: int, step: Launch, filled: bytearray) -> None:
-        self._launch, self._function = launch, function
-        self._shape = (*step.grid, *step.block, step.shared_bytes)
-        structure = (ctypes.c_char * len(filled)).from_buffer(filled)
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(structure))
-        self._arguments = ctypes.addressof(pointers)
-        self._kept = structure, pointers
+class Enqueued(Protocol):
+    """A step whose arguments are filled in. Not thread-safe."""
 
     def __call__(self, stream: int) -> None:
-        self._launch(self._function, *self._shape, stream, self._arguments, 0)
+        """Enqueue it on a stream; the driver copies the arguments before it returns."""
+        ...
+
+    def point(self, addresses: Sequence[int]) -> None:
+        """Let it run on other buffers; see `ArgumentBlock.point`."""
+        ...
+
+
+class PlainLaunch:
+    """A launch with its arguments filled in. See `Enqueued`.
+
+    CuPy's own call of a kernel inspects the types of its arguments first, which doubles the time.
+    """
+
+    __slots__ = ("_given", "_kept", "_launch", "point")
+
+    def __init__(self, launch: Any, function: int, step: Launch, block: ArgumentBlock) -> None:
+        pointers = (ctypes.c_void_p * 1)(block.address)
+        self._launch = launch
+        self._given = function, *step.grid, *step.block, step.shared_bytes
+        self._kept = ctypes.addressof(pointers), pointers, block
+        self.point = block.point
+
+    def __call__(self, stream: int) -> None:
+        self._launch(*self._given, stream, self._kept[0], 0)
+
+
+class ClearLaunch:
+    """A memset of a buffer. See `Enqueued`."""
+
+    __slots__ = ("_address", "_index", "_set", "_size")
+
+    def __init__(self, set_: Any, step: Clear, address: int, buffers: Sequence[str]) -> None:
+        self._set, self._size = set_, step.size_bytes
+        self._address, self._index = address, buffers.index(step.buffer)
+
+    def __call__(self, stream: int) -> None:
+        self._set(self._address, 0, self._size, stream)
+
+    def point(self, addresses: Sequence[int]) -> None:
+        """See `Enqueued.point`."""
+        self._address = addresses[self._index]
 
 
 class Kernels:
@@ -95,24 +123,28 @@ class Kernels:
     def run(self, steps: Iterable[Step], addresses: Mapping[str, int], stream: Any) -> None:
         """Enqueue the steps on a stream, in order."""
         addresses = _Addresses(addresses, lambda: self._zeros_of(stream))
-        for step in self.bind(steps, addresses):
+        buffers = (*addresses, ZEROS)
+        for step in self.bind(steps, addresses, buffers):
             step(stream.ptr)
 
     def bind(
-        self, steps: Iterable[Step], addresses: Mapping[str, int]
-    ) -> list[Callable[[int], None]]:
-        """Fill in the steps' arguments; each step returned takes a stream, and can be repeated."""
-        return [self._bound(step, addresses) for step in steps]
+        self, steps: Iterable[Step], addresses: Mapping[str, int], buffers: Sequence[str]
+    ) -> list[Enqueued]:
+        """Fill in the steps' arguments, to be enqueued any number of times.
 
-    def _bound(self, step: Step, addresses: Mapping[str, int]) -> Callable[[int], None]:
+        ``buffers`` are in the order in which `Enqueued.point` will take their addresses.
+        """
+        return [self._bound(step, addresses, buffers) for step in steps]
+
+    def _bound(self, step: Step, addresses: Mapping[str, int], buffers: Sequence[str]) -> Enqueued:
         if isinstance(step, Clear):
-            address, size, clear = addresses[step.buffer], step.size_bytes, self._cuda.runtime
-            return lambda stream: clear.memsetAsync(address, 0, size, stream)
+            address = addresses[step.buffer]
+            return ClearLaunch(self._cuda.runtime.memsetAsync, step, address, buffers)
         function = self._function(step)
-        filled = step.arguments.fill(addresses)
+        block = step.arguments.block(addresses, buffers)
         if step.overlaps or step.cluster > 1:
-            return AttributedLaunch(function.ptr, step, filled)
-        return PlainLaunch(self._cuda.driver.launchKernel, function.ptr, step, filled)
+            return AttributedLaunch(function.ptr, step, block)
+        return PlainLaunch(self._cuda.driver.launchKernel, function.ptr, step, block)
 
     def _zeros_of(self, stream: Any) -> int:
         """Return the zeros of a stream, whose kernels run one after another."""

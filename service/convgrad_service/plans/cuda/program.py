@@ -7,7 +7,7 @@ lists.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Protocol
@@ -21,6 +21,7 @@ from convgrad_service.plans.cuda.device import (
 
 __all__ = [
     "ALIGNMENT",
+    "ArgumentBlock",
     "Arguments",
     "Check",
     "Clear",
@@ -87,6 +88,19 @@ class Instance:
         return self.architectures != ("sm_90a",) or device.architecture == "sm_90a"
 
 
+class ArgumentBlock(Protocol):
+    """A kernel's structure in memory, ready to launch. Not thread-safe."""
+
+    @property
+    def address(self) -> int:
+        """Where the structure starts."""
+        ...
+
+    def point(self, addresses: Sequence[int]) -> None:
+        """Make it point into buffers at other addresses, in the order that the block was given."""
+        ...
+
+
 class Arguments(Protocol):
     """The only argument of a kernel: a structure passed by value."""
 
@@ -101,6 +115,11 @@ class Arguments(Protocol):
 
     def fill(self, addresses: Mapping[str, int]) -> bytearray:
         """Return its bytes with pointers into buffers at these addresses."""
+        ...
+
+    def block(self, addresses: Mapping[str, int], buffers: Sequence[str]) -> ArgumentBlock:
+        """Return it in memory; ``buffers`` are in the order in which `ArgumentBlock.point` will
+        take their addresses."""
         ...
 
 
@@ -150,7 +169,7 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """An int32 at the start of a buffer that a kernel sets where the data contradict the problem.
+    """An int64 at the start of a buffer, not 0 if the data contradict the problem.
 
     ``sentence`` is the message of the resulting error.
     """

@@ -97,6 +97,43 @@ def test_a_map_is_encoded_once_for_an_address(monkeypatch: pytest.MonkeyPatch) -
     assert len(arguments.cache) <= CACHED_MAPS
 
 
+def test_a_block_points_its_maps_and_pointers_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def encoded(_: TensorMap, address: int) -> bytes:
+        return address.to_bytes(8, "little") + bytes([255]) * 120
+
+    def replace_address(at: int, address: int) -> int:
+        replaced.append(address)
+        ctypes.c_uint64.from_address(at).value = address
+        return int(address == 64)
+
+    replaced: list[int] = []
+    monkeypatch.setattr(tensor_maps, "_encoded", encoded)
+    monkeypatch.setattr(tensor_maps, "_replace_address", lambda: replace_address)
+    monkeypatch.setattr(tensor_maps, "_driver_version", lambda: tensor_maps.OLD_DRIVER)
+
+    class Two(ctypes.Structure):
+        _fields_ = (("a", MapField), ("b", MapField), ("x", ctypes.c_uint64), ("n", ctypes.c_int))
+
+    start = replace(TILE, offset_bytes=128)
+    arguments = pack_maps(Two(x=512, n=7), {"a": ("x", start), "b": ("y", TILE)}, x="z")
+    buffers = ("z", "y", "x")
+    block = arguments.block({"x": 4096, "y": 8192, "z": 12288}, buffers)
+    assert block.address % 64 == 0
+    assert (
+        ctypes.string_at(block.address, 264)
+        == bytes(arguments.fill({"x": 4096, "y": 8192, "z": 12288}))[:264]
+    )
+    block.point((256, 8192, 1024))
+    words = (ctypes.c_uint64 * 34).from_address(block.address)
+    assert replaced == [1024 + 128], "the one map that moved"
+    assert (words[0], words[16], words[32], words[33]) == (1152, 8192, 256 + 512, 7)
+    small = (2**64 - 1) & ~tensor_maps.SMALL_BIT
+    assert words[1] == small, "as in a map that is encoded anew"
+    assert words[2:16] == [2**64 - 1] * 14
+    with pytest.raises(ValueError, match="refused a tensor map"):
+        block.point((0, 64, 1024))
+
+
 def test_a_field_must_be_aligned() -> None:
     with pytest.raises(ValueError, match="late is at byte 136"):
         pack_maps(Args(), {"late": ("x", TILE)})

@@ -10,12 +10,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad.errors import DeviceUnavailable
-from convgrad_service.backends.cuda.arguments import Packed, pack
+from convgrad_service.backends.cuda.arguments import Block, Packed, pack
 from convgrad_service.backends.cuda.structures import MAP_ALIGNMENT, MapField
 from convgrad_service.plans.cuda.works import Operand
 
@@ -236,6 +236,10 @@ class MappedArguments:
             self.cache[starts] = encoded
         return self._with_maps(addresses, encoded)
 
+    def block(self, addresses: Mapping[str, int], buffers: Sequence[str]) -> MappedBlock:
+        """See `Arguments.block`."""
+        return MappedBlock(self, addresses, buffers)
+
     def fill_by(self, encode: Encode, addresses: Mapping[str, int]) -> bytearray:
         """Fill with maps encoded by ``encode`` instead of the driver, for tests without one."""
         encoded = [encode(one, addresses[buffer]) for _, buffer, one in self.maps]
@@ -247,6 +251,39 @@ class MappedArguments:
             start = index * MAP_BYTES
             filled[offset : offset + MAP_BYTES] = encoded[start : start + MAP_BYTES]
         return filled
+
+
+class MappedBlock(Block):
+    """A `Block` with tensor maps: the driver replaces the address in a map that moved."""
+
+    def __init__(
+        self, arguments: MappedArguments, addresses: Mapping[str, int], buffers: Sequence[str]
+    ) -> None:
+        super().__init__(arguments.packed, arguments.fill(addresses), buffers)
+        self._arguments = arguments
+        self._starts = [addresses[buffer] for _, buffer, _ in arguments.maps]
+
+    @cached_property
+    def _maps(self) -> list[tuple[int, int, int, bool]]:
+        return [
+            (offset, self._buffers.index(buffer), one.offset_bytes, _needs_clearing(one))
+            for offset, buffer, one in self._arguments.maps
+        ]
+
+    def point(self, addresses: Sequence[int]) -> None:
+        """See `Block.point`."""
+        super().point(addresses)
+        starts, replace = self._starts, _replace_address()
+        for place, (at, index, offset, clear) in enumerate(self._maps):
+            start = addresses[index]
+            if start == starts[place]:
+                continue
+            status = replace(self.address + at, start + offset)
+            if status != 0:
+                raise ValueError(f"the driver refused a tensor map at {start:#x}: error {status}")
+            if clear:
+                self._words[at // 8 + SMALL_WORD] &= ~SMALL_BIT
+            starts[place] = start
 
 
 def pack_maps(
@@ -326,9 +363,13 @@ def _encoded(tensor_map: TensorMap, address: int) -> bytes:
         raise ValueError(
             f"the driver refused a tensor map (CUDA error {status}): {tensor_map} at {address:#x}"
         )
-    if _driver_version() <= OLD_DRIVER and tensor_map.size_bytes < SMALL_BYTES:
+    if _needs_clearing(tensor_map):
         encoded[SMALL_WORD] &= ~SMALL_BIT
     return bytes(encoded)
+
+
+def _needs_clearing(tensor_map: TensorMap) -> bool:
+    return tensor_map.size_bytes < SMALL_BYTES and _driver_version() <= OLD_DRIVER
 
 
 def _array(kind: Any, values: Sequence[int]) -> ctypes.Array[Any]:
@@ -343,6 +384,13 @@ def _driver() -> ctypes.CDLL:
     except (OSError, AttributeError) as error:
         raise DeviceUnavailable(f"no driver that supports tensor maps: {error}") from error
     return driver
+
+
+@lru_cache(maxsize=1)
+def _replace_address() -> Any:
+    replace = _driver().cuTensorMapReplaceAddress
+    replace.argtypes = [ctypes.c_void_p] * 2
+    return replace
 
 
 @lru_cache(maxsize=1)

@@ -11,7 +11,7 @@ struct PoolArgs {
   void* indices;        // flat in each (n, c) plane, or null
   const void* grad;     // of the output
   void* grad_x;         // of the input
-  int* bad;             // set to 1 if an index is outside its window
+  u64* bad;             // set to 1 if an index is outside its window
   i64 x_stride[6];      // N - C D H W, in elements; the second is unused
   i64 y_stride[6];
   i64 index_stride[6];

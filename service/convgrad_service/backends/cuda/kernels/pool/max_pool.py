@@ -82,12 +82,12 @@ class MaxPoolBackward:
     def _from_indices(self, work: PoolWork, indices: Operand) -> Fragment:
         bad = f"{work.prefix}bad_index"
         steps: tuple[Step, ...] = (
-            Clear(bad, 4),
+            Clear(bad, 8),
             _backward(work, "check_indices", indices, work.output, bad),
             _backward(work, "max_pool_backward", indices, work.input),
         )
         return Fragment(
-            f"{self.name}_indices", steps, (Workspace(bad, 4),), (Check(bad, BAD_INDEX),)
+            f"{self.name}_indices", steps, (Workspace(bad, 8),), (Check(bad, BAD_INDEX),)
         )
 
     def instances(self) -> Iterable[Instance]:

@@ -23,7 +23,7 @@ struct UnpoolArgs {
   const void* x;
   void* y;
   const void* indices;
-  int* bad;
+  u64* bad;
   int size;   // positions in a plane of indices, and in a plane that they index
   int plane;
   int inner;

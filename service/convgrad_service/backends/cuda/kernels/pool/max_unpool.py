@@ -11,10 +11,10 @@ from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS, linear_grid
 from convgrad_service.backends.cuda.kernels.pool.window_form import LARGEST, Divider, WindowForm
 from convgrad_service.backends.cuda.kernels.pool.window_routes import (
-    check,
     routes,
     routes_instances,
 )
+from convgrad_service.backends.cuda.kernels.pool.window_scatter import WindowScatter, scatter
 from convgrad_service.backends.cuda.kernels.pool.window_tiles import Tiles, tiles, tiles_instances
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import (
@@ -68,18 +68,18 @@ class MaxUnpool:
         """See `Family.launches`."""
         bad = f"{work.prefix}bad_index"
         args = _args(work)
-        steps: list[Step] = [Clear(bad, 8)]
+        steps: list[Step] = [Clear(bad, 16)]
         if work.kind == "gather":
             a_block = GATHER_BLOCK * AT_ONCE
             grid = ceil_div(args.elements, a_block), ceil_div(args.batch, args.chunk), 1
             steps.append(_launch(work, args, grid, GATHER_BLOCK, bad))
         else:
             if work.windows is not None:
-                steps += _moves(_by_windows(work), bad)
+                steps.append(_moves(_by_windows(work), device, bad))
             threads = args.batch * args.inner * (1 if work.channels_last else 32)
             grid = linear_grid(threads, SCATTER_BLOCK)
             steps.append(_launch(work, args, grid, SCATTER_BLOCK, bad))
-        workspace, check = Workspace(bad, 8), Check(bad, BAD_INDEX)
+        workspace, check = Workspace(bad, 16), Check(bad, BAD_INDEX)
         return Fragment(f"{self.name}_{work.kind}", tuple(steps), (workspace,), (check,))
 
     def instances(self) -> Iterable[Instance]:
@@ -87,6 +87,7 @@ class MaxUnpool:
         return [
             *routes_instances(moves=True),
             *tiles_instances(moves=True),
+            *WindowScatter().instances(),
             *(
                 _instance(kind, dtype, index, last)
                 for kind in ("scatter", "gather")
@@ -97,10 +98,12 @@ class MaxUnpool:
         ]
 
 
-def _moves(work: WindowWork, bad: str) -> list[Launch]:
+def _moves(work: WindowWork, device: CudaDevice, bad: str) -> Launch:
     if Tiles.of(WindowForm.of(work)) is not None:
-        return [tiles(work, bad, moves=True)]
-    return [check(work, bad, moves=True), routes(work, moves=True)]
+        return tiles(work, bad, moves=True)
+    if WindowScatter().why_not(work, device) is None:
+        return scatter(work, device, bad, moves=True)
+    return routes(work, bad, moves=True)
 
 
 def _by_windows(work: UnpoolWork) -> WindowWork:

@@ -192,11 +192,10 @@ def most_positions(axis: WindowAxis) -> int:
     return max(1, min(axis.input, found))
 
 
-def window_args(form: WindowForm, width: int, items: Sequence[int], planes: int = 1) -> WindowArgs:
+def window_args(form: WindowForm, width: int, items: Sequence[int]) -> WindowArgs:
     """Return the arguments of a launch.
 
-    Threads have ``width`` elements along ``inner`` and ``planes`` of the batch; there are ``items``
-    of them along y's axes.
+    Threads have ``width`` elements along ``inner``; there are ``items`` of them along y's axes.
     """
     args = WindowArgs()
     for i in range(3):
@@ -207,17 +206,17 @@ def window_args(form: WindowForm, width: int, items: Sequence[int], planes: int 
     args.inner, args.batch = form.inner, form.batch
     vectors = form.inner // width
     args.by_vectors = Divider.of(vectors)
-    groups, each = ceil_div(form.batch, planes), vectors * prod(items)
+    each = vectors * prod(items)
     # Leave room for the last threads of blocks.
-    args.chunk = max(1, min(groups, (LARGEST - 2**16) // each))
+    args.chunk = max(1, min(form.batch, (LARGEST - 2**16) // each))
     args.threads = args.chunk * each
     args.by_outputs = form.varying == "outputs"
     args.divisor, args.reciprocal = form.divisor, 1.0 / form.divisor
     return args
 
 
-def window_grid(args: WindowArgs, planes: int, a_block: int) -> tuple[int, int, int]:
+def window_grid(args: WindowArgs, a_block: int) -> tuple[int, int, int]:
     """Return the grid: blocks of a chunk, and chunks."""
     blocks = ceil_div(args.threads, a_block)
     assert blocks <= MAX_BLOCKS  # noqa: S101 - a chunk's threads fit 31 bits
-    return blocks, ceil_div(ceil_div(args.batch, planes), args.chunk), 1
+    return blocks, ceil_div(args.batch, args.chunk), 1

@@ -1,10 +1,9 @@
-// Max pooling over small windows of any kind: maxima and their positions. The host's side is
-// window_maxima.py.
+// Max pooling over small windows of any kind, channels last: maxima and their positions. The host's
+// side is window_maxima.py.
 //
 // y[o] = the maximum of x over the window of o, indices[o] = its flat position in the plane. Of equal
 // maxima the first wins; a NaN wins over any number, and of several NaNs the last.
-// A thread computes WIDTH adjacent elements of `inner` (channels last; 1 with channels first) at one
-// position of y, in PLANES planes. A window has at most ROWS by COLUMNS positions along its last two
+// A thread computes WIDTH adjacent elements of `inner` at one position of y. A window has at most ROWS by COLUMNS positions along its last two
 // axes; all of them are loaded before the first comparison. Block: 128 threads; shared memory: none.
 // Deterministic. Relies on its launcher for the grid (chunks of the batch along y), aligned vectors,
 // and windows that contain a position.
@@ -43,9 +42,7 @@ extern "C" __global__ void __launch_bounds__(128, 4)
   const int thread = static_cast<int>(blockIdx.x) * 128 + static_cast<int>(threadIdx.x);
   if (thread >= args.threads) return;
   const WindowItem item = item_of(args, thread, args.y_size, args.inner / WIDTH);
-  const int plane = item.group * PLANES;
-  if (plane >= args.batch) return;
-  const int planes = min(PLANES, args.batch - plane);
+  if (item.group >= args.batch) return;
   int start[3], stop[3];
 #pragma unroll
   for (int axis = 0; axis < 3; ++axis) {
@@ -54,55 +51,43 @@ extern "C" __global__ void __launch_bounds__(128, 4)
   }
   const i64 row = static_cast<i64>(args.x_size[2]) * args.inner;
   const i64 x_plane = row * args.x_size[1] * args.x_size[0];
-  const T* const x = static_cast<const T*>(args.x) + plane * x_plane + item.vector * WIDTH;
-  Most most[PLANES];
+  const T* const x = static_cast<const T*>(args.x) + item.group * x_plane + item.vector * WIDTH;
+  Most most;
   for (int i0 = start[0]; i0 < stop[0]; ++i0) {
     const int corner = (i0 * args.x_size[1] + start[1]) * args.x_size[2] + start[2];
     const T* const from = x + static_cast<i64>(corner) * args.inner;
-    Values values[PLANES][ROWS][COLUMNS];
+    Values values[ROWS][COLUMNS];
 #pragma unroll
-    for (int p = 0; p < PLANES; ++p) {
+    for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) {
-          const bool there = p < planes && start[1] + r < stop[1] && start[2] + c < stop[2];
-          values[p][r][c] = there ? Values::load(from + p * x_plane + r * row + c * args.inner)
-                                  : Values::zero();
-        }
+      for (int c = 0; c < COLUMNS; ++c) {
+        const bool there = start[1] + r < stop[1] && start[2] + c < stop[2];
+        values[r][c] = there ? Values::load(from + r * row + c * args.inner) : Values::zero();
       }
     }
 #pragma unroll
-    for (int p = 0; p < PLANES; ++p) {
+    for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) {
-          if (start[1] + r >= stop[1] || start[2] + c >= stop[2]) continue;
-          const bool first = r == 0 && c == 0 && i0 == start[0];
-          most[p].take(values[p][r][c], corner + r * args.x_size[2] + c, first);
-        }
+      for (int c = 0; c < COLUMNS; ++c) {
+        if (start[1] + r >= stop[1] || start[2] + c >= stop[2]) continue;
+        const bool first = r == 0 && c == 0 && i0 == start[0];
+        most.take(values[r][c], corner + r * args.x_size[2] + c, first);
       }
     }
   }
   const i64 outputs = static_cast<i64>(args.y_size[0]) * args.y_size[1] * args.y_size[2];
   const i64 position =
       (static_cast<i64>(item.at[0]) * args.y_size[1] + item.at[1]) * args.y_size[2] + item.at[2];
-  const i64 to = (plane * outputs + position) * args.inner + item.vector * WIDTH;
+  const i64 to = (item.group * outputs + position) * args.inner + item.vector * WIDTH;
+  if (args.y != nullptr) most.stored.store(static_cast<T*>(args.y) + to);
+  if (args.indices == nullptr) return;
+  INDEX* const indices = static_cast<INDEX*>(args.indices) + to;
+  constexpr int kAtOnce = WIDTH * sizeof(INDEX) >= 16 ? 16 / sizeof(INDEX) : WIDTH;
 #pragma unroll
-  for (int p = 0; p < PLANES; ++p) {
-    if (p >= planes) break;
-    const i64 at = to + p * outputs * args.inner;
-    if (args.y != nullptr) most[p].stored.store(static_cast<T*>(args.y) + at);
-    if (args.indices == nullptr) continue;
-    INDEX* const indices = static_cast<INDEX*>(args.indices) + at;
-    constexpr int kAtOnce = WIDTH * sizeof(INDEX) >= 16 ? 16 / sizeof(INDEX) : WIDTH;
+  for (int v = 0; v < WIDTH; v += kAtOnce) {
+    Vector<INDEX, kAtOnce> some;
 #pragma unroll
-    for (int v = 0; v < WIDTH; v += kAtOnce) {
-      Vector<INDEX, kAtOnce> some;
-#pragma unroll
-      for (int e = 0; e < kAtOnce; ++e) some.at[e] = most[p].where[v + e];
-      some.store(indices + v);
-    }
+    for (int e = 0; e < kAtOnce; ++e) some.at[e] = most.where[v + e];
+    some.store(indices + v);
   }
 }

@@ -1,4 +1,4 @@
-"""Maxima of small windows and their positions: several windows per thread."""
+"""Maxima of small windows and their positions, channels last."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from convgrad_service.plans.cuda.works import WindowWork
 __all__ = ["WindowMaxima"]
 
 BLOCK = 128
-# Positions of a window along its last two axes, and planes of a thread with channels first, to have
-# more loads in flight; the first entry that fits is used.
-SMALL = ((1, 4, 4), (2, 2, 4), (3, 3, 2), (4, 4, 1))
+# Positions of a window along its last two axes; the first entry that fits is used.
+SMALL = ((1, 4), (2, 2), (3, 3), (4, 4))
 
 
 class WindowMaxima:
-    """Maxima of windows of at most 4 by 4 positions."""
+    """Maxima of windows of at most 4 by 4 positions, channels last."""
 
     name = "window_maxima"
 
@@ -36,6 +35,8 @@ class WindowMaxima:
         if work.kind != "maxima":
             return "no maxima"
         form = WindowForm.of(work)
+        if not form.last:
+            return "channels first"
         if _small(form) is None:
             return "windows of more than 4 by 4 positions"
         return form.why_not()
@@ -43,13 +44,11 @@ class WindowMaxima:
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
         form = WindowForm.of(work)
-        rows, columns, planes = _small(form) or SMALL[-1]
-        planes = 1 if form.last else planes
         width = form.width(work.dtype)
-        args = window_args(form, width, form.y_size, planes)
+        args = window_args(form, width, form.y_size)
         launch = Launch(
-            _instance(work.dtype, work.index_dtype, width, rows, columns, planes),
-            window_grid(args, planes, BLOCK),
+            _instance(work.dtype, work.index_dtype, width, _small(form) or SMALL[-1]),
+            window_grid(args, BLOCK),
             (BLOCK, 1, 1),
             pack(args, x=work.x, y=work.y, indices=work.indices),
         )
@@ -58,25 +57,22 @@ class WindowMaxima:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(dtype, index, width, rows, columns, planes)
+            _instance(dtype, index, width, small)
             for dtype in FLOATING
             for index in INDEX
-            for rows, columns, most in SMALL
-            for width, planes in dict.fromkeys(
-                ((CHUNK_BYTES // dtype.itemsize, 1), (1, 1), (1, most))
-            )
+            for small in SMALL
+            for width in (CHUNK_BYTES // dtype.itemsize, 1)
         ]
 
 
-def _small(form: WindowForm) -> tuple[int, int, int] | None:
+def _small(form: WindowForm) -> tuple[int, int] | None:
     rows, columns = map(most_positions, form.windows[1:])
     fitting = (small for small in SMALL if rows <= small[0] and columns <= small[1])
     return next(fitting, None)
 
 
-def _instance(
-    dtype: DType, index: DType, width: int, rows: int, columns: int, planes: int
-) -> Instance:
+def _instance(dtype: DType, index: DType, width: int, small: tuple[int, int]) -> Instance:
+    rows, columns = small
     return Instance.of(
         "pool/window_maxima.cu",
         {
@@ -85,6 +81,5 @@ def _instance(
             "WIDTH": width,
             "ROWS": rows,
             "COLUMNS": columns,
-            "PLANES": planes,
         },
     )

@@ -4,7 +4,7 @@
 // y[o] = (sum of x[i] over the window of o) / divisor(o); with WEIGHTED the terms are x[i] / size(i),
 // for gradients of windows that differ in size.
 // A thread computes WIDTH adjacent elements of `inner` (channels last; 1 with channels first) at RUN
-// adjacent positions of y along AXIS, in PLANES planes. It walks over the lines of x in its windows
+// adjacent positions of y along AXIS. It walks over the lines of x in its windows
 // along AXIS: the sum of a line's part is computed once and added to every window that contains the
 // line. AXIS is 2 (columns) with channels last and 1 (rows) with channels first, where lanes run along
 // axis 2; lines run along the other one. With TAPS a line has at most TAPS of those positions, and
@@ -25,9 +25,9 @@ using Values = Vector<T, WIDTH>;
 constexpr int kOther = 3 - AXIS;
 
 // Adds a line's part of the windows to each window that contains the line.
-__device__ __forceinline__ void add_line(const WindowArgs& args, const S (&part)[PLANES][WIDTH],
+__device__ __forceinline__ void add_line(const WindowArgs& args, const S (&part)[WIDTH],
                                          int line, const int (&start)[RUN], const int (&stop)[RUN],
-                                         S (&sum)[PLANES][RUN][WIDTH]) {
+                                         S (&sum)[RUN][WIDTH]) {
   S weight = S(1);
 #if WEIGHTED
   weight = S(1) / static_cast<S>(args.counted[AXIS].size(line));
@@ -36,12 +36,8 @@ __device__ __forceinline__ void add_line(const WindowArgs& args, const S (&part)
   for (int r = 0; r < RUN; ++r) {
     if (line < start[r] || line >= stop[r]) continue;
 #pragma unroll
-    for (int p = 0; p < PLANES; ++p) {
-#pragma unroll
-      for (int v = 0; v < WIDTH; ++v) {
-        sum[p][r][v] = WEIGHTED ? multiply_add(part[p][v], weight, sum[p][r][v])
-                                : sum[p][r][v] + part[p][v];
-      }
+    for (int v = 0; v < WIDTH; ++v) {
+      sum[r][v] = WEIGHTED ? multiply_add(part[v], weight, sum[r][v]) : sum[r][v] + part[v];
     }
   }
 }
@@ -55,9 +51,7 @@ extern "C" __global__ void __launch_bounds__(128, 4)
   int items[3] = {args.y_size[0], args.y_size[1], args.y_size[2]};
   items[AXIS] = (items[AXIS] + RUN - 1) / RUN;
   const WindowItem item = item_of(args, thread, items, args.inner / WIDTH);
-  const int plane = item.group * PLANES;
-  if (plane >= args.batch) return;
-  const int planes = min(PLANES, args.batch - plane);
+  if (item.group >= args.batch) return;
 
   int at[3] = {item.at[0], item.at[1], item.at[2]};
   at[AXIS] *= RUN;
@@ -75,9 +69,9 @@ extern "C" __global__ void __launch_bounds__(128, 4)
   const i64 row = static_cast<i64>(args.x_size[2]) * args.inner;
   const i64 step[3] = {row * args.x_size[1], row, args.inner};
   const i64 x_plane = step[0] * args.x_size[0];
-  const T* const x = static_cast<const T*>(args.x) + plane * x_plane + item.vector * WIDTH +
-                     start * step[kOther];
-  S sum[PLANES][RUN][WIDTH] = {};
+  const T* const x = static_cast<const T*>(args.x) + item.group * x_plane +
+                     item.vector * WIDTH + start * step[kOther];
+  S sum[RUN][WIDTH] = {};
 #if TAPS
   S weight[TAPS];
 #pragma unroll
@@ -90,17 +84,14 @@ extern "C" __global__ void __launch_bounds__(128, 4)
 #pragma unroll 1
   for (int line = line_start[0]; line < line_stop[RUN - 1]; line += LINES) {
     for (int i0 = start0; i0 < stop0; ++i0) {
-      Values values[LINES][PLANES][TAPS];
+      Values values[LINES][TAPS];
 #pragma unroll
       for (int l = 0; l < LINES; ++l) {
+        const T* const from = x + i0 * step[0] + (line + l) * step[AXIS];
 #pragma unroll
-        for (int p = 0; p < PLANES; ++p) {
-          const T* const from = x + i0 * step[0] + (line + l) * step[AXIS] + p * x_plane;
-#pragma unroll
-          for (int t = 0; t < TAPS; ++t) {
-            const bool there = line + l < line_stop[RUN - 1] && p < planes && start + t < stop;
-            values[l][p][t] = there ? Values::load(from + t * step[kOther]) : Values::zero();
-          }
+        for (int t = 0; t < TAPS; ++t) {
+          const bool there = line + l < line_stop[RUN - 1] && start + t < stop;
+          values[l][t] = there ? Values::load(from + t * step[kOther]) : Values::zero();
         }
       }
       S outer = S(1);
@@ -109,17 +100,13 @@ extern "C" __global__ void __launch_bounds__(128, 4)
 #endif
 #pragma unroll
       for (int l = 0; l < LINES; ++l) {
-        S part[PLANES][WIDTH] = {};
+        S part[WIDTH] = {};
 #pragma unroll
         for (int t = 0; t < TAPS; ++t) {
 #pragma unroll
-          for (int p = 0; p < PLANES; ++p) {
-#pragma unroll
-            for (int v = 0; v < WIDTH; ++v) {
-              const S value = widen(values[l][p][t].at[v]);
-              part[p][v] = WEIGHTED ? multiply_add(value, weight[t] * outer, part[p][v])
-                                    : part[p][v] + value;
-            }
+          for (int v = 0; v < WIDTH; ++v) {
+            const S value = widen(values[l][t].at[v]);
+            part[v] = WEIGHTED ? multiply_add(value, weight[t] * outer, part[v]) : part[v] + value;
           }
         }
         add_line(args, part, line + l, line_start, line_stop, sum);
@@ -129,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(128, 4)
 #else
 #pragma unroll 1
   for (int line = line_start[0]; line < line_stop[RUN - 1]; ++line) {
-    S part[PLANES][WIDTH] = {};
+    S part[WIDTH] = {};
     for (int i0 = start0; i0 < stop0; ++i0) {
       const T* from = x + i0 * step[0] + line * step[AXIS];
       S outer = S(1);
@@ -144,15 +131,11 @@ extern "C" __global__ void __launch_bounds__(128, 4)
 #if WEIGHTED
         weight = outer / static_cast<S>(args.counted[kOther].size(i));
 #endif
+        const Values values = Values::load(from);
 #pragma unroll
-        for (int p = 0; p < PLANES; ++p) {
-          if (p >= planes) break;
-          const Values values = Values::load(from + p * x_plane);
-#pragma unroll
-          for (int v = 0; v < WIDTH; ++v) {
-            const S value = widen(values.at[v]);
-            part[p][v] = WEIGHTED ? multiply_add(value, weight, part[p][v]) : part[p][v] + value;
-          }
+        for (int v = 0; v < WIDTH; ++v) {
+          const S value = widen(values.at[v]);
+          part[v] = WEIGHTED ? multiply_add(value, weight, part[v]) : part[v] + value;
         }
         from += step[kOther];
       }
@@ -164,20 +147,16 @@ extern "C" __global__ void __launch_bounds__(128, 4)
   const i64 y_row = static_cast<i64>(args.y_size[2]) * args.inner;
   const i64 y_step[3] = {y_row * args.y_size[1], y_row, args.inner};
   const i64 y_plane = y_step[0] * args.y_size[0];
-  T* const y = static_cast<T*>(args.y) + plane * y_plane + at[0] * y_step[0] + at[1] * y_step[1] +
+  T* const y = static_cast<T*>(args.y) + item.group * y_plane + at[0] * y_step[0] + at[1] * y_step[1] +
                at[2] * y_step[2] + item.vector * WIDTH;
 #pragma unroll
   for (int r = 0; r < RUN; ++r) {
     if (r >= run) break;
     at[AXIS] += r > 0;
     const DividedBy<S> division(args, at[0], at[1], at[2]);
+    Values values;
 #pragma unroll
-    for (int p = 0; p < PLANES; ++p) {
-      if (p >= planes) break;
-      Values values;
-#pragma unroll
-      for (int v = 0; v < WIDTH; ++v) values.at[v] = narrow<T>(division(sum[p][r][v]));
-      values.store(y + p * y_plane + r * y_step[AXIS]);
-    }
+    for (int v = 0; v < WIDTH; ++v) values.at[v] = narrow<T>(division(sum[r][v]));
+    values.store(y + r * y_step[AXIS]);
   }
 }

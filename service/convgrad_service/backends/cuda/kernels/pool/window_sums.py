@@ -40,23 +40,25 @@ class _Shape:
     run: int
     lines: int
     taps: int
-    planes: int
     weighted: bool
 
     @classmethod
     def of(cls, form: WindowForm, dtype: DType) -> _Shape:
         axis = 2 if form.last else 1
         along, across = form.windows[axis], form.windows[3 - axis]
+        # Planes whose windows do not fit into shared memory have lines of any length.
         shared = along.valid_taps >= SHARED * along.input
         lines, taps = most_positions(along), most_positions(across)
-        if shared:
+        if not form.last:
+            chosen = ANY_SHARED if shared else ANY
+        elif shared:
             fitting = (choice for choice in LINES_SHARED if taps <= choice[2])
             chosen = next(fitting, ANY_SHARED)
         else:
             whole = (choice for choice in WHOLE if lines <= choice[1] and taps <= choice[2])
             chosen = next(whole, ANY)
         weighted = form.varying == "inputs"
-        return cls(form.width(dtype), axis, *chosen, _planes(axis, chosen[0]), weighted)
+        return cls(form.width(dtype), axis, *chosen, weighted)
 
     def instance(self, dtype: DType) -> Instance:
         return Instance.of(
@@ -68,7 +70,6 @@ class _Shape:
                 "RUN": self.run,
                 "LINES": self.lines,
                 "TAPS": self.taps,
-                "PLANES": self.planes,
                 "WEIGHTED": int(self.weighted),
             },
         )
@@ -91,10 +92,10 @@ class WindowSums:
         shape = _Shape.of(form, work.dtype)
         items = list(form.y_size)
         items[shape.axis] = ceil_div(items[shape.axis], shape.run)
-        args = window_args(form, shape.width, items, shape.planes)
+        args = window_args(form, shape.width, items)
         launch = Launch(
             shape.instance(work.dtype),
-            window_grid(args, shape.planes, BLOCK),
+            window_grid(args, BLOCK),
             (BLOCK, 1, 1),
             pack(args, x=work.x, y=work.y),
         )
@@ -102,17 +103,12 @@ class WindowSums:
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
-        runs = (*WHOLE, *LINES_SHARED, ANY, ANY_SHARED)
+        first = [(1, 1, run) for run in (ANY, ANY_SHARED)]
+        last = [(2, 0, run) for run in (*WHOLE, *LINES_SHARED, ANY, ANY_SHARED)]
         return [
-            _Shape(width, axis, *run, _planes(axis, run[0]), weighted).instance(dtype)
+            _Shape(width, axis, *run, weighted).instance(dtype)
             for dtype in FLOATING
-            for axis, widths in ((1, (1,)), (2, (CHUNK_BYTES // dtype.itemsize, 1)))
-            for width in widths
-            for run in runs
+            for axis, one, run in (*first, *last)
+            for width in ((1,) if one else (CHUNK_BYTES // dtype.itemsize, 1))
             for weighted in (False, True)
         ]
-
-
-def _planes(axis: int, run: int) -> int:
-    """Return the planes of a thread: several for single elements, to have more loads in flight."""
-    return 1 if axis == 2 else 4 if run == 1 else 2

@@ -28,7 +28,7 @@ struct TilesArgs {
   const void* x;
   void* y;
   const void* indices;
-  int* bad;
+  u64* bad;
   int tile[3];
   int x_size[3];
   int y_size[3];

@@ -108,8 +108,8 @@ class WindowTiles:
         if not work.checked:
             return Fragment(self.name, (tiles(work, None),))
         bad = f"{work.prefix}bad_index"
-        steps = (Clear(bad, 4), tiles(work, bad))
-        return Fragment(self.name, steps, (Workspace(bad, 4),), (Check(bad, BAD_INDEX),))
+        steps = (Clear(bad, 8), tiles(work, bad))
+        return Fragment(self.name, steps, (Workspace(bad, 8),), (Check(bad, BAD_INDEX),))
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""

@@ -38,7 +38,7 @@ struct WindowArgs {
   const void* x;
   void* y;        // or null for maxima
   void* indices;  // or null, except for routes
-  int* bad;       // routes: set for invalid indices; null if they are valid by construction
+  u64* bad;       // routes: counts invalid indices; null if they are valid by construction
   WindowRange window[3];   // from positions of y to those of x
   WindowRange counted[3];  // sizes of windows: of y, of x (window_sums with WEIGHTED), of routes' x
   int x_size[3];
@@ -103,5 +103,19 @@ struct DividedBy {
   }
   __device__ __forceinline__ S operator()(S sum) const { return divided(sum, by, reciprocal); }
 };
+
+// Adds the windows without a match to `missing`: all windows, less the matches of every thread. Called
+// by all threads of a block whose threads are whole warps.
+__device__ __forceinline__ void count_missing(int matches, u64* missing, i64 windows) {
+  __shared__ int all;
+  if (threadIdx.x == 0) all = 0;
+#pragma unroll
+  for (int by = 16; by > 0; by /= 2) matches += __shfl_xor_sync(~0u, matches, by);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) atomicAdd(&all, matches);
+  __syncthreads();
+  const bool first = blockIdx.x == 0 && blockIdx.y == 0;
+  if (threadIdx.x == 0) atomicAdd(missing, static_cast<u64>((first ? windows : 0) - all));
+}
 
 }  // namespace convgrad

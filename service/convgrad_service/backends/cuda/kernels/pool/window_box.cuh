@@ -1,0 +1,141 @@
+// The part of the planes that a block computes, channels first, and its copy in shared memory. The
+// host's side is window_box.py.
+//
+// A block computes a tile of y in `planes` adjacent planes. The box of x is what the tile's windows
+// cover. Both are copied in 16-byte chunks whatever the alignment of lines, in segments: whole planes,
+// otherwise the lines of a slice along axis 0, or with `by_lines` each line. A segment has the same
+// misalignment in shared memory. Relies on tensors aligned to 16 bytes, and on pitches that are equal
+// to those of the tensors modulo a chunk.
+#pragma once
+
+#include "pool/windows.cuh"
+#include "ptx/mma.cuh"
+
+namespace convgrad {
+
+constexpr int kBoxThreads = 256;
+
+struct BoxArgs {
+  WindowArgs windows;
+  int tile[3];   // positions of y; of one slice unless whole
+  int tiles[3];  // of a plane, along each axis
+  int box[3];    // the most positions of x under a tile
+  int planes;    // of a block
+  int run;       // positions of a thread along axis 1
+  int pitch[2];  // elements of x between slices, and between lines, in shared memory
+  int y_pitch;   // elements of y between lines, in shared memory
+  int whole;     // whether a block has whole planes
+  int by_lines;  // whether each line is a segment
+  int indices_at, y_at, ranges_at, weights_at;  // bytes, in shared memory
+  int ranges;          // number of them, along axis 1 or axes 1 and 2 of the tile
+  Divider by_tile[3];  // axis 1: by the runs of a column
+  Divider by_tiles[3], by_box[3], by_y_size[3];
+};
+
+struct Box {
+  int base[3], count[3];    // positions of y
+  int first[3], extent[3];  // positions of x
+  int plane, planes;
+
+  __device__ __forceinline__ explicit Box(const BoxArgs& args) {
+    int rest = static_cast<int>(blockIdx.x);
+#pragma unroll
+    for (int axis = 2; axis >= 0; --axis) {
+      base[axis] = first[axis] = 0;
+      count[axis] = args.tile[axis];
+      extent[axis] = args.windows.x_size[axis];
+      if (args.whole) continue;
+      const int outer = divide(rest, args.by_tiles[axis]);
+      base[axis] = (rest - outer * args.tiles[axis]) * args.tile[axis];
+      rest = outer;
+      count[axis] = min(args.tile[axis], args.windows.y_size[axis] - base[axis]);
+      if (axis == 2 && !args.by_lines) continue;
+      const WindowRange& range = args.windows.window[axis];
+      first[axis] = range.start(base[axis]);
+      extent[axis] = max(0, range.stop(base[axis] + count[axis] - 1) - first[axis]);
+    }
+    plane = rest * args.planes;
+    planes = min(args.planes, args.windows.batch - plane);
+  }
+
+  // Copies the box of a tensor of x's shape; returns its first position.
+  template <class E>
+  __device__ __forceinline__ const E* load(const BoxArgs& args, const void* tensor,
+                                           unsigned char* to) const {
+    constexpr int kChunk = 16 / sizeof(E);
+    const int(&size)[3] = args.windows.x_size;
+    const i64 slice = static_cast<i64>(size[1]) * size[2], plane_size = slice * size[0];
+    const i64 all = plane_size * args.windows.batch;
+    const i64 begin = plane * plane_size + first[0] * slice +
+                      static_cast<i64>(first[1]) * size[2] + first[2];
+    const int lead = static_cast<int>(begin % kChunk);
+    const auto copy = [&](i64 from, int into, int length) {
+      if (length <= 0) return;
+      const int head = into % kChunk, chunks = (head + length + kChunk - 1) / kChunk;
+      const u32 target = shared_address(to) + (into - head) * static_cast<int>(sizeof(E));
+      const E* const source = static_cast<const E*>(tensor) + (from - head);
+      const i64 left = all - (from - head);
+      for (int c = static_cast<int>(threadIdx.x); c < chunks; c += kBoxThreads) {
+        const int there = static_cast<int>(min(left - c * kChunk, static_cast<i64>(kChunk)));
+        cp_async<16>(target + c * 16, source + c * kChunk, there * static_cast<int>(sizeof(E)));
+      }
+    };
+    if (args.whole) {
+      copy(begin, lead, planes * static_cast<int>(plane_size));
+    } else {
+      for (int i0 = 0; i0 < extent[0]; ++i0) {
+        const i64 from = begin + i0 * slice;
+        const int into = lead + i0 * args.pitch[0];
+        if (!args.by_lines) {
+          copy(from, into, extent[1] * size[2]);
+          continue;
+        }
+        for (int i1 = 0; i1 < extent[1]; ++i1) {
+          copy(from + static_cast<i64>(i1) * size[2], into + i1 * args.pitch[1], extent[2]);
+        }
+      }
+    }
+    cp_async_commit();
+    return reinterpret_cast<const E*>(to) + lead;
+  }
+
+  // The first element of the tile in y.
+  __device__ __forceinline__ i64 y_begin(const WindowArgs& windows) const {
+    const i64 slice = static_cast<i64>(windows.y_size[1]) * windows.y_size[2];
+    return (static_cast<i64>(plane) * windows.y_size[0] + base[0]) * slice +
+           static_cast<i64>(base[1]) * windows.y_size[2] + base[2];
+  }
+
+  // Stores the tile, whose first position is at `from`; elements beside it stay as they are.
+  template <class T>
+  __device__ __forceinline__ void store(const BoxArgs& args, const unsigned char* from) const {
+    constexpr int kChunk = 16 / sizeof(T);
+    const int(&size)[3] = args.windows.y_size;
+    const i64 begin = y_begin(args.windows);
+    const int lead = static_cast<int>(begin % kChunk);
+    const auto copy = [&](i64 to, int at, int length) {
+      const int head = at % kChunk, chunks = (head + length + kChunk - 1) / kChunk;
+      T* const target = static_cast<T*>(args.windows.y) + (to - head);
+      const T* const source = reinterpret_cast<const T*>(from) + (at - head);
+      for (int c = static_cast<int>(threadIdx.x); c < chunks; c += kBoxThreads) {
+        const int low = c * kChunk, high = low + kChunk;
+        if (low >= head && high <= head + length) {
+          Vector<T, kChunk>::load(source + low).store(target + low);
+          continue;
+        }
+        for (int e = max(low, head); e < min(high, head + length); ++e) target[e] = source[e];
+      }
+    };
+    if (args.whole) {
+      copy(begin, lead, planes * size[0] * size[1] * size[2]);
+    } else if (!args.by_lines) {
+      copy(begin, lead, count[1] * size[2]);
+    } else {
+      for (int i = 0; i < count[1]; ++i) {
+        copy(begin + static_cast<i64>(i) * size[2], lead + i * args.y_pitch, count[2]);
+      }
+    }
+  }
+};
+
+}  // namespace convgrad

@@ -1,0 +1,190 @@
+"""Tiles of the planes that blocks compute, channels first, and their boxes in shared memory."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, replace
+from math import prod
+from typing import NamedTuple
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
+from convgrad_service.backends.cuda.kernels.pool.window_form import (
+    Divider,
+    WindowArgs,
+    WindowForm,
+    window_args,
+)
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import ceil_div
+from convgrad_service.plans.cuda.works import WindowWork
+from convgrad_service.problems.windows import WindowAxis
+
+__all__ = ["BOX_BLOCK", "MOST_BYTES", "BoxArgs", "Tile"]
+
+BOX_BLOCK = 256
+# Shared memory of a block: several fit on a multiprocessor.
+MOST_BYTES = {"sums": 36 * 1024, "maxima": 36 * 1024, "routes": 56 * 1024}
+# Blocks that keep a multiprocessor busy, and items that keep a block busy.
+ENOUGH_BLOCKS = {"sums": 16, "maxima": 16, "routes": 4}
+ENOUGH_ITEMS = 1024
+# Columns of a tile whose windows are computed once, for routes.
+MOST_COLUMNS = 512
+# Positions of a thread along axis 1.
+RUNS = (16, 8, 4, 2, 1)
+RANGE_BYTES = 8
+
+
+class BoxArgs(ctypes.Structure):
+    """Mirrors ``pool/window_box.cuh``."""
+
+    _anonymous_ = ("windows",)
+    _fields_ = (
+        ("windows", WindowArgs),
+        *((name, ctypes.c_int32 * 3) for name in ("tile", "tiles", "box")),
+        ("planes", ctypes.c_int32),
+        ("run", ctypes.c_int32),
+        ("pitch", ctypes.c_int32 * 2),
+        *((name, ctypes.c_int32) for name in ("y_pitch", "whole", "by_lines")),
+        *((name, ctypes.c_int32) for name in ("indices_at", "y_at", "ranges_at", "weights_at")),
+        ("ranges", ctypes.c_int32),
+        *((name, Divider * 3) for name in ("by_tile", "by_tiles", "by_box", "by_y_size")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a block computes: ``size`` positions of y in ``planes`` planes, over ``box`` of x.
+
+    Its segments in shared memory are whole planes, lines of a slice, or with ``by_lines`` lines.
+    """
+
+    size: tuple[int, ...]
+    box: tuple[int, ...]
+    planes: int
+    whole: bool
+    by_lines: bool
+
+    @classmethod
+    def of(cls, work: WindowWork, form: WindowForm, device: CudaDevice) -> Tile | None:
+        """Return None if windows are too large for shared memory."""
+        whole = cls(form.y_size, form.x_size, 1, whole=True, by_lines=False)
+        each = whole.places(work, form).end
+        if each <= MOST_BYTES[work.kind]:
+            spread = ceil_div(form.batch, ENOUGH_BLOCKS[work.kind] * device.multiprocessors)
+            return replace(whole, planes=min(MOST_BYTES[work.kind] // each, spread))
+        for by_lines, least_lines, least_columns in ((False, 1, None), (True, 8, 32)):
+            lines, columns = form.y_size[1:]
+            while True:
+                tile = cls._cut(form, (1, lines, columns), by_lines=by_lines)
+                if tile.places(work, form).end <= MOST_BYTES[work.kind]:
+                    return tile
+                if lines > least_lines:
+                    lines = ceil_div(lines, 2)
+                elif least_columns is not None and columns > least_columns:
+                    columns = ceil_div(columns, 2)
+                else:
+                    break
+        return None
+
+    @classmethod
+    def _cut(cls, form: WindowForm, size: tuple[int, ...], *, by_lines: bool) -> Tile:
+        sides = zip(form.windows, size, strict=True)
+        box = [_covered(axis, positions) for axis, positions in sides]
+        if not by_lines:
+            box[2] = form.x_size[2]
+        return cls(size, tuple(box), 1, whole=False, by_lines=by_lines)
+
+    @property
+    def run(self) -> int:
+        """The positions of a thread along axis 1."""
+        columns = self.planes * self.size[0] * self.size[2]
+        fitting = (run for run in RUNS if columns * ceil_div(self.size[1], run) >= ENOUGH_ITEMS)
+        return next(fitting, 1)
+
+    def pitch(self, work: WindowWork, form: WindowForm) -> tuple[int, int]:
+        """Return the elements between slices and between lines, like those of x modulo a chunk."""
+        line, slice = form.x_size[2], prod(form.x_size[1:])
+        if self.whole:
+            return slice, line
+        chunk = CHUNK_BYTES // min(work.dtype.itemsize, work.index_dtype.itemsize)
+        if self.by_lines:
+            line = _pitch(self.box[2], line, chunk)
+        length = self.box[1] * line
+        return _pitch(length, slice, chunk), line
+
+    def y_pitch(self, work: WindowWork, form: WindowForm) -> int:
+        """Return the elements of y between lines."""
+        line = form.y_size[2]
+        return (
+            _pitch(self.size[2], line, CHUNK_BYTES // work.dtype.itemsize)
+            if self.by_lines
+            else line
+        )
+
+    def places(self, work: WindowWork, form: WindowForm) -> Places:
+        """Return where the parts of shared memory are."""
+
+        def room(elements: int, dtype: DType) -> int:
+            return ceil_div(elements * dtype.itemsize, CHUNK_BYTES) * CHUNK_BYTES + 2 * CHUNK_BYTES
+
+        elements = self.planes * self.box[0] * self.pitch(work, form)[0]
+        outputs = self.planes * self.size[0] * self.size[1] * self.y_pitch(work, form)
+        routes = work.kind == "routes"
+        indices = room(elements, work.dtype)
+        y = indices + (room(elements, work.index_dtype) if routes else 0)
+        ranges = y + (room(outputs, work.dtype) if routes else 0)
+        weights = ranges + RANGE_BYTES * self.ranges(work)
+        weight_bytes = max(4, work.dtype.itemsize) if form.varying == "inputs" else 0
+        return Places(indices, y, ranges, weights, weights + weight_bytes * sum(self.box))
+
+    def ranges(self, work: WindowWork) -> int:
+        """Return the ranges of windows that are kept: of lines, and for routes of columns."""
+        columns = self.size[2] if work.kind == "routes" and self.size[2] <= MOST_COLUMNS else 0
+        return self.size[1] + columns
+
+    def arguments(self, work: WindowWork, form: WindowForm) -> BoxArgs:
+        """Return the arguments of a launch."""
+        args = BoxArgs()
+        args.windows = window_args(form, 1, form.y_size)
+        args.tile[:], args.box[:], args.tiles[:] = self.size, self.box, self.tiles(form)
+        args.planes, args.run = self.planes, self.run
+        args.whole, args.by_lines, args.ranges = self.whole, self.by_lines, self.ranges(work)
+        args.pitch[:], args.y_pitch = self.pitch(work, form), self.y_pitch(work, form)
+        places = self.places(work, form)
+        args.indices_at, args.y_at, args.ranges_at, args.weights_at, _ = places
+        runs = self.size[0], ceil_div(self.size[1], self.run), self.size[2]
+        sides = runs, args.tiles, self.box, form.y_size
+        targets = args.by_tile, args.by_tiles, args.by_box, args.by_y_size
+        for dividers, divisors in zip(targets, sides, strict=True):
+            dividers[:] = [Divider.of(divisor) for divisor in divisors]
+        return args
+
+    def tiles(self, form: WindowForm) -> list[int]:
+        """Return the tiles of a plane along each axis."""
+        return [ceil_div(size, own) for size, own in zip(form.y_size, self.size, strict=True)]
+
+    def blocks(self, form: WindowForm) -> int:
+        """Return the blocks of the grid."""
+        return prod(self.tiles(form)) * ceil_div(form.batch, self.planes)
+
+
+class Places(NamedTuple):
+    """Offsets in shared memory, in bytes: the parts that follow the box of x, and the end."""
+
+    indices: int
+    y: int
+    ranges: int
+    weights: int
+    end: int
+
+
+def _pitch(length: int, like: int, chunk: int) -> int:
+    """Return a pitch for segments of ``length`` that is equal to ``like`` modulo a chunk."""
+    return ceil_div(length + chunk, chunk) * chunk + like % chunk
+
+
+def _covered(axis: WindowAxis, outputs: int) -> int:
+    """Return an upper bound of the positions in all windows of adjacent outputs."""
+    reach = (outputs - 1) * axis.step + axis.last - axis.first
+    return min(axis.input, ceil_div(reach, axis.unit))

@@ -1,0 +1,217 @@
+// Pooling over windows of any kind, channels first. The host's side is window_planes.py.
+//
+// Averages: y[o] = (sum of x[i] over the window of o) / divisor(o); with WEIGHTED the terms are
+// x[i] / size(i), for gradients of windows that differ in size.
+// MAXIMA: y[o] = the maximum, indices[o] = its flat position in the plane. Of equal maxima the first
+// wins; a NaN wins over any number, and of several NaNs the last.
+//
+// A block computes a tile of y from the box of x that its windows cover (window_box.cuh). A thread
+// computes `run` adjacent positions of y along axis 1. If windows have at most LINES by TAPS positions
+// along the last two axes, it reduces each line of x once, in all slices, and keeps the last LINES
+// results; for maxima, windows must then be in one slice. Adjacent threads have adjacent columns.
+// SIMPLE: one slice, and windows that slide by whole positions.
+// Block: 256 threads. Dynamic shared memory: the box of x, the windows along axis 1 of the tile, with
+// WEIGHTED a weight per column, line and slice of the box. Deterministic: the order of additions
+// follows from the windows, however the tile is chosen. Relies on windows that contain a position for
+// maxima. Index limits: planes, and elements of a tile, below 2^31; offsets in 64 bits.
+#include "pool/window_box.cuh"
+
+using namespace convgrad;
+
+namespace {
+
+using T = ELEMENT;
+using S = ElementAccumulator<T>;
+
+__device__ __forceinline__ int start_of(const WindowRange& range, int o) {
+  return SIMPLE ? max(range.low, o * range.whole + range.first) : range.start(o);
+}
+__device__ __forceinline__ int stop_of(const WindowRange& range, int o) {
+  return SIMPLE ? min(range.high, o * range.whole + range.last) : range.stop(o);
+}
+
+#if MAXIMA
+// The element that is a maximum, so that a NaN keeps its bits, and its position; -1: none.
+struct Part {
+  T stored = narrow<T>(S(0));
+  int where = -1;
+
+  // Elements come in the order of their positions.
+  __device__ __forceinline__ void take(T element, int position) {
+    const S found = widen(element);
+    if (where >= 0 && !(found > widen(stored)) && found == found) return;
+    stored = element;
+    where = position;
+  }
+  __device__ __forceinline__ void meet(const Part& part, S) {
+    if (part.where >= 0) take(part.stored, part.where);
+  }
+};
+#else
+struct Part {
+  S value = S(0);
+
+  __device__ __forceinline__ void meet(const Part& part, S weight) {
+    value = WEIGHTED ? multiply_add(part.value, weight, value) : value + part.value;
+  }
+};
+#endif
+
+// What a thread reads.
+struct Column {
+  const T* x;  // the first line of its first slice in the box
+  int start0, stop0, start2, stop2;
+  int slice_pitch, line_pitch;
+  int slice_size, line_size, first;  // of x, for positions in the plane
+#if WEIGHTED
+  const S* weights;        // of columns
+  const S* slice_weights;
+#endif
+
+  __device__ __forceinline__ void tap(Part& part, int i0, int line, int i2) const {
+    const T element = x[i0 * slice_pitch + line * line_pitch + i2];
+#if MAXIMA
+    part.take(element, first + i0 * slice_size + line * line_size + i2);
+#elif WEIGHTED
+    part.value = multiply_add(widen(element), weights[i2] * slice_weights[i0], part.value);
+#else
+    part.value += widen(element);
+#endif
+  }
+  // The part of a line in the window, in the slices [first0, last0).
+  __device__ __forceinline__ Part line(int at, int first0, int last0) const {
+    Part part;
+#pragma unroll 1
+    for (int i0 = first0; i0 < (SIMPLE ? first0 + 1 : last0); ++i0) {
+#if TAPS
+#pragma unroll
+      for (int t = 0; t < TAPS; ++t) {
+        if (start2 + t < stop2) tap(part, i0, at, start2 + t);
+      }
+#else
+#pragma unroll 4
+      for (int i2 = start2; i2 < stop2; ++i2) tap(part, i0, at, i2);
+#endif
+    }
+    return part;
+  }
+};
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4)
+    window_planes(const __grid_constant__ BoxArgs args) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  const WindowArgs& windows = args.windows;
+  const Box box(args);
+  const T* const x = box.load<T>(args, windows.x, shared);
+  int2* const ranges = reinterpret_cast<int2*>(shared + args.ranges_at);
+  for (int i = static_cast<int>(threadIdx.x); i < box.count[1]; i += kBoxThreads) {
+    const int o = box.base[1] + i;
+    ranges[i] = make_int2(start_of(windows.window[1], o) - box.first[1],
+                          stop_of(windows.window[1], o) - box.first[1]);
+  }
+#if WEIGHTED
+  S* weights = reinterpret_cast<S*>(shared + args.weights_at);
+#pragma unroll
+  for (int axis = 2; axis >= 0; --axis) {
+    for (int i = static_cast<int>(threadIdx.x); i < box.extent[axis]; i += kBoxThreads) {
+      weights[i] = S(1) / static_cast<S>(windows.counted[axis].size(box.first[axis] + i));
+    }
+    weights += args.box[axis];
+  }
+#endif
+  cp_async_wait<0>();
+  __syncthreads();
+
+  const int runs = (args.tile[1] + args.run - 1) / args.run;
+  const int items = box.planes * args.tile[0] * runs * args.tile[2];
+  const i64 outputs = static_cast<i64>(windows.y_size[0]) * windows.y_size[1] * windows.y_size[2];
+  [[maybe_unused]] S by = static_cast<S>(windows.divisor);
+  [[maybe_unused]] S reciprocal = static_cast<S>(windows.reciprocal);
+  for (int item = static_cast<int>(threadIdx.x); item < items; item += kBoxThreads) {
+    const int above = divide(item, args.by_tile[2]), at2 = item - above * args.tile[2];
+    const int outer = divide(above, args.by_tile[1]), at1 = (above - outer * runs) * args.run;
+    const int plane = SIMPLE ? outer : divide(outer, args.by_tile[0]);
+    const int at0 = outer - plane * args.tile[0];
+    if (at0 >= box.count[0] || at1 >= box.count[1] || at2 >= box.count[2]) continue;
+    const int o0 = box.base[0] + at0, o2 = box.base[2] + at2;
+    Column column;
+    column.start0 = SIMPLE ? 0 : windows.window[0].start(o0) - box.first[0];
+    column.stop0 = SIMPLE ? 1 : windows.window[0].stop(o0) - box.first[0];
+    column.start2 = start_of(windows.window[2], o2) - box.first[2];
+    column.stop2 = stop_of(windows.window[2], o2) - box.first[2];
+    column.slice_pitch = args.pitch[0];
+    column.line_pitch = args.pitch[1];
+    const int lead = plane * box.extent[0] * args.pitch[0];
+    column.x = x + lead;
+    column.line_size = windows.x_size[2];
+    column.slice_size = windows.x_size[1] * windows.x_size[2];
+    column.first = (box.first[0] * windows.x_size[1] + box.first[1]) * windows.x_size[2] +
+                   box.first[2];
+#if WEIGHTED
+    column.weights = reinterpret_cast<S*>(shared + args.weights_at);
+    const S* const line_weights = column.weights + args.box[2];
+    column.slice_weights = line_weights + args.box[1];
+#endif
+    const int end = min(at1 + args.run, box.count[1]);
+    int position = (o0 * windows.y_size[1] + box.base[1] + at1) * windows.y_size[2] + o2;
+    const i64 to = (box.plane + plane) * outputs;
+#if !MAXIMA
+    S across = S(1);
+    if (windows.by_outputs) {
+      across = static_cast<S>(windows.counted[0].size(o0)) *
+               static_cast<S>(windows.counted[2].size(o2));
+    }
+#endif
+#if LINES
+    Part kept[LINES];
+    int next = 0;
+#endif
+    for (int i = at1; i < end; ++i, position += windows.y_size[2]) {
+      const int2 range = ranges[i];
+      [[maybe_unused]] Part total;
+#if LINES
+      next = max(next, range.x);
+#pragma unroll 1
+      for (; next < range.y; ++next) {
+#pragma unroll
+        for (int l = 1; l < LINES; ++l) kept[l - 1] = kept[l];
+        kept[LINES - 1] = column.line(next, column.start0, column.stop0);
+      }
+#pragma unroll
+      for (int l = 0; l < LINES; ++l) {
+        const int line = range.y - LINES + l;
+        S weight = S(1);
+#if WEIGHTED
+        if (line >= range.x) weight = line_weights[line];
+#endif
+        if (line >= range.x) total.meet(kept[l], weight);
+      }
+#else
+      for (int i0 = column.start0; i0 < column.stop0; ++i0) {
+        for (int line = range.x; line < range.y; ++line) {
+          S weight = S(1);
+#if WEIGHTED
+          weight = line_weights[line];
+#endif
+          total.meet(column.line(line, i0, i0 + 1), weight);
+        }
+      }
+#endif
+      T* const y = static_cast<T*>(windows.y) + to + position;
+#if MAXIMA
+      if (windows.indices != nullptr) {
+        static_cast<INDEX*>(windows.indices)[to + position] = total.where;
+      }
+      if (windows.y != nullptr) *y = total.stored;
+#else
+      if (windows.by_outputs) {
+        by = across * static_cast<S>(windows.counted[1].size(box.base[1] + i));
+        reciprocal = S(1) / by;
+      }
+      *y = narrow<T>(divided(total.value, by, reciprocal));
+#endif
+    }
+  }
+}

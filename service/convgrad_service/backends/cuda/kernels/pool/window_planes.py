@@ -1,0 +1,105 @@
+"""Averages and maxima, channels first, from boxes of the planes in shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from convgrad.dtypes import FLOATING, INDEX, DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.pool.window_box import BOX_BLOCK, MOST_BYTES, Tile
+from convgrad_service.backends.cuda.kernels.pool.window_form import WindowForm, most_positions
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch
+from convgrad_service.plans.cuda.works import WindowWork
+
+__all__ = ["WindowPlanes"]
+
+# (LINES, TAPS) of windows whose lines are reduced once; the first that fits is used.
+SHAPES = ((1, 4), (2, 2), (3, 3))
+ANY = (0, 0)
+# Windows larger than this are maxima of `window_reduce` unless positions are in many windows.
+LARGE_WINDOW, MUCH_OVERLAP = 24, 4
+
+
+class WindowPlanes:
+    """Averages and maxima, channels first, of windows that fit into shared memory."""
+
+    name = "window_planes"
+
+    def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        if work.kind == "routes":
+            return "a gradient of maxima"
+        form = WindowForm.of(work)
+        if form.last:
+            return "channels last"
+        large = form.most_window >= LARGE_WINDOW and form.overlap <= MUCH_OVERLAP
+        if work.kind == "maxima" and large:
+            return f"windows of {LARGE_WINDOW} positions or more with little overlap"
+        tile = Tile.of(work, form, device)
+        if tile is None:
+            return f"windows too large for {MOST_BYTES[work.kind]} bytes of shared memory"
+        if tile.blocks(form) > MAX_BLOCKS:
+            return "more blocks than a grid can have"
+        return form.why_not()
+
+    def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        form = WindowForm.of(work)
+        tile = Tile.of(work, form, device)
+        if tile is None:
+            raise ValueError("windows that do not fit into shared memory")
+        launch = Launch(
+            _instance(work.dtype, work.index_dtype, *_variant(work, form)),
+            (tile.blocks(form), 1, 1),
+            (BOX_BLOCK, 1, 1),
+            pack(tile.arguments(work, form), x=work.x, y=work.y, indices=work.indices),
+            tile.places(work, form).end,
+        )
+        return Fragment(self.name, (launch,))
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            _instance(dtype, index, shape, simple, maxima, weighted)
+            for dtype in FLOATING
+            for shape in (*SHAPES, ANY)
+            for simple in (True, False)
+            for index, maxima, weighted in (
+                *((index, True, False) for index in INDEX),
+                *((DType.INT64, False, weighted) for weighted in (False, True)),
+            )
+        ]
+
+
+def _variant(work: WindowWork, form: WindowForm) -> tuple[tuple[int, int], bool, bool, bool]:
+    """Return (LINES, TAPS), and whether the kernel is SIMPLE, MAXIMA and WEIGHTED."""
+    slices, lines, taps = map(most_positions, form.windows)
+    simple = form.x_size[0] == form.y_size[0] == 1 and all(axis.unit == 1 for axis in form.windows)
+    maxima = work.kind == "maxima"
+    fitting = (shape for shape in SHAPES if lines <= shape[0] and taps <= shape[1])
+    shape = ANY if maxima and slices > 1 else next(fitting, ANY)
+    return shape, simple, maxima, form.varying == "inputs"
+
+
+def _instance(
+    dtype: DType,
+    index: DType,
+    shape: tuple[int, int],
+    simple: bool,
+    maxima: bool,
+    weighted: bool,
+) -> Instance:
+    return Instance.of(
+        "pool/window_planes.cu",
+        {
+            "ELEMENT": CUDA_TYPES[dtype],
+            "INDEX": CUDA_TYPES[index],
+            "LINES": shape[0],
+            "TAPS": shape[1],
+            "SIMPLE": int(simple),
+            "MAXIMA": int(maxima),
+            "WEIGHTED": int(weighted),
+        },
+    )

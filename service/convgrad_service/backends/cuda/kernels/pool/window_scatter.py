@@ -1,0 +1,97 @@
+"""The gradient of max pooling from indices, and max unpooling, channels first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from convgrad.dtypes import FLOATING, INDEX, DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.pool.max_pool import BAD_INDEX
+from convgrad_service.backends.cuda.kernels.pool.window_box import BOX_BLOCK, MOST_BYTES, Tile
+from convgrad_service.backends.cuda.kernels.pool.window_form import WindowForm, most_positions
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import Check, Clear, Fragment, Instance, Launch, Workspace
+from convgrad_service.plans.cuda.works import WindowWork
+
+__all__ = ["WindowScatter", "scatter"]
+
+# The most windows that contain a position along the last axis; the first that fits is used.
+TAPS = (2, 3)
+ANY = 0
+
+
+class WindowScatter:
+    """The gradient of max pooling from indices, channels first, through shared memory."""
+
+    name = "window_scatter"
+
+    def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        if work.kind != "routes":
+            return "no gradient of maxima"
+        form = WindowForm.of(work)
+        if form.last:
+            return "channels last"
+        tile = Tile.of(work, form, device)
+        if tile is None:
+            return f"windows too large for {MOST_BYTES[work.kind]} bytes of shared memory"
+        if tile.blocks(form) > MAX_BLOCKS:
+            return "more blocks than a grid can have"
+        return form.why_not()
+
+    def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        if not work.checked:
+            return Fragment(self.name, (scatter(work, device),))
+        bad = f"{work.prefix}bad_index"
+        steps = (Clear(bad, 8), scatter(work, device, bad))
+        return Fragment(self.name, steps, (Workspace(bad, 8),), (Check(bad, BAD_INDEX),))
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            _instance(dtype, index, flat, taps, moves)
+            for dtype in FLOATING
+            for index in INDEX
+            for flat in (True, False)
+            for taps in (*TAPS, ANY)
+            for moves in (False, True)
+        ]
+
+
+def scatter(
+    work: WindowWork, device: CudaDevice, bad: str | None = None, *, moves: bool = False
+) -> Launch:
+    """Return the launch.
+
+    With ``moves`` it moves elements instead of adding them. With ``bad``, int64 numbers that are
+    0 before, it sets the first, or the second with ``moves``, if an index is not in its window.
+    """
+    form = WindowForm.of(work)
+    tile = Tile.of(work, form, device)
+    if tile is None:
+        raise ValueError("windows that do not fit into shared memory")
+    flat = form.x_size[0] == form.y_size[0] == 1
+    most = most_positions(form.windows[2])
+    taps = next((taps for taps in TAPS if most <= taps), ANY)
+    return Launch(
+        _instance(work.dtype, work.index_dtype, flat, taps, moves),
+        (tile.blocks(form), 1, 1),
+        (BOX_BLOCK, 1, 1),
+        pack(tile.arguments(work, form), x=work.x, y=work.y, indices=work.indices, bad=bad),
+        tile.places(work, form).end,
+    )
+
+
+def _instance(dtype: DType, index: DType, flat: bool, taps: int, moves: bool) -> Instance:
+    return Instance.of(
+        "pool/window_scatter.cu",
+        {
+            "ELEMENT": CUDA_TYPES[dtype],
+            "INDEX": CUDA_TYPES[index],
+            "FLAT": int(flat),
+            "TAPS": taps,
+            "MOVE": int(moves),
+        },
+    )

@@ -1,0 +1,148 @@
+"""What a backward pass costs the host: by PyTorch alone and with `convgrad.torch.use(Local())`.
+
+The time between calls of ATen's operators that are launched one after another, without waiting for
+the GPU. Shapes are small, so that the GPU never has work for longer than the host prepares it::
+
+    python -m tests.perf.bench_host --out host.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import convgrad.torch as ours
+from tests.perf.provenance import cpu_model, origin
+
+ATEN = torch.ops.aten
+# Calls between two waits for the GPU; its queue takes about a thousand launches.
+CALLS, ROUNDS = 20, 60
+Call = Callable[[], Any]
+
+
+def calls(device: str = "cuda") -> dict[str, Call]:
+    """Backward passes of small layers, by name."""
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device, dtype=torch.bfloat16).to(
+            memory_format=torch.channels_last
+        )
+
+    x, w1, w3, w7 = draw(4, 64, 14, 14), draw(64, 64, 1, 1), draw(64, 64, 3, 3), draw(64, 1, 7, 7)
+    output, indices = torch.nn.functional.max_pool2d(x, 3, 2, 1, return_indices=True)
+    mean = torch.nn.functional.adaptive_avg_pool2d(x, 1)
+
+    def conv(weight: torch.Tensor, mask: list[bool], groups: int = 1) -> Call:
+        pad = weight.shape[2] // 2
+        rest = [1, 1], [pad, pad], [1, 1], False, [0, 0], groups, mask
+        return lambda: ATEN.convolution_backward(x, x, weight, [64], *rest)
+
+    window = [3, 3], [2, 2], [1, 1]
+    return {
+        "conv 1x1, grad_input": conv(w1, [True, False, False]),
+        "conv 1x1, grad_weight": conv(w1, [False, True, False]),
+        "conv 1x1": conv(w1, [True, True, False]),
+        "conv 3x3": conv(w3, [True, True, False]),
+        "conv 3x3, with bias": conv(w3, [True, True, True]),
+        "conv 7x7 depthwise": conv(w7, [True, True, False], 64),
+        "max_pool2d 3x3": lambda: ATEN.max_pool2d_with_indices_backward(
+            output, x, *window, [1, 1], False, indices
+        ),
+        "avg_pool2d 3x3": lambda: ATEN.avg_pool2d_backward(output, x, *window, False, True, None),
+        "adaptive_avg_pool2d 1": lambda: ATEN._adaptive_avg_pool2d_backward(mean, x),
+    }
+
+
+class Nothing:
+    """A backend that computes nothing: what is left is PyTorch's way to it and the lookup."""
+
+    name = "nothing"
+
+    def prepare(self, operation: Any, tensors: Any, *, channels_last: bool) -> ours.Runner:
+        results = [tensors[0]] * len(operation.outputs)
+
+        class Done:
+            kernel = "none"
+
+            def __call__(self, tensors: Any) -> Any:
+                return results
+
+        return Done()
+
+
+def host_us(call: Call, backend: ours.Backend | None, kept: int) -> float:
+    """Return the time between calls.
+
+    The latest ``kept`` results stay alive, so that the allocator gives the next call other
+    addresses.
+    """
+    alive: deque[Any] = deque(maxlen=kept)
+    with ours.use(backend, fallback=False):
+        call()
+        synchronize()
+        started = time.perf_counter()
+        for _ in range(CALLS):
+            alive.append(call())
+        took = time.perf_counter() - started
+        synchronize()
+    return took / CALLS * 1e6
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def measure(name: str, call: Call, local: ours.Backend, nothing: ours.Backend) -> dict[str, Any]:
+    ways: dict[str, tuple[ours.Backend | None, int]] = {
+        "ours_us": (local, 0),
+        "other_addresses_us": (local, 7),
+        "way_us": (nothing, 0),
+        "peer_us": (None, 0),
+    }
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(2 + ROUNDS):  # in turn: the machine's speed drifts
+        for name_of, way in ways.items():
+            found[name_of].append(host_us(call, *way))
+    return {
+        "bench": "host",
+        "call": name,
+        **{way: round(statistics.median(times[2:]), 2) for way, times in found.items()},
+        "least_us": {way: round(min(times), 2) for way, times in found.items()},
+        "peer": f"PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="append records to this file")
+    parser.add_argument("--git-sha", help="of the tree, where there is no git to ask")
+    options = parser.parse_args()
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    where = origin(torch.cuda.get_device_name(), versions) | {"cpu": cpu_model()}
+    where |= {"git_sha": options.git_sha} if options.git_sha else {}
+    print("host us of a call: ours (other addresses; PyTorch's way to us) / PyTorch's own")
+    local, nothing = ours.Local(), Nothing()
+    for name, call in calls().items():
+        row = {**measure(name, call, local, nothing), **where}
+        for said, us in (("median", row), ("least", row["least_us"])):
+            print(
+                f"{name:24} {said:6} {us['ours_us']:6.2f} ({us['other_addresses_us']:6.2f}; "
+                f"{us['way_us']:5.2f}) / {us['peer_us']:6.2f}",
+                flush=True,
+            )
+        if options.out:
+            with options.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
