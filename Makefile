@@ -250,6 +250,9 @@ bench-gpu: $(READY) ## the GPU kernels beside PyTorch's; needs a GPU, CuPy and P
 bench-cold: $(READY) ## how long a layer's first request waits for a compiler; needs no GPU, but free cores
 	@$(PY) -m tests.perf.bench_cold
 
+bench-cold-server: kernels ## cold requests on a server with a GPU, and what they cost warm ones
+	@$(PY) -m tests.perf.bench_cold_server
+
 bench-networks: $(READY) ## every convolution of whole networks beside cuDNN; needs what bench-gpu needs
 	@$(PY) -m tests.perf.bench_networks
 
@@ -304,10 +307,10 @@ bench-front-ends: kernels ## a large problem over HTTP through 1, 2 and 4 front-
 
 readme: $(READY) ## write the README's tables and plots again from the stored results
 	@$(PY) -m tests.perf.plot_load
-	@$(PY) -m tests.perf.plot_networks
-	@$(PY) -m tests.perf.page_networks
 	@# Fails where figures are older than their kernels, of which no plot is drawn then.
 	@$(PY) -m tests.perf.readme_tables
+	@$(PY) -m tests.perf.plot_networks
+	@$(PY) -m tests.perf.page_networks
 	@$(PY) tests/perf/plot_gpu.py
 
 COMPILE := -m uv pip compile --universal --python-version 3.11 --generate-hashes --upgrade --quiet

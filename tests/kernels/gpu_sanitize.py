@@ -2,9 +2,12 @@
 
     python -m tests.kernels.gpu_sanitize [--tools memcheck racecheck initcheck] [--draws 1500]
         [--sources depthwise/ pool/] [--cases 49 84] [--logs build/sanitize]
+    python -m tests.kernels.gpu_sanitize --suite conv_bwd_data grouped_conv_bwd_weight
 
 Named cases run on the general kernels and on those that plans choose. Then random cases run, chosen
 from ``--draws`` draws for each class of layer and dtype to cover every fast kernel (covering.py).
+With ``--suite``, only small problems run that launch each instance that these operations launch on
+the layers of the networks suite, in bfloat16 and channels last (suite_covering.py).
 ``--sources`` selects the random cases of kernels whose source names have these prefixes, and
 ``--cases`` selects cases by number; numbers are stable as long as plans and draws are unchanged.
 
@@ -51,6 +54,7 @@ from tests.perf.cleared import Cleared, key_of
 from tests.support.kernels.covering import Covered, covering_quickly, instances_of
 from tests.support.kernels.cuda_backends import few, general
 from tests.support.kernels.harness import answers, with_layouts
+from tests.support.kernels.suite_covering import SuiteCovering, suite_covering, suite_layers
 from tests.support.numerics.arrays import DTYPES, draw, integers, rng_for
 from tests.support.numerics.cases import (
     EPILOGUES,
@@ -103,7 +107,7 @@ BULK_STORES = re.compile(r"\btma_store\b")
 # Upper bound of kernels' static shared memory, in bytes.
 STATIC_BYTES = 16384
 # Cases per process: few, since those of a process that runs out of time are not recorded.
-PART = 40
+PART = 12
 CLEARED = RESULTS.with_name("sanitized.jsonl")
 
 Numbered = dict[int, tuple[str, Covered]]
@@ -271,6 +275,7 @@ def main() -> int:
     parser.add_argument("--draws", type=int, default=1500, help="for each class and dtype")
     parser.add_argument("--shards", type=int, default=4, help="processes for each tool")
     parser.add_argument("--sources", nargs="*", default=[], help="what their names start with")
+    parser.add_argument("--suite", nargs="*", default=[], help="operations on its layers")
     parser.add_argument("--cases", nargs="*", type=int, default=[], help="by their numbers")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "sanitize")
     parser.add_argument("--more-shared", type=int, default=0, help=argparse.SUPPRESS)
@@ -282,8 +287,11 @@ def main() -> int:
         run_all(cases, asked.cases, asked.more_shared, set(asked.filled))
         return 0
     device = describe(0)
-    covering = covering_quickly(device, FAMILIES, asked.draws)
-    cases = numbered(covering)
+    if asked.suite:
+        covering = suite_covering(SuiteCovering(device, FAMILIES, asked.suite), suite_layers())
+        cases: Numbered = dict(enumerate(("plans", one) for one in covering))
+    else:
+        cases = numbered(covering_quickly(device, FAMILIES, asked.draws))
     if asked.cases:
         cases = {number: cases[number] for number in asked.cases}
     elif asked.sources:
@@ -297,7 +305,8 @@ def main() -> int:
     needed = set[Instance]().union(*launched.values())
     filled = stored_by_copies(launched)
     # Compile in parallel, before the tools, which would each compile kernels sequentially.
-    compile_all(device.architecture, needed if asked.cases or asked.sources else None)
+    everything = not (asked.cases or asked.sources or asked.suite)
+    compile_all(device.architecture, None if everything else needed)
     with TemporaryDirectory() as folder, ThreadPoolExecutor(len(asked.tools)) as pool:
         pickled = Path(folder) / "cases.pickle"
         pickled.write_bytes(pickle.dumps(cases))

@@ -38,6 +38,7 @@ _NOISE = (
     "LEAK SUMMARY",
 )
 MOST_STOPS, MOST_REPORTS = 6, 10
+TIMED_OUT = 124
 SHOWN_CHARS = 3000
 
 Way = tuple[tuple[str, ...], tuple[str, ...]]
@@ -173,6 +174,9 @@ class Sanitizer:
             if ran.finished:
                 break
             case = ran.last_case
+            if case is not None and ran.exit_code == TIMED_OUT:
+                found.left_out += left[left.index(case) :]
+                break
             if case is None or len(found.stopped) == MOST_STOPS:
                 found.left_out += left if case is None else left[left.index(case) + 1 :]
                 break
@@ -189,7 +193,7 @@ class Sanitizer:
         log = self.logs / f"{self.tool}-{name}.log"
         command = [*self.program, f"--tool={self.tool}", "--print-limit=20", "--error-exitcode=9"]
         command += [*way[0], *self.inner(cases, way[1])]
-        started, code = time.monotonic(), 124
+        started, code = time.monotonic(), TIMED_OUT
         with (
             # A file also holds the output of a process that is killed.
             log.open("w", encoding="utf-8") as file,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
+import numpy as np
 import pytest
 
 from convgrad_service.backends.base import Backend
+from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import (
     PAIR_TILES,
@@ -20,9 +23,14 @@ from tests.emulator.backend import EmulatedBackend, works_here
 from tests.support.kernels.depthwise_cases import layer
 from tests.support.kernels.harness import answers, check, drawn
 from tests.support.numerics.cases import FROM_CONV, Case
-from tests.support.numerics.nonfinite import check_rule
+from tests.support.numerics.nonfinite import assert_rule, check_rule
 
 emulated = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+Place = Callable[..., Backend]
+PLACES = [
+    pytest.param(EmulatedBackend, marks=emulated, id="emulated"),
+    pytest.param(partial(CudaBackend, poison=True), marks=pytest.mark.gpu, id="gpu"),
+]
 
 LAYERS = {
     "kernel_3": layer(2, 16, (9, 14), (3, 3), 1, 1),
@@ -76,9 +84,9 @@ class OnFew(DepthwisePairs):
 
 
 @lru_cache
-def _backend(tile: int, multiprocessors: int) -> EmulatedBackend:
+def _backend(tile: int, multiprocessors: int, place: Place = EmulatedBackend) -> Backend:
     families = [OnFew(tile, multiprocessors)]
-    return EmulatedBackend(replace(FAMILIES, fwd=families, bwd_data=families))
+    return place(families=replace(FAMILIES, fwd=families, bwd_data=families))
 
 
 def _compare(backend: Backend, seed: int, case: Case, dtype: str, gate: str) -> None:
@@ -115,7 +123,27 @@ def test_emulated(
     _compare(_backend(tile, multiprocessors), seed, case, dtype, gate)
 
 
-@emulated
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_what_is_not_finite_reaches_what_it_meets_and_no_more(seed: int, case: Case) -> None:
-    check_rule(_backend(0, 1), seed, case, "bfloat16", "NHWC")
+def test_what_is_not_finite_reaches_what_it_meets_and_no_more(
+    seed: int, case: Case, place: Place
+) -> None:
+    check_rule(_backend(0, 1, place), seed, case, "bfloat16", "NHWC")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "name", ["more_strips_than_a_tile", "many_images_a_tile", "stride_2_kernel_4"]
+)
+def test_rows_of_nan(seed: int, name: str, place: Place) -> None:
+    """Of rows that are NaN in all strips of a tile, no products are computed."""
+    case = case_of("conv_bwd_data", name)
+    finite = drawn(seed, case, "float16", "bounded")[0]
+    y = finite["grad_output"]
+    rows = np.zeros(y.shape, bool)
+    rows[:, :, : y.shape[2] // 2] = True
+    finite["grad_output"] = np.where(rows, y.dtype.type(0), y)
+    spoilt = {**finite, "grad_output": np.where(rows, y.dtype.type(np.nan), y)}
+    backend = _backend(0, 1, place)
+    found, clean = (answers(backend, case, tensors, "NHWC") for tensors in (spoilt, finite))
+    assert_rule(case, spoilt, found, clean)

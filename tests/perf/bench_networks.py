@@ -34,8 +34,9 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.plans.cuda.program import CudaPlan
 from convgrad_service.problems import Problem
-from tests.perf.bench_gpu import TOLERANCE, Bench, error_of, facts, outputs_of
+from tests.perf.bench_gpu import TOLERANCE, Bench, error_of, facts, outputs_of, sources_of
 from tests.perf.gpu_layers import Case, cases_of, problem_of
+from tests.perf.stale import stale_keys
 
 HERE = Path(__file__).resolve().parent
 SUITE, RESULTS = HERE / "suite" / "networks.json", HERE / "results" / "networks.jsonl"
@@ -60,6 +61,13 @@ class Wanted:
     precision: str
 
     @property
+    def key(self) -> tuple[Any, ...]:
+        """As `key_of` has it."""
+        precision = self.precision if self.dtype == "float32" else None
+        name, batch = self.layer["name"], self.layer["N"]
+        return self.op, name, batch, self.dtype, self.layout, precision
+
+    @property
     def problem(self) -> Problem:
         made: Any = problem_of(self.layer, self.dtype, self.layout, self.op)
         problem: Problem = made
@@ -80,7 +88,7 @@ def wanted_of(given: argparse.Namespace) -> list[Wanted]:
         if (not given.networks or set(given.networks) & set(layer["networks"]))
         and (not given.classes or layer["class"] in given.classes)
     ]
-    return [
+    wanted = [
         Wanted({**layer, "N": batch}, op, dtype, layout, given.precision)
         for dtype in given.dtypes
         for layout in given.layouts
@@ -88,6 +96,10 @@ def wanted_of(given: argparse.Namespace) -> list[Wanted]:
         for layer in layers
         for op in given.ops
     ]
+    if not given.stale:
+        return wanted
+    stale = stale_keys(given.results, key_of)
+    return [one for one in wanted if one.key in stale]
 
 
 def _plan(work: tuple[Wanted, CudaDevice]) -> CudaPlan:
@@ -137,6 +149,7 @@ def measure(bench: Bench, one: Wanted, plan: CudaPlan, given: argparse.Namespace
         "layout": one.layout,
         "ours_ms": round(ours_s * 1e3, 5),
         "kernel": plan.kernel,
+        "sources": sources_of(plan),
         "peer": f"PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}",
         "peer_ms": round(peer_s * 1e3, 5),
         "reference_ms": round(case.reference_s * 1e3, 5),
@@ -202,6 +215,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="*", default=["NHWC"])
     parser.add_argument("--precision", choices=("high", "highest"), default="high")
     parser.add_argument("--samples", type=int, default=12)
+    parser.add_argument("--stale", action="store_true", help="only rows older than their kernels")
     parser.add_argument("--seconds", type=float, help="stop measuring after so many")
     parser.add_argument("--float64", action="store_true", help="compare with float64")
     parser.add_argument("--git-sha", help="of the tree, where there is no git to ask")

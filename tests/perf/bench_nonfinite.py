@@ -1,6 +1,7 @@
 """What NaN, infinities and subnormals cost: every class and dtype, each beside its finite data.
 
     python -m tests.perf.bench_nonfinite [--device gpu] [--classes dense first] [--dtypes float32]
+        [--over 1.1]
 
 Run by `make bench-nonfinite`: on the GPU where there is one, else, or with `--device cpu`, on the
 CPU. Prints a line for each layer, operation and dtype, the slowest kind first, and writes
@@ -8,16 +9,18 @@ CPU. Prints a line for each layer, operation and dtype, the slowest kind first, 
 
 A kind is what one operand of a layer holds (a pool's input, else grad_output, or the forward's
 input): finite normal numbers; one NaN or one infinity among them; an image of them; nothing else;
-an image of subnormals; subnormals alone. `ratio` is its time over that of finite data, which is
-measured before and after all others. On the GPU times are medians of a graph's replays, as
-`bench_gpu` takes them; on the CPU what a request pays, the least of several. `float32, high` is
-TF32; the CPU has one precision.
+an image of subnormals; subnormals alone. `ratio` is its time over that of finite data. All kinds
+are measured in turn, in several rounds, and the least counts. On the GPU times are medians of a
+graph's replays, as `bench_gpu` takes them; on the CPU they are CPU times of one thread, which other
+programs on the machine hardly change. `float32, high` is TF32; the CPU has one precision.
+`--over` measures only layers, operations and dtypes again of which a stored ratio is greater.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -65,22 +68,21 @@ GPU_DTYPES = {
     "float32": ("float32", "highest"),
 }
 CPU_DTYPES = ("float32", "bfloat16", "float16", "float64")
-GPU_SAMPLES, CPU_SAMPLES = 14, 7
+GPU_SAMPLES, GPU_ROUNDS, CPU_ROUNDS = 14, 2, 60
 
 Line = dict[str, Any]
 Spoil = Callable[[str], None]
 
 
-def times_by_kind(spoil: Spoil, seconds: Callable[[], float]) -> dict[str, float]:
-    """Of finite data, the lesser of two, and of each kind."""
-    spoil("finite")
-    before = seconds()
-    found = {}
-    for kind in KINDS:
-        spoil(kind)
-        found[kind] = seconds()
-    spoil("finite")
-    return {"finite": min(before, seconds()), **found}
+def times_by_kind(spoil: Spoil, seconds: Callable[[], float], rounds: int) -> dict[str, float]:
+    """Of finite data and of each kind, the least of several rounds."""
+    kinds = ("finite", *KINDS)
+    times = dict.fromkeys(kinds, math.inf)
+    for _ in range(rounds):
+        for kind in kinds:
+            spoil(kind)
+            times[kind] = min(times[kind], seconds())
+    return times
 
 
 def spoilt_of(kind: str, inputs: Iterable[str]) -> str:
@@ -154,35 +156,33 @@ def on_gpu(given: argparse.Namespace) -> Iterator[Line]:
         if not given.dtypes or name in given.dtypes
     ]
 
-    def cases(layer: Any, dtype: str, precision: str) -> Iterator[tuple[Any, Any]]:
+    def cases(name: str, dtype: str, precision: str, layer: Any) -> Iterator[tuple[Line, Any, Any]]:
+        if layer["class"] == "pool" and name == "float32":
+            return  # of one precision
         for case in cases_of(layer, dtype, "NHWC", ()):
+            of = {"op": case.op, "layer": layer["name"], "class": layer["class"]}
+            of |= {"dtype": name, "layout": "NHWC"}
+            if not given.wants({**of, **where}):
+                continue
             problem: Any = case.problem
             if dtype == "float32" and layer["class"] != "pool":
                 problem = replace(problem, precision=precision)
-            yield replace(case, problem=problem), plan_for(problem, bench.device, FAMILIES)
+            plan = plan_for(problem, bench.device, FAMILIES)
+            yield {**of, "kernel": plan.kernel, **where}, replace(case, problem=problem), plan
 
-    bench.compile(
-        [
-            plan
-            for _, dtype, precision, layer in wanted
-            for _, plan in cases(layer, dtype, precision)
-        ]
-    )
-    for name, dtype, precision, layer in wanted:
-        if layer["class"] == "pool" and name == "float32":
-            continue  # of one precision
-        for case, plan in cases(layer, dtype, precision):
-            spoilt = case.tensors[spoilt_of(layer["class"], case.problem.inputs)]
+    bench.compile([plan for each in wanted for _, _, plan in cases(*each)])
+    for each in wanted:
+        for of, case, plan in cases(*each):
+            spoilt = case.tensors[spoilt_of(of["class"], case.problem.inputs)]
             # Kept: a recording frees what nothing holds.
             tensors = {**case.tensors, **outputs_of(case)}
             run = bench.ours(plan, tensors)
             times = times_by_kind(
                 spoiler_on_gpu(spoilt),
                 lambda run=run: bench.seconds(run),  # type: ignore[misc]
+                given.rounds or GPU_ROUNDS,
             )
-            of = {"op": case.op, "layer": layer["name"], "class": layer["class"]}
-            of |= {"dtype": name, "layout": "NHWC", "kernel": plan.kernel}
-            yield from lines_of({**of, **where}, times, GPU_SAMPLES)
+            yield from lines_of(of, times, GPU_SAMPLES)
         torch.cuda.empty_cache()
 
 
@@ -225,8 +225,9 @@ def spoiler_on_cpu(array: np.ndarray[Any, Any]) -> Spoil:
 
 def on_cpu(given: argparse.Namespace) -> Iterator[Line]:
     """Every layer, operation, layout and dtype that was asked for."""
-    backend = CpuBackend()
-    where = origin(f"{cpu_model()}, {backend.device.threads} cores", {"numpy": np.__version__})
+    backend = CpuBackend(threads=1)
+    where = origin(f"{cpu_model()}, 1 thread", {"numpy": np.__version__})
+    rounds = given.rounds or CPU_ROUNDS
     for kind, c, k, groups, size, kernel, stride in CPU_LAYERS:
         if given.classes and kind not in given.classes:
             continue
@@ -269,20 +270,18 @@ def on_cpu(given: argparse.Namespace) -> Iterator[Line]:
                     problem, tensors = problem_from(operation, request), request.tensors()
 
                     def seconds(problem: Any = problem, tensors: Any = tensors) -> float:
-                        taken = []
-                        for _ in range(CPU_SAMPLES):
-                            started = time.perf_counter()
-                            backend.run(problem, tensors)
-                            taken.append(time.perf_counter() - started)
-                        return min(taken)
+                        started = time.process_time()
+                        backend.run(problem, tensors)
+                        return time.process_time() - started
 
-                    times = times_by_kind(
-                        spoiler_on_cpu(tensors[spoilt_of(kind, tensors)]), seconds
-                    )
                     name = f"{c} to {k} in {groups}, {kernel}x{kernel} s{stride} @{size}"
                     of = {"op": operation, "layer": name, "class": kind}
                     of |= {"dtype": dtype, "layout": layout}
-                    yield from lines_of({**of, **where}, times, CPU_SAMPLES)
+                    if not given.wants({**of, **where}):
+                        continue
+                    spoil = spoiler_on_cpu(tensors[spoilt_of(kind, tensors)])
+                    times = times_by_kind(spoil, seconds, rounds)
+                    yield from lines_of({**of, **where}, times, rounds)
 
 
 # --- both ----------------------------------------------------------------------------------------
@@ -293,16 +292,26 @@ def key_of(line: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(line[name] for name in names)
 
 
+def stored(path: Path) -> list[Line]:
+    if not path.exists():
+        return []
+    return [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+
+
 def store(lines: list[Line], path: Path) -> None:
     """In place of older lines of the same measurements."""
-    kept: dict[tuple[Any, ...], Line] = {}
-    if path.exists():
-        for text in path.read_text(encoding="utf-8").splitlines():
-            line = json.loads(text)
-            kept[key_of(line)] = line
-    kept |= {key_of(line): line for line in lines}
+    kept = {key_of(line): line for line in (*stored(path), *lines)}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in kept.values()), encoding="utf-8")
+
+
+def wants(over: float | None, path: Path) -> Callable[[Line], bool]:
+    """Whether to measure a layer, operation and dtype: all, or those with a greater ratio."""
+    if over is None:
+        return lambda line: True
+    # Whatever the device.
+    groups = {key_of(line)[1:-1] for line in stored(path) if line["ratio"] > over}
+    return lambda line: key_of({**line, "kind": ""})[1:-1] in groups
 
 
 def show(lines: list[Line]) -> None:
@@ -333,9 +342,12 @@ def main() -> None:
     parser.add_argument("--device", choices=("gpu", "cpu"), default=None)
     parser.add_argument("--classes", nargs="*", default=[], help="of layers; none means all")
     parser.add_argument("--dtypes", nargs="*", default=[])
+    parser.add_argument("--over", type=float, help="only where a stored ratio is greater")
+    parser.add_argument("--rounds", type=int, help=f"{GPU_ROUNDS} on a GPU, else {CPU_ROUNDS}")
     parser.add_argument("--git-sha", help="of the tree, where there is no git to ask")
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
+    given.wants = wants(given.over, given.results)
     device = given.device or ("gpu" if has_gpu() else "cpu")
     lines = list(on_gpu(given) if device == "gpu" else on_cpu(given))
     store(lines, given.results)

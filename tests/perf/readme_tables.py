@@ -70,8 +70,12 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
 }
 
 
-# Of the kernels' speed; made of rows that may be older than their kernels.
-OF_GPU = ("gpu",)
+# The tables of GPU kernels' speed, by the bench whose rows they are made of.
+OF_GPU: Mapping[str, tuple[str, ...]] = {
+    "gpu": ("gpu",),
+    "networks": ("networks", "network_classes"),
+    "poolings": ("poolings",),
+}
 
 
 def rendered(document: Path, left: Collection[str] = ()) -> str:
@@ -93,19 +97,20 @@ def main() -> int:
     Also the table of what is left to PyTorch, which the service ships.
     """
     peer_times.main()
-    stale = stale_rows(records("gpu"))
+    stale = {bench: stale_rows(records(bench)) for bench in OF_GPU}
+    left = [table for bench, tables in OF_GPU.items() if stale[bench] for table in tables]
     for document in TABLES:
-        document.write_text(rendered(document, OF_GPU if stale else ()), encoding="utf-8")
-    if not stale:
-        return 0
-    print(*stale[:10], sep="\n", file=sys.stderr)
-    print(
-        f"{len(stale)} rows of gpu.jsonl were measured before their kernels changed: the tables of "
-        "GPU kernels are left as they are; run make bench-gpu again, or "
-        "python -m tests.perf.stale --drop",
-        file=sys.stderr,
-    )
-    return 1
+        document.write_text(rendered(document, left), encoding="utf-8")
+    for bench, rows in stale.items():
+        if rows:
+            print(*rows[:10], sep="\n", file=sys.stderr)
+            print(
+                f"{len(rows)} rows of {bench}.jsonl were measured before their kernels changed: "
+                f"the tables of {bench} are left as they are; measure again (bench_gpu and "
+                "bench_networks have --stale), or run python -m tests.perf.stale --drop",
+                file=sys.stderr,
+            )
+    return int(bool(left))
 
 
 if __name__ == "__main__":

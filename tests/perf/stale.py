@@ -1,8 +1,9 @@
-"""Rows of gpu.jsonl whose kernels have changed since they were measured; see `make readme`.
+"""Rows of GPU results whose kernels have changed since they were measured; see `make readme`.
 
     python -m tests.perf.stale [--drop]
 
-Says which they are; with ``--drop`` they leave the file.
+Says which they are; with ``--drop`` they leave their files. `bench_gpu` and `bench_networks`
+measure them again with ``--stale``.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from convgrad_service.backends.cuda.sources import KERNELS, source_hash
 
-__all__ = ["stale_rows", "why_stale"]
+__all__ = ["BENCHES", "stale_keys", "stale_rows", "why_stale"]
 
-GPU = Path(__file__).resolve().parent / "results" / "gpu.jsonl"
+RESULTS = Path(__file__).resolve().parent / "results"
+# Whose rows say from which sources they were measured.
+BENCHES = ("gpu", "networks", "poolings")
 
 
 def why_stale(row: Mapping[str, Any]) -> str | None:
@@ -39,23 +42,40 @@ def stale_rows(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     found = []
     for row in rows:
         if (reason := why_stale(row)) is not None:
-            what = " ".join(row[name] for name in ("op", "layer", "dtype", "layout"))
+            what = " ".join(
+                str(row[name])
+                for name in ("op", "layer", "batch", "dtype", "layout")
+                if name in row
+            )
             found.append(f"{what} at {row['git_sha']}: {reason}")
     return found
 
 
+def stale_keys(
+    path: Path, key_of: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+) -> set[tuple[Any, ...]]:
+    """The keys of a file's rows that no longer hold."""
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return {key_of(row) for row in rows if why_stale(row) is not None}
+
+
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--drop", action="store_true", help="take them out of the file")
+    parser.add_argument("--drop", action="store_true", help="take them out of the files")
     asked = parser.parse_args(given)
-    lines = GPU.read_text(encoding="utf-8").splitlines(keepends=True)
-    good = [line for line in lines if why_stale(json.loads(line)) is None]
-    print(*stale_rows(map(json.loads, lines)), sep="\n")
-    print(f"{len(lines) - len(good)} of {len(lines)} rows of {GPU.name} no longer hold")
-    if asked.drop:
-        GPU.write_text("".join(good), encoding="utf-8")
-        return 0
-    return int(len(good) < len(lines))
+    stale = 0
+    for bench in BENCHES:
+        path = RESULTS / f"{bench}.jsonl"
+        if not path.exists():
+            continue
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        good = [line for line in lines if why_stale(json.loads(line)) is None]
+        print(*stale_rows(map(json.loads, lines)), sep="\n")
+        print(f"{len(lines) - len(good)} of {len(lines)} rows of {path.name} no longer hold")
+        stale += len(lines) - len(good)
+        if asked.drop:
+            path.write_text("".join(good), encoding="utf-8")
+    return int(stale > 0 and not asked.drop)
 
 
 if __name__ == "__main__":

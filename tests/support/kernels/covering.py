@@ -6,7 +6,7 @@ if it launches an instance that none before it did.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -25,7 +25,7 @@ from tests.support.numerics.cases import FROM_CONV, Case
 from tests.support.numerics.classes import CLASSES
 from tests.support.numerics.strategies import zeros
 
-__all__ = ["Covered", "covering", "covering_quickly", "instances_of"]
+__all__ = ["Covered", "covering", "covering_quickly", "instances_of", "merged"]
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,11 @@ def covering_quickly(device: CudaDevice, families: Families, draws: int) -> list
             pool.submit(covering, device, families, draws, (name,), (dtype,))
             for name, dtype in pairs
         ]
-        found = [one for future in waiting for one in future.result()]
+        return merged(one for future in waiting for one in future.result())
+
+
+def merged(found: Iterable[Covered]) -> list[Covered]:
+    """Those that launch an instance that none before them does."""
     seen: set[Instance] = set()
     kept: list[Covered] = []
     for one in found:

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from convgrad_service.plans.cuda.program import Clear, Instance, Launch
 from tests.kernels import gpu_sanitize
 from tests.kernels.sanitizer import SHOWN_CHARS, WAYS, Found, Sanitizer, shown
 from tests.perf.cleared import Cleared
-from tests.support.kernels.covering import covering
+from tests.support.kernels.covering import covering, instances_of
+from tests.support.kernels.suite_covering import SuiteCovering, suite_layers
 
 # Says what the real one says; `faults` holds for some cases what is said of them, and which option
 # of the tool or of the process keeps them from failing.
@@ -33,9 +35,12 @@ cases = [word for word in after if word.isdigit()]
 print("========= COMPUTE-SANITIZER", flush=True)
 if "hangs" in faults:
     time.sleep(600)
+waits = faults.pop("waits in", None)
 errors = 0
 for case in cases:
     print(f"case {{case}}: plans some_case bfloat16 NHWC", flush=True)
+    if case == waits:
+        time.sleep(600)
     fault = faults.get(case)
     if fault is None or fault["without"] in sys.argv:
         continue
@@ -164,6 +169,14 @@ def test_a_tool_that_hangs_is_ended_and_says_what_was_not_run(tmp_path: Path) ->
     assert found.left_out == list(range(8))
 
 
+def test_a_case_at_which_the_time_ends_is_not_examined(tmp_path: Path) -> None:
+    found = sweep(tmp_path, {"waits in": "3"}, seconds=1.5)
+    assert found.record()["exit_code"] == 124
+    assert len(found.ran) == 1
+    assert found.stopped == []
+    assert found.left_out == list(range(3, 8))
+
+
 def test_logs_are_kept_whole_and_shown_from_both_ends(tmp_path: Path) -> None:
     sweep(tmp_path, {"3": fault(SAID)})
     names = {path.name for path in (tmp_path / "logs").iterdir()}
@@ -200,6 +213,18 @@ def test_a_row_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [one["case"] for one in row["stopped"]] == [culprit]
     assert row["reports"][0]["kernel"] == entry
     assert row["exit_code"] == 9
+
+
+def test_small_problems_launch_what_the_suite_launches() -> None:
+    covering = SuiteCovering(H200, FAMILIES, batches=(8,))
+    layers = [layer for layer in suite_layers() if layer["class"] == "depthwise"][:2]
+    least = covering.launching(layers)
+    for found in least.items():
+        instance, (_, conv) = found
+        one = covering.shrunk(found)
+        assert instance in one.new
+        assert one.new == set(instances_of(one.case, one.dtype, one.layout, H200, FAMILIES))
+        assert prod(next(iter(one.case.shapes.values()))) < prod(conv.output_shape)
 
 
 def test_more_shared_memory_than_a_launch_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,10 +33,11 @@ def test_a_row_holds_while_its_kernels_sources_are_what_they_were() -> None:
 
 
 def test_such_rows_can_be_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "gpu.jsonl"
-    gone = {**ROW, "sources": {"gone.cu": "0123"}}
+    path = tmp_path / "networks.jsonl"
+    gone = {**ROW, "batch": 8, "sources": {"gone.cu": "0123"}}
     path.write_text(f"{json.dumps(ROW)}\n{json.dumps(gone)}\n")
-    monkeypatch.setattr(stale, "GPU", path)
+    monkeypatch.setattr(stale, "RESULTS", tmp_path)
+    assert stale.stale_keys(path, lambda row: (row["layer"], row.get("batch"))) == {("one", 8)}
     assert stale.main([]) == 1
     assert stale.main(["--drop"]) == 0
     assert path.read_text() == f"{json.dumps(ROW)}\n"
@@ -47,15 +48,17 @@ def test_tables_of_gpu_kernels_are_left_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     document = tmp_path / "README.md"
-    tables = {"gpu": lambda: "new figures", "settings": lambda: "new settings"}
+    tables = {name: lambda: "new figures" for name in ("gpu", "networks", "network_classes")}
+    tables["settings"] = lambda: "new settings"
     monkeypatch.setattr(readme_tables, "TABLES", {document: tables})
     text = "".join(f"<!-- table: {name} -->\n{{}}\n<!-- end -->\n" for name in tables)
-    document.write_text(text.format("old", "old"))
+    document.write_text(text.format("old", "old", "old", "old"))
     gone = {**ROW, "sources": {"gone.cu": "0"}}
-    monkeypatch.setattr(readme_tables, "records", lambda bench: [ROW, gone])
+    rows = {"gpu": [ROW], "networks": [ROW, gone], "poolings": [ROW]}
+    monkeypatch.setattr(readme_tables, "records", rows.__getitem__)
     assert readme_tables.main() == 1
-    assert document.read_text() == text.format("old", "new settings")
-    monkeypatch.setattr(readme_tables, "records", lambda bench: [ROW])
+    assert document.read_text() == text.format("new figures", "old", "old", "new settings")
+    rows["networks"] = [ROW]
     assert readme_tables.main() == 0
-    assert document.read_text() == text.format("new figures", "new settings")
+    assert document.read_text() == text.format(*["new figures"] * 3, "new settings")
     assert "gone.cu changed" in capsys.readouterr().err

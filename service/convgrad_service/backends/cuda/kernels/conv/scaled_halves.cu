@@ -64,17 +64,20 @@ __device__ __forceinline__ const float* pixel_of(const ScaledTensor& of, int pix
          (rest2 - rest1 * of.size[1]) * of.stride[2] + (pixel - rest2 * of.size[2]) * of.stride[3];
 }
 
-// All threads: returns to every row the maxima over rows of each lane's values.
+// All threads: returns to every row the maxima, or sums, over rows of each lane's values.
+template <bool kSums = false>
 __device__ __forceinline__ void over_rows(uint4 (&found)[kThreads], const ScaledTensor& of, int lane,
                                           u32 (&value)[4]) {
   __syncthreads();
   found[threadIdx.x] = make_uint4(value[0], value[1], value[2], value[3]);
   __syncthreads();
+  if (kSums) value[0] = value[1] = value[2] = value[3] = 0;
+  const auto with = [](u32 all, u32 one) { return kSums ? all + one : max(all, one); };
 #pragma unroll 4
   for (int row = 0; row < of.rows; ++row) {
     const uint4 other = found[row * of.lanes + lane];
-    value[0] = max(value[0], other.x), value[1] = max(value[1], other.y);
-    value[2] = max(value[2], other.z), value[3] = max(value[3], other.w);
+    value[0] = with(value[0], other.x), value[1] = with(value[1], other.y);
+    value[2] = with(value[2], other.z), value[3] = with(value[3], other.w);
   }
 }
 
@@ -197,6 +200,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
     load(four, first, of.rows);
   }
   if (!kCopiesAgain) wait_on_dependent_grids();  // `ranges` are clear
+  // Added up over the block first: one atomic for each of its channels.
+  if (__syncthreads_or(lost_peak != 0 || (lost[0] | lost[1] | lost[2] | lost[3]) != 0)) {
+    over_rows<true>(found, of, opaque_value(lane), lost);
+    u32 peaks[4] = {lost_peak, lost_peak, lost_peak, lost_peak};
+    over_rows(found, of, opaque_value(lane), peaks);
+    lost_peak = peaks[0];
+    if (row != 0) lost[0] = lost[1] = lost[2] = lost[3] = 0;
+  }
   if (copies) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {

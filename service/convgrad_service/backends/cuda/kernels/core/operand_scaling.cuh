@@ -90,18 +90,31 @@ struct OperandScaling {
   }
 
  private:
+  // Chunks `first` to `last` of a stage; a power of two of 1 leaves them alone.
+  template <class Own>
+  __device__ __forceinline__ void scale_range(u32 stage, const Own& own, int first, int last, float factor) {
+    constexpr int kTogether = 4;  // their loads overlap
+    if (factor == 1) return;
+#pragma unroll 1
+    for (; first < last; first += kTogether) {
+      u32 words[kTogether][4];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        if (first + i < last) ld_shared_v4(words[i], stage + own(first + i));
+      }
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        if (first + i >= last) continue;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) words[i][e] = __float_as_uint(__uint_as_float(words[i][e]) * factor);
+        st_shared_v4(stage + own(first + i), words[i]);
+      }
+    }
+  }
   template <class Own>
   __device__ __forceinline__ void scale_chunks(u32 stage, const Own& own, float scale_a, float scale_b) {
-#pragma unroll 1
-    for (int i = 0; i < kCopies; ++i) {
-      const u32 at = stage + own(i);
-      const float factor = i < kACopies ? scale_a : scale_b;
-      u32 words[4];
-      ld_shared_v4(words, at);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) words[e] = __float_as_uint(__uint_as_float(words[e]) * factor);
-      st_shared_v4(at, words);
-    }
+    scale_range(stage, own, 0, kACopies, scale_a);
+    scale_range(stage, own, kACopies, kCopies, scale_b);
   }
 
   template <class Own>

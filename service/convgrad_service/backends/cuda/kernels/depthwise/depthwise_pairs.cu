@@ -22,7 +22,7 @@
 // below 2^33 elements, weights and rows of all tiles below 2^31.
 // Deterministic: sums are in the order of x's rows.
 // Zeros in operand B would spread a NaN to the pair's other channel. So non-finite elements are
-// multiplied as zeros, and make all unfinished sums of their strip and channel NaN.
+// multiplied as zeros, and make all unfinished results of their strip and channel NaN.
 #include "depthwise/depthwise_pairs.cuh"
 
 using namespace convgrad;
@@ -97,6 +97,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     writes = opaque_value(writes);
 
     float sums[kOpen][PAIRS][4] = {};
+    NanRows nan_rows;
     int now = 0, before = (STAGES - 1) * row_bytes;  // stages of this row and the previous one
     int buffer = 0;                                  // buffer of the results that it finishes
     // One more step, which stores the last results.
@@ -125,52 +126,46 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
                         finished[a][own]);
           }
         }
+        if (nan_rows.any()) nan_rows.next();
         // Rows outside are zeros; below x no further result starts.
         if (step < rows || (step < steps && top + step < args.x_size[0])) {
-          const bool spoilt = __any_sync(0xffffffffu, any_odd(pixels));
-          if (spoilt) clear_odd(pixels);
-          u32 factors[PAIRS][UNITS][2];
-#pragma unroll
-          for (int pair = 0; pair < PAIRS; ++pair) {
-#pragma unroll
-            for (int block = 0; block < 2 * UNITS; ++block) {
-              factors[pair][block / 2][block % 2] =
-                  pixels[kBlocksApart * (block / 2) + block % 2].words[pair] ^ zero;
-            }
-          }
-          // Products that this row finishes come first.
-#pragma unroll
-          for (int r = 0; r < KERNEL_H; ++r) {
-#pragma unroll
-            for (int pair = 0; pair < PAIRS; ++pair) {
-              float(&sum)[4] = sums[(j * STRIDE + r) % kOpen][pair];
-              const u32(&own_taps)[UNITS] = taps[r][pair];
-              const u32(&factor)[UNITS][2] = factors[pair];
-              if (r >= kOpen - STRIDE) clear(sum);
-              if constexpr (UNITS >= 2) {
-                const u32 both[4] = {factor[0][0], factor[0][1], factor[1][0], factor[1][1]};
-                mma<T>(sum, both, own_taps[0], own_taps[1]);
-              }
-              if constexpr (UNITS % 2 == 1) mma<T>(sum, factor[UNITS - 1], own_taps[UNITS - 1]);
-            }
-          }
-          if (spoilt) {
-            // Read again: there are no registers to keep non-finite elements.
-#pragma unroll
-            for (int block = 0; block < kBlocks; ++block) {
-              ld_shared(from + now + place_of(block * kApart), pixels[block].raw);
-            }
-#pragma unroll
-            for (int pair = 0; pair < PAIRS; ++pair) {
-              const u32 odd = odd_of_strip(pixels, pair);
-#pragma unroll
-              for (int r = 0; r < KERNEL_H; ++r) spoil(sums[(j * STRIDE + r) % kOpen][pair], odd);
-            }
+          // Results that the row contributes to are NaN whatever the products, if all channels are odd.
+          bool all_odd = false;
+          if (__any_sync(0xffffffffu, any_odd(pixels))) {
+            const u32 odd = clear_odd(pixels);
+            nan_rows.add(odd);
+            all_odd = __all_sync(0xffffffffu, odd == kAllChannels);
           }
 #pragma unroll
-          for (int r = KERNEL_H; r < kOpen; ++r) {
+          for (int r = kOpen - STRIDE; r < kOpen; ++r) {
 #pragma unroll
             for (int pair = 0; pair < PAIRS; ++pair) clear(sums[(j * STRIDE + r) % kOpen][pair]);
+          }
+          if (!all_odd) {
+            u32 factors[PAIRS][UNITS][2];
+#pragma unroll
+            for (int pair = 0; pair < PAIRS; ++pair) {
+#pragma unroll
+              for (int block = 0; block < 2 * UNITS; ++block) {
+                factors[pair][block / 2][block % 2] =
+                    pixels[kBlocksApart * (block / 2) + block % 2].words[pair] ^ zero;
+              }
+            }
+            // Products that this row finishes come first.
+#pragma unroll
+            for (int r = 0; r < KERNEL_H; ++r) {
+#pragma unroll
+              for (int pair = 0; pair < PAIRS; ++pair) {
+                float(&sum)[4] = sums[(j * STRIDE + r) % kOpen][pair];
+                const u32(&own_taps)[UNITS] = taps[r][pair];
+                const u32(&factor)[UNITS][2] = factors[pair];
+                if constexpr (UNITS >= 2) {
+                  const u32 both[4] = {factor[0][0], factor[0][1], factor[1][0], factor[1][1]};
+                  mma<T>(sum, both, own_taps[0], own_taps[1]);
+                }
+                if constexpr (UNITS % 2 == 1) mma<T>(sum, factor[UNITS - 1], own_taps[UNITS - 1]);
+              }
+            }
           }
         }
         if (step >= kReach) {
@@ -199,6 +194,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
                 const float(&sum)[4] = sums[(j * STRIDE + a) % kOpen][pair];
                 result[half].words[pair] = narrow_x2<T>(sum[2 * half], sum[2 * half + 1]);
               }
+            }
+            if (nan_rows.any()) nan_rows.apply(a, result);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
               *reinterpret_cast<decltype(Pixels::raw)*>(shared + to + buffer + a * kResultBytes +
                                                         half * 4 * kResultPixelBytes) =
                   result[half].raw;

@@ -104,31 +104,57 @@ __device__ __forceinline__ bool any_odd(const Pixels (&pixels)[kBlocks]) {
   }
   return (odd[0] | odd[1]) != 0;
 }
-// Replaces such elements by zeros.
-__device__ __forceinline__ void clear_odd(Pixels (&pixels)[kBlocks]) {
+// A strip's channels, four bits each: the pairs' first channels, and 16 bits higher their second ones.
+static_assert(PAIRS <= 4 && kReach < 16);
+constexpr u32 kAllChannels = (0x1111u >> 4 * (4 - PAIRS)) * 0x10001u;
+// Replaces non-finite elements by zeros, and returns the channels of this lane's strip that have any; four
+// lanes read a strip.
+__device__ __forceinline__ u32 clear_odd(Pixels (&pixels)[kBlocks]) {
+  u32 channels = 0;
 #pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
+  for (int pair = 0; pair < PAIRS; ++pair) {
+    u32 any = 0;
 #pragma unroll
-    for (int pair = 0; pair < PAIRS; ++pair) {
+    for (int block = 0; block < kBlocks; ++block) {
       u32 odd = 0;
       flag_nonfinite_x2<T>(odd, pixels[block].words[pair]);
       pixels[block].words[pair] &= ~odd;
+      any |= odd;
+    }
+    channels |= (any & 0x10001u) << 4 * pair;  // a flag is a NaN with all bits but the sign
+  }
+  channels |= __shfl_xor_sync(0xffffffffu, channels, 1);
+  return channels | __shfl_xor_sync(0xffffffffu, channels, 2);
+}
+
+// For each channel of a strip, how many more rows of x finish results that are NaN, because a row with
+// non-finite elements contributed to them.
+struct NanRows {
+  u32 left = 0;
+
+  // The next row of x begins.
+  __device__ __forceinline__ void next() {
+    left -= (left | left >> 1 | left >> 2 | left >> 3) & 0x11111111u;
+  }
+  // It has non-finite elements in these channels.
+  __device__ __forceinline__ void add(u32 odd) { left = (left & ~(odd * 15)) | odd * kReach; }
+  __device__ __forceinline__ bool any() const { return left != 0; }
+  // Makes those of a finished row of results NaN that are; it is the a-th that the last row of x finishes.
+  __device__ __forceinline__ void apply(int a, Pixels (&result)[2]) const {
+    // A row of x contributes to as many rows of a-th results, or to one less.
+    const bool fewer = (KERNEL_H - a + STRIDE - 1) / STRIDE < kReach;
+    const u32 odd = (fewer ? 0 : left) | left >> 1 | left >> 2 | left >> 3;
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; ++pair) {
+      const u32 mask = (odd >> 4 * pair & 0x10001u) * 0xffffu;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        u32& word = result[half].words[pair];
+        word = (word & ~mask) | (0x7fff7fffu & mask);
+      }
     }
   }
-}
-// Whether the channels of a pair have any in this lane's strip, one half each; four lanes read a strip.
-__device__ __forceinline__ u32 odd_of_strip(const Pixels (&pixels)[kBlocks], int pair) {
-  u32 odd = 0;
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block) flag_nonfinite_x2<T>(odd, pixels[block].words[pair]);
-  odd |= __shfl_xor_sync(0xffffffffu, odd, 1);
-  return odd | __shfl_xor_sync(0xffffffffu, odd, 2);
-}
-__device__ __forceinline__ void spoil(float (&sum)[4], u32 odd) {
-  const float nan = __uint_as_float(0x7fffffffu);
-  if ((odd & 0xffff) != 0) sum[0] = sum[2] = nan;
-  if (odd >> 16 != 0) sum[1] = sum[3] = nan;
-}
+};
 
 // A thread's part of copying rows of x.
 struct RowsCopier {
