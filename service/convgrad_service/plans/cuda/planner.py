@@ -226,7 +226,8 @@ def _plan_fused(problem: GroupedConvConvFwd, device: CudaDevice, families: Famil
 
 
 def _plan_pool_fwd(problem: MaxPoolFwd, device: CudaDevice, families: Families) -> CudaPlan:
-    if problem.pool.ndim == 1 and problem.pool.dilation == (1,):
+    undilated = set(problem.pool.dilation) == {1}
+    if undilated and (problem.pool.ndim == 1 or _planes_of_one_slice(problem)):
         return sequential_plan([pooling.max_forward(problem, device, families)])
     operands = _pool_operands(problem)
     work = PoolWork(
@@ -238,6 +239,11 @@ def _plan_pool_fwd(problem: MaxPoolFwd, device: CudaDevice, families: Families) 
         indices=operands.get("indices"),
     )
     return sequential_plan([choose(families.pool_fwd, work, device)])
+
+
+def _planes_of_one_slice(problem: MaxPoolFwd) -> bool:
+    """Whether `window_planes` takes the maxima line by line."""
+    return problem.pool.ndim == 2 and not problem.layout.channels_last
 
 
 def _plan_pool_bwd(problem: MaxPoolBwd, device: CudaDevice, families: Families) -> CudaPlan:
