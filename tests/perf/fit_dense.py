@@ -202,11 +202,11 @@ def fitted(
             chosen.append(cuts[best])
         total = np.bincount(leaf, weight * left, 1 << LEVELS)
         count = np.bincount(leaf, weight, 1 << LEVELS)
-        values = np.round(RATE * total / (count + RIDGE), 3)
-        left -= values[leaf]
+        leaves = np.round(RATE * total / (count + RIDGE), 3)
+        left -= leaves[leaf]
         table["features"].append([NAMES[index] for index, _ in chosen])
         table["thresholds"].append([cut for _, cut in chosen])
-        table["leaves"].append(values.tolist())
+        table["leaves"].append(leaves.tolist())
     return table
 
 
