@@ -62,7 +62,6 @@ class Engine(Protocol):
     @property
     def limit_bytes(self) -> int:
         """The memory for tensors of all requests in flight."""
-        ...
 
     @property
     def status(self) -> Status: ...
@@ -70,35 +69,28 @@ class Engine(Protocol):
     @property
     def backend(self) -> str:
         """The name of the workers' backend."""
-        ...
 
     @property
     def room(self) -> int:
         """How many more requests can be queued; an estimate."""
-        ...
 
     @property
     def slots(self) -> int:
         """Problems that all workers compute at a time."""
-        ...
 
     @property
     def leaving(self) -> bool:
         """Whether the server is about to shut down, see `Status`."""
-        ...
 
     @property
     def timing(self) -> bool:
         """Whether a timing is running, see `Status`."""
-        ...
 
     def admit(self) -> None:
         """Raise if a new request would be refused; see `Status.admit`."""
-        ...
 
     async def acquire_ticket(self, caller: Caller) -> Ticket:
         """Count a request towards its key's quota; see `Quotas.acquire`."""
-        ...
 
     def reserve(
         self, size_bytes: int, *, text: bool = False, regions: Sequence[RegionPart] = ()
@@ -110,11 +102,9 @@ class Engine(Protocol):
         Raises, directly or through the future, ProblemTooLarge and Overloaded; for regions NotFound
         and InvalidProblem.
         """
-        ...
 
     def try_reserve(self, size_bytes: int, regions: Sequence[RegionPart] = ()) -> Lease | None:
         """Reserve memory for tensors if it is free now."""
-        ...
 
     def submit(
         self,
@@ -128,29 +118,23 @@ class Engine(Protocol):
         Raises, directly or through ``done``, Overloaded, DeviceUnavailable, DeadlineExceeded, and
         what the backend raises.
         """
-        ...
 
     def cancel(self, handle: JobHandle) -> None:
         """Drop a waiting job, or ask a running one to stop."""
-        ...
 
     async def queue_position(self, handle: JobHandle) -> int | None:
         """Return how many tasks are ahead of a job; None once it runs."""
-        ...
 
     def report_line(self, length: int) -> None:
         """Note how many requests of this front end wait for admission."""
-        ...
 
     def observe(self, record: Record) -> None:
         """Count a finished request."""
-        ...
 
     async def invoke(
         self, service: str, method: str, arguments: tuple[Any, ...], options: Mapping[str, Any]
     ) -> Any:
         """Call a method of one of the hub's services; `call_hub` is the typed form."""
-        ...
 
 
 @overload
