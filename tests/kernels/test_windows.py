@@ -29,7 +29,7 @@ from tests.support.numerics.arrays import (
     rng_for,
 )
 from tests.support.numerics.bounds import assert_same_bits
-from tests.support.numerics.cases import Case, maxpool_bwd
+from tests.support.numerics.cases import Case, maxpool_bwd, pool_cases
 from tests.support.numerics.geometries import POOLS
 from tests.support.numerics.oracle import expected
 from tests.support.numerics.pool_inputs import bad_indices, sources, with_nans
@@ -89,6 +89,15 @@ def test_emulated_boxes_of_parts_of_planes(
     check(found, wanted, "bounded", f"seed {seed}, {case.id}")
     for name, array in found.items():
         assert_same_bits(array, whole[name], f"seed {seed}, {case.id} {name}")
+
+
+@EMULATED
+@pytest.mark.parametrize("case", pool_cases("maxpool2d_fwd"), ids=lambda case: case.id)
+def test_emulated_maxima_of_planes(seed: int, case: Case) -> None:
+    tensors = draw(case, rng_for(seed, case.id), DTYPES["bfloat16"], with_nans)
+    wanted = expected(case.operation, tensors, case.params)
+    found = answers(EmulatedBackend(FAMILIES), case, tensors, "NCHW")
+    check(found, wanted, "exact", f"seed {seed}, {case.id}")
 
 
 @EMULATED
