@@ -113,7 +113,8 @@ test("what is not convgrad's is an invalid answer", async () => {
 test("the time is up for the call as a whole", async () => {
   await against([() => undefined], async (client, seen) => {
     await assert.rejects(pool(client), { code: "client-timeout" });
-    assert.equal(seen[0]!.headers["x-request-timeout"], "0.200");
+    const left = Number(seen[0]!.headers["x-request-timeout"]); // less what has passed by then
+    assert.ok(left > 0.15 && left <= 0.2, `${left}`);
   }, { timeoutMs: 200 });
 });
 
