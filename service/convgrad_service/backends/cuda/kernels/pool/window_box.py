@@ -8,6 +8,7 @@ from math import prod
 from typing import NamedTuple
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     Divider,
@@ -20,7 +21,7 @@ from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import WindowWork
 from convgrad_service.problems.windows import WindowAxis
 
-__all__ = ["BOX_BLOCK", "MOST_BYTES", "BoxArgs", "Tile"]
+__all__ = ["BOX_BLOCK", "MOST_BYTES", "BoxArgs", "Tile", "why_no_tile"]
 
 BOX_BLOCK = 256
 # Shared memory of a block: several fit on a multiprocessor.
@@ -167,6 +168,18 @@ class Tile:
     def blocks(self, form: WindowForm) -> int:
         """Return the blocks of the grid."""
         return prod(self.tiles(form)) * ceil_div(form.batch, self.planes)
+
+
+def why_no_tile(work: WindowWork, form: WindowForm, device: CudaDevice) -> str | None:
+    """Return why blocks cannot compute tiles of the planes; None if they can."""
+    if form.last:
+        return "channels last"
+    tile = Tile.of(work, form, device)
+    if tile is None:
+        return f"windows too large for {MOST_BYTES[work.kind]} bytes of shared memory"
+    if tile.blocks(form) > MAX_BLOCKS:
+        return "more blocks than a grid can have"
+    return None
 
 
 class Places(NamedTuple):

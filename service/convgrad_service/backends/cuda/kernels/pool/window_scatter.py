@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.pool.max_pool import BAD_INDEX
-from convgrad_service.backends.cuda.kernels.pool.window_box import BOX_BLOCK, MOST_BYTES, Tile
+from convgrad_service.backends.cuda.kernels.pool.window_box import BOX_BLOCK, Tile, why_no_tile
 from convgrad_service.backends.cuda.kernels.pool.window_form import WindowForm, most_positions
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Check, Clear, Fragment, Instance, Launch, Workspace
@@ -31,14 +31,7 @@ class WindowScatter:
         if work.kind != "routes":
             return "no gradient of maxima"
         form = WindowForm.of(work)
-        if form.last:
-            return "channels last"
-        tile = Tile.of(work, form, device)
-        if tile is None:
-            return f"windows too large for {MOST_BYTES[work.kind]} bytes of shared memory"
-        if tile.blocks(form) > MAX_BLOCKS:
-            return "more blocks than a grid can have"
-        return form.why_not()
+        return why_no_tile(work, form, device) or form.why_not()
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
