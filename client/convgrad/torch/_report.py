@@ -20,7 +20,7 @@ class Row(NamedTuple):
         The kernel's name; for PyTorch, why it computed.
     calls : int
     ms : float or None
-        The mean time of a call, where `use` was told to time them.
+        The mean time of a call, with `use(time_calls=True)`.
     """
 
     operation: str
@@ -102,7 +102,7 @@ class Report:
 def report(*, reset: bool = False) -> Report:
     """Return which layers were computed by which kernel, and which were left to PyTorch.
 
-    If `use` was told to time calls, it waits for those on a GPU.
+    With `use(time_calls=True)`, it waits for those on a GPU.
 
     Parameters
     ----------
