@@ -186,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(256, MAXIMA ? 2 : WIDTH == 8 ? 3 : 
   }
   if (args.y != nullptr) values.store(static_cast<T*>(args.y) + to);
 #else
-  const DividedBy<S> division(args, item.at[0], item.at[1], item.at[2]);
+  const DividedBy<T> division(args, item.at[0], item.at[1], item.at[2]);
   if constexpr (kAlong) {
     S sum = whole.value[0];
 #pragma unroll

@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(128, 4)
   for (int r = 0; r < RUN; ++r) {
     if (r >= run) break;
     at[AXIS] += r > 0;
-    const DividedBy<S> division(args, at[0], at[1], at[2]);
+    const DividedBy<T> division(args, at[0], at[1], at[2]);
     Values values;
 #pragma unroll
     for (int v = 0; v < WIDTH; ++v) values.at[v] = narrow<T>(division(sum[r][v]));

@@ -73,7 +73,7 @@ __device__ __forceinline__ void check(const TilesArgs& args, i64 index, const in
 __device__ __forceinline__ T shared_out(const TilesArgs& args, T value) {
   if constexpr (MODE != 0) return value;
   const S by = static_cast<S>(args.divisor), reciprocal = static_cast<S>(args.reciprocal);
-  return narrow<T>(divided(widen(value), by, reciprocal));
+  return narrow<T>(divided<T>(widen(value), by, reciprocal));
 }
 
 __device__ __forceinline__ Given given(const TilesArgs& args, i64 at, bool there) {
