@@ -19,8 +19,6 @@ __all__ = ["Divider", "WindowArgs", "WindowForm", "most_positions", "window_args
 
 Axes = tuple[WindowAxis, ...]
 LARGEST = 2**31 - 1
-# Adjacent vectors of 16 bytes that are one part: enough for whole lines of the L2 cache.
-MOST_ADJACENT, LEAST_ADJACENT = 16, 7
 ONE = WindowAxis.sliding(1, 1, 1, 1, 0)
 
 
@@ -66,8 +64,7 @@ class WindowArgs(ctypes.Structure):
         ("x_size", ctypes.c_int32 * 3),
         ("y_size", ctypes.c_int32 * 3),
         *((name, ctypes.c_int32) for name in ("inner", "batch", "chunk", "threads")),
-        *((name, ctypes.c_int32) for name in ("vectors", "parts")),
-        *((name, Divider) for name in ("by_vectors", "by_parts")),
+        ("by_vectors", Divider),
         ("by_items", Divider * 3),
         ("by_outputs", ctypes.c_int32),
         ("lanes_log", ctypes.c_int32),
@@ -208,9 +205,7 @@ def window_args(form: WindowForm, width: int, items: Sequence[int]) -> WindowArg
     args.x_size[:], args.y_size[:] = form.x_size, form.y_size
     args.inner, args.batch = form.inner, form.batch
     vectors = form.inner // width
-    args.vectors = _part(vectors) if form.overlap > 1 else vectors
-    args.parts = vectors // args.vectors
-    args.by_vectors, args.by_parts = Divider.of(args.vectors), Divider.of(args.parts)
+    args.by_vectors = Divider.of(vectors)
     each = vectors * prod(items)
     # Leave room for the last threads of blocks.
     args.chunk = max(1, min(form.batch, (LARGEST - 2**16) // each))
@@ -218,11 +213,6 @@ def window_args(form: WindowForm, width: int, items: Sequence[int]) -> WindowArg
     args.by_outputs = form.varying == "outputs"
     args.divisor, args.reciprocal = form.divisor, 1.0 / form.divisor
     return args
-
-
-def _part(vectors: int) -> int:
-    """Return the adjacent vectors of a block's threads, so that its windows overlap."""
-    return next((part for part in range(MOST_ADJACENT, LEAST_ADJACENT, -1) if vectors % part == 0), vectors)
 
 
 def window_grid(args: WindowArgs, a_block: int) -> tuple[int, int, int]:

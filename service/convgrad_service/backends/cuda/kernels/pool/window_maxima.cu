@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(128, 4)
     window_maxima(const __grid_constant__ WindowArgs args) {
   const int thread = static_cast<int>(blockIdx.x) * 128 + static_cast<int>(threadIdx.x);
   if (thread >= args.threads) return;
-  const WindowItem item = item_in_part(args, thread, args.y_size);
+  const WindowItem item = item_of(args, thread, args.y_size, args.inner / WIDTH);
   if (item.group >= args.batch) return;
   int start[3], stop[3];
 #pragma unroll

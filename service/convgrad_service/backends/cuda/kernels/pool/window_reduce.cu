@@ -97,7 +97,8 @@ extern "C" __global__ void __launch_bounds__(256, MAXIMA ? 2 : WIDTH == 8 ? 3 : 
   const int own = INNER ? thread % kItems : thread / LANES;
   const int index = static_cast<int>(blockIdx.x) * kItems + own;
   constexpr int kStep = kAlong ? WIDTH : 1;  // positions in a vector
-  const WindowItem item = item_in_part(args, min(index, args.threads - 1), args.y_size);
+  const int vectors = kAlong ? 1 : args.inner / WIDTH;
+  const WindowItem item = item_of(args, min(index, args.threads - 1), args.y_size, vectors);
   const bool exists = index < args.threads && item.group < args.batch;
 
   const i64 row = static_cast<i64>(args.x_size[2]) * args.inner;

@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
   const int thread = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
   const int spans = (args.y_size[2] + SPAN - 1) / SPAN;
   const int items[3] = {args.y_size[0], args.y_size[1], spans};
-  const WindowItem item = item_in_part(args, thread, items);
+  const WindowItem item = item_of(args, thread, items, args.inner / WIDTH);
   const i64 row = static_cast<i64>(args.x_size[2]) * args.inner;
   const i64 x_plane = row * args.x_size[1] * args.x_size[0];
   Route route;

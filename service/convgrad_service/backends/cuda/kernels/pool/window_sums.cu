@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(128, 4)
   if (thread >= args.threads) return;
   int items[3] = {args.y_size[0], args.y_size[1], args.y_size[2]};
   items[AXIS] = (items[AXIS] + RUN - 1) / RUN;
-  const WindowItem item = item_in_part(args, thread, items);
+  const WindowItem item = item_of(args, thread, items, args.inner / WIDTH);
   if (item.group >= args.batch) return;
 
   int at[3] = {item.at[0], item.at[1], item.at[2]};

@@ -47,8 +47,7 @@ struct WindowArgs {
   int batch;
   int chunk;    // items of the batch in a chunk
   int threads;  // in a chunk
-  int vectors, parts;  // inner is `parts` parts of `vectors` threads; blocks compute one part
-  Divider by_vectors, by_parts, by_items[3];  // by_items: of threads along y's axes
+  Divider by_vectors, by_items[3];  // of threads: along inner and y's axes
   int by_outputs;                   // whether y's sums are divided by `counted`, else by `divisor`
   int lanes_log;                    // log2 of a window's lanes along its last axis
   double divisor, reciprocal;
@@ -72,17 +71,6 @@ __device__ __forceinline__ WindowItem item_of(const Args& args, int thread, cons
     rest = outer;
   }
   item.group = static_cast<int>(blockIdx.y) * args.chunk + rest;
-  return item;
-}
-
-// Adjacent threads have adjacent vectors of a part of `inner`, then adjacent positions.
-__device__ __forceinline__ WindowItem item_in_part(const WindowArgs& args, int thread,
-                                                   const int (&items)[3]) {
-  WindowItem item = item_of(args, thread, items, args.vectors);
-  const int first = static_cast<int>(blockIdx.y) * args.chunk, rest = item.group - first;
-  const int image = divide(rest, args.by_parts);
-  item.group = first + image;
-  item.vector += (rest - image * args.parts) * args.vectors;
   return item;
 }
 
