@@ -37,6 +37,8 @@ struct Cell {
 };
 #endif
 
+constexpr int kAtOnce = 4;
+
 __device__ __forceinline__ int2 range_of(const BoxArgs& args, const Box& box, int axis, int o) {
   const WindowRange& range = args.windows.counted[axis];
   return make_int2(range.start(box.first[axis] + o), range.stop(box.first[axis] + o));
@@ -79,6 +81,34 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, 4)
   }
   const int items = box.planes * args.in_phase[0] * args.in_phase[1] * args.in_phase[2];
   const int phases = args.phases[0] * args.phases[1] * args.phases[2];
+  // The cell of an item's window, which is x[own]; -1 if there is none.
+  const auto target = [&](int item, const int (&first)[3], int& own) {
+    if (item >= items) return -1;
+    const int line = divide(item, args.by_phase[2]);
+    const int slice = divide(line, args.by_phase[1]);
+    const int plane = FLAT ? slice : divide(slice, args.by_phase[0]);
+    const int at2 = first[2] + (item - line * args.in_phase[2]) * args.phases[2];
+    const int at1 = first[1] + (line - slice * args.in_phase[1]) * args.phases[1];
+    const int at0 = FLAT ? 0 : first[0] + (slice - plane * args.in_phase[0]) * args.phases[0];
+    if (at0 >= box.extent[0] || at1 >= box.extent[1] || at2 >= box.extent[2]) return -1;
+    own = plane * args.pitch[0] + at0 * args.pitch[1] + at1 * args.pitch[2] + at2;
+    const INDEX index = indices[own];
+    const bool exists = index >= 0 && index < plane_size;
+    const int position = exists ? static_cast<int>(index) : 0;
+    const int row = divide(position, args.by_y_size[2]), i2 = position - row * size2;
+    const int i0 = FLAT ? 0 : divide(row, args.by_y_size[1]), i1 = row - i0 * size1;
+    const int2 range2 = columns ? ranges[lines + at2] : range_of(args, box, 2, at2);
+    if (!exists || !within(i1, ranges[at1]) || !within(i2, range2) ||
+        !(FLAT || within(i0, range_of(args, box, 0, at0)))) {
+      if (windows.bad != nullptr) windows.bad[MOVE] = 1;  // all writers write the same value
+      return -1;
+    }
+    const int y0 = i0 - box.base[0], y1 = i1 - box.base[1], y2 = i2 - box.base[2];
+    const bool mine = y0 >= 0 && y0 < box.count[0] && y1 >= 0 && y1 < box.count[1] && y2 >= 0 &&
+                      y2 < box.count[2];
+    if (!mine) return -1;  // another block's
+    return args.whole ? plane * plane_size + position : y1 * args.y_pitch + y2;
+  };
   int phase[3] = {0, 0, 0};
 #pragma unroll 1
   for (int p = 0; p < phases; ++p) {
@@ -88,32 +118,24 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, 4)
       first[axis] = lead[axis] + phase[axis];
       if (first[axis] >= args.phases[axis]) first[axis] -= args.phases[axis];
     }
-    for (int item = thread; item < items; item += kBoxThreads) {
-      const int line = divide(item, args.by_phase[2]);
-      const int slice = divide(line, args.by_phase[1]);
-      const int plane = FLAT ? slice : divide(slice, args.by_phase[0]);
-      const int at2 = first[2] + (item - line * args.in_phase[2]) * args.phases[2];
-      const int at1 = first[1] + (line - slice * args.in_phase[1]) * args.phases[1];
-      const int at0 = FLAT ? 0 : first[0] + (slice - plane * args.in_phase[0]) * args.phases[0];
-      if (at0 >= box.extent[0] || at1 >= box.extent[1] || at2 >= box.extent[2]) continue;
-      const int own = plane * args.pitch[0] + at0 * args.pitch[1] + at1 * args.pitch[2] + at2;
-      const INDEX index = indices[own];
-      const bool exists = index >= 0 && index < plane_size;
-      const int position = exists ? static_cast<int>(index) : 0;
-      const int row = divide(position, args.by_y_size[2]), i2 = position - row * size2;
-      const int i0 = FLAT ? 0 : divide(row, args.by_y_size[1]), i1 = row - i0 * size1;
-      const int2 range2 = columns ? ranges[lines + at2] : range_of(args, box, 2, at2);
-      if (!exists || !within(i1, ranges[at1]) || !within(i2, range2) ||
-          !(FLAT || within(i0, range_of(args, box, 0, at0)))) {
-        if (windows.bad != nullptr) windows.bad[MOVE] = 1;  // all writers write the same value
-        continue;
+    // Several at a time, because of the latency.
+    for (int item = thread; item < items; item += kAtOnce * kBoxThreads) {
+      int own[kAtOnce], to[kAtOnce];
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        to[u] = target(item + u * kBoxThreads, first, own[u]);
       }
-      const int y0 = i0 - box.base[0], y1 = i1 - box.base[1], y2 = i2 - box.base[2];
-      if (y0 < 0 || y0 >= box.count[0] || y1 < 0 || y1 >= box.count[1] || y2 < 0 ||
-          y2 >= box.count[2]) {
-        continue;  // another block's
+      Cell found[kAtOnce];
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        if (to[u] >= 0) found[u] = cells[to[u]];
       }
-      cells[args.whole ? plane * plane_size + position : y1 * args.y_pitch + y2].meet(x, own);
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        if (to[u] < 0) continue;
+        found[u].meet(x, own[u]);
+        cells[to[u]] = found[u];
+      }
     }
     __syncthreads();
 #pragma unroll

@@ -166,17 +166,22 @@ extern "C" __global__ void __launch_bounds__(128)
       if (there && blockIdx.z == 0) check(args, found[e].index, window);
     }
   } else {
+    // Loads first, because of their latency.
+    int own = divide(column, args.by_tile), into = column - own * args.tile[2];
 #pragma unroll
     for (int e = 0; e < WIDTH; ++e) {
-      const int own = divide(column + e, args.by_tile);
       const bool there = row_there && own < args.x_size[2];
-      if (e == 0 || own != window[2]) {
+      if (e == 0 || into == 0) {
         found[e] = given(args, from_row + own, there);
       } else {
         found[e] = found[e > 0 ? e - 1 : 0];
       }
       window[2] = own;
-      if (there && own * args.tile[2] == column + e) check(args, found[e].index, window);
+      if (there && into == 0) check(args, found[e].index, window);
+      if (++into == args.tile[2]) {
+        into = 0;
+        ++own;
+      }
     }
   }
   const int columns = KIND == 0 ? min(min(args.part, args.tile[2] - static_cast<int>(blockIdx.z) *
