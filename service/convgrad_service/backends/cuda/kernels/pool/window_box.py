@@ -25,10 +25,10 @@ __all__ = ["BOX_BLOCK", "MOST_BYTES", "BoxArgs", "Tile", "why_no_tile"]
 
 BOX_BLOCK = 256
 # Shared memory of a block: several fit on a multiprocessor.
-MOST_BYTES = {"sums": 40 * 1024, "maxima": 40 * 1024, "routes": 56 * 1024}
+MOST_BYTES = {"sums": 72 * 1024, "maxima": 72 * 1024, "routes": 56 * 1024}
 # Blocks that keep a multiprocessor busy, and threads' items that keep a block busy.
 ENOUGH_BLOCKS = {"sums": 16, "maxima": 16, "routes": 4}
-ENOUGH_ITEMS = 512
+ENOUGH_ITEMS = 128
 # Columns of x whose windows are computed once, for routes.
 MOST_COLUMNS = 512
 # Positions of a thread along axis 1.

@@ -24,6 +24,8 @@ BLOCK = 256
 # With smaller windows one thread per window is faster; with more overlap, sums of lines are.
 LEAST_WINDOW = 24
 MOST_OVERLAP = 4
+# Channels first, the lines of smaller windows are summed in shared memory.
+LEAST_OF_LINES = 128
 LANES = (8, 16, 32, 256)
 LANES_LAST = (8, 16, 32)
 
@@ -44,6 +46,8 @@ class WindowReduce:
             return f"windows of fewer than {LEAST_WINDOW} positions"
         if form.overlap > MOST_OVERLAP:
             return f"positions in more than {MOST_OVERLAP} windows"
+        if not (form.last or _of_one_line(form) or form.most_window > LEAST_OF_LINES):
+            return f"windows of lines, and at most {LEAST_OF_LINES} positions"
         return form.why_not()
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
@@ -120,6 +124,10 @@ def _along(form: WindowForm, dtype: DType) -> int:
     return width
 
 
+def _of_one_line(form: WindowForm) -> bool:
+    return form.x_size[:2] == (1, 1)
+
+
 def _launch(work: WindowWork, form: WindowForm, lanes: int, along: int = 1) -> Launch:
     """Return the launch; ``along`` positions form a vector with channels first."""
     width = form.width(work.dtype)
@@ -127,7 +135,7 @@ def _launch(work: WindowWork, form: WindowForm, lanes: int, along: int = 1) -> L
     across = ceil_div(most_positions(form.windows[2]), along)
     width = max(width, along)
     args.lanes_log = min(lanes.bit_length() - 1, (across - 1).bit_length())
-    line = form.x_size[:2] == (1, 1)
+    line = _of_one_line(form)
     maxima = work.kind == "maxima"
     return Launch(
         _instance(work.dtype, work.index_dtype, width, form.last, lanes, line, maxima=maxima),

@@ -37,8 +37,6 @@ struct Cell {
 };
 #endif
 
-constexpr int kAtOnce = 4;
-
 __device__ __forceinline__ int2 range_of(const BoxArgs& args, const Box& box, int axis, int o) {
   const WindowRange& range = args.windows.counted[axis];
   return make_int2(range.start(box.first[axis] + o), range.stop(box.first[axis] + o));
@@ -118,24 +116,10 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, 4)
       first[axis] = lead[axis] + phase[axis];
       if (first[axis] >= args.phases[axis]) first[axis] -= args.phases[axis];
     }
-    // Several at a time, because of the latency.
-    for (int item = thread; item < items; item += kAtOnce * kBoxThreads) {
-      int own[kAtOnce], to[kAtOnce];
-#pragma unroll
-      for (int u = 0; u < kAtOnce; ++u) {
-        to[u] = target(item + u * kBoxThreads, first, own[u]);
-      }
-      Cell found[kAtOnce];
-#pragma unroll
-      for (int u = 0; u < kAtOnce; ++u) {
-        if (to[u] >= 0) found[u] = cells[to[u]];
-      }
-#pragma unroll
-      for (int u = 0; u < kAtOnce; ++u) {
-        if (to[u] < 0) continue;
-        found[u].meet(x, own[u]);
-        cells[to[u]] = found[u];
-      }
+    for (int item = thread; item < items; item += kBoxThreads) {
+      int own;
+      const int to = target(item, first, own);
+      if (to >= 0) cells[to].meet(x, own);
     }
     __syncthreads();
 #pragma unroll

@@ -8,7 +8,8 @@
 // not null, the thread with a window's first position checks its index as window_routes.cu does.
 // KIND 0, channels last: a thread reads WIDTH channels of a window once and stores them to the
 // window's positions, or to a part of them along the last axis, which blockIdx.z selects.
-// KIND 1, channels first: WIDTH adjacent positions of a row, in all rows of their windows.
+// KIND 1, channels first: WIDTH adjacent positions of a row, in all rows of their windows. A thread
+// computes VECTORS of them, so that there are fewer blocks to launch.
 // KIND 2, channels first and one window per plane: WIDTH adjacent elements of all planes, which are
 // contiguous.
 // Block: 128 threads; shared memory: none. Deterministic: nothing is added. Relies on its launcher for
@@ -142,10 +143,7 @@ extern "C" __global__ void __launch_bounds__(128)
   }
 }
 #else
-extern "C" __global__ void __launch_bounds__(128)
-    window_tiles(const __grid_constant__ TilesArgs args) {
-  const int thread = static_cast<int>(blockIdx.x) * 128 + static_cast<int>(threadIdx.x);
-  if (thread >= args.threads) return;
+__device__ __forceinline__ void compute(const TilesArgs& args, int thread) {
   const WindowItem item =
       item_of(args, thread, args.items, KIND == 0 ? args.inner / WIDTH : 1);
   if (item.group >= args.batch) return;
@@ -205,6 +203,15 @@ extern "C" __global__ void __launch_bounds__(128)
         values.store(y + position * args.inner);
       }
     }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+    window_tiles(const __grid_constant__ TilesArgs args) {
+  int thread = static_cast<int>(blockIdx.x) * 128 * VECTORS + static_cast<int>(threadIdx.x);
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v, thread += 128) {
+    if (thread < args.threads) compute(args, thread);
   }
 }
 #endif

@@ -29,8 +29,8 @@ from convgrad_service.problems.windows import WindowAxis
 __all__ = ["Tiles", "WindowTiles", "tiles", "tiles_instances"]
 
 BLOCK = 128
-# Positions along the last axis that a thread stores to, channels last.
-PART = 16
+# Positions along the last axis that a thread stores to, channels last; vectors of a thread, of rows.
+PART, VECTORS = 16, 4
 CHANNELS, ROWS, PLANES = 0, 1, 2
 SPREAD, ROUTE, MOVE = 0, 1, 2
 
@@ -99,8 +99,11 @@ class WindowTiles:
         if work.kind == "maxima" or (work.kind == "sums" and work.by != "inputs"):
             return "no gradient"
         form = WindowForm.of(work)
-        if Tiles.of(form) is None:
+        found = Tiles.of(form)
+        if found is None:
             return "windows that overlap, leave gaps or differ in size"
+        if work.kind == "routes" and found.shape(work.dtype)[0] == PLANES:
+            return "one element of each plane"
         return form.why_not()
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
@@ -144,7 +147,8 @@ def tiles(work: WindowWork, bad: str | None, *, moves: bool = False) -> Launch:
     args.threads = ceil_div(args.chunk * each, width) if kind == PLANES else args.chunk * each
     args.divisor, args.reciprocal = form.divisor, 1.0 / form.divisor
     mode = SPREAD if work.kind == "sums" else MOVE if moves else ROUTE
-    grid = ceil_div(args.threads, BLOCK), ceil_div(form.batch, args.chunk), parts
+    a_block = BLOCK * (VECTORS if kind == ROWS else 1)
+    grid = ceil_div(args.threads, a_block), ceil_div(form.batch, args.chunk), parts
     indices = None if mode == SPREAD else work.indices
     return Launch(
         _instance(work.dtype, work.index_dtype, kind, width, mode),
@@ -168,6 +172,7 @@ def tiles_instances(*, moves: bool) -> list[Instance]:
             for mode, indices in modes
             for index in indices
             for kind, width in kinds
+            if (mode, kind) != (ROUTE, PLANES)
         ]
     return found
 
@@ -179,6 +184,7 @@ def _instance(dtype: DType, index: DType, kind: int, width: int, mode: int) -> I
             "ELEMENT": CUDA_TYPES[dtype],
             "INDEX": CUDA_TYPES[index],
             "KIND": kind,
+            "VECTORS": VECTORS if kind == ROWS else 1,
             "WIDTH": width,
             "MODE": mode,
         },
