@@ -26,6 +26,8 @@ __all__ = ["BOX_BLOCK", "MOST_BYTES", "BoxArgs", "Tile", "why_no_tile"]
 BOX_BLOCK = 256
 # Shared memory of a block: several fit on a multiprocessor.
 MOST_BYTES = {"sums": 72 * 1024, "maxima": 72 * 1024, "routes": 56 * 1024}
+# Whole planes beyond those that a block needs are added up to here.
+ENOUGH_BYTES = {"sums": 40 * 1024, "maxima": 40 * 1024, "routes": 56 * 1024}
 # Blocks that keep a multiprocessor busy, and threads' items that keep a block busy.
 ENOUGH_BLOCKS = {"sums": 16, "maxima": 16, "routes": 4}
 ENOUGH_ITEMS = 128
@@ -84,8 +86,8 @@ class Tile:
         each = whole.places(work, form).end
         if each <= most:
             blocks = ENOUGH_BLOCKS[work.kind] * device.multiprocessors
-            groups = min(most // each, ceil_div(form.batch, together * blocks))
-            return replace(whole, planes=together * groups)
+            groups = min(ENOUGH_BYTES[work.kind] // each, ceil_div(form.batch, together * blocks))
+            return replace(whole, planes=together * max(1, groups))
         for by_lines, least_lines, least_columns in ((False, 1, None), (True, 8, 32)):
             lines, columns = form.y_size[1:]
             while True:

@@ -8,8 +8,7 @@
 // not null, the thread with a window's first position checks its index as window_routes.cu does.
 // KIND 0, channels last: a thread reads WIDTH channels of a window once and stores them to the
 // window's positions, or to a part of them along the last axis, which blockIdx.z selects.
-// KIND 1, channels first: WIDTH adjacent positions of a row, in all rows of their windows. A thread
-// computes VECTORS of them, so that there are fewer blocks to launch.
+// KIND 1, channels first: WIDTH adjacent positions of a row, in all rows of their windows.
 // KIND 2, channels first and one window per plane: WIDTH adjacent elements of all planes, which are
 // contiguous.
 // Block: 128 threads; shared memory: none. Deterministic: nothing is added. Relies on its launcher for
@@ -50,8 +49,11 @@ struct Given {
   T value;
   INDEX index;
 
-  __device__ __forceinline__ T at(i64 position) const {
-    return MODE == 0 || index == position ? value : T{};
+  // What a position of the window receives.
+  __device__ __forceinline__ T at(const TilesArgs& args, i64 position) const {
+    if constexpr (MODE != 0) return index == position ? value : T{};
+    const S by = static_cast<S>(args.divisor), reciprocal = static_cast<S>(args.reciprocal);
+    return narrow<T>(divided<T>(widen(value), by, reciprocal));
   }
 };
 
@@ -71,16 +73,10 @@ __device__ __forceinline__ void check(const TilesArgs& args, i64 index, const in
   if (!good) args.bad[MODE == 2 && exists] = 1;  // all writers write the same value
 }
 
-__device__ __forceinline__ T shared_out(const TilesArgs& args, T value) {
-  if constexpr (MODE != 0) return value;
-  const S by = static_cast<S>(args.divisor), reciprocal = static_cast<S>(args.reciprocal);
-  return narrow<T>(divided<T>(widen(value), by, reciprocal));
-}
-
 __device__ __forceinline__ Given given(const TilesArgs& args, i64 at, bool there) {
   Given found = {T{}, static_cast<INDEX>(-1)};
   if (!there) return found;
-  found.value = shared_out(args, static_cast<const T*>(args.x)[at]);
+  found.value = static_cast<const T*>(args.x)[at];
   if constexpr (MODE != 0) found.index = static_cast<const INDEX*>(args.indices)[at];
   return found;
 }
@@ -93,7 +89,7 @@ __device__ __forceinline__ void given_all(const TilesArgs& args, i64 at, bool th
   if (!there) return;
   const Values values = Values::load(static_cast<const T*>(args.x) + at);
 #pragma unroll
-  for (int e = 0; e < WIDTH; ++e) found[e].value = shared_out(args, values.at[e]);
+  for (int e = 0; e < WIDTH; ++e) found[e].value = values.at[e];
   if constexpr (MODE != 0) {
     constexpr int kAtOnce = WIDTH * sizeof(INDEX) >= 16 ? 16 / sizeof(INDEX) : WIDTH;
 #pragma unroll
@@ -129,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(128)
       now = given(args, first + image, first + image < args.batch);
     }
     if (position == 0 && element + e < end) check(args, now.index, {0, 0, 0});
-    values.at[e] = now.at(position);
+    values.at[e] = now.at(args, position);
     ++position;
   }
   T* const y = static_cast<T*>(args.y) + first * plane + element;
@@ -143,7 +139,10 @@ extern "C" __global__ void __launch_bounds__(128)
   }
 }
 #else
-__device__ __forceinline__ void compute(const TilesArgs& args, int thread) {
+extern "C" __global__ void __launch_bounds__(128)
+    window_tiles(const __grid_constant__ TilesArgs args) {
+  const int thread = static_cast<int>(blockIdx.x) * 128 + static_cast<int>(threadIdx.x);
+  if (thread >= args.threads) return;
   const WindowItem item =
       item_of(args, thread, args.items, KIND == 0 ? args.inner / WIDTH : 1);
   if (item.group >= args.batch) return;
@@ -199,19 +198,10 @@ __device__ __forceinline__ void compute(const TilesArgs& args, int thread) {
       for (int i2 = 0; i2 < columns; ++i2, ++position) {
         Values values;
 #pragma unroll
-        for (int e = 0; e < WIDTH; ++e) values.at[e] = found[e].at(position + (KIND == 1 ? e : 0));
+        for (int e = 0; e < WIDTH; ++e) values.at[e] = found[e].at(args, position + (KIND == 1 ? e : 0));
         values.store(y + position * args.inner);
       }
     }
-  }
-}
-
-extern "C" __global__ void __launch_bounds__(128)
-    window_tiles(const __grid_constant__ TilesArgs args) {
-  int thread = static_cast<int>(blockIdx.x) * 128 * VECTORS + static_cast<int>(threadIdx.x);
-#pragma unroll
-  for (int v = 0; v < VECTORS; ++v, thread += 128) {
-    if (thread < args.threads) compute(args, thread);
   }
 }
 #endif

@@ -29,8 +29,8 @@ from convgrad_service.problems.windows import WindowAxis
 __all__ = ["Tiles", "WindowTiles", "tiles", "tiles_instances"]
 
 BLOCK = 128
-# Positions along the last axis that a thread stores to, channels last; vectors of a thread, of rows.
-PART, VECTORS = 16, 4
+# Positions along the last axis that a thread stores to, channels last.
+PART = 16
 CHANNELS, ROWS, PLANES = 0, 1, 2
 SPREAD, ROUTE, MOVE = 0, 1, 2
 
@@ -147,8 +147,7 @@ def tiles(work: WindowWork, bad: str | None, *, moves: bool = False) -> Launch:
     args.threads = ceil_div(args.chunk * each, width) if kind == PLANES else args.chunk * each
     args.divisor, args.reciprocal = form.divisor, 1.0 / form.divisor
     mode = SPREAD if work.kind == "sums" else MOVE if moves else ROUTE
-    a_block = BLOCK * (VECTORS if kind == ROWS else 1)
-    grid = ceil_div(args.threads, a_block), ceil_div(form.batch, args.chunk), parts
+    grid = ceil_div(args.threads, BLOCK), ceil_div(form.batch, args.chunk), parts
     indices = None if mode == SPREAD else work.indices
     return Launch(
         _instance(work.dtype, work.index_dtype, kind, width, mode),
@@ -184,7 +183,6 @@ def _instance(dtype: DType, index: DType, kind: int, width: int, mode: int) -> I
             "ELEMENT": CUDA_TYPES[dtype],
             "INDEX": CUDA_TYPES[index],
             "KIND": kind,
-            "VECTORS": VECTORS if kind == ROWS else 1,
             "WIDTH": width,
             "MODE": mode,
         },
