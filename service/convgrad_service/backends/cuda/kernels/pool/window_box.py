@@ -103,9 +103,7 @@ class Tile:
         return None
 
     @classmethod
-    def _cut(
-        cls, form: WindowForm, size: tuple[int, ...], planes: int, *, by_lines: bool
-    ) -> Tile:
+    def _cut(cls, form: WindowForm, size: tuple[int, ...], planes: int, *, by_lines: bool) -> Tile:
         sides = zip(form.windows, size, strict=True)
         box = [_covered(axis, positions) for axis, positions in sides]
         if not by_lines:
