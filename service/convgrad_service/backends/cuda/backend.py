@@ -115,6 +115,7 @@ class CudaBackend(Diagnostics):
             )
         except CompileError as error:
             raise DeviceUnavailable(str(error)) from error
+        compiler.start_ahead()
         self._families = families
         self._prepared = lru_cache(maxsize=1024)(self._prepare)
         self._fault: str | None = None

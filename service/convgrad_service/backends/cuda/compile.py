@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from convgrad_service.backends.cuda.compile_process import CompileProcesses, Request, exclusive
@@ -116,13 +117,18 @@ class Compiler:
         self._nvrtc = nvrtc
         self._cache = cache
         self._debug = debug
-        self._processes = CompileProcesses()
+        self._processes = CompileProcesses(nvrtc.path)
+        self._source_hash = lru_cache(maxsize=None)(source_hash)
         self._jobs = jobs or usable_cores()
         self._pool = ThreadPoolExecutor(self._jobs, "convgrad-compile")
         self._wanted: dict[Instance, _Wanted] = {}
         self._lock = threading.Lock()
         self.found = self.compiled = 0
         self.compile_s = 0.0
+
+    def start_ahead(self) -> None:
+        """Start processes for the first compilations, which else wait for them."""
+        self._processes.start_ahead()
 
     def cubin(self, instance: Instance) -> Cubin:
         """Return a cubin from the cache, or compile and cache it.
@@ -187,8 +193,7 @@ class Compiler:
         """Compile an instance, ignoring the cache; raises like `cubin`."""
         source = (KERNELS / instance.source).read_text(encoding="utf-8")
         options = [*self._options(instance), f"--include-path={KERNELS}"]
-        request = Request(self._nvrtc.path, source, instance.source, options)
-        code, log = self._processes.compile(request)
+        code, log = self._processes.compile(Request(source, instance.source, options))
         return Cubin(code, Resources.of(log))
 
     def close(self) -> None:
@@ -200,7 +205,7 @@ class Compiler:
         """Return the cubin's file name, equal if everything that the cubin depends on is equal."""
         key = hashlib.sha256()
         version = str(self._nvrtc.version)
-        for part in (*self._options(instance), version, source_hash(instance.source)):
+        for part in (*self._options(instance), version, self._source_hash(instance.source)):
             key.update(part.encode() + b"\0")
         return f"{instance.entry}-{self.architecture}-{key.hexdigest()[:32]}.cubin"
 

@@ -170,7 +170,7 @@ def test_whoever_gives_up_waits_no_longer_for_a_lock(tmp_path: Path) -> None:
 
 
 def request(source: str) -> Request:
-    return Request(find_nvrtc().path, source, "one.cu", ["--gpu-architecture=sm_80"])
+    return Request(source, "one.cu", ["--gpu-architecture=sm_80"])
 
 
 def process_of(processes: CompileProcesses) -> int:
@@ -179,7 +179,7 @@ def process_of(processes: CompileProcesses) -> int:
 
 
 def test_a_compilation_can_be_ended(tmp_path: Path) -> None:
-    processes = CompileProcesses()
+    processes = CompileProcesses(find_nvrtc().path)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(processes.compile, request(LONG))
         process = process_of(processes)
@@ -192,7 +192,7 @@ def test_a_compilation_can_be_ended(tmp_path: Path) -> None:
 
 
 def test_a_compiler_that_is_killed_or_takes_too_long_is_an_error() -> None:
-    processes = CompileProcesses()
+    processes = CompileProcesses(find_nvrtc().path)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(processes.compile, request(LONG))
         os.kill(process_of(processes), signal.SIGKILL)
@@ -208,8 +208,8 @@ def test_compilations_end_with_their_process(tmp_path: Path) -> None:
     program = (
         "import sys, threading\n"
         "from convgrad_service.backends.cuda.compile_process import CompileProcesses, Request\n"
-        "processes = CompileProcesses()\n"
-        "given = Request(sys.argv[1], sys.stdin.read(), 'long.cu', ['--gpu-architecture=sm_80'])\n"
+        "processes = CompileProcesses(sys.argv[1])\n"
+        "given = Request(sys.stdin.read(), 'long.cu', ['--gpu-architecture=sm_80'])\n"
         "threading.Thread(target=processes.compile, args=(given,), daemon=True).start()\n"
         "while not processes._running: pass\n"
         "print(next(iter(processes._running)).pid, flush=True)\n"
