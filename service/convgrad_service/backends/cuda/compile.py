@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 from convgrad_service.backends.cuda.compile_process import CompileProcesses, Request, exclusive
@@ -118,7 +117,6 @@ class Compiler:
         self._cache = cache
         self._debug = debug
         self._processes = CompileProcesses(nvrtc.path)
-        self._source_hash = lru_cache(maxsize=None)(source_hash)
         self._jobs = jobs or usable_cores()
         self._pool = ThreadPoolExecutor(self._jobs, "convgrad-compile")
         self._wanted: dict[Instance, _Wanted] = {}
@@ -205,7 +203,7 @@ class Compiler:
         """Return the cubin's file name, equal if everything that the cubin depends on is equal."""
         key = hashlib.sha256()
         version = str(self._nvrtc.version)
-        for part in (*self._options(instance), version, self._source_hash(instance.source)):
+        for part in (*self._options(instance), version, source_hash(instance.source)):
             key.update(part.encode() + b"\0")
         return f"{instance.entry}-{self.architecture}-{key.hexdigest()[:32]}.cubin"
 

@@ -29,8 +29,8 @@ __all__ = ["CompileProcesses", "Request", "exclusive"]
 
 LONGEST_S = 600.0
 """Timeout of a compilation, which takes up to 15 s on an idle core."""
-MOST_IDLE = 4
-"""Processes that wait for the next compilation; each has some 40 MB of its own."""
+STARTED_AHEAD, MOST_IDLE = 4, 8
+"""Processes that wait for a compilation: each has 10 MB of its own, and 20 to 40 MB after one."""
 _POLL_S = 0.02
 
 
@@ -56,7 +56,7 @@ class CompileProcesses:
         self._lock = threading.Lock()
         weakref.finalize(self, _end_all, self._idle)
 
-    def start_ahead(self, count: int = MOST_IDLE) -> None:
+    def start_ahead(self, count: int = STARTED_AHEAD) -> None:
         """Start processes for the first compilations."""
         with self._lock:
             while len(self._idle) < count and not self.closed.is_set():
