@@ -94,6 +94,8 @@ class Compiler:
         Concurrent compilations; by default the number of cores.
     debug : bool
         Turn endless waits in kernels into faults (``core/bounded_wait.cuh``).
+    ahead : int
+        Processes to start now, for the first compilations.
 
     Attributes
     ----------
@@ -111,22 +113,19 @@ class Compiler:
         *,
         jobs: int | None = None,
         debug: bool = False,
+        ahead: int = 0,
     ) -> None:
         self.architecture = architecture
         self._nvrtc = nvrtc
         self._cache = cache
         self._debug = debug
-        self._processes = CompileProcesses(nvrtc.path)
+        self._processes = CompileProcesses(nvrtc.path, ahead)
         self._jobs = jobs or usable_cores()
         self._pool = ThreadPoolExecutor(self._jobs, "convgrad-compile")
         self._wanted: dict[Instance, _Wanted] = {}
         self._lock = threading.Lock()
         self.found = self.compiled = 0
         self.compile_s = 0.0
-
-    def start_ahead(self) -> None:
-        """Start processes for the first compilations, which else wait for them."""
-        self._processes.start_ahead()
 
     def cubin(self, instance: Instance) -> Cubin:
         """Return a cubin from the cache, or compile and cache it.

@@ -29,7 +29,7 @@ __all__ = ["CompileProcesses", "Request", "exclusive"]
 
 LONGEST_S = 600.0
 """Timeout of a compilation, which takes up to 15 s on an idle core."""
-STARTED_AHEAD, MOST_IDLE = 4, 8
+MOST_IDLE = 8
 """Processes that wait for a compilation: each has 10 MB of its own, and 20 to 40 MB after one."""
 _POLL_S = 0.02
 
@@ -45,22 +45,17 @@ class Request(NamedTuple):
 class CompileProcesses:
     """Runs compilations, each in a process of its own, with the NVRTC at ``library``. Thread-safe.
 
-    Processes end with this one, or once this object is closed.
+    ``ahead`` processes are started for the first compilations. All processes end with this one, or
+    once this object is closed.
     """
 
-    def __init__(self, library: str) -> None:
+    def __init__(self, library: str, ahead: int = 0) -> None:
         self.closed = threading.Event()
         self._library = library
         self._running: set[subprocess.Popen[bytes]] = set()
-        self._idle: list[subprocess.Popen[bytes]] = []
+        self._idle = [self._start() for _ in range(ahead)]
         self._lock = threading.Lock()
         weakref.finalize(self, _end_all, self._idle)
-
-    def start_ahead(self, count: int = STARTED_AHEAD) -> None:
-        """Start processes for the first compilations."""
-        with self._lock:
-            while len(self._idle) < count and not self.closed.is_set():
-                self._idle.append(self._start())
 
     def compile(self, request: Request, longest_s: float = LONGEST_S) -> tuple[bytes, str]:
         """Compile; return the cubin and the compiler's log.

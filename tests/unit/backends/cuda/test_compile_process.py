@@ -210,8 +210,7 @@ def idle(processes: CompileProcesses) -> list[int]:
 
 
 def test_processes_are_started_ahead_and_used_again() -> None:
-    processes = CompileProcesses(find_nvrtc().path)
-    processes.start_ahead(2)
+    processes = CompileProcesses(find_nvrtc().path, ahead=2)
     ahead = idle(processes)
     assert len(ahead) == 2
     processes.compile(request("__global__ void f() {}"))
@@ -228,8 +227,7 @@ def test_processes_are_started_ahead_and_used_again() -> None:
 
 
 def test_idle_processes_end_with_what_would_use_them() -> None:
-    processes = CompileProcesses(find_nvrtc().path)
-    processes.start_ahead(1)
+    processes = CompileProcesses(find_nvrtc().path, ahead=1)
     (process,) = idle(processes)
     del processes
     gc.collect()
@@ -240,11 +238,10 @@ def test_compilations_end_with_their_process(tmp_path: Path) -> None:
     program = (
         "import sys, threading\n"
         "from convgrad_service.backends.cuda.compile_process import CompileProcesses, Request\n"
-        "processes = CompileProcesses(sys.argv[1])\n"
+        "processes = CompileProcesses(sys.argv[1], 2)\n"
         "given = Request(sys.stdin.read(), 'long.cu', ['--gpu-architecture=sm_80'])\n"
         "threading.Thread(target=processes.compile, args=(given,), daemon=True).start()\n"
         "while not processes._running: pass\n"
-        "processes.start_ahead(1)\n"
         "pids = [each.pid for each in (*processes._running, *processes._idle)]\n"
         "print(*pids, flush=True)\n"
         "threading.Event().wait()\n"
