@@ -15,6 +15,8 @@ from convgrad_service.backends.cpu import CpuBackend
 __all__ = ["BackendName", "BackendOptions", "backend_named"]
 
 BackendName = Literal["auto", "cpu", "cuda"]
+# As many as a server's first problem usually has kernels.
+COMPILERS_AHEAD = 4
 _log = logging.getLogger("convgrad.backends")
 
 
@@ -50,7 +52,11 @@ def _cuda(options: BackendOptions) -> ServingBackend:
     from convgrad_service.backends.cuda.backend import CudaBackend
     from convgrad_service.backends.cuda.compile import DEFAULT_CACHE
 
-    return CudaBackend(device=options.device, cache=options.kernel_cache or DEFAULT_CACHE)
+    return CudaBackend(
+        device=options.device,
+        cache=options.kernel_cache or DEFAULT_CACHE,
+        compilers_ahead=COMPILERS_AHEAD,
+    )
 
 
 def _auto(options: BackendOptions) -> ServingBackend:
