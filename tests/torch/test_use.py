@@ -194,7 +194,7 @@ def test_what_pytorch_computes_faster_is_left_to_it() -> None:
     class Slow(ours.Local):
         def prepare(self, *given: Any, **options: Any) -> Any:
             runner: Any = super().prepare(*given, **options)
-            runner._prepared.faster_peer = said
+            runner.prepared.faster_peer = said
             return runner
 
     x = torch.randn(1, 2, 5, 5, requires_grad=True)
