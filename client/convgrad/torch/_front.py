@@ -182,8 +182,14 @@ class Front:
 
     def check(self) -> None:
         """Raise LookupError if this PyTorch passes arguments in another way than expected."""
-        library, handle, words = torch.library.Library(_NAMESPACE, "FRAGMENT"), _POINTER(), _POINTER()
-        schema = "(Tensor a, SymInt[]? b, SymInt[] c, bool d, SymInt e, bool[3] f, int? g) -> Tensor"
+        library, handle, words = (
+            torch.library.Library(_NAMESPACE, "FRAGMENT"),
+            _POINTER(),
+            _POINTER(),
+        )
+        schema = (
+            "(Tensor a, SymInt[]? b, SymInt[] c, bool d, SymInt e, bool[3] f, int? g) -> Tensor"
+        )
         library.define(f"probe{schema}")
         self._native.convgrad_front_operator(15, ctypes.byref(_Operator(b"TLlsslS", b"", 1)))
         self._native.convgrad_front_probe.restype = _POINTER
@@ -242,15 +248,13 @@ class Front:
             places = {id(each): i for i, each in enumerate(given) if isinstance(each, torch.Tensor)}
             if len(places) < sum(isinstance(each, torch.Tensor) for each in given):
                 return  # one tensor in two places: in the next call they may be two
-            slots = {id(each): index for index, each in enumerate(_tuple(result))}
-            inputs = [places.get(id(noted.tensors[index])) for index in runner.inputs]
-            outputs = [slots.get(id(noted.results[index])) for index in runner.order]
-            if None in inputs or None in outputs or len(inputs) > _MOST_INPUTS:
-                return
-            tensors = [given[index] for index in inputs] + [  # type: ignore[index]
-                _tuple(result)[index]
-                for index in outputs  # type: ignore[index]
-            ]
+            made = _tuple(result)
+            slots = {id(each): index for index, each in enumerate(made)}
+            inputs = [places.get(id(noted.tensors[index]), -1) for index in runner.inputs]
+            outputs = [slots.get(id(noted.results[index]), -1) for index in runner.order]
+            if -1 in inputs or -1 in outputs or len(inputs) > _MOST_INPUTS:
+                return  # a tensor was copied
+            tensors = [given[index] for index in inputs] + [made[index] for index in outputs]
             plan = runner.prepared.native([each.data_ptr() for each in tensors], stream.value or 0)
             if plan is None:
                 return
@@ -258,13 +262,13 @@ class Front:
             entry.input_count, entry.output_count = len(inputs), len(outputs)
             entry.inputs[: len(inputs)] = inputs
             for index, slot in enumerate(outputs):
-                entry.outputs[index] = self._output(_tuple(result)[slot], slot)  # type: ignore[index]
+                entry.outputs[index] = self._output(made[slot], slot)
             kept.append(plan)
         if self._native.convgrad_front_remember(ctypes.byref(entry)):
             self._kept += entry, kept
             noted.counter.native.append(entry)
 
-    def _output(self, made: torch.Tensor, slot: int | None) -> _Output:
+    def _output(self, made: torch.Tensor, slot: int) -> _Output:
         sizes, strides = (_I64 * _MOST_DIMS)(*made.shape), (_I64 * _MOST_DIMS)(*made.stride())
         return _Output(made.dim(), sizes, strides, self._dtypes[made.dtype], slot)
 

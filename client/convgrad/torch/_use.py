@@ -50,18 +50,21 @@ class _Choice:
         self.libraries: list[Any] = []
         self.overrides: dict[str, dict[str, Callable[..., Any]]] = {}  # by dispatch key
         self.front: Front | None = None
-        self.front_tried = False
+        self.tried = False  # to have a front
         self.lock = threading.Lock()
 
     def set(self, backend: Backend | None, fallback: bool) -> None:
         self.backend, self.fallback = backend, fallback
-        if isinstance(backend, Local) and not self.front_tried:
-            with self.lock:
-                if not self.front_tried and torch.cuda.is_available():
-                    self.front = install(self.overrides["CUDA"])
-                self.front_tried = True
+        if isinstance(backend, Local):
+            self._install_once()
         if self.front is not None:
             self.front.choose(backend, fallback)
+
+    def _install_once(self) -> None:
+        with self.lock:
+            if not self.tried:
+                self.tried = True
+                self.front = install(self.overrides["CUDA"]) if torch.cuda.is_available() else None
 
 
 _CHOICE = _Choice()
