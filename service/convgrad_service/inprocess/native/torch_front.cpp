@@ -4,10 +4,7 @@
 //
 // A call's key holds everything that the prepared pass depends on: the operator, the choice of
 // `convgrad.torch.use`, the stream, and all arguments, of tensors their sizes, strides and dtypes.
-//
-// The structures are those of convgrad/torch/_front.py. Functions of PyTorch return 0 unless they
-// fail; they never throw, except `check`.
-#include "launch_plan.hpp"
+#include "torch_call.hpp"
 
 extern "C" {
 void* malloc(size_t);
@@ -22,52 +19,7 @@ int clock_gettime(int, int64_t*);  // of seconds and nanoseconds
 namespace convgrad {
 namespace {
 
-using Value = uint64_t;  // StableIValue: a number, or a handle that its receiver owns
-using Tensor = void*;    // AtenTensorHandle
-
-// PyTorch's C functions, in the order of _front.py.
-struct Torch {
-  int (*dim)(Tensor, int64_t*);
-  int (*sizes)(Tensor, int64_t**);
-  int (*strides)(Tensor, int64_t**);
-  int (*dtype)(Tensor, int32_t*);
-  int (*layout)(Tensor, int32_t*);
-  int (*device_index)(Tensor, int32_t*);
-  int (*data)(Tensor, void**);
-  int (*empty)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Tensor*);
-  int (*undefined)(Tensor*);
-  int (*drop)(Tensor);
-  int (*list_size)(void*, size_t*);
-  int (*list_item)(void*, size_t, Value*);
-  int (*list_drop)(void*);
-  int (*cell_drop)(void*);
-  int (*dispatch)(const char*, const char*, Value*);
-  int (*stream)(int32_t, void**);
-  void (*check)(bool, const char*, const char*, uint32_t, const char*);
-  int (*convolution_backward)(Tensor, Tensor, Tensor, const int64_t**, int64_t, const int64_t*,
-                              int64_t, const int64_t*, int64_t, const int64_t*, int64_t, int32_t,
-                              const int64_t*, int64_t, int64_t, const int32_t*, int64_t, Tensor*,
-                              Tensor*, Tensor*);
-};
-
-struct Settings {
-  Driver driver;
-  Torch torch;
-  int32_t device_type, uint8_dtype, float32_dtype, strided_layout;
-  uint64_t alignment;  // of tensors' addresses, in bytes
-};
-
 constexpr int kOperators = 16;
-constexpr int kResults = 3;
-constexpr int kArguments = 16;
-
-// Kinds of arguments: T tensor, s scalar (int or bool), l list of them; S and L if optional.
-struct Operator {
-  char kinds[kArguments + 1];
-  char behind[64];    // the operator in Python
-  uint32_t results;
-  uint32_t convolves;  // convolution_backward, whose float32 precision is a setting of PyTorch's
-};
 
 struct Output {
   int64_t dim, sizes[5], strides[5];
@@ -88,17 +40,6 @@ struct Entry {
   uint64_t hash, words;
 };
 
-constexpr int kKeyWords = 160;
-constexpr int32_t kNoDevice = -128;
-constexpr uint64_t kMostEntries = 1 << 16;
-struct Key {
-  uint64_t hash;
-  int words;
-  int32_t device;
-  void* stream;
-  uint64_t word[kKeyWords];
-};
-
 class Lock {
  public:
   void take() {
@@ -110,7 +51,6 @@ class Lock {
   int taken_ = 0;
 };
 
-Settings settings;
 Operator operators[kOperators];
 Lock table_lock, launch_lock;
 Entry** table = nullptr;
@@ -118,65 +58,6 @@ uint64_t table_size = 0, table_used = 0;  // the size is a power of two
 uint64_t choice = 0;                      // of `use`; 0 if PyTorch computes
 thread_local const Key* pending = nullptr;  // of the call that Python is answering
 thread_local char failure[4096];            // the message of the exception that it raised
-
-bool add(Key* key, uint64_t word) {
-  if (key->words == kKeyWords) return false;
-  key->word[key->words++] = word;
-  key->hash = (key->hash ^ word) * 0x9e3779b97f4a7c15u;
-  key->hash ^= key->hash >> 29;
-  return true;
-}
-
-bool add_tensor(Key* key, const Operator& op, Tensor tensor) {
-  const Torch& torch = settings.torch;
-  int64_t dim, *sizes, *strides;
-  int32_t dtype, layout, device;
-  if (torch.dim(tensor, &dim) || torch.layout(tensor, &layout)) return false;
-  if (layout != settings.strided_layout || dim > 5) return false;
-  if (torch.sizes(tensor, &sizes) || torch.strides(tensor, &strides) ||
-      torch.dtype(tensor, &dtype) || torch.device_index(tensor, &device)) {
-    return false;
-  }
-  if (op.convolves && dtype == settings.float32_dtype) return false;
-  if (key->device != kNoDevice && device != key->device) return false;
-  key->device = device;
-  bool fits = add(key, uint64_t(dim) << 32 | uint32_t(dtype));
-  for (int64_t i = 0; i < dim; ++i) fits = add(key, sizes[i]) && add(key, strides[i]) && fits;
-  return fits;
-}
-
-bool add_list(Key* key, void* list) {
-  size_t count;
-  if (settings.torch.list_size(list, &count)) return false;
-  bool fits = add(key, count);
-  for (size_t i = 0; i < count && fits; ++i) {
-    Value item;
-    fits = settings.torch.list_item(list, i, &item) == 0 && add(key, item);
-  }
-  return fits;
-}
-
-template <class T>
-T* handle(Value value) {
-  return reinterpret_cast<T*>(value);
-}
-
-bool add_arguments(Key* key, const Operator& op, const Value* stack) {
-  for (int i = 0; op.kinds[i] != 0; ++i) {
-    const Value value = stack[i];
-    bool fits;
-    switch (op.kinds[i]) {
-      case 'T': fits = add_tensor(key, op, handle<void>(value)); break;
-      case 'l': fits = add_list(key, handle<void>(value)); break;
-      case 'L': fits = value ? add(key, 1) && add_list(key, handle<void>(*handle<Value>(value)))
-                             : add(key, 0); break;
-      case 'S': fits = value ? add(key, 1) && add(key, *handle<Value>(value)) : add(key, 0); break;
-      default: fits = add(key, value);
-    }
-    if (!fits) return false;
-  }
-  return true;
-}
 
 bool make_key(Key* key, int index, const Value* stack) {
   key->hash = 0;
@@ -187,17 +68,6 @@ bool make_key(Key* key, int index, const Value* stack) {
   if (!add_arguments(key, operators[index], stack)) return false;
   if (settings.torch.stream(key->device, &key->stream)) return false;
   return add(key, key->device) && add(key, reinterpret_cast<uint64_t>(key->stream));
-}
-
-void drop_arguments(const Operator& op, const Value* stack) {
-  const Torch& torch = settings.torch;
-  for (int i = 0; op.kinds[i] != 0; ++i) {
-    const Value value = stack[i];
-    if (op.kinds[i] == 'T') torch.drop(handle<void>(value));
-    if (op.kinds[i] == 'l') torch.list_drop(handle<void>(value));
-    if (op.kinds[i] == 'L' && value) torch.list_drop(handle<void>(*handle<Value>(value)));
-    if ((op.kinds[i] == 'L' || op.kinds[i] == 'S') && value) torch.cell_drop(handle<void>(value));
-  }
 }
 
 // The place of a key in the table: its entry, or null where it would be. Requires: the lock.
@@ -281,40 +151,6 @@ Outcome run(Entry& entry, const Key& key, const Operator& op, const Value* stack
   return Outcome::kFailed;
 }
 
-struct Numbers {
-  int64_t value[8];
-  int64_t count = 0;
-  bool read(void* list) {
-    size_t size;
-    if (settings.torch.list_size(list, &size) || size > 8) return false;
-    for (size_t i = 0; i < size; ++i) {
-      Value item;
-      if (settings.torch.list_item(list, i, &item)) return false;
-      value[count++] = static_cast<int64_t>(item);
-    }
-    return true;
-  }
-};
-
-// PyTorch's own kernel of convolution_backward, on its stack.
-bool own(const Value* stack, Tensor* results) {
-  Numbers bias, stride, padding, dilation, output_padding, mask;
-  if (stack[3] && !bias.read(handle<void>(*handle<Value>(stack[3])))) return false;
-  if (!stride.read(handle<void>(stack[4])) || !padding.read(handle<void>(stack[5])) ||
-      !dilation.read(handle<void>(stack[6])) || !output_padding.read(handle<void>(stack[8])) ||
-      !mask.read(handle<void>(stack[10]))) {
-    return false;
-  }
-  const int64_t* bias_sizes = bias.value;
-  const int32_t masks[3] = {mask.value[0] != 0, mask.value[1] != 0, mask.value[2] != 0};
-  return settings.torch.convolution_backward(
-             handle<void>(stack[0]), handle<void>(stack[1]), handle<void>(stack[2]),
-             stack[3] ? &bias_sizes : nullptr, bias.count, stride.value, stride.count,
-             padding.value, padding.count, dilation.value, dilation.count, stack[7] != 0,
-             output_padding.value, output_padding.count, static_cast<int64_t>(stack[9]), masks,
-             mask.count, &results[0], &results[1], &results[2]) == 0;
-}
-
 // Appends a number to a text; there is no C library to format it.
 void append(char* text, uint64_t value) {
   while (*text) ++text;
@@ -365,10 +201,10 @@ void answer(int index, Value* stack) {
       }
       done = outcome == Outcome::kDone;
     } else if (entry != nullptr) {
-      done = own(stack, results);
+      done = own_convolution(stack, results);
     }
   } else if (op.convolves && settings.torch.convolution_backward != nullptr) {
-    done = own(stack, results);
+    done = own_convolution(stack, results);
   }
   if (!done) return ask_python(op, keyed && entry == nullptr ? &key : nullptr, stack);
   drop_arguments(op, stack);
