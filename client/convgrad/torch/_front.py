@@ -225,8 +225,9 @@ class Front:
                 if len(NOTED.calls) == 1:
                     self._remember(given, result, NOTED.calls[0])
             except Exception as error:
-                text = f"{type(error).__module__}.{type(error).__qualname__}: {error}"
-                self._native.convgrad_front_failed(text.encode()[:4000])
+                kind = type(error)
+                named = "" if kind is RuntimeError else f"{kind.__module__}.{kind.__qualname__}: "
+                self._native.convgrad_front_failed(f"{named}{error}".encode()[:4000])
                 raise
             finally:
                 NOTED.calls = outer
