@@ -32,6 +32,11 @@ gRPC connection has reached its age, which varies by 10 %. */ -}}
 {{ ternary "kubernetes.io/h2c" "https" (eq .Values.tls.secret "") }}
 {{- end -}}
 
+{{- define "convgrad.tracingPort" -}}
+{{- $origin := regexFind "^https?://[^/]+" .Values.tracing.endpoint -}}
+{{ regexFind ":[0-9]+$" $origin | trimPrefix ":" | default (ternary "443" "80" (hasPrefix "https:" $origin)) }}
+{{- end -}}
+
 {{- define "convgrad.serviceAccount" -}}
 {{- if .Values.serviceAccount.create -}}
 {{ default (include "convgrad.name" .) .Values.serviceAccount.name }}
