@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -23,6 +24,9 @@ def configure_logs(level: str, format: LogFormat = "text") -> None:
     What else Python would print there is a record too: warnings and errors of other packages,
     Python's warnings, and the tracebacks of unhandled exceptions.
     """
+    if format == "json":
+        # gRPC's library writes its own lines, such as those of failed handshakes.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonFormatter() if format == "json" else _TextFormatter())
     for name in ("convgrad", "convgrad_service", "uvicorn", "py.warnings"):
