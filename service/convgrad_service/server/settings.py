@@ -29,9 +29,7 @@ _SERVICE_VARIABLE = re.compile(
 )
 
 _KiB, _MiB, _GiB = 2**10, 2**20, 2**30
-
-# Limits must be positive: a limit of zero would refuse every request, and a mistyped unit is better
-# refused at the start.
+# Positive, because a limit of zero would refuse every request.
 _Bytes = Annotated[ByteSize, Field(gt=0, json_schema_extra={"unit": "bytes"})]
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False, json_schema_extra={"unit": "s"})]
 _Flops = Annotated[float, Field(gt=0, allow_inf_nan=False, json_schema_extra={"unit": "FLOP"})]
@@ -294,11 +292,14 @@ class Settings(BaseSettings):
         default=1024.0,
         description="Maximum ratio of output to input bytes; 64 MiB of output are always allowed.",
     )
+    memory_bytes: _Bytes | None = Field(
+        default=None,
+        description="Memory that the server may use; unset means its container's or machine's.",
+    )
     max_inflight_bytes: _Bytes | None = Field(
         default=None,
-        description="Maximum memory of the input and output tensors of all requests in flight; "
-        "unset means half of what the server's processes leave of the container's limit, or of the "
-        "machine's memory. JSON text not yet decoded may use another quarter of this.",
+        description="Maximum memory of the tensors of all requests in flight; unset means half of "
+        "what the server's processes leave of memory_bytes. JSON text may use a quarter as much.",
     )
     max_memory_wait_s: _Seconds = Field(
         default=5.0,
