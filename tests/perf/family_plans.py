@@ -74,8 +74,8 @@ def excluded(names: Iterable[str]) -> Iterator[None]:
     """Make plans in which none of these families takes any work."""
     with ExitStack() as stack:
         for name in names:
-            kind = family_kinds()[name]
-            stack.enter_context(mock.patch.object(kind, "why_not", lambda *_: "excluded"))
+            patch = mock.patch.object(family_kinds()[name], "why_not", return_value="excluded")
+            stack.enter_context(patch)
         yield
 
 
@@ -167,9 +167,8 @@ def _imported(path: Path) -> Iterator[Path]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
             parts = (node.module or "").removeprefix(PACKAGE).split(".")
             yield KERNELS.joinpath(*parts).with_suffix(".py")
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if re.fullmatch(r"[\w/]+\.cuh?", node.value):
-                yield KERNELS / node.value
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"[\w/]+\.cuh?", str(node.value)):
+            yield KERNELS / str(node.value)
 
 
 def _included(path: Path) -> Iterable[Path]:
