@@ -256,6 +256,9 @@ bench-cold-server: kernels ## cold requests on a server with a GPU, and what the
 bench-networks: $(READY) ## every convolution of whole networks beside cuDNN; needs what bench-gpu needs
 	@$(PY) -m tests.perf.bench_networks
 
+bench-families: $(READY) ## what each family of GPU kernels wins, beside the best plan without it; needs bench-gpu's
+	@$(PY) -m tests.perf.bench_families --wider
+
 tune: $(READY) ## time all families' configurations on many layers, and fit the choice of kernels to that; needs bench-gpu's
 	@$(PY) -m tests.perf.sweep_dense --out build/dense.jsonl && $(PY) -m tests.perf.fit_dense build/dense.jsonl --write
 

@@ -37,6 +37,7 @@ from tests.perf import gpu_poolings
 from tests.perf.bench_gpu import Bench, facts, outputs_of, sources_of
 from tests.perf.bench_networks import APART, apart
 from tests.perf.family_plans import Plans, family_kinds, lines_of, plans_without
+from tests.perf.family_tables import WINS
 from tests.perf.gpu_layers import Case, cases_of, problem_of
 
 HERE = Path(__file__).resolve().parent
@@ -67,7 +68,6 @@ WIDER_POOLS = (
 """Size, window, stride, padding and dilation of more gradients of max poolings."""
 PROCESSES, CHUNK = 16, 4
 COMPILED_AT_A_TIME = 48
-WINS = 1.05
 Size = tuple[int, ...]
 
 
@@ -105,10 +105,11 @@ class Row:
         case = next(one for one in found if one.op == self.op)
         return replace(case, problem=self._precise(case.problem))
 
-    def _precise(self, problem: Any) -> Any:
-        if self.dtype != "float32" or not hasattr(problem, "precision"):
-            return problem
-        return replace(problem, precision=self.precision or "high")
+    def _precise(self, problem: Problem) -> Problem:
+        given: Any = problem
+        if self.dtype == "float32" and hasattr(given, "precision"):
+            problem = replace(given, precision=self.precision or "high")
+        return problem
 
 
 def measured_rows() -> Iterator[Row]:

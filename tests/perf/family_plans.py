@@ -128,18 +128,18 @@ def _launched(plan: CudaPlan) -> list[Any]:
 
 def lines_of(name: str) -> int:
     """Return the lines of the files that only this family uses, or these, joined by ``+``."""
-    names, kinds = name.split("+"), family_kinds()
-    others = (_files_of(kind) for other, kind in kinds.items() if other not in names)
+    names = name.split("+")
+    others = (_files_of(other) for other in family_kinds() if other not in names)
     shared = frozenset[Path]().union(*others)
-    own = frozenset[Path]().union(*(_files_of(kinds[one]) for one in names))
+    own = frozenset[Path]().union(*map(_files_of, names))
     return sum(_line_count(path) for path in own - shared)
 
 
 @cache
-def _files_of(kind: Kind) -> frozenset[Path]:
+def _files_of(name: str) -> frozenset[Path]:
     """Return the files of a family: its module, its kernels, and what these include or import,
     except for the modules of other families."""
-    module = _module_of(kind)
+    module = _module_of(family_kinds()[name])
     others = _family_modules() - {module}
     roots = [module]
     seen: set[Path] = set()
