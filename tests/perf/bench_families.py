@@ -237,8 +237,10 @@ def measure(bench: Bench, row: Row, plans: Mapping[str, CudaPlan]) -> dict[str, 
     return found
 
 
-def lines_for(row: Row, found: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """One line for each family left out."""
+def lines_for(
+    row: Row, found: Mapping[str, Mapping[str, Any]], used: Mapping[str, int]
+) -> Iterator[dict[str, Any]]:
+    """One line for each family left out; ``used`` is how many rows use it."""
     base = found[""]
     for name, other in found.items():
         if not name:
@@ -248,6 +250,8 @@ def lines_for(row: Row, found: Mapping[str, Mapping[str, Any]]) -> Iterator[dict
         yield {
             "bench": "families",
             "family": name,
+            "family_lines": lines_of(name),
+            "family_rows": used[name],
             **row.fields,
             "kernel": base["plan"].kernel,
             "ours_ms": round(base["ms"], 5),
@@ -258,9 +262,8 @@ def lines_for(row: Row, found: Mapping[str, Mapping[str, Any]]) -> Iterator[dict
         }
 
 
-def show(lines: Sequence[Mapping[str, Any]], plans: Sequence[Plans]) -> None:
+def show(lines: Sequence[Mapping[str, Any]], used: Mapping[str, int]) -> None:
     """A family a line: the factor by which its rows are slower without it."""
-    rows = Counter(name for one in plans for name in one.without)
     ratios = defaultdict(list)
     for line in lines:
         ratios[line["family"]].append(line["other_ms"] / line["ours_ms"])
@@ -270,7 +273,7 @@ def show(lines: Sequence[Mapping[str, Any]], plans: Sequence[Plans]) -> None:
     )
     for name in sorted({*family_kinds(), *ratios}, key=lambda one: (-lines_of(one), one)):
         own = ratios[name]
-        text = f"{name:40}{lines_of(name):6}{rows[name]:6}{len(own):6}"
+        text = f"{name:40}{lines_of(name):6}{used.get(name, 0):6}{len(own):6}"
         if own:
             won = sum(ratio > WINS for ratio in own)
             mean = statistics.geometric_mean(own)
@@ -306,6 +309,7 @@ def main() -> None:
     ready = compile_within(
         bench, (plan for some in timed.values() for plan in some.values()), given.compile_seconds
     )
+    used = Counter(name for one in plans for name in one.without)
     where, lines = facts(given.git_sha), list[dict[str, Any]]()
     started_s = time.monotonic()
     for index, some in timed.items():
@@ -315,10 +319,10 @@ def main() -> None:
         usable = {name: plan for name, plan in some.items() if instances_of(plan) <= ready}
         if "" in usable and len(usable) > 1:
             found = measure(bench, rows[index], usable)
-            lines += [line | where for line in lines_for(rows[index], found)]
+            lines += [line | where for line in lines_for(rows[index], found, used)]
     given.results.parent.mkdir(parents=True, exist_ok=True)
     given.results.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    show(lines, plans)
+    show(lines, used)
 
 
 if __name__ == "__main__":
