@@ -43,6 +43,8 @@ class Rates:
         Reduction within a cluster: fixed, per kilobyte sent, and per 16 results of a thread.
     meet, left
         Reduction through a workspace: fixed, and per kilobyte of a block and part.
+    grid, grid_size
+        Reduction by the blocks of the grid: fixed, and per kilobyte of a tile's sums.
     """
 
     start: float
@@ -68,6 +70,8 @@ class Rates:
     finish: float
     meet: float
     left: float
+    grid: float
+    grid_size: float
 
 
 GATHER = Rates(
@@ -94,6 +98,8 @@ GATHER = Rates(
     finish=0.1534,
     meet=3.1574,
     left=0.0357,
+    grid=2.2,
+    grid_size=0.045,
 )
 WGRAD = Rates(
     start=5.1502,
@@ -119,4 +125,6 @@ WGRAD = Rates(
     finish=0.1336,
     meet=2.9103,
     left=0.0096,
+    grid=2.2,
+    grid_size=0.045,
 )
