@@ -25,7 +25,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 
 __all__ = ["chosen", "every_config", "line_of", "timed"]
 
-ROWS, COLUMNS = (64, 128, 256), (16, 24, 32, 40, 48, 64, 80, 96, 128, 144, 160, 192, 224, 256)
+ROWS, COLUMNS = (64, 128, 192, 256), (16, 24, 32, 40, 48, 64, 80, 96, 128, 144, 160, 192, 224, 256)
 """M and N of tiles."""
 SHALLOW, USUAL, DEEP = (16, 32), 64, 128
 """K of a k-tile: shallow ones for short reductions, deep ones for small tiles."""
@@ -35,6 +35,8 @@ MULTIPROCESSORS = 132
 MOST_SUMS, SMALL, MOST_DEEP, MOST_SPLIT = 128, 64 * 64, 64 * 128, 128 * 192
 MOST_RESIDENT_COLUMNS, MOST_RESIDENT_BYTES, MOST_COLUMN_TILES = 160, 100_000, 4
 LEAST_TALL_COLUMNS = 64
+# Tiles of three warpgroups, whose threads have fewer registers: rows, and the most columns.
+THREE_ROWS, MOST_THREE_COLUMNS = 192, 160
 LEAST_STAGES, LEAST_DEEP_STAGES, MANY_STAGES = 3, 4, 4
 # The most columns of all tiles relative to the result's, and the fewest tiles of 256 rows, as fewer
 # would leave SMs idle.
@@ -56,10 +58,13 @@ class _Ways:
 
 def _ways(m: int, n: int, depth: int, *, wgrad: bool) -> _Ways:
     size, deep = m * n, depth == DEEP
+    if m == THREE_ROWS:
+        stored = not wgrad and depth == USUAL and 32 < n <= MOST_THREE_COLUMNS
+        return _Ways(stored, resident=False, split=False)
     if size > MOST_SUMS * 128 * min(m // 64, 2) or (deep and size > MOST_DEEP):
         return _Ways(stored=False, resident=False, split=False)
     if wgrad:
-        low, small = m < ROWS[-1], size <= SMALL
+        low, small = m < THREE_ROWS, size <= SMALL
         split = low and deep == small and size <= MOST_SPLIT
         in_grid = low and deep == small
         return _Ways(low and (small or not deep), resident=False, split=split, in_grid=in_grid)
@@ -174,7 +179,7 @@ class _Table:
         tiles, steps = rows * across, np.ceil(product.depth / depth)
 
         allowed = (n <= 32) | (n == widest) | (across * n <= MOST_SPARE * product.columns + 8)
-        allowed &= (m < ROWS[-1]) | (tiles >= LEAST_TALL)
+        allowed &= (m < THREE_ROWS) | (tiles >= LEAST_TALL)
         if self._wgrad:
             allowed &= (m == ROWS[0]) | (product.rows > ROWS[0])
         elif product.depth <= USUAL:

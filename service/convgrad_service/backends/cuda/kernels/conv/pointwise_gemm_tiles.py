@@ -130,7 +130,7 @@ class Config:
     @property
     def consumers(self) -> int:
         """Consumer warpgroups."""
-        return min(self.m // 64, 2)
+        return {64: 1, 192: 3}.get(self.m, 2)
 
     @property
     def threads(self) -> int:
