@@ -47,8 +47,8 @@ CLOCK, LEAST_CLOCKS = 1 / 1755, 16
 
 @dataclass(frozen=True, slots=True)
 class _Ways:
-    """Which kernels a tile has: TMA stores, TMA stores with B resident, and split-K, in clusters and
-    in the grid."""
+    """Which kernels a tile has: TMA stores, TMA stores with B resident, split-K in clusters, and
+    split-K in the grid."""
 
     stored: bool
     resident: bool
