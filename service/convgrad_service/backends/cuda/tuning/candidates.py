@@ -24,7 +24,7 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import (
     PointwiseGemm,
     products_of,
 )
-from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import Config
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import Config, Product
 from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axis
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Family
@@ -97,8 +97,8 @@ def candidates(work: ConvWork, device: CudaDevice) -> Iterator[list[Candidate]]:
         yield [Candidate(HopperHalo(), "", None)]
 
 
-def _name(config: Config, of: product.Product) -> str:
-    return f"{config}" + SWAPPED * of.swapped
+def _name(config: Config, of: Product) -> str:
+    return f"{config}{SWAPPED if of.swapped else ''}"
 
 
 def _sorted(found: Iterator[Candidate]) -> list[Candidate]:

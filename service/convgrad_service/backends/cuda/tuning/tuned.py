@@ -102,10 +102,11 @@ def read_table(path: Path) -> dict[str, Any]:
     layers = table.get("layers") if isinstance(table, dict) else None
     if not isinstance(layers, dict) or not {"device", "multiprocessors"} <= table.keys():
         raise ValueError(f"{path}: expected an object with device, multiprocessors and layers")
+    found: dict[str, Any] = table
     for key, entry in layers.items():
         if not (isinstance(entry, list) and [type(part) for part in entry] == [str, str]):
             raise ValueError(f"{path}, {key}: expected a family and a configuration, got {entry!r}")
-    return table
+    return found
 
 
 def table_text(device: CudaDevice, layers: Mapping[str, Sequence[str]]) -> str:

@@ -150,7 +150,7 @@ def _wins(run: Run, present: Run) -> bool:
 def _agrees(problem: Problem, one: Candidate, found: Any, expected: Any) -> bool:
     """Return whether two results differ by rounding alone; log it if not."""
     of: Any = problem
-    error = float(np.linalg.norm(found - expected) / max(np.linalg.norm(expected), 1e-30))
+    error = float(np.linalg.norm(found - expected)) / max(float(np.linalg.norm(expected)), 1e-30)
     if error <= TOLERANCE[of.dtype.value]:
         return True
     _log.error(

@@ -223,7 +223,8 @@ class _Table:
         turn = each * (each_steps * self.products[:end] + tile)
         busy = np.where(split | in_grid, busy, np.maximum(busy, turn))
         memory = product.bytes / 1e6 / rates.memory
-        total = np.maximum(busy, memory) + rates.beside * np.minimum(busy, memory) + tile
+        beside = np.where(in_grid, rates.grid_beside, rates.beside)
+        total = np.maximum(busy, memory) + beside * np.minimum(busy, memory) + tile
         copied = rates.resident + rates.resident_size * steps * self.b_bytes[:end] / 1e3
         total += np.where(resident, copied, 0) + each * self.join[:end]
         total += np.where(split, rates.start_split, rates.start)
