@@ -51,10 +51,14 @@ def _cuda(options: BackendOptions) -> ServingBackend:
     # Here, so that processes that do not compute on a GPU start half a second of a core sooner.
     from convgrad_service.backends.cuda.backend import CudaBackend
     from convgrad_service.backends.cuda.compile import DEFAULT_CACHE
+    from convgrad_service.backends.cuda.kernels.conv import pointwise_gemm_model
     from convgrad_service.backends.cuda.tuning.tuned import use_table
 
     use_table(options.tuning)
-    return CudaBackend(device=options.device, cache=options.kernel_cache or DEFAULT_CACHE)
+    backend = CudaBackend(device=options.device, cache=options.kernel_cache or DEFAULT_CACHE)
+    # Not in the first request.
+    pointwise_gemm_model.prepare(backend.device)
+    return backend
 
 
 def _auto(options: BackendOptions) -> ServingBackend:
