@@ -15,7 +15,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -209,7 +209,7 @@ def main() -> int:
     parser.add_argument("--locust", type=Path, required=True, help="Locust's executable")
     parser.add_argument("--seconds", type=float, default=20.0, help="seconds per mix")
     parser.add_argument("--step", type=float, default=12.0, help="seconds per step of the ramp")
-    every = {**RUNS, **OTHER_RUNS}
+    every: dict[str, Callable[..., Any]] = {**RUNS, **OTHER_RUNS}
     parser.add_argument(
         "--only", choices=every, help="run only this; default: the mixes and the ramp"
     )
