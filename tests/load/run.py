@@ -15,7 +15,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -199,9 +199,10 @@ def _shown(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds:.3f}"
 
 
-RUNS = {"mixes": mixes, "ramp": ramp}
+Run = Callable[[Path, float], tuple[list[str], list[dict[str, Any]]]]
+RUNS: Mapping[str, Run] = {"mixes": mixes, "ramp": ramp}
 """By name; called with Locust's program and the seconds per mix or step."""
-OTHER_RUNS = {"smoke": smoke}
+OTHER_RUNS: Mapping[str, Run] = {"smoke": smoke}
 
 
 def main() -> int:
