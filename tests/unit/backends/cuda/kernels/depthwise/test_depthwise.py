@@ -21,6 +21,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import (
     Strips,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import chunk_rows, plane_of
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight import DepthwiseWeight
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct import (
     DIRECT_TILES,
     DepthwiseWeightDirect,
@@ -48,7 +49,7 @@ from convgrad_service.problems.layouts import LAYOUTS
 
 INSTANCES = {
     instance
-    for family in (DepthwisePairs(), DepthwiseMma(), DepthwiseWeightMma())
+    for family in (DepthwisePairs(), DepthwiseMma(), DepthwiseWeight(), DepthwiseWeightMma())
     for instance in family.instances()
 }
 DIRECT, STRIPS = DepthwiseWeightDirect().name, HopperDepthwiseStrips().name
