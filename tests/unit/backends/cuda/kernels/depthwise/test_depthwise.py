@@ -8,6 +8,7 @@ import pytest
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise import Depthwise
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_mma import DepthwiseMma
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import (
     PAIR_TILES,
@@ -49,7 +50,13 @@ from convgrad_service.problems.layouts import LAYOUTS
 
 INSTANCES = {
     instance
-    for family in (DepthwisePairs(), DepthwiseMma(), DepthwiseWeight(), DepthwiseWeightMma())
+    for family in (
+        DepthwisePairs(),
+        Depthwise(),
+        DepthwiseMma(),
+        DepthwiseWeight(),
+        DepthwiseWeightMma(),
+    )
     for instance in family.instances()
 }
 DIRECT, STRIPS = DepthwiseWeightDirect().name, HopperDepthwiseStrips().name
@@ -248,7 +255,8 @@ def test_shares_hold_all_rows(
         (3, 2, 112, 64, DIRECT),
         (3, 2, 150, 64, "depthwise_weight"),
         (5, 1, 28, 64, "depthwise_weight_mma"),
-        (7, 1, 56, 8, "depthwise_weight_mma"),
+        (7, 1, 56, 8, "depthwise_weight"),
+        (7, 1, 56, 64, "depthwise_weight_mma"),
     ],
 )
 def test_who_takes_the_weight(kernel: int, stride: int, size: int, batch: int, taker: str) -> None:
