@@ -199,9 +199,10 @@ def _shown(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds:.3f}"
 
 
-RUNS = {"mixes": mixes, "ramp": ramp}
+Run = Callable[[Path, float], tuple[list[str], list[dict[str, Any]]]]
+RUNS: Mapping[str, Run] = {"mixes": mixes, "ramp": ramp}
 """By name; called with Locust's program and the seconds per mix or step."""
-OTHER_RUNS = {"smoke": smoke}
+OTHER_RUNS: Mapping[str, Run] = {"smoke": smoke}
 
 
 def main() -> int:
@@ -209,7 +210,7 @@ def main() -> int:
     parser.add_argument("--locust", type=Path, required=True, help="Locust's executable")
     parser.add_argument("--seconds", type=float, default=20.0, help="seconds per mix")
     parser.add_argument("--step", type=float, default=12.0, help="seconds per step of the ramp")
-    every: dict[str, Callable[..., Any]] = {**RUNS, **OTHER_RUNS}
+    every = {**RUNS, **OTHER_RUNS}
     parser.add_argument(
         "--only", choices=every, help="run only this; default: the mixes and the ramp"
     )
