@@ -199,10 +199,10 @@ def _shown(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds:.3f}"
 
 
-Runs = dict[str, Callable[..., tuple[list[str], list[Any]]]]
-RUNS: Runs = {"mixes": mixes, "ramp": ramp}
+Run = Callable[[Path, float], tuple[list[str], list[dict[str, Any]]]]
+RUNS: Mapping[str, Run] = {"mixes": mixes, "ramp": ramp}
 """By name; called with Locust's program and the seconds per mix or step."""
-OTHER_RUNS: Runs = {"smoke": smoke}
+OTHER_RUNS: Mapping[str, Run] = {"smoke": smoke}
 
 
 def main() -> int:
