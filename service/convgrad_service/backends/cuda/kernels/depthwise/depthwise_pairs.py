@@ -341,6 +341,7 @@ def _instance(dtype: DType, tile: PairTile, epilogue: bool) -> Instance:
         "PAIRS": tile.pairs,
         "STAGES": tile.stages,
         "BLOCKS": tile.blocks_with(epilogue),
-        "EPILOGUE": int(epilogue),
     }
+    if epilogue:
+        defines["EPILOGUE"] = 1
     return Instance.of("depthwise/depthwise_pairs.cu", defines)
