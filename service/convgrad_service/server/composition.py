@@ -77,6 +77,7 @@ def backend_of(settings: Settings, device: int = 0) -> ServingBackend:
         threads=settings.threads,
         workspace_limit_bytes=memory_budget(settings).workspace,
         kernel_cache=settings.kernel_cache,
+        tuning=settings.tuning,
         device=device,
     )
     return backend_named(settings.backend, options)

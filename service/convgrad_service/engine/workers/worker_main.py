@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -154,6 +155,9 @@ class Compiled(NamedTuple):
 
 # How often the device's vitals are read, and sent to the hub if they have changed.
 _VITALS_S = 2.0
+# The interpreter lets a thread that plans a new problem hold others up for this long; its default
+# of 5 ms is longer than most requests take.
+_SWITCH_S = 5e-5
 _NEVER = threading.Event()
 
 
@@ -168,6 +172,7 @@ class WorkerFailed(Exception):
 def worker_main(start: Start) -> None:
     """Compute tasks until the hub closes the control channel."""
     control, recipe = Pipe(start.control), start.recipe
+    sys.setswitchinterval(_SWITCH_S)
     recipe.prepare()
     try:
         backend = recipe.make_backend(start.device)
