@@ -13,6 +13,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fresh", action="store_true", help="draw other random inputs and examples than last time"
     )
+    parser.addoption(
+        "--part", default="1/1", help="only this part of the tests, such as 2/3: every third one"
+    )
     parser.addoption("--image", default=None, help="what tests/deploy/build_image.sh has made")
     parser.addoption(
         "--generators", default=None, help="the environment of deploy/locks/generators.txt"
@@ -42,6 +45,17 @@ def pytest_configure(config: pytest.Config) -> None:
         **kept,
     )
     settings.load_profile("convgrad")
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k have selected
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep a part of the tests, with some of each file."""
+    part, parts = map(int, config.getoption("--part").split("/"))
+    if parts > 1:
+        kept = set(range(part - 1, len(items), parts))
+        others = [one for number, one in enumerate(items) if number not in kept]
+        config.hook.pytest_deselected(items=others)
+        items[:] = items[part - 1 :: parts]
 
 
 def pytest_report_header(config: pytest.Config) -> str:

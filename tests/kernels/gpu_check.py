@@ -3,13 +3,15 @@
     python tests/kernels/gpu_check.py [--git-sha SHA] [--workers 8] [--slow] [pytest's options]
 
 All kernels are compiled first, in parallel; with --lazy, each is compiled when a test needs it,
-which is faster for a few tests. A line is appended to tests/perf/results/gpu_checks.jsonl.
+which is faster for a few tests. With --part 2/5, every fifth test runs, from the second on, so
+that a run can be taken up again. A line is appended to tests/perf/results/gpu_checks.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -84,7 +86,10 @@ def run_tests(command: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         started = time.perf_counter()
-        code = subprocess.run([*command, f"--junitxml={report}"], cwd=ROOT, check=False).returncode
+        # As many threads of each of many workers would keep the machine busy with themselves.
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+        full = [*command, f"--junitxml={report}"]
+        code = subprocess.run(full, cwd=ROOT, check=False, env=environment).returncode
         # Selecting no test of this part is no error; main checks that any test ran.
         code = 0 if code == NOTHING_COLLECTED else code
         seconds = time.perf_counter() - started

@@ -35,7 +35,7 @@ from tests.load.mixes import MIXES, requests_of
 from tests.load.results import RESULTS, device, stamped, store
 from tests.load.served import on_cores, server, split_cores
 
-__all__ = ["Plan", "arrivals", "compared", "figures", "run"]
+__all__ = ["Plan", "arrivals", "compared", "figures", "run", "starts_in_s"]
 
 QUANTILES = {"p50_s": 0.5, "p90_s": 0.9, "p99_s": 0.99, "p99.9_s": 0.999}
 # Largest ratio to a stored quantile; shorter ones than MIN_BASELINE_S count as this.
@@ -76,11 +76,16 @@ def arrivals(rate: float, seconds: float, rng: np.random.Generator) -> np.ndarra
     return np.sort(rng.uniform(0.0, seconds, count))
 
 
+def starts_in_s(workers: int) -> float:
+    """Return after how many seconds `run` sends its first request: the workers start first."""
+    return _STARTS_IN_S + workers * 0.5
+
+
 def run(plan: Plan) -> dict[str, Any]:
     """Run the plan and return its figures."""
     # Not fork: the parent may have threads, for example gRPC's.
     context = multiprocessing.get_context("spawn")
-    begins_s = time.time() + _STARTS_IN_S + plan.workers * 0.5
+    begins_s = time.time() + starts_in_s(plan.workers)
     with context.Pool(plan.workers) as pool:
         seen = pool.starmap(_work, [(plan, number, begins_s) for number in range(plan.workers)])
     return figures(plan, seen)

@@ -13,6 +13,7 @@ from pathlib import Path
 from convgrad.errors import CODES, ServiceError
 from convgrad_service.server.setting_table import markdown_table
 from tests.perf import family_tables, load_tables, network_tables, peer_times, speed_tables
+from tests.perf.image_size import image_table
 from tests.perf.records import records
 from tests.perf.stale import stale_rows
 
@@ -59,7 +60,7 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "devices": speed_tables.devices_table,
     },
     KERNELS: {"families": family_tables.families_table},
-    DEPLOY: {"scaling_limits": load_tables.scaling_limits_table},
+    DEPLOY: {"image": image_table, "scaling_limits": load_tables.scaling_limits_table},
     LOAD: {
         "load": load_tables.load_table,
         "open_loop": load_tables.open_loop_table,

@@ -75,9 +75,10 @@ class CudaBackend(Diagnostics):
     """Computes every operation on one GPU, deterministically.
 
     Requests run concurrently on ``lanes`` streams. A problem larger than the GPU's memory, or than
-    ``memory_limit_bytes``, runs in pieces. ``cache`` is the folder of compiled kernels. For tests,
-    ``poison`` fills outputs and workspace with NaNs first, and ``debug`` kernels turn endless waits
-    into faults.
+    ``memory_limit_bytes``, runs in pieces. ``cache`` is the folder of compiled kernels, and
+    ``compilers_ahead`` processes are started for the first ones to compile. For tests, ``poison``
+    fills outputs and workspace with NaNs first, and ``debug`` kernels turn endless waits into
+    faults.
 
     Raises
     ------
@@ -97,6 +98,7 @@ class CudaBackend(Diagnostics):
         lanes: int = slots,
         memory_limit_bytes: int | None = None,
         cache: Path | None = DEFAULT_CACHE,
+        compilers_ahead: int = 0,
         families: Families = FAMILIES,
         poison: bool = False,
         debug: bool = False,
@@ -107,12 +109,8 @@ class CudaBackend(Diagnostics):
         self._index, self._poison, self._uuid = device, poison, uuid_of(device)
         self._limited = memory_limit_bytes is not None
         try:
-            compiler = Compiler(
-                find_nvrtc(cuda_driver_major()),
-                self.device.architecture,
-                cache,
-                debug=debug,
-            )
+            nvrtc, architecture = find_nvrtc(cuda_driver_major()), self.device.architecture
+            compiler = Compiler(nvrtc, architecture, cache, debug=debug, ahead=compilers_ahead)
         except CompileError as error:
             raise DeviceUnavailable(str(error)) from error
         self._families = families

@@ -94,6 +94,8 @@ class Compiler:
         Concurrent compilations; by default the number of cores.
     debug : bool
         Turn endless waits in kernels into faults (``core/bounded_wait.cuh``).
+    ahead : int
+        Processes to start now, for the first compilations.
 
     Attributes
     ----------
@@ -111,12 +113,13 @@ class Compiler:
         *,
         jobs: int | None = None,
         debug: bool = False,
+        ahead: int = 0,
     ) -> None:
         self.architecture = architecture
         self._nvrtc = nvrtc
         self._cache = cache
         self._debug = debug
-        self._processes = CompileProcesses()
+        self._processes = CompileProcesses(nvrtc.path, ahead)
         self._jobs = jobs or usable_cores()
         self._pool = ThreadPoolExecutor(self._jobs, "convgrad-compile")
         self._wanted: dict[Instance, _Wanted] = {}
@@ -187,8 +190,7 @@ class Compiler:
         """Compile an instance, ignoring the cache; raises like `cubin`."""
         source = (KERNELS / instance.source).read_text(encoding="utf-8")
         options = [*self._options(instance), f"--include-path={KERNELS}"]
-        request = Request(self._nvrtc.path, source, instance.source, options)
-        code, log = self._processes.compile(request)
+        code, log = self._processes.compile(Request(source, instance.source, options))
         return Cubin(code, Resources.of(log))
 
     def close(self) -> None:
@@ -217,9 +219,10 @@ class Compiler:
         with self._lock:
             wanted = self._wanted.get(instance)
             if wanted is None:
-                found = self._cached(instance)
+                name = self.file_name(instance)
+                found = self._cached(name)
                 if found is None:
-                    cubin = self._pool.submit(self._found_or_compiled, instance)
+                    cubin = self._pool.submit(self._found_or_compiled, instance, name)
                 else:
                     cubin = Future()
                     cubin.set_result(found)
@@ -236,11 +239,10 @@ class Compiler:
                     continue
                 del self._wanted[wanted.instance]
 
-    def _cached(self, instance: Instance) -> Cubin | None:
+    def _cached(self, name: str) -> Cubin | None:
         """Read a cubin from the cache and count it as found; the caller holds the lock."""
         if self._cache is None:
             return None
-        name = self.file_name(instance)
         for folder in (self._cache, DEFAULT_CACHE):
             with contextlib.suppress(OSError):  # missing or unreadable
                 code = (folder / name).read_bytes()
@@ -248,15 +250,15 @@ class Compiler:
                 return Cubin(code, None)
         return None
 
-    def _found_or_compiled(self, instance: Instance) -> Cubin:
+    def _found_or_compiled(self, instance: Instance, name: str) -> Cubin:
         """Compile and cache an instance, unless another process on this host has just done so."""
         try:
             if self._cache is None:
                 return self._compile_counted(instance)
-            path = self._cache / self.file_name(instance)
+            path = self._cache / name
             with exclusive(path.with_suffix(".lock"), self._processes.closed):
                 with self._lock:
-                    found = self._cached(instance)
+                    found = self._cached(name)
                 if found is None:
                     found = self._compile_counted(instance)
                     _store(path, found.code)

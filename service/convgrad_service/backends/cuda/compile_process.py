@@ -1,7 +1,9 @@
-"""Compilation in a separate process, and a lock by which a host compiles each cubin once.
+"""Compilation in separate processes, and a lock by which a host compiles each cubin once.
 
-NVRTC compiles one source at a time in a process and cannot be interrupted. So each compilation has
-its own process, which runs ``nvrtc.py`` at low priority and can be killed.
+NVRTC compiles one source at a time in a process and cannot be interrupted. So each concurrent
+compilation has its own process, which runs ``nvrtc.py`` at low priority and can be killed.
+Processes are used again, and can be started ahead, because starting one and loading NVRTC into it
+takes about as long as compiling a small kernel.
 """
 
 from __future__ import annotations
@@ -10,13 +12,15 @@ import contextlib
 import fcntl
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple
 
 from convgrad_service.backends.cuda import nvrtc
 from convgrad_service.backends.cuda.nvrtc import CompileError
@@ -25,25 +29,33 @@ __all__ = ["CompileProcesses", "Request", "exclusive"]
 
 LONGEST_S = 600.0
 """Timeout of a compilation, which takes up to 15 s on an idle core."""
+MOST_IDLE = 8
+"""Processes that wait for a compilation: each has 10 MB of its own, and 20 to 40 MB after one."""
 _POLL_S = 0.02
 
 
 class Request(NamedTuple):
-    """What one process compiles; ``library`` is the path of NVRTC."""
+    """What is compiled; see `Nvrtc.compile`."""
 
-    library: str
     source: str
     name: str
     options: list[str]
 
 
 class CompileProcesses:
-    """Runs compilations, each in a process of its own. Thread-safe."""
+    """Runs compilations, each in a process of its own, with the NVRTC at ``library``. Thread-safe.
 
-    def __init__(self) -> None:
+    ``ahead`` processes are started for the first compilations. All processes end with this one, or
+    once this object is closed.
+    """
+
+    def __init__(self, library: str, ahead: int = 0) -> None:
         self.closed = threading.Event()
+        self._library = library
         self._running: set[subprocess.Popen[bytes]] = set()
+        self._idle = [self._start() for _ in range(ahead)]
         self._lock = threading.Lock()
+        weakref.finalize(self, _end_all, self._idle)
 
     def compile(self, request: Request, longest_s: float = LONGEST_S) -> tuple[bytes, str]:
         """Compile; return the cubin and the compiler's log.
@@ -54,53 +66,99 @@ class CompileProcesses:
             The source was refused, or the process ended, took too long or was killed
             by `close`; the message says which.
         """
-        with self._process() as process:
-            try:
-                said, _ = process.communicate(json.dumps(request).encode(), longest_s)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.communicate()
-                raise CompileError(
-                    f"compiling {request.name} took longer than {longest_s:g} s"
-                ) from None
-        if process.returncode != 0:
-            raise CompileError(
-                f"the process that compiled {request.name} ended with {_ending(process.returncode)}"
-            )
-        head, _, code = said.partition(b"\n")
-        answer = json.loads(head)
-        if "error" in answer:
-            raise CompileError(answer["error"])
-        return code, answer["log"]
+        process = self._take()
+        answer = None
+        try:
+            answer = _answer_of(process, request, longest_s)
+        finally:
+            self._give_back(process, usable=answer is not None)
+        head, code = answer
+        if "error" in head:
+            raise CompileError(head["error"])
+        return code, head["log"]
 
     def close(self) -> None:
-        """Kill running compilations and refuse new ones."""
+        """Kill all processes, with their compilations, and refuse new ones."""
         with self._lock:
             self.closed.set()
             for process in self._running:
                 process.kill()
+            _end_all(self._idle)
 
-    @contextlib.contextmanager
-    def _process(self) -> Iterator[subprocess.Popen[bytes]]:
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(  # noqa: S603 - this interpreter, our own file
+            [sys.executable, "-I", "-S", nvrtc.__file__, self._library],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    def _take(self) -> subprocess.Popen[bytes]:
+        """Return an idle process, or a new one."""
         with self._lock:
             if self.closed.is_set():
                 raise CompileError("the backend has been closed")
-            process = subprocess.Popen(  # noqa: S603 - this interpreter, our own file
-                [sys.executable, "-I", "-S", nvrtc.__file__, str(os.getpid())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-            )
+            while self._idle:
+                process = self._idle.pop()
+                if process.poll() is None:
+                    break
+                _end(process)  # someone has killed it
+            else:
+                process = self._start()
             self._running.add(process)
-        try:
-            yield process
-        finally:
-            with self._lock:
-                self._running.remove(process)
-            # Closing a killed process's pipe fails where it has not read all of its input.
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with contextlib.suppress(OSError):
-                        pipe.close()
+        return process
+
+    def _give_back(self, process: subprocess.Popen[bytes], *, usable: bool) -> None:
+        with self._lock:
+            self._running.remove(process)
+            if usable and len(self._idle) < MOST_IDLE and not self.closed.is_set():
+                self._idle.append(process)
+                return
+        _end(process)
+
+
+def _answer_of(
+    process: subprocess.Popen[bytes], request: Request, longest_s: float
+) -> tuple[dict[str, Any], bytes]:
+    """Have a process compile; return its answer's head and the cubin. Raises CompileError."""
+    requests, answers = _pipes(process)
+    head = code = b""
+    size = 0
+    # A process that has ended does not read, and its answer is empty or cut off.
+    with contextlib.suppress(OSError):
+        requests.write(json.dumps(request).encode() + b"\n")
+        requests.flush()
+        answered = select.poll()
+        answered.register(answers, select.POLLIN)
+        if not answered.poll(longest_s * 1e3):
+            raise CompileError(f"compiling {request.name} took longer than {longest_s:g} s")
+        head = answers.readline()
+        if head.endswith(b"\n"):
+            size = json.loads(head)["size"]
+            code = answers.read(size)
+    if not head.endswith(b"\n") or len(code) < size:
+        ending = _ending(process.wait())
+        raise CompileError(f"the process that compiled {request.name} ended with {ending}")
+    return json.loads(head), code
+
+
+def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
+    assert process.stdin is not None  # noqa: S101
+    assert process.stdout is not None  # noqa: S101
+    return process.stdin, process.stdout
+
+
+def _end_all(processes: list[subprocess.Popen[bytes]]) -> None:
+    while processes:
+        _end(processes.pop())
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    # Closing a killed process's pipe fails where it has not read all of its input.
+    for pipe in _pipes(process):
+        with contextlib.suppress(OSError):
+            pipe.close()
 
 
 def _ending(code: int) -> str:

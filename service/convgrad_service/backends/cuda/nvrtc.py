@@ -1,8 +1,8 @@
 """NVRTC, NVIDIA's run-time compiler, through its C interface: from source to cubin without a GPU.
 
 The library comes from the ``nvidia-cuda-nvrtc`` wheel, or from a CUDA toolkit that the dynamic
-loader finds. Run as a program, this file compiles one source and exits (see `compile_process`), so
-it imports only the standard library.
+loader finds. Run as a program, this file compiles what it is sent (see `compile_process`), so it
+imports only the standard library.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import ctypes
 import importlib.util
 import json
 import os
+import select
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -124,30 +126,36 @@ def _places(major: int) -> Iterator[str]:
 
 # Lower priority than computing threads have (`convgrad_service.thread_priority`).
 _NICENESS = 10
-_PR_SET_PDEATHSIG = 1
 
 
 def _main() -> None:
-    """Compile the request on standard input, and write the result to standard output.
+    """Compile one request after another from standard input, with the library in the argument.
 
-    The first line is JSON: the log, or the error; the cubin follows. The argument is the process
-    id of the parent, with which this process dies.
+    A request is a line of JSON: source, name and options. So is the answer, with the log or the
+    error, and the size of the cubin that follows it.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != int(sys.argv[1]):
-            return  # the parent died before prctl
     # Ctrl-C in a terminal reaches every process; only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(_NICENESS)
-    library, source, name, options = json.load(sys.stdin)
-    code = b""
-    try:
-        code, log = Nvrtc(library).compile(source, name, options)
-        answer = {"log": log}
-    except CompileError as error:
-        answer = {"error": str(error)}
-    sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n" + code)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    nvrtc = Nvrtc(sys.argv[1])
+    for line in sys.stdin.buffer:
+        code, answer = b"", {}
+        try:
+            code, answer["log"] = nvrtc.compile(*json.loads(line))
+        except CompileError as error:
+            answer["error"] = str(error)
+        head = json.dumps({**answer, "size": len(code)}).encode()
+        sys.stdout.buffer.write(head + b"\n" + code)
+        sys.stdout.buffer.flush()
+
+
+def _end_with_parent() -> None:
+    """End this process, even amid a compilation, once nobody can send requests any more."""
+    hung_up = select.poll()
+    hung_up.register(sys.stdin.fileno(), 0)
+    hung_up.poll()
+    os._exit(0)
 
 
 if __name__ == "__main__":

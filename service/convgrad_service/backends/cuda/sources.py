@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from functools import lru_cache
 from pathlib import Path
 
 __all__ = ["KERNELS", "included", "source_hash"]
@@ -22,11 +23,9 @@ def included(source: str, folder: Path | None = None) -> list[str]:
     found: dict[str, None] = {source: None}
     waiting = [source]
     while waiting:
-        text = ((folder or KERNELS) / waiting.pop()).read_text(encoding="utf-8")
-        for name in _INCLUDE.findall(text):
-            if name not in found:
-                found[name] = None
-                waiting.append(name)
+        names, _ = _read((folder or KERNELS) / waiting.pop())
+        waiting += [name for name in names if name not in found]
+        found |= dict.fromkeys(names)
     return list(found)
 
 
@@ -38,8 +37,19 @@ def source_hash(source: str, folder: Path | None = None) -> str:
     """
     key = hashlib.sha256()
     for name in included(source, folder):
-        text = ((folder or KERNELS) / name).read_text(encoding="utf-8")
-        code = _STRING_OR_COMMENT.sub(lambda match: match[1] or " ", _INCLUDE.sub("", text))
-        lines = (" ".join(line.split()) for line in code.splitlines())
-        key.update(f"{chr(10).join(filter(None, lines))}\0".encode())
+        _, code = _read((folder or KERNELS) / name)
+        key.update(code + b"\0")
     return key.hexdigest()[:16]
+
+
+def _read(path: Path) -> tuple[tuple[str, ...], bytes]:
+    """Return the names that a file includes, and its code."""
+    return _parsed(path.read_text(encoding="utf-8"))
+
+
+# Cached, because a request that compiles would otherwise spend milliseconds in regular expressions.
+@lru_cache(maxsize=1024)
+def _parsed(text: str) -> tuple[tuple[str, ...], bytes]:
+    code = _STRING_OR_COMMENT.sub(lambda match: match[1] or " ", _INCLUDE.sub("", text))
+    lines = (" ".join(line.split()) for line in code.splitlines())
+    return tuple(_INCLUDE.findall(text)), "\n".join(filter(None, lines)).encode()

@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -25,6 +26,7 @@ from convgrad_service.engine.shm.mappings import RegionMappings
 from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.engine.workers.execute import Job, compile_ahead, run_job
 from convgrad_service.engine.workers.inline_executor import InlineBackend
+from convgrad_service.error_frames import without_frames
 from convgrad_service.thread_priority import give_way
 
 __all__ = [
@@ -153,6 +155,9 @@ class Compiled(NamedTuple):
 
 # How often the device's vitals are read, and sent to the hub if they have changed.
 _VITALS_S = 2.0
+# The interpreter lets a thread that plans a new problem hold others up for this long; its default
+# of 5 ms is longer than most requests take.
+_SWITCH_S = 5e-5
 _NEVER = threading.Event()
 
 
@@ -167,6 +172,7 @@ class WorkerFailed(Exception):
 def worker_main(start: Start) -> None:
     """Compute tasks until the hub closes the control channel."""
     control, recipe = Pipe(start.control), start.recipe
+    sys.setswitchinterval(_SWITCH_S)
     recipe.prepare()
     try:
         backend = recipe.make_backend(start.device)
@@ -275,7 +281,7 @@ class _Worker:
             job = Job(layout, task.base, tuple(RegionSlice(*each) for each in task.regions))
             result = run_job(self._backend, self._arena, self._mappings, job, cancelled, task.part)
         except ServiceError as error:
-            result = error
+            result = without_frames(error)
         # Any error must reach the waiting request.
         except BaseException as error:  # noqa: BLE001
             result = WorkerFailed.of(error)

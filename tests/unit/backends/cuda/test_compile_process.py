@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -170,7 +171,7 @@ def test_whoever_gives_up_waits_no_longer_for_a_lock(tmp_path: Path) -> None:
 
 
 def request(source: str) -> Request:
-    return Request(find_nvrtc().path, source, "one.cu", ["--gpu-architecture=sm_80"])
+    return Request(source, "one.cu", ["--gpu-architecture=sm_80"])
 
 
 def process_of(processes: CompileProcesses) -> int:
@@ -179,7 +180,7 @@ def process_of(processes: CompileProcesses) -> int:
 
 
 def test_a_compilation_can_be_ended(tmp_path: Path) -> None:
-    processes = CompileProcesses()
+    processes = CompileProcesses(find_nvrtc().path)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(processes.compile, request(LONG))
         process = process_of(processes)
@@ -192,7 +193,7 @@ def test_a_compilation_can_be_ended(tmp_path: Path) -> None:
 
 
 def test_a_compiler_that_is_killed_or_takes_too_long_is_an_error() -> None:
-    processes = CompileProcesses()
+    processes = CompileProcesses(find_nvrtc().path)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(processes.compile, request(LONG))
         os.kill(process_of(processes), signal.SIGKILL)
@@ -204,15 +205,45 @@ def test_a_compiler_that_is_killed_or_takes_too_long_is_an_error() -> None:
     assert code.startswith(b"\x7fELF")
 
 
+def idle(processes: CompileProcesses) -> list[int]:
+    return [each.pid for each in processes._idle]
+
+
+def test_processes_are_started_ahead_and_used_again() -> None:
+    processes = CompileProcesses(find_nvrtc().path, ahead=2)
+    ahead = idle(processes)
+    assert len(ahead) == 2
+    processes.compile(request("__global__ void f() {}"))
+    with pytest.raises(CompileError, match="no_such_thing"):
+        processes.compile(request("no_such_thing;"))
+    assert idle(processes) == ahead
+    # Someone else kills the one that would be next.
+    processes._idle[-1].kill()
+    processes._idle[-1].wait()
+    processes.compile(request("__global__ void f() {}"))
+    assert idle(processes) == ahead[:1]
+    processes.close()
+    assert not any(map(alive, ahead))
+
+
+def test_idle_processes_end_with_what_would_use_them() -> None:
+    processes = CompileProcesses(find_nvrtc().path, ahead=1)
+    (process,) = idle(processes)
+    del processes
+    gc.collect()
+    assert not alive(process)
+
+
 def test_compilations_end_with_their_process(tmp_path: Path) -> None:
     program = (
         "import sys, threading\n"
         "from convgrad_service.backends.cuda.compile_process import CompileProcesses, Request\n"
-        "processes = CompileProcesses()\n"
-        "given = Request(sys.argv[1], sys.stdin.read(), 'long.cu', ['--gpu-architecture=sm_80'])\n"
+        "processes = CompileProcesses(sys.argv[1], 2)\n"
+        "given = Request(sys.stdin.read(), 'long.cu', ['--gpu-architecture=sm_80'])\n"
         "threading.Thread(target=processes.compile, args=(given,), daemon=True).start()\n"
         "while not processes._running: pass\n"
-        "print(next(iter(processes._running)).pid, flush=True)\n"
+        "pids = [each.pid for each in (*processes._running, *processes._idle)]\n"
+        "print(*pids, flush=True)\n"
         "threading.Event().wait()\n"
     )
     command = [sys.executable, "-c", program, find_nvrtc().path]
@@ -223,8 +254,8 @@ def test_compilations_end_with_their_process(tmp_path: Path) -> None:
         assert parent.stdout is not None
         parent.stdin.write(LONG)
         parent.stdin.close()
-        process = int(parent.stdout.readline())
+        process, ahead = map(int, parent.stdout.readline().split())
         assert alive(process)
-        time.sleep(0.3)  # until it has asked to end with its parent
+        assert alive(ahead)
         parent.kill()
-        until(lambda: not alive(process))
+        until(lambda: not alive(process) and not alive(ahead))

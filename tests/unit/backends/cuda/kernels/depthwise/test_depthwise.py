@@ -259,6 +259,7 @@ def test_shares_hold_all_rows(
         (5, 2, 56, 128, "depthwise_weight"),
         (7, 1, 56, 8, "depthwise_weight"),
         (7, 1, 56, 16, "depthwise_weight_mma"),
+        (7, 1, 56, 64, "depthwise_weight_mma"),
     ],
 )
 def test_who_takes_the_weight(kernel: int, stride: int, size: int, batch: int, taker: str) -> None:
