@@ -22,7 +22,12 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     why_not_plane,
 )
 from convgrad_service.backends.cuda.structures import structure
-from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.device import (
+    ARCHITECTURES,
+    CudaDevice,
+    architectures_since,
+    listed_architecture,
+)
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
@@ -81,6 +86,11 @@ class PairTile:
     @property
     def threads(self) -> int:
         return self.octets * 128 // self.pairs
+
+    def architectures(self, epilogue: bool) -> tuple[str, ...]:
+        """Return those whose compiler finds registers for it."""
+        spills = epilogue and self.kernel_rows == 7 and self.pairs == 4
+        return architectures_since((9, 0)) if spills else ARCHITECTURES
 
     def blocks_of(self, work: ConvWork) -> int:
         """Return the blocks per SM for a work."""
@@ -213,6 +223,8 @@ class DepthwisePairs:
             for tile in self._tiles
             if tile.stride == plane.stride
             and plane.reach[0] <= tile.kernel_rows
+            and listed_architecture(device.architecture)
+            in tile.architectures(not work.epilogue_free)
             and reads <= tile.units * 4
         ]
         if not holding:
@@ -347,4 +359,4 @@ def _instance(dtype: DType, tile: PairTile, epilogue: bool) -> Instance:
     }
     if epilogue:
         defines["EPILOGUE"] = 1
-    return Instance.of("depthwise/depthwise_pairs.cu", defines)
+    return Instance.of("depthwise/depthwise_pairs.cu", defines, tile.architectures(epilogue))
