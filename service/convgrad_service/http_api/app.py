@@ -96,8 +96,7 @@ def app_on(
     app.add_exception_handler(HTTPException, _answer_http_exception)
     keys = KeyRing(settings.api_keys, settings.key_limits) if settings.api_keys else None
     inner = partial(FastAPI.__call__, app)
-    cors = settings.cors_origins is not None
-    app.exchange = ExchangeMiddleware(inner, pipeline, keys, traces, endpoints, wrapped=cors)
+    app.exchange = ExchangeMiddleware(inner, pipeline, keys, traces, endpoints)
     if settings.cors_origins is not None:
         app.exchange = with_cors(app.exchange, settings.cors_origins)
     return app

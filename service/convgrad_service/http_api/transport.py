@@ -14,7 +14,7 @@ from convgrad.contract import Operation
 from convgrad_service.engine.deadline import CancelScope, Deadline
 from convgrad_service.engine.memory.lease import Lease
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import SMALL_BYTES, ClientGone, ComputeRequest
+from convgrad_service.engine.request import ClientGone, ComputeRequest
 from convgrad_service.http_api.body import Body, BodyLimits
 from convgrad_service.http_api.connection import CONNECTION, Connection, connection_of
 from convgrad_service.http_api.context import context_of
@@ -24,7 +24,6 @@ from convgrad_service.http_api.response import (
     refuse_encoded,
     requested_timeout_s,
     send_chunks,
-    whole_response,
 )
 from convgrad_service.server.settings import Settings
 
@@ -91,9 +90,6 @@ class HttpTransport:
 
     async def respond(self, headers: HeaderList, chunks: Sequence[Chunk]) -> None:
         """Send a 200 with these headers and the chunks as its body."""
-        if self._connection is not None and sum(map(len, chunks)) <= SMALL_BYTES:
-            await self._send(whole_response(headers, chunks))
-            return
         await send_chunks(
             self._send,
             headers,
