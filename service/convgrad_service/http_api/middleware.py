@@ -53,8 +53,8 @@ _OPEN_FOLDERS = ("/docs/assets/", "/ui/")
 _QUIET_PATHS = ("/v2/health/", "/metrics")  # polled by machines, so logged at debug level
 
 
-Endpoints = Mapping[str, tuple[ASGIApp, Mapping[str, str]]]
-"""The POST endpoint and the path parameters of each path."""
+Endpoints = Mapping[str, ASGIApp]
+"""The POST endpoint of each path."""
 
 
 class ExchangeMiddleware:
@@ -107,8 +107,7 @@ class ExchangeMiddleware:
             if found is None or scope.get("root_path"):
                 await self.app(scope, exchange.receive, exchange.send)
             else:
-                endpoint, scope["path_params"] = found
-                await endpoint(scope, exchange.receive, exchange.send)
+                await found(scope, exchange.receive, exchange.send)
         except ClientGone:
             context.code = "client-gone"
         except ServiceError as error:
