@@ -82,7 +82,7 @@ class DescribingMethods:
     async def _model_metadata(self, request: Any, __: str) -> Any:
         operation = operation_named(request.name, request.version)
         answer = message("ModelMetadataResponse")()
-        return ParseDict(model_metadata(operation.name).as_json(), answer)
+        return ParseDict(model_metadata(operation.name), answer)
 
     async def _model_config(self, request: Any, __: str) -> Any:
         operation = operation_named(request.name, request.version)

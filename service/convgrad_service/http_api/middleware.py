@@ -127,15 +127,7 @@ class ExchangeMiddleware:
     def _record(self, scope: Scope, context: RequestContext) -> None:
         # A bad key is refused before the operation is known.
         if context.operation is not None or context.code in KEY_REFUSALS:
-            self.pipeline.observe(
-                context.operation or "",
-                "http",
-                context.code,
-                context.timings,
-                received_bytes=context.received_bytes,
-                sent_bytes=context.sent_bytes,
-                key=context.owner,
-            )
+            self.pipeline.engine.observe(context.record("http"))
         if self.traces is not None:
             name, attributes = http_span(scope, context)
             self.traces.end(context, name, attributes, failed=context.status >= 500)

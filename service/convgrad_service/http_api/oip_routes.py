@@ -89,7 +89,7 @@ def _describing(pipeline: Pipeline, shared_memory: SharedMemory, settings: Setti
     @router.get(_VERSION, include_in_schema=False)
     @router.get(_MODEL, summary="A model's inputs and outputs.")
     async def metadata(model: str, version: str = "") -> JSONResponse:
-        return JSONResponse(model_metadata(operation_named(model, version).name).as_json())
+        return JSONResponse(model_metadata(operation_named(model, version).name))
 
     @router.get(f"{_VERSION}/ready", include_in_schema=False)
     @router.get(f"{_MODEL}/ready", summary="The model takes requests.")

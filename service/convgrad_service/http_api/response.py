@@ -20,7 +20,7 @@ __all__ = [
     "Arriving",
     "Chunk",
     "refuse_encoded",
-    "requested_timeout_s",
+    "seconds_in",
     "send_chunks",
 ]
 
@@ -58,17 +58,17 @@ def refuse_encoded(content_encoding: str | None) -> None:
         )
 
 
-def requested_timeout_s(header: str | None) -> float | None:
-    """Return the seconds in an X-Request-Timeout header; raises MalformedRequest if invalid."""
-    if header is None:
+def seconds_in(value: str | None, header: str) -> float | None:
+    """Return the seconds in the value of ``header``; raises MalformedRequest if it is invalid."""
+    if value is None:
         return None
     try:
-        seconds = float(header)
+        seconds = float(value)
     except ValueError:
         seconds = math.nan
     if not (math.isfinite(seconds) and seconds > 0):
         raise MalformedRequest(
-            f"X-Request-Timeout is {header[:64]!r}; expected a number of seconds above zero"
+            f"{header} is {value[:64]!r}; expected a number of seconds above zero"
         )
     return seconds
 

@@ -26,7 +26,7 @@ from convgrad_service.http_api.problem_details import Headers as HeaderList
 from convgrad_service.http_api.response import (
     Chunk,
     refuse_encoded,
-    requested_timeout_s,
+    seconds_in,
     send_chunks,
 )
 from convgrad_service.server.settings import Settings
@@ -89,7 +89,7 @@ class HttpTransport(Transport):
         length = headers.get(b"content-length")
         context.operation = operation.name
         refuse_encoded(headers.get(b"content-encoding"))
-        allowed_s = requested_timeout_s(headers.get(b"x-request-timeout"))
+        allowed_s = seconds_in(headers.get(b"x-request-timeout"), "X-Request-Timeout")
         self.request = ComputeRequest(
             operation,
             Deadline.after(min(allowed_s or math.inf, settings.max_timeout_s)),
