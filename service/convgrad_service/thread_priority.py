@@ -1,4 +1,4 @@
-"""Computing gives way: a thread that computes for seconds must not keep the event loop waiting."""
+"""Lowers the priority of threads that compute, so that the event loop need not wait for them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import threading
 
 __all__ = ["give_way"]
 
-# Enough that a thread which wakes for a moment runs at once, and little enough that computing keeps
-# most of a core beside other processes.
+# High enough that a thread that wakes briefly runs at once; low enough that computing keeps most of
+# a core when other processes run too.
 NICENESS = 5
 
 
@@ -17,6 +17,6 @@ def give_way() -> None:
     """Lower the calling thread's priority, where the system has priorities for threads."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
-        # Beside what the process was started with: only the superuser may take niceness away.
+        # Added to the process's own niceness, which only the superuser may lower.
         nicer = os.getpriority(os.PRIO_PROCESS, thread) + NICENESS
         os.setpriority(os.PRIO_PROCESS, thread, min(nicer, 19))

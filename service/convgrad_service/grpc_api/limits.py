@@ -78,7 +78,7 @@ class Arrivals:
         """
         if not self.streams.take(call):
             raise Overloaded(
-                f"{self.streams.count} streams are open, and no more may be",
+                f"{self.streams.count} streams are open, the maximum",
                 retry_after_s=RETRY_AFTER_S,
             )
         try:
@@ -162,7 +162,7 @@ class _Arrival:
         if not permits.take(self._call):
             self._call.cut(
                 Overloaded(
-                    f"{permits.count} messages are on their way in, and no more may be",
+                    f"{permits.count} messages are being received, the maximum",
                     retry_after_s=RETRY_AFTER_S,
                 )
             )

@@ -88,7 +88,11 @@ def app_on(
     # The catalogue never changes while the server runs.
     described = catalogue(pipeline, settings)
 
-    @app.get("/operations", tags=["operations"], summary="What each operation takes and gives.")
+    @app.get(
+        "/operations",
+        tags=["operations"],
+        summary="Describe all operations.",
+    )
     async def operations() -> JSONResponse:
         return JSONResponse(described)
 

@@ -189,8 +189,8 @@ def _encode_safetensors(execution: Execution, result: Result) -> Sequence[Chunk]
     store = result.request.store
     metadata = {"report": result.report.model_dump_json()}
     if store:
-        told = {name: stored_tensor(result.outputs[name], store[name]) for name in store}
-        metadata["stored"] = json.dumps(told)
+        stored = {name: stored_tensor(result.outputs[name], store[name]) for name in store}
+        metadata["stored"] = json.dumps(stored)
     sent = {name: array for name, array in result.outputs.items() if name not in store}
     if progress is None:
         return safetensors.encode(sent, metadata)

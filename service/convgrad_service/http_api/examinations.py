@@ -34,7 +34,7 @@ __all__ = ["EVENT_STREAM", "PlanTransport", "TimeTransport", "VerifyTransport"]
 
 EVENT_STREAM = "text/event-stream"
 # How often a waiting client is sent its queue position, if that has changed.
-_TELL_S = 0.2
+_POSITION_S = 0.2
 # How often it is sent something, so that no proxy closes the connection.
 _KEEP_ALIVE_S = 10.0
 # Bytes per element of a sample: values, magnitudes, their operands, and what is compared.
@@ -66,8 +66,8 @@ class _ExaminationTransport(BodyTransport):
         """Refuse a problem that would take too long, before anything is computed."""
 
     async def send(self, execution: Execution, result: Result) -> None:
-        said = json.loads(result.job_result.words)
-        await self.respond(_JSON_HEADERS, [_text(said["answer"])])
+        content = json.loads(result.job_result.words)
+        await self.respond(_JSON_HEADERS, [_text(content["answer"])])
 
 
 class VerifyTransport(_ExaminationTransport):
@@ -82,7 +82,7 @@ class VerifyTransport(_ExaminationTransport):
         for name in shared:
             if name not in self.operation.tensors or name in decoded.fields:
                 raise MalformedRequest(
-                    f"{named} names {shown(name)}; expected a tensor that is not sent besides: "
+                    f"{named} names {shown(name)}; expected a tensor that is not also sent: "
                     f"{', '.join(self.operation.tensors)}"
                 )
         blanks = {name: blank(each.shape, each.dtype, name=name) for name, each in shared.items()}
@@ -115,21 +115,21 @@ class VerifyTransport(_ExaminationTransport):
             )
 
     async def send(self, execution: Execution, result: Result) -> None:
-        said = json.loads(result.job_result.words)
-        answer = said["answer"]
-        results = {name: (each[0], tuple(each[1])) for name, each in said["results"].items()}
+        content = json.loads(result.job_result.words)
+        answer = content["answer"]
+        results = {name: (each[0], tuple(each[1])) for name, each in content["results"].items()}
         request_id = self._context.request_id
         earlier = await call_hub(
-            self.pipeline.engine, Submissions.add, self.owner, said["key"], request_id, results
+            self.pipeline.engine, Submissions.add, self.owner, content["key"], request_id, results
         )
         for name, found in earlier.items():
-            told = Earlier(
+            described = Earlier(
                 equal=found[0],
                 request_id=found[1],
                 seconds_ago=found[2],
                 first_difference=found[3],
             )
-            answer["outputs"][name]["bits"]["earlier"] = told.model_dump(mode="json")
+            answer["outputs"][name]["bits"]["earlier"] = described.model_dump(mode="json")
         await self.respond(_JSON_HEADERS, [_text(answer)])
 
 
@@ -148,7 +148,7 @@ class TimeTransport(_ExaminationTransport):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._tickets: list[Ticket] = []
-        self._telling: asyncio.Task[None] | None = None
+        self._sending_events: asyncio.Task[None] | None = None
         self._begun = asyncio.Event()
         # The queue position last sent; None while running.
         self._place: int | None = -1
@@ -176,7 +176,7 @@ class TimeTransport(_ExaminationTransport):
                 ticket = await self.pipeline.engine.acquire_ticket(caller)
             except Overloaded:
                 raise Overloaded(
-                    f"{most}{whose} timings wait or run already, and no more may", retry_after_s=5.0
+                    f"{most}{whose} timings are queued or running, the maximum", retry_after_s=5.0
                 ) from None
             self._tickets.append(ticket)
 
@@ -197,9 +197,9 @@ class TimeTransport(_ExaminationTransport):
 
     def _submitted(self, job: JobHandle) -> None:
         self._has_begun = True
-        self._telling = asyncio.ensure_future(self._tell(job))
+        self._sending_events = asyncio.ensure_future(self._send_events(job))
 
-    async def _tell(self, job: JobHandle) -> None:
+    async def _send_events(self, job: JobHandle) -> None:
         """Begin the answer, and send the job's queue position whenever it changes."""
         try:
             await self._send(
@@ -229,7 +229,7 @@ class TimeTransport(_ExaminationTransport):
             elif loop.time() - silent_since_s > _KEEP_ALIVE_S:
                 await self._more(b": waiting\n\n")
                 silent_since_s = loop.time()
-            await asyncio.sleep(_TELL_S)
+            await asyncio.sleep(_POSITION_S)
 
     async def _event(self, name: str, data: Any) -> None:
         await self._more(b"event: " + name.encode() + b"\ndata: " + _text(data) + b"\n\n")
@@ -237,19 +237,19 @@ class TimeTransport(_ExaminationTransport):
     async def _more(self, body: bytes, *, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
-    async def _stop_telling(self) -> None:
-        if self._telling is not None:
+    async def _stop_events(self) -> None:
+        if self._sending_events is not None:
             await self._begun.wait()  # events need a status first
-            self._telling.cancel()
+            self._sending_events.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._telling
-            self._telling = None
+                await self._sending_events
+            self._sending_events = None
 
     async def send(self, execution: Execution, result: Result) -> None:
         if not self._streams_events:
             await super().send(execution, result)
             return
-        await self._stop_telling()
+        await self._stop_events()
         if self._place is not None:  # started and finished since the last check
             await self._event("running", {})
         await self._event("result", json.loads(result.job_result.words)["answer"])
@@ -259,7 +259,7 @@ class TimeTransport(_ExaminationTransport):
         """Raise an error, or report it as an event once the answer has begun."""
         if not self._has_begun:
             raise error
-        await self._stop_telling()
+        await self._stop_events()
         context = context_of(self._scope)
         context.code = error.code
         _, _, body = problem_details(error, context.request_id)
@@ -267,8 +267,8 @@ class TimeTransport(_ExaminationTransport):
         await self._more(b"", more=False)
 
     def close(self) -> None:
-        if self._telling is not None:
-            self._telling.cancel()
+        if self._sending_events is not None:
+            self._sending_events.cancel()
         for ticket in self._tickets:
             ticket.release()
         super().close()

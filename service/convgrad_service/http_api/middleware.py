@@ -47,7 +47,7 @@ _MODEST_BODY_BYTES, _MODEST_BODY_WAIT_S = 4 * 2**20, 0.05
 _LINGER_S = 2.0
 
 # Health checks need no key. Nor do the API's description and the page's files, for which a browser
-# could not send one; of a server they say only whether it has keys.
+# could not send one; they reveal only whether the server has keys.
 _OPEN_PATHS = ("/v2/health/live", "/v2/health/ready", "/", "/docs", "/openapi.json", "/ui")
 _OPEN_FOLDERS = ("/docs/assets/", "/ui/")
 _QUIET_PATHS = ("/v2/health/", "/metrics")  # polled by machines, so logged at debug level

@@ -80,7 +80,7 @@ def _describing(pipeline: Pipeline, shared_memory: SharedMemory, settings: Setti
         return JSONResponse(server_metadata(shared_memory.extensions))
 
     # Before the models' routes, which would take it for a model's name.
-    @router.get("/v2/models/stats", summary="Counts of every model.")
+    @router.get("/v2/models/stats", summary="Statistics of all models.")
     async def all_statistics() -> JSONResponse:
         return JSONResponse(
             model_statistics(await call_hub(pipeline.engine, Statistics.all), OPERATIONS)
@@ -92,7 +92,7 @@ def _describing(pipeline: Pipeline, shared_memory: SharedMemory, settings: Setti
         return JSONResponse(model_metadata(operation_named(model, version).name))
 
     @router.get(f"{_VERSION}/ready", include_in_schema=False)
-    @router.get(f"{_MODEL}/ready", summary="The model takes requests.")
+    @router.get(f"{_MODEL}/ready", summary="Whether a model accepts requests.")
     async def ready(model: str, version: str = "") -> JSONResponse:
         if model != settings.service_name:
             operation_named(model, version)
@@ -100,18 +100,18 @@ def _describing(pipeline: Pipeline, shared_memory: SharedMemory, settings: Setti
         return JSONResponse({"name": model, "ready": True})
 
     @router.get(f"{_VERSION}/config", include_in_schema=False)
-    @router.get(f"{_MODEL}/config", summary="A model's configuration, in Triton's words.")
+    @router.get(f"{_MODEL}/config", summary="A model's configuration, in Triton's format.")
     async def config(model: str, version: str = "") -> JSONResponse:
         return JSONResponse(model_config(operation_named(model, version).name))
 
     @router.get(f"{_VERSION}/stats", include_in_schema=False)
-    @router.get(f"{_MODEL}/stats", summary="Counts of one model.")
+    @router.get(f"{_MODEL}/stats", summary="Statistics of one model.")
     async def statistics(model: str, version: str = "") -> JSONResponse:
         operation = operation_named(model, version)
         counts = await call_hub(pipeline.engine, Statistics.all)
         return JSONResponse(model_statistics(counts, [operation.name]))
 
-    @router.post("/v2/repository/index", summary="All models and whether they take requests.")
+    @router.post("/v2/repository/index", summary="All models, and whether they accept requests.")
     async def index(request: Request) -> JSONResponse:
         wanted = _only_ready(await small_body(request, settings, _MAX_INDEX_BYTES))
         try:

@@ -32,11 +32,12 @@ from convgrad_service.server.settings import Settings
 __all__ = ["install_openapi"]
 
 _DESCRIPTION = """\
-Tensors go in and out as JSON, as a safetensors file or as NumPy's files; `Content-Type` says which
-came in, `Accept` which goes out (by default the same). In a safetensors file the parameters are
-JSON text under the key `parameters` of `__metadata__`, and the answer's report is under `report`.
-In a form (multipart/form-data) each tensor is a .npy file and each parameter a field; its answer is
-a .npz file, or a .npy file where `Accept` is application/x-npy, with the report in `X-Report`.
+Tensors are sent and returned as JSON, as a safetensors file or as NumPy files; `Content-Type` is
+the format of the request, `Accept` that of the answer (by default the same). In a safetensors file
+the parameters are JSON text under the key `parameters` of `__metadata__`, and the answer's report
+is under `report`. In a form (multipart/form-data) each tensor is a .npy file and each parameter a
+field; its answer is a .npz file, or a .npy file if `Accept` is application/x-npy, with the report
+in `X-Report`.
 
 Every answer carries `X-Request-Id` (yours, if you sent one) and `Server-Timing`. Every error is
 `application/problem+json`.
@@ -160,7 +161,7 @@ def _infer_path(settings: Settings) -> dict[str, Any]:
         "post": {
             "tags": ["open inference protocol"],
             "operationId": "infer",
-            "summary": "Compute an operation as the Open Inference Protocol v2 asks for it.",
+            "summary": "Compute an operation by the Open Inference Protocol v2.",
             "description": "JSON, or JSON followed by the tensors' bytes (Triton's binary data "
             "extension): then `Inference-Header-Content-Length` is the length of the JSON. "
             "Parameters are scalars or, for lists, JSON text.",
@@ -228,7 +229,7 @@ def _error_response(status: int) -> dict[str, Any]:
     headers = dict(_ANSWER_HEADERS)
     if status in (429, 503):
         headers["Retry-After"] = {
-            "description": "Seconds after which to come again.",
+            "description": "Seconds to wait before retrying.",
             "schema": {"type": "integer"},
         }
     return {
@@ -279,13 +280,13 @@ _PARAMETERS: list[dict[str, Any]] = [
     {
         "name": "X-Request-Timeout",
         "in": "header",
-        "description": "Seconds after which the answer is of no use; at most the server's limit.",
+        "description": "Seconds allowed for the request; at most the server's limit.",
         "schema": {"type": "number", "exclusiveMinimum": 0},
     },
     {
         "name": "X-Request-Id",
         "in": "header",
-        "description": "An id of your own: 1 to 128 printable ASCII characters.",
+        "description": "The client's id for the request: 1 to 128 printable ASCII characters.",
         "schema": {"type": "string", "maxLength": 128},
     },
 ]

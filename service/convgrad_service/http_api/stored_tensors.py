@@ -111,8 +111,8 @@ class _Put:
             except BaseException:
                 await abandon(engine, made)
                 raise
-        told = {"name": name, "dtype": spec.dtype.value, "shape": list(spec.shape)}
-        await JSONResponse(told)(scope, receive, send)
+        stored = {"name": name, "dtype": spec.dtype.value, "shape": list(spec.shape)}
+        await JSONResponse(stored)(scope, receive, send)
 
     @asynccontextmanager
     async def _from_safetensors(
@@ -123,7 +123,7 @@ class _Put:
         layout = safetensors.layout(head, None)
         if len(layout.tensors) != 1:
             raise MalformedRequest(
-                f"expected a body with the one tensor to keep, got {len(layout.tensors)} tensors"
+                f"expected a body with exactly one tensor, got {len(layout.tensors)} tensors"
             )
         body.refuse_over_limit(data_offset + layout.data_bytes)
         (placed,) = layout.tensors.values()
