@@ -17,10 +17,10 @@ from convgrad.contract import OPERATIONS, Operation, Report
 from convgrad.errors import CODES
 from convgrad_service.http_api import problem_details
 from convgrad_service.http_api.codecs import BODY_FORMS, JSON, SAFETENSORS
+from convgrad_service.http_api.middleware import needs_no_key
 from convgrad_service.http_api.multipart_body import MEDIA_TYPE as MULTIPART
 from convgrad_service.http_api.npy_answer import NPY, NPZ, REPORT_HEADER
 from convgrad_service.http_api.openapi_examinations import EXAMINATION_MODELS, examination_paths
-from convgrad_service.http_api.openapi_keys import describe_keys
 from convgrad_service.http_api.openapi_tensors import REF as _REF
 from convgrad_service.http_api.openapi_tensors import (
     named_tensors,
@@ -61,7 +61,8 @@ _INFER_EXAMPLE: dict[str, Any] = {
     "parameters": {"stride": "[1, 1]"},
 }
 
-# The errors of every operation, from the error table; `describe_keys` adds those of API keys.
+_METHODS = {"get", "put", "post", "delete"}
+# The errors of every operation, from the error table; `_describe_keys` adds those of API keys.
 _ERROR_STATUSES = (400, 404, 406, 408, 413, 415, 422, 429, 500, 503, 504)
 
 
@@ -107,8 +108,37 @@ def _document(app: FastAPI, settings: Settings) -> dict[str, Any]:
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     document["paths"] = {**paths, **document["paths"]}
-    describe_keys(document, _error_response, required=settings.api_keys is not None)
+    _describe_keys(document, required=settings.api_keys is not None)
     return document
+
+
+def _describe_keys(document: dict[str, Any], *, required: bool) -> None:
+    """Add the refusals of a missing or restricted key to every path that may need a key.
+
+    If this server requires keys, the document also says so, and the page at ``/docs`` then has a
+    field for one.
+    """
+    for path, item in document["paths"].items():
+        for method in item.keys() & _METHODS:
+            described = item[method]
+            if needs_no_key(path):
+                if required:
+                    described["security"] = []
+                continue
+            responses = described["responses"] | {
+                "401": _error_response(401),
+                "403": _error_response(403),
+            }
+            described["responses"] = dict(sorted(responses.items()))
+    if required:
+        document["components"]["securitySchemes"] = {
+            "apiKey": {
+                "type": "http",
+                "scheme": "bearer",
+                "description": "An API key of this server.",
+            }
+        }
+        document["security"] = [{"apiKey": []}]
 
 
 def _path(operation: Operation, settings: Settings) -> dict[str, Any]:
