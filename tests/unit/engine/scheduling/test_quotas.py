@@ -73,7 +73,9 @@ def test_flops_rate() -> None:
     # Larger than the bucket, which must not be refused for good.
     quotas.acquire(ada).charge_now(0, 5 * 10**9)
     now_s += 3.9
-    with pytest.raises(Overloaded, match=r"'ada' has used its 1e\+09 FLOPs.* for the next 1.1 s") as refused:
+    with pytest.raises(
+        Overloaded, match=r"'ada' has used its 1e\+09 FLOPs.* for the next 1.1 s"
+    ) as refused:
         quotas.acquire(ada).charge_now(0, 1)
     assert refused.value.retry_after_s == pytest.approx(0.1)
     assert quotas.used["ada"].refused == {"flops_per_s": 1}
