@@ -68,6 +68,7 @@ class WindowArgs(ctypes.Structure):
         ("by_items", Divider * 3),
         ("by_outputs", ctypes.c_int32),
         ("lanes_log", ctypes.c_int32),
+        ("run", ctypes.c_int32),
         ("divisor", ctypes.c_double),
         ("reciprocal", ctypes.c_double),
     )

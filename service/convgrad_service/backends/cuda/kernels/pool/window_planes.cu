@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
   cp_async_wait<0>();
   __syncthreads();
 
-  const int runs = (args.tile[1] + args.run - 1) / args.run;
+  const int runs = (args.tile[1] + windows.run - 1) / windows.run;
   const int groups = (box.planes + kTogether - 1) / kTogether;
   const int items = groups * args.tile[0] * runs * args.tile[2];
   const i64 outputs = static_cast<i64>(windows.y_size[0]) * windows.y_size[1] * windows.y_size[2];
@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
   [[maybe_unused]] S reciprocal = static_cast<S>(windows.reciprocal);
   for (int item = static_cast<int>(threadIdx.x); item < items; item += kBoxThreads) {
     const int above = divide(item, args.by_tile[2]), at2 = item - above * args.tile[2];
-    const int outer = divide(above, args.by_tile[1]), at1 = (above - outer * runs) * args.run;
+    const int outer = divide(above, args.by_tile[1]), at1 = (above - outer * runs) * windows.run;
     const int group = SIMPLE ? outer : divide(outer, args.by_tile[0]);
     const int at0 = outer - group * args.tile[0], plane = group * kTogether;
     if (at0 >= box.count[0] || at1 >= box.count[1] || at2 >= box.count[2]) continue;
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
     const S* const line_weights = column.weights + args.box[2];
     column.slice_weights = line_weights + args.box[1];
 #endif
-    const int end = min(at1 + args.run, box.count[1]);
+    const int end = min(at1 + windows.run, box.count[1]);
     int position = (o0 * windows.y_size[1] + box.base[1] + at1) * windows.y_size[2] + o2;
     const i64 to = (box.plane + plane) * outputs;
 #if !MAXIMA

@@ -18,14 +18,15 @@ struct WindowRange {
 
   // A negative bound is clamped to `low`, unless the unit is 1.
   __device__ __forceinline__ int floored(int o, int add) const {
-    int whole_units = o * whole;
+    if (by_unit.factor == 0) return o * whole + add;
+    const int whole_units = o * whole;
     if (wide_factor != 0) {
       const i64 n = static_cast<i64>(o) * step + add;
       const u64 quotient = __umul64hi(static_cast<u64>(max(n, 0ll)), wide_factor) >> wide_shift;
       return whole_units + static_cast<int>(quotient);
     }
     const int n = o * step + add;
-    return whole_units + (by_unit.factor == 0 ? n : n <= 0 ? min(n, 0) : divide(n, by_unit));
+    return whole_units + (n <= 0 ? n : divide(n, by_unit));
   }
   __device__ __forceinline__ int start(int o) const { return max(low, floored(o, first)); }
   __device__ __forceinline__ int stop(int o) const { return min(high, floored(o, last)); }
@@ -49,7 +50,8 @@ struct WindowArgs {
   int threads;  // in a chunk
   Divider by_vectors, by_items[3];  // of threads: along inner and y's axes
   int by_outputs;                   // whether y's sums are divided by `counted`, else by `divisor`
-  int lanes_log;                    // log2 of a window's lanes along its last axis
+  int lanes_log;  // log2: of a window's lanes along its last axis, of a line's or a row's threads
+  int run;        // positions of y of a thread along an axis
   double divisor, reciprocal;
 };
 
