@@ -30,6 +30,8 @@ using Values = Vector<T, WIDTH>;
 }  // namespace
 
 #if SLIDING
+constexpr int kAhead = 2;
+
 extern "C" __global__ void __launch_bounds__(128, TAPS > 3 ? 4 : 6)
     window_sums(const __grid_constant__ WindowArgs args) {
   const int vectors = args.inner / WIDTH, lanes = 1 << args.lanes_log;
@@ -55,7 +57,10 @@ extern "C" __global__ void __launch_bounds__(128, TAPS > 3 ? 4 : 6)
   const i64 x_slice = x_row * args.x_size[1];
   const T* const x = static_cast<const T*>(args.x) + item * x_slice * args.x_size[0] +
                      start * x_row + vector * WIDTH;
-  S weight[TAPS];
+  S first_weight = S(1), weight[TAPS];  // of the first slice, of rows
+#if WEIGHTED
+  first_weight = S(1) / static_cast<S>(args.counted[0].size(start0));
+#endif
 #pragma unroll
   for (int t = 0; t < TAPS; ++t) {
     weight[t] = S(1);
@@ -63,21 +68,22 @@ extern "C" __global__ void __launch_bounds__(128, TAPS > 3 ? 4 : 6)
     if (start + t < stop) weight[t] = S(1) / static_cast<S>(args.counted[1].size(start + t));
 #endif
   }
-  // The next line's part of the windows, in slice i0.
-  Values ahead[TAPS] = {};
+  // The next lines' parts of the windows; the one after them is `line` in slice i0.
+  Values ahead[kAhead][TAPS] = {};
   int line = args.window[2].start(begin), next = line, i0 = start0;
-  const auto load = [&] {
+  const auto load = [&](Values (&values)[TAPS]) {
     if (line >= last) return;
     const T* const from = x + i0 * x_slice + static_cast<i64>(line) * args.inner;
 #pragma unroll
     for (int t = 0; t < TAPS; ++t) {
-      if (start + t < stop) ahead[t] = Values::load(from + t * x_row);
+      if (start + t < stop) values[t] = Values::load(from + t * x_row);
     }
     if (++i0 < stop0) return;
     i0 = start0;
     ++line;
   };
-  load();
+#pragma unroll
+  for (int a = 0; a < kAhead; ++a) load(ahead[a]);
 
   S by = static_cast<S>(args.divisor), reciprocal = static_cast<S>(args.reciprocal);
   S across = S(1);
@@ -86,29 +92,33 @@ extern "C" __global__ void __launch_bounds__(128, TAPS > 3 ? 4 : 6)
   }
   const i64 position = (item * args.y_size[0] + at0) * args.y_size[1] + at1;
   T* y = static_cast<T*>(args.y) + (position * args.y_size[2] + begin) * args.inner + vector * WIDTH;
-  S kept[LINES][WIDTH] = {};
+  S kept[LINES][WIDTH] = {}, kept_weight[LINES] = {};
 #pragma unroll 1
   for (int at = begin; at < end; ++at) {
     const int window_start = args.window[2].start(at), window_stop = args.window[2].stop(at);
 #pragma unroll 1
     for (; next < window_stop; ++next) {
       S part[WIDTH] = {};
+      S slice_weight = first_weight;
 #pragma unroll 1
       for (int slices = start0; slices < stop0; ++slices) {
         Values now[TAPS];
 #pragma unroll
-        for (int t = 0; t < TAPS; ++t) now[t] = ahead[t];
-        load();
-        S outer_weight = S(1);
+        for (int t = 0; t < TAPS; ++t) {
+          now[t] = ahead[0][t];
+#pragma unroll
+          for (int a = 1; a < kAhead; ++a) ahead[a - 1][t] = ahead[a][t];
+        }
+        load(ahead[kAhead - 1]);
 #if WEIGHTED
-        outer_weight = S(1) / static_cast<S>(args.counted[0].size(slices));
+        if (slices > start0) slice_weight = S(1) / static_cast<S>(args.counted[0].size(slices));
 #endif
 #pragma unroll
         for (int t = 0; t < TAPS; ++t) {
 #pragma unroll
           for (int v = 0; v < WIDTH; ++v) {
             const S value = widen(now[t].at[v]);
-            part[v] = WEIGHTED ? multiply_add(value, weight[t] * outer_weight, part[v])
+            part[v] = WEIGHTED ? multiply_add(value, weight[t] * slice_weight, part[v])
                                : part[v] + value;
           }
         }
@@ -119,19 +129,20 @@ extern "C" __global__ void __launch_bounds__(128, TAPS > 3 ? 4 : 6)
         for (int l = 1; l < LINES; ++l) kept[l - 1][v] = kept[l][v];
         kept[LINES - 1][v] = part[v];
       }
+#if WEIGHTED
+#pragma unroll
+      for (int l = 1; l < LINES; ++l) kept_weight[l - 1] = kept_weight[l];
+      kept_weight[LINES - 1] = S(1) / static_cast<S>(args.counted[2].size(next));
+#endif
     }
     S sum[WIDTH] = {};
 #pragma unroll
     for (int l = 0; l < LINES; ++l) {
       const int own = window_stop - LINES + l;
       if (own < window_start) continue;
-      S line_weight = S(1);
-#if WEIGHTED
-      line_weight = S(1) / static_cast<S>(args.counted[2].size(own));
-#endif
 #pragma unroll
       for (int v = 0; v < WIDTH; ++v) {
-        sum[v] = WEIGHTED ? multiply_add(kept[l][v], line_weight, sum[v]) : sum[v] + kept[l][v];
+        sum[v] = WEIGHTED ? multiply_add(kept[l][v], kept_weight[l], sum[v]) : sum[v] + kept[l][v];
       }
     }
     if (args.by_outputs) {
