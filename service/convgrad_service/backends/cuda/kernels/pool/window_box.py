@@ -94,9 +94,9 @@ class Tile:
                 if tile.places(work, form).end <= most:
                     return tile
                 if lines > least_lines:
-                    lines = ceil_div(lines, 2)
+                    lines = _smaller(form.y_size[1], lines)
                 elif least_columns is not None and columns > least_columns:
-                    columns = ceil_div(columns, 2)
+                    columns = _smaller(form.y_size[2], columns)
                 else:
                     break
         return None
@@ -208,6 +208,11 @@ class Places(NamedTuple):
     ranges: int
     weights: int
     end: int
+
+
+def _smaller(extent: int, part: int) -> int:
+    """Return the next smaller of an extent's equal parts."""
+    return ceil_div(extent, ceil_div(extent, part - 1))
 
 
 def _together(work: WindowWork) -> int:

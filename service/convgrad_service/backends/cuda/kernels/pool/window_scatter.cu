@@ -9,7 +9,8 @@
 // cells. A position is in at most `phases` adjacent windows along each axis; windows whose numbers are
 // equal modulo `phases` are added between two barriers, so no two threads have the same cell.
 // 2^lanes_log adjacent threads add the windows of a line. With MOVE a cell is the number of the last
-// window. FLAT: planes of one slice.
+// window. SIMPLE: planes of one slice, and windows that
+// slide by whole positions.
 // Block: 256 threads. Dynamic shared memory: x, indices, cells. Deterministic, no atomics: the order
 // of additions follows from the windows' numbers. Memory-safe for any index. Index limits: planes, and
 // elements of a box, below 2^31; offsets in 64 bits.
@@ -39,7 +40,8 @@ struct Cell {
 
 __device__ __forceinline__ int2 range_of(const BoxArgs& args, const Box& box, int axis, int o) {
   const WindowRange& range = args.windows.counted[axis];
-  return make_int2(range.start(box.first[axis] + o), range.stop(box.first[axis] + o));
+  const int window = box.first[axis] + o;
+  return make_int2(range.start<SIMPLE>(window), range.stop<SIMPLE>(window));
 }
 __device__ __forceinline__ bool within(int i, int2 range) { return i >= range.x && i < range.y; }
 
@@ -75,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, 4)
   const int lane = thread & ((1 << windows.lanes_log) - 1);
   // Adds the windows of a line, at2 and every stride-th after it.
   const auto add_line = [&](int plane, int at0, int at1, int at2, int stride) {
-    const int2 range0 = FLAT ? make_int2(0, 1) : range_of(args, box, 0, at0);
+    const int2 range0 = SIMPLE ? make_int2(0, 1) : range_of(args, box, 0, at0);
     const int2 range1 = range_of(args, box, 1, at1);
     const int line_own = plane * args.pitch[0] + at0 * args.pitch[1] + at1 * args.pitch[2];
     for (; at2 < box.extent[2]; at2 += stride) {
@@ -84,9 +86,9 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, 4)
       const bool exists = static_cast<u64>(index) < static_cast<u64>(plane_size);
       const int position = exists ? static_cast<int>(index) : 0;
       const int row = divide(position, args.by_y_size[2]), i2 = position - row * size2;
-      const int i0 = FLAT ? 0 : divide(row, args.by_y_size[1]), i1 = row - i0 * size1;
+      const int i0 = SIMPLE ? 0 : divide(row, args.by_y_size[1]), i1 = row - i0 * size1;
       if (!exists || !within(i1, range1) || !within(i2, range_of(args, box, 2, at2)) ||
-          !(FLAT || within(i0, range0))) {
+          !(SIMPLE || within(i0, range0))) {
         if (windows.bad != nullptr) windows.bad[MOVE] = 1;  // all writers write the same value
         continue;
       }
@@ -112,9 +114,9 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, 4)
     for (int line = thread >> windows.lanes_log; line < lines;
          line += kBoxThreads >> windows.lanes_log) {
       const int slice = divide(line, args.by_phase[1]);
-      const int plane = FLAT ? slice : divide(slice, args.by_phase[0]);
+      const int plane = SIMPLE ? slice : divide(slice, args.by_phase[0]);
       const int at1 = first[1] + (line - slice * args.in_phase[1]) * args.phases[1];
-      const int at0 = FLAT ? 0 : first[0] + (slice - plane * args.in_phase[0]) * args.phases[0];
+      const int at0 = SIMPLE ? 0 : first[0] + (slice - plane * args.in_phase[0]) * args.phases[0];
       if (at0 >= box.extent[0] || at1 >= box.extent[1]) continue;
       add_line(plane, at0, at1, first[2] + lane * args.phases[2],
                args.phases[2] << windows.lanes_log);

@@ -27,7 +27,7 @@ __all__ = ["WindowSums"]
 BLOCK = 128
 # If windows share this many positions along an axis, a thread computes a run of them.
 SHARED = 1.25
-# (LINES, TAPS) of windows that share lines, and of those that are loaded whole; the first that fits
+# (LINES, TAPS) of windows that slide and share lines, and of those that are loaded whole; the first that fits
 # is used.
 SLIDING = ((3, 3), (5, 5))
 WHOLE = ((1, 1), (2, 2), (1, 4), (4, 1), (3, 3))
@@ -59,10 +59,11 @@ class _Shape:
         # Planes whose windows do not fit into shared memory have lines of any length.
         shared = along.valid_taps >= SHARED * along.input
         lines, taps = most_positions(along), most_positions(across)
-        choices = (SLIDING if shared else WHOLE) if form.last else ()
+        units = all(axis.unit == 1 for axis in (*form.windows, *form.counted))
+        sliding = form.last and shared and units and max(lines, taps) <= SLIDING[-1][0]
+        choices = SLIDING if sliding else WHOLE if form.last else ()
         sizes = next((size for size in choices if lines <= size[0] and taps <= size[1]), (0, 0))
-        sliding = shared and sizes != (0, 0)
-        run = ANY if sliding or not shared else ANY_SHARED
+        run = ANY_SHARED if shared and sizes == (0, 0) else ANY
         weighted = form.varying == "inputs"
         return cls(form.width(dtype), axis, sliding, run, *sizes, weighted)
 

@@ -33,6 +33,8 @@ BLOCK = 128
 PART = 16
 CHANNELS, ROWS, PLANES = 0, 1, 2
 SPREAD, ROUTE, MOVE = 0, 1, 2
+# Positions of a row in a window for which windows are loaded as vectors.
+EACH = (2, 4)
 # Planes of a thread that computes rows.
 TOGETHER = {SPREAD: 4, ROUTE: 2, MOVE: 2}
 
@@ -67,6 +69,12 @@ class Tiles:
         if form.varying is not None or any(size is None for size in sizes):
             return None
         return cls(form, tuple(size for size in sizes if size is not None))
+
+    def each(self, width: int) -> int:
+        """Return the positions of a row in each window if those of a vector are whole windows."""
+        each = self.tile[2]
+        fits = each in EACH and width % each == 0
+        return each if fits and self.form.x_size[2] * each == self.form.y_size[2] else 0
 
     def shape(self, dtype: DType) -> tuple[int, int]:
         """Return the kind of kernel, and the elements of a vector."""
@@ -128,6 +136,7 @@ def tiles(work: WindowWork, bad: str | None, *, moves: bool = False) -> Launch:
     if found is None:
         raise ValueError("windows that are not adjacent")
     kind, width = found.shape(work.dtype)
+    each = found.each(width) if kind == ROWS else 0
     args = TilesArgs()
     args.tile[:], args.x_size[:], args.y_size[:] = found.tile, form.x_size, form.y_size
     items = [ceil_div(size, tile) for size, tile in zip(form.y_size, found.tile, strict=True)]
@@ -142,18 +151,20 @@ def tiles(work: WindowWork, bad: str | None, *, moves: bool = False) -> Launch:
         args.by_items[i], args.by_size[i] = Divider.of(items[i]), Divider.of(form.y_size[i])
     args.inner, args.batch = form.inner, form.batch
     args.by_vectors, args.by_tile = Divider.of(vectors), Divider.of(found.tile[2])
-    each = form.y_size[2] if kind == PLANES else vectors * prod(items)
+    threads = form.y_size[2] if kind == PLANES else vectors * prod(items)
     mode = SPREAD if work.kind == "sums" else MOVE if moves else ROUTE
     batch = ceil_div(form.batch, TOGETHER[mode]) if kind == ROWS else form.batch
-    args.chunk = min(batch, (LARGEST - 2**16) // each)
+    args.chunk = min(batch, (LARGEST - 2**16) // threads)
     if 16 <= args.chunk < batch:
         args.chunk -= args.chunk % 16  # chunks of planes start at whole vectors
-    args.threads = ceil_div(args.chunk * each, width) if kind == PLANES else args.chunk * each
+    args.threads = args.chunk * threads
+    if kind == PLANES:
+        args.threads = ceil_div(args.threads, width)
     args.divisor, args.reciprocal = form.divisor, 1.0 / form.divisor
     grid = ceil_div(args.threads, BLOCK), ceil_div(batch, args.chunk), parts
     indices = None if mode == SPREAD else work.indices
     return Launch(
-        _instance(work.dtype, work.index_dtype, kind, width, mode),
+        _instance(work.dtype, work.index_dtype, kind, width, mode, each),
         grid,
         (BLOCK, 1, 1),
         pack(args, x=work.x, y=work.y, indices=indices, bad=bad),
@@ -167,19 +178,22 @@ def tiles_instances(*, moves: bool) -> list[Instance]:
     for dtype in FLOATING:
         wide = CHUNK_BYTES // dtype.itemsize
         widths = [2**log for log in range(wide.bit_length())]
-        kinds = [(CHANNELS, 1), (CHANNELS, wide), (PLANES, wide)]
-        kinds += [(ROWS, width) for width in widths]
+        kinds = [(CHANNELS, 1, 0), (CHANNELS, wide, 0), (PLANES, wide, 0)]
+        kinds += [(ROWS, width, 0) for width in widths]
+        kinds += [(ROWS, width, each) for width in widths for each in EACH if width >= each]
         found += [
-            _instance(dtype, index, kind, width, mode)
+            _instance(dtype, index, kind, width, mode, each)
             for mode, indices in modes
             for index in indices
-            for kind, width in kinds
+            for kind, width, each in kinds
             if (mode, kind) != (ROUTE, PLANES)
         ]
     return found
 
 
-def _instance(dtype: DType, index: DType, kind: int, width: int, mode: int) -> Instance:
+def _instance(
+    dtype: DType, index: DType, kind: int, width: int, mode: int, each: int
+) -> Instance:
     return Instance.of(
         "pool/window_tiles.cu",
         {
@@ -188,5 +202,6 @@ def _instance(dtype: DType, index: DType, kind: int, width: int, mode: int) -> I
             "KIND": kind,
             "WIDTH": width,
             "MODE": mode,
+            "EACH": each,
         },
     )
