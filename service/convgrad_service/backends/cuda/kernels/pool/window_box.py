@@ -32,8 +32,9 @@ ENOUGH_BYTES = {"sums": 40 * 1024, "maxima": 40 * 1024, "routes": 56 * 1024}
 # Blocks that keep a multiprocessor busy, and threads' items that keep a block busy.
 ENOUGH_BLOCKS = {"sums": 16, "maxima": 16, "routes": 4}
 ENOUGH_ITEMS = 128
-# Windows of a line that a thread computes, for routes.
+# Windows of a line that a thread computes, for routes, and the most windows of a table.
 EACH = 4
+MOST_COLUMNS = 512
 # Positions of a thread along axis 1.
 RUNS = (16, 8, 4, 2, 1)
 RANGE_BYTES = 8
@@ -50,6 +51,7 @@ class BoxArgs(ctypes.Structure):
         ("pitch", ctypes.c_int32 * 3),
         *((name, ctypes.c_int32) for name in ("y_pitch", "whole", "by_lines")),
         *((name, ctypes.c_int32) for name in ("indices_at", "y_at", "ranges_at", "weights_at")),
+        ("ranges", ctypes.c_int32),
         *((name, ctypes.c_int32 * 3) for name in ("phases", "in_phase")),
         *((name, Divider * 3) for name in ("by_tile", "by_tiles", "by_phase", "by_y_size")),
     )
@@ -94,9 +96,9 @@ class Tile:
                 if tile.places(work, form).end <= most:
                     return tile
                 if lines > least_lines:
-                    lines = _smaller(form.y_size[1], lines)
+                    lines = ceil_div(lines, 2)
                 elif least_columns is not None and columns > least_columns:
-                    columns = _smaller(form.y_size[2], columns)
+                    columns = ceil_div(columns, 2)
                 else:
                     break
         return None
@@ -148,9 +150,15 @@ class Tile:
         indices = room(elements, work.dtype.itemsize)
         y = indices + (room(elements, work.index_dtype.itemsize) if routes else 0)
         ranges = y + (room(outputs, wide) if routes else 0)
-        weights = ranges + (0 if routes else RANGE_BYTES * self.size[1])
+        weights = ranges + RANGE_BYTES * self.ranges(work, form)
         weight_bytes = wide if form.varying == "inputs" else 0
         return Places(indices, y, ranges, weights, weights + weight_bytes * sum(self.box))
+
+    def ranges(self, work: WindowWork, form: WindowForm) -> int:
+        """Return the windows of a table: those along axis 1, for routes along axis 2."""
+        if work.kind != "routes":
+            return self.size[1]
+        return 0 if form.is_simple(form.counted) or self.box[2] > MOST_COLUMNS else self.box[2]
 
     def arguments(self, work: WindowWork, form: WindowForm) -> BoxArgs:
         """Return the arguments of a launch."""
@@ -159,6 +167,7 @@ class Tile:
         args.tile[:], args.box[:], args.tiles[:] = self.size, self.box, self.tiles(form)
         args.planes, args.run = self.planes, self.run(work)
         args.whole, args.by_lines = self.whole, self.by_lines
+        args.ranges = self.ranges(work, form)
         args.pitch[:], args.y_pitch = self.pitch(work, form), self.y_pitch(work, form)
         places = self.places(work, form)
         args.indices_at, args.y_at, args.ranges_at, args.weights_at, _ = places
@@ -208,11 +217,6 @@ class Places(NamedTuple):
     ranges: int
     weights: int
     end: int
-
-
-def _smaller(extent: int, part: int) -> int:
-    """Return the next smaller of an extent's equal parts."""
-    return ceil_div(extent, ceil_div(extent, part - 1))
 
 
 def _together(work: WindowWork) -> int:

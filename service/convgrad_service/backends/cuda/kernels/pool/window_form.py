@@ -130,11 +130,10 @@ class WindowForm:
         """The average number of windows that contain a position of x."""
         return prod(axis.valid_taps / axis.input for axis in self.windows)
 
-    @property
-    def is_simple(self) -> bool:
-        """Whether planes have one slice, and windows slide by whole positions."""
-        sides = (*self.windows, *self.counted)
-        return self.x_size[0] == self.y_size[0] == 1 and all(axis.unit == 1 for axis in sides)
+    def is_simple(self, *sides: Axes) -> bool:
+        """Whether planes have one slice, and windows of these sides slide by whole positions."""
+        flat = self.x_size[0] == self.y_size[0] == 1
+        return flat and all(axis.unit == 1 for side in sides for axis in side)
 
     def width(self, dtype: DType) -> int:
         """Return the elements of a thread along ``inner``: 16 bytes of them, or one."""

@@ -72,7 +72,8 @@ def _variant(work: WindowWork, form: WindowForm) -> tuple[tuple[int, int], bool,
     maxima = work.kind == "maxima"
     fitting = (shape for shape in SHAPES if lines <= shape[0] and taps <= shape[1])
     shape = ANY if maxima and slices > 1 else next(fitting, ANY)
-    return shape, form.is_simple, maxima, form.varying == "inputs"
+    simple = form.is_simple(form.windows, form.counted)
+    return shape, simple, maxima, form.varying == "inputs"
 
 
 def _instance(

@@ -11,7 +11,8 @@
 // 2^lanes_log adjacent threads add the windows of a line. With MOVE a cell is the number of the last
 // window. SIMPLE: planes of one slice, and windows that
 // slide by whole positions.
-// Block: 256 threads. Dynamic shared memory: x, indices, cells. Deterministic, no atomics: the order
+// Block: 256 threads. Dynamic shared memory: x, indices, cells, unless SIMPLE the columns of windows
+// along axis 2. Deterministic, no atomics: the order
 // of additions follows from the windows' numbers. Memory-safe for any index. Index limits: planes, and
 // elements of a box, below 2^31; offsets in 64 bits.
 #include "pool/window_box.cuh"
@@ -47,7 +48,7 @@ __device__ __forceinline__ bool within(int i, int2 range) { return i >= range.x 
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kBoxThreads, 4)
+extern "C" __global__ void __launch_bounds__(kBoxThreads, 5)
     window_scatter(const __grid_constant__ BoxArgs args) {
   extern __shared__ __align__(16) unsigned char shared[];
   const WindowArgs& windows = args.windows;
@@ -61,6 +62,16 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, 4)
   constexpr int kChunk = 16 / sizeof(T);
   Cell* const cells = reinterpret_cast<Cell*>(shared + args.y_at) +
                       static_cast<int>(box.y_begin(windows) % kChunk);
+#if !SIMPLE
+  int2* const ranges = reinterpret_cast<int2*>(shared + args.ranges_at);
+  for (int i = thread; i < args.ranges; i += kBoxThreads) ranges[i] = range_of(args, box, 2, i);
+#endif
+  const auto columns = [&](int at2) {
+#if !SIMPLE
+    if (args.ranges != 0) return ranges[at2];
+#endif
+    return range_of(args, box, 2, at2);
+  };
   cp_async_wait<0>();
   __syncthreads();
 
@@ -87,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, 4)
       const int position = exists ? static_cast<int>(index) : 0;
       const int row = divide(position, args.by_y_size[2]), i2 = position - row * size2;
       const int i0 = SIMPLE ? 0 : divide(row, args.by_y_size[1]), i1 = row - i0 * size1;
-      if (!exists || !within(i1, range1) || !within(i2, range_of(args, box, 2, at2)) ||
+      if (!exists || !within(i1, range1) || !within(i2, columns(at2)) ||
           !(SIMPLE || within(i0, range0))) {
         if (windows.bad != nullptr) windows.bad[MOVE] = 1;  // all writers write the same value
         continue;

@@ -61,7 +61,7 @@ def scatter(
     if tile is None:
         raise ValueError("windows that do not fit into shared memory")
     return Launch(
-        _instance(work.dtype, work.index_dtype, form.is_simple, moves),
+        _instance(work.dtype, work.index_dtype, form.is_simple(form.counted), moves),
         (tile.blocks(form), 1, 1),
         (BOX_BLOCK, 1, 1),
         pack(tile.arguments(work, form), x=work.x, y=work.y, indices=work.indices, bad=bad),

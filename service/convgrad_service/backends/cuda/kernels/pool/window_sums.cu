@@ -8,10 +8,10 @@
 // sum of a line's part of the windows is computed once and added to every window that contains the
 // line. AXIS is 2 (columns) with channels last and 1 (rows) with channels first, where lanes run along
 // axis 2.
-// SLIDING, channels last: windows slide by whole positions, share lines, and have at most LINES by TAPS positions. A thread
+// SLIDING, channels last: windows share lines, and have at most LINES by TAPS positions. A thread
 // computes `run` positions, keeps the sums of the last LINES lines, and loads a line ahead. A block has
 // 2^lanes_log adjacent vectors of adjacent rows (of all slices and images), so that its loads of a row
-// of x meet in the L1 cache.
+// of x meet in the L1 cache. SIMPLE: windows slide by whole positions.
 // Otherwise a thread computes RUN positions; with TAPS a window has at most LINES by TAPS positions,
 // which are loaded before the first is added, because memory latency dominates.
 // Block: 128 threads; shared memory: none. Deterministic: an element's order of additions follows
@@ -50,27 +50,27 @@ extern "C" __global__ void __launch_bounds__(128, TAPS > 3 ? 4 : WIDTH == 8 ? 5 
   const int begin = (outer - rows * runs) * args.run;
   const int end = min(begin + args.run, args.y_size[2]);
 
-  const int start0 = args.window[0].start<true>(at0), stop0 = args.window[0].stop<true>(at0);
-  const int start = args.window[1].start<true>(at1), stop = args.window[1].stop<true>(at1);
-  const int last = start0 < stop0 ? args.window[2].stop<true>(end - 1) : 0;
+  const int start0 = args.window[0].start<SIMPLE>(at0), stop0 = args.window[0].stop<SIMPLE>(at0);
+  const int start = args.window[1].start<SIMPLE>(at1), stop = args.window[1].stop<SIMPLE>(at1);
+  const int last = start0 < stop0 ? args.window[2].stop<SIMPLE>(end - 1) : 0;
   const i64 x_row = static_cast<i64>(args.x_size[2]) * args.inner;
   const i64 x_slice = x_row * args.x_size[1];
   const T* const x = static_cast<const T*>(args.x) + item * x_slice * args.x_size[0] +
                      start * x_row + vector * WIDTH;
   S first_weight = S(1), weight[TAPS];  // of the first slice, of rows
 #if WEIGHTED
-  first_weight = S(1) / static_cast<S>(args.counted[0].size<true>(start0));
+  first_weight = S(1) / static_cast<S>(args.counted[0].size<SIMPLE>(start0));
 #endif
 #pragma unroll
   for (int t = 0; t < TAPS; ++t) {
     weight[t] = S(1);
 #if WEIGHTED
-    if (start + t < stop) weight[t] = S(1) / static_cast<S>(args.counted[1].size<true>(start + t));
+    if (start + t < stop) weight[t] = S(1) / static_cast<S>(args.counted[1].size<SIMPLE>(start + t));
 #endif
   }
   // The next lines' parts of the windows; the one after them is `line` in slice i0.
   Values ahead[kAhead][TAPS] = {};
-  int line = args.window[2].start<true>(begin), next = line, i0 = start0;
+  int line = args.window[2].start<SIMPLE>(begin), next = line, i0 = start0;
   const auto load = [&](Values (&values)[TAPS]) {
     if (line >= last) return;
     const T* const from = x + i0 * x_slice + static_cast<i64>(line) * args.inner;
@@ -88,14 +88,14 @@ extern "C" __global__ void __launch_bounds__(128, TAPS > 3 ? 4 : WIDTH == 8 ? 5 
   S by = static_cast<S>(args.divisor), reciprocal = static_cast<S>(args.reciprocal);
   S across = S(1);
   if (args.by_outputs) {
-    across = static_cast<S>(args.counted[0].size<true>(at0)) * static_cast<S>(args.counted[1].size<true>(at1));
+    across = static_cast<S>(args.counted[0].size<SIMPLE>(at0)) * static_cast<S>(args.counted[1].size<SIMPLE>(at1));
   }
   const i64 position = (item * args.y_size[0] + at0) * args.y_size[1] + at1;
   T* y = static_cast<T*>(args.y) + (position * args.y_size[2] + begin) * args.inner + vector * WIDTH;
   S kept[LINES][WIDTH] = {}, kept_weight[LINES] = {};
 #pragma unroll 1
   for (int at = begin; at < end; ++at) {
-    const int window_start = args.window[2].start<true>(at), window_stop = args.window[2].stop<true>(at);
+    const int window_start = args.window[2].start<SIMPLE>(at), window_stop = args.window[2].stop<SIMPLE>(at);
 #pragma unroll 1
     for (; next < window_stop; ++next) {
       S part[WIDTH] = {};
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(128, TAPS > 3 ? 4 : WIDTH == 8 ? 5 
         }
         load(ahead[kAhead - 1]);
 #if WEIGHTED
-        if (slices > start0) slice_weight = S(1) / static_cast<S>(args.counted[0].size<true>(slices));
+        if (slices > start0) slice_weight = S(1) / static_cast<S>(args.counted[0].size<SIMPLE>(slices));
 #endif
 #pragma unroll
         for (int t = 0; t < TAPS; ++t) {
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(128, TAPS > 3 ? 4 : WIDTH == 8 ? 5 
 #if WEIGHTED
 #pragma unroll
       for (int l = 1; l < LINES; ++l) kept_weight[l - 1] = kept_weight[l];
-      kept_weight[LINES - 1] = S(1) / static_cast<S>(args.counted[2].size<true>(next));
+      kept_weight[LINES - 1] = S(1) / static_cast<S>(args.counted[2].size<SIMPLE>(next));
 #endif
     }
     S sum[WIDTH] = {};
@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(128, TAPS > 3 ? 4 : WIDTH == 8 ? 5 
       }
     }
     if (args.by_outputs) {
-      by = across * static_cast<S>(args.counted[2].size<true>(at));
+      by = across * static_cast<S>(args.counted[2].size<SIMPLE>(at));
       reciprocal = S(1) / by;
     }
     Values values;

@@ -27,7 +27,7 @@ __all__ = ["WindowSums"]
 BLOCK = 128
 # If windows share this many positions along an axis, a thread computes a run of them.
 SHARED = 1.25
-# (LINES, TAPS) of windows that slide and share lines, and of those that are loaded whole; the first that fits
+# (LINES, TAPS) of windows that share lines, and of those that are loaded whole; the first that fits
 # is used.
 SLIDING = ((3, 3), (5, 5))
 WHOLE = ((1, 1), (2, 2), (1, 4), (4, 1), (3, 3))
@@ -35,7 +35,7 @@ WHOLE = ((1, 1), (2, 2), (1, 4), (4, 1), (3, 3))
 ANY, ANY_SHARED = 1, 4
 # Positions of a thread that slides, and bytes of x that adjacent threads of a block load.
 RUNS = (16, 8, 4)
-LINE_BYTES, MOST_LANES = 128, 32
+LINE_BYTES, MOST_LANES = 256, 32
 # Threads that keep a multiprocessor busy.
 ENOUGH_THREADS = 1024
 
@@ -47,6 +47,7 @@ class _Shape:
     width: int
     axis: int
     sliding: bool
+    simple: bool
     run: int
     lines: int
     taps: int
@@ -59,13 +60,13 @@ class _Shape:
         # Planes whose windows do not fit into shared memory have lines of any length.
         shared = along.valid_taps >= SHARED * along.input
         lines, taps = most_positions(along), most_positions(across)
-        units = all(axis.unit == 1 for axis in (*form.windows, *form.counted))
-        sliding = form.last and shared and units and max(lines, taps) <= SLIDING[-1][0]
-        choices = SLIDING if sliding else WHOLE if form.last else ()
+        choices = (SLIDING if shared else WHOLE) if form.last else ()
         sizes = next((size for size in choices if lines <= size[0] and taps <= size[1]), (0, 0))
-        run = ANY_SHARED if shared and sizes == (0, 0) else ANY
+        sliding = shared and sizes != (0, 0)
+        simple = sliding and form.is_simple(form.windows, form.counted)
+        run = ANY_SHARED if shared and not sliding else ANY
         weighted = form.varying == "inputs"
-        return cls(form.width(dtype), axis, sliding, run, *sizes, weighted)
+        return cls(form.width(dtype), axis, sliding, simple, run, *sizes, weighted)
 
     def instance(self, dtype: DType) -> Instance:
         return Instance.of(
@@ -75,6 +76,7 @@ class _Shape:
                 "WIDTH": self.width,
                 "AXIS": self.axis,
                 "SLIDING": int(self.sliding),
+                "SIMPLE": int(self.simple),
                 "RUN": self.run,
                 "LINES": self.lines,
                 "TAPS": self.taps,
@@ -115,11 +117,11 @@ class WindowSums:
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
-        first = [(1, False, run, 0, 0) for run in (ANY, ANY_SHARED)]
+        first = [(1, False, False, run, 0, 0) for run in (ANY, ANY_SHARED)]
         last = [
-            *((2, True, ANY, *sizes) for sizes in SLIDING),
-            *((2, False, ANY, *sizes) for sizes in WHOLE),
-            *((2, False, run, 0, 0) for run in (ANY, ANY_SHARED)),
+            *((2, True, simple, ANY, *sizes) for simple in (False, True) for sizes in SLIDING),
+            *((2, False, False, ANY, *sizes) for sizes in WHOLE),
+            *((2, False, False, run, 0, 0) for run in (ANY, ANY_SHARED)),
         ]
         return [
             _Shape(width, *form, weighted).instance(dtype)

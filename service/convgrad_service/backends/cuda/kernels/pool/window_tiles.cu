@@ -8,7 +8,7 @@
 // not null, the thread with a window's first position checks its index as window_routes.cu does.
 // KIND 0, channels last: a thread reads WIDTH channels of a window once and stores them to the
 // window's positions, or to a part of them along the last axis, which blockIdx.z selects.
-// KIND 1, channels first: WIDTH adjacent positions of a row, in all rows of their windows, in kTogether
+// KIND 1, channels first: WIDTH adjacent positions of a row, in all rows of their windows, in TOGETHER
 // planes. With EACH every window has as many positions of a row, of which WIDTH is a multiple, and
 // windows are loaded as vectors; 0 for any.
 // KIND 2, channels first and one window per plane: WIDTH adjacent elements of all planes, which are
@@ -142,16 +142,14 @@ extern "C" __global__ void __launch_bounds__(128)
   }
 }
 #elif KIND == 1
-constexpr int kTogether = MODE == 0 ? 4 : 2;
-
 extern "C" __global__ void __launch_bounds__(128)
     window_tiles(const __grid_constant__ TilesArgs args) {
   const int thread = static_cast<int>(blockIdx.x) * 128 + static_cast<int>(threadIdx.x);
   if (thread >= args.threads) return;
   const WindowItem item = item_of(args, thread, args.items, 1);
-  const i64 first = static_cast<i64>(item.group) * kTogether;
+  const i64 first = static_cast<i64>(item.group) * TOGETHER;
   if (first >= args.batch) return;
-  const int planes = static_cast<int>(min(static_cast<i64>(kTogether), args.batch - first));
+  const int planes = static_cast<int>(min(static_cast<i64>(TOGETHER), args.batch - first));
 
   const int column = item.at[2] * WIDTH;
   const bool row_there = item.at[0] < args.x_size[0] && item.at[1] < args.x_size[1];
@@ -163,13 +161,13 @@ extern "C" __global__ void __launch_bounds__(128)
 #if EACH
   constexpr int kWindows = WIDTH / EACH;
   const int own = column / EACH;
-  Given found[kTogether][kWindows];
+  Given found[TOGETHER][kWindows];
 #pragma unroll
-  for (int p = 0; p < kTogether; ++p) {
+  for (int p = 0; p < TOGETHER; ++p) {
     given_all(args, from + min(p, planes - 1) * sources + own, row_there, found[p]);
   }
 #pragma unroll
-  for (int p = 0; p < kTogether; ++p) {
+  for (int p = 0; p < TOGETHER; ++p) {
 #pragma unroll
     for (int w = 0; w < kWindows; ++w) {
       if (p < planes && row_there) {
@@ -194,9 +192,9 @@ extern "C" __global__ void __launch_bounds__(128)
       ++own;
     }
   }
-  Given found[kTogether][WIDTH];
+  Given found[TOGETHER][WIDTH];
 #pragma unroll
-  for (int p = 0; p < kTogether; ++p) {
+  for (int p = 0; p < TOGETHER; ++p) {
     const i64 plane = from + min(p, planes - 1) * sources;
 #pragma unroll
     for (int e = 0; e < WIDTH; ++e) {
@@ -207,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(128)
     }
   }
 #pragma unroll
-  for (int p = 0; p < kTogether; ++p) {
+  for (int p = 0; p < TOGETHER; ++p) {
 #pragma unroll
     for (int e = 0; e < WIDTH; ++e) {
       if (p < planes && (starts >> e & 1)) {
@@ -227,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(128)
                        item.at[1] * args.tile[1] + i1;
       const i64 position = static_cast<i64>(line) * args.y_size[2] + column;
 #pragma unroll
-      for (int p = 0; p < kTogether; ++p) {
+      for (int p = 0; p < TOGETHER; ++p) {
         if (p == planes) break;
         Values values;
 #pragma unroll

@@ -35,8 +35,8 @@ CHANNELS, ROWS, PLANES = 0, 1, 2
 SPREAD, ROUTE, MOVE = 0, 1, 2
 # Positions of a row in a window for which windows are loaded as vectors.
 EACH = (2, 4)
-# Planes of a thread that computes rows.
-TOGETHER = {SPREAD: 4, ROUTE: 2, MOVE: 2}
+# Planes of a thread that computes rows; fewer where their stores would be too many streams.
+TOGETHER = 4
 
 
 class TilesArgs(ctypes.Structure):
@@ -112,8 +112,12 @@ class WindowTiles:
         found = Tiles.of(form)
         if found is None:
             return "windows that overlap, leave gaps or differ in size"
-        if work.kind == "routes" and found.shape(work.dtype)[0] == PLANES:
+        kind, width = found.shape(work.dtype)
+        if work.kind == "routes" and kind == PLANES:
             return "one element of each plane"
+        lines = prod(found.tile[:2]) == 1 and width == 1
+        if work.kind == "routes" and kind == ROWS and lines:
+            return "windows of one line, which has no vectors"
         return form.why_not()
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
@@ -153,7 +157,9 @@ def tiles(work: WindowWork, bad: str | None, *, moves: bool = False) -> Launch:
     args.by_vectors, args.by_tile = Divider.of(vectors), Divider.of(found.tile[2])
     threads = form.y_size[2] if kind == PLANES else vectors * prod(items)
     mode = SPREAD if work.kind == "sums" else MOVE if moves else ROUTE
-    batch = ceil_div(form.batch, TOGETHER[mode]) if kind == ROWS else form.batch
+    lines = prod(found.tile[:2])
+    together = _together(work.dtype, mode, each, lines) if kind == ROWS else 1
+    batch = ceil_div(form.batch, together)
     args.chunk = min(batch, (LARGEST - 2**16) // threads)
     if 16 <= args.chunk < batch:
         args.chunk -= args.chunk % 16  # chunks of planes start at whole vectors
@@ -164,7 +170,7 @@ def tiles(work: WindowWork, bad: str | None, *, moves: bool = False) -> Launch:
     grid = ceil_div(args.threads, BLOCK), ceil_div(batch, args.chunk), parts
     indices = None if mode == SPREAD else work.indices
     return Launch(
-        _instance(work.dtype, work.index_dtype, kind, width, mode, each),
+        _instance(work.dtype, work.index_dtype, (kind, width, each, together), mode),
         grid,
         (BLOCK, 1, 1),
         pack(args, x=work.x, y=work.y, indices=indices, bad=bad),
@@ -178,22 +184,28 @@ def tiles_instances(*, moves: bool) -> list[Instance]:
     for dtype in FLOATING:
         wide = CHUNK_BYTES // dtype.itemsize
         widths = [2**log for log in range(wide.bit_length())]
-        kinds = [(CHANNELS, 1, 0), (CHANNELS, wide, 0), (PLANES, wide, 0)]
-        kinds += [(ROWS, width, 0) for width in widths]
-        kinds += [(ROWS, width, each) for width in widths for each in EACH if width >= each]
-        found += [
-            _instance(dtype, index, kind, width, mode, each)
-            for mode, indices in modes
-            for index in indices
-            for kind, width, each in kinds
-            if (mode, kind) != (ROUTE, PLANES)
-        ]
+        for mode, indices in modes:
+            shapes = [(CHANNELS, 1, 0, 1), (CHANNELS, wide, 0, 1)]
+            if mode != ROUTE:
+                shapes.append((PLANES, wide, 0, 1))
+            for width in widths:
+                fitting = [each for each in EACH if width >= each]
+                sides = {(each, _together(dtype, mode, each, n)) for each in fitting for n in (1, 2)}
+                shapes += [(ROWS, width, *side) for side in ((0, TOGETHER), *sorted(sides))]
+            found += [
+                _instance(dtype, index, shape, mode) for index in indices for shape in shapes
+            ]
     return found
 
 
-def _instance(
-    dtype: DType, index: DType, kind: int, width: int, mode: int, each: int
-) -> Instance:
+def _together(dtype: DType, mode: int, each: int, lines: int) -> int:
+    """Return the planes of a thread that computes rows of windows of so many lines."""
+    many = each > 0 and lines > 1
+    return 1 if many and (mode == SPREAD or dtype.itemsize > 2) else TOGETHER
+
+
+def _instance(dtype: DType, index: DType, shape: tuple[int, ...], mode: int) -> Instance:
+    kind, width, each, together = shape
     return Instance.of(
         "pool/window_tiles.cu",
         {
@@ -203,5 +215,6 @@ def _instance(
             "WIDTH": width,
             "MODE": mode,
             "EACH": each,
+            "TOGETHER": together,
         },
     )

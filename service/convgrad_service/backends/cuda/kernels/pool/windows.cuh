@@ -18,6 +18,7 @@ struct WindowRange {
 
   // A negative bound is clamped to `low`, unless the unit is 1.
   __device__ __forceinline__ int floored(int o, int add) const {
+    if (by_unit.factor == 0) return o * whole + add;
     const int whole_units = o * whole;
     if (wide_factor != 0) {
       const i64 n = static_cast<i64>(o) * step + add;
@@ -25,7 +26,7 @@ struct WindowRange {
       return whole_units + static_cast<int>(quotient);
     }
     const int n = o * step + add;
-    return whole_units + (by_unit.factor == 0 ? n : n <= 0 ? min(n, 0) : divide(n, by_unit));
+    return whole_units + (n <= 0 ? n : divide(n, by_unit));
   }
   // kWhole: windows that slide by whole positions, so that nothing is divided.
   template <bool kWhole = false>
