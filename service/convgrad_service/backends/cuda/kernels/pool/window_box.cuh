@@ -26,7 +26,7 @@ struct BoxArgs {
   int whole;     // whether a block has whole planes
   int by_lines;  // whether each line is a segment
   int indices_at, y_at, ranges_at, weights_at;  // bytes, in shared memory
-  int ranges;       // windows of a table along axis 1, window_scatter.cu: axis 2
+  int ranges;       // windows of a table: along axis 1, window_scatter.cu also along axis 2
   int phases[3];    // window_scatter.cu: the most windows that contain a position
   int in_phase[3];  // windows of a phase
   Divider by_tile[3];  // axis 1: by the runs of a column

@@ -155,10 +155,12 @@ class Tile:
         return Places(indices, y, ranges, weights, weights + weight_bytes * sum(self.box))
 
     def ranges(self, work: WindowWork, form: WindowForm) -> int:
-        """Return the windows of a table: those along axis 1, for routes along axis 2."""
+        """Return the windows of a table: those along axis 1, for routes also along axis 2."""
         if work.kind != "routes":
             return self.size[1]
-        return 0 if form.is_simple(form.counted) or self.box[2] > MOST_COLUMNS else self.box[2]
+        if form.is_simple(form.counted):
+            return 0
+        return self.box[1] + (self.box[2] if self.box[2] <= MOST_COLUMNS else 0)
 
     def arguments(self, work: WindowWork, form: WindowForm) -> BoxArgs:
         """Return the arguments of a launch."""

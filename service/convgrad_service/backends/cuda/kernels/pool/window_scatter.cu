@@ -11,8 +11,8 @@
 // 2^lanes_log adjacent threads add the windows of a line. With MOVE a cell is the number of the last
 // window. SIMPLE: planes of one slice, and windows that
 // slide by whole positions.
-// Block: 256 threads. Dynamic shared memory: x, indices, cells, unless SIMPLE the columns of windows
-// along axis 2. Deterministic, no atomics: the order
+// Block: 256 threads. Dynamic shared memory: x, indices, cells, unless SIMPLE the ranges of
+// windows along axes 1 and 2. Deterministic, no atomics: the order
 // of additions follows from the windows' numbers. Memory-safe for any index. Index limits: planes, and
 // elements of a box, below 2^31; offsets in 64 bits.
 #include "pool/window_box.cuh"
@@ -48,7 +48,7 @@ __device__ __forceinline__ bool within(int i, int2 range) { return i >= range.x 
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kBoxThreads, 5)
+extern "C" __global__ void __launch_bounds__(kBoxThreads, 6)
     window_scatter(const __grid_constant__ BoxArgs args) {
   extern __shared__ __align__(16) unsigned char shared[];
   const WindowArgs& windows = args.windows;
@@ -62,15 +62,16 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, 5)
   constexpr int kChunk = 16 / sizeof(T);
   Cell* const cells = reinterpret_cast<Cell*>(shared + args.y_at) +
                       static_cast<int>(box.y_begin(windows) % kChunk);
-#if !SIMPLE
-  int2* const ranges = reinterpret_cast<int2*>(shared + args.ranges_at);
-  for (int i = thread; i < args.ranges; i += kBoxThreads) ranges[i] = range_of(args, box, 2, i);
-#endif
-  const auto columns = [&](int at2) {
-#if !SIMPLE
-    if (args.ranges != 0) return ranges[at2];
-#endif
-    return range_of(args, box, 2, at2);
+  // Of lines, and of columns unless they are many.
+  [[maybe_unused]] int2* const ranges = reinterpret_cast<int2*>(shared + args.ranges_at);
+  for (int i = thread; i < args.ranges; i += kBoxThreads) {
+    const int column = i - args.box[1];
+    ranges[i] = column < 0 ? range_of(args, box, 1, i) : range_of(args, box, 2, column);
+  }
+  const auto lines_of = [&](int at1) { return SIMPLE ? range_of(args, box, 1, at1) : ranges[at1]; };
+  const auto columns_of = [&](int at2) {
+    if (SIMPLE || args.ranges <= args.box[1]) return range_of(args, box, 2, at2);
+    return ranges[args.box[1] + at2];
   };
   cp_async_wait<0>();
   __syncthreads();
@@ -89,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, 5)
   // Adds the windows of a line, at2 and every stride-th after it.
   const auto add_line = [&](int plane, int at0, int at1, int at2, int stride) {
     const int2 range0 = SIMPLE ? make_int2(0, 1) : range_of(args, box, 0, at0);
-    const int2 range1 = range_of(args, box, 1, at1);
+    const int2 range1 = lines_of(at1);
     const int line_own = plane * args.pitch[0] + at0 * args.pitch[1] + at1 * args.pitch[2];
     for (; at2 < box.extent[2]; at2 += stride) {
       const int own = line_own + at2;
@@ -98,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, 5)
       const int position = exists ? static_cast<int>(index) : 0;
       const int row = divide(position, args.by_y_size[2]), i2 = position - row * size2;
       const int i0 = SIMPLE ? 0 : divide(row, args.by_y_size[1]), i1 = row - i0 * size1;
-      if (!exists || !within(i1, range1) || !within(i2, columns(at2)) ||
+      if (!exists || !within(i1, range1) || !within(i2, columns_of(at2)) ||
           !(SIMPLE || within(i0, range0))) {
         if (windows.bad != nullptr) windows.bad[MOVE] = 1;  // all writers write the same value
         continue;

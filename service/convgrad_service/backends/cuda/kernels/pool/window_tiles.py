@@ -158,7 +158,7 @@ def tiles(work: WindowWork, bad: str | None, *, moves: bool = False) -> Launch:
     threads = form.y_size[2] if kind == PLANES else vectors * prod(items)
     mode = SPREAD if work.kind == "sums" else MOVE if moves else ROUTE
     lines = prod(found.tile[:2])
-    together = _together(work.dtype, mode, each, lines) if kind == ROWS else 1
+    together = _together(work.dtype, mode, width, each, lines) if kind == ROWS else 1
     batch = ceil_div(form.batch, together)
     args.chunk = min(batch, (LARGEST - 2**16) // threads)
     if 16 <= args.chunk < batch:
@@ -188,20 +188,25 @@ def tiles_instances(*, moves: bool) -> list[Instance]:
             shapes = [(CHANNELS, 1, 0, 1), (CHANNELS, wide, 0, 1)]
             if mode != ROUTE:
                 shapes.append((PLANES, wide, 0, 1))
-            for width in widths:
-                fitting = [each for each in EACH if width >= each]
-                sides = {(each, _together(dtype, mode, each, n)) for each in fitting for n in (1, 2)}
-                shapes += [(ROWS, width, *side) for side in ((0, TOGETHER), *sorted(sides))]
+            sides = [(width, each) for width in widths for each in (0, *EACH) if width >= each]
+            rows = {
+                (*side, _together(dtype, mode, *side, lines)) for side in sides for lines in (1, 2)
+            }
+            shapes += [(ROWS, *row) for row in sorted(rows)]
             found += [
                 _instance(dtype, index, shape, mode) for index in indices for shape in shapes
             ]
     return found
 
 
-def _together(dtype: DType, mode: int, each: int, lines: int) -> int:
+def _together(dtype: DType, mode: int, width: int, each: int, lines: int) -> int:
     """Return the planes of a thread that computes rows of windows of so many lines."""
-    many = each > 0 and lines > 1
-    return 1 if many and (mode == SPREAD or dtype.itemsize > 2) else TOGETHER
+    chunks = width * dtype.itemsize == CHUNK_BYTES
+    if mode == SPREAD:
+        many = chunks or each > 0
+    else:
+        many = chunks and each > 0 and dtype.itemsize > 2
+    return 1 if many and lines > 1 else TOGETHER
 
 
 def _instance(dtype: DType, index: DType, shape: tuple[int, ...], mode: int) -> Instance:
