@@ -202,11 +202,10 @@ def tiles_instances(*, moves: bool) -> list[Instance]:
 def _together(dtype: DType, mode: int, width: int, each: int, lines: int) -> int:
     """Return the planes of a thread that computes rows of windows of so many lines."""
     chunks = width * dtype.itemsize == CHUNK_BYTES
+    streams = chunks and each > 0 and dtype.itemsize > 2
     if mode == SPREAD:
-        many = chunks or each > 0
-    else:
-        many = chunks and each > 0 and dtype.itemsize > 2
-    return 1 if many and lines > 1 else TOGETHER
+        streams = chunks or each > 0
+    return 1 if streams and lines > 1 else TOGETHER
 
 
 def _instance(dtype: DType, index: DType, shape: tuple[int, ...], mode: int) -> Instance:
