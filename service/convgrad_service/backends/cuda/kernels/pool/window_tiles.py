@@ -193,9 +193,7 @@ def tiles_instances(*, moves: bool) -> list[Instance]:
                 (*side, _together(dtype, mode, *side, lines)) for side in sides for lines in (1, 2)
             }
             shapes += [(ROWS, *row) for row in sorted(rows)]
-            found += [
-                _instance(dtype, index, shape, mode) for index in indices for shape in shapes
-            ]
+            found += [_instance(dtype, index, shape, mode) for index in indices for shape in shapes]
     return found
 
 
