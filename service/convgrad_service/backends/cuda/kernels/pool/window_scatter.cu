@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, 6)
 #pragma unroll
   for (int axis = 0; axis < 3; ++axis) {
     const int n = args.phases[axis];
-    lead[axis] = n - 1 - (box.first[axis] + n - 1) % n;
+    lead[axis] = box.first[axis] == 0 ? 0 : n - 1 - (box.first[axis] + n - 1) % n;
   }
   const int lines = box.planes * args.in_phase[0] * args.in_phase[1];
   const int phases = args.phases[0] * args.phases[1] * args.phases[2];
