@@ -13,9 +13,10 @@ Two rows go to tests/perf/results/cold_server.jsonl, in place of an older run's:
   four cold requests in flight throughout and with none, in turn. A p99 within 10 % is wanted.
   ``ran_out`` says whether there were too few cold requests.
 
-Cold requests are drawn from the networks suite, so that each launches a kernel that none before it
-launches, and none that is cached in the tree. The server has an empty cache of its own. Needs a
-GPU; ``--backend cpu`` goes through the motions without one, where nothing is compiled.
+Cold requests are drawn from the networks suite, also with smaller images, so that each launches a
+kernel that none before it launches, and none that is cached in the tree. The server has an empty
+cache of its own, and NVRTC's own cache is off, in the server and here. Needs a GPU;
+``--backend cpu`` goes through the motions without one, where nothing is compiled.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from itertools import islice, product
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -70,11 +72,11 @@ SIZES = {
     "conv_bwd_data": ("input_size", "input_size"),
     "grouped_conv_bwd_weight": ("weight_size", "kernel_size"),
 }
-BATCHES = (1, 2, 4, 8)
-# Elements of a request's tensors, so that sending them takes little beside compiling.
-MOST = 2**20
+SMALLER = (1, 2, 4, 8)
+# Elements of a request and its answer, so that sending them takes little beside compiling.
+MOST = 2**18
 # Planning thousands of layers to find the last few would take longer than sending them.
-MOST_REQUESTS = 300
+MOST_REQUESTS = 240
 
 
 class Cold(NamedTuple):
@@ -98,16 +100,34 @@ class Cold(NamedTuple):
             return time.perf_counter() - began_s, dict(answer.server_timing_s)
 
 
-def fields_of(
-    layer: dict[str, Any], batch: int, operation: str, dtype: str, precision: str | None
-) -> dict[str, Any]:
-    """A request's tensors, views of a single one, and parameters, channels last."""
+def smaller(layer: dict[str, Any], by: int) -> dict[str, Any]:
+    """The layer on images of a fraction of the size."""
+    size = [-(-one // by) for one in layer["input_size"]]
+    sides = zip(
+        *(layer[name] for name in ("kernel_size", "stride", "padding", "dilation")),
+        size,
+        strict=True,
+    )
+    output = [(s + 2 * p - d * (k - 1) - 1) // t + 1 for k, t, p, d, s in sides]
+    name = f"{layer['name']} of 1/{by}" if by > 1 else layer["name"]
+    return {**layer, "name": name, "input_size": size, "output_size": output}
+
+
+def shapes_of(layer: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of one image, channels last."""
     c, k, groups = layer["C"], layer["K"], layer["groups"]
-    shapes = {
-        "input": (batch, *layer["input_size"], c),
-        "grad_output": (batch, *layer["output_size"], k),
+    return {
+        "input": (1, *layer["input_size"], c),
+        "grad_output": (1, *layer["output_size"], k),
         "weight": (k, *layer["kernel_size"], c // groups),
     }
+
+
+def fields_of(
+    layer: dict[str, Any], operation: str, dtype: str, precision: str | None
+) -> dict[str, Any]:
+    """A request's tensors, views of a single one, and parameters."""
+    shapes = shapes_of(layer)
     one = np.ones((), np.dtype(getattr(ml_dtypes, dtype, dtype)))
     sizes = {field: layer[of] for field, of in [SIZES[operation]]} if operation in SIZES else {}
     return {
@@ -115,7 +135,7 @@ def fields_of(
         **{name: tuple(layer[name]) for name in ("stride", "padding", "dilation")},
         **({} if precision is None else {"precision": precision}),
         **sizes,
-        "groups": groups,
+        "groups": layer["groups"],
         "layout": "NHWC",
     }
 
@@ -123,20 +143,24 @@ def fields_of(
 def cold_requests(device: CudaDevice, compiler: Compiler) -> Iterator[Cold]:
     """Each launches a kernel that none before it launches, and none that is cached."""
     suite = json.loads((HERE / "suite" / "networks.json").read_text(encoding="utf-8"))
-    layers = [layer for layer in suite if layer["kind"] == "conv" and layer["ndim"] == 2]
+    convs = [layer for layer in suite if layer["kind"] == "conv" and layer["ndim"] == 2]
+    of_sizes = [smaller(layer, by) for by in SMALLER for layer in convs]
+    layers = [
+        layer
+        for layer in of_sizes
+        if min(layer["output_size"]) > 0 and sum(map(prod, shapes_of(layer).values())) <= MOST
+    ]
     kinds = [(dtype, one) for dtype in DTYPES for one in PRECISIONS.get(dtype, (None,))]
     seen: set[Instance] = set()
-    for batch, (dtype, precision), layer, operation in product(BATCHES, kinds, layers, TENSORS):
-        fields = fields_of(layer, batch, operation, dtype, precision)
-        if sum(one.size for one in fields.values() if isinstance(one, np.ndarray)) > MOST:
-            continue
+    for (dtype, precision), layer, operation in product(kinds, layers, TENSORS):
+        fields = fields_of(layer, operation, dtype, precision)
         request = validate(OPERATIONS[operation].request, fields)
         steps = plan_for(problem_from(operation, request), device, FAMILIES).steps
         kernels = {one.instance for one in steps if isinstance(one, Launch)}
         new = kernels - seen
         if new and not any((DEFAULT_CACHE / compiler.file_name(one)).exists() for one in kernels):
             seen |= new
-            name = f"{layer['name']} batch {batch} {dtype} {precision or ''}".rstrip()
+            name = f"{layer['name']} {dtype} {precision or ''}".rstrip()
             yield Cold(name, operation, fields, tuple(new))
 
 
@@ -239,6 +263,7 @@ def main() -> None:
     parser.add_argument("--git-sha", help="of the tree, where there is no git to ask")
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
+    os.environ["CUDA_CACHE_DISABLE"] = "1"  # else NVRTC finds the kernels that it has compiled
     try:
         device, nvrtc = describe(0), find_nvrtc(cuda_driver_major())
     except DeviceUnavailable:

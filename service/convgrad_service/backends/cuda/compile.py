@@ -219,9 +219,10 @@ class Compiler:
         with self._lock:
             wanted = self._wanted.get(instance)
             if wanted is None:
-                found = self._cached(instance)
+                name = self.file_name(instance)
+                found = self._cached(name)
                 if found is None:
-                    cubin = self._pool.submit(self._found_or_compiled, instance)
+                    cubin = self._pool.submit(self._found_or_compiled, instance, name)
                 else:
                     cubin = Future()
                     cubin.set_result(found)
@@ -238,11 +239,10 @@ class Compiler:
                     continue
                 del self._wanted[wanted.instance]
 
-    def _cached(self, instance: Instance) -> Cubin | None:
+    def _cached(self, name: str) -> Cubin | None:
         """Read a cubin from the cache and count it as found; the caller holds the lock."""
         if self._cache is None:
             return None
-        name = self.file_name(instance)
         for folder in (self._cache, DEFAULT_CACHE):
             with contextlib.suppress(OSError):  # missing or unreadable
                 code = (folder / name).read_bytes()
@@ -250,15 +250,15 @@ class Compiler:
                 return Cubin(code, None)
         return None
 
-    def _found_or_compiled(self, instance: Instance) -> Cubin:
+    def _found_or_compiled(self, instance: Instance, name: str) -> Cubin:
         """Compile and cache an instance, unless another process on this host has just done so."""
         try:
             if self._cache is None:
                 return self._compile_counted(instance)
-            path = self._cache / self.file_name(instance)
+            path = self._cache / name
             with exclusive(path.with_suffix(".lock"), self._processes.closed):
                 with self._lock:
-                    found = self._cached(instance)
+                    found = self._cached(name)
                 if found is None:
                     found = self._compile_counted(instance)
                     _store(path, found.code)
