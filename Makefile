@@ -82,12 +82,12 @@ test-servers: kernels ## and the servers, the client, the rest
 	    --ignore=tests/kernels --ignore=tests/unit --ignore=tests/attack
 
 test-gpu-code: kernels ## GPU kernels without a GPU: each family in the emulator, a sample compiled by NVRTC
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-gpu-code-a-to-f test-gpu-code-g-to-z
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-gpu-code-first test-gpu-code-second
 
-KERNELS_A_TO_F := $(wildcard tests/kernels/test_[a-f]*.py)
-test-gpu-code-a-to-f: TESTS = $(KERNELS_A_TO_F) tests/unit/backends/cuda/test_compile.py
-test-gpu-code-g-to-z: TESTS = tests/kernels $(KERNELS_A_TO_F:%=--ignore=%)
-test-gpu-code-a-to-f test-gpu-code-g-to-z: kernels
+FIRST_KERNEL_TESTS := $(wildcard tests/kernels/test_*.py) tests/kernels/depthwise tests/kernels/fused
+test-gpu-code-first: TESTS = $(FIRST_KERNEL_TESTS) tests/unit/backends/cuda/test_compile.py
+test-gpu-code-second: TESTS = tests/kernels $(FIRST_KERNEL_TESTS:%=--ignore=%)
+test-gpu-code-first test-gpu-code-second: kernels
 	@OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -o cache_dir=.pytest_cache/$@ -m "gpu_code and not slow and not gpu" $(DRAWN) $(TESTS)
 
 test-processes: kernels ## servers of several processes: children killed, hung and flooded, every transport compared
@@ -255,6 +255,9 @@ bench-cold-server: kernels ## cold requests on a server with a GPU, and what the
 
 bench-networks: $(READY) ## every convolution of whole networks beside cuDNN; needs what bench-gpu needs
 	@$(PY) -m tests.perf.bench_networks
+
+bench-families: $(READY) ## what each family of GPU kernels wins, beside the best plan without it; needs bench-gpu's
+	@$(PY) -m tests.perf.bench_families --wider
 
 tune: $(READY) ## time all families' configurations on many layers, and fit the choice of kernels to that; needs bench-gpu's
 	@$(PY) -m tests.perf.sweep_dense --out build/dense.jsonl && $(PY) -m tests.perf.fit_dense build/dense.jsonl --write

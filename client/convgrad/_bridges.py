@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
 from convgrad._client import Client
 from convgrad.errors import DeviceUnavailable
 
-__all__ = ["RemoteBackend", "find_executor"]
+__all__ = ["RemoteBackend", "find_executor", "find_in_process"]
 
 
 @lru_cache(maxsize=1)
-def find_executor() -> Any:
-    """Return the service's function ``executor``, without importing the service by name.
+def find_in_process() -> Any:
+    """Return the service's module ``inprocess``, without importing the service by name.
 
     Raises
     ------
@@ -22,12 +23,17 @@ def find_executor() -> Any:
         The service is not installed in this environment.
     """
     for entry in entry_points(group="convgrad.executors"):
-        return entry.load()
+        return import_module(entry.module)
     raise DeviceUnavailable(
         "Local computes in this process and needs the service, which is not installed here: "
         "pip install 'convgrad[service]' (and 'convgrad[cuda13]' for a GPU), or let a server "
         "compute: Remote(url)"
     )
+
+
+def find_executor() -> Any:
+    """Return its function ``executor``. Raises as `find_in_process`."""
+    return find_in_process().executor
 
 
 class RemoteBackend:

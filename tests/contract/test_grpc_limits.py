@@ -5,6 +5,7 @@ The memory is that of the real server's processes. Others are served meanwhile.
 
 from __future__ import annotations
 
+import select
 import time
 from contextlib import ExitStack, suppress
 
@@ -19,6 +20,7 @@ from tests.support.h2_client import (
     LIVE,
     STREAM_INFER,
     WATCH,
+    Answer,
     H2Client,
     connected,
     grpc_message,
@@ -35,11 +37,25 @@ pytestmark = pytest.mark.processes
 MIB = 2**20
 LARGEST_WINDOW = 2**31 - 1
 RESOURCE_EXHAUSTED, UNAVAILABLE = "8", "14"
+ANOTHER_CLIENT = "127.0.0.2"
 
 
 def stalled(client: H2Client, path: str = INFER) -> int:
     """A call whose message has begun and does not go on."""
     return client.open(path, b"\0" + (MIB).to_bytes(4, "big") + bytes(1000))
+
+
+def first_to_end(calls: list[tuple[H2Client, int]]) -> Answer:
+    """The answer of the call that ends first, whichever it is."""
+    by_socket = {client.socket: client for client, _ in calls}
+    while True:
+        for client, stream in calls:
+            if client.answers[stream].ended:
+                return client.answers[stream]
+        readable, _, _ = select.select(list(by_socket), [], [], 60)
+        assert readable, "none of them ends"
+        for each in readable:
+            assert by_socket[each].receive()
 
 
 def test_messages_on_their_way_have_a_permit_each() -> None:
@@ -82,6 +98,68 @@ def test_who_had_time_enough_leaves_its_permit_to_others() -> None:
         assert found.status == UNAVAILABLE
         assert found.headers["convgrad-code"] == "request-timeout"
         assert not client.answers[second].ended
+
+
+@pytest.mark.parametrize("source", [None, ANOTHER_CLIENT], ids=["connection", "client"])
+def test_a_client_with_many_permits_leaves_one_to_another(source: str | None) -> None:
+    """A message in two halves, beside a client all of whose messages have stalled."""
+    message = grpc_message(pool_request())
+    with (
+        serving_oip(Zeros(), grpc_message_permits=4, body_idle_timeout_s=60) as server,
+        ExitStack() as stack,
+    ):
+        # With an address of its own, the client has one of these on each of its connections.
+        slow = [
+            stack.enter_context(connected(server.grpc, source=source))
+            for _ in range(1 if source is None else 4)
+        ]
+        held = [(client, stalled(client)) for client in slow * (4 // len(slow))]
+        time.sleep(0.3)
+        other = stack.enter_context(connected(server.grpc))
+        stream = other.open(INFER, message[:20])
+        time.sleep(0.3)
+        other.data(stream, message[20:], last=True)
+        assert other.answer(stream).status == "0"
+        assert first_to_end(held).headers["convgrad-code"] == "overloaded"
+        assert sum(client.answers[stream].ended for client, stream in held) == 1
+
+
+@pytest.mark.parametrize("idle_s", [0.3, 60.0], ids=["idle", "most"])
+def test_open_streams_leave_a_place_to_another_client(idle_s: float) -> None:
+    """Of eight: the one that was idle too long, or one of the client that has all of them."""
+    with (
+        serving_oip(Zeros(), grpc_message_permits=1, body_idle_timeout_s=idle_s) as server,
+        connected(server.grpc) as client,
+        connected(server.grpc) as other,
+    ):
+        opened = [client.open(STREAM_INFER) for _ in range(8)]
+        time.sleep(0.4)
+        client.data(opened[0], grpc_message(pool_request()))
+        client.until(lambda: bool(client.answers[opened[0]].data))
+        stream = (client if idle_s < 1 else other).open(
+            STREAM_INFER, grpc_message(pool_request()), last=True
+        )
+        assert (client if idle_s < 1 else other).answer(stream).status == "0"
+        code = "request-timeout" if idle_s < 1 else "overloaded"
+        assert client.answer(opened[1]).headers["convgrad-code"] == code
+        assert not client.answers[opened[0]].ended
+
+
+def test_unread_answers_make_room_for_another_client() -> None:
+    """Two connections of one client hold 46 MB of 50 MiB, and read nothing."""
+    limits = {"grpc_max_unread_bytes": "50MiB", "max_memory_wait_s": 3}
+    with serving_oip(Zeros(), **limits) as server, ExitStack() as stack:
+        slow = [
+            stack.enter_context(connected(server.grpc, source=ANOTHER_CLIENT)) for _ in range(2)
+        ]
+        for client in slow:
+            client.grants = False
+            unread = client.open(INFER, grpc_message(large_answer()), last=True)
+            client.until(lambda: bool(client.answers[unread].data))  # noqa: B023 - called at once
+        other = stack.enter_context(connected(server.grpc))
+        stream = other.open(INFER, grpc_message(large_answer()), last=True)
+        assert other.answer(stream).status == "0"
+        wait_until_idle(server)
 
 
 def test_a_message_that_never_comes_is_waited_for_as_long_as_a_request_may_take() -> None:

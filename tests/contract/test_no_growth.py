@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from convgrad import Client
-from tests.support.fake_backends import Sums
+from convgrad.errors import DeadlineExceeded
+from convgrad_service.backends.base import Outcome
+from convgrad_service.problems import Problem
+from tests.support.fake_backends import Sums, Zeros
 from tests.support.tree_server import TreeServer, descriptors, serving_tree
 
 pytestmark = pytest.mark.processes
@@ -20,9 +27,28 @@ pytestmark = pytest.mark.processes
 MOST_GROWTH_BYTES = 24 * 2**20
 
 
+class Failing(Zeros):
+    """Allocates 32 MiB for every problem, and fails."""
+
+    def run(
+        self,
+        problem: Problem,
+        tensors: Mapping[str, NDArray[Any]],
+        cancelled: threading.Event | None = None,
+        out: Mapping[str, NDArray[Any]] | None = None,
+    ) -> Outcome:
+        workspace = np.ones(2**22)
+        raise DeadlineExceeded(f"{workspace.nbytes} bytes were not enough")
+
+
 def sums(device: int) -> Sums:
     """See `Sums`."""
     return Sums()
+
+
+def failing(device: int) -> Failing:
+    """See `Failing`."""
+    return Failing()
 
 
 def resident_bytes(process: int) -> int:
@@ -73,3 +99,17 @@ def test_thousands_of_requests_leave_nothing_behind(requests: int) -> None:
             # The arena has no name: a container's /dev/shm is small, and open to others.
             mapped = Path(f"/proc/{child}/maps").read_text()
             assert "/dev/shm" not in mapped  # noqa: S108
+
+
+def test_problems_that_fail_leave_nothing_behind() -> None:
+    with serving_tree(failing) as server, Client(server.url, timeout=60, max_retries=0) as client:
+        worker = server.worker_id
+        assert worker is not None
+        before_bytes = resident_bytes(worker)
+        for _ in range(8):
+            with pytest.raises(DeadlineExceeded):
+                client.conv_bwd_data(
+                    np.ones((1, 1, 4, 4), np.float32), np.ones((1, 1, 1, 1), np.float32)
+                )
+        # The server keeps one for the next problem.
+        assert resident_bytes(worker) - before_bytes < 2 * 32 * 2**20

@@ -6,7 +6,9 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +21,7 @@ import pytest
 from convgrad_service.server.command import serve
 from convgrad_service.server.setting_table import setting_fields
 from tests.support.http_server import EXAMPLE, JSON
+from tests.support.tls_files import TlsFiles
 
 FEW_FILES = 200
 _, HARD_LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -112,6 +115,29 @@ def test_a_port_in_use_is_one_sentence(
     done = subprocess.run(as_json, capture_output=True, text=True)
     assert done.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in json.loads(done.stderr)["message"]
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the keys")
+def test_a_failed_handshake_leaves_the_log_json(tmp_path: Path) -> None:
+    """gRPC's library would write lines of its own."""
+    files = TlsFiles.made(tmp_path).server()
+    command = [*COMMAND, "--port", "0", "--grpc-port", "0", "--log-format", "json"]
+    command += [f"--{name.replace('_', '-')}={path}" for name, path in files.items()]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        lines = []
+        while "on grpcs" not in (line := process.stderr.readline()):
+            assert process.poll() is None
+            lines.append(line)
+        port = int(re.findall(r"grpcs://127.0.0.1:([0-9]+)", line)[0])
+        with socket.create_connection(("127.0.0.1", port), 10) as plain:
+            plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            plain.recv(100)
+        process.terminate()
+        lines += [line, *process.stderr]
+    assert process.returncode == 0
+    assert all(json.loads(one)["message"] for one in lines)
 
 
 def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
-import http.server
-import threading
+import asyncio
+import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,55 +12,26 @@ import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
 
 import convgrad
 from convgrad_service.backends.cpu import CpuBackend
+from convgrad_service.engine.telemetry import tracing
+from convgrad_service.engine.telemetry.request_context import RequestContext
 from convgrad_service.engine.telemetry.tracing import traces_to
 from convgrad_service.server.settings import Settings
 from tests.support.http_server import EXAMPLE, JSON
 from tests.support.oip_server import serving_oip
+from tests.support.otlp_collector import Collected, attributes, collecting
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-class Collector(http.server.BaseHTTPRequestHandler):
-    """Keeps the spans that are sent to it."""
-
-    spans: list[Any]
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
-        if self.headers.get("content-encoding") == "gzip":
-            body = gzip.decompress(body)
-        request = ExportTraceServiceRequest.FromString(body)
-        for resource in request.resource_spans:
-            for scope in resource.scope_spans:
-                self.spans += scope.spans
-        self.send_response(200)
-        self.send_header("content-length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
-
-
 @pytest.fixture
-def collector() -> Iterator[tuple[str, list[Any]]]:
-    spans: list[Any] = []
-    handler = type("Handler", (Collector,), {"spans": spans})
-    with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1/traces", spans
-        server.shutdown()
-        thread.join()
+def collector() -> Iterator[Collected]:
+    with collecting() as collected:
+        yield collected
     traces_to.cache_clear()
-
-
-def attributes(span: Any) -> dict[str, Any]:
-    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in span.attributes}
 
 
 def spans_of(spans: list[Any]) -> tuple[list[Any], dict[bytes, list[Any]]]:
@@ -76,9 +47,9 @@ def spans_of(spans: list[Any]) -> tuple[list[Any], dict[bytes, list[Any]]]:
 
 
 def test_a_span_a_request_and_one_for_each_of_its_stages(
-    collector: tuple[str, list[Any]], caplog: pytest.LogCaptureFixture
+    collector: Collected, caplog: pytest.LogCaptureFixture
 ) -> None:
-    endpoint, spans = collector
+    endpoint, spans, _ = collector
     trace = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
     with (
         serving_oip(CpuBackend(threads=1), otlp_endpoint=endpoint) as server,
@@ -134,8 +105,8 @@ def test_a_span_a_request_and_one_for_each_of_its_stages(
     assert f"trace_id={refused.trace_id.hex()}" in caplog.text
 
 
-def test_a_caller_decides_whether_its_trace_is_kept(collector: tuple[str, list[Any]]) -> None:
-    endpoint, spans = collector
+def test_a_caller_decides_whether_its_trace_is_kept(collector: Collected) -> None:
+    endpoint, spans, _ = collector
     with serving_oip(CpuBackend(threads=1), otlp_endpoint=endpoint) as server:
         headers = {"content-type": JSON, "traceparent": f"00-{TRACE}-{PARENT}-00"}
         url = f"http://{server.http}/conv_bwd_data"
@@ -144,9 +115,11 @@ def test_a_caller_decides_whether_its_trace_is_kept(collector: tuple[str, list[A
 
 
 def test_the_sdk_sends_the_trace_that_its_caller_is_in(
-    collector: tuple[str, list[Any]],
+    collector: Collected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    endpoint, spans = collector
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "gradients")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "k8s.pod.name=convgrad-0")
+    endpoint, spans, resources = collector
     tracer = TracerProvider().get_tracer("a training script")
     ones = np.ones((1, 1, 1, 1), np.float32)
     with serving_oip(CpuBackend(threads=1), otlp_endpoint=endpoint) as server:
@@ -164,6 +137,38 @@ def test_the_sdk_sends_the_trace_that_its_caller_is_in(
     assert within.parent_span_id.hex() == f"{step.get_span_context().span_id:016x}"
     assert as_named.parent_span_id.hex() == PARENT
     assert not alone.parent_span_id
+    named = {"service.name": "gradients", "k8s.pod.name": "convgrad-0"}
+    assert all(named.items() <= one.items() for one in resources)
+
+
+def test_a_collector_that_does_not_answer_does_not_hold_up_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tracing, "_FLUSH_S", 0.2)
+
+    async def end() -> int:
+        traces, context = traces_to(f"http://127.0.0.1:{port}/v1/traces"), RequestContext.begin([])
+        # HTTP's and gRPC's; the first to end leaves it to the other.
+        traces.open()
+        traces.open()
+        await traces.close()
+        context.operation = "conv_fwd"
+        traces.begin(context)
+        traces.end(context, "POST /conv_fwd", {}, failed=False)
+        closing = asyncio.ensure_future(traces.close())
+        turns = 0
+        while not closing.done():
+            await asyncio.sleep(0.01)
+            turns += 1
+        return turns
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        began_s = time.monotonic()
+        turns = asyncio.run(end())
+    traces_to.cache_clear()
+    assert time.monotonic() - began_s < 5, "an export may take 10 s"
+    assert turns > 5, "others are served meanwhile"
 
 
 @pytest.mark.parametrize("url", ["collector:4318", "ftp://collector"])

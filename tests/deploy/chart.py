@@ -23,7 +23,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         "image": {"repository": "images.example/convgrad", "tag": "7"},
         "imagePullSecrets": [{"name": "pull"}],
         "gpu": {"runtimeClassName": "nvidia", "resource": "nvidia.com/mig-1g.18gb"},
-        "settings": {"CONVGRAD_MAX_QUEUE": 16},
+        "settings": {"CONVGRAD_MAX_QUEUE": 16, "CONVGRAD_MAX_BODY_BYTES": 2**32},
         "service": {"annotations": {"a": "b"}, "sessionAffinity": "ClientIP", "headless": True},
         "ingress": {
             "enabled": True,

@@ -34,6 +34,11 @@ def container_of(manifests: dict[str, Any]) -> dict[str, Any]:
     return container
 
 
+def environment_of(container: dict[str, Any]) -> dict[str, str]:
+    """The variables whose values the manifest holds."""
+    return {one["name"]: one["value"] for one in container["env"] if "value" in one}
+
+
 def test_every_variant_has_the_kinds_it_enables() -> None:
     kinds = {name: set(rendered(values)) for name, values in VARIANTS.items()}
     bare = {"Deployment", "Service", "Service-management", "Pod-test"}
@@ -96,13 +101,17 @@ def test_environment_is_settings_that_exist(manifests: dict[str, Any]) -> None:
     names = [one["name"] for one in variables if not one["name"].startswith("OTEL_")]
     assert set(names) <= SETTINGS
     assert len(set(names)) == len(names)
-    assert all(isinstance(one["value"], str) for one in variables)
+    assert all(isinstance(value, str) for value in environment_of(container_of(manifests)).values())
+    # The server plans with the memory that the pod may use.
+    limit = {"resourceFieldRef": {"resource": "limits.memory"}}
+    assert {"name": "CONVGRAD_MEMORY_BYTES", "valueFrom": limit} in variables
 
 
 def test_secrets_are_mounted_where_the_settings_look() -> None:
     for name in ("everything", "mutual_tls"):
         container = container_of(rendered(VARIANTS[name]))
-        files = [one["value"] for one in container["env"] if one["value"].startswith("/etc/")]
+        values = environment_of(container).values()
+        files = [value for value in values if value.startswith("/etc/")]
         mounts = [
             mount["mountPath"] for mount in container["volumeMounts"] if mount.get("readOnly")
         ]
@@ -114,7 +123,7 @@ def test_secrets_are_mounted_where_the_settings_look() -> None:
 def test_probes_and_prometheus_use_the_management_port(manifests: dict[str, Any]) -> None:
     container = container_of(manifests)
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    variables = {one["name"]: one["value"] for one in container["env"]}
+    variables = environment_of(container)
     assert variables["CONVGRAD_MANAGEMENT_PORT"] == str(ports["management"])
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"]["port"] == "management"
@@ -158,8 +167,21 @@ def test_egress_is_limited_to_dns_and_traces() -> None:
         for port in rule.get("ports", [])
     ]
     assert open_ports == [53, 53, 4318]
-    variables = {one["name"]: one["value"] for one in container_of(manifests)["env"]}
+    variables = environment_of(container_of(manifests))
     assert ":4318/" in variables["CONVGRAD_OTLP_ENDPOINT"]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "port"),
+    [
+        ("http://collector:4417/v1/traces", 4417),
+        ("https://traces.example/v1/traces", 443),
+        ("http://[fd00::1]/v1/traces", 80),
+    ],
+)
+def test_egress_is_to_the_collectors_port(endpoint: str, port: int) -> None:
+    policy = rendered({"tracing": {"endpoint": endpoint}})["NetworkPolicy"]["spec"]
+    assert policy["egress"][1]["ports"] == [{"port": port, "protocol": "TCP"}]
 
 
 def test_the_schema_covers_every_value() -> None:
@@ -185,13 +207,13 @@ def test_settings_cannot_repeat_what_the_chart_sets() -> None:
         if is_allowed is False
     }
     template = (CHART / "templates/deployment.yaml").read_text()
-    assert refused == set(re.findall(r"\{name: (CONVGRAD_\w+),", template))
+    assert refused == set(re.findall(r"\bname: (CONVGRAD_\w+)", template))
 
 
 def test_running_requests_can_finish(manifests: dict[str, Any]) -> None:
     """The kubelet waits longer than the server, and the server as long as a request may take."""
     pod = pod_of(manifests)
-    values = {one["name"]: one["value"] for one in container_of(manifests)["env"]}
+    values = environment_of(container_of(manifests))
     grace_s = float(values["CONVGRAD_SHUTDOWN_GRACE_S"])
     drain_s = float(values["CONVGRAD_DRAIN_S"])
     assert grace_s == float(values["CONVGRAD_MAX_TIMEOUT_S"])
@@ -208,13 +230,13 @@ def test_running_requests_can_finish_in_kserve() -> None:
     runtime = yaml.safe_load((folder / "servingruntime.yaml").read_text())
     predictor = yaml.safe_load((folder / "inferenceservice.yaml").read_text())["spec"]["predictor"]
     (container,) = runtime["spec"]["containers"]
-    values = {one["name"]: one["value"] for one in container["env"]}
+    values = environment_of(container)
     timeout_s = float(values["CONVGRAD_MAX_TIMEOUT_S"])
     drain_s = float(values["CONVGRAD_DRAIN_S"])
     assert float(values["CONVGRAD_SHUTDOWN_GRACE_S"]) == timeout_s
     assert predictor["timeout"] > timeout_s
     assert predictor["terminationGracePeriodSeconds"] > drain_s + timeout_s
-    assert set(values) <= SETTINGS
+    assert {one["name"] for one in container["env"]} <= SETTINGS
 
 
 def test_gpu_and_cpu_variants() -> None:

@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 
 import convgrad
+from tests.support.otlp_collector import collecting
 
 pytestmark = pytest.mark.deploy
 
@@ -156,6 +157,42 @@ def test_the_healthcheck_works_with_tls(image: Path, config: dict[str, Any]) -> 
         assert asked.status_code == 200
 
 
+# A program that is in a trace of its own and calls the server.
+TRACED_CALL = """
+import sys
+import numpy as np
+from opentelemetry.sdk.trace import TracerProvider
+from convgrad import Client
+ones = np.ones((1, 1, 2, 2), np.float32)
+with TracerProvider().get_tracer("training").start_as_current_span("step") as span:
+    Client(sys.argv[1]).conv_bwd_data(ones, ones)
+print(f"{span.get_span_context().trace_id:032x}")
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_traces_reach_a_collector(image: Path, config: dict[str, Any], workers: int) -> None:
+    with collecting() as collected:
+        settings = [f"CONVGRAD_OTLP_ENDPOINT={collected.endpoint}"]
+        settings += [f"CONVGRAD_HTTP_WORKERS={workers}", "CONVGRAD_LOG_FORMAT=json"]
+        with started(image, config, *settings) as (process, port):
+            calling = ["python", "-c", TRACED_CALL, f"http://127.0.0.1:{port}"]
+            called = subprocess.run(contained(image, config, calling), capture_output=True)
+            assert called.returncode == 0, called.stderr
+            process.send_signal(signal.SIGTERM)
+            output, _ = process.communicate(timeout=30)
+            assert process.returncode == 0, output
+    trace = called.stdout.decode().strip()
+    spans = [one for one in collected.spans if one.trace_id.hex() == trace]
+    (request,) = (one for one in spans if one.kind == one.SPAN_KIND_SERVER)
+    assert request.name == "POST /conv_bwd_data"
+    stages = {one.name for one in spans if one.parent_span_id == request.span_id}
+    assert {"receive", "decode", "compute", "encode"} <= stages
+    lines = [json.loads(line) for line in output.splitlines()]
+    (line,) = (one for one in lines if one.get("path") == "/conv_bwd_data")
+    assert line["trace_id"] == trace
+
+
 def test_labels_and_ports(config: dict[str, Any]) -> None:
     assert config["StopSignal"] == "SIGTERM"
     assert set(config["ExposedPorts"]) == {"8000/tcp", "8001/tcp", "8002/tcp"}
@@ -177,9 +214,15 @@ def test_the_sbom_lists_every_distribution(image: Path) -> None:
     assert inside <= named
 
 
-def test_its_user_can_read_the_kernels(image: Path) -> None:
-    for kernel in (image / "root/opt/convgrad/kernels").glob("*.cubin"):
-        assert kernel.stat().st_mode & 0o044 == 0o044, kernel
+def test_its_user_can_read_what_is_installed(image: Path) -> None:
+    """Kernels too, which the build compiled as root."""
+    unreadable = [
+        Path(folder, name)
+        for folder, folders, files in os.walk(image / "root/opt/convgrad")
+        for name, wanted in (*((one, 0o5) for one in folders), *((one, 0o4) for one in files))
+        if Path(folder, name).lstat().st_mode & wanted != wanted
+    ]
+    assert unreadable == []
 
 
 def test_layers(image: Path) -> None:

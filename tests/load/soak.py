@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.load.results import store
-from tests.load.run import OBJECTIVES, locust
+from tests.load.run import USERS, locust
 from tests.load.served import held_bytes, server
 
 MIXES = ("resnet50", "mobilenet", "small")
@@ -34,7 +34,7 @@ def soak(program: Path, duration_s: float, turn_s: float) -> list[dict[str, Any]
     with server() as served:
         while (at_s := time.monotonic() - began_s) < duration_s:
             mix = MIXES[len(rows) % len(MIXES)]
-            users = str(OBJECTIVES[mix].users)
+            users = str(USERS[mix])
             length = ["-u", users, "-r", users, "-t", f"{turn_s:.0f}s", "--pause", str(PAUSE_S)]
             found = locust(program, served, "soak", "--mix", mix, *length)
             row = {

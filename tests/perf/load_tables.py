@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 
+from tests.load.run import MAX_RATIO
 from tests.perf.records import Record, records, source
 
 __all__ = [
@@ -47,7 +48,7 @@ def load_table() -> str:
     lines = [
         f"| {row['mix']}, {row['users']} users, {row['wire']} | {row['answered']:,} | "
         f"{row['failed'] + row['refused']} | {row['answered'] / row['seconds']:.1f} | "
-        f"{_ms(row['p50_s'])} | {_ms(row['p99_s'])} | {_ms(row['objective_p99_s'])} |"
+        f"{_ms(row['p50_s'])} | {_ms(row['p99_s'])} | {_ms(MAX_RATIO * row['p99_s'])} |"
         for row in rows
     ]
     heads = "| mix | answered | failed | requests/s | p50, ms | p99, ms | objective for p99, ms |"

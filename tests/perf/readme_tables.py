@@ -12,12 +12,14 @@ from pathlib import Path
 
 from convgrad.errors import CODES, ServiceError
 from convgrad_service.server.setting_table import markdown_table
-from tests.perf import load_tables, network_tables, peer_times, speed_tables
+from tests.perf import family_tables, load_tables, network_tables, peer_times, speed_tables
+from tests.perf.image_size import image_table
 from tests.perf.records import records
 from tests.perf.stale import stale_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 README, SPEED = ROOT / "README.md", ROOT / "docs" / "speed.md"
+KERNELS = ROOT / "docs" / "kernels.md"
 LOAD, DEPLOY = ROOT / "docs" / "load.md", ROOT / "deploy" / "README.md"
 REFERENCE = ROOT / "docs" / "reference"
 
@@ -57,7 +59,8 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "engine_gpu": speed_tables.engine_gpu_table,
         "devices": speed_tables.devices_table,
     },
-    DEPLOY: {"scaling_limits": load_tables.scaling_limits_table},
+    KERNELS: {"families": family_tables.families_table},
+    DEPLOY: {"image": image_table, "scaling_limits": load_tables.scaling_limits_table},
     LOAD: {
         "load": load_tables.load_table,
         "open_loop": load_tables.open_loop_table,

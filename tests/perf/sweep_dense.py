@@ -15,42 +15,22 @@ import argparse
 import json
 import math
 import random
+import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from convgrad.errors import UnsupportedProblem
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.conv import hopper_gather_plan as gather
-from convgrad_service.backends.cuda.kernels.conv import hopper_weight_model as weight
-from convgrad_service.backends.cuda.kernels.conv import implicit_gemm_model as implicit
-from convgrad_service.backends.cuda.kernels.conv import pointwise_gemm_model as product
-from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight
-from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
-from convgrad_service.backends.cuda.kernels.conv.hopper_halo import HopperHalo
-from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight, reachable
-from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import (
-    ImplicitGemm,
-    gathering,
-    gemm_of,
-)
-from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import (
-    COUNTERS,
-    SWAPPED,
-    PointwiseGemm,
-    products_of,
-)
-from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import Config
-from convgrad_service.backends.cuda.kernels.core.gather_axes import gather_axis
+from convgrad_service.backends.cuda.tuning.candidates import Candidate, candidates
 from convgrad_service.plans.cuda.assembly import conv_work
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.families import Family
 from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.plans.cuda.program import CudaPlan
 from convgrad_service.plans.cuda.works import ConvWork
@@ -63,7 +43,17 @@ SUITE = Path(__file__).resolve().parent / "suite" / "networks.json"
 BATCHES, PROCESSES, CHUNK = (1, 8, 32, 128), 16, 4
 SAMPLES, FEW_SAMPLES, LONG_S = 7, 4, 150e-6
 FLUSH_BYTES = 128 * 2**20
-T = TypeVar("T")
+# Of each family, how many configurations are timed of those that should be fastest and of those
+# that should take less than LIMIT times as long: for layers that are products, and for others.
+COUNTS = {
+    "pointwise_gemm": ((8, 6), (8, 6)),
+    "implicit_gemm": ((2, 0), (6, 3)),
+    "hopper_gather": ((4, 1), (7, 4)),
+    "hopper_weight": ((7, 2), (9, 5)),
+    "hopper_halo": ((1, 0), (1, 0)),
+    "dense_weight": ((0, 0), (1, 0)),
+}
+LIMIT = 1.8
 
 
 @dataclass(frozen=True)
@@ -74,6 +64,7 @@ class Job:
     layer: Mapping[str, Any]
     op: str
     device: CudaDevice
+    wanted: re.Pattern[str]
 
 
 @dataclass(frozen=True)
@@ -85,70 +76,41 @@ class Planned:
     others: tuple[tuple[str, str, float | None, CudaPlan], ...]
 
 
-def jobs_of(seed: int, count: int, device: CudaDevice) -> list[Job]:
+def jobs_of(given: argparse.Namespace, device: CudaDevice) -> list[Job]:
     """In random order, so that a run that is cut short has some of everything."""
-    layers = [("rnd", {**layer, "kind": "conv"}) for layer in random_layers(seed, count)]
+    layers = [
+        ("rnd", {**layer, "kind": "conv"}) for layer in random_layers(given.seed, given.count)
+    ]
     for layer in json.loads(SUITE.read_text(encoding="utf-8")):
         if layer["class"] == "dense":
             layers += [("net", {**layer, "N": batch}) for batch in BATCHES]
-    jobs = [Job(kind, layer, op, device) for kind, layer in layers for op in BUFFERS]
-    random.Random(seed).shuffle(jobs)
+    jobs = [
+        Job(kind, layer, op, device, given.configurations)
+        for kind, layer in layers
+        for op in given.ops
+        if given.layers.search(layer["name"])
+    ]
+    random.Random(given.seed).shuffle(jobs)
     return jobs
 
 
 def configurations(
-    work: ConvWork, device: CudaDevice, draw: random.Random
-) -> Iterator[tuple[str, float | None, Family[ConvWork]]]:
-    """Names, expected seconds and families of what to time."""
-    products = products_of(work)
-    if PointwiseGemm(Config(64, 64)).why_not(work, device) is not None:
-        products = ()
+    work: ConvWork, device: CudaDevice, wanted: re.Pattern[str], draw: random.Random
+) -> Iterator[Candidate]:
+    """What to time: of each family some that should be fastest, and some that should not."""
     found = [
-        (s, (f"{config}" + SWAPPED * one.swapped, PointwiseGemm(config, swapped=one.swapped)))
-        for one in products
-        for s, config in product.timed(one, device, COUNTERS)
+        [one for one in every if wanted.search(f"{one.family.name} {one.config}")]
+        for every in candidates(work, device)
     ]
-    for s, (name, family) in spread(found, 8, 6, 2.0, draw):
-        yield name, s, family
-    many = not products
-    if ImplicitGemm().why_not(work, device) is None:
-        gemm = gemm_of(work, [gather_axis(gathering(work), dim) for dim in range(3)])
-        every = [
-            (implicit.expected_s(gemm, work.dtype, config, device), config)
-            for config in implicit.candidate_configs(gemm, work.dtype, device, COUNTERS)
-        ]
-        for s, config in spread(every, 6 if many else 2, 3 * many, 1.6, draw):
-            yield str(config), s, ImplicitGemm(config)
-    if work.direction == "bwd_data":
-        if HopperGather(everything=True).why_not(work, device) is None:
-            axes = [gather_axis(work, dim) for dim in range(3)]
-            schedules = [
-                (gather.launch_s(gather.expected_s(work, axes, device, one)), one)
-                for one in gather.candidates(work, axes, device)
-            ]
-            for s, one in spread(schedules, 7 if many else 4, 4 if many else 1, 1.8, draw):
-                yield str(one), s, HopperGather(everything=True, schedule=one)
-        if HopperHalo().why_not(work, device) is None:
-            yield "", None, HopperHalo()
-        return
-    if HopperWeight().why_not(work, device) is None:
-        cuts = [
-            (weight.launch_s(weight.expected_s(cut, device)), cut)
-            for cut in reachable(work, device)
-        ]
-        for s, cut in spread(cuts, 9 if many else 7, 5 if many else 2, 1.8, draw):
-            yield str(cut), s, HopperWeight(cut=cut)
-    if many and DenseWeight().why_not(work, device) is None:
-        yield "", None, DenseWeight()
-
-
-def spread(
-    found: Sequence[tuple[float, T]], top: int, more: int, limit: float, draw: random.Random
-) -> list[tuple[float, T]]:
-    """Return the ``top`` that should be fastest, and ``more`` of those within ``limit`` of them."""
-    ranked = sorted(found, key=lambda one: one[0])
-    rest = [one for one in ranked[top:] if one[0] < limit * ranked[0][0]]
-    return ranked[:top] + draw.sample(rest, min(more, len(rest)))
+    many = not any(every and every[0].family.name == "pointwise_gemm" for every in found)
+    for every in found:
+        if not every:
+            continue
+        top, more = COUNTS[every[0].family.name][many]
+        limit = LIMIT * (every[0].expected_s or 0.0)
+        rest = [one for one in every[top:] if (one.expected_s or 0.0) < limit]
+        yield from every[:top]
+        yield from draw.sample(rest, min(more, len(rest)))
 
 
 def planned(job: Job) -> Planned | None:
@@ -159,9 +121,10 @@ def planned(job: Job) -> Planned | None:
     others = []
     try:
         base = plan_for(problem, job.device, FAMILIES)
-        for name, s, family in configurations(work, job.device, draw):
-            families = replace(FAMILIES, bwd_data=(family,), bwd_weight=(family,))
-            others.append((family.name, name, s, plan_for(problem, job.device, families)))
+        for one in configurations(work, job.device, job.wanted, draw):
+            families = replace(FAMILIES, bwd_data=(one.family,), bwd_weight=(one.family,))
+            plan = plan_for(problem, job.device, families)
+            others.append((one.family.name, one.config, one.expected_s, plan))
     except UnsupportedProblem as refused:
         print(f"{job.layer['name']} {job.op}: {refused}")
         return None
@@ -243,10 +206,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=200, help="in all")
     parser.add_argument("--seed", type=int, default=1414)
     parser.add_argument("--count", type=int, default=190, help="random layers")
+    parser.add_argument("--ops", nargs="+", choices=list(BUFFERS), default=list(BUFFERS))
+    parser.add_argument("--layers", type=re.compile, default="", help="their names' pattern")
+    parser.add_argument(
+        "--configurations", type=re.compile, default="", help="pattern of family and name"
+    )
     given = parser.parse_args()
     started_s = time.monotonic()
     bench, clock = Bench(SAMPLES), Clock()
-    jobs = jobs_of(given.seed, given.count, bench.device)
+    jobs = jobs_of(given, bench.device)
     with ProcessPoolExecutor(PROCESSES) as pool:
         every = [one for one in pool.map(planned, jobs, chunksize=CHUNK) if one is not None]
     bench.compile([plan for one in every for plan in (one.base, *(each[3] for each in one.others))])

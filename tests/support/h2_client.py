@@ -51,7 +51,7 @@ class Answer:
     """What has come of a stream: headers and trailers together, data, and how it ended."""
 
     headers: dict[str, str] = field(default_factory=dict)
-    data: bytes = b""
+    data: bytearray = field(default_factory=bytearray)
     ended: bool = False
     reset: int | None = None
 
@@ -175,10 +175,11 @@ class H2Client:
 
 
 @contextmanager
-def connected(address: str, **settings: int) -> Iterator[H2Client]:
-    """A connection to a server, past the preface."""
+def connected(address: str, *, source: str | None = None, **settings: int) -> Iterator[H2Client]:
+    """A connection to a server, past the preface; from this address of ours."""
     host, port = address.split(":")
-    with socket.create_connection((host, int(port)), 60) as connection:
+    own = None if source is None else (source, 0)
+    with socket.create_connection((host, int(port)), 60, own) as connection:
         client = H2Client(connection)
         client.greet(**settings)
         yield client

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import convgrad.torch as ours
+from convgrad.torch import _prepared
 
 pytestmark = [
     pytest.mark.gpu,
@@ -120,6 +121,30 @@ def test_tensors_at_other_addresses(local: ours.Local, channels: int, kernel: in
     for found, again, peers in zip(first, second, wanted, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
         assert_near([a.float() for a in found], [b.float() for b in peers], 1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_prepared_calls_are_answered_without_python(local: ours.Local, dtype: torch.dtype) -> None:
+    x = torch.randn(4, 48, 20, 20, device="cuda", dtype=dtype, requires_grad=True)
+    layer = nn.Conv2d(48, 48, 3, padding=1, device="cuda", dtype=dtype)
+    backend: Any = local
+
+    def backward() -> torch.Tensor:
+        (found,) = torch.autograd.grad(layer(x).sum(), x)
+        return found
+
+    wanted = backward()
+    with ours.use(local, fallback=False):
+        for _ in range(2):
+            backward()
+        backend.prepare = None
+        passes = dict(_prepared.PASSES)
+        _prepared.PASSES.clear()  # Python could not answer
+        try:
+            assert_near([backward().float()], [wanted.float()], 1e-2)
+        finally:
+            del backend.prepare
+            _prepared.PASSES.update(passes)
 
 
 def test_the_report_has_times_on_the_gpu(local: ours.Local) -> None:

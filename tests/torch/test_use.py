@@ -18,6 +18,7 @@ from convgrad import (
     ServiceError,
     Unauthenticated,
 )
+from convgrad.torch import _prepared
 
 
 class Residual(nn.Module):
@@ -188,13 +189,23 @@ def test_what_a_backend_does_not_take_is_left_to_pytorch() -> None:
     assert half.grad is not None
 
 
+def test_backends_that_are_alike_share_what_they_prepared() -> None:
+    layer, x = nn.Conv2d(2, 3, 3), torch.randn(1, 2, 7, 11)
+    sizes = []
+    for local in (ours.Local(), ours.Local(), ours.Local(wait=False)):
+        with ours.use(local):
+            layer(x).sum().backward()
+        sizes.append(len(_prepared.PASSES))
+    assert sizes[0] == sizes[1] < sizes[2]
+
+
 def test_what_pytorch_computes_faster_is_left_to_it() -> None:
     said = "PyTorch is faster: 1 us, not 2"
 
     class Slow(ours.Local):
         def prepare(self, *given: Any, **options: Any) -> Any:
             runner: Any = super().prepare(*given, **options)
-            runner._prepared.faster_peer = said
+            runner.prepared.faster_peer = said
             return runner
 
     x = torch.randn(1, 2, 5, 5, requires_grad=True)

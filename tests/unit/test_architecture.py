@@ -23,6 +23,7 @@ ENVIRONMENT_READERS = {
     "settings.py": "its job",
     "_environment.py": "the same for the client",
     "compile.py": "hands it on, unread, to the compiler that it starts",
+    "logs.py": "gives a variable of gRPC's library its default",
     "hatch_metadata.py": "when a distribution is built: the address that its publisher gives it",
 }
 # Files that are longer, each with its reason. Better empty.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -123,3 +126,25 @@ def test_a_file_that_says_nonsense_limits_nothing(host: Host) -> None:
     host.mount("cgroup", "cgroup2", "rw").member("0::/")
     host.file("cgroup/memory.max", "much").file("cgroup/cpu.max", "0 0")
     assert host.found == (8192, 16)
+
+
+def test_the_quota_of_a_real_group() -> None:
+    for hierarchy, file, quota in (("", "cpu.max", "50000"), ("cpu", "cpu.cfs_quota_us", "50000")):
+        group = Path("/sys/fs/cgroup") / hierarchy / f"convgrad-{uuid.uuid4().hex}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            if not (group / file).exists():
+                continue  # the system has the other version
+            (group / file).write_text(quota)
+            join = f'echo $$ > {group}/cgroup.procs && exec "$@"'
+            code = "from convgrad_service.cgroups import usable_cores; print(usable_cores())"
+            command = ["sh", "-c", join, "sh", sys.executable, "-c", code]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            assert done.stdout == "1\n"
+            return
+        finally:
+            group.rmdir()
+    pytest.skip("no control group can be made here: it takes root, and file systems to write to")

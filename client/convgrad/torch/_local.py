@@ -17,10 +17,10 @@ from convgrad.torch._tensors import (
     torch_order,
 )
 
-__all__ = ["Local"]
+__all__ = ["ALIGNMENT_BYTES", "CudaLaunch", "Local", "is_capturing"]
 
-# GPU kernels rely on this alignment; PyTorch aligns allocations to at least as much.
-_ALIGNMENT_BYTES = 256
+ALIGNMENT_BYTES = 256
+"""GPU kernels rely on this alignment; PyTorch aligns allocations to at least as much."""
 _NAMES = {**DTYPES, **INDICES}
 
 
@@ -64,35 +64,52 @@ class Local:
         prepared = executor.prepare(
             operation.name, specs, {**operation.parameters, **layout}, wait=self._wait
         )
-        kind = _CudaLaunch if device.type == "cuda" else _Launch
+        kind = CudaLaunch if device.type == "cuda" else _Launch
         return kind(prepared, operation, device, channels_last)
+
+    def __eq__(self, other: object) -> bool:
+        # What one has prepared, another like it need not: `use(Local())` may be called in a loop.
+        if type(self) is Local and type(other) is Local:
+            return self._wait == other._wait
+        return self is other
+
+    def __hash__(self) -> int:
+        return hash((Local, self._wait))
 
     def __repr__(self) -> str:
         return "Local()"
 
 
 class _Launch:
-    """Runs a prepared operation on PyTorch's memory. See `Runner`."""
+    """Runs a prepared operation on PyTorch's memory. See `Runner`.
+
+    Attributes
+    ----------
+    prepared : Prepared
+        The service's operation.
+    inputs, order : list of int
+        The indices of its tensors and results among the runner's.
+    """
 
     def __init__(
         self, prepared: Any, operation: Operation, device: torch.device, channels_last: bool
     ) -> None:
         self._launch, self._device, self._last = prepared.launch, device, channels_last
-        self._prepared = prepared
+        self.prepared = prepared
         # An operation need not read all of its tensors: grad_bias alone needs no input.
         names = list(operation.inputs)
-        self._inputs = [names.index(name) for name in prepared.inputs]
+        self.inputs = [names.index(name) for name in prepared.inputs]
         specs = [prepared.outputs[name] for name in operation.outputs]
         self._outputs = [_place(spec, channels_last) for spec in specs]
-        self._order = [list(operation.outputs).index(name) for name in prepared.outputs]
+        self.order = [list(operation.outputs).index(name) for name in prepared.outputs]
 
     @property
     def kernel(self) -> str:
-        return str(self._prepared.kernel)
+        return str(self.prepared.kernel)
 
     @property
     def faster_peer(self) -> str | None:
-        found: str | None = self._prepared.faster_peer
+        found: str | None = self.prepared.faster_peer
         return found
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -101,13 +118,13 @@ class _Launch:
             torch.empty_strided(size, strides, dtype=dtype, device=self._device)
             for size, strides, dtype in self._outputs
         ]
-        addresses = [tensors[index].data_ptr() for index in self._inputs]
-        addresses += [results[index].data_ptr() for index in self._order]
+        addresses = [tensors[index].data_ptr() for index in self.inputs]
+        addresses += [results[index].data_ptr() for index in self.order]
         self._launch(addresses, 0, 0)
         return results
 
 
-class _CudaLaunch(_Launch):
+class CudaLaunch(_Launch):
     """Launches on a GPU, on PyTorch's current stream."""
 
     def __init__(
@@ -124,14 +141,14 @@ class _CudaLaunch(_Launch):
             with torch.cuda.device(index):
                 return self(tensors)
         results = [_empty(*place) for place in self._outputs]
-        addresses = [tensors[index].data_ptr() for index in self._inputs]
+        addresses = [tensors[index].data_ptr() for index in self.inputs]
         moved = []  # keeps the copies alive until the launch
         for place, address in enumerate(addresses):
-            if address % _ALIGNMENT_BYTES:  # a view into another tensor
-                moved.append(tensors[self._inputs[place]].clone())
+            if address % ALIGNMENT_BYTES:  # a view into another tensor
+                moved.append(tensors[self.inputs[place]].clone())
                 addresses[place] = moved[-1].data_ptr()
-        addresses += [results[index].data_ptr() for index in self._order]
-        stream, capturing = _current_stream(index), _is_capturing()
+        addresses += [results[index].data_ptr() for index in self.order]
+        stream, capturing = _current_stream(index), is_capturing()
         if self._workspace is None:
             self._launch(addresses, 0, stream, capturing=capturing)
         else:
@@ -156,7 +173,7 @@ def _empty_on_current_device(
 # are such: the public ones take up to ten times as long.
 _C: Any = torch._C
 _current_device: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.current_device)
-_is_capturing: Callable[[], bool] = getattr(
+is_capturing: Callable[[], bool] = getattr(
     _C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
 _current_stream: Callable[[int], int] = getattr(

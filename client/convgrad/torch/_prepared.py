@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,7 +14,24 @@ from convgrad.torch._backends import Backend, Operation
 from convgrad.torch._report import Counter
 from convgrad.torch._tensors import DTYPES, INDICES, dense, uses_tf32
 
-__all__ = ["PASSES", "Pass", "computable", "key_of", "prepared"]
+__all__ = ["NOTED", "PASSES", "Noted", "Pass", "computable", "key_of", "prepared"]
+
+
+class Noted(NamedTuple):
+    """A call of a pass: its runner's tensors and results, or None if it is left to PyTorch."""
+
+    runner: Any
+    counter: Counter
+    tensors: Sequence[torch.Tensor]
+    results: Sequence[torch.Tensor | None] | None
+
+
+class _Calls(threading.local):
+    calls: list[Noted] | None = None
+
+
+NOTED = _Calls()
+"""The calls of passes that this thread has made, while someone sets a list for them."""
 
 
 def computable(*tensors: torch.Tensor) -> str | None:
@@ -111,11 +129,19 @@ class Pass:
             given = list(given)
             for place in self.scattered:
                 given[place] = dense(given[place], self.channels_last)
-        found = self.blank.copy()
-        for index, result in zip(self.outputs, self.runner(given), strict=True):
+        found, results = self.blank.copy(), self.runner(given)
+        for index, result in zip(self.outputs, results, strict=True):
             found[index] = result
         self.counter.calls += 1
+        if NOTED.calls is not None:
+            NOTED.calls.append(Noted(self.runner, self.counter, given, results))
         return found
+
+    def leave(self, counter: Counter) -> None:
+        """Count a call that is left to PyTorch."""
+        counter.calls += 1
+        if NOTED.calls is not None:
+            NOTED.calls.append(Noted(self.runner, counter, (), None))
 
 
 PASSES: dict[Any, Pass | ServiceError] = {}

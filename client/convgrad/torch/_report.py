@@ -32,21 +32,40 @@ class Row(NamedTuple):
 
 
 class Counter:
-    """Counts the calls of one operation on one layer."""
+    """Counts the calls of one operation on one layer.
 
-    __slots__ = ("calls", "computed_by", "layer", "operation", "runner")
+    Attributes
+    ----------
+    calls : int
+        Those from Python.
+    native : list
+        Structures of native code whose field ``calls`` counts its own.
+    """
+
+    __slots__ = ("calls", "computed_by", "layer", "native", "operation", "runner")
 
     def __init__(self, operation: str, layer: str, computed_by: str, runner: Any) -> None:
         self.operation, self.layer = operation, layer
         self.computed_by, self.runner = computed_by, runner
         self.calls = 0
+        self.native: list[Any] = []
         with _LOCK:
             _COUNTERS.append(self)
 
     def row(self) -> Row:
         # A runner knows its kernel after a call. For calls left to PyTorch, this is the reason.
         kernel = self.runner if isinstance(self.runner, str) else self.runner.kernel
-        return Row(self.operation, self.layer, self.computed_by, kernel, self.calls)
+        return Row(self.operation, self.layer, self.computed_by, kernel, self.total)
+
+    @property
+    def total(self) -> int:
+        """All calls."""
+        return self.calls + sum(int(each.calls) for each in self.native)
+
+    def reset(self) -> None:
+        self.calls = 0
+        for each in self.native:
+            each.calls = 0
 
     def take_seconds(self, reset: bool) -> tuple[float, int]:
         """Return the sum of the calls' times, and how many were timed."""
@@ -113,13 +132,13 @@ def report(*, reset: bool = False) -> Report:
         counters = list(_COUNTERS)
     totals: dict[tuple[str, str, str, str], tuple[int, float, int]] = {}
     for counter in counters:
-        if counter.calls:
+        if counter.total:
             row = counter.row()
             calls, seconds, timed = totals.get(row[:4], (0, 0.0, 0))
             more_seconds, more_timed = counter.take_seconds(reset)
             totals[row[:4]] = calls + row.calls, seconds + more_seconds, timed + more_timed
             if reset:
-                counter.calls = 0
+                counter.reset()
     rows = (
         Row(*what, calls, seconds / timed * 1e3 if timed else None)
         for what, (calls, seconds, timed) in totals.items()

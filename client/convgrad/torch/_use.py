@@ -24,6 +24,8 @@ from convgrad.errors import (
     UnsupportedProblem,
 )
 from convgrad.torch._backends import Backend
+from convgrad.torch._front import Front, install
+from convgrad.torch._local import Local
 from convgrad.torch._passes import conv_backward_pass, conv_double_backward, pool_backward
 from convgrad.torch._pool_passes import POOL_BACKWARDS
 from convgrad.torch._report import count_left
@@ -46,7 +48,23 @@ class _Choice:
         self.backend: Backend | None = None
         self.fallback = True
         self.libraries: list[Any] = []
+        self.overrides: dict[str, dict[str, Callable[..., Any]]] = {}  # by dispatch key
+        self.front: Front | None = None
+        self.tried = False  # to have a front
         self.lock = threading.Lock()
+
+    def set(self, backend: Backend | None, fallback: bool) -> None:
+        self.backend, self.fallback = backend, fallback
+        if isinstance(backend, Local):
+            self._install_once()
+        if self.front is not None:
+            self.front.choose(backend, fallback)
+
+    def _install_once(self) -> None:
+        with self.lock:
+            if not self.tried:
+                self.tried = True
+                self.front = install(self.overrides["CUDA"]) if torch.cuda.is_available() else None
 
 
 _CHOICE = _Choice()
@@ -86,7 +104,7 @@ class use:  # noqa: N801 - called like a function, as torch.no_grad is
         if backend is not None and time_calls:
             hashable: Any = backend  # as all that is a part of the passes' keys
             backend = timed(hashable)
-        _CHOICE.backend, _CHOICE.fallback = backend, fallback
+        _CHOICE.set(backend, fallback)
 
     def __enter__(self) -> use:
         return self
@@ -97,7 +115,7 @@ class use:  # noqa: N801 - called like a function, as torch.no_grad is
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _CHOICE.backend, _CHOICE.fallback = self._before
+        _CHOICE.set(*self._before)
 
 
 def backend_in_use() -> Backend | None:
@@ -119,9 +137,11 @@ def _override_once() -> None:
                 # Overrides that take the dispatcher's set cost every call half a microsecond more.
                 keys_of = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
                 own = partial(kernel.call_boxed, keys_of)
+                override = make(own)
+                _CHOICE.overrides.setdefault(key, {})[operator] = override
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # the override is intended
-                    library.impl(operator, make(own), key)
+                    library.impl(operator, override, key)
         _CHOICE.libraries.append(library)
 
 
@@ -152,7 +172,7 @@ def _convolution_backward(own: Own) -> Callable[..., Any]:
                 kept = conv_backward_pass(backend, tensors, geometry, output_mask)
                 if kept.left is None or not _CHOICE.fallback:
                     return tuple(kept(tensors))
-                kept.left.calls += 1
+                kept.leave(kept.left)
             except ServiceError as error:
                 if not _left_to_pytorch(error, input):
                     raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,10 @@ class HostStopwatch:
         return time.perf_counter() - began_s
 
     def like(self, run: Callable[[], Any]) -> HostStopwatch:
-        """See `Stopwatch.like`."""
-        return HostStopwatch(self.tensors, run)
+        """See `Stopwatch.like`. The memory that flushes caches is shared."""
+        other = copy(self)
+        other._run = run
+        return other
 
     def others(self) -> Iterator[Any]:
         """See `Stopwatch.others`: there is one engine for each problem."""

@@ -25,12 +25,14 @@ class BackendOptions:
     """What backends are made with; each takes what concerns it.
 
     ``threads`` and ``workspace_limit_bytes`` are the CPU's; ``kernel_cache`` is the folder of
-    compiled GPU kernels, by default one inside the package; ``device`` is the GPU's number.
+    compiled GPU kernels, by default one inside the package; ``tuning`` is a table of tuned layers
+    for the GPU; ``device`` is the GPU's number.
     """
 
     threads: int | None = None
     workspace_limit_bytes: int = 256 * 2**20
     kernel_cache: Path | None = None
+    tuning: Path | None = None
     device: int = 0
 
 
@@ -51,12 +53,18 @@ def _cuda(options: BackendOptions) -> ServingBackend:
     # Here, so that processes that do not compute on a GPU start half a second of a core sooner.
     from convgrad_service.backends.cuda.backend import CudaBackend
     from convgrad_service.backends.cuda.compile import DEFAULT_CACHE
+    from convgrad_service.backends.cuda.kernels.conv import pointwise_gemm_model
+    from convgrad_service.backends.cuda.tuning.tuned import use_table
 
-    return CudaBackend(
+    use_table(options.tuning)
+    backend = CudaBackend(
         device=options.device,
         cache=options.kernel_cache or DEFAULT_CACHE,
         compilers_ahead=COMPILERS_AHEAD,
     )
+    # Not in the first request.
+    pointwise_gemm_model.prepare(backend.device)
+    return backend
 
 
 def _auto(options: BackendOptions) -> ServingBackend:

@@ -10,6 +10,7 @@ import queue
 import threading
 from concurrent.futures import Future
 
+from convgrad.errors import ServiceError
 from convgrad_service.backends.base import ServingBackend
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.memory.arena import Arena
@@ -20,6 +21,7 @@ from convgrad_service.engine.scheduling.task import Task
 from convgrad_service.engine.shm.mappings import RegionMappings
 from convgrad_service.engine.shm.registry import RegionRegistry
 from convgrad_service.engine.workers.execute import Job, compile_ahead, run_job
+from convgrad_service.error_frames import without_frames
 from convgrad_service.thread_priority import give_way
 
 __all__ = ["ThreadWorker", "embedded_hub"]
@@ -107,7 +109,7 @@ class ThreadWorker:
                 )
             # Any error must reach the waiting request.
             except BaseException as error:  # noqa: BLE001
-                result = error
+                result = without_frames(error) if isinstance(error, ServiceError) else error
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._report, task, result)
             # Keep nothing of the request alive while waiting for the next one.

@@ -82,6 +82,11 @@ class Call:
         """The client's IP address."""
         return unquote(self.peer).partition(":")[2].rpartition(":")[0].strip("[]")
 
+    @property
+    def client(self) -> str:
+        """Who shares limits with other clients: the owner of the API key, or the IP address."""
+        return self.caller.name or self.address
+
     def trailers(self, error: ServiceError | None = None) -> Trailers:
         """Return the trailing metadata."""
         found = [

@@ -20,6 +20,7 @@ from convgrad_service.engine.telemetry.access_log import log_exchange
 from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.telemetry.request_context import TRACE_HEADERS, RequestContext
 from convgrad_service.engine.telemetry.tracing import Traces
+from convgrad_service.error_frames import without_frames
 from convgrad_service.grpc_api.call import Call
 from convgrad_service.grpc_api.limits import Answers, Arrivals
 from convgrad_service.grpc_api.messages import SERVICE
@@ -123,10 +124,7 @@ class Exchanges:
             return await work, None
         except ServiceError as error:
             context.code = error.code
-            # Its frames hold the message, and ending the call with it makes a cycle of them: ten
-            # messages that could not be read stayed until the garbage collector ran.
-            error.__context__ = error.__cause__ = None
-            return None, error.with_traceback(None)
+            return None, without_frames(error)
         except grpc.aio.AbortError:
             # Already ended by `Call.cut`, or by another request of its stream.
             context.code = Internal.code if call.cut_by is None else call.cut_by.code

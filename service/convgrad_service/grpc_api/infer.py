@@ -67,23 +67,30 @@ class InferMethods:
         The next request is received while one is computed. A request that fails gets a response
         with ``error_message``, and the stream goes on.
         """
-        with self._exchanges.arrivals.stream():
+        with self._exchanges.arrivals.stream(call):
             await self._answer_all(call)
 
     async def _answer_all(self, call: Call) -> None:
-        slots = asyncio.Semaphore(_STREAM_AHEAD)
+        slots, places = asyncio.Semaphore(_STREAM_AHEAD), self._exchanges.arrivals.streams
         running: set[asyncio.Task[None]] = set()
         previous: asyncio.Task[None] | None = None
+
+        def done(task: asyncio.Task[None]) -> None:
+            running.discard(task)
+            slots.release()
+            if not running:
+                places.rest(call)
+
         try:
             while (body := await call.rpc.read()) is not EOF:
+                places.work(call)
                 self._exchanges.authenticate(call)
                 await slots.acquire()
                 message = Message.of(bytes(body))
                 del body
                 previous = asyncio.ensure_future(self._one_of_stream(call, message, previous))
                 running.add(previous)
-                previous.add_done_callback(running.discard)
-                previous.add_done_callback(lambda _: slots.release())
+                previous.add_done_callback(done)
                 await message.filled.wait()
             await asyncio.gather(*running)
         finally:

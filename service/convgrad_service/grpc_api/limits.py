@@ -13,10 +13,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from convgrad.errors import MalformedRequest, Overloaded, RequestTimeout, ServiceError
+from convgrad.errors import MalformedRequest, Overloaded
 from convgrad_service.engine.deadline import Deadline
 from convgrad_service.grpc_api.call import EOF, Call
 from convgrad_service.grpc_api.compression import inflated
+from convgrad_service.grpc_api.places import RETRY_AFTER_S, Places, larger_share
 from convgrad_service.server.settings import Settings
 
 __all__ = ["Answer", "Answers", "Arrivals"]
@@ -26,7 +27,6 @@ _AT_ONCE_S = 0.1
 # For methods without a key, whose messages are a few bytes sent together with the headers.
 _OPEN_PERMITS, _OPEN_TIMEOUT_S = 2, 1.0
 _STREAMS_PER_PERMIT = 8
-_RETRY_AFTER_S = 1.0
 # Smaller answers are not counted.
 _SMALL_ANSWER_BYTES = 4096
 # The share of the limit that the unread answers of one connection may take.
@@ -38,15 +38,16 @@ class Arrivals:
 
     def __init__(self, settings: Settings, *, needs_key: bool = True) -> None:
         permits = settings.grpc_message_permits if needs_key else _OPEN_PERMITS
-        self.permits = permits
+        patience_s = settings.body_idle_timeout_s
+        self.permits = Places(permits, patience_s, "the message has not come within")
+        self.streams = Places(
+            _STREAMS_PER_PERMIT * permits, patience_s, "the stream has been silent for"
+        )
         self.longest_s = settings.max_timeout_s if needs_key else _OPEN_TIMEOUT_S
-        self._patience_s = settings.body_idle_timeout_s
-        self._waiting: OrderedDict[_Arrival, float] = OrderedDict()
         self._max_bytes = int(settings.grpc_max_message_bytes)
         self._held_limit = permits * self._max_bytes
         self._inflating, self._wait_s = asyncio.Semaphore(), settings.max_memory_wait_s
         self.held_bytes = 0
-        self._streams = 0
 
     async def message(self, call: Call, deadline: Deadline | None = None) -> bytes:
         """Return the message of a unary call.
@@ -67,7 +68,7 @@ class Arrivals:
         return bytes(message)
 
     @contextmanager
-    def stream(self) -> Iterator[None]:
+    def stream(self, call: Call) -> Iterator[None]:
         """Count an open stream. Its messages need no permit: it may pause between them.
 
         Raises
@@ -75,16 +76,15 @@ class Arrivals:
         Overloaded
             Too many streams are open.
         """
-        if self._streams >= _STREAMS_PER_PERMIT * self.permits:
+        if not self.streams.take(call):
             raise Overloaded(
-                f"{self._streams} streams are open, and no more may be",
-                retry_after_s=_RETRY_AFTER_S,
+                f"{self.streams.count} streams are open, and no more may be",
+                retry_after_s=RETRY_AFTER_S,
             )
-        self._streams += 1
         try:
             yield
         finally:
-            self._streams -= 1
+            self.streams.leave(call)
 
     async def inflated(self, message: bytes) -> bytes:
         """Inflate a compressed message; one at a time, since a few bytes may become very many.
@@ -97,7 +97,7 @@ class Arrivals:
         except TimeoutError:
             raise Overloaded(
                 f"other compressed messages were inflated for {self._wait_s:g} s",
-                retry_after_s=_RETRY_AFTER_S,
+                retry_after_s=RETRY_AFTER_S,
             ) from None
         loop = asyncio.get_running_loop()
         inflating = loop.run_in_executor(None, inflated, message, self._max_bytes)
@@ -118,30 +118,10 @@ class Arrivals:
             raise Overloaded(
                 f"messages that wait for memory hold {self.held_bytes:,} bytes of the "
                 f"{self._held_limit:,} that they may; this one has {size_bytes:,}",
-                retry_after_s=_RETRY_AFTER_S,
+                retry_after_s=RETRY_AFTER_S,
             )
         self.held_bytes += size_bytes
         return Held(self, size_bytes)
-
-    def enter(self, arrival: _Arrival) -> bool:
-        """Return whether ``arrival`` gets a permit, if need be from one that had time enough."""
-        now_s = asyncio.get_running_loop().time()
-        if len(self._waiting) >= self.permits:
-            oldest, since_s = next(iter(self._waiting.items()))
-            if now_s - since_s < self._patience_s:
-                return False
-            oldest.cut(
-                RequestTimeout(
-                    f"the message has not come within {self._patience_s:g} s, and others wait"
-                )
-            )
-            del self._waiting[oldest]
-        self._waiting[arrival] = now_s
-        return True
-
-    def leave(self, arrival: _Arrival) -> None:
-        """Return the permit of ``arrival``, if it has one."""
-        self._waiting.pop(arrival, None)
 
 
 class Held:
@@ -175,17 +155,15 @@ class _Arrival:
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
-        self._arrivals.leave(self)
-
-    def cut(self, error: ServiceError) -> None:
-        self._call.cut(error)
+        self._arrivals.permits.leave(self._call)
 
     def _late(self) -> None:
-        if not self._arrivals.enter(self):
+        permits = self._arrivals.permits
+        if not permits.take(self._call):
             self._call.cut(
                 Overloaded(
-                    f"{self._arrivals.permits} messages are on their way in, and no more may be",
-                    retry_after_s=_RETRY_AFTER_S,
+                    f"{permits.count} messages are on their way in, and no more may be",
+                    retry_after_s=RETRY_AFTER_S,
                 )
             )
             return
@@ -232,6 +210,7 @@ class Answers:
         turn: asyncio.Future[Answer] = loop.create_future()
         self._waiting[turn] = call, size_bytes
         self._serve()
+        relief = loop.call_later(self._wait_s / 2, self._relieve, turn, call, size_bytes)
         try:
             async with asyncio.timeout(self._wait_s):
                 return await turn
@@ -244,9 +223,10 @@ class Answers:
                 f"answers that their clients have not read hold {self._bytes.total():,} bytes, "
                 f"{self._bytes[call.peer]:,} of them on this connection; this one has "
                 f"{size_bytes:,}",
-                retry_after_s=_RETRY_AFTER_S,
+                retry_after_s=RETRY_AFTER_S,
             ) from None
         finally:
+            relief.cancel()
             self._waiting.pop(turn, None)
 
     def _fits(self, call: Call, size_bytes: int) -> bool:
@@ -268,6 +248,23 @@ class Answers:
         oldest = next(iter(self._unread), None)
         if oldest is not None and now_s - oldest.since_s > self._idle_s:
             oldest.cut()
+
+    def _relieve(self, turn: asyncio.Future[Answer], call: Call, size_bytes: int) -> None:
+        """Disconnect clients that leave more unread than ``call`` would, until its answer fits."""
+        excess = self._bytes.total() + size_bytes - self._limit_bytes
+        before_s = asyncio.get_running_loop().time() - self._wait_s / 2
+        unread = list(self._unread)
+        while excess > 0 and not turn.done():
+            held: Counter[Call] = Counter()
+            for each in unread:
+                held[each.call] += each.size_bytes
+            give_way = larger_share(held, call, size_bytes)
+            found = [each for each in unread if each.call in give_way and each.since_s <= before_s]
+            if not found:
+                return
+            found[0].cut()
+            excess -= self._bytes[found[0].call.peer]
+            unread = [each for each in unread if each.call.peer != found[0].call.peer]
 
     def remove(self, answer: Answer) -> None:
         """Stop counting an answer."""

@@ -37,7 +37,7 @@ def reflection_handlers(exchanges: Exchanges) -> Mapping[str, grpc.RpcMethodHand
             yield parsed(body, reflection_pb2.ServerReflectionRequest)
 
     async def info(call: Call) -> None:
-        with exchanges.arrivals.stream():
+        with exchanges.arrivals.stream(call):
             async for answer in servicer.ServerReflectionInfo(requests(call), call.rpc):
                 await call.rpc.write(answer.SerializeToString())
 

@@ -87,6 +87,8 @@ class GrpcServer:
         except RuntimeError as error:
             raise OSError(f"gRPC cannot listen on {address}: {error}") from None
         await self._server.start()
+        if self._traces is not None:
+            self._traces.open()
         return int(port)
 
     async def stop(self, grace_s: float) -> None:
@@ -94,8 +96,8 @@ class GrpcServer:
         if self._server is not None:
             self._health.close()
             await self._server.stop(grace_s)
-        if self._traces is not None:
-            self._traces.close()
+            if self._traces is not None:
+                await self._traces.close()
 
     def _describing(
         self, name: str, method: Callable[[Any, str], Awaitable[Any]]

@@ -47,10 +47,12 @@ def app_on(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        if traces is not None:
+            traces.open()
         yield
         pipeline.close()
         if traces is not None:
-            traces.close()
+            await traces.close()
         if close is not None:
             close()
 

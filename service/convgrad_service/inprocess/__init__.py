@@ -13,12 +13,14 @@ The caller allocates outputs and workspace. Nothing is copied, and no call waits
 
 from __future__ import annotations
 
+import ctypes
 from functools import lru_cache
 
 from convgrad.errors import UnsupportedProblem
+from convgrad_service.backends.cpu.library import load
 from convgrad_service.inprocess.base import Executor, NotCompiled, Prepared, problem_of
 
-__all__ = ["Executor", "NotCompiled", "Prepared", "executor", "problem_of"]
+__all__ = ["Executor", "NotCompiled", "Prepared", "executor", "native_code", "problem_of"]
 
 
 @lru_cache(maxsize=64)
@@ -48,3 +50,16 @@ def executor(kind: str, index: int = 0) -> Executor:
 
         return CudaExecutor(index)
     raise UnsupportedProblem(f"tensors are on {kind!r}; expected cpu or cuda")
+
+
+def native_code() -> tuple[ctypes.CDLL, ctypes.Structure]:
+    """Return the library that holds ``native``, and the addresses of the CUDA driver's functions.
+
+    Raises
+    ------
+    DeviceUnavailable
+        The library has not been built, or there is no driver.
+    """
+    from convgrad_service.inprocess.launch_plan import Driver
+
+    return load().handle, Driver.loaded()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from convgrad.dtypes import DType
 from convgrad.errors import UnsupportedProblem
 from convgrad_service.problems import problem_from
 from convgrad_service.problems.base import Problem, TensorSpec
+
+if TYPE_CHECKING:
+    from convgrad_service.inprocess.launch_plan import NativePlan
 
 __all__ = ["Executor", "NotCompiled", "Prepared", "problem_of"]
 
@@ -61,6 +64,23 @@ class Prepared(Protocol):
             when the results are complete.
         capturing : bool
             Whether the stream may be capturing a graph. False saves a query of the driver.
+        """
+        ...
+
+    def native(self, addresses: Sequence[int], stream: int) -> NativePlan | None:
+        """Return the launches for native code to make, on this stream.
+
+        Parameters
+        ----------
+        addresses : sequence of int
+            As of `launch`; the native code sets others.
+        stream : int
+            The stream that it will launch on.
+
+        Returns
+        -------
+        NativePlan or None
+            None on the CPU, and if there are too many buffers.
         """
         ...
 

@@ -62,6 +62,9 @@ class PreparedOnCpu:
             if outcome.outputs[name] is not place:  # a kernel may allocate its result
                 np.copyto(place, outcome.outputs[name])
 
+    def native(self, addresses: Sequence[int], stream: int) -> None:
+        """See `Prepared.native`."""
+
 
 def _array_at(address: int, spec: TensorSpec) -> NDArray[Any]:
     """Return the memory at an address as an array; its owner must keep it alive."""

@@ -20,6 +20,7 @@ from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.launch import Enqueued, Kernels
 from convgrad_service.backends.cuda.nvrtc import CompileError, find_nvrtc
 from convgrad_service.inprocess.base import NotCompiled, problem_of
+from convgrad_service.inprocess.launch_plan import MOST_BUFFERS, NativePlan
 from convgrad_service.inprocess.peer_times import faster_peer
 from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.plans.cuda.program import (
@@ -27,6 +28,7 @@ from convgrad_service.plans.cuda.program import (
     ZEROS,
     ZEROS_BYTES,
     CudaPlan,
+    Step,
     ceil_div,
 )
 from convgrad_service.problems.base import Problem
@@ -173,14 +175,30 @@ class PreparedOnCuda:
         self._at = at
 
     def _bind(self, addresses: Sequence[int], stream: int, capture: int) -> None:
-        """Fill in the steps' arguments: of the first steps, then of each branch."""
-        steps, cuts = self._plan.steps, self._plan.branches
-        spans = [(0, cuts[0]), *pairwise([*cuts, len(steps)])] if cuts else [(0, len(steps))]
+        """Fill in the steps' arguments."""
         places = (*addresses, self._zeros.of((stream, capture, 0)))
         named = dict(zip(self._buffers, places, strict=True))
         self._branches = [
-            self._kernels.bind(steps[start:stop], named, self._buffers) for start, stop in spans
+            self._kernels.bind(steps, named, self._buffers) for steps in self._divided()
         ]
+
+    def _divided(self) -> list[Sequence[Step]]:
+        """Return the first steps, then those of each branch."""
+        steps, cuts = self._plan.steps, self._plan.branches
+        spans = [(0, cuts[0]), *pairwise([*cuts, len(steps)])] if cuts else [(0, len(steps))]
+        return [steps[start:stop] for start, stop in spans]
+
+    def native(self, addresses: Sequence[int], stream: int) -> NativePlan | None:
+        """See `Prepared.native`."""
+        if len(self._buffers) > MOST_BUFFERS:
+            return None
+        branches = self._divided()
+        zeros = [self._zeros.of((stream, 0, index)) for index in range(len(branches))]
+        workspace = (addresses[0] + offset for offset in self._offsets)  # any that is aligned
+        places = dict(zip(self._buffers, (*addresses, *workspace, zeros[0]), strict=True))
+        forks = self._forks and len(branches) > 1
+        sides = self._zeros.native_sides(len(branches) - 2) if forks else None
+        return NativePlan(branches, self._kernels, places, zeros, self._offsets, sides)
 
 
 class _ZeroBuffers:
@@ -198,6 +216,7 @@ class _ZeroBuffers:
         self._left = ZERO_BUFFERS
         self._of: dict[tuple[int, ...], int] = {}
         self._local = threading.local()
+        self._native: dict[str, Any] = {}
         self._lock = threading.Lock()
 
     def of(self, user: tuple[int, ...]) -> int:
@@ -236,16 +255,23 @@ class _ZeroBuffers:
 
         Each thread has its own, which one launch after another uses.
         """
-        local = self._local.__dict__
-        if not local:
-            local["made"] = [self.cuda.Event(disable_timing=True)]
-            local["start"], local["sides"] = local["made"][0].ptr, []
-        while len(local["sides"]) < count:
+        return self._sides(self._local.__dict__, count)
+
+    def native_sides(self, count: int) -> tuple[int, list[tuple[int, int]]]:
+        """Return those of native code, which makes one launch at a time."""
+        with self._lock:
+            return self._sides(self._native, count)
+
+    def _sides(self, own: dict[str, Any], count: int) -> tuple[int, list[tuple[int, int]]]:
+        if not own:
+            own["made"] = [self.cuda.Event(disable_timing=True)]
+            own["start"], own["sides"] = own["made"][0].ptr, []
+        while len(own["sides"]) < count:
             event = self.cuda.Event(disable_timing=True)
             side = self.cuda.Stream(non_blocking=True)
-            local["made"] += event, side
-            local["sides"].append((event.ptr, side.ptr))
-        return local["start"], local["sides"][:count]
+            own["made"] += event, side
+            own["sides"].append((event.ptr, side.ptr))
+        return own["start"], own["sides"][:count]
 
 
 @lru_cache(maxsize=1)

@@ -21,7 +21,7 @@ from convgrad_service.engine.workers.inline_executor import InlineBackend
 from convgrad_service.engine.workers.worker_main import WorkerRecipe
 from convgrad_service.server.logs import configure_logs
 from convgrad_service.server.malloc import keep_large_blocks
-from convgrad_service.server.memory_budget import memory_budget
+from convgrad_service.server.memory_budget import MemoryBudget, memory_budget
 from convgrad_service.server.settings import Settings
 from convgrad_service.server.warm_up import warm_up
 
@@ -36,8 +36,8 @@ __all__ = [
     "worker_recipe",
 ]
 
-# How much memory freed by requests the server keeps for later ones, as a share of the budget and at
-# most. Kept pages need not be faulted in again.
+# How much memory freed by requests is kept for later ones: in the arena, and in the heaps of all
+# processes. A share of the tensors' budget, and at most. Kept pages need not be faulted in again.
 _KEPT_SHARE, _MAX_KEPT_BYTES = 1 / 4, 2**30
 # New objects after which the garbage collector runs.
 _OBJECTS_PER_COLLECTION = 10_000
@@ -53,7 +53,7 @@ def engine_options(settings: Settings) -> EngineOptions:
         tensor_bytes=budget.tensors,
         text_bytes=budget.texts,
         reserve_bytes=_RESERVE_BYTES,
-        keep_bytes=min(int(budget.tensors * _KEPT_SHARE), _MAX_KEPT_BYTES),
+        keep_bytes=_kept_bytes(budget),
         wait_s=settings.max_memory_wait_s,
         slots=settings.compute_slots,
         max_queue=settings.max_queue,
@@ -67,12 +67,17 @@ def engine_options(settings: Settings) -> EngineOptions:
     )
 
 
+def _kept_bytes(budget: MemoryBudget, processes: int = 1) -> int:
+    return min(int(budget.tensors * _KEPT_SHARE) // processes, _MAX_KEPT_BYTES)
+
+
 def backend_of(settings: Settings, device: int = 0) -> ServingBackend:
     """Make the backend that the settings name; raises DeviceUnavailable if it cannot work here."""
     options = BackendOptions(
         threads=settings.threads,
         workspace_limit_bytes=memory_budget(settings).workspace,
         kernel_cache=settings.kernel_cache,
+        tuning=settings.tuning,
         device=device,
     )
     return backend_named(settings.backend, options)
@@ -93,7 +98,8 @@ def prepare_process(settings: Settings) -> None:
     """Set up logging and malloc; called first in every process of a server."""
     configure_logs(settings.log_level, settings.log_format)
     if settings.malloc_tuning:
-        keep_large_blocks(min(memory_budget(settings).tensors // 4, _MAX_KEPT_BYTES))
+        # Bodies are read by the processes that serve HTTP; a worker has workspaces.
+        keep_large_blocks(_kept_bytes(memory_budget(settings), settings.http_workers + 1))
 
 
 def freeze_startup_objects() -> None:

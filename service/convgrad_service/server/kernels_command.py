@@ -1,4 +1,7 @@
-"""``convgrad kernels``: compile GPU kernels ahead, so that no request waits for a compiler."""
+"""``convgrad kernels``: compile GPU kernels ahead, so that no request waits for a compiler.
+
+``convgrad kernels tune`` is `tune_command`.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,17 @@ from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.nvrtc import MAJORS, CompileError, find_nvrtc
 from convgrad_service.cgroups import usable_cores
 from convgrad_service.plans.cuda.device import ARCHITECTURES
+from convgrad_service.server.tune_command import tune_kernels
 
 __all__ = ["kernels"]
 
 
 def kernels(argv: Sequence[str] | None = None) -> int:
     """Compile kernels that the cache lacks; return the exit status, 1 if any did not compile."""
-    options = _parser().parse_args(argv)
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments[:1] == ["tune"]:
+        return tune_kernels(arguments[1:])
+    options = _parser().parse_args(arguments)
     try:
         nvrtc = find_nvrtc(_newest_cuda())
         architectures = options.arch or [describe(0).architecture]
@@ -68,7 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="convgrad kernels",
         description="Compile the GPU kernels ahead of time, with or without a GPU. Kernels that "
-        "are in the cache already are not compiled again.",
+        "are in the cache already are not compiled again. To choose kernels for your own layers by "
+        "measurement, see `convgrad kernels tune --help`.",
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import logging.config
+import os
+import sys
+import threading
 import time
+from types import TracebackType
 from typing import Literal
 
 from convgrad_service.engine.telemetry.access_log import ExchangeLine
@@ -16,20 +19,37 @@ LogFormat = Literal["text", "json"]
 
 
 def configure_logs(level: str, format: LogFormat = "text") -> None:
-    """Send the records of convgrad and uvicorn from ``level`` up to stderr."""
-    formatter = _JsonFormatter if format == "json" else _TextFormatter
-    logging.config.dictConfig(
-        {
-            "version": 1,
-            "disable_existing_loggers": False,
-            "formatters": {"line": {"()": formatter}},
-            "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
-            "loggers": {
-                name: {"handlers": ["stderr"], "level": level.upper(), "propagate": False}
-                for name in ("convgrad", "convgrad_service", "uvicorn")
-            },
-        }
-    )
+    """Send the records of convgrad and uvicorn from ``level`` up to stderr.
+
+    What else Python would print there is a record too: warnings and errors of other packages,
+    Python's warnings, and the tracebacks of unhandled exceptions.
+    """
+    if format == "json":
+        # gRPC's library writes its own lines, such as those of failed handshakes.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_JsonFormatter() if format == "json" else _TextFormatter())
+    for name in ("convgrad", "convgrad_service", "uvicorn", "py.warnings"):
+        logger = logging.getLogger(name)
+        logger.handlers[:], logger.propagate = [handler], False
+        logger.setLevel(level.upper())
+    # Loggers without a handler use this one.
+    logging.lastResort = logging.StreamHandler()
+    logging.lastResort.setFormatter(handler.formatter)
+    logging.lastResort.setLevel(logging.WARNING)
+    logging.captureWarnings(True)
+    sys.excepthook = _log_unhandled
+    threading.excepthook = lambda unhandled: _log_unhandled(*unhandled[:3])
+
+
+def _log_unhandled(
+    kind: type[BaseException],
+    error: BaseException | None,
+    traceback: TracebackType | None,
+) -> None:
+    if issubclass(kind, Exception):
+        exc_info = kind, error or kind(), traceback
+        logging.getLogger("convgrad").critical("unhandled exception", exc_info=exc_info)
 
 
 class _UtcFormatter(logging.Formatter):

@@ -31,14 +31,13 @@ class MemoryBudget(NamedTuple):
     workspace: int
 
 
-def memory_budget(settings: Settings, limit_bytes: int | None = None) -> MemoryBudget:
-    """Return the budget from the settings; what they leave unset is a share of ``limit_bytes``.
+def memory_budget(settings: Settings) -> MemoryBudget:
+    """Return the budget from the settings; what they leave unset is a share of `memory_bytes`.
 
-    ``limit_bytes`` defaults to the memory that the process may use. After subtracting what the
-    processes themselves need, half is for tensors, and an eighth each for JSON texts, stored
-    tensors and the workspace of each of two problems.
+    After subtracting what the processes themselves need, half is for tensors, and an eighth each
+    for JSON texts, stored tensors and the workspace of each of two problems.
     """
-    limit = limit_bytes or memory_bytes() or _UNKNOWN_BYTES
+    limit = settings.memory_bytes or memory_bytes() or _UNKNOWN_BYTES
     free = max(limit - _PROCESSES_BYTES, limit // 4)
     tensors = int(settings.max_inflight_bytes or free // 2)
     texts = max(

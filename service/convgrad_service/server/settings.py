@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,8 +16,12 @@ from pydantic import AfterValidator, ByteSize, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from convgrad_service.engine.scheduling.quotas import KeyLimits
-from convgrad_service.security.keys import read_keys
-from convgrad_service.server.warm_up import read_warm_up
+from convgrad_service.server.setting_values import (
+    valid_key_file,
+    valid_otlp_endpoint,
+    valid_tuning_table,
+    valid_warm_up_file,
+)
 
 __all__ = ["Settings"]
 
@@ -29,35 +32,11 @@ _SERVICE_VARIABLE = re.compile(
 )
 
 _KiB, _MiB, _GiB = 2**10, 2**20, 2**30
-
-# Limits must be positive: a limit of zero would refuse every request, and a mistyped unit is better
-# refused at the start.
+# Positive, because a limit of zero would refuse every request.
 _Bytes = Annotated[ByteSize, Field(gt=0, json_schema_extra={"unit": "bytes"})]
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False, json_schema_extra={"unit": "s"})]
 _Flops = Annotated[float, Field(gt=0, allow_inf_nan=False, json_schema_extra={"unit": "FLOP"})]
 _Count = Annotated[int, Field(gt=0, json_schema_extra={"unit": "count"})]
-
-
-def _valid_key_file(path: Path) -> Path:
-    read_keys(path)  # raises ValueError with the line number
-    return path
-
-
-def _valid_warm_up_file(path: Path) -> Path:
-    read_warm_up(path)  # likewise
-    return path
-
-
-def _valid_otlp_endpoint(url: str) -> str:
-    if not url.startswith(("http://", "https://")):
-        raise ValueError("expected a URL that begins with http:// or https://")
-    try:
-        installed = find_spec("opentelemetry.exporter.otlp.proto.http") is not None
-    except ModuleNotFoundError:  # a parent package is missing
-        installed = False
-    if not installed:
-        raise ValueError("tracing needs convgrad[otel], which is not installed")
-    return url
 
 
 class Settings(BaseSettings):
@@ -137,13 +116,18 @@ class Settings(BaseSettings):
         default=None,
         description="Folder of compiled GPU kernels; unset means one inside the package.",
     )
-    warm_up: Annotated[Path, AfterValidator(_valid_warm_up_file)] | None = Field(
+    tuning: Annotated[Path, AfterValidator(valid_tuning_table)] | None = Field(
+        default=None,
+        description="Table of GPU kernel configurations, as written by convgrad kernels tune. It "
+        "comes before the table of this release, and is skipped on another model of GPU.",
+    )
+    warm_up: Annotated[Path, AfterValidator(valid_warm_up_file)] | None = Field(
         default=None,
         description="File of requests (JSON, one per line, with their operation) or of network "
         "layers. Their kernels are compiled, and each is computed once, before the server is "
         "ready. Unset means that the first request of a kind waits for its kernels.",
     )
-    api_keys: Annotated[Path, AfterValidator(_valid_key_file)] | None = Field(
+    api_keys: Annotated[Path, AfterValidator(valid_key_file)] | None = Field(
         default=None,
         description="File of API keys, one per line as written by convgrad key. It is read again "
         "when it changes. Unset means that clients need no key.",
@@ -174,7 +158,7 @@ class Settings(BaseSettings):
         description="Maximum floating-point operations per second per API key, on average; a key "
         "over its budget is refused with 429 until enough time has passed. Unset means no limit.",
     )
-    otlp_endpoint: Annotated[str, AfterValidator(_valid_otlp_endpoint)] | None = Field(
+    otlp_endpoint: Annotated[str, AfterValidator(valid_otlp_endpoint)] | None = Field(
         default=None,
         description="URL of an OpenTelemetry collector's OTLP/HTTP endpoint for traces, such as "
         "http://collector:4318/v1/traces; unset means no traces. Needs convgrad[otel].",
@@ -294,11 +278,14 @@ class Settings(BaseSettings):
         default=1024.0,
         description="Maximum ratio of output to input bytes; 64 MiB of output are always allowed.",
     )
+    memory_bytes: _Bytes | None = Field(
+        default=None,
+        description="Memory that the server may use; unset means its container's or machine's.",
+    )
     max_inflight_bytes: _Bytes | None = Field(
         default=None,
-        description="Maximum memory of the input and output tensors of all requests in flight; "
-        "unset means half of what the server's processes leave of the container's limit, or of the "
-        "machine's memory. JSON text not yet decoded may use another quarter of this.",
+        description="Maximum memory of the tensors of all requests in flight; unset means half of "
+        "what the server's processes leave of memory_bytes. JSON text may use a quarter as much.",
     )
     max_memory_wait_s: _Seconds = Field(
         default=5.0,

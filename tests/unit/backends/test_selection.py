@@ -14,6 +14,7 @@ from convgrad_service.backends.cuda import backend
 from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.device import describe, device_count
 from convgrad_service.backends.selection import BackendOptions, backend_named
+from convgrad_service.plans.cuda.device import H200
 
 OPTIONS = BackendOptions(threads=1)
 
@@ -55,6 +56,7 @@ def test_auto_takes_the_gpu_where_it_works(monkeypatch: pytest.MonkeyPatch, tmp_
         def __init__(self, device: int, *, cache: Path) -> None:
             assert device == 0
             made.append(cache)
+            self.device = H200
 
     monkeypatch.setattr(backend, "CudaBackend", Working)
     made_one = backend_named("auto", BackendOptions(kernel_cache=tmp_path))

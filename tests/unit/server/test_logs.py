@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
+import threading
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -19,7 +22,10 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 def as_before() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in ("convgrad", "convgrad_service", "uvicorn")]
     before = [(one.handlers[:], one.level, one.propagate) for one in loggers]
+    hooks = logging.lastResort, sys.excepthook, threading.excepthook
     yield
+    logging.lastResort, sys.excepthook, threading.excepthook = hooks
+    logging.captureWarnings(False)
     for one, (handlers, level, propagate) in zip(loggers, before, strict=True):
         one.handlers[:], one.propagate = handlers, propagate
         one.setLevel(level)
@@ -61,6 +67,30 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert (request["trace_id"], request["compute_s"]) == (TRACE, 0.25)
     assert failure["message"] == "request_id=x failed"
     assert failure["traceback"].endswith("ValueError: two\nlines")
+
+
+def test_what_others_write_is_json_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("always")
+        patch.setattr(logging.root, "handlers", [])  # pytest's
+        configure_logs("info", "json")
+        logging.getLogger("another.package").warning("two\nlines")
+        warnings.warn("deprecated", stacklevel=1)
+        try:
+            raise ValueError("two\nlines")
+        except ValueError as error:
+            sys.excepthook(ValueError, error, error.__traceback__)
+        thread = threading.Thread(target=int, args=("x",))
+        thread.start()
+        thread.join()
+    package, warning, main, other = map(json.loads, capsys.readouterr().err.splitlines())
+    assert (package["logger"], package["message"]) == ("another.package", "two\nlines")
+    assert "UserWarning: deprecated" in warning["message"]
+    assert main["message"] == other["message"] == "unhandled exception"
+    assert main["traceback"].endswith("ValueError: two\nlines")
+    assert "ValueError: invalid literal" in other["traceback"]
 
 
 @pytest.mark.parametrize("traceparent", ["", "00-zz-b7ad6b7169203331-01", "anything"])

@@ -29,11 +29,47 @@ assert keep_large_blocks(2**30)
 print(faults_of_a_block(), faults_of_a_block(), in_a_thread(), in_a_thread())
 """
 
+# A small block at the end of the heap keeps malloc from shrinking it.
+PAGES_BELOW_A_BLOCK = """
+import time
+from convgrad_service.server.malloc import keep_large_blocks
+
+def resident_mib():
+    resident, shared = map(int, open("/proc/self/statm").read().split()[1:3])
+    return (resident - shared) // 256
+
+assert keep_large_blocks(32 * 2**20, check_s=0.02)
+before = resident_mib()
+print(before)
+for mib in (24, 128):
+    freed = bytearray(b"x") * (mib * 2**20)
+    at_the_end = bytearray(b"x") * 2**20
+    print(resident_mib())
+    del freed
+    end = time.monotonic() + (0.3 if mib < 32 else 10)
+    while time.monotonic() < end and (mib < 32 or resident_mib() > before + 32):
+        time.sleep(0.02)
+    print(resident_mib())
+"""
+
+
+def numbers_printed(code: str) -> list[int]:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
+    return list(map(int, done.stdout.split()))
+
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="tunes glibc")
 def test_a_freed_block_serves_the_next_body() -> None:
-    done = subprocess.run([sys.executable, "-c", FREED_PAGES_STAY], capture_output=True, timeout=60)
-    assert done.returncode == 0, done.stderr.decode()
-    first, *later = map(int, done.stdout.split())
+    first, *later = numbers_printed(FREED_PAGES_STAY)
     assert first > 1000
     assert max(later) < 1000, later
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="tunes glibc")
+def test_no_more_than_the_limit_stays_unused() -> None:
+    before, in_use, kept, above, after = numbers_printed(PAGES_BELOW_A_BLOCK)
+    assert in_use >= before + 24
+    assert kept >= before + 24
+    assert above >= before + 128
+    assert after <= before + 32

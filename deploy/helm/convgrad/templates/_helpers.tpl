@@ -32,6 +32,20 @@ gRPC connection has reached its age, which varies by 10 %. */ -}}
 {{ ternary "kubernetes.io/h2c" "https" (eq .Values.tls.secret "") }}
 {{- end -}}
 
+{{- /* A setting as text. Helm reads numbers as floats, of which it prints large ones as 4.2e+09. */ -}}
+{{- define "convgrad.setting" -}}
+{{- if kindIs "float64" . -}}
+{{ printf (ternary "%.0f" "%g" (eq . (floor .))) . }}
+{{- else -}}
+{{ . }}
+{{- end -}}
+{{- end -}}
+
+{{- define "convgrad.tracingPort" -}}
+{{- $origin := regexFind "^https?://[^/]+" .Values.tracing.endpoint -}}
+{{ regexFind ":[0-9]+$" $origin | trimPrefix ":" | default (ternary "443" "80" (hasPrefix "https:" $origin)) }}
+{{- end -}}
+
 {{- define "convgrad.serviceAccount" -}}
 {{- if .Values.serviceAccount.create -}}
 {{ default (include "convgrad.name" .) .Values.serviceAccount.name }}

@@ -1,5 +1,7 @@
 """Compile the CPU kernels (``kernels/*.cpp``) into one library per instruction-set level.
 
+The libraries also hold the native code that launches GPU kernels (``inprocess/native``).
+
 Run it as a script (``python compile.py``); the wheel's build hook calls ``compile_libraries``. It
 imports only the standard library because the hook runs before the package is installed. The
 compiler is zig's clang from PyPI (``ziglang``, a build-time dependency): it needs no system
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-KERNELS = HERE / "kernels"
+SOURCES = (HERE / "kernels", HERE.parents[1] / "inprocess" / "native")
 NATIVE = HERE / "_native"
 # The repository root in a checkout, otherwise the root of the source distribution.
 _ROOT = HERE.parents[3] if (HERE.parents[3] / "client").is_dir() else HERE.parents[2]
@@ -98,8 +100,8 @@ def compile_libraries(architecture: str | None = None) -> list[Path]:
             f"the CPU kernels are built for Linux on {', '.join(LEVELS)}, "
             f"not for {sys.platform} on {architecture}"
         )
-    sources = sorted(KERNELS.glob("*.cpp"))
-    headers = sorted(KERNELS.glob("*.hpp"))
+    sources = sorted(path for folder in SOURCES for path in folder.glob("*.cpp"))
+    headers = sorted(path for folder in SOURCES for path in folder.glob("*.hpp"))
     newest = max(path.stat().st_mtime for path in (*sources, *headers, Path(__file__)))
     stale = [level for level in levels if not _is_current(level.library, newest)]
     if stale:

@@ -29,7 +29,12 @@ class Block:
     ----------
     address : int
         Where it starts.
+    maps : sequence of (int, int, int, bool)
+        Of each tensor map: its offset in the structure, the index of its buffer, an offset into
+        the buffer, and whether a bit is cleared where the driver has replaced its address.
     """
+
+    maps: Sequence[tuple[int, int, int, bool]] = ()
 
     def __init__(self, packed: Packed, filled: bytes | bytearray, buffers: Sequence[str]) -> None:
         """``buffers`` names the buffers in the order in which `point` takes addresses."""
@@ -44,7 +49,8 @@ class Block:
         self._packed, self._buffers = packed, buffers
 
     @cached_property
-    def _pointers(self) -> list[tuple[int, int, int]]:
+    def pointers(self) -> list[tuple[int, int, int]]:
+        """Of each pointer: its 8-byte word, the index of its buffer, an offset into the buffer."""
         # Not before the first `point`: most blocks are launched once.
         return [
             (at // _WORD_BYTES, self._buffers.index(buffer), offset)
@@ -54,7 +60,7 @@ class Block:
     def point(self, addresses: Sequence[int]) -> None:
         """Set every pointer; ``addresses`` are those of the buffers."""
         words = self._words
-        for word, index, offset in self._pointers:
+        for word, index, offset in self.pointers:
             words[word] = addresses[index] + offset
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from convgrad.errors import DeviceUnavailable
 from convgrad_service.plans.cuda.program import ArgumentBlock, Launch
 
-__all__ = ["AttributedLaunch"]
+__all__ = ["AttributedLaunch", "LaunchConfig"]
 
 # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _CLUSTER_DIMENSION, _SERIALIZATION = 4, 6
@@ -29,8 +29,8 @@ class _Attribute(ctypes.Structure):
     )
 
 
-class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig: a launch's grid and attributes, without its stream."""
 
     _fields_ = (
         ("grid", ctypes.c_uint * 3),
@@ -40,6 +40,19 @@ class _Config(ctypes.Structure):
         ("attributes", ctypes.c_void_p),
         ("attribute_count", ctypes.c_uint),
     )
+
+    @classmethod
+    def of(cls, step: Launch) -> LaunchConfig:
+        wanted = []
+        if step.overlaps:
+            wanted.append(_Attribute(_SERIALIZATION, 0, (1,)))
+        if step.cluster > 1:
+            wanted.append(_Attribute(_CLUSTER_DIMENSION, 0, (step.cluster, 1, 1)))
+        attributes = (_Attribute * len(wanted))(*wanted)
+        address, count = ctypes.addressof(attributes), len(wanted)
+        config = cls(step.grid, step.block, step.shared_bytes, None, address, count)
+        config.kept = attributes  # alive as long as what points to it
+        return config
 
 
 class AttributedLaunch:
@@ -55,25 +68,12 @@ class AttributedLaunch:
 
     def __init__(self, function: int, step: Launch, block: ArgumentBlock) -> None:
         self._name = step.instance.name
-        wanted = []
-        if step.overlaps:
-            wanted.append(_Attribute(_SERIALIZATION, 0, (1,)))
-        if step.cluster > 1:
-            wanted.append(_Attribute(_CLUSTER_DIMENSION, 0, (step.cluster, 1, 1)))
-        attributes = (_Attribute * len(wanted))(*wanted)
         arguments = (ctypes.c_void_p * 1)(block.address)
-        self._config = _Config(
-            step.grid,
-            step.block,
-            step.shared_bytes,
-            None,
-            ctypes.addressof(attributes),
-            len(attributes),
-        )
+        self._config = LaunchConfig.of(step)
         # Set up everything but the stream once: doing it in each launch takes four times as long.
         self._launch = _launcher()
         self._given = ctypes.byref(self._config), function, ctypes.addressof(arguments), None
-        self._kept = attributes, arguments, block  # keeps alive what is pointed into
+        self._kept = arguments, block  # keeps alive what is pointed into
         self.point = block.point
 
     def __call__(self, stream: int) -> None:

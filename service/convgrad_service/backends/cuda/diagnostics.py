@@ -129,6 +129,16 @@ class Diagnostics:
         with self._timed(problem, tensors, plan, Flusher) as watch:
             yield watch
 
+    def stopwatch_of(
+        self, problem: Problem, tensors: Tensors, plan: CudaPlan
+    ) -> AbstractContextManager[CudaStopwatch]:
+        """Return a stopwatch of any plan for the problem, which must fit in device memory."""
+        return self._timed(problem, tensors, plan, lambda: self._flusher, is_first=False)
+
+    @cached_property
+    def _flusher(self) -> Flusher:
+        return Flusher()
+
     @contextmanager
     def _timed(
         self,

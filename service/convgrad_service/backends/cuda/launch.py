@@ -118,7 +118,7 @@ class Kernels:
         """Compile and load the kernels of these steps, so that running them does not wait."""
         for step in steps:
             if isinstance(step, Launch):
-                self._function(step)
+                self.function(step)
 
     def run(self, steps: Iterable[Step], addresses: Mapping[str, int], stream: Any) -> None:
         """Enqueue the steps on a stream, in order."""
@@ -140,7 +140,7 @@ class Kernels:
         if isinstance(step, Clear):
             address = addresses[step.buffer]
             return ClearLaunch(self._cuda.runtime.memsetAsync, step, address, buffers)
-        function = self._function(step)
+        function = self.function(step)
         block = step.arguments.block(addresses, buffers)
         if step.overlaps or step.cluster > 1:
             return AttributedLaunch(function.ptr, step, block)
@@ -155,7 +155,8 @@ class Kernels:
                 self._cuda.runtime.memsetAsync(zeros.ptr, 0, ZEROS_BYTES, stream.ptr)
         return int(zeros.ptr)
 
-    def _function(self, step: Launch) -> Any:
+    def function(self, step: Launch) -> Any:
+        """Return CuPy's function of a launch, with a maximum of shared memory that is enough."""
         function = self._loaded.get(step.instance)
         if function is None or step.shared_bytes > self._shared[step.instance]:
             function = self._load(step)

@@ -87,7 +87,7 @@ class RegionMappings:
     ) -> None:
         self._open_handle, self._adopter = open_handle, adopter
         self._mappings: dict[int, _Mapping] = {}
-        self._refused: dict[int, InvalidProblem] = {}
+        self._refused: dict[int, str] = {}
         self._on_device: dict[int, DeviceMemory] = {}
         self._opening = threading.Lock()
         self.views = BoundedCache()
@@ -109,7 +109,7 @@ class RegionMappings:
             try:
                 self._mappings[number] = _Mapping(descriptor, end, self._adopter)
             except InvalidProblem as error:
-                self._refused[number] = error
+                self._refused[number] = error.detail
                 raise
             self._refused.pop(number, None)
 
@@ -150,7 +150,8 @@ class RegionMappings:
         """
         mapping = self._mappings.get(place.region)
         if mapping is None:
-            raise self._refused.get(place.region) or truncated()
+            refused = self._refused.get(place.region)
+            raise truncated() if refused is None else InvalidProblem(refused)
         found = mapping.bytes[place.offset : place.offset + spec.size_bytes]
         if found.size < spec.size_bytes:
             raise truncated()

@@ -38,6 +38,8 @@ _STAGES = {
 }
 
 _LABELS = ("operation", "transport", "code")
+# Requests without an answer: the client hung up, or the server ended.
+_UNANSWERED = ("client-gone", "cancelled")
 Kind = tuple[str, ...]
 
 
@@ -78,7 +80,7 @@ class RequestMetrics(Collector):
     def __init__(self) -> None:
         self._counters: dict[Kind, _Counters] = {}
         # Every code from the start: rate() would miss a series that begins at one.
-        self._by_code = dict.fromkeys(("ok", *CODES), 0)
+        self._by_code = dict.fromkeys(("ok", *_UNANSWERED, *CODES), 0)
 
     def count(self, record: Record) -> None:
         """Count one request."""

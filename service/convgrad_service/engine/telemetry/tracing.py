@@ -7,6 +7,8 @@ without a trace follow OpenTelemetry's ``OTEL_TRACES_SAMPLER``.
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from collections.abc import Mapping
 from functools import lru_cache
@@ -18,6 +20,8 @@ from convgrad_service.engine.telemetry.request_context import RequestContext
 __all__ = ["Traces", "TracingUnavailable", "traces_to"]
 
 SERVICE = "convgrad"
+# How long the end of a server waits for a collector to take the last spans.
+_FLUSH_S = 3.0
 
 
 class TracingUnavailable(RuntimeError):
@@ -33,6 +37,8 @@ def traces_to(endpoint: str) -> Traces:
 class Traces:
     """Exports spans to the OTLP collector at ``endpoint`` (``http://host:4318/v1/traces``).
 
+    ``OTEL_SERVICE_NAME`` and ``OTEL_RESOURCE_ATTRIBUTES`` apply.
+
     Raises
     ------
     TracingUnavailable
@@ -42,7 +48,7 @@ class Traces:
     def __init__(self, endpoint: str) -> None:
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.resources import OTELResourceDetector, Resource
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
@@ -53,16 +59,15 @@ class Traces:
             raise TracingUnavailable(
                 f"tracing needs {missing.name}; expected convgrad[otel] to be installed"
             ) from missing
-        resource = Resource.create(
-            {"service.name": SERVICE, "service.version": _version.__version__}
-        )
+        ours = Resource({"service.name": SERVICE, "service.version": _version.__version__})
+        resource = Resource.create(ours.merge(OTELResourceDetector().detect()).attributes)
+        self._users = 0
         self._provider = TracerProvider(resource=resource)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
         self._tracer = self._provider.get_tracer(SERVICE, _version.__version__)
         self._propagator = TraceContextTextMapPropagator()
         self._server, self._error = SpanKind.SERVER, StatusCode.ERROR
         self._within = set_span_in_context
-        self._closed = False
 
     def begin(self, context: RequestContext) -> None:
         """Start a request's span early, so that its response and log lines can name it."""
@@ -81,7 +86,7 @@ class Traces:
         ``failed`` marks failures that are the server's fault.
         """
         span, intervals = context.span, context.timings.intervals
-        if span is None or intervals is None or context.operation is None or self._closed:
+        if span is None or intervals is None or context.operation is None:
             return
         began_ns, timings = span.start_time, context.timings
         span.update_name(name)
@@ -105,8 +110,18 @@ class Traces:
             part.end(start_ns + round(seconds * 1e9))
         span.end(began_ns + round(timings.total_s * 1e9))
 
-    def close(self) -> None:
-        """Export pending spans and shut down; further calls do nothing."""
-        if not self._closed:
-            self._closed = True
-            self._provider.shutdown()
+    def open(self) -> None:
+        """Count a transport that uses it; each awaits `close` after its last request."""
+        self._users += 1
+
+    async def close(self) -> None:
+        """After the last transport's last request, export pending spans and shut down.
+
+        Spans that the collector does not take within a few seconds are lost.
+        """
+        self._users -= 1
+        if self._users == 0:
+            # In a thread that is left behind if the collector does not answer.
+            exporting = threading.Thread(target=self._provider.shutdown, daemon=True)
+            exporting.start()
+            await asyncio.to_thread(exporting.join, _FLUSH_S)

@@ -26,6 +26,7 @@ from convgrad_service.engine.shm.mappings import RegionMappings
 from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.engine.workers.execute import Job, compile_ahead, run_job
 from convgrad_service.engine.workers.inline_executor import InlineBackend
+from convgrad_service.error_frames import without_frames
 from convgrad_service.thread_priority import give_way
 
 __all__ = [
@@ -280,7 +281,7 @@ class _Worker:
             job = Job(layout, task.base, tuple(RegionSlice(*each) for each in task.regions))
             result = run_job(self._backend, self._arena, self._mappings, job, cancelled, task.part)
         except ServiceError as error:
-            result = error
+            result = without_frames(error)
         # Any error must reach the waiting request.
         except BaseException as error:  # noqa: BLE001
             result = WorkerFailed.of(error)

@@ -89,7 +89,19 @@ class Instance:
 
 
 class ArgumentBlock(Protocol):
-    """A kernel's structure in memory, ready to launch. Not thread-safe."""
+    """A kernel's structure in memory, ready to launch. Not thread-safe.
+
+    Attributes
+    ----------
+    pointers, maps : sequence of tuple
+        Where it points into buffers; see ``arguments.Block``.
+    """
+
+    @property
+    def pointers(self) -> Sequence[tuple[int, int, int]]: ...
+
+    @property
+    def maps(self) -> Sequence[tuple[int, int, int, bool]]: ...
 
     @property
     def address(self) -> int:

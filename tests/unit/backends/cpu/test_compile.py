@@ -46,7 +46,7 @@ def test_an_error_in_a_source_leaves_no_library(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "broken.cpp").write_text("int twice(int value) { return 2 * valu; }\n")
-    monkeypatch.setattr(script, "KERNELS", tmp_path)
+    monkeypatch.setattr(script, "SOURCES", (tmp_path,))
     monkeypatch.setattr(script, "NATIVE", tmp_path / "native")
     with pytest.raises(script.CompileError, match="valu"):
         script.compile_libraries()

@@ -90,7 +90,7 @@ def test_every_code_has_a_series_from_the_start() -> None:
     registry.register(metrics)
     found = samples(registry, "convgrad_requests_by_code_total")
     assert set(found.values()) == {0.0}
-    for code in ("ok", *CODES):
+    for code in ("ok", "client-gone", "cancelled", *CODES):
         assert f'convgrad_requests_by_code_total{{code="{code}"}}' in found
     metrics.count(Record("conv_fwd", "http", "internal", 1.0, {}, 0, 0))
     found = samples(registry, "convgrad_requests_by_code_total")

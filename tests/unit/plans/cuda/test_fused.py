@@ -1,5 +1,5 @@
 """Plans of two convolutions in one forward that are two launches; those that are one:
-backends/cuda/kernels/test_hopper_separable.py."""
+backends/cuda/kernels/fused/test_hopper_separable.py."""
 
 from __future__ import annotations
 

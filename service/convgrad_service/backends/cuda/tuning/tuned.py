@@ -1,17 +1,20 @@
 """Layers whose fastest configuration was measured on the device at hand.
 
-A table that ships with the release names, for a device model, the family and the configuration of
-each tuned layer (`tests/perf/fit_dense.py` writes it). Nothing is timed in a request: the choice
-depends on the problem, the device model and the table alone. Another device, or another number of
-multiprocessors, takes nothing from it.
+A table names, for a device model, the family and the configuration of each tuned layer. One ships
+with the release (`tests/perf/fit_dense.py` writes it); a user's own, written by ``convgrad kernels
+tune``, comes before it. Nothing is timed in a request: the choice depends on the problem, the
+device model and the tables alone. Another device, or another number of multiprocessors, takes
+nothing from a table.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from convgrad_service.backends.cuda.tuning.correction import TABLE
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -19,7 +22,11 @@ from convgrad_service.plans.cuda.families import Chosen, Family, Selector
 from convgrad_service.plans.cuda.program import Instance
 from convgrad_service.plans.cuda.works import ConvWork, Operand, contiguous_strides
 
-__all__ = ["Tunable", "Tuned", "key_of"]
+__all__ = ["Tunable", "Tuned", "key_of", "read_table", "table_text", "use_table"]
+
+_log = logging.getLogger("convgrad.tuning")
+# The user's table of this process.
+_own: list[Path] = []
 
 
 class Tunable(Family[ConvWork], Protocol):
@@ -66,15 +73,72 @@ class Tuned(Selector[ConvWork]):
         return ()
 
 
+def use_table(path: Path | None) -> None:
+    """Take layers from a user's table before the shipped one's, in this process; None takes none.
+
+    Raises
+    ------
+    ValueError
+        As `read_table`.
+    """
+    if path is not None:
+        read_table(path)
+    _own[:] = [] if path is None else [path]
+    _layers.cache_clear()
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Read a table of tuned layers.
+
+    Raises
+    ------
+    ValueError
+        The file cannot be read or is none; the message says what is wrong.
+    """
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as a tuning table: {error}") from None
+    layers = table.get("layers") if isinstance(table, dict) else None
+    if not isinstance(layers, dict) or not {"device", "multiprocessors"} <= table.keys():
+        raise ValueError(f"{path}: expected an object with device, multiprocessors and layers")
+    found: dict[str, Any] = table
+    for key, entry in layers.items():
+        if not (isinstance(entry, list) and [type(part) for part in entry] == [str, str]):
+            raise ValueError(f"{path}, {key}: expected a family and a configuration, got {entry!r}")
+    return found
+
+
+def table_text(device: CudaDevice, layers: Mapping[str, Sequence[str]]) -> str:
+    """Return the text of a table."""
+    table = {
+        "device": device.name,
+        "multiprocessors": device.multiprocessors,
+        "layers": {key: list(entry) for key, entry in sorted(layers.items())},
+    }
+    return json.dumps(table, indent=1) + "\n"
+
+
 @cache
 def _layers(device: str, multiprocessors: int) -> dict[str, tuple[str, str]]:
     """Return the family and the configuration of each tuned layer on this device."""
-    if not TABLE.exists():
-        return {}
-    table = json.loads(TABLE.read_text(encoding="utf-8"))
-    if (table["device"], table["multiprocessors"]) != (device, multiprocessors):
-        return {}
-    return {key: (name, config) for key, (name, config) in table["layers"].items()}
+    found: dict[str, tuple[str, str]] = {}
+    for path in (TABLE, *_own):
+        if path is TABLE and not TABLE.exists():
+            continue
+        table = read_table(path)
+        if (table["device"], table["multiprocessors"]) == (device, multiprocessors):
+            found |= {key: (name, config) for key, (name, config) in table["layers"].items()}
+        elif path in _own:
+            _log.warning(
+                "%s is for %s with %s multiprocessors and is not used on %s with %s",
+                path,
+                table["device"],
+                table["multiprocessors"],
+                device,
+                multiprocessors,
+            )
+    return found
 
 
 def key_of(work: ConvWork) -> str | None:

@@ -31,6 +31,8 @@ using namespace convgrad;
 
 namespace {
 
+using T = ELEMENT;
+using Steps = StepsOf<T>;
 constexpr int kMostStages = 16, kMostThreads = 640, kMadeStages = 2;
 constexpr int kSums = 1, kSplit = 2;  // named barriers
 constexpr bool kExact = PARTS == 3;
@@ -87,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     // One producer thread per tensor: issuing a copy takes longer than many copies.
     const bool of_x = warp == consumers + 4, of_y = warp == consumers + 5;
     if (lane == 0 && of_x) {
-      copy_rows_of_x(args, block, ring, x_full, x_empty);
+      copy_rows_of_x<T>(args, block, ring, x_full, x_empty);
     } else if (lane == 0 && of_y) {
       PipelineState state;
       for (Steps step(args, block.line, block.end); step.there(); step.next()) {

@@ -6,8 +6,6 @@
 
 namespace convgrad {
 
-using T = ELEMENT;
-
 // Stores a lane's accumulators to shared memory if `first`, else adds them. Rows are channels,
 // `pitch` apart; a lane has two consecutive elements of a window.
 template <int kFragments>

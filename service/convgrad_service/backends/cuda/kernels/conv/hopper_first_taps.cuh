@@ -57,8 +57,9 @@ struct BlockAt {
 };
 
 // The coordinates of a step. All warp roles iterate over the same steps. Divisions are needed only
-// at the start of a walk down an image.
-struct Steps {
+// at the start of a walk down an image. T is the type of x.
+template <class T>
+struct StepsOf {
   const HopperFirstTapsArgs& args;
   int line, end;      // range of rows of y, numbered over images and segments
   int n, segment, p;  // coordinates of the row of y
@@ -66,7 +67,7 @@ struct Steps {
   int part;           // part of a row of x where the first window starts; may be negative
   u32 lead;           // bytes of that part before the window
 
-  __device__ __forceinline__ Steps(const HopperFirstTapsArgs& args, int line, int end)
+  __device__ __forceinline__ StepsOf(const HopperFirstTapsArgs& args, int line, int end)
       : args(args), line(line), end(end), left(args.before) {
     const int walk = line / args.y_size[0];
     p = line - walk * args.y_size[0];
@@ -77,7 +78,7 @@ struct Steps {
   __device__ __forceinline__ void begin() {
     const int from = window_of(args, segment * args.segment);
     part = (from >= 0 ? from : from - args.part + 1) / args.part;
-    lead = (from - part * args.part) * static_cast<int>(sizeof(ELEMENT));
+    lead = (from - part * args.part) * static_cast<int>(sizeof(T));
   }
   __device__ __forceinline__ bool there() const { return line < end; }
   __device__ __forceinline__ bool begins() const { return left == args.before && left > 0; }
@@ -101,10 +102,11 @@ struct Steps {
 
 // The producer of the rows of x that each step adds. The pipeline's mbarriers are at `full` and
 // `empty`.
+template <class T>
 __device__ __forceinline__ void copy_rows_of_x(const HopperFirstTapsArgs& args, const BlockAt& block,
                                                u32 ring, u32 full, u32 empty) {
   PipelineState state;
-  for (Steps step(args, block.line, block.end); step.there(); step.next()) {
+  for (StepsOf<T> step(args, block.line, block.end); step.there(); step.next()) {
     const u32 barrier = full + state.index * 8;
     mbarrier_wait(empty + state.index * 8, state.parity ^ 1);
     mbarrier_arrive_expect_tx(barrier, args.added * args.x_row);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import gcd, prod
 from typing import Any, Literal
 
@@ -273,13 +273,31 @@ def _tiles(problem: Problem, device: CudaDevice) -> tuple[HaloTile, ...]:
     if len(halo.slices) > MOST_SLICES:
         return ()
     found: list[HaloTile] = []
+
+    @cache
+    def tables_for(width: int, split: Split, stay: bool) -> Tables | None:
+        """Return the tables, which many tiles share; None if there are too many."""
+        tables = tables_of(
+            problem.axes,
+            halo,
+            width + halo.beyond[1],
+            twice=problem.twice,
+            blocks=GROUPS if split == "channels" else 1,
+            stay=stay,
+        )
+        fits = all(len(getattr(tables, name)) <= most for name, most in TABLES.items())
+        return tables if fits else None
+
     splits: tuple[Split, ...] = ("columns", "channels")
     for split in splits if problem.channels[1] > 64 else splits[:1]:
         groups = GROUPS if split == "columns" else 1
         for width, rows, columns in _shapes(problem, halo, groups):
             extent = 2 if problem.twice else 1, rows, width
             for stay in (True, False):
-                tile = _fitted(problem, device, halo, split, columns, extent, stay=stay)
+                tables = tables_for(width, split, stay)
+                if tables is None:
+                    continue
+                tile = _fitted(problem, device, halo, tables, split, columns, extent, stay=stay)
                 if tile is not None:
                     found.append(tile)
     return tuple(sorted(found, key=lambda tile: tile.clocks(device)))
@@ -309,6 +327,7 @@ def _fitted(
     problem: Problem,
     device: CudaDevice,
     halo: Halo,
+    tables: Tables,
     split: Split,
     columns: int,
     extent: Size3,
@@ -316,16 +335,6 @@ def _fitted(
     stay: bool,
 ) -> HaloTile | None:
     """Return the tile with as many slots and stages as fit, or None if too few do."""
-    tables = tables_of(
-        problem.axes,
-        halo,
-        extent[2] + halo.beyond[1],
-        twice=problem.twice,
-        blocks=GROUPS if split == "channels" else 1,
-        stay=stay,
-    )
-    if any(len(getattr(tables, name)) > most for name, most in TABLES.items()):
-        return None
     chunks = ceil_div(problem.channels[0], CHUNK)
     # With several passes, slices stay in shared memory until the last one has read them.
     least = chunks * len(halo.slices) if len(tables.passes) > 1 else 2

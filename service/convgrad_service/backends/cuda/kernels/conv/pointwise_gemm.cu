@@ -15,12 +15,14 @@
 // REDUCE 1: split-K: grid (cluster x parts, column tiles, row tiles). One tile per cluster, whose blocks
 //   reduce through distributed shared memory (SplitKReduce); with parts > 1 clusters leave partial sums in
 //   a workspace, and the last one to arrive reduces them. Any epilogue, strides and result type.
+// REDUCE 2: split-K: grid (tiles, parts), at most a block per multiprocessor. Blocks leave partial sums in a
+//   workspace, and those of a tile each reduce a part of it (pointwise_gemm_grid_reduce.cuh). As REDUCE 1.
 // Shared memory (dynamic, from a multiple of 1,024): pipeline stages; B where RESIDENT; staging buffers or
-//   SplitKReduce's fragments; mbarriers.
+//   a reduction's fragments; mbarriers.
 // Preconditions: `counters` are zero.
 // Determinism: one order of additions, decided by the launch: K, cluster ranks, clusters.
 // Limits: M, N and K below 2^31; 64-bit offsets.
-#include "conv/pointwise_gemm_load.cuh"
+#include "conv/pointwise_gemm_grid_reduce.cuh"
 
 using namespace convgrad;
 
@@ -278,10 +280,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   smem.resident = align_to_swizzle_atom(smem.stage0 + args.stages * kStageBytes);
   smem.staging =
       align_to_swizzle_atom(smem.resident + (RESIDENT ? args.steps * OperandB::kBytes : 0));
-  const u32 rank = REDUCE ? cluster_rank() : 0;
+  const u32 rank = kClusterSplit ? cluster_rank() : 0;
   constexpr u32 kAllStagingBytes = CONSUMERS * 4 * BUFFERS * kMmasM * kStagingBytes;
-  smem.barriers =
-      smem.staging + (REDUCE ? args.cluster * args.owned * CONSUMERS * 4 * 512 : kAllStagingBytes);
+  smem.barriers = smem.staging + (kClusterSplit ? args.cluster * args.owned * CONSUMERS * 4 * 512
+                                  : kGridSplit  ? kGridReduceBytes
+                                                : kAllStagingBytes);
   const BlockWork work(args);
   const int warp = threadIdx.x / 32;
   if (warp == kProducerA) {
@@ -293,19 +296,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       produce<OperandB, false>(args, smem, work);
     }
   } else {
-    const Reduce reduce(smem.pointer(smem.staging), smem.reduce_barrier(), rank, REDUCE ? args.cluster : 1,
+    const Reduce reduce(smem.pointer(smem.staging), smem.reduce_barrier(), rank, kClusterSplit ? args.cluster : 1,
                         args.owned);
     if (threadIdx.x == 0) {
-      if (REDUCE) reduce.prepare();
+      if (kClusterSplit) reduce.prepare();
       if (!REDUCE) prefetch_tensor_map(args.d_map);
     }
     sync_block();
     launch_dependent_grids();
-    if constexpr (REDUCE) {
-      wait_on_dependent_grids();
+    wait_on_dependent_grids();
+    if constexpr (kClusterSplit) {
       consume_split_k(args, smem, work, reduce, rank);
+    } else if constexpr (kGridSplit) {
+      u32* const word = args.counters + blockIdx.x;
+      if (threadIdx.x == 0) rendezvous_begin(word);
+      Accumulators accum;
+      PipelineState state;
+      mainloop(smem, state, work.steps, accum);
+      reduce_in_grid(args, smem, work, word, accum);
     } else {
-      wait_on_dependent_grids();
       consume_row_tiles(args, smem, work);
     }
   }

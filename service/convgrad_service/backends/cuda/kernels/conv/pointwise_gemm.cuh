@@ -27,6 +27,7 @@ struct PointwiseGemmArgs {
   int cluster, parts;  // a tile's K is split among `cluster` blocks of each of `parts` clusters
   int steps_each;      // k-tiles of one of these blocks
   int owned;           // see SplitKReduce
+  int slices;          // see reduce_in_grid (REDUCE 2 only)
   int depth;
   int a_whole, b_whole;  // see GemmOperand
 };

@@ -70,6 +70,7 @@ class PointwiseGemmArgs(ctypes.Structure):
                 "parts",
                 "steps_each",
                 "owned",
+                "slices",
                 "depth",
                 "a_whole",
                 "b_whole",
@@ -165,7 +166,7 @@ class PointwiseGemm:
             pack_maps(
                 _arguments(work, product, config, stages),
                 # Only TMA stores need a tensor map of the result, which not every result can have.
-                {"a_map": a_map, "b_map": b_map, "d_map": a_map if config.cluster else d_map},
+                {"a_map": a_map, "b_map": b_map, "d_map": a_map if config.reduces else d_map},
                 b=b,
                 result=result,
                 accumulate=work.accumulate,
@@ -220,6 +221,7 @@ def _arguments(work: ConvWork, product: Product, config: Config, stages: int) ->
     )
     args.cluster, args.parts, args.owned = max(config.cluster, 1), config.parts, config.owned
     args.steps, args.steps_each = config.steps(product), config.steps_each(product)
+    args.slices = config.slices if config.in_grid else 1
     args.stages, args.row_tiles = stages, config.tiles(product)[0]
     args.b_pitch = product.b.pitch
     args.a_whole = config.is_whole(product.a, config.m)

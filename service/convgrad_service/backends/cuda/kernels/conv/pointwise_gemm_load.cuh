@@ -23,6 +23,8 @@ constexpr u32 kBoxBytes = 16 * kBoxColumns * sizeof(T);
 static_assert(BN % kBoxColumns == 0, "whole blocks");
 using Accumulators = float[kMmasM][kFragmentsN][4];
 using Reduce = SplitKReduce<kMmasM * kFragmentsN, CONSUMERS * 4>;
+// How a tile's K is split: among the blocks of clusters, or of the grid.
+constexpr bool kClusterSplit = REDUCE == 1, kGridSplit = REDUCE == 2;
 
 // Swizzle atoms of 128-byte rows start at multiples of 1,024.
 __device__ __forceinline__ u32 align_to_swizzle_atom(u32 address) { return (address + 1023) & ~1023u; }
@@ -42,14 +44,22 @@ struct SharedLayout {
   __device__ __forceinline__ u32 reduce_barrier() const { return barriers + 2 * stages * 8; }
 };
 
-// The work of this block: row tiles row, row + row_step, ... of one column tile, and k-tiles [begin,
-// begin + steps).
+// The work of this block: row tiles row, row + row_step, ... of one column tile, and `steps` k-tiles: begin,
+// begin + k_step, ...
 struct BlockWork {
-  int row, row_step, column, begin, steps;
+  int row, row_step, column, begin, steps, k_step = 1;
 
   __device__ __forceinline__ explicit BlockWork(const PointwiseGemmArgs& args) {
     column = blockIdx.y * BN;
-    if constexpr (REDUCE) {
+    if constexpr (kGridSplit) {
+      // Blocks of one share are neighbours and read the same rows and columns at the same time; shares
+      // take k-tiles in turns, so that all blocks read adjacent memory.
+      const int column_tile = blockIdx.x / args.row_tiles;
+      row = blockIdx.x - column_tile * args.row_tiles, row_step = args.row_tiles;
+      column = column_tile * BN;
+      begin = blockIdx.y, k_step = args.parts;
+      steps = (args.steps - begin + k_step - 1) / k_step;
+    } else if constexpr (kClusterSplit) {
       row = blockIdx.z, row_step = args.row_tiles;
       begin = blockIdx.x * args.steps_each;
       steps = max(min(args.steps_each, args.steps - begin), 0);
@@ -80,7 +90,8 @@ struct Producer {
     const u32 to = kRows ? smem.a(state.index) : smem.b(state.index),
               barrier = smem.full_barrier(state.index);
     mbarrier_arrive_expect_tx(barrier, Side::kBytes);
-    Side::load(to, map, barrier, kRows ? row * BM : work.column, work.begin + step, single_copy);
+    const int k_tile = work.begin + step * (kGridSplit ? work.k_step : 1);
+    Side::load(to, map, barrier, kRows ? row * BM : work.column, k_tile, single_copy);
     if (++step == work.steps) step = 0, row += work.row_step;
     state.advance(smem.stages);
   }
@@ -90,7 +101,7 @@ struct Producer {
 __device__ __forceinline__ void sync_block() {
   __syncwarp();
   __syncthreads();
-  if (REDUCE) cluster_arrive();
+  if (kClusterSplit) cluster_arrive();
 }
 
 // A producer warp. A's initialises the pipeline's mbarriers and issues its first load before the block
@@ -123,7 +134,7 @@ __device__ __forceinline__ void produce(const PointwiseGemmArgs& args, const Sha
     }
   }
   __syncwarp();
-  if (REDUCE) cluster_wait();
+  if (kClusterSplit) cluster_wait();
 }
 
 }  // namespace

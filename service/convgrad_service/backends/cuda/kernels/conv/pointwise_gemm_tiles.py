@@ -14,6 +14,7 @@ __all__ = [
     "BARRIER_BYTES",
     "CLUSTERS",
     "ITEM_BYTES",
+    "MOST_GRID_PARTS",
     "SLAB_ROWS",
     "Config",
     "Matrix",
@@ -30,6 +31,8 @@ ITEM_BYTES = 2
 WARPGROUP, PRODUCERS = 128, 64
 MOST_STAGES = 12
 PATTERN_BYTES, BARRIER_BYTES, SLAB_ROWS, FRAGMENT_BYTES = 1024, 8, 16, 512
+# Fragments that a warp reduces at a time, and the most parts (pointwise_gemm_grid_reduce.cuh).
+GRID_FRAGMENTS, MOST_GRID_PARTS = 4, 255
 # The most results of a tile for which a block has a second store buffer.
 BUFFERED = 64 * 128
 
@@ -95,9 +98,10 @@ class Product:
 class Config:
     """A tile of ``m`` x ``n`` with k-tiles of ``depth``, and its schedule.
 
-    With ``cluster`` 0, blocks are persistent over row tiles and TMA stores results (REDUCE 0); with
-    ``resident``, B is loaded once. Otherwise K is split among the blocks of a cluster, and among
-    ``parts`` clusters.
+    With ``cluster`` 0 and one part, blocks are persistent over row tiles and TMA stores results
+    (REDUCE 0); with ``resident``, B is loaded once. With ``cluster`` 0 and more ``parts``, K is
+    split among that many blocks of the grid (REDUCE 2). Otherwise K is split among the blocks of a
+    cluster, and among ``parts`` clusters (REDUCE 1).
     """
 
     m: int
@@ -111,8 +115,8 @@ class Config:
         name = f"{self.m}x{self.n}" + (f"d{self.depth}" if self.depth != 64 else "")
         name += "r" * self.resident
         if self.cluster:
-            name += f"_k{self.cluster}" + (f"/{self.parts}" if self.parts > 1 else "")
-        return name
+            name += f"_k{self.cluster}"
+        return name + (f"/{self.parts}" if self.parts > 1 else "")
 
     @classmethod
     def named(cls, name: str) -> Config | None:
@@ -126,11 +130,32 @@ class Config:
     @property
     def consumers(self) -> int:
         """Consumer warpgroups."""
-        return min(self.m // 64, 2)
+        return {64: 1, 192: 3}.get(self.m, 2)
 
     @property
     def threads(self) -> int:
         return self.consumers * WARPGROUP + PRODUCERS
+
+    @property
+    def in_grid(self) -> bool:
+        """Whether blocks of the grid reduce a tile, without clusters."""
+        return self.cluster == 0 and self.parts > 1
+
+    @property
+    def reduces(self) -> bool:
+        """Whether results are reduced through shared memory, not stored by TMA."""
+        return self.cluster > 0 or self.in_grid
+
+    @property
+    def slices(self) -> int:
+        """With ``in_grid``, warps that divide the parts of a fragment: as many as leave each warp
+        ``GRID_FRAGMENTS`` fragments at a time."""
+        warps = self.consumers * 4
+        count = ceil_div(warps * self.fragments, self.parts)
+        slices = warps
+        while slices > 1 and (slices > self.parts or warps // slices * GRID_FRAGMENTS < count):
+            slices //= 2
+        return slices
 
     @property
     def splits(self) -> int:
@@ -192,6 +217,8 @@ class Config:
 
     def grid(self, product: Product, device: CudaDevice) -> tuple[int, int, int]:
         rows, columns = self.tiles(product)
+        if self.in_grid:
+            return rows * columns, self.parts, 1
         if self.cluster:
             return self.splits, columns, rows
         return min(rows, max(1, device.multiprocessors // columns)), columns, 1
@@ -205,6 +232,8 @@ class Config:
         alignment."""
         if self.cluster:
             results = self.cluster * self.owned * self.consumers * 4 * FRAGMENT_BYTES
+        elif self.in_grid:
+            results = GRID_FRAGMENTS * self.consumers * 4 * FRAGMENT_BYTES
         else:
             results = self.buffers * self.m * self.n * ITEM_BYTES
         if self.resident:
@@ -229,7 +258,7 @@ class Config:
             "BN": self.n,
             "CONSUMERS": self.consumers,
             "DEPTH": self.depth,
-            "REDUCE": int(self.cluster > 0),
+            "REDUCE": 2 if self.in_grid else int(self.cluster > 0),
             "RESIDENT": int(self.resident),
             "BUFFERS": self.buffers,
             "D_BYTES": self.d_bytes,

@@ -264,7 +264,8 @@ class MappedBlock(Block):
         self._starts = [addresses[buffer] for _, buffer, _ in arguments.maps]
 
     @cached_property
-    def _maps(self) -> list[tuple[int, int, int, bool]]:
+    def maps(self) -> list[tuple[int, int, int, bool]]:  # type: ignore[override]
+        """See `Block`."""
         return [
             (offset, self._buffers.index(buffer), one.offset_bytes, _needs_clearing(one))
             for offset, buffer, one in self._arguments.maps
@@ -274,7 +275,7 @@ class MappedBlock(Block):
         """See `Block.point`."""
         super().point(addresses)
         starts, replace = self._starts, _replace_address()
-        for place, (at, index, offset, clear) in enumerate(self._maps):
+        for place, (at, index, offset, clear) in enumerate(self.maps):
             start = addresses[index]
             if start == starts[place]:
                 continue

@@ -45,7 +45,7 @@ constexpr int kApart = STRIDE;
 #endif
 constexpr int kStrips = 32 / LANES;
 constexpr int kColumns = (kStrips - 1) * COLUMNS * kApart + kRead;  // columns of x that a warp reads
-using Copier = RowCopier<T, kChannels, kColumns>;
+using Copier = RowCopier<T, PIECE, kChannels, kColumns>;
 constexpr int kStageBytes = Copier::kElements * sizeof(T);
 // Whether to skip rows at a chunk's edge that some or all taps do not need, which
 // costs register moves.

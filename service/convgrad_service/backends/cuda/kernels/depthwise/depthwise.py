@@ -42,7 +42,7 @@ __all__ = ["TILES", "Depthwise", "Tile"]
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 # Kernels taken in 16-bit types, besides those of one row: tensor cores are not faster, or have no
 # instance. Tensor-core families require whole chunks of channels.
-IN_16_BITS = ((3, 3, 1), (3, 3, 2), (7, 7, 2))
+IN_16_BITS = ((3, 3, 1), (3, 3, 2), (5, 5, 2), (7, 7, 2))
 # For kernels with several planes, in whole chunks.
 DEEP = ((3, 3, 1), (3, 3, 2))
 # Registers suffice for the sums only.

@@ -107,15 +107,16 @@ struct BitsOf<true> {
   using type = u64;
 };
 
-// A lane's part of copying rows of kColumns adjacent pixels of kChannels channels.
-template <class T, int kChannels, int kColumns>
+// A lane's part of copying rows of kColumns adjacent pixels of kChannels channels, kPiece bytes at a
+// time.
+template <class T, int kPiece, int kChannels, int kColumns>
 struct RowCopier {
   static constexpr int kElements = kColumns * kChannels;
-  static constexpr int kChunk = PIECE / sizeof(T);
+  static constexpr int kChunk = kPiece / sizeof(T);
   static constexpr int kChunks = kElements / kChunk;
   static constexpr int kCopies = (kChunks + 31) / 32;
   // With many small pieces, a lane has one address and a distance between its columns.
-  static constexpr bool kMany = PIECE < 16;
+  static constexpr bool kMany = kPiece < 16;
   static constexpr int kColumnsApart = 32 * kChunk / kChannels;
   static_assert(!kMany || 32 * kChunk % kChannels == 0, "a lane keeps to its channels");
 
@@ -148,7 +149,7 @@ struct RowCopier {
       inside |= static_cast<Bits>(there) << i;
     }
     if constexpr (kCopies <= 32) inside = opaque_value(inside);
-    target = opaque_value(shared_address(to) + lane * PIECE);
+    target = opaque_value(shared_address(to) + lane * kPiece);
     has_last = opaque_value(kChunks % 32 == 0 || lane + 32 * (kCopies - 1) < kChunks);
   }
 
@@ -163,8 +164,8 @@ struct RowCopier {
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       if (i + 1 < kCopies || has_last) {
-        cp_async<PIECE>(target + offset_bytes + i * 32 * PIECE, kMany ? from : next[kMany ? 0 : i],
-                          (kMany || exists) && ((here >> i) & 1) ? PIECE : 0);
+        cp_async<kPiece>(target + offset_bytes + i * 32 * kPiece, kMany ? from : next[kMany ? 0 : i],
+                          (kMany || exists) && ((here >> i) & 1) ? kPiece : 0);
       }
       if constexpr (kMany) from = opaque_pointer(from + apart);
       if (!kMany || i == 0) next[kMany ? 0 : i] += step;

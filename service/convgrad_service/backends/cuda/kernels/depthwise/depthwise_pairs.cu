@@ -3,7 +3,8 @@
 //
 // y[n, u - pad, v - pad, c] = sum over u = p*STRIDE + r, v = q*STRIDE + s
 //                             of x[n, p, q, c] * w[c, r, s]
-// (forward: with w read in reverse, and pad from its end), rounded once; summed in float32.
+// (forward: with w read in reverse, and pad from its end), rounded once; summed in float32. With
+// EPILOGUE, the result is activation(alpha * sum + bias).
 // GEMM view, for one pair of adjacent channels, one row of x and one row of the kernel: M = 16 runs of
 // 4 columns of the result, K = the columns of x that those read, times the pair, N = the 4 columns
 // times the pair. Operand B has w[c, r, s] where the channels are equal and the columns are s apart,
@@ -46,6 +47,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const u32 zero = args.flipped >> 1;
   Taps taps;
   bool has_taps = false;
+#if EPILOGUE
+  const PairsEpilogue epilogue(args, first_channel + part * kOwnChannels);
+#endif
 
   const int share_end = min(args.tiles * args.rows, (static_cast<int>(blockIdx.y) + 1) * args.share);
   for (int place = blockIdx.y * args.share; place < share_end;) {
@@ -191,7 +195,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
             for (int half = 0; half < 2; ++half) {
 #pragma unroll
               for (int pair = 0; pair < PAIRS; ++pair) {
-                const float(&sum)[4] = sums[(j * STRIDE + a) % kOpen][pair];
+                float(&sum)[4] = sums[(j * STRIDE + a) % kOpen][pair];
+#if EPILOGUE
+                sum[2 * half] = epilogue.of(args, sum[2 * half], pair, 0);
+                sum[2 * half + 1] = epilogue.of(args, sum[2 * half + 1], pair, 1);
+#endif
                 result[half].words[pair] = narrow_x2<T>(sum[2 * half], sum[2 * half + 1]);
               }
             }

@@ -4,6 +4,7 @@
 
 #include "ptx/load_store.cuh"
 #include "core/divider.cuh"
+#include "core/epilogue.cuh"
 #include "core/opaque.cuh"
 #include "ptx/mma.cuh"
 #include "core/vectors.cuh"
@@ -14,6 +15,9 @@ struct DepthwisePairsArgs {
   const void* x;  // the source: input, or grad_output
   const void* w;
   void* y;          // the result: output, or grad_input
+  const void* bias;  // one per channel, or null
+  float alpha;
+  int activation;
   u32 x_stride[3];  // N H W, in units of 16 bytes; a pixel's channels are contiguous
   u32 y_stride[3];
   int w_stride[3];  // C R S, in elements
@@ -126,6 +130,34 @@ __device__ __forceinline__ u32 clear_odd(Pixels (&pixels)[kBlocks]) {
   channels |= __shfl_xor_sync(0xffffffffu, channels, 1);
   return channels | __shfl_xor_sync(0xffffffffu, channels, 2);
 }
+
+// The epilogue of a warp's channels: the biases of its pairs, and what is done to complete sums.
+struct PairsEpilogue {
+  u32 bias[PAIRS];
+
+  // From channel `channel` on.
+  __device__ __forceinline__ PairsEpilogue(const DepthwisePairsArgs& args, int channel) {
+    const T* from = static_cast<const T*>(args.bias) + channel;
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; ++pair) {
+      unsigned short raw[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const bool there = args.bias != nullptr && channel + 2 * pair + i < args.channels;
+        load_if(there, from + 2 * pair + i, raw[i]);
+      }
+      bias[pair] = raw[0] | static_cast<u32>(raw[1]) << 16;
+    }
+  }
+  // `finish` for a sum of channel i of a pair.
+  __device__ __forceinline__ float of(const DepthwisePairsArgs& args, float sum, int pair,
+                                      int i) const {
+    const T own{static_cast<unsigned short>(bias[pair] >> 16 * i)};
+    sum *= args.alpha;
+    if (args.bias != nullptr) sum += widen(own);
+    return activate(sum, args.activation);
+  }
+};
 
 // For each channel of a strip, how many more rows of x finish results that are NaN, because a row with
 // non-finite elements contributed to them.

@@ -8,7 +8,7 @@ from math import lcm
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import (
     DTYPES,
@@ -81,6 +81,10 @@ class PairTile:
     def threads(self) -> int:
         return self.octets * 128 // self.pairs
 
+    def blocks_with(self, epilogue: bool) -> int:
+        """Return the blocks per SM; the epilogue takes registers that the smallest blocks lack."""
+        return self.blocks - (epilogue and self.pairs < 4)
+
 
 # Of the tiles that fit a kernel, the one with the least predicted time is used.
 PAIR_TILES = (
@@ -118,8 +122,8 @@ class DepthwisePairs:
             return reason
         if work.out_channels > 1:
             return f"{work.out_channels} channels a group"
-        if not work.epilogue_free:
-            return "an epilogue"
+        if work.accumulate is not None:
+            return "a tensor to accumulate"
         if work.leads:
             return "a launch that the next one overlaps, where this was not measured"
         plane = plane_of_strips(work)
@@ -179,18 +183,24 @@ class DepthwisePairs:
         args.by_rows, args.by_strips = divider(cut.rows), divider(cut.strips)
         args.by_units = divider(cut.strips + 1)
         args.row_bytes = cut.row_bytes
+        args.alpha, args.activation = work.alpha, ACTIVATIONS[work.activation]
         args.share = share = share or cut.cost_and_share(device)[1]
         return Launch(
-            _instance(work.dtype, tile),
+            _instance(work.dtype, tile, not work.epilogue_free),
             (cut.channel_tiles, ceil_div(cut.tiles * cut.rows, share), 1),
             (tile.threads, 1, 1),
-            pack(args, x=source, w=work.w, y=result),
+            pack(args, x=source, w=work.w, y=result, bias=work.bias),
             cut.shared_bytes,
         )
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
-        return [_instance(dtype, tile) for tile in self._tiles for dtype in DTYPES]
+        return [
+            _instance(dtype, tile, epilogue)
+            for tile in self._tiles
+            for dtype in DTYPES
+            for epilogue in (False, True)
+        ]
 
     def _tile(self, work: ConvWork, plane: Plane, device: CudaDevice) -> PairTile | None:
         """Return the tile with the least predicted time among the smallest that fit the kernel."""
@@ -321,7 +331,7 @@ def place_bytes(tile: PairTile, pixels: int, strided: bool = False) -> int:
     return pixels * pixel_bytes + pixels // STRIP_COLUMNS * apart_bytes
 
 
-def _instance(dtype: DType, tile: PairTile) -> Instance:
+def _instance(dtype: DType, tile: PairTile, epilogue: bool) -> Instance:
     defines = {
         "ELEMENT": CUDA_TYPES[dtype],
         "KERNEL_H": tile.kernel_rows,
@@ -330,6 +340,8 @@ def _instance(dtype: DType, tile: PairTile) -> Instance:
         "OCTETS": tile.octets,
         "PAIRS": tile.pairs,
         "STAGES": tile.stages,
-        "BLOCKS": tile.blocks,
+        "BLOCKS": tile.blocks_with(epilogue),
     }
+    if epilogue:
+        defines["EPILOGUE"] = 1
     return Instance.of("depthwise/depthwise_pairs.cu", defines)

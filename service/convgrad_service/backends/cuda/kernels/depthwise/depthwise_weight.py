@@ -62,14 +62,19 @@ class WeightTile:
     blocks: int
 
 
-# Tiles in 16-bit types in whole chunks, besides kernels of one row: tensor cores are not faster.
+# Tiles in 16-bit types in whole chunks, besides kernels of one row.
 TILES_IN_16_BITS: dict[Kernel, WeightTile] = {
     (3, 3, 1): WeightTile(3, 1, 7, 2),
     (3, 3, 2): WeightTile(3, 2, 4, 1),
+    (5, 5, 1): WeightTile(5, 2, 7, 1),
+    (5, 5, 2): WeightTile(5, 2, 2, 2),
+    (7, 7, 1): WeightTile(7, 1, 7, 1),
 }
-# Elements of both tensors above which tensor cores are faster in 16-bit types with stride 1. With
-# 10 and 58 million elements, FMAs took 0.81 and 1.13 of their time on an H200.
-TENSOR_CORES_FROM = 27 * 10**6
+# Elements of both tensors above which tensor cores are faster in 16-bit types. On an H200, FMAs
+# took 0.81 and 1.13 of their time with 10 and 58 million elements and 3x3 kernels; with 5x5 and 7x7
+# ones 0.53 to 0.92 below 3.3 million and 0.78 to 1.53 above; with stride 2, always less.
+TENSOR_CORES_FROM = {(3, 3, 1): 27 * 10**6, (5, 5, 1): 33 * 10**5, (7, 7, 1): 33 * 10**5}
+FEW_ELEMENTS = 27 * 10**6
 # Tiles in float32 with fewer elements.
 SMALL_TILES: dict[Kernel, WeightTile] = {(3, 3, 1): WeightTile(3, 2, 4, 2)}
 # By kernel rows, kernel columns and stride.
@@ -117,8 +122,7 @@ class DepthwiseWeight:
         if (
             work.dtype.itemsize == 2
             and (piece, deep) == (CHUNK_BYTES, False)
-            and kernel == (3, 3, 1)
-            and elements >= TENSOR_CORES_FROM
+            and elements >= TENSOR_CORES_FROM.get(kernel, elements + 1)
         ):
             return f"tensor cores are faster on {elements} elements"
         tile = _tile(work, plane, kernel)
@@ -208,7 +212,7 @@ def _tile_of(dtype: DType, kernel: Kernel, small: bool) -> WeightTile:
 
 
 def _tile(work: ConvWork, plane: Plane, kernel: Kernel) -> WeightTile:
-    small = elements_of(work, plane) < TENSOR_CORES_FROM
+    small = elements_of(work, plane) < FEW_ELEMENTS
     return _tile_of(work.dtype, kernel, small)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from math import gcd
 from typing import Any
@@ -45,18 +46,18 @@ def box_args(extent: Sequence[int], chunks: int, pitch: int, threads: int) -> An
     return BoxArgs((ctypes.c_int32 * 4)(*extent), chunks, pitch, columns, most // columns)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LatticeAxis:
     """An `Axis` whose source positions are x0 + (m*x_step + j*x_tap)*lattice."""
 
     axis: Axis
     lattice: int
 
-    @property
+    @cached_property
     def x_step(self) -> int:
         return self.axis.x_step // self.lattice
 
-    @property
+    @cached_property
     def x_tap(self) -> int:
         return self.axis.x_tap // self.lattice
 
@@ -64,12 +65,12 @@ class LatticeAxis:
     def phases(self) -> tuple[Phase, ...]:
         return self.axis.phases
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Number of positions of the largest phase."""
         return max(phase.count for phase in self.phases)
 
-    @property
+    @cached_property
     def taps(self) -> int:
         return max(phase.taps for phase in self.phases)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -140,7 +141,7 @@ class GroupedGather:
             setattr(args, name, getattr(shape, name))
         launch = Launch(
             _instance(unit, work.dtype, backward, is_exact(work)),
-            _grid(work, axes, box, device),
+            _grid(work, axes, merge, box, _resident(unit, shape, device), device),
             (unit.warps * 32, 1, 1),
             pack(args, x=source, w=work.w, y=result, accumulate=work.accumulate, bias=work.bias),
             shape.total_bytes,
@@ -158,7 +159,16 @@ class GroupedGather:
 
 def choose_box(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Box:
     """Return the box with the least predicted time. Results do not depend on the box."""
-    return min(boxes_of(work, axes, device), key=lambda box: _cost(work, axes, box, device))
+    # The same for all boxes, of which there may be a thousand.
+    merge, unit = merge_of(work), unit_of(work)
+    best, least = None, math.inf
+    for box, shape in _fitting(work, axes, merge, unit, device):
+        cost = _cost(work, axes, merge, unit, shape, box, device)
+        if best is None or cost < least:
+            best, least = box, cost
+    if best is None:
+        raise ValueError("work that why_not refuses")
+    return best
 
 
 class _Shared:
@@ -201,7 +211,13 @@ class _Shared:
 
 def boxes_of(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Iterator[Box]:
     """Yield candidates that fit into shared memory."""
-    merge, unit = merge_of(work), unit_of(work)
+    return (box for box, _ in _fitting(work, axes, merge_of(work), unit_of(work), device))
+
+
+def _fitting(
+    work: ConvWork, axes: list[LatticeAxis], merge: Merge, unit: Unit, device: CudaDevice
+) -> Iterator[tuple[Box, _Shared]]:
+    """Yield the candidates of `boxes_of` with their layouts."""
     together = work.sides[0].strides[1] == work.channels[0]
     slices = slices_of(merge, together)
     steps = (1, 4, 8) if unit.windows else (1, 1, 1)
@@ -215,7 +231,7 @@ def boxes_of(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Ite
                     continue
                 shape = _Shared(work, axes, merge, unit, box)
                 if shape.total_bytes <= device.shared_bytes_per_block:
-                    yield box
+                    yield box, shape
 
 
 def _span(work: ConvWork, axes: list[LatticeAxis], box: Box) -> int:
@@ -228,19 +244,25 @@ def _span(work: ConvWork, axes: list[LatticeAxis], box: Box) -> int:
     )
 
 
-def _cost(work: ConvWork, axes: list[LatticeAxis], box: Box, device: CudaDevice) -> float:
+def _cost(
+    work: ConvWork,
+    axes: list[LatticeAxis],
+    merge: Merge,
+    unit: Unit,
+    shape: _Shared,
+    box: Box,
+    device: CudaDevice,
+) -> float:
     """Return the cost in units of the bytes that an SM could copy in that time."""
-    merge, unit = merge_of(work), unit_of(work)
-    shape = _Shared(work, axes, merge, unit, box)
     backward = work.direction == "bwd_data"
     y_bytes = (merge.in_channels if backward else merge.out_channels) * work.dtype.itemsize
     result = ceil_div(box.positions, 64) * 64 * box.slice * y_bytes
     per_box = shape.copied_bytes + 2 * result + 2048
     # Arranging weights takes more instructions than copying a box.
     per_block = 2 * shape.weight_bytes + 16384
-    workers, slices, phases = _grid(work, axes, box, device)
-    boxes = ceil_div(prod(_tiles(work, axes, box)), workers)
     resident = _resident(unit, shape, device)
+    workers, slices, phases = _grid(work, axes, merge, box, resident, device)
+    boxes = ceil_div(prod(_tiles(work, axes, box)), workers)
     blocks = workers * slices * phases
     together = min(resident, ceil_div(blocks, device.multiprocessors))
     waves = ceil_div(blocks, device.multiprocessors * resident)
@@ -275,16 +297,19 @@ def _tiles(work: ConvWork, axes: list[LatticeAxis], box: Box) -> Size4:
 
 
 def _grid(
-    work: ConvWork, axes: list[LatticeAxis], box: Box, device: CudaDevice
+    work: ConvWork,
+    axes: list[LatticeAxis],
+    merge: Merge,
+    box: Box,
+    resident: int,
+    device: CudaDevice,
 ) -> tuple[int, int, int]:
     """Return the grid: blocks over boxes (at most those resident at once), slices, phases."""
-    merge, unit = merge_of(work), unit_of(work)
     slices = ceil_div(merge.count, box.slice)
     phases = prod(len(axis.phases) for axis in axes)
     boxes = prod(_tiles(work, axes, box))
     if box.stages == 1:
         return boxes, slices, phases
-    resident = _resident(unit, _Shared(work, axes, merge, unit, box), device)
     workers = max(1, min(boxes, resident * device.multiprocessors // (slices * phases)))
     return ceil_div(boxes, ceil_div(boxes, workers)), slices, phases
 

@@ -2,10 +2,10 @@
 // host's side is window_box.py.
 //
 // A block computes a tile of y in `planes` adjacent planes. The box of x is what the tile's windows
-// cover. Both are copied in 16-byte chunks whatever the alignment of lines, in segments: whole planes,
-// otherwise the lines of a slice along axis 0, or with `by_lines` each line. A segment has the same
-// misalignment in shared memory. Relies on tensors aligned to 16 bytes, and on pitches that are equal
-// to those of the tensors modulo a chunk.
+// cover. Both are copied in 16-byte chunks whatever the alignment of lines, in segments: all planes at
+// once, otherwise the lines of a slice along axis 0, or with `by_lines` each line. A segment has the
+// same misalignment in shared memory. Relies on tensors aligned to 16 bytes, and on pitches that are
+// equal to those of the tensors modulo a chunk.
 #pragma once
 
 #include "pool/windows.cuh"
@@ -20,16 +20,18 @@ struct BoxArgs {
   int tile[3];   // positions of y; of one slice unless whole
   int tiles[3];  // of a plane, along each axis
   int box[3];    // the most positions of x under a tile
-  int planes;    // of a block
+  int planes;    // of a block, a multiple of kTogether for window_planes.cu
   int run;       // positions of a thread along axis 1
-  int pitch[2];  // elements of x between slices, and between lines, in shared memory
+  int pitch[3];  // elements of x between planes, slices and lines, in shared memory
   int y_pitch;   // elements of y between lines, in shared memory
   int whole;     // whether a block has whole planes
   int by_lines;  // whether each line is a segment
   int indices_at, y_at, ranges_at, weights_at;  // bytes, in shared memory
-  int ranges;          // number of them, along axis 1 or axes 1 and 2 of the tile
+  int ranges;       // number of them, along axis 1 or axes 1 and 2
+  int phases[3];    // window_scatter.cu: the most windows that contain a position
+  int in_phase[3];  // windows of a phase
   Divider by_tile[3];  // axis 1: by the runs of a column
-  Divider by_tiles[3], by_box[3], by_y_size[3];
+  Divider by_tiles[3], by_phase[3], by_y_size[3];
 };
 
 struct Box {
@@ -83,15 +85,16 @@ struct Box {
     if (args.whole) {
       copy(begin, lead, planes * static_cast<int>(plane_size));
     } else {
-      for (int i0 = 0; i0 < extent[0]; ++i0) {
-        const i64 from = begin + i0 * slice;
-        const int into = lead + i0 * args.pitch[0];
+      for (int part = 0; part < planes * extent[0]; ++part) {
+        const int p = part / extent[0], i0 = part - p * extent[0];
+        const i64 from = begin + p * plane_size + i0 * slice;
+        const int into = lead + p * args.pitch[0] + i0 * args.pitch[1];
         if (!args.by_lines) {
           copy(from, into, extent[1] * size[2]);
           continue;
         }
         for (int i1 = 0; i1 < extent[1]; ++i1) {
-          copy(from + static_cast<i64>(i1) * size[2], into + i1 * args.pitch[1], extent[2]);
+          copy(from + static_cast<i64>(i1) * size[2], into + i1 * args.pitch[2], extent[2]);
         }
       }
     }
@@ -106,33 +109,45 @@ struct Box {
            static_cast<i64>(base[1]) * windows.y_size[2] + base[2];
   }
 
-  // Stores the tile, whose first position is at `from`; elements beside it stay as they are.
-  template <class T>
-  __device__ __forceinline__ void store(const BoxArgs& args, const unsigned char* from) const {
+  // Stores element(cell) for each cell of the tile. Cells are in shared memory, lines y_pitch apart;
+  // the first one has the misalignment of y's element. Elements beside the tile stay as they are.
+  template <class T, class Cell, class Element>
+  __device__ __forceinline__ void store(const BoxArgs& args, const Cell* cells,
+                                        Element element) const {
     constexpr int kChunk = 16 / sizeof(T);
+    constexpr int kCells = sizeof(Cell) < sizeof(T) ? kChunk : 16 / sizeof(Cell);
     const int(&size)[3] = args.windows.y_size;
     const i64 begin = y_begin(args.windows);
-    const int lead = static_cast<int>(begin % kChunk);
     const auto copy = [&](i64 to, int at, int length) {
-      const int head = at % kChunk, chunks = (head + length + kChunk - 1) / kChunk;
+      const int head = static_cast<int>(to % kChunk);
+      const int chunks = (head + length + kChunk - 1) / kChunk;
       T* const target = static_cast<T*>(args.windows.y) + (to - head);
-      const T* const source = reinterpret_cast<const T*>(from) + (at - head);
+      at -= head;
       for (int c = static_cast<int>(threadIdx.x); c < chunks; c += kBoxThreads) {
         const int low = c * kChunk, high = low + kChunk;
-        if (low >= head && high <= head + length) {
-          Vector<T, kChunk>::load(source + low).store(target + low);
+        if (low < head || high > head + length) {
+          for (int e = max(low, head); e < min(high, head + length); ++e) {
+            target[e] = element(cells[at + e]);
+          }
           continue;
         }
-        for (int e = max(low, head); e < min(high, head + length); ++e) target[e] = source[e];
+        Vector<T, kChunk> values;
+#pragma unroll
+        for (int e = 0; e < kChunk; e += kCells) {
+          const auto some = Vector<Cell, kCells>::load(cells + at + low + e);
+#pragma unroll
+          for (int i = 0; i < kCells; ++i) values.at[e + i] = element(some.at[i]);
+        }
+        values.store(target + low);
       }
     };
     if (args.whole) {
-      copy(begin, lead, planes * size[0] * size[1] * size[2]);
+      copy(begin, 0, planes * size[0] * size[1] * size[2]);
     } else if (!args.by_lines) {
-      copy(begin, lead, count[1] * size[2]);
+      copy(begin, 0, count[1] * size[2]);
     } else {
       for (int i = 0; i < count[1]; ++i) {
-        copy(begin + static_cast<i64>(i) * size[2], lead + i * args.y_pitch, count[2]);
+        copy(begin + static_cast<i64>(i) * size[2], i * args.y_pitch, count[2]);
       }
     }
   }

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
-from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     Divider,
     WindowArgs,
     WindowForm,
+    most_positions,
     window_args,
 )
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -25,11 +25,13 @@ __all__ = ["BOX_BLOCK", "MOST_BYTES", "BoxArgs", "Tile", "why_no_tile"]
 
 BOX_BLOCK = 256
 # Shared memory of a block: several fit on a multiprocessor.
-MOST_BYTES = {"sums": 36 * 1024, "maxima": 36 * 1024, "routes": 56 * 1024}
-# Blocks that keep a multiprocessor busy, and items that keep a block busy.
+MOST_BYTES = {"sums": 72 * 1024, "maxima": 72 * 1024, "routes": 56 * 1024}
+# Whole planes beyond those that a block needs are added up to here.
+ENOUGH_BYTES = {"sums": 40 * 1024, "maxima": 40 * 1024, "routes": 56 * 1024}
+# Blocks that keep a multiprocessor busy, and threads' items that keep a block busy.
 ENOUGH_BLOCKS = {"sums": 16, "maxima": 16, "routes": 4}
-ENOUGH_ITEMS = 1024
-# Columns of a tile whose windows are computed once, for routes.
+ENOUGH_ITEMS = 128
+# Columns of x whose windows are computed once, for routes.
 MOST_COLUMNS = 512
 # Positions of a thread along axis 1.
 RUNS = (16, 8, 4, 2, 1)
@@ -45,11 +47,12 @@ class BoxArgs(ctypes.Structure):
         *((name, ctypes.c_int32 * 3) for name in ("tile", "tiles", "box")),
         ("planes", ctypes.c_int32),
         ("run", ctypes.c_int32),
-        ("pitch", ctypes.c_int32 * 2),
+        ("pitch", ctypes.c_int32 * 3),
         *((name, ctypes.c_int32) for name in ("y_pitch", "whole", "by_lines")),
         *((name, ctypes.c_int32) for name in ("indices_at", "y_at", "ranges_at", "weights_at")),
         ("ranges", ctypes.c_int32),
-        *((name, Divider * 3) for name in ("by_tile", "by_tiles", "by_box", "by_y_size")),
+        *((name, ctypes.c_int32 * 3) for name in ("phases", "in_phase")),
+        *((name, Divider * 3) for name in ("by_tile", "by_tiles", "by_phase", "by_y_size")),
     )
 
 
@@ -69,16 +72,27 @@ class Tile:
     @classmethod
     def of(cls, work: WindowWork, form: WindowForm, device: CudaDevice) -> Tile | None:
         """Return None if windows are too large for shared memory."""
-        whole = cls(form.y_size, form.x_size, 1, whole=True, by_lines=False)
+        usual = MOST_BYTES[work.kind]
+        return cls._within(usual, work, form, device) or cls._within(
+            device.shared_bytes_per_block, work, form, device
+        )
+
+    @classmethod
+    def _within(
+        cls, most: int, work: WindowWork, form: WindowForm, device: CudaDevice
+    ) -> Tile | None:
+        together = _together(work)
+        whole = cls(form.y_size, form.x_size, together, whole=True, by_lines=False)
         each = whole.places(work, form).end
-        if each <= MOST_BYTES[work.kind]:
-            spread = ceil_div(form.batch, ENOUGH_BLOCKS[work.kind] * device.multiprocessors)
-            return replace(whole, planes=min(MOST_BYTES[work.kind] // each, spread))
+        if each <= most:
+            blocks = ENOUGH_BLOCKS[work.kind] * device.multiprocessors
+            groups = min(ENOUGH_BYTES[work.kind] // each, ceil_div(form.batch, together * blocks))
+            return replace(whole, planes=together * max(1, groups))
         for by_lines, least_lines, least_columns in ((False, 1, None), (True, 8, 32)):
             lines, columns = form.y_size[1:]
             while True:
-                tile = cls._cut(form, (1, lines, columns), by_lines=by_lines)
-                if tile.places(work, form).end <= MOST_BYTES[work.kind]:
+                tile = cls._cut(form, (1, lines, columns), together, by_lines=by_lines)
+                if tile.places(work, form).end <= most:
                     return tile
                 if lines > least_lines:
                     lines = ceil_div(lines, 2)
@@ -89,30 +103,30 @@ class Tile:
         return None
 
     @classmethod
-    def _cut(cls, form: WindowForm, size: tuple[int, ...], *, by_lines: bool) -> Tile:
+    def _cut(cls, form: WindowForm, size: tuple[int, ...], planes: int, *, by_lines: bool) -> Tile:
         sides = zip(form.windows, size, strict=True)
         box = [_covered(axis, positions) for axis, positions in sides]
         if not by_lines:
             box[2] = form.x_size[2]
-        return cls(size, tuple(box), 1, whole=False, by_lines=by_lines)
+        return cls(size, tuple(box), planes, whole=False, by_lines=by_lines)
 
-    @property
-    def run(self) -> int:
-        """The positions of a thread along axis 1."""
-        columns = self.planes * self.size[0] * self.size[2]
-        fitting = (run for run in RUNS if columns * ceil_div(self.size[1], run) >= ENOUGH_ITEMS)
-        return next(fitting, 1)
+    def run(self, work: WindowWork) -> int:
+        """Return the positions of a thread along axis 1."""
+        columns = self.planes // _together(work) * self.size[0] * self.size[2]
+        lines = self.size[1]
+        fitting = (run for run in RUNS if columns * ceil_div(lines, run) >= ENOUGH_ITEMS)
+        return ceil_div(lines, ceil_div(lines, next(fitting, 1)))
 
-    def pitch(self, work: WindowWork, form: WindowForm) -> tuple[int, int]:
-        """Return the elements between slices and between lines, like those of x modulo a chunk."""
-        line, slice = form.x_size[2], prod(form.x_size[1:])
+    def pitch(self, work: WindowWork, form: WindowForm) -> tuple[int, int, int]:
+        """Return the elements between planes, slices and lines, like those of x modulo a chunk."""
+        plane, slice, line = prod(form.x_size), prod(form.x_size[1:]), form.x_size[2]
         if self.whole:
-            return slice, line
+            return plane, slice, line
         chunk = CHUNK_BYTES // min(work.dtype.itemsize, work.index_dtype.itemsize)
         if self.by_lines:
             line = _pitch(self.box[2], line, chunk)
-        length = self.box[1] * line
-        return _pitch(length, slice, chunk), line
+        slice = _pitch(self.box[1] * line, slice, chunk)
+        return _pitch(self.box[0] * slice, plane, chunk), slice, line
 
     def y_pitch(self, work: WindowWork, form: WindowForm) -> int:
         """Return the elements of y between lines."""
@@ -126,37 +140,41 @@ class Tile:
     def places(self, work: WindowWork, form: WindowForm) -> Places:
         """Return where the parts of shared memory are."""
 
-        def room(elements: int, dtype: DType) -> int:
-            return ceil_div(elements * dtype.itemsize, CHUNK_BYTES) * CHUNK_BYTES + 2 * CHUNK_BYTES
+        def room(elements: int, itemsize: int) -> int:
+            return ceil_div(elements * itemsize, CHUNK_BYTES) * CHUNK_BYTES + 2 * CHUNK_BYTES
 
-        elements = self.planes * self.box[0] * self.pitch(work, form)[0]
+        elements = self.planes * self.pitch(work, form)[0]
         outputs = self.planes * self.size[0] * self.size[1] * self.y_pitch(work, form)
-        routes = work.kind == "routes"
-        indices = room(elements, work.dtype)
-        y = indices + (room(elements, work.index_dtype) if routes else 0)
-        ranges = y + (room(outputs, work.dtype) if routes else 0)
+        routes, wide = work.kind == "routes", max(4, work.dtype.itemsize)
+        indices = room(elements, work.dtype.itemsize)
+        y = indices + (room(elements, work.index_dtype.itemsize) if routes else 0)
+        ranges = y + (room(outputs, wide) if routes else 0)
         weights = ranges + RANGE_BYTES * self.ranges(work)
-        weight_bytes = max(4, work.dtype.itemsize) if form.varying == "inputs" else 0
+        weight_bytes = wide if form.varying == "inputs" else 0
         return Places(indices, y, ranges, weights, weights + weight_bytes * sum(self.box))
 
     def ranges(self, work: WindowWork) -> int:
-        """Return the ranges of windows that are kept: of lines, and for routes of columns."""
-        columns = self.size[2] if work.kind == "routes" and self.size[2] <= MOST_COLUMNS else 0
-        return self.size[1] + columns
+        """Return the ranges of windows that are kept: those of lines, for routes those of x."""
+        if work.kind != "routes":
+            return self.size[1]
+        return self.box[1] + (self.box[2] if self.box[2] <= MOST_COLUMNS else 0)
 
     def arguments(self, work: WindowWork, form: WindowForm) -> BoxArgs:
         """Return the arguments of a launch."""
         args = BoxArgs()
         args.windows = window_args(form, 1, form.y_size)
         args.tile[:], args.box[:], args.tiles[:] = self.size, self.box, self.tiles(form)
-        args.planes, args.run = self.planes, self.run
+        args.planes, args.run = self.planes, self.run(work)
         args.whole, args.by_lines, args.ranges = self.whole, self.by_lines, self.ranges(work)
         args.pitch[:], args.y_pitch = self.pitch(work, form), self.y_pitch(work, form)
         places = self.places(work, form)
         args.indices_at, args.y_at, args.ranges_at, args.weights_at, _ = places
-        runs = self.size[0], ceil_div(self.size[1], self.run), self.size[2]
-        sides = runs, args.tiles, self.box, form.y_size
-        targets = args.by_tile, args.by_tiles, args.by_box, args.by_y_size
+        axes = zip(form.windows, self.box, strict=True)
+        args.phases[:] = [min(most_positions(axis), box) for axis, box in axes]
+        args.in_phase[:] = [ceil_div(*pair) for pair in zip(self.box, args.phases, strict=True)]
+        runs = self.size[0], ceil_div(self.size[1], args.run), self.size[2]
+        sides = runs, args.tiles, args.in_phase, form.y_size
+        targets = args.by_tile, args.by_tiles, args.by_phase, args.by_y_size
         for dividers, divisors in zip(targets, sides, strict=True):
             dividers[:] = [Divider.of(divisor) for divisor in divisors]
         return args
@@ -176,7 +194,7 @@ def why_no_tile(work: WindowWork, form: WindowForm, device: CudaDevice) -> str |
         return "channels last"
     tile = Tile.of(work, form, device)
     if tile is None:
-        return f"windows too large for {MOST_BYTES[work.kind]} bytes of shared memory"
+        return f"windows too large for {device.shared_bytes_per_block} bytes of shared memory"
     if tile.blocks(form) > MAX_BLOCKS:
         return "more blocks than a grid can have"
     return None
@@ -190,6 +208,13 @@ class Places(NamedTuple):
     ranges: int
     weights: int
     end: int
+
+
+def _together(work: WindowWork) -> int:
+    """Return the planes of a thread, see ``window_planes.cu``."""
+    if work.kind == "routes":
+        return 1
+    return 2 if work.dtype.itemsize == 8 else 4
 
 
 def _pitch(length: int, like: int, chunk: int) -> int:

@@ -6,9 +6,10 @@
 // wins; a NaN wins over any number, and of several NaNs the last.
 //
 // A block computes a tile of y from the box of x that its windows cover (window_box.cuh). A thread
-// computes `run` adjacent positions of y along axis 1. If windows have at most LINES by TAPS positions
-// along the last two axes, it reduces each line of x once, in all slices, and keeps the last LINES
-// results; for maxima, windows must then be in one slice. Adjacent threads have adjacent columns.
+// computes `run` adjacent positions of y along axis 1 in kTogether planes. If windows have at most
+// LINES by TAPS positions along the last two axes, it reduces each line of x once, in all slices, and
+// keeps the last LINES results; for maxima, windows must then be in one slice. Adjacent threads have
+// adjacent columns.
 // SIMPLE: one slice, and windows that slide by whole positions.
 // Block: 256 threads. Dynamic shared memory: the box of x, the windows along axis 1 of the tile, with
 // WEIGHTED a weight per column, line and slice of the box. Deterministic: the order of additions
@@ -22,6 +23,7 @@ namespace {
 
 using T = ELEMENT;
 using S = ElementAccumulator<T>;
+constexpr int kTogether = sizeof(T) == 8 ? 2 : 4;
 
 __device__ __forceinline__ int start_of(const WindowRange& range, int o) {
   return SIMPLE ? max(range.low, o * range.whole + range.first) : range.start(o);
@@ -57,43 +59,65 @@ struct Part {
 };
 #endif
 
+// Of as many planes.
+struct Parts {
+  Part of[kTogether];
+
+  __device__ __forceinline__ void meet(const Parts& parts, S weight) {
+#pragma unroll
+    for (int p = 0; p < kTogether; ++p) of[p].meet(parts.of[p], weight);
+  }
+};
+
 // What a thread reads.
 struct Column {
-  const T* x;  // the first line of its first slice in the box
+  const T* x;  // the first line of its first slice in the box, in the first plane
   int start0, stop0, start2, stop2;
-  int slice_pitch, line_pitch;
+  int plane_pitch, slice_pitch, line_pitch;
   int slice_size, line_size, first;  // of x, for positions in the plane
 #if WEIGHTED
   const S* weights;        // of columns
   const S* slice_weights;
 #endif
 
-  __device__ __forceinline__ void tap(Part& part, int i0, int line, int i2) const {
-    const T element = x[i0 * slice_pitch + line * line_pitch + i2];
-#if MAXIMA
-    part.take(element, first + i0 * slice_size + line * line_size + i2);
-#elif WEIGHTED
-    part.value = multiply_add(widen(element), weights[i2] * slice_weights[i0], part.value);
-#else
-    part.value += widen(element);
-#endif
-  }
   // The part of a line in the window, in the slices [first0, last0).
-  __device__ __forceinline__ Part line(int at, int first0, int last0) const {
-    Part part;
+  __device__ __forceinline__ Parts line(int at, int first0, int last0) const {
+    Parts parts;
 #pragma unroll 1
     for (int i0 = first0; i0 < (SIMPLE ? first0 + 1 : last0); ++i0) {
+      const T* from[kTogether];
+#pragma unroll
+      for (int p = 0; p < kTogether; ++p) {
+        from[p] = x + p * plane_pitch + i0 * slice_pitch + at * line_pitch + start2;
+      }
+      [[maybe_unused]] const int position = first + i0 * slice_size + at * line_size + start2;
+      const auto tap = [&](int t) {
+#pragma unroll
+        for (int p = 0; p < kTogether; ++p) {
+          Part& part = parts.of[p];
+          const T element = from[p][t];
+#if MAXIMA
+          part.take(element, position + t);
+#elif WEIGHTED
+          const S weight = weights[start2 + t] * slice_weights[i0];
+          part.value = multiply_add(widen(element), weight, part.value);
+#else
+          part.value += widen(element);
+#endif
+        }
+      };
+      const int taps = stop2 - start2;
 #if TAPS
 #pragma unroll
       for (int t = 0; t < TAPS; ++t) {
-        if (start2 + t < stop2) tap(part, i0, at, start2 + t);
+        if (t < taps) tap(t);
       }
 #else
-#pragma unroll 4
-      for (int i2 = start2; i2 < stop2; ++i2) tap(part, i0, at, i2);
+#pragma unroll 2
+      for (int t = 0; t < taps; ++t) tap(t);
 #endif
     }
-    return part;
+    return parts;
   }
 };
 
@@ -125,15 +149,16 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
   __syncthreads();
 
   const int runs = (args.tile[1] + args.run - 1) / args.run;
-  const int items = box.planes * args.tile[0] * runs * args.tile[2];
+  const int groups = (box.planes + kTogether - 1) / kTogether;
+  const int items = groups * args.tile[0] * runs * args.tile[2];
   const i64 outputs = static_cast<i64>(windows.y_size[0]) * windows.y_size[1] * windows.y_size[2];
   [[maybe_unused]] S by = static_cast<S>(windows.divisor);
   [[maybe_unused]] S reciprocal = static_cast<S>(windows.reciprocal);
   for (int item = static_cast<int>(threadIdx.x); item < items; item += kBoxThreads) {
     const int above = divide(item, args.by_tile[2]), at2 = item - above * args.tile[2];
     const int outer = divide(above, args.by_tile[1]), at1 = (above - outer * runs) * args.run;
-    const int plane = SIMPLE ? outer : divide(outer, args.by_tile[0]);
-    const int at0 = outer - plane * args.tile[0];
+    const int group = SIMPLE ? outer : divide(outer, args.by_tile[0]);
+    const int at0 = outer - group * args.tile[0], plane = group * kTogether;
     if (at0 >= box.count[0] || at1 >= box.count[1] || at2 >= box.count[2]) continue;
     const int o0 = box.base[0] + at0, o2 = box.base[2] + at2;
     Column column;
@@ -141,10 +166,10 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
     column.stop0 = SIMPLE ? 1 : windows.window[0].stop(o0) - box.first[0];
     column.start2 = start_of(windows.window[2], o2) - box.first[2];
     column.stop2 = stop_of(windows.window[2], o2) - box.first[2];
-    column.slice_pitch = args.pitch[0];
-    column.line_pitch = args.pitch[1];
-    const int lead = plane * box.extent[0] * args.pitch[0];
-    column.x = x + lead;
+    column.plane_pitch = args.pitch[0];
+    column.slice_pitch = args.pitch[1];
+    column.line_pitch = args.pitch[2];
+    column.x = x + plane * args.pitch[0];
     column.line_size = windows.x_size[2];
     column.slice_size = windows.x_size[1] * windows.x_size[2];
     column.first = (box.first[0] * windows.x_size[1] + box.first[1]) * windows.x_size[2] +
@@ -165,12 +190,12 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
     }
 #endif
 #if LINES
-    Part kept[LINES];
+    Parts kept[LINES];
     int next = 0;
 #endif
     for (int i = at1; i < end; ++i, position += windows.y_size[2]) {
       const int2 range = ranges[i];
-      [[maybe_unused]] Part total;
+      Parts total;
 #if LINES
       next = max(next, range.x);
 #pragma unroll 1
@@ -199,19 +224,24 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
         }
       }
 #endif
-      T* const y = static_cast<T*>(windows.y) + to + position;
-#if MAXIMA
-      if (windows.indices != nullptr) {
-        static_cast<INDEX*>(windows.indices)[to + position] = total.where;
-      }
-      if (windows.y != nullptr) *y = total.stored;
-#else
+#if !MAXIMA
       if (windows.by_outputs) {
         by = across * static_cast<S>(windows.counted[1].size(box.base[1] + i));
         reciprocal = S(1) / by;
       }
-      *y = narrow<T>(divided(total.value, by, reciprocal));
 #endif
+#pragma unroll
+      for (int p = 0; p < kTogether; ++p) {
+        if (plane + p >= box.planes) break;
+        const Part& part = total.of[p];
+        const i64 own = to + p * outputs + position;
+#if MAXIMA
+        if (windows.indices != nullptr) static_cast<INDEX*>(windows.indices)[own] = part.where;
+        if (windows.y != nullptr) static_cast<T*>(windows.y)[own] = part.stored;
+#else
+        static_cast<T*>(windows.y)[own] = narrow<T>(divided<T>(part.value, by, reciprocal));
+#endif
+      }
     }
   }
 }

@@ -24,8 +24,10 @@ BLOCK = 256
 # With smaller windows one thread per window is faster; with more overlap, sums of lines are.
 LEAST_WINDOW = 24
 MOST_OVERLAP = 4
-LANES = (8, 32, 256)
-LANES_LAST = (8, 32)
+# Channels first, the lines of smaller windows are summed in shared memory.
+LEAST_OF_LINES = 128
+LANES = (8, 16, 32, 256)
+LANES_LAST = (8, 16, 32)
 
 
 class WindowReduce:
@@ -44,6 +46,8 @@ class WindowReduce:
             return f"windows of fewer than {LEAST_WINDOW} positions"
         if form.overlap > MOST_OVERLAP:
             return f"positions in more than {MOST_OVERLAP} windows"
+        if not (form.last or _of_one_line(form) or form.most_window > LEAST_OF_LINES):
+            return f"windows of lines, and at most {LEAST_OF_LINES} positions"
         return form.why_not()
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
@@ -55,9 +59,10 @@ class WindowReduce:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(dtype, DType.INT64, width, last, lanes, maxima=False)
+            _instance(dtype, DType.INT64, width, last, lanes, line, maxima=False)
             for dtype in FLOATING
             for last, width, lanes in _variants(dtype, smallest=False)
+            for line in (False, True)
         ]
 
 
@@ -81,10 +86,11 @@ class WindowReduceMaxima:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(dtype, index, width, last, lanes, maxima=True)
+            _instance(dtype, index, width, last, lanes, line, maxima=True)
             for dtype in FLOATING
             for index in INDEX
             for last, width, lanes in _variants(dtype, smallest=True)
+            for line in (False, True)
         ]
 
 
@@ -118,6 +124,10 @@ def _along(form: WindowForm, dtype: DType) -> int:
     return width
 
 
+def _of_one_line(form: WindowForm) -> bool:
+    return form.x_size[:2] == (1, 1)
+
+
 def _launch(work: WindowWork, form: WindowForm, lanes: int, along: int = 1) -> Launch:
     """Return the launch; ``along`` positions form a vector with channels first."""
     width = form.width(work.dtype)
@@ -125,10 +135,10 @@ def _launch(work: WindowWork, form: WindowForm, lanes: int, along: int = 1) -> L
     across = ceil_div(most_positions(form.windows[2]), along)
     width = max(width, along)
     args.lanes_log = min(lanes.bit_length() - 1, (across - 1).bit_length())
+    line = _of_one_line(form)
+    maxima = work.kind == "maxima"
     return Launch(
-        _instance(
-            work.dtype, work.index_dtype, width, form.last, lanes, maxima=work.kind == "maxima"
-        ),
+        _instance(work.dtype, work.index_dtype, width, form.last, lanes, line, maxima=maxima),
         window_grid(args, BLOCK // lanes),
         (BLOCK, 1, 1),
         pack(args, x=work.x, y=work.y, indices=work.indices),
@@ -136,7 +146,7 @@ def _launch(work: WindowWork, form: WindowForm, lanes: int, along: int = 1) -> L
 
 
 def _instance(
-    dtype: DType, index: DType, width: int, last: bool, lanes: int, *, maxima: bool
+    dtype: DType, index: DType, width: int, last: bool, lanes: int, line: bool, *, maxima: bool
 ) -> Instance:
     return Instance.of(
         "pool/window_reduce.cu",
@@ -146,6 +156,7 @@ def _instance(
             "WIDTH": width,
             "INNER": int(last),
             "LANES": lanes,
+            "LINE": int(line),
             "MAXIMA": int(maxima),
         },
     )

@@ -9,16 +9,12 @@ from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.pool.max_pool import BAD_INDEX
 from convgrad_service.backends.cuda.kernels.pool.window_box import BOX_BLOCK, Tile, why_no_tile
-from convgrad_service.backends.cuda.kernels.pool.window_form import WindowForm, most_positions
+from convgrad_service.backends.cuda.kernels.pool.window_form import WindowForm
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Check, Clear, Fragment, Instance, Launch, Workspace
 from convgrad_service.plans.cuda.works import WindowWork
 
 __all__ = ["WindowScatter", "scatter"]
-
-# The most windows that contain a position along the last axis; the first that fits is used.
-TAPS = (2, 3)
-ANY = 0
 
 
 class WindowScatter:
@@ -44,11 +40,10 @@ class WindowScatter:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(dtype, index, flat, taps, moves)
+            _instance(dtype, index, flat, moves)
             for dtype in FLOATING
             for index in INDEX
             for flat in (True, False)
-            for taps in (*TAPS, ANY)
             for moves in (False, True)
         ]
 
@@ -66,10 +61,8 @@ def scatter(
     if tile is None:
         raise ValueError("windows that do not fit into shared memory")
     flat = form.x_size[0] == form.y_size[0] == 1
-    most = most_positions(form.windows[2])
-    taps = next((taps for taps in TAPS if most <= taps), ANY)
     return Launch(
-        _instance(work.dtype, work.index_dtype, flat, taps, moves),
+        _instance(work.dtype, work.index_dtype, flat, moves),
         (tile.blocks(form), 1, 1),
         (BOX_BLOCK, 1, 1),
         pack(tile.arguments(work, form), x=work.x, y=work.y, indices=work.indices, bad=bad),
@@ -77,14 +70,13 @@ def scatter(
     )
 
 
-def _instance(dtype: DType, index: DType, flat: bool, taps: int, moves: bool) -> Instance:
+def _instance(dtype: DType, index: DType, flat: bool, moves: bool) -> Instance:
     return Instance.of(
         "pool/window_scatter.cu",
         {
             "ELEMENT": CUDA_TYPES[dtype],
             "INDEX": CUDA_TYPES[index],
             "FLAT": int(flat),
-            "TAPS": taps,
             "MOVE": int(moves),
         },
     )

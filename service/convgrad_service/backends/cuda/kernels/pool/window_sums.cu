@@ -149,14 +149,24 @@ extern "C" __global__ void __launch_bounds__(128, 4)
   const i64 y_plane = y_step[0] * args.y_size[0];
   T* const y = static_cast<T*>(args.y) + item.group * y_plane + at[0] * y_step[0] + at[1] * y_step[1] +
                at[2] * y_step[2] + item.vector * WIDTH;
+  S by = static_cast<S>(args.divisor), reciprocal = static_cast<S>(args.reciprocal);
+  S across = S(1);
+  if (args.by_outputs) {
+    across = static_cast<S>(args.counted[0].size(at[0])) *
+             static_cast<S>(args.counted[kOther].size(at[kOther]));
+  }
 #pragma unroll
   for (int r = 0; r < RUN; ++r) {
     if (r >= run) break;
-    at[AXIS] += r > 0;
-    const DividedBy<S> division(args, at[0], at[1], at[2]);
+    if (args.by_outputs) {
+      by = across * static_cast<S>(args.counted[AXIS].size(at[AXIS] + r));
+      reciprocal = S(1) / by;
+    }
     Values values;
 #pragma unroll
-    for (int v = 0; v < WIDTH; ++v) values.at[v] = narrow<T>(division(sum[r][v]));
+    for (int v = 0; v < WIDTH; ++v) {
+      values.at[v] = narrow<T>(divided<T>(sum[r][v], by, reciprocal));
+    }
     values.store(y + r * y_step[AXIS]);
   }
 }

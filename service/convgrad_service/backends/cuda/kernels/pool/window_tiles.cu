@@ -8,7 +8,8 @@
 // not null, the thread with a window's first position checks its index as window_routes.cu does.
 // KIND 0, channels last: a thread reads WIDTH channels of a window once and stores them to the
 // window's positions, or to a part of them along the last axis, which blockIdx.z selects.
-// KIND 1, channels first: WIDTH adjacent positions of a row, in all rows of their windows.
+// KIND 1, channels first: WIDTH adjacent positions of a row, in all rows of their windows, in kTogether
+// planes.
 // KIND 2, channels first and one window per plane: WIDTH adjacent elements of all planes, which are
 // contiguous.
 // Block: 128 threads; shared memory: none. Deterministic: nothing is added. Relies on its launcher for
@@ -49,8 +50,11 @@ struct Given {
   T value;
   INDEX index;
 
-  __device__ __forceinline__ T at(i64 position) const {
-    return MODE == 0 || index == position ? value : T{};
+  // What a position of the window receives.
+  __device__ __forceinline__ T at(const TilesArgs& args, i64 position) const {
+    if constexpr (MODE != 0) return index == position ? value : T{};
+    const S by = static_cast<S>(args.divisor), reciprocal = static_cast<S>(args.reciprocal);
+    return narrow<T>(divided<T>(widen(value), by, reciprocal));
   }
 };
 
@@ -70,16 +74,10 @@ __device__ __forceinline__ void check(const TilesArgs& args, i64 index, const in
   if (!good) args.bad[MODE == 2 && exists] = 1;  // all writers write the same value
 }
 
-__device__ __forceinline__ T shared_out(const TilesArgs& args, T value) {
-  if constexpr (MODE != 0) return value;
-  const S by = static_cast<S>(args.divisor), reciprocal = static_cast<S>(args.reciprocal);
-  return narrow<T>(divided(widen(value), by, reciprocal));
-}
-
 __device__ __forceinline__ Given given(const TilesArgs& args, i64 at, bool there) {
   Given found = {T{}, static_cast<INDEX>(-1)};
   if (!there) return found;
-  found.value = shared_out(args, static_cast<const T*>(args.x)[at]);
+  found.value = static_cast<const T*>(args.x)[at];
   if constexpr (MODE != 0) found.index = static_cast<const INDEX*>(args.indices)[at];
   return found;
 }
@@ -92,7 +90,7 @@ __device__ __forceinline__ void given_all(const TilesArgs& args, i64 at, bool th
   if (!there) return;
   const Values values = Values::load(static_cast<const T*>(args.x) + at);
 #pragma unroll
-  for (int e = 0; e < WIDTH; ++e) found[e].value = shared_out(args, values.at[e]);
+  for (int e = 0; e < WIDTH; ++e) found[e].value = values.at[e];
   if constexpr (MODE != 0) {
     constexpr int kAtOnce = WIDTH * sizeof(INDEX) >= 16 ? 16 / sizeof(INDEX) : WIDTH;
 #pragma unroll
@@ -128,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(128)
       now = given(args, first + image, first + image < args.batch);
     }
     if (position == 0 && element + e < end) check(args, now.index, {0, 0, 0});
-    values.at[e] = now.at(position);
+    values.at[e] = now.at(args, position);
     ++position;
   }
   T* const y = static_cast<T*>(args.y) + first * plane + element;
@@ -141,48 +139,105 @@ extern "C" __global__ void __launch_bounds__(128)
     if (element + e < end) y[e] = values.at[e];
   }
 }
+#elif KIND == 1
+constexpr int kTogether = MODE == 0 ? 4 : 2;
+
+extern "C" __global__ void __launch_bounds__(128)
+    window_tiles(const __grid_constant__ TilesArgs args) {
+  const int thread = static_cast<int>(blockIdx.x) * 128 + static_cast<int>(threadIdx.x);
+  if (thread >= args.threads) return;
+  const WindowItem item = item_of(args, thread, args.items, 1);
+  const i64 first = static_cast<i64>(item.group) * kTogether;
+  if (first >= args.batch) return;
+  const int planes = static_cast<int>(min(static_cast<i64>(kTogether), args.batch - first));
+
+  // The windows of the row's positions.
+  const int column = item.at[2] * WIDTH;
+  const bool row_there = item.at[0] < args.x_size[0] && item.at[1] < args.x_size[1];
+  int own = divide(column, args.by_tile), into = column - own * args.tile[2];
+  int offset[WIDTH];
+  u32 there = 0, starts = 0;
+#pragma unroll
+  for (int e = 0; e < WIDTH; ++e) {
+    offset[e] = min(own, args.x_size[2] - 1);
+    if (row_there && own < args.x_size[2]) {
+      there |= 1u << e;
+      starts |= static_cast<u32>(into == 0) << e;
+    }
+    if (++into == args.tile[2]) {
+      into = 0;
+      ++own;
+    }
+  }
+  const i64 sources = static_cast<i64>(args.x_size[0]) * args.x_size[1] * args.x_size[2];
+  const int row = min(item.at[0], args.x_size[0] - 1) * args.x_size[1] +
+                  min(item.at[1], args.x_size[1] - 1);
+  const i64 from = first * sources + static_cast<i64>(row) * args.x_size[2];
+  // All loads first, because of their latency.
+  Given found[kTogether][WIDTH];
+#pragma unroll
+  for (int p = 0; p < kTogether; ++p) {
+    const i64 plane = from + min(p, planes - 1) * sources;
+#pragma unroll
+    for (int e = 0; e < WIDTH; ++e) {
+      found[p][e].value = static_cast<const T*>(args.x)[plane + offset[e]];
+      if constexpr (MODE != 0) {
+        found[p][e].index = static_cast<const INDEX*>(args.indices)[plane + offset[e]];
+      }
+    }
+  }
+#pragma unroll
+  for (int p = 0; p < kTogether; ++p) {
+#pragma unroll
+    for (int e = 0; e < WIDTH; ++e) {
+      if (p < planes && (starts >> e & 1)) {
+        check(args, found[p][e].index, {item.at[0], item.at[1], offset[e]});
+      }
+      if (!(there >> e & 1)) found[p][e] = {T{}, static_cast<INDEX>(-1)};
+    }
+  }
+  const i64 plane = static_cast<i64>(args.y_size[0]) * args.y_size[1] * args.y_size[2];
+  T* const y = static_cast<T*>(args.y) + first * plane;
+  const int stop0 = min(args.tile[0], args.y_size[0] - item.at[0] * args.tile[0]);
+  const int stop1 = min(args.tile[1], args.y_size[1] - item.at[1] * args.tile[1]);
+  for (int i0 = 0; i0 < stop0; ++i0) {
+    for (int i1 = 0; i1 < stop1; ++i1) {
+      const int line = (item.at[0] * args.tile[0] + i0) * args.y_size[1] +
+                       item.at[1] * args.tile[1] + i1;
+      const i64 position = static_cast<i64>(line) * args.y_size[2] + column;
+#pragma unroll
+      for (int p = 0; p < kTogether; ++p) {
+        if (p == planes) break;
+        Values values;
+#pragma unroll
+        for (int e = 0; e < WIDTH; ++e) values.at[e] = found[p][e].at(args, position + e);
+        values.store(y + p * plane + position);
+      }
+    }
+  }
+}
 #else
 extern "C" __global__ void __launch_bounds__(128)
     window_tiles(const __grid_constant__ TilesArgs args) {
   const int thread = static_cast<int>(blockIdx.x) * 128 + static_cast<int>(threadIdx.x);
   if (thread >= args.threads) return;
-  const WindowItem item =
-      item_of(args, thread, args.items, KIND == 0 ? args.inner / WIDTH : 1);
+  const WindowItem item = item_of(args, thread, args.items, args.inner / WIDTH);
   if (item.group >= args.batch) return;
-  int window[3] = {item.at[0], item.at[1], item.at[2]};
-  const int column = KIND == 0 ? item.at[2] * args.tile[2] + static_cast<int>(blockIdx.z) * args.part
-                               : item.at[2] * WIDTH;
+  const int column = item.at[2] * args.tile[2] + static_cast<int>(blockIdx.z) * args.part;
   const i64 sources = static_cast<i64>(args.x_size[0]) * args.x_size[1] * args.x_size[2];
-  const bool row_there = window[0] < args.x_size[0] && window[1] < args.x_size[1];
-  const i64 from_row =
-      item.group * sources + (static_cast<i64>(window[0]) * args.x_size[1] + window[1]) *
-                                 args.x_size[2];
+  const bool there = item.at[0] < args.x_size[0] && item.at[1] < args.x_size[1] &&
+                     item.at[2] < args.x_size[2];
+  const i64 from = item.group * sources +
+                   (static_cast<i64>(item.at[0]) * args.x_size[1] + item.at[1]) * args.x_size[2] +
+                   item.at[2];
   Given found[WIDTH];
-  if constexpr (KIND == 0) {
-    const bool there = row_there && window[2] < args.x_size[2];
-    given_all(args, (from_row + window[2]) * args.inner + item.vector * WIDTH, there, found);
+  given_all(args, from * args.inner + item.vector * WIDTH, there, found);
 #pragma unroll
-    for (int e = 0; e < WIDTH; ++e) {
-      if (there && blockIdx.z == 0) check(args, found[e].index, window);
-    }
-  } else {
-#pragma unroll
-    for (int e = 0; e < WIDTH; ++e) {
-      const int own = divide(column + e, args.by_tile);
-      const bool there = row_there && own < args.x_size[2];
-      if (e == 0 || own != window[2]) {
-        found[e] = given(args, from_row + own, there);
-      } else {
-        found[e] = found[e > 0 ? e - 1 : 0];
-      }
-      window[2] = own;
-      if (there && own * args.tile[2] == column + e) check(args, found[e].index, window);
-    }
+  for (int e = 0; e < WIDTH; ++e) {
+    if (there && blockIdx.z == 0) check(args, found[e].index, item.at);
   }
-  const int columns = KIND == 0 ? min(min(args.part, args.tile[2] - static_cast<int>(blockIdx.z) *
-                                                                        args.part),
-                                      args.y_size[2] - column)
-                                : 1;
+  const int columns = min(min(args.part, args.tile[2] - static_cast<int>(blockIdx.z) * args.part),
+                          args.y_size[2] - column);
   const i64 plane = static_cast<i64>(args.y_size[0]) * args.y_size[1] * args.y_size[2];
   T* const y = static_cast<T*>(args.y) + item.group * plane * args.inner + item.vector * WIDTH;
   const int stop0 = min(args.tile[0], args.y_size[0] - item.at[0] * args.tile[0]);
@@ -196,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(128)
       for (int i2 = 0; i2 < columns; ++i2, ++position) {
         Values values;
 #pragma unroll
-        for (int e = 0; e < WIDTH; ++e) values.at[e] = found[e].at(position + (KIND == 1 ? e : 0));
+        for (int e = 0; e < WIDTH; ++e) values.at[e] = found[e].at(args, position);
         values.store(y + position * args.inner);
       }
     }

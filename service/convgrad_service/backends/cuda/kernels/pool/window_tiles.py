@@ -33,6 +33,8 @@ BLOCK = 128
 PART = 16
 CHANNELS, ROWS, PLANES = 0, 1, 2
 SPREAD, ROUTE, MOVE = 0, 1, 2
+# Planes of a thread that computes rows.
+TOGETHER = {SPREAD: 4, ROUTE: 2, MOVE: 2}
 
 
 class TilesArgs(ctypes.Structure):
@@ -99,8 +101,11 @@ class WindowTiles:
         if work.kind == "maxima" or (work.kind == "sums" and work.by != "inputs"):
             return "no gradient"
         form = WindowForm.of(work)
-        if Tiles.of(form) is None:
+        found = Tiles.of(form)
+        if found is None:
             return "windows that overlap, leave gaps or differ in size"
+        if work.kind == "routes" and found.shape(work.dtype)[0] == PLANES:
+            return "one element of each plane"
         return form.why_not()
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
@@ -138,13 +143,14 @@ def tiles(work: WindowWork, bad: str | None, *, moves: bool = False) -> Launch:
     args.inner, args.batch = form.inner, form.batch
     args.by_vectors, args.by_tile = Divider.of(vectors), Divider.of(found.tile[2])
     each = form.y_size[2] if kind == PLANES else vectors * prod(items)
-    args.chunk = min(form.batch, (LARGEST - 2**16) // each)
-    if 16 <= args.chunk < form.batch:
+    mode = SPREAD if work.kind == "sums" else MOVE if moves else ROUTE
+    batch = ceil_div(form.batch, TOGETHER[mode]) if kind == ROWS else form.batch
+    args.chunk = min(batch, (LARGEST - 2**16) // each)
+    if 16 <= args.chunk < batch:
         args.chunk -= args.chunk % 16  # chunks of planes start at whole vectors
     args.threads = ceil_div(args.chunk * each, width) if kind == PLANES else args.chunk * each
     args.divisor, args.reciprocal = form.divisor, 1.0 / form.divisor
-    mode = SPREAD if work.kind == "sums" else MOVE if moves else ROUTE
-    grid = ceil_div(args.threads, BLOCK), ceil_div(form.batch, args.chunk), parts
+    grid = ceil_div(args.threads, BLOCK), ceil_div(batch, args.chunk), parts
     indices = None if mode == SPREAD else work.indices
     return Launch(
         _instance(work.dtype, work.index_dtype, kind, width, mode),
@@ -168,6 +174,7 @@ def tiles_instances(*, moves: bool) -> list[Instance]:
             for mode, indices in modes
             for index in indices
             for kind, width in kinds
+            if (mode, kind) != (ROUTE, PLANES)
         ]
     return found
 

@@ -79,17 +79,19 @@ __device__ __forceinline__ double multiply_add(double a, double b, double c) {
   return fma(a, b, c);
 }
 
-// sum / by, rounded as a division, from the rounded reciprocal (Markstein); infinities and NaNs pass.
-template <class S>
+// sum / by from the rounded reciprocal: rounded as a division (Markstein) unless the result is rounded
+// to 16 bits anyway; infinities and NaNs pass.
+template <class T, class S = ElementAccumulator<T>>
 __device__ __forceinline__ S divided(S sum, S by, S reciprocal) {
   const S near = sum * reciprocal;
-  if (!(near - near == S(0))) return near;
+  if (sizeof(T) == 2 || !(near - near == S(0))) return near;
   return multiply_add(multiply_add(-near, by, sum), reciprocal, near);
 }
 
 // The divisor of a window of y, and its reciprocal.
-template <class S>
+template <class T>
 struct DividedBy {
+  using S = ElementAccumulator<T>;
   S by, reciprocal;
   __device__ __forceinline__ DividedBy(const WindowArgs& args, int o0, int o1, int o2) {
     if (args.by_outputs) {
@@ -101,7 +103,7 @@ struct DividedBy {
       reciprocal = static_cast<S>(args.reciprocal);
     }
   }
-  __device__ __forceinline__ S operator()(S sum) const { return divided(sum, by, reciprocal); }
+  __device__ __forceinline__ S operator()(S sum) const { return divided<T>(sum, by, reciprocal); }
 };
 
 // Adds the windows without a match to `missing`: all windows, less the matches of every thread. Called

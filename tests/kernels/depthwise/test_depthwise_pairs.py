@@ -67,6 +67,10 @@ CASES = [case_of("conv_bwd_data", name) for name in LAYERS]
 # One kernel computes both directions.
 FORWARD = ("kernel_3", "kernel_5_uneven_padding", "kernel_7", "one_row_of_taps", "dilated")
 CASES += [case_of("conv_fwd", name) for name in FORWARD]
+CASES += [
+    replace(FROM_CONV["conv_fwd"](name, LAYERS[name]), name=f"{name}_with_bias") for name in FORWARD
+]
+CASES.append(case_of("conv_bwd_data", "stride_2_kernel_5").with_params("scaled", alpha=2.0))
 
 
 class OnFew(DepthwisePairs):

@@ -48,7 +48,9 @@ def test_every_configuration_fits(
             if config.cluster > 1:
                 most = max(1, CLUSTERS[config.cluster] * device.multiprocessors // 132)
                 assert rows * columns * config.parts <= most
-            if not config.cluster:
+            if config.in_grid:
+                assert rows * columns * config.parts <= device.multiprocessors
+            if not config.reduces:
                 assert product.stores
     assert FAMILY.why_not(work, device) is None
     (step,) = FAMILY.launches(work, device).steps
@@ -75,7 +77,7 @@ def test_results_that_the_copy_engine_cannot_store_are_split() -> None:
     wide = replace(work, result_dtype=DType.FLOAT32)
     for product in products_of(wide):
         assert not product.stores
-        assert all(config.cluster for _, config in timed(product, H200, COUNTERS))
+        assert all(config.reduces for _, config in timed(product, H200, COUNTERS))
 
 
 @pytest.mark.parametrize(

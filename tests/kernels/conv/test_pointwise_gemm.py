@@ -41,6 +41,9 @@ SUMMED = (
     (WEIGHT[0], Config(64, 64, 128, cluster=1), True),
     (WEIGHT[1], Config(64, 40, 128, cluster=2, parts=2), False),
     (WEIGHT[1], Config(64, 16, 128, cluster=3, parts=1), True),
+    (WEIGHT[0], Config(128, 80, 64, parts=3), False),
+    (WEIGHT[0], Config(64, 144, 64, parts=2), True),
+    (WEIGHT[1], Config(64, 24, 128, parts=4), False),
 )
 
 
@@ -62,7 +65,7 @@ def test_weight(seed: int, case: Case, config: Config, swapped: bool) -> None:
     backend = EmulatedBackend(pointwise_gemm(config, swapped=swapped))
     for wide in (False, True):
         # Bulk copies store results only if they are as wide as the inputs.
-        if wide and not config.cluster:
+        if wide and not config.reduces:
             continue
         posed = case.with_params("wide", weight_dtype="float32") if wide else case
         tensors, wanted = drawn(seed, posed, "bfloat16", "exact")

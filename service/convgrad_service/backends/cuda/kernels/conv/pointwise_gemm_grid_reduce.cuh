@@ -1,0 +1,137 @@
+// Split-K reduction of one tile's accumulators over blocks of the grid. Part of pointwise_gemm.cu.
+//
+// Each block writes its partial sums to a workspace: [tile][share][fragment][lane], four floats as a lane
+// holds them of a fragment (16 x 8). The tile's blocks meet (core/rendezvous.cuh), at most 255; then each
+// reduces some of the fragments. `slices` warps divide the shares of a fragment, so that all loads of a block
+// are in flight at once; the order of additions depends on the number of shares and of slices only.
+#pragma once
+
+#include "conv/pointwise_gemm_load.cuh"
+#include "core/rendezvous.cuh"
+
+namespace {
+
+constexpr int kWarps = CONSUMERS * 4, kWarpFragments = kMmasM * kFragmentsN;
+constexpr int kTileFragments = kWarps * kWarpFragments, kTileVectors = BM * BN / 4;
+// Fragments that a warp reduces at a time, at most, and vectors that it loads at a time.
+constexpr int kMostFragments = 4, kLoads = 16;
+constexpr u32 kGridReduceBytes = kWarps * kMostFragments * 512;
+
+// Adds up a lane's vectors of up to kMost fragments, `apart` from each other, over `shares` shares; to `room`.
+template <int kMost>
+__device__ __forceinline__ void reduce_slice(const float4* from, int apart, int count, int shares,
+                                             float4* room) {
+  constexpr int kShares = kLoads / kMost;
+  float4 sum[kMost] = {};
+#pragma unroll 1
+  for (int share = 0; share < shares; share += kShares, from += kShares * kTileVectors) {
+    float4 four[kShares][kMost];
+#pragma unroll
+    for (int i = 0; i < kShares; ++i) {
+#pragma unroll
+      for (int f = 0; f < kMost; ++f) {
+        four[i][f] = {};
+        if (share + i < shares && f < count) four[i][f] = __ldcg(from + i * kTileVectors + f * apart);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kShares; ++i) {
+#pragma unroll
+      for (int f = 0; f < kMost; ++f) {
+        const float4& one = four[i][f];
+        sum[f].x += one.x, sum[f].y += one.y, sum[f].z += one.z, sum[f].w += one.w;
+      }
+    }
+  }
+#pragma unroll
+  for (int f = 0; f < kMost; ++f) room[f * apart] = sum[f];
+}
+
+// Finishes and stores eight consecutive columns of a row of the result.
+__device__ __forceinline__ void store_eight(const PointwiseGemmArgs& args, int row, int column,
+                                            float (&sums)[8]) {
+  const int left = args.columns - column;
+  if (row >= args.rows || left <= 0) return;
+  const i64 to = row * args.row_stride + column * args.column_stride;
+  if (args.plain && args.result_in_vectors && !args.wide_result && left >= 8) {
+    const OutputPointer<T> result{static_cast<char*>(args.result), false};
+    result.store_vector(to, sums);
+  } else {
+    store_run<T, 8>(args, to, args.column_stride, left, column, sums);
+  }
+}
+
+// By all consumer threads, after rendezvous_begin(word) and the mainloop.
+__device__ __forceinline__ void reduce_in_grid(const PointwiseGemmArgs& args, const SharedLayout& smem,
+                                               const BlockWork& work, u32* word,
+                                               const Accumulators& accum) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+  const float4* const partials =
+      reinterpret_cast<const float4*>(args.partials) +
+      static_cast<i64>(blockIdx.x) * args.parts * kTileVectors;
+  // Read before it is needed, as it takes as long as the partial sums' stores.
+  const u32 begun = threadIdx.x == 0 ? rendezvous_begun(word) : 0;
+  float4* const own = const_cast<float4*>(partials) + static_cast<i64>(work.begin) * kTileVectors +
+                      warp * (kWarpFragments * 32) + lane;
+#pragma unroll
+  for (int part = 0; part < kMmasM; ++part) {
+#pragma unroll
+    for (int j = 0; j < kFragmentsN; ++j) {
+      const float(&of)[4] = accum[part][j];
+      own[(part * kFragmentsN + j) * 32] = {of[0], of[1], of[2], of[3]};
+    }
+  }
+  named_barrier_sync(1, kConsumers);
+  ReducerRank* const shared_met = reinterpret_cast<ReducerRank*>(smem.pointer(smem.reduce_barrier()));
+  if (threadIdx.x == 0) *shared_met = rendezvous_meet(word, begun, args.parts);
+  named_barrier_sync(1, kConsumers);
+  const ReducerRank met = *shared_met;
+  if (met.blocks == 0) return;
+
+  // No block polls the word any more once all are done; what it counts is read last.
+  const u32 done = threadIdx.x == 0 ? atomicAdd(word, kDone) : 0;
+
+  const int slices = args.slices, groups = kWarps / slices, slice = warp % slices, group = warp / slices;
+  const int each = (args.parts + slices - 1) / slices, first = min(slice * each, args.parts);
+  const int shares = min(each, args.parts - first);
+  // Fragments of a block at a time, and of a warp.
+  const int count = min((kTileFragments + args.parts - 1) / args.parts, groups * kMostFragments);
+  const int of_warp = (count + groups - 1) / groups;
+  float4* const room = reinterpret_cast<float4*>(smem.pointer(smem.staging));
+  float4* const to = room + (slice * groups * kMostFragments + group) * 32 + lane;
+#pragma unroll 1
+  for (int f0 = met.rank * count; f0 < kTileFragments; f0 += met.blocks * count) {
+    const int end = min(f0 + count, kTileFragments);
+    const int own_count = (end - f0 - group + groups - 1) / groups;
+    const float4* const from =
+        partials + static_cast<i64>(first) * kTileVectors + (f0 + group) * 32 + lane;
+    if (of_warp == 1) {
+      reduce_slice<1>(from, groups * 32, own_count, shares, to);
+    } else if (of_warp == 2) {
+      reduce_slice<2>(from, groups * 32, own_count, shares, to);
+    } else {
+      reduce_slice<4>(from, groups * 32, own_count, shares, to);
+    }
+    named_barrier_sync(1, kConsumers);
+    for (int i = threadIdx.x; i < (end - f0) * 16; i += kConsumers) {
+      const int in = i / 16, row = i % 16, fragment = f0 + in;
+      const int owner = fragment / kWarpFragments, f = fragment - owner * kWarpFragments;
+      float sums[8] = {};
+#pragma unroll 1
+      for (int s = 0; s < slices; ++s) {
+        const float4* const lanes = room + (s * groups * kMostFragments + in) * 32 + row % 8 * 4;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float4 four = lanes[e];
+          sums[e * 2] += row < 8 ? four.x : four.z, sums[e * 2 + 1] += row < 8 ? four.y : four.w;
+        }
+      }
+      store_eight(args, work.row * BM + owner / 4 * kWarpgroupRows + f / kFragmentsN * 64 + owner % 4 * 16 + row,
+                  work.column + f % kFragmentsN * 8, sums);
+    }
+    if (f0 + met.blocks * count < kTileFragments) named_barrier_sync(1, kConsumers);
+  }
+  if (threadIdx.x == 0 && static_cast<int>(done >> 24) == met.blocks - 1) atomicExch(word, 0u);
+}
+
+}  // namespace

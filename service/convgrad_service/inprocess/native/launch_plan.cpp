@@ -1,0 +1,76 @@
+#include "launch_plan.hpp"
+
+namespace convgrad {
+namespace {
+
+// A bit of a tensor map that old drivers must not see set; see kernels/core/tensor_maps.py.
+constexpr int kSmallWord = 1;
+constexpr uint64_t kSmallBit = uint64_t(1) << 21;
+
+int point(const Driver& driver, Step& step, const uint64_t* buffers) {
+  for (uint32_t i = 0; i < step.pointer_count; ++i) {
+    const Pointer& pointer = step.pointers[i];
+    step.block[pointer.word] = buffers[pointer.buffer] + pointer.offset;
+  }
+  for (uint32_t i = 0; i < step.map_count; ++i) {
+    Map& map = step.maps[i];
+    const uint64_t address = buffers[map.buffer];
+    if (address == map.at) continue;
+    uint64_t* words = step.block + map.byte / 8;
+    const int status =
+        driver.replace_address(words, reinterpret_cast<void*>(address + map.offset));
+    if (status != 0) return status;
+    if (map.clears_bit) words[kSmallWord] &= ~kSmallBit;
+    map.at = address;
+  }
+  return 0;
+}
+
+int run(const Driver& driver, Branch& branch, uint64_t* buffers, int zeros, void* stream) {
+  buffers[zeros] = branch.zeros;
+  for (uint64_t i = 0; i < branch.count; ++i) {
+    Step& step = branch.steps[i];
+    int status;
+    if (step.function == nullptr) {
+      status = driver.clear(buffers[step.clear_buffer], 0, step.clear_bytes, stream);
+    } else {
+      status = point(driver, step, buffers);
+      if (status != 0) return status;
+      step.config->stream = stream;
+      void* arguments[1] = {step.block};
+      status = driver.launch(step.config, step.function, arguments, nullptr);
+    }
+    if (status != 0) return status;
+  }
+  return 0;
+}
+
+}  // namespace
+
+int launch(const Driver& driver, LaunchPlan& plan, uint64_t* buffers, int tensors,
+           uint64_t workspace, void* stream) {
+  int zeros = tensors;
+  for (uint64_t i = 0; i < plan.workspace_count; ++i) {
+    buffers[zeros++] = workspace + plan.workspace[i];
+  }
+  const uint64_t alone = plan.forks ? 2 : plan.branch_count;  // on the caller's stream
+  int status = run(driver, plan.branches[0], buffers, zeros, stream);
+  if (plan.forks && status == 0) {
+    status = driver.record(plan.start, stream);
+    for (uint64_t i = alone; i < plan.branch_count && status == 0; ++i) {
+      status = driver.wait(plan.branches[i].stream, plan.start, 0);
+    }
+  }
+  for (uint64_t i = 1; i < plan.branch_count && status == 0; ++i) {
+    Branch& branch = plan.branches[i];
+    status = run(driver, branch, buffers, zeros, i < alone ? stream : branch.stream);
+  }
+  for (uint64_t i = alone; i < plan.branch_count; ++i) {  // join, whatever happened
+    const int recorded = driver.record(plan.branches[i].event, plan.branches[i].stream);
+    const int waited = driver.wait(stream, plan.branches[i].event, 0);
+    if (status == 0) status = recorded != 0 ? recorded : waited;
+  }
+  return status;
+}
+
+}  // namespace convgrad

@@ -1,0 +1,45 @@
+"""Checks of settings that need more than a type; each raises ValueError and says what is wrong."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from convgrad_service.security.keys import read_keys
+from convgrad_service.server.warm_up import read_warm_up
+
+__all__ = ["valid_key_file", "valid_otlp_endpoint", "valid_tuning_table", "valid_warm_up_file"]
+
+
+def valid_key_file(path: Path) -> Path:
+    """Return the path of a file of API keys."""
+    read_keys(path)
+    return path
+
+
+def valid_warm_up_file(path: Path) -> Path:
+    """Return the path of a warm-up file."""
+    read_warm_up(path)
+    return path
+
+
+def valid_tuning_table(path: Path) -> Path:
+    """Return the path of a table of tuned layers."""
+    # Imported here: reading it needs the GPU planner's modules, which take long to import.
+    from convgrad_service.backends.cuda.tuning.tuned import read_table
+
+    read_table(path)
+    return path
+
+
+def valid_otlp_endpoint(url: str) -> str:
+    """Return the URL of an OTLP endpoint."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError("expected a URL that begins with http:// or https://")
+    try:
+        installed = find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ModuleNotFoundError:  # a parent package is missing
+        installed = False
+    if not installed:
+        raise ValueError("tracing needs convgrad[otel], which is not installed")
+    return url

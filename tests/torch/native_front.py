@@ -1,0 +1,237 @@
+"""Native kernels of `convgrad.torch.Local`, on CPU tensors with a CUDA driver that notes calls.
+
+Run by test_front.py in a process of its own: what is registered here stays registered.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import convgrad.torch as ours
+from convgrad.errors import UnsupportedProblem
+from convgrad.torch import _front, _local, _use
+from convgrad_service.backends.cpu.library import load
+from convgrad_service.backends.cuda import attributed_launch
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.core import tensor_maps
+from convgrad_service.backends.cuda.launch import Kernels
+from convgrad_service.inprocess import cuda, launch_plan
+from convgrad_service.inprocess.base import problem_of
+from convgrad_service.inprocess.cuda import PreparedOnCuda
+from convgrad_service.plans.cuda.device import H200
+from convgrad_service.plans.cuda.planner import plan_for
+from convgrad_service.plans.cuda.program import Launch
+
+CONTEXT, STREAM = 77, 5
+POINTER = ctypes.c_void_p
+ATEN = torch.ops.aten
+REST = [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
+state: dict[str, Any] = {"context": CONTEXT, "stream": STREAM, "capturing": 0, "status": 0}
+launched: list[tuple[int, int]] = []  # stream, address of the kernel's structure
+
+
+def write(at: int, value: int, kind: Any = POINTER) -> int:
+    kind.from_address(at).value = value
+    return 0
+
+
+def note(config: int, _: int, arguments: int, __: int) -> int:
+    block = POINTER.from_address(arguments).value or 0
+    launched.append((launch_plan.LaunchConfig.from_address(config).stream, block))
+    return int(state["status"])
+
+
+def functions() -> list[Any]:
+    """The driver's, in the order of `launch_plan.Driver`, and PyTorch's current stream."""
+    kinds = {4: (POINTER,) * 4, 3: (POINTER,) * 3, 2: (POINTER,) * 2, 1: (POINTER,)}
+
+    def made(count: int, run: Callable[..., int]) -> Any:
+        return ctypes.CFUNCTYPE(ctypes.c_int, *kinds[count])(run)
+
+    return [
+        made(4, note),
+        made(4, lambda *_: 0),
+        made(2, lambda at, address: write(at, address)),
+        made(2, lambda *_: 0),
+        made(3, lambda *_: 0),
+        made(2, lambda _, at: write(at, state["capturing"], ctypes.c_int)),
+        made(1, lambda at: write(at, state["context"])),
+        made(2, lambda _, at: write(at, state["stream"])),
+    ]
+
+
+class Device:
+    """Stands for the GPU's kernels, zeros and runtime."""
+
+    def __init__(self) -> None:
+        nothing: Callable[..., None] = lambda *_: None  # noqa: E731
+        runtime = SimpleNamespace(memsetAsync=nothing, eventRecord=nothing, streamWaitEvent=nothing)
+        self.cuda = SimpleNamespace(runtime=runtime, driver=SimpleNamespace(launchKernel=nothing))
+        self.prepared: list[PreparedOnCuda] = []
+        self.faster: str | None = None
+
+    def of(self, user: tuple[int, ...]) -> int:
+        return 4096 * (1 + user[2])
+
+    def sides(self, count: int) -> tuple[int, list[tuple[int, int]]]:
+        return self.native_sides(count)
+
+    def native_sides(self, count: int) -> tuple[int, list[tuple[int, int]]]:
+        return 1, [(10 * n, n) for n in range(2, 2 + count)]
+
+    def prepare(self, operation: str, tensors: Any, parameters: Any, *, wait: bool) -> Any:
+        problem = problem_of(operation, tensors, parameters)
+        if 13 in problem.outputs["grad_input"].shape:
+            raise UnsupportedProblem("not with 13")
+        kernels = Kernels.__new__(Kernels)
+        kernels.__dict__.update(_cuda=self.cuda, function=lambda _: SimpleNamespace(ptr=1234))
+        made: Any = self
+        plan = plan_for(problem, H200, FAMILIES)
+        self.prepared.append(PreparedOnCuda(problem, plan, kernels, made))
+        self.prepared[-1].faster_peer = self.faster
+        return self.prepared[-1]
+
+
+def launch_on_cpu(prepared: Any, operation: Any, _: Any, channels_last: bool) -> Any:
+    return _local.CudaLaunch(prepared, operation, torch.device("cuda:0"), channels_last)
+
+
+def install(device: Device) -> list[Any]:
+    """Put the native kernels in front of the overrides for the CPU."""
+    tensor_maps._encoded = lambda _, address: address.to_bytes(tensor_maps.MAP_BYTES, "little")
+    tensor_maps._replace_address = lambda: write
+    tensor_maps._driver_version = lambda: tensor_maps.OLD_DRIVER + 1
+    attributed_launch._launcher = lambda: lambda *_: 0
+    launch_plan._current_context = lambda: CONTEXT
+    cuda.capture_id = lambda _: state["capturing"]
+    _local.find_executor = lambda: lambda *_: device
+    _local._Launch, _local.ALIGNMENT_BYTES = launch_on_cpu, 16
+    _front.ALIGNMENT_BYTES = 16
+    _local._current_device, _local._current_stream = (lambda: 0), (lambda _: STREAM)
+    _local.is_capturing = _front.is_capturing = lambda: bool(state["capturing"])
+    _local._empty = torch._C._dynamo.guards._empty_strided_cpu
+    kept = functions()
+    addresses = [ctypes.cast(each, POINTER).value or 0 for each in kept]
+    driver = launch_plan.Driver(*addresses[:7])
+    own = _front._functions({})["aoti_torch_cpu_convolution_backward"]
+    symbols = {
+        "aoti_torch_get_current_cuda_stream": addresses[7],
+        "aoti_torch_cuda_convolution_backward": ctypes.cast(own, POINTER).value or 0,
+    }
+    _use._override_once()
+    front = _front.Front(load().handle, driver, "CPU", symbols)
+    front.check()
+    front.register(_use._CHOICE.overrides["CPU"])
+    _use._CHOICE.front, _use._CHOICE.tried = front, True
+    return kept
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+
+
+def layer(size: int = 14) -> tuple[torch.Tensor, ...]:
+    return draw(4, 64, size, size), draw(4, 64, size, size), draw(64, 64, 3, 3)
+
+
+def backward(tensors: tuple[torch.Tensor, ...]) -> Any:
+    return ATEN.convolution_backward(*tensors, [64], *REST)
+
+
+def answered(call: Callable[[], Any]) -> tuple[Any, list[tuple[int, int]]]:
+    """Return what a call returns, and the launches that native code made for it."""
+    launched.clear()
+    return call(), list(launched)
+
+
+def failure(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
+def check_arguments(prepared: PreparedOnCuda, tensors: Any, results: Any, blocks: Any) -> None:
+    """Native code fills in what Python would."""
+    grad_output, input, weight = tensors
+    given = {"grad_output": grad_output, "input": input, "weight": weight}
+    given |= {"grad_input": results[0], "grad_weight": results[1]}
+    zeros = {"zeros": 4096}
+    steps = [step for step in prepared._plan.steps if isinstance(step, Launch)]
+    assert len(steps) == len(blocks), (steps, blocks)
+    for step, (stream, block) in zip(steps, blocks, strict=True):
+        assert stream == state["stream"], stream
+        if set(step.arguments.buffers) <= set(given):
+            addresses = {name: tensor.data_ptr() for name, tensor in given.items()} | zeros
+            wanted = bytes(step.arguments.fill(addresses))
+            assert ctypes.string_at(block, len(wanted)) == wanted
+
+
+def main() -> None:
+    device = Device()
+    _kept = install(device)
+    local = ours.Local()
+    first, second = layer(), layer()
+    own = backward(first)  # no backend: PyTorch's own
+    with ours.use(local, fallback=False):
+        _, blocks = answered(lambda: backward(first))
+        assert not blocks, "the first call is Python's"
+        for tensors in (first, second, first):
+            results, blocks = answered(lambda tensors=tensors: backward(tensors))
+            assert results[2] is None or not results[2].numel()
+            check_arguments(device.prepared[0], tensors, results, blocks)
+            assert [each.stride() for each in results[:2]] == [each.stride() for each in own[:2]]
+        assert ours.report(reset=True).rows[0].calls == 4
+        assert not ours.report().rows
+
+        state["stream"] = 6  # another stream has zeros of its own, so it is remembered apart
+        assert [len(answered(lambda: backward(first))[1]) for _ in range(2)] == [0, len(blocks)]
+        state["stream"] = 5
+        for name, value in (("capturing", 1), ("context", 78)):
+            before, state[name] = state[name], value
+            assert not answered(lambda: backward(first))[1], name
+            state[name] = before
+        same = layer(15)
+        same = same[0], same[0], same[2]
+        for _ in range(2):  # in another call they may be two tensors
+            assert not answered(lambda: backward(same))[1]
+        view = torch.randn(4 * 64 * 14 * 14 + 1, dtype=torch.bfloat16)[1:].view(4, 14, 14, 64)
+        moved = view.permute(0, 3, 1, 2), *first[1:]
+        assert not answered(lambda: backward(moved))[1], "not aligned"
+
+        state["status"] = 700
+        assert "CUDA error 700" in failure(lambda: backward(first))
+        state["status"] = 0
+        assert "UnsupportedProblem: not with 13" in failure(lambda: backward(layer(13)))
+        x, w = (each.detach().requires_grad_() for each in first[1:])
+        for _ in range(2):
+            y = torch.nn.functional.conv2d(x, w, padding=1)
+            launched.clear()
+            torch.autograd.grad(y, (x, w), first[0])
+        assert launched, "autograd's calls are answered alike"
+
+    found, blocks = answered(lambda: backward(first))
+    assert not blocks
+    assert all(torch.equal(a, b) for a, b in zip(found[:2], own[:2], strict=True))
+    device.faster = "PyTorch is faster"
+    with ours.use(local):
+        other = layer(16)
+        _ = ours.report(reset=True)
+        for _ in range(3):
+            found, blocks = answered(lambda: backward(other))
+            assert not blocks
+        (row,) = ours.report().rows
+        assert (row.computed_by, row.kernel, row.calls) == ("PyTorch", "PyTorch is faster", 3)
+    ours.use(None)
+    assert all(torch.equal(a, b) for a, b in zip(found[:2], backward(other)[:2], strict=True))
+    print("all right")
+
+
+if __name__ == "__main__":
+    main()
