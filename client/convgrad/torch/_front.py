@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -275,12 +276,17 @@ class Front:
 
 
 def install(overrides: dict[str, Callable[..., Any]]) -> Front | None:
-    """Put native kernels in front of the overrides for CUDA; None if that is not possible here."""
+    """Put native kernels in front of the overrides for CUDA.
+
+    Where that is not possible, it warns and returns None.
+    """
     try:
         front = Front(*find_in_process().native_code())
         front.check()
         front.register(overrides)
-    except (ConvgradError, LookupError, OSError, RuntimeError):
+    except (ConvgradError, LookupError, OSError, RuntimeError) as error:
+        text = f"backward passes are launched from Python, which costs the host more time: {error}"
+        warnings.warn(text, RuntimeWarning, stacklevel=5)
         return None
     return front
 

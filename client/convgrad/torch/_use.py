@@ -2,7 +2,8 @@
 
 ATen's operators are overridden for the CPU and CUDA once per process. The overrides look up the
 backend in use, and call PyTorch's own kernel if there is none. They catch what autograd runs on any
-thread, and the calls of ATen's operators in graphs of ``torch.compile``.
+thread, and the calls of ATen's operators in graphs of ``torch.compile``. On CUDA, native kernels are
+put in front of them for `Local` (``_front.py``).
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class use:  # noqa: N801 - called like a function, as torch.no_grad is
         compute faster on this model of GPU; count both in `report`. If False, refusals are raised.
         An error such as an unreachable server is always raised.
     time_calls : bool
-        Time each call for `report`: on a GPU by events on the stream, which costs the host some
-        microseconds a call.
+        Time each call for `report`: on a GPU from Python and by events on the stream, which costs
+        the host some tens of microseconds a call.
 
     Examples
     --------

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 from functools import lru_cache
 
-from convgrad.errors import UnsupportedProblem
+from convgrad.errors import DeviceUnavailable, UnsupportedProblem
 from convgrad_service.backends.cpu.library import load
 from convgrad_service.inprocess.base import Executor, NotCompiled, Prepared, problem_of
 
@@ -58,8 +58,13 @@ def native_code() -> tuple[ctypes.CDLL, ctypes.Structure]:
     Raises
     ------
     DeviceUnavailable
-        The library has not been built, or there is no driver.
+        The library has not been built or is older than this package, or there is no driver.
     """
     from convgrad_service.inprocess.launch_plan import Driver
 
-    return load().handle, Driver.loaded()
+    library = load()
+    if not hasattr(library.handle, "convgrad_front_settings"):
+        raise DeviceUnavailable(
+            f"the library of the CPU kernels for {library.level} is older than this package"
+        )
+    return library.handle, Driver.loaded()

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import sys
 import threading
-from pathlib import Path
 
 __all__ = ["keep_large_blocks"]
 
@@ -72,6 +72,8 @@ class _Heap:
         self._mallinfo2.argtypes, self._mallinfo2.restype = [], _Mallinfo2
         self._trim.argtypes, self._trim.restype = [ctypes.c_size_t], ctypes.c_int
         self._page_bytes = mmap.PAGESIZE
+        # Open for good: there may be no descriptor left when it is read.
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY)
         self._kept_bytes = kept_bytes
         self._least_bytes = self._unused_bytes()
         self._checks_above = 0
@@ -98,6 +100,6 @@ class _Heap:
 
         Some of it is no heap, such as stacks, so it is compared with the least seen so far.
         """
-        fields = Path("/proc/self/statm").read_text(encoding="ascii").split()
+        fields = os.pread(self._statm, 256, 0).split()
         resident, shared = int(fields[1]), int(fields[2])
         return (resident - shared) * self._page_bytes - int(self._mallinfo2().uordblks)

@@ -53,7 +53,7 @@ def test_auto_takes_the_gpu_where_it_works(monkeypatch: pytest.MonkeyPatch, tmp_
     made = []
 
     class Working(CudaBackend):
-        def __init__(self, device: int, *, cache: Path) -> None:
+        def __init__(self, device: int, *, cache: Path, compilers_ahead: int) -> None:
             assert device == 0
             made.append(cache)
             self.device = H200

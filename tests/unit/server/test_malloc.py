@@ -29,16 +29,20 @@ assert keep_large_blocks(2**30)
 print(faults_of_a_block(), faults_of_a_block(), in_a_thread(), in_a_thread())
 """
 
-# A small block at the end of the heap keeps malloc from shrinking it.
+# A small block at the end of the heap keeps malloc from shrinking it. No descriptor is free.
 PAGES_BELOW_A_BLOCK = """
-import time
+import os, resource, time
 from convgrad_service.server.malloc import keep_large_blocks
 
+statm = os.open("/proc/self/statm", os.O_RDONLY)
+
 def resident_mib():
-    resident, shared = map(int, open("/proc/self/statm").read().split()[1:3])
+    resident, shared = map(int, os.pread(statm, 256, 0).split()[1:3])
     return (resident - shared) // 256
 
 assert keep_large_blocks(32 * 2**20, check_s=0.02)
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
 before = resident_mib()
 print(before)
 for mib in (24, 128):
@@ -50,6 +54,7 @@ for mib in (24, 128):
     while time.monotonic() < end and (mib < 32 or resident_mib() > before + 32):
         time.sleep(0.02)
     print(resident_mib())
+resource.setrlimit(resource.RLIMIT_NOFILE, limits)  # for the end of the process
 """
 
 

@@ -265,7 +265,6 @@ class MappedBlock(Block):
 
     @cached_property
     def maps(self) -> list[tuple[int, int, int, bool]]:  # type: ignore[override]
-        """See `Block`."""
         return [
             (offset, self._buffers.index(buffer), one.offset_bytes, _needs_clearing(one))
             for offset, buffer, one in self._arguments.maps

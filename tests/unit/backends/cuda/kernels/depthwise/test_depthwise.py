@@ -8,6 +8,7 @@ import pytest
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise import Depthwise
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_mma import DepthwiseMma
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import (
     PAIR_TILES,
@@ -21,6 +22,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import (
     Strips,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import chunk_rows, plane_of
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight import DepthwiseWeight
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct import (
     DIRECT_TILES,
     DepthwiseWeightDirect,
@@ -48,7 +50,13 @@ from convgrad_service.problems.layouts import LAYOUTS
 
 INSTANCES = {
     instance
-    for family in (DepthwisePairs(), DepthwiseMma(), DepthwiseWeightMma())
+    for family in (
+        DepthwisePairs(),
+        Depthwise(),
+        DepthwiseMma(),
+        DepthwiseWeight(),
+        DepthwiseWeightMma(),
+    )
     for instance in family.instances()
 }
 DIRECT, STRIPS = DepthwiseWeightDirect().name, HopperDepthwiseStrips().name
@@ -247,7 +255,8 @@ def test_shares_hold_all_rows(
         (3, 2, 112, 64, DIRECT),
         (3, 2, 150, 64, "depthwise_weight"),
         (5, 1, 28, 64, "depthwise_weight_mma"),
-        (7, 1, 56, 8, "depthwise_weight_mma"),
+        (7, 1, 56, 8, "depthwise_weight"),
+        (7, 1, 56, 64, "depthwise_weight_mma"),
     ],
 )
 def test_who_takes_the_weight(kernel: int, stride: int, size: int, batch: int, taker: str) -> None:
