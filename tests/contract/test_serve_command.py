@@ -115,6 +115,14 @@ def test_a_port_in_use_is_one_sentence(
     done = subprocess.run(as_json, capture_output=True, text=True)
     assert done.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in json.loads(done.stderr)["message"]
+    bad = subprocess.run(
+        [*COMMAND, "--max-queue", "many"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CONVGRAD_LOG_FORMAT": "json"},
+    )
+    assert bad.returncode == 2
+    assert "CONVGRAD_MAX_QUEUE" in json.loads(bad.stderr)["message"]
 
 
 @pytest.mark.processes

@@ -6,6 +6,7 @@ Run by test_front.py in a process of its own: what is registered here stays regi
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,7 @@ POINTER = ctypes.c_void_p
 ATEN = torch.ops.aten
 REST = [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
 state: dict[str, Any] = {"context": CONTEXT, "stream": STREAM, "capturing": 0, "status": 0}
+hooks: dict[str, Callable[..., int]] = {}  # instead of the state, for threads
 launched: list[tuple[int, int]] = []  # stream, address of the kernel's structure
 
 
@@ -41,6 +43,8 @@ def write(at: int, value: int, kind: Any = POINTER) -> int:
 
 
 def note(config: int, _: int, arguments: int, __: int) -> int:
+    if "launch" in hooks:
+        return hooks["launch"](config, _, arguments, __)
     block = POINTER.from_address(arguments).value or 0
     launched.append((launch_plan.LaunchConfig.from_address(config).stream, block))
     return int(state["status"])
@@ -61,7 +65,7 @@ def functions() -> list[Any]:
         made(3, lambda *_: 0),
         made(2, lambda _, at: write(at, state["capturing"], ctypes.c_int)),
         made(1, lambda at: write(at, state["context"])),
-        made(2, lambda _, at: write(at, state["stream"])),
+        made(2, lambda _, at: write(at, hooks.get("stream", lambda: state["stream"])())),
     ]
 
 
@@ -173,6 +177,42 @@ def check_arguments(prepared: PreparedOnCuda, tensors: Any, results: Any, blocks
             assert ctypes.string_at(block, len(wanted)) == wanted
 
 
+def check_threads(tensors: tuple[torch.Tensor, ...]) -> None:
+    """Each thread's launches are on its own stream, with its own tensors, at the same time."""
+    here, wrong, seen, ready = threading.local(), [], [0] * 4, threading.Barrier(4)
+
+    def launch(config: int, _: int, arguments: int, __: int) -> int:
+        block = POINTER.from_address(arguments).value or 0
+        found = ctypes.string_at(block, 384)  # where the launch's pointers and maps start
+        stream = launch_plan.LaunchConfig.from_address(config).stream
+        others = (each for number, own in owned.items() if number != here.number for each in own)
+        if stream != here.stream or any(each.to_bytes(8, "little") in found for each in others):
+            wrong.append((here.number, stream))
+        if not any(each.to_bytes(8, "little") in found for each in owned[here.number]):
+            wrong.append((here.number, "none of its tensors"))
+        seen[here.number] += 1
+        return 0
+
+    mine = [tuple(each.clone() for each in tensors) for _ in range(4)]
+    owned = {i: {each.data_ptr() for each in own} for i, own in enumerate(mine)}
+    hooks.update(launch=launch, stream=lambda: here.stream)
+
+    def work(number: int) -> None:
+        here.number, here.stream = number, 100 + number
+        ready.wait()
+        for _ in range(50):
+            backward(mine[number])
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    hooks.clear()
+    assert not wrong, wrong[:5]
+    assert all(count >= 2 * 49 for count in seen), seen
+
+
 def main() -> None:
     device = Device()
     _kept = install(device)
@@ -205,6 +245,7 @@ def main() -> None:
         moved = view.permute(0, 3, 1, 2), *first[1:]
         assert not answered(lambda: backward(moved))[1], "not aligned"
 
+        check_threads(first)
         state["status"] = 700
         assert "CUDA error 700" in failure(lambda: backward(first))
         state["status"] = 0

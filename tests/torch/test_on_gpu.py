@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -183,6 +184,31 @@ def test_streams_are_pytorchs_current_one(local: ours.Local) -> None:
             (found,) = torch.autograd.grad(layer(y).sum(), y)
         torch.cuda.current_stream().wait_stream(side)
     assert torch.equal(found, wanted)
+
+
+def test_threads_on_streams_of_their_own(local: ours.Local) -> None:
+    x = torch.randn(8, 64, 28, 28, device="cuda", dtype=torch.bfloat16)
+    # Made here: drawing weights in several threads would be a race for the generator.
+    layers = [
+        nn.Conv2d(64, 64, 3, padding=1, device="cuda", dtype=torch.bfloat16) for _ in range(4)
+    ]
+
+    def gradients_of(layer: nn.Module) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(layer(x).square().sum(), layer.parameters()))
+
+    def work(layer: nn.Module) -> list[torch.Tensor]:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(20):
+                found = gradients_of(layer)
+            torch.cuda.current_stream().synchronize()
+        return found
+
+    with ours.use(local, fallback=False):
+        wanted = [gradients_of(layer) for layer in layers]
+        torch.cuda.synchronize()
+        with ThreadPoolExecutor(4) as pool:
+            for found, own in zip(pool.map(work, layers), wanted, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(found, own, strict=True))
 
 
 def test_a_view_that_starts_anywhere(local: ours.Local) -> None:

@@ -2,8 +2,8 @@
 
 ATen's operators are overridden for the CPU and CUDA once per process. The overrides look up the
 backend in use, and call PyTorch's own kernel if there is none. They catch what autograd runs on any
-thread, and the calls of ATen's operators in graphs of ``torch.compile``. On CUDA, native kernels are
-put in front of them for `Local` (``_front.py``).
+thread, and the calls of ATen's operators in graphs of ``torch.compile``. For `Local` on CUDA,
+native kernels are put in front of them (``_front.py``).
 """
 
 from __future__ import annotations

@@ -15,12 +15,21 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
+from pathlib import Path
 
 from convgrad.errors import DeviceUnavailable, UnsupportedProblem
 from convgrad_service.backends.cpu.library import load
 from convgrad_service.inprocess.base import Executor, NotCompiled, Prepared, problem_of
 
-__all__ = ["Executor", "NotCompiled", "Prepared", "executor", "native_code", "problem_of"]
+__all__ = [
+    "Executor",
+    "NotCompiled",
+    "Prepared",
+    "executor",
+    "native_code",
+    "problem_of",
+    "use_tuning",
+]
 
 
 @lru_cache(maxsize=64)
@@ -68,3 +77,18 @@ def native_code() -> tuple[ctypes.CDLL, ctypes.Structure]:
             f"the library of the CPU kernels for {library.level} is older than this package"
         )
     return library.handle, Driver.loaded()
+
+
+def use_tuning(path: str | Path) -> None:
+    """Take GPU kernels for tuned layers from a table, as written by ``convgrad kernels tune``.
+
+    Call it before the first operation: plans that exist stay as they are.
+
+    Raises
+    ------
+    ValueError
+        The file cannot be read or is no such table.
+    """
+    from convgrad_service.backends.cuda.tuning.tuned import use_table
+
+    use_table(Path(path))

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from convgrad import _version
 from convgrad_service.server.logs import configure_logs
 from convgrad_service.server.setting_table import setting_fields
-from convgrad_service.server.settings import Settings
+from convgrad_service.server.settings import Settings, log_format_variable
 
 __all__ = ["serve"]
 
@@ -56,7 +56,7 @@ def serve(argv: Sequence[str] | None = None) -> int:
                 name = str(error["loc"][0])
                 option = f"{_option(name)} (CONVGRAD_{name.upper()})"
                 sentence = f"{option}: {error['msg']}, got {error['input']!r}"
-            print(f"convgrad serve: {sentence}", file=sys.stderr)
+            _print_error(arguments.log_format or log_format_variable(), sentence)
         return 2
     return _run(settings, arguments.port_file)
 
@@ -73,13 +73,13 @@ def _run(settings: Settings, port_file: Path | None) -> int:
     try:
         secure = "s" if server_context(settings, "h2") else ""
     except TlsError as error:
-        _print_error(settings, str(error))
+        _print_error(settings.log_format, str(error))
         return 2
     try:
         listening: socket.socket = listening_socket(settings.http_host, settings.http_port)
     except OSError as error:
         where = f"{settings.http_host}:{settings.http_port}"
-        _print_error(settings, f"cannot listen on {where}: {error}")
+        _print_error(settings.log_format, f"cannot listen on {where}: {error}")
         return 1
 
     prepare_process(settings)
@@ -110,7 +110,7 @@ def _run(settings: Settings, port_file: Path | None) -> int:
         try:
             uvloop.run(run_until_signalled(tree, started))
         except (CannotListen, DeviceUnavailable) as error:
-            _print_error(settings, str(error))
+            _print_error(settings.log_format, str(error))
             return 1
         finally:
             if port_file is not None:
@@ -118,10 +118,10 @@ def _run(settings: Settings, port_file: Path | None) -> int:
     return 0
 
 
-def _print_error(settings: Settings, sentence: str) -> None:
+def _print_error(log_format: str | None, sentence: str) -> None:
     """Print why the server ends; as a log record if the log is JSON, whose lines all are."""
-    if settings.log_format == "json":
-        configure_logs(settings.log_level, settings.log_format)
+    if log_format == "json":
+        configure_logs("error", "json")
         _log.error("%s", sentence)
     else:
         print(f"convgrad serve: {sentence}", file=sys.stderr)

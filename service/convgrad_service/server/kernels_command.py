@@ -17,7 +17,6 @@ from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.nvrtc import MAJORS, CompileError, find_nvrtc
 from convgrad_service.cgroups import usable_cores
 from convgrad_service.plans.cuda.device import ARCHITECTURES
-from convgrad_service.server.tune_command import tune_kernels
 
 __all__ = ["kernels"]
 
@@ -26,6 +25,9 @@ def kernels(argv: Sequence[str] | None = None) -> int:
     """Compile kernels that the cache lacks; return the exit status, 1 if any did not compile."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments[:1] == ["tune"]:
+        # Not above: an image's build compiles without the rest of the server.
+        from convgrad_service.server.tune_command import tune_kernels
+
         return tune_kernels(arguments[1:])
     options = _parser().parse_args(arguments)
     try:

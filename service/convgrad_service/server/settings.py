@@ -23,7 +23,7 @@ from convgrad_service.server.setting_values import (
     valid_warm_up_file,
 )
 
-__all__ = ["Settings"]
+__all__ = ["Settings", "log_format_variable"]
 
 _PREFIX = "CONVGRAD_"
 _CLIENT_VARIABLES = ("CONVGRAD_URL", "CONVGRAD_API_KEY")
@@ -369,6 +369,11 @@ class Settings(BaseSettings):
             self.key_max_requests_per_s,
             self.key_max_flops_per_s,
         )
+
+
+def log_format_variable() -> str | None:
+    """Return the log format in the environment, for errors in other settings."""
+    return os.environ.get(f"{_PREFIX}LOG_FORMAT")
 
 
 def _variables() -> list[str]:

@@ -169,6 +169,8 @@ def test_a_plan_takes_the_kernels_that_are_made_for_it(case: Case, dtype: str) -
     if case.name.startswith("patches_") and not (flat and "weight" not in case.operation):
         # As a matrix product, by the dense family with the lower expected time.
         assert plan.kernel.startswith(("patches_dense", "patches_implicit_gemm"))
+    elif case.name == "patches" and (case.operation == "conv_fwd" or dtype == "float32"):
+        assert plan.kernel.startswith("patch_products")
     elif not (flat and case.operation == "conv_bwd_data"):
         assert plan.kernel.startswith(KERNELS[case.operation])
     if case.operation == "conv_bwd_data" and case.name in ("resnet", "vgg", "mobilenet"):

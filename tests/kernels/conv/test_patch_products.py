@@ -38,6 +38,7 @@ CASES = [
         for name, conv in PATCHES.items()
         for make in (conv_fwd, conv_bwd_data, grouped_conv_bwd_weight)
     ),
+    conv_fwd("of_4", Conv(2, 3, 24, (8, 12), (4, 4), 4)),
     conv_fwd("left_over", LEFT_OVER),
     grouped_conv_bwd_weight("left_over", LEFT_OVER),
 ]

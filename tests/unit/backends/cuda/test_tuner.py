@@ -15,6 +15,7 @@ import pytest
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.tuning.tuned import read_table, table_text, use_table
 from convgrad_service.backends.cuda.tuning.tuner import tune
+from convgrad_service.inprocess import use_tuning
 from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.plans.cuda.program import CudaPlan
@@ -107,7 +108,7 @@ def test_a_faster_configuration_is_taken_from_the_users_table(
         assert (found.was_s, found.now_s) == (10e-6, 8e-6)
         path = tmp_path / "tuning.json"
         path.write_text(table_text(H200, {found.key: found.entry}))
-        use_table(path)
+        use_tuning(path)
         assert kernel_of(problem) == fastest
 
 

@@ -48,7 +48,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   Taps taps;
   bool has_taps = false;
 #if EPILOGUE
-  const PairsEpilogue epilogue(args, first_channel + part * kOwnChannels);
+  __shared__ float biases[kChannels];
+  load_biases(args, biases, first_channel);
 #endif
 
   const int share_end = min(args.tiles * args.rows, (static_cast<int>(blockIdx.y) + 1) * args.share);
@@ -197,8 +198,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
               for (int pair = 0; pair < PAIRS; ++pair) {
                 float(&sum)[4] = sums[(j * STRIDE + a) % kOpen][pair];
 #if EPILOGUE
-                sum[2 * half] = epilogue.of(args, sum[2 * half], pair, 0);
-                sum[2 * half + 1] = epilogue.of(args, sum[2 * half + 1], pair, 1);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                  const float* const bias = biases + part * kOwnChannels + 2 * pair + i;
+                  sum[2 * half + i] = finish_sum(args, sum[2 * half + i], bias);
+                }
 #endif
                 result[half].words[pair] = narrow_x2<T>(sum[2 * half], sum[2 * half + 1]);
               }

@@ -131,33 +131,25 @@ __device__ __forceinline__ u32 clear_odd(Pixels (&pixels)[kBlocks]) {
   return channels | __shfl_xor_sync(0xffffffffu, channels, 2);
 }
 
-// The epilogue of a warp's channels: the biases of its pairs, and what is done to complete sums.
-struct PairsEpilogue {
-  u32 bias[PAIRS];
-
-  // From channel `channel` on.
-  __device__ __forceinline__ PairsEpilogue(const DepthwisePairsArgs& args, int channel) {
-    const T* from = static_cast<const T*>(args.bias) + channel;
-#pragma unroll
-    for (int pair = 0; pair < PAIRS; ++pair) {
-      unsigned short raw[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const bool there = args.bias != nullptr && channel + 2 * pair + i < args.channels;
-        load_if(there, from + 2 * pair + i, raw[i]);
-      }
-      bias[pair] = raw[0] | static_cast<u32>(raw[1]) << 16;
-    }
+// The biases of a block's channels from `channel` on, which a barrier follows.
+__device__ __forceinline__ void load_biases(const DepthwisePairsArgs& args, float* biases, int channel) {
+  if (args.bias == nullptr) return;
+  const T* const from = static_cast<const T*>(args.bias) + channel;
+  for (int i = threadIdx.x; i < kChannels; i += kThreads) {
+    biases[i] = channel + i < args.channels ? widen(from[i]) : 0.0f;
   }
-  // `finish` for a sum of channel i of a pair.
-  __device__ __forceinline__ float of(const DepthwisePairsArgs& args, float sum, int pair,
-                                      int i) const {
-    const T own{static_cast<unsigned short>(bias[pair] >> 16 * i)};
-    sum *= args.alpha;
-    if (args.bias != nullptr) sum += widen(own);
-    return activate(sum, args.activation);
+}
+// `finish` for the sum of a channel. Registers do not suffice to keep its bias.
+__device__ __forceinline__ float finish_sum(const DepthwisePairsArgs& args, float sum,
+                                            const float* bias) {
+  sum *= args.alpha;
+  if (args.bias != nullptr) {
+    float own[1];
+    ld_shared_volatile(bias, own);
+    sum += own[0];
   }
-};
+  return activate(sum, args.activation);
+}
 
 // For each channel of a strip, how many more rows of x finish results that are NaN, because a row with
 // non-finite elements contributed to them.

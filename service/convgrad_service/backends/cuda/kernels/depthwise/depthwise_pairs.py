@@ -22,7 +22,12 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     why_not_plane,
 )
 from convgrad_service.backends.cuda.structures import structure
-from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.device import (
+    ARCHITECTURES,
+    CudaDevice,
+    architectures_since,
+    listed_architecture,
+)
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
@@ -57,8 +62,8 @@ class PairTile:
         Channels of a block in units of 8, and of a warp in units of 2.
     stages
         Rows in shared memory.
-    blocks
-        Blocks per SM.
+    blocks, finishing
+        Blocks per SM; and with an epilogue, which takes registers, if not as many.
     cost
         Cost of a row of an octet, relative to other tiles for the same kernel.
     """
@@ -70,6 +75,7 @@ class PairTile:
     pairs: int = 4
     stages: int = 4
     blocks: int = 3
+    finishing: int = 0
     cost: float = 1.0
 
     @property
@@ -81,20 +87,25 @@ class PairTile:
     def threads(self) -> int:
         return self.octets * 128 // self.pairs
 
-    def blocks_with(self, epilogue: bool) -> int:
-        """Return the blocks per SM; the epilogue takes registers that the smallest blocks lack."""
-        return self.blocks - (epilogue and self.pairs < 4)
+    def architectures(self, epilogue: bool) -> tuple[str, ...]:
+        """Return those whose compiler finds registers for it."""
+        spills = epilogue and self.kernel_rows == 7 and self.pairs == 4
+        return architectures_since((9, 0)) if spills else ARCHITECTURES
+
+    def blocks_of(self, work: ConvWork) -> int:
+        """Return the blocks per SM for a work."""
+        return self.blocks if work.epilogue_free else self.finishing or self.blocks
 
 
 # Of the tiles that fit a kernel, the one with the least predicted time is used.
 PAIR_TILES = (
     PairTile(3, 1, 2, 4, blocks=4),
     PairTile(3, 1, 2, 6, blocks=2),
-    PairTile(5, 1, 2, 4, blocks=3),
+    PairTile(5, 1, 2, 4, blocks=3, finishing=2),
     PairTile(5, 1, 2, 6, blocks=2),
-    PairTile(7, 1, 3, 4, blocks=2),
+    PairTile(7, 1, 3, 4, blocks=2, finishing=1),
     # Blocks of half the size, for few pixels.
-    PairTile(7, 1, 3, 2, pairs=2, blocks=4, cost=1.15),
+    PairTile(7, 1, 3, 2, pairs=2, blocks=4, finishing=3, cost=1.15),
     PairTile(3, 2, 1, 6, blocks=2),
     PairTile(3, 2, 1, 4, blocks=3),
     PairTile(5, 2, 1, 6, blocks=2),
@@ -212,6 +223,8 @@ class DepthwisePairs:
             for tile in self._tiles
             if tile.stride == plane.stride
             and plane.reach[0] <= tile.kernel_rows
+            and listed_architecture(device.architecture)
+            in tile.architectures(not work.epilogue_free)
             and reads <= tile.units * 4
         ]
         if not holding:
@@ -235,6 +248,7 @@ class _Cut:
     """
 
     tile: PairTile
+    blocks: int
     strips: int
     base: int
     rows: int
@@ -252,6 +266,7 @@ class _Cut:
         round_pixels = tile.threads // tile.octets
         return cls(
             tile,
+            tile.blocks_of(work),
             strips,
             base,
             (height - 1 + pad[0]) // plane.stride - base + 1,
@@ -272,7 +287,7 @@ class _Cut:
         halo rows, and a fixed cost.
         """
         beside = ceil_div(self.tile.kernel_rows, self.tile.stride) - 1 + START_ROWS
-        resident = resident_blocks(device, self.shared_bytes, self.tile.blocks)
+        resident = resident_blocks(device, self.shared_bytes, self.blocks)
         together = resident // device.multiprocessors
         every = self.rows * self.tiles
 
@@ -340,8 +355,8 @@ def _instance(dtype: DType, tile: PairTile, epilogue: bool) -> Instance:
         "OCTETS": tile.octets,
         "PAIRS": tile.pairs,
         "STAGES": tile.stages,
-        "BLOCKS": tile.blocks_with(epilogue),
+        "BLOCKS": (epilogue and tile.finishing) or tile.blocks,
     }
     if epilogue:
         defines["EPILOGUE"] = 1
-    return Instance.of("depthwise/depthwise_pairs.cu", defines)
+    return Instance.of("depthwise/depthwise_pairs.cu", defines, tile.architectures(epilogue))

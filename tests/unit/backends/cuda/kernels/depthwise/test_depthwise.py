@@ -255,7 +255,10 @@ def test_shares_hold_all_rows(
         (3, 2, 112, 64, DIRECT),
         (3, 2, 150, 64, "depthwise_weight"),
         (5, 1, 28, 64, "depthwise_weight_mma"),
+        (5, 1, 28, 8, "depthwise_weight"),
+        (5, 2, 56, 128, "depthwise_weight"),
         (7, 1, 56, 8, "depthwise_weight"),
+        (7, 1, 56, 16, "depthwise_weight_mma"),
         (7, 1, 56, 64, "depthwise_weight_mma"),
     ],
 )
