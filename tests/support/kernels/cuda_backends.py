@@ -94,7 +94,7 @@ def hopper(schedule: Schedule | None = None) -> Families:
         FAMILIES,
         fwd=[HopperGather(True, schedule), GatherDirect()],
         bwd_data=[HopperGather(True, schedule), GatherDirect()],
-        bwd_weight=[HopperWeight(1, everywhere=True), WeightDirect()],
+        bwd_weight=[HopperWeight(1), WeightDirect()],
         fused=(),
     )
 
