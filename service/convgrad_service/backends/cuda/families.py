@@ -8,6 +8,7 @@ everything.
 from __future__ import annotations
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.conv.bf16x3_weight import Bf16x3Weight
 from convgrad_service.backends.cuda.kernels.conv.channel_sums import ChannelSumsKernel
 from convgrad_service.backends.cuda.kernels.conv.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight
@@ -129,6 +130,8 @@ LARGE = (
     DenseGather(),
 )
 LARGE_WEIGHT = (
+    ResultThroughChannelsLast(Bf16x3Weight(), COPIES),
+    Bf16x3Weight(),
     ResultThroughChannelsLast(HopperWeight(), COPIES),
     HopperWeight(),
     ResultThroughChannelsLast(DenseWeight(), COPIES),
@@ -144,6 +147,7 @@ OVERHEADS = {
     "hopper_weight": Overhead(0.0),
     "dense_gather": Overhead(4.7e-6, 1.09, 4.9e-6),
     "dense_weight": Overhead(8.0e-6, 0.91, 3e-6),
+    "bf16x3_weight": Overhead(0.0),
 }
 # Not for TF32, in which it has not been measured against the others.
 IMPLICIT_GEMM = ImplicitGemm(dtypes=(DType.FLOAT16, DType.BFLOAT16))
