@@ -10,10 +10,11 @@ CPU. Prints a line for each layer, operation and dtype, the slowest kind first, 
 A kind is what one operand of a layer holds (a pool's input, else grad_output, or the forward's
 input): finite normal numbers; one NaN or one infinity among them; an image of them; nothing else;
 an image of subnormals; subnormals alone; in the last image of each channel one finite value very
-much larger than all others (the input's last image is zero, so sums without it stay small). `ratio` is its time over that of finite data. All kinds
-are measured in turn, in several rounds, and the least counts. On the GPU times are medians of a
-graph's replays, as `bench_gpu` takes them; on the CPU they are CPU times of one thread, which other
-programs on the machine hardly change. `float32, high` is TF32; the CPU has one precision.
+much larger than all others (the input's last image is zero, so sums without it stay small).
+`ratio` is its time over that of finite data. All kinds are measured in turn, in several rounds, and
+the least counts. On the GPU times are medians of a graph's replays, as `bench_gpu` takes them; on
+the CPU they are CPU times of one thread, which other programs on the machine hardly change.
+`float32, high` is TF32; the CPU has one precision.
 `--over` measures only layers, operations and dtypes again of which a stored ratio is greater.
 """
 
