@@ -156,7 +156,7 @@ class Compiled(NamedTuple):
 _VITALS_S = 2.0
 # The interpreter lets a thread that plans a new problem hold others up for this long; its default
 # of 5 ms is longer than most requests take.
-_SWITCH_S = 5e-5
+_SWITCH_S = 2e-5
 _NEVER = threading.Event()
 
 
