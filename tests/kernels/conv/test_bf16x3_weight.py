@@ -14,7 +14,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeig
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.support.kernels.harness import ROUNDED, answers, check, gates, with_layouts
 from tests.support.numerics.arrays import DTYPES, Arrays, draw, normals, rng_for
-from tests.support.numerics.cases import FROM_CONV, Case
+from tests.support.numerics.cases import EPILOGUES, FROM_CONV, Case
 from tests.support.numerics.geometries import Conv
 from tests.support.numerics.nonfinite import check_rule
 from tests.support.numerics.oracle import expected
@@ -34,6 +34,7 @@ CASES = {
     name: FROM_CONV[OPERATION](name, conv).with_params("high", precision="high")
     for name, conv in GEOMETRIES.items()
 }
+EPILOGUE = [case for case in EPILOGUES if case.operation == OPERATION and case.groups == 1]
 # What products of parts cost: the product of the low parts, and the rounding of each.
 SPLIT = 3 * 2.0**-16
 
@@ -81,6 +82,12 @@ def test_emulated(by_parts: EmulatedBackend, seed: int, name: str) -> None:
     case = CASES[name]
     gates(by_parts, seed, case, "tf32", with_layouts(case.ndim, grouped=False))
     bounded(by_parts, case, far_apart(case, seed), SPLIT, f"seed {seed}, {name}")
+
+
+@emulation
+@pytest.mark.parametrize("case", EPILOGUE, ids=lambda case: case.id)
+def test_emulated_epilogues(by_parts: EmulatedBackend, seed: int, case: Case) -> None:
+    gates(by_parts, seed, case, "tf32", [last_layout(case)])
 
 
 @emulation
