@@ -130,10 +130,10 @@ LARGE = (
     DenseGather(),
 )
 LARGE_WEIGHT = (
-    ResultThroughChannelsLast(Bf16x3Weight(), COPIES),
-    Bf16x3Weight(),
     ResultThroughChannelsLast(HopperWeight(), COPIES),
     HopperWeight(),
+    ResultThroughChannelsLast(Bf16x3Weight(), COPIES),
+    Bf16x3Weight(),
     ResultThroughChannelsLast(DenseWeight(), COPIES),
     DenseWeight(),
 )
