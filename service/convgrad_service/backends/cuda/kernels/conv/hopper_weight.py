@@ -69,7 +69,7 @@ SUM_BLOCK, SUM_EACH, MOST_SLICES, SUM_THREADS = 256, 4, 8, 132 * 1024
 
 
 class HopperWeight:
-    """bwd_weight on sm_90a: of 16-bit tensors, and of float32 as TF32 where TMA reads its planes."""
+    """bwd_weight on sm_90a, of 16-bit tensors, and of float32 planes as TF32."""
 
     name = "hopper_weight"
 
