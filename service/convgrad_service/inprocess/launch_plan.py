@@ -13,6 +13,7 @@ from typing import Any
 from convgrad.errors import DeviceUnavailable
 from convgrad_service.backends.cuda.attributed_launch import LaunchConfig
 from convgrad_service.backends.cuda.launch import Kernels
+from convgrad_service.inprocess.launch_graph import KernelNode, LaunchGraph
 from convgrad_service.plans.cuda.program import Clear, Launch, Step
 
 __all__ = ["MOST_BUFFERS", "Driver", "NativePlan"]
@@ -29,6 +30,8 @@ _FUNCTIONS = (
     "cuStreamWaitEvent",
     "cuStreamIsCapturing",
     "cuCtxGetCurrent",
+    "cuGraphExecKernelNodeSetParams_v2",
+    "cuGraphLaunch",
 )
 
 
@@ -77,6 +80,8 @@ class _Step(ctypes.Structure):
         ("map_count", _U32),
         ("clear_bytes", _U64),
         ("clear_buffer", _U64),
+        ("node", _POINTER),
+        ("kernel", _POINTER),
     )
 
 
@@ -98,6 +103,7 @@ class _Plan(ctypes.Structure):
         ("workspace", _POINTER),
         ("workspace_count", _U64),
         ("start", _POINTER),
+        ("graph", _POINTER),
     )
 
 
@@ -141,19 +147,25 @@ class NativePlan:
         self._kernels, self._addresses, self._buffers = kernels, addresses, list(addresses)
         start, pairs = (None, []) if sides is None else sides
         others: list[tuple[int | None, int | None]] = [(None, None)] * 2 + list(pairs)
-        made = [
-            _Branch(self._array(_Step, map(self._step, steps)), len(steps), zero, stream, event)
+        made = [[self._step(step) for step in steps] for steps in branches]
+        self._graph = None
+        if sides is None:
+            every = [step for steps in branches for step in steps]
+            self._graph = self._as_graph(every, [step for steps in made for step in steps])
+        arrays = [
+            _Branch(self._array(_Step, steps), len(steps), zero, stream, event)
             for steps, zero, (event, stream) in zip(
-                branches, zeros, others + [(None, None)] * len(branches), strict=False
+                made, zeros, others + [(None, None)] * len(made), strict=False
             )
         ]
         self._plan = _Plan(
-            self._array(_Branch, made),
-            len(made),
+            self._array(_Branch, arrays),
+            len(arrays),
             sides is not None,
             self._array(_U64, workspace),
             len(workspace),
             start,
+            self._graph.address if self._graph else None,
         )
         self.address = ctypes.addressof(self._plan)
         self.context = _current_context()
@@ -183,6 +195,21 @@ class NativePlan:
             len(pointers),
             len(maps),
         )
+
+    def _as_graph(self, steps: Sequence[Step], made: Sequence[_Step]) -> LaunchGraph | None:
+        """Return all launches as a graph, if there are several and nothing else."""
+        launches = [step for step in steps if isinstance(step, Launch)]
+        if len(launches) < max(2, len(steps)):
+            return None
+        kernels = [
+            KernelNode.of(launch, step.function, step.block)
+            for launch, step in zip(launches, made, strict=True)
+        ]
+        graph = LaunchGraph(_driver(), kernels, [launch.cluster for launch in launches])
+        for step, kernel, node in zip(made, kernels, graph.nodes, strict=True):
+            step.kernel, step.node = ctypes.addressof(kernel), node
+        self._kept += kernels
+        return graph
 
     def _array(self, kind: Any, items: Any) -> int:
         """Return the address of an array that lives as long as this object."""
