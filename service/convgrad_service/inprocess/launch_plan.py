@@ -197,9 +197,9 @@ class NativePlan:
         )
 
     def _as_graph(self, steps: Sequence[Step], made: Sequence[_Step]) -> LaunchGraph | None:
-        """Return all launches as a graph, if there are several and nothing else."""
+        """Return the steps as a graph, which costs the host half of a launch, if it can be one."""
         launches = [step for step in steps if isinstance(step, Launch)]
-        if len(launches) < max(2, len(steps)):
+        if len(launches) < len(steps):
             return None
         kernels = [
             KernelNode.of(launch, step.function, step.block)
