@@ -232,9 +232,13 @@ def _plan_fused(problem: GroupedConvConvFwd, device: CudaDevice, families: Famil
 
 
 def _plan_pool_fwd(problem: MaxPoolFwd, device: CudaDevice, families: Families) -> CudaPlan:
-    undilated = set(problem.pool.dilation) == {1}
-    if undilated and (problem.pool.ndim == 1 or _planes_of_one_slice(problem)):
-        return sequential_plan([pooling.max_forward(problem, device, families)])
+    pool = problem.pool
+    if set(pool.dilation) == {1}:
+        chosen = pooling.max_forward(problem, device, families)
+        line_by_line = pool.ndim == 2 and not problem.layout.channels_last
+        # Other windows are faster as those of `pool_windows`.
+        if pool.ndim == 1 or line_by_line or chosen.family in ("window_maxima", "window_planes"):
+            return sequential_plan([chosen])
     operands = _pool_operands(problem)
     work = PoolWork(
         direction="fwd",
@@ -245,11 +249,6 @@ def _plan_pool_fwd(problem: MaxPoolFwd, device: CudaDevice, families: Families) 
         indices=operands.get("indices"),
     )
     return sequential_plan([choose(families.pool_fwd, work, device)])
-
-
-def _planes_of_one_slice(problem: MaxPoolFwd) -> bool:
-    """Whether `window_planes` takes the maxima line by line."""
-    return problem.pool.ndim == 2 and not problem.layout.channels_last
 
 
 def _plan_pool_bwd(problem: MaxPoolBwd, device: CudaDevice, families: Families) -> CudaPlan:
