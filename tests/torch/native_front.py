@@ -55,6 +55,7 @@ class Graph:
     """Stands for a `LaunchGraph`: its nodes are the kernels' places in it."""
 
     made: ClassVar[list[Graph]] = []
+    alive = 0
 
     def __init__(self, _: Any, kernels: Sequence[Any], __: Sequence[int]) -> None:
         self.kernels, self.nodes = kernels, list(range(1, 1 + len(kernels)))

@@ -48,11 +48,15 @@ class LaunchGraph:
 
     Attributes
     ----------
+    alive : int
+        The graphs of this process; each holds some memory of the driver's.
     address : int
         The ``CUgraphExec``.
     nodes : list of int
         The ``CUgraphNode`` of each kernel.
     """
+
+    alive = 0
 
     def __init__(self, driver: Any, kernels: Sequence[KernelNode], clusters: Sequence[int]) -> None:
         """Make a graph of kernels in this order; ``clusters`` are as `Launch.cluster`.
@@ -82,6 +86,7 @@ class LaunchGraph:
             self.nodes.append(node.value or 0)
         self._call("cuGraphInstantiateWithFlags", ctypes.byref(executable), self._graph, _U64(0))
         self.address = executable.value or 0
+        LaunchGraph.alive += 1
 
     def _call(self, name: str, *given: Any) -> None:
         status = getattr(self._driver, name)(*given)
@@ -90,6 +95,7 @@ class LaunchGraph:
 
     def __del__(self) -> None:
         if self.address:
+            LaunchGraph.alive -= 1
             self._driver.cuGraphExecDestroy(_POINTER(self.address))
         if self._graph.value:
             self._driver.cuGraphDestroy(self._graph)

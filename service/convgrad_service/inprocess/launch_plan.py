@@ -19,6 +19,8 @@ from convgrad_service.plans.cuda.program import Clear, Launch, Step
 __all__ = ["MOST_BUFFERS", "Driver", "NativePlan"]
 
 MOST_BUFFERS = 48
+# Beyond them, kernels are launched one by one: a program with so many shapes repeats few of them.
+MOST_GRAPHS = 4096
 
 _U32, _U64, _POINTER = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
 # Of the driver, in the order of the structure Driver in the native code.
@@ -199,7 +201,7 @@ class NativePlan:
     def _as_graph(self, steps: Sequence[Step], made: Sequence[_Step]) -> LaunchGraph | None:
         """Return the steps as a graph, which costs the host half of a launch, if it can be one."""
         launches = [step for step in steps if isinstance(step, Launch)]
-        if len(launches) < len(steps):
+        if len(launches) < len(steps) or LaunchGraph.alive >= MOST_GRAPHS:
             return None
         kernels = [
             KernelNode.of(launch, step.function, step.block)

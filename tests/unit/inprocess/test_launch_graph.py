@@ -48,12 +48,14 @@ def kernels() -> list[KernelNode]:
 
 
 def test_kernels_follow_one_another() -> None:
-    driver = Driver()
+    driver, before = Driver(), LaunchGraph.alive
     graph = LaunchGraph(driver, kernels(), [1, 4, 1])
+    assert LaunchGraph.alive == before + 1
     assert driver.nodes == [([], 5), ([11], 6), ([12], 7)]
     assert (graph.address, graph.nodes, driver.clusters) == (2, [11, 12, 13], {12: 4})
     del graph
     assert driver.destroyed == [2, 1]
+    assert LaunchGraph.alive == before
 
 
 def test_a_graph_that_the_driver_refuses() -> None:
