@@ -57,7 +57,8 @@ class Graph:
     made: ClassVar[list[Graph]] = []
     alive = 0
 
-    def __init__(self, _: Any, kernels: Sequence[Any], __: Sequence[int]) -> None:
+    def __init__(self, _: Any, kernels: Sequence[Any], __: Any, after: list[int | None]) -> None:
+        self.after = after
         self.kernels, self.nodes = kernels, list(range(1, 1 + len(kernels)))
         self.made.append(self)
         self.address = len(self.made)
@@ -261,6 +262,13 @@ def main() -> None:
             assert [each.stride() for each in results[:2]] == [each.stride() for each in own[:2]]
         assert ours.report(reset=True).rows[0].calls == 4
         assert not ours.report().rows
+
+        large = draw(16, 256, 28, 28), draw(16, 256, 28, 28), draw(256, 256, 3, 3)
+        for answers in (0, 1):
+            assert bool(answered(lambda: backward(large))[1]) == bool(answers)
+        assert Graph.made[0].after == [None, 0]
+        assert Graph.made[-1].after.count(None) == 2, "long kernels run side by side"
+        _ = ours.report(reset=True)
 
         state["stream"] = 6  # another stream has zeros of its own, so it is remembered apart
         assert [len(answered(lambda: backward(first))[1]) for _ in range(2)] == [0, len(blocks)]

@@ -1,4 +1,4 @@
-"""Kernel launches, one after another, as an executable CUDA graph.
+"""Kernel launches as an executable CUDA graph.
 
 Native code launches it by one call, and sets the arguments of the kernels whose buffers have moved.
 The structures mirror ``native/launch_plan.hpp``.
@@ -58,8 +58,23 @@ class LaunchGraph:
 
     alive = 0
 
-    def __init__(self, driver: Any, kernels: Sequence[KernelNode], clusters: Sequence[int]) -> None:
-        """Make a graph of kernels in this order; ``clusters`` are as `Launch.cluster`.
+    def __init__(
+        self,
+        driver: Any,
+        kernels: Sequence[KernelNode],
+        clusters: Sequence[int],
+        after: Sequence[int | None],
+    ) -> None:
+        """Make a graph.
+
+        Parameters
+        ----------
+        driver : CDLL
+        kernels : sequence of KernelNode
+        clusters : sequence of int
+            The `Launch.cluster` of each.
+        after : sequence of int or None
+            Which of the kernels each one waits for.
 
         Raises
         ------
@@ -70,14 +85,15 @@ class LaunchGraph:
         self.address = 0
         self.nodes: list[int] = []
         self._call("cuGraphCreate", ctypes.byref(self._graph), 0)
-        for kernel, cluster in zip(kernels, clusters, strict=True):
-            node, before = _POINTER(), (_POINTER * 1)(*self.nodes[-1:])
+        for kernel, cluster, index in zip(kernels, clusters, after, strict=True):
+            waits = [] if index is None else [self.nodes[index]]
+            node, before = _POINTER(), (_POINTER * 1)(*waits)
             self._call(
                 "cuGraphAddKernelNode_v2",
                 ctypes.byref(node),
                 self._graph,
                 before,
-                ctypes.c_size_t(len(self.nodes[-1:])),
+                ctypes.c_size_t(len(waits)),
                 ctypes.byref(kernel),
             )
             if cluster > 1:

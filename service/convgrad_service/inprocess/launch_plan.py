@@ -150,10 +150,7 @@ class NativePlan:
         start, pairs = (None, []) if sides is None else sides
         others: list[tuple[int | None, int | None]] = [(None, None)] * 2 + list(pairs)
         made = [[self._step(step) for step in steps] for steps in branches]
-        self._graph = None
-        if sides is None:
-            every = [step for steps in branches for step in steps]
-            self._graph = self._as_graph(every, [step for steps in made for step in steps])
+        self._graph = self._as_graph(branches, made, sides is not None)
         arrays = [
             _Branch(self._array(_Step, steps), len(steps), zero, stream, event)
             for steps, zero, (event, stream) in zip(
@@ -198,17 +195,28 @@ class NativePlan:
             len(maps),
         )
 
-    def _as_graph(self, steps: Sequence[Step], made: Sequence[_Step]) -> LaunchGraph | None:
+    def _as_graph(
+        self, branches: Sequence[Sequence[Step]], made: Sequence[Sequence[_Step]], forks: bool
+    ) -> LaunchGraph | None:
         """Return the steps as a graph, which costs the host half of a launch, if it can be one."""
-        launches = [step for step in steps if isinstance(step, Launch)]
-        if len(launches) < len(steps) or LaunchGraph.alive >= MOST_GRAPHS:
+        launches = [step for steps in branches for step in steps if isinstance(step, Launch)]
+        every = [step for steps in made for step in steps]
+        if len(launches) < len(every) or LaunchGraph.alive >= MOST_GRAPHS:
             return None
         kernels = [
             KernelNode.of(launch, step.function, step.block)
-            for launch, step in zip(launches, made, strict=True)
+            for launch, step in zip(launches, every, strict=True)
         ]
-        graph = LaunchGraph(_driver(), kernels, [launch.cluster for launch in launches])
-        for step, kernel, node in zip(made, kernels, graph.nodes, strict=True):
+        after: list[int | None] = [index - 1 if index else None for index in range(len(every))]
+        if forks:
+            common = starts = len(branches[0])
+            for steps in branches[1:]:
+                if steps:
+                    after[starts] = common - 1 if common else None
+                starts += len(steps)
+        clusters = [launch.cluster for launch in launches]
+        graph = LaunchGraph(_driver(), kernels, clusters, after)
+        for step, kernel, node in zip(every, kernels, graph.nodes, strict=True):
             step.kernel, step.node = ctypes.addressof(kernel), node
         self._kept += kernels
         return graph

@@ -47,11 +47,11 @@ def kernels() -> list[KernelNode]:
     return [KernelNode(grid=(blocks, 1, 1)) for blocks in (5, 6, 7)]
 
 
-def test_kernels_follow_one_another() -> None:
+def test_kernels_wait_for_those_before_them() -> None:
     driver, before = Driver(), LaunchGraph.alive
-    graph = LaunchGraph(driver, kernels(), [1, 4, 1])
+    graph = LaunchGraph(driver, kernels(), [1, 4, 1], [None, 0, 0])
     assert LaunchGraph.alive == before + 1
-    assert driver.nodes == [([], 5), ([11], 6), ([12], 7)]
+    assert driver.nodes == [([], 5), ([11], 6), ([11], 7)]
     assert (graph.address, graph.nodes, driver.clusters) == (2, [11, 12, 13], {12: 4})
     del graph
     assert driver.destroyed == [2, 1]
@@ -61,5 +61,5 @@ def test_kernels_follow_one_another() -> None:
 def test_a_graph_that_the_driver_refuses() -> None:
     driver = Driver(instantiating=2)
     with pytest.raises(DeviceUnavailable, match="cuGraphInstantiateWithFlags failed: CUDA error 2"):
-        LaunchGraph(driver, kernels(), [1, 1, 1])
+        LaunchGraph(driver, kernels(), [1, 1, 1], [None, None, 1])
     assert driver.destroyed == [1]
