@@ -83,6 +83,7 @@ def features(
         *(np.asarray(value, np.float64) for value in (workers, moved, kind, order)),
     )
     seconds, rows, columns, depth, m, n, k, inner, outer, workers, moved, kind, order = given
+    depth = np.maximum(depth, 1)  # 0 if no tap reaches any element of the result
     tiles = np.ceil(rows / m) * np.ceil(columns / n)
     splits = np.maximum(inner, 1) * np.maximum(outer, 1)
     waves = tiles * splits / workers
