@@ -172,6 +172,13 @@ def kept_taps(
     # From the fastest dimension to the slowest: a tile's first and last coordinate, and how often
     # it wraps around in between.
     for i in range(4):
+        dim = 3 - i if images_first else 2 - i
+        if i < 3 and extents[i] == 1:
+            if 0 <= dim < 3:
+                axis, along = axes[dim], phase[dim]
+                read = (along.x0 + j * axis.x_tap for j in range(along.taps))
+                kept *= sum(0 <= at < axis.x_size for at in read)
+            continue
         if i < 3:
             (above_first, start), (above_last, stop) = (
                 np.divmod(each, extents[i]) for each in (first, last)
@@ -180,7 +187,6 @@ def kept_taps(
             first, last = above_first, above_last
         else:
             start, stop, turns = first, last, np.zeros_like(first)
-        dim = 3 - i if images_first else 2 - i
         if not 0 <= dim < 3:
             continue
         axis, along = axes[dim], phase[dim]
@@ -327,11 +333,19 @@ def expected_s(
     if len(counts) > MOST_COUNTED:
         times = products if tile.pingpong else products + beside
         return float(times.sum() / workers + times.max() / 2)
-    turn, place = np.divmod(np.arange(len(counts)), workers)
-    worker = np.where(turn % 2, workers - 1 - place, place)
+    worker, turn = _waves(len(counts), workers)
     if not tile.pingpong:
         return float(np.bincount(worker, weights=products + beside).max())
     # Mainloops run one after another, while the other warpgroup's epilogue overlaps.
     together = float(np.bincount(worker, weights=products).max()) + beside
-    alone = float(np.bincount(worker * 2 + turn % 2, weights=products + beside).max())
+    alone = float(np.bincount(worker * 2 + turn, weights=products + beside).max())
     return max(together, alone)
+
+
+@lru_cache(maxsize=64)
+def _waves(tiles: int, workers: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return each tile's SM, or cluster, and whether its wave goes back. Cached, as schedules with
+    equally many tiles share them."""
+    turn, place = np.divmod(np.arange(tiles), workers)
+    turn %= 2
+    return np.where(turn, workers - 1 - place, place), turn
