@@ -57,6 +57,8 @@ PINGPONG_BY_IMAGE = 1.13
 MOST_CHUNKS = 2**32 - 1
 # From the time of the busiest SM to that of a launch in a graph, fitted on an H200.
 START_S, SCALE = 5.9e-6, 1.09
+# Bytes of a row that a wgmma multiplies.
+MMA_BYTES = 32
 # With a larger stride, pixels of a phase are not contiguous in the result.
 MOST_STRIDE = 1
 
@@ -324,7 +326,10 @@ def expected_s(
     counts = np.repeat(taps * chunks, columns)
     across = work.direction == "bwd_data" and work.dtype.itemsize == 2
     step_s = tile.step_s(across)
-    if tile.split > 1:
+    if tile.split == 1:
+        # Of the last chunk of channels, only wgmmas with channels run, and only those are loaded.
+        step_s *= ceil_div(read * work.dtype.itemsize, MMA_BYTES) * MMA_BYTES / (chunks * ROW_BYTES)
+    else:
         step_s = max(step_s, tile.split_step_s(min(len(counts), workers)))
     products = np.ceil(counts / tile.split) * step_s
     if tile.pingpong and schedule.images_first:
