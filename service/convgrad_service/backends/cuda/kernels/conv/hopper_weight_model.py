@@ -32,7 +32,7 @@ START_S, SCALE = 1.8e-6, 1.05
 
 def expected_s(cut: Cut, device: CudaDevice) -> float:
     """Return the expected seconds of a partition on an H200; on other GPUs, only a ranking."""
-    tile, blocks = cut.tile, device.multiprocessors
+    tile, blocks, parted_tiles = cut.tile, device.multiprocessors, cut.parted
     busy = cut.blocks(device)
     products = tile.step_cycles * CYCLE_S
     copies = max(
@@ -48,14 +48,14 @@ def expected_s(cut: Cut, device: CudaDevice) -> float:
         seconds += ceil_div(cut.steps, cut.shares * cut.summing) * step_s
         got = tile.sums * 4 * (cut.summing - 1) / cut.summing
         seconds += CLUSTER_SUM_S + got / CLUSTER_BYTES_PER_S
-        if cut.parted:
+        if parted_tiles:
             seconds += partial_s / cut.summing
     else:
         whole = ceil_div(cut.whole, blocks)
-        parted = ceil_div(cut.parted * cut.shares, blocks)
+        parted = ceil_div(parted_tiles * cut.shares, blocks)
         seconds += (whole * cut.steps + parted * ceil_div(cut.steps, cut.shares)) * step_s
         seconds += parted * partial_s
-    if cut.parted:
+    if parted_tiles:
         seconds += (TOGETHER_S if cut.together else SUM_S) + cut.partial_bytes / SUM_BYTES_PER_S
     return seconds
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
@@ -40,7 +42,7 @@ SUMMING = {
 TOGETHER_BATCH, MOST_TOGETHER = 16, 255
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WeightTile:
     """How the warpgroups of a block share a tile.
 
@@ -61,7 +63,7 @@ class WeightTile:
         """Threads of a block: the consumers and one producer warpgroup."""
         return (self.warpgroups + 1) * 128
 
-    @property
+    @cached_property
     def row_boxes(self) -> int:
         """64-row blocks of the tile."""
         return self.rows if self.spread else self.rows * self.warpgroups
@@ -71,21 +73,21 @@ class WeightTile:
         """Column blocks (a tap and a box of channels) of one wgmma."""
         return self.columns // self.channels
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         """Column blocks of the tile."""
         return self.blocks_each * self.products * (self.warpgroups if self.spread else 1)
 
-    @property
+    @cached_property
     def sums(self) -> int:
         """Accumulators of the tile."""
         return self.row_boxes * ROWS * self.blocks * self.channels
 
-    @property
+    @cached_property
     def name(self) -> str:
         return f"{self.row_boxes * ROWS}x{self.blocks * self.channels}"
 
-    @property
+    @cached_property
     def step_cycles(self) -> int:
         """Tensor-core cycles of a k-tile: one per 64 rows x 16 pixels x 2 columns."""
         products = self.warpgroups * self.rows * self.products
@@ -96,7 +98,7 @@ class WeightTile:
         """Numbers of blocks that may share loads by multicast, if registers allow it."""
         return () if self.rows * self.columns > 256 else (2,)
 
-    @property
+    @cached_property
     def clusters(self) -> tuple[tuple[int, int], ...]:
         """All cluster shapes (blocks, blocks that reduce one tile), the single block first."""
         summing = SUMMING.get(self.name, ())
@@ -151,8 +153,7 @@ TILES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """A partition: a tile, the taps along W that share a box of the input, and the split of K.
 
     The first ``whole`` tiles are not split; the ``steps`` (k-tiles) of the others are divided into
@@ -311,7 +312,7 @@ def cuts(
         for found in _shared_out(work, device, cut, direct):
             yield found
             if _meets(found, device):
-                yield replace(found, together=True)
+                yield found._replace(together=True)
 
 
 def _all_tiled(work: ConvWork, device: CudaDevice, *, planes: bool) -> Iterator[Cut]:
@@ -321,7 +322,7 @@ def _all_tiled(work: ConvWork, device: CudaDevice, *, planes: bool) -> Iterator[
         for tile in TILES:
             for cut in _tiled(work, tile, 1):
                 if cut.copying == 1:
-                    yield replace(cut, steps=steps)
+                    yield cut._replace(steps=steps)
         return
     for tile in TILES:
         shared = {1}
@@ -344,15 +345,15 @@ def _tiled(work: ConvWork, tile: WeightTile, taps: int) -> Iterator[Cut]:
     steps = ceil_div(rows * (work.output[2] + halo), PIXELS)
     cut = Cut(tile, taps, halo, row_tiles, column_tiles, steps, 0, 1)
     for cluster, summing in tile.clusters:
-        found, copying = replace(cut, cluster=cluster, summing=summing), cluster // summing
+        found, copying = cut._replace(cluster=cluster, summing=summing), cluster // summing
         if copying == 1:
             yield found
             continue
         if row_tiles > 1:
-            yield replace(found, row_tiles=ceil_div(row_tiles, copying) * copying)
+            yield found._replace(row_tiles=ceil_div(row_tiles, copying) * copying)
         if column_tiles > 1 and tile.row_boxes > 1:
             whole = ceil_div(column_tiles, copying) * copying
-            yield replace(found, column_tiles=whole, rows_first=False)
+            yield found._replace(column_tiles=whole, rows_first=False)
 
 
 def _shared_out(work: ConvWork, device: CudaDevice, cut: Cut, direct: bool) -> Iterator[Cut]:
@@ -363,14 +364,14 @@ def _shared_out(work: ConvWork, device: CudaDevice, cut: Cut, direct: bool) -> I
         most = min(room * cut.copying // tiles, cut.steps // cut.summing)
         least = cut.tile.joined_bytes(cut.summing) + ALIGNMENT + BESIDE_BYTES
         if work.split_k is None and most >= 1 and least <= device.shared_bytes_per_block:
-            yield replace(cut, shares=most)
+            yield cut._replace(shares=most)
         return
     if work.split_k is not None:
         whole = tiles if direct and work.split_k == 1 else 0
-        yield replace(cut, whole=whole, shares=min(work.split_k, cut.steps))
+        yield cut._replace(whole=whole, shares=min(work.split_k, cut.steps))
         return
     if direct:
-        yield replace(cut, whole=tiles)
+        yield cut._replace(whole=tiles)
     full = tiles // blocks if direct else 0
     for waves in {full, max(0, full - 1), 0}:
         rest = tiles - waves * blocks
@@ -379,7 +380,7 @@ def _shared_out(work: ConvWork, device: CudaDevice, cut: Cut, direct: bool) -> I
         counts = {max(1, times * blocks // rest) for times in range(1, MOST_WAVES + 1)}
         for count in sorted(counts):
             shares = min(count, cut.steps)
-            found = replace(cut, whole=waves * blocks, shares=shares)
+            found = cut._replace(whole=waves * blocks, shares=shares)
             if shares == 1 or found.partial_bytes <= PARTIAL_BYTES:
                 yield found
 
