@@ -96,6 +96,19 @@ def test_narrow_tiles(place: Place, seed: int) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("pingpong", [False, True])
+@pytest.mark.parametrize("channels", [(96, 112), (40, 24)])
+def test_partial_chunks(place: Place, seed: int, channels: tuple[int, int], pingpong: bool) -> None:
+    """Half and three quarters of a last k-tile, also of the only one; another tile follows."""
+    backend = _backend(place, Schedule(HopperTile(128, 64, pingpong=pingpong)))
+    for make in (conv_fwd, conv_bwd_data):
+        case = make("partial", Conv(5, *channels, (9, 10), (3, 1), 1, (1, 0)))
+        tensors, wanted = drawn(seed, case, "bfloat16", "exact")
+        found = answers(backend, case, tensors, "NHWC")
+        check(found, wanted, "exact", f"seed {seed}, {case.id}")
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["resnet", "3d_strided"])
 def test_nonfinite(place: Place, seed: int, name: str) -> None:
     backend = _backend(place, Schedule(HopperTile(256, 64, pingpong=True)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from convgrad.dtypes import DType
 
@@ -88,6 +89,7 @@ class CudaDevice:
 _SYSTEMS_ON_CHIP = {(8, 7), (10, 1), (11, 0)}
 
 
+@cache
 def architecture_of(capability: tuple[int, int]) -> str:
     """Return the architecture, as NVRTC spells it, that a device's kernels are compiled for.
 

@@ -119,20 +119,31 @@ def choose(families: Sequence[Family[V]], work: V, device: CudaDevice) -> Chosen
     UnsupportedProblem
         No family does; the message has the reason of each.
     """
+    chosen, passed_over = _first(families, work, device)
+    if chosen is None:
+        sentences = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
+        raise UnsupportedProblem(f"no GPU kernel computes this: {sentences}")
+    return chosen
+
+
+def _first(
+    families: Sequence[Family[V]], work: V, device: CudaDevice
+) -> tuple[Chosen | None, list[tuple[str, str]]]:
+    """Return what `choose` does, None if no family computes this work; and why others do not."""
     passed_over: list[tuple[str, str]] = []
     for family in families:
         if isinstance(family, Selector):
             chosen, reasons = family.choice(work, device)
             passed_over += reasons
             if chosen is not None:
-                return replace(chosen, passed_over=tuple(passed_over))
+                return replace(chosen, passed_over=tuple(passed_over)), passed_over
             continue
         reason = family.why_not(work, device)
         if reason is None:
-            return Chosen(family.name, family.launches(work, device), tuple(passed_over))
+            chosen = Chosen(family.name, family.launches(work, device), tuple(passed_over))
+            return chosen, passed_over
         passed_over.append((family.name, reason))
-    sentences = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
-    raise UnsupportedProblem(f"no GPU kernel computes this: {sentences}")
+    return None, passed_over
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,14 +235,12 @@ class FastestExpected(Selector[V]):
         reasons: list[tuple[str, str]] = []
         found: list[Chosen] = []
         for side in self._sides:
-            try:
-                found.append(choose(side, work, device))
-            except UnsupportedProblem:
-                reasons += [(one.name, one.why_not(work, device) or "") for one in side]
-                if not found:
-                    return None, reasons
-                continue
-            reasons += found[-1].passed_over
+            chosen, passed_over = _first(side, work, device)
+            reasons += passed_over
+            if chosen is not None:
+                found.append(chosen)
+            elif not found:
+                return None, reasons
         times = [self._total_s(one) for one in found]
         if times[0] is None:
             unknown = f"no time is expected of {found[0].family}"

@@ -19,6 +19,7 @@ from convgrad_service.plans.cuda.families import Chosen, Families, choose
 from convgrad_service.plans.cuda.formats3d import convert_formats
 from convgrad_service.plans.cuda.passes import plan_passes
 from convgrad_service.plans.cuda.program import CudaPlan, Workspace, ceil_div
+from convgrad_service.plans.cuda.shared_reads import share_grad_output
 from convgrad_service.plans.cuda.sm_partition import partition_multiprocessors
 from convgrad_service.plans.cuda.works import (
     ChannelSums,
@@ -158,11 +159,16 @@ def _plan_backward(problem: ConvBackward, device: CudaDevice, families: Families
         chosen.append(_bwd_data(data, device, families))
     if weight is not None and data is not None and "grad_weight" in weight.wanted:
         without_bias = replace(weight, wanted=("grad_weight",))
-        chosen[0], chosen[-1] = partition_multiprocessors(
-            lambda part: next(iter(_bwd_weight(without_bias, part, families, "weight."))),
-            lambda part: _bwd_data(data, part, families),
-            device,
-        )
+
+        def grad_weight(part: CudaDevice, own: Families = families) -> Chosen:
+            return next(iter(_bwd_weight(without_bias, part, own, "weight.")))
+
+        def grad_input(part: CudaDevice, own: Families = families) -> Chosen:
+            return _bwd_data(data, part, own)
+
+        chosen[0], chosen[-1] = share_grad_output(
+            grad_weight, grad_input, data, device, families
+        ) or partition_multiprocessors(grad_weight, grad_input, device)
     return concurrent_plan([[part] for part in chosen], problem)
 
 

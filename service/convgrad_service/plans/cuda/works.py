@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Literal, TypeVar
 
@@ -133,6 +134,7 @@ class _Geometry(ABC):
         return prod(self.kernel)
 
 
+@lru_cache(maxsize=4096)
 def size3(values: tuple[int, ...], lead: int = 1) -> Size3:
     """Return one to three values as three, with ``lead`` for the missing leading ones."""
     padded = (*[lead] * (3 - len(values)), *values)

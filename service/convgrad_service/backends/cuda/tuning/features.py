@@ -75,32 +75,33 @@ def features(
     numpy.ndarray
         float64, a line for each configuration, with the columns of `NAMES`.
     """
-    given = np.broadcast_arrays(
-        *(
-            np.asarray(value, np.float64)
-            for value in (expected_s, rows, columns, depth, m, n, k, inner, outer)
-        ),
-        *(np.asarray(value, np.float64) for value in (workers, moved, kind, order)),
+    seconds, rows, columns, depth, m, n, k, inner, outer, workers, moved, kind, order = (
+        np.asarray(value, np.float64)
+        for value in (
+            *(expected_s, rows, columns, depth, m, n, k, inner, outer),
+            *(workers, moved, kind, order),
+        )
     )
-    seconds, rows, columns, depth, m, n, k, inner, outer, workers, moved, kind, order = given
     depth = np.maximum(depth, 1)  # 0 if no tap reaches any element of the result
     tiles = np.ceil(rows / m) * np.ceil(columns / n)
     splits = np.maximum(inner, 1) * np.maximum(outer, 1)
     waves = tiles * splits / workers
-    return np.column_stack(
-        [
-            np.log2(seconds / MICROSECOND),
-            *(np.log2(size) for size in (rows, columns, depth, m, n, k)),
-            np.log2(np.maximum(inner, 1)),
-            np.log2(np.maximum(outer, 1)),
-            np.minimum(waves, MOST_WAVES),
-            waves / np.ceil(waves),
-            np.log2(np.ceil(np.ceil(depth / k) / splits)),
-            rows * columns / (tiles * m * n),
-            moved / MEMORY_BYTES_S / seconds,
-            kind,
-            order,
-            np.gcd(rows.astype(np.int64), 64),
-            np.gcd(columns.astype(np.int64), 64),
-        ]
+    every = (
+        np.log2(seconds / MICROSECOND),
+        *(np.log2(size) for size in (rows, columns, depth, m, n, k)),
+        np.log2(np.maximum(inner, 1)),
+        np.log2(np.maximum(outer, 1)),
+        np.minimum(waves, MOST_WAVES),
+        waves / np.ceil(waves),
+        np.log2(np.ceil(np.ceil(depth / k) / splits)),
+        rows * columns / (tiles * m * n),
+        moved / MEMORY_BYTES_S / seconds,
+        kind,
+        order,
+        np.gcd(rows.astype(np.int64), 64),
+        np.gcd(columns.astype(np.int64), 64),
     )
+    lines = np.empty((seconds.size, len(NAMES)))
+    for index, values in enumerate(every):
+        lines[:, index] = values
+    return lines

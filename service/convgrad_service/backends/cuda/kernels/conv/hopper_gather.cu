@@ -2,7 +2,8 @@
 // hopper_gather.py. Needs sm_90a.
 //
 // M = pixels of one phase of the result (over the batch), N = result channels,
-// K = source channels in k-tiles of 128 bytes (outer) x taps (inner).
+// K = source channels in k-tiles of 128 bytes (outer) x taps (inner). Of the last, partial chunk of channels,
+//   only as many wgmmas run as it has channels for.
 // Phases and taps are those of core/gather_axes.py: along each dimension, result position y0 + m*y_step (m in
 // [0, count)) of a phase reads, at its tap j in [0, taps), source position x0 + m*x_step + j*x_tap with
 // weight tap r0 + j*r_step. Taps that no pixel of a tile reads inside the source are skipped.
@@ -37,7 +38,29 @@ namespace {
 constexpr Major kWeights = ACROSS ? kMajorMn : kMajorK;
 constexpr int kArgumentWords = (sizeof(HopperGatherArgs) - sizeof(TensorMap) * (MAPS + 1)) / 4 - 1;
 
-// Issues the wgmmas of one k-tile.
+template <int kValue>
+struct Count {
+  enum : int { value = kValue };
+};
+
+// Calls run(Count<kMmas>, end) for ranges of a tile's k-tiles, each from where the one before ended: first for
+// whole chunks of channels, then for the last chunk, whose k-tiles need fewer wgmmas along K as zeros follow.
+// A loop for each number, because ptxas serializes wgmmas that it cannot prove to run unconditionally. SPLIT
+// takes all chunks as whole ones.
+template <class Run>
+__device__ __forceinline__ void for_k_tiles(const HopperGatherArgs& args, int steps, Run run) {
+  static_assert(kMmasK == 4, "a case for each number");
+  const int chunks = (args.in_channels - 1) / kTileK + 1, last = (args.in_channels - 1) % kTileK / kMmaK + 1;
+  run(Count<kMmasK>{}, SPLIT > 1 || last == kMmasK ? steps : steps - steps / chunks);
+  if constexpr (SPLIT == 1) {
+    if (last == 1) run(Count<1>{}, steps);
+    if (last == 2) run(Count<2>{}, steps);
+    if (last == 3) run(Count<3>{}, steps);
+  }
+}
+
+// Issues the first kMmas wgmmas along K of one k-tile.
+template <int kMmas>
 __device__ __forceinline__ void issue_k_tile(float (&accum)[kMmasM][kFragmentsN][4], u32 rows,
                                               u32 weights, int add) {
   auto one = [&](int i, int adds) {
@@ -51,7 +74,7 @@ __device__ __forceinline__ void issue_k_tile(float (&accum)[kMmasM][kFragmentsN]
     }
   };
 #pragma unroll
-  for (int i = 0; i < kMmasK; ++i) one(i, i > 0 ? 1 : add);
+  for (int i = 0; i < kMmas; ++i) one(i, i > 0 ? 1 : add);
 }
 
 // Each warp signals that its warpgroup's wgmmas have read a stage.
@@ -77,23 +100,26 @@ __device__ __forceinline__ void clear(float (&accum)[kMmasM][kFragmentsN][4]) {
 
 #if !PINGPONG
 // Mainloop; the last k-tile's wgmmas are still in flight on return. Returns their stage.
-__device__ __forceinline__ int mainloop(const SharedLayout& smem, PipelineState& state, int steps,
-                                              int first_row,
-                                              float (&accum)[kMmasM][kFragmentsN][4]) {
+__device__ __forceinline__ int mainloop(const HopperGatherArgs& args, const SharedLayout& smem,
+                                        PipelineState& state, int steps, int first_row,
+                                        float (&accum)[kMmasM][kFragmentsN][4]) {
   if (steps == 0) clear(accum);
   int previous = 0;  // the stage whose products are under way
+  int i = 0;
+  for_k_tiles(args, steps, [&](auto mmas, int end) {
 #pragma unroll 1
-  for (int i = 0; i < steps; ++i) {
-    mbarrier_wait(smem.full_barrier(state.index), state.parity);
-    wgmma_fence();
-    const u32 rows = smem.stage(state.index) + first_row * kRowBytes;
-    issue_k_tile(accum, rows, smem.stage(state.index) + kABytes, i > 0);
-    wgmma_commit();
-    wgmma_wait<1>();
-    if (i > 0) release_stage(smem, previous);
-    previous = state.index;
-    state.advance(STAGES);
-  }
+    for (; i < end; ++i) {
+      mbarrier_wait(smem.full_barrier(state.index), state.parity);
+      wgmma_fence();
+      const u32 rows = smem.stage(state.index) + first_row * kRowBytes;
+      issue_k_tile<mmas.value>(accum, rows, smem.stage(state.index) + kABytes, i > 0);
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (i > 0) release_stage(smem, previous);
+      previous = state.index;
+      state.advance(STAGES);
+    }
+  });
   return previous;
 }
 
@@ -114,7 +140,7 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Shar
     queue_state.advance(kTileQueue);
     if (steps < 0) break;
     float accum[kMmasM][kFragmentsN][4];
-    const int last = mainloop(smem, state, steps, warpgroup * kWarpgroupRows, accum);
+    const int last = mainloop(args, smem, state, steps, warpgroup * kWarpgroupRows, accum);
     // Result addresses are computed while the last wgmmas run.
     const Results<T, kMmasM, kFragmentsN> results(args, tile,
                                                  smem.staging + warpgroup * kStagingBytes);
@@ -138,24 +164,33 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Shar
 #else
 // Mainloop that lets the other warpgroup start its own once the last k-tile's wgmmas are issued; they are
 // still in flight on return. Returns their stage.
-__device__ __forceinline__ int ordered_mainloop(const SharedLayout& smem, PipelineState& state, int steps,
-                                                u32 next_order_barrier,
+__device__ __forceinline__ int ordered_mainloop(const HopperGatherArgs& args, const SharedLayout& smem,
+                                                PipelineState& state, int steps, u32 next_order_barrier,
                                                 float (&accum)[kMmasM][kFragmentsN][4]) {
   const int lane = threadIdx.x & 31;
   if (steps == 0 && lane == 0) mbarrier_arrive(next_order_barrier);
   int previous = 0;  // the stage whose products are under way
+  int i = 0;
+  for_k_tiles(args, steps, [&](auto mmas, int end) {
+    if constexpr (mmas.value < kMmasK) {
+      // Cleared accumulators may reach this loop: without a wait, ptxas would serialize all wgmmas.
+      wgmma_wait<0>();
+#pragma unroll
+      for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
+    }
 #pragma unroll 1
-  for (int i = 0; i < steps; ++i) {
-    mbarrier_wait(smem.full_barrier(state.index), state.parity);
-    wgmma_fence();
-    issue_k_tile(accum, smem.stage(state.index), smem.stage(state.index) + kABytes, 1);
-    wgmma_commit();
-    if (i == steps - 1 && lane == 0) mbarrier_arrive(next_order_barrier);
-    wgmma_wait<1>();
-    if (i > 0) release_stage(smem, previous);
-    previous = state.index;
-    state.advance(STAGES);
-  }
+    for (; i < end; ++i) {
+      mbarrier_wait(smem.full_barrier(state.index), state.parity);
+      wgmma_fence();
+      issue_k_tile<mmas.value>(accum, smem.stage(state.index), smem.stage(state.index) + kABytes, 1);
+      wgmma_commit();
+      if (i == steps - 1 && lane == 0) mbarrier_arrive(next_order_barrier);
+      wgmma_wait<1>();
+      if (i > 0) release_stage(smem, previous);
+      previous = state.index;
+      state.advance(STAGES);
+    }
+  });
   return previous;
 }
 
@@ -193,7 +228,7 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Shar
     float accum[kMmasM][kFragmentsN][4];
     clear(accum);
     mbarrier_wait(smem.order_barrier(warpgroup), ((count_taken - 1) / 2 & 1) ^ 1 ^ warpgroup);
-    const int last = ordered_mainloop(smem, state, steps, smem.order_barrier(warpgroup ^ 1), accum);
+    const int last = ordered_mainloop(args, smem, state, steps, smem.order_barrier(warpgroup ^ 1), accum);
     // While they run, compute the result addresses and take the next tile.
     const PartRows<T, kMmasM> rows(args, tile);
     GatherTile next;

@@ -57,6 +57,8 @@ PINGPONG_BY_IMAGE = 1.13
 MOST_CHUNKS = 2**32 - 1
 # From the time of the busiest SM to that of a launch in a graph, fitted on an H200.
 START_S, SCALE = 5.9e-6, 1.09
+# Bytes of a row that a wgmma multiplies.
+MMA_BYTES = 32
 # With a larger stride, pixels of a phase are not contiguous in the result.
 MOST_STRIDE = 1
 
@@ -172,6 +174,13 @@ def kept_taps(
     # From the fastest dimension to the slowest: a tile's first and last coordinate, and how often
     # it wraps around in between.
     for i in range(4):
+        dim = 3 - i if images_first else 2 - i
+        if i < 3 and extents[i] == 1:
+            if 0 <= dim < 3:
+                axis, along = axes[dim], phase[dim]
+                read = (along.x0 + j * axis.x_tap for j in range(along.taps))
+                kept *= sum(0 <= at < axis.x_size for at in read)
+            continue
         if i < 3:
             (above_first, start), (above_last, stop) = (
                 np.divmod(each, extents[i]) for each in (first, last)
@@ -180,7 +189,6 @@ def kept_taps(
             first, last = above_first, above_last
         else:
             start, stop, turns = first, last, np.zeros_like(first)
-        dim = 3 - i if images_first else 2 - i
         if not 0 <= dim < 3:
             continue
         axis, along = axes[dim], phase[dim]
@@ -318,7 +326,10 @@ def expected_s(
     counts = np.repeat(taps * chunks, columns)
     across = work.direction == "bwd_data" and work.dtype.itemsize == 2
     step_s = tile.step_s(across)
-    if tile.split > 1:
+    if tile.split == 1:
+        # Of the last chunk of channels, only wgmmas with channels run, and only those are loaded.
+        step_s *= ceil_div(read * work.dtype.itemsize, MMA_BYTES) * MMA_BYTES / (chunks * ROW_BYTES)
+    else:
         step_s = max(step_s, tile.split_step_s(min(len(counts), workers)))
     products = np.ceil(counts / tile.split) * step_s
     if tile.pingpong and schedule.images_first:
@@ -327,11 +338,19 @@ def expected_s(
     if len(counts) > MOST_COUNTED:
         times = products if tile.pingpong else products + beside
         return float(times.sum() / workers + times.max() / 2)
-    turn, place = np.divmod(np.arange(len(counts)), workers)
-    worker = np.where(turn % 2, workers - 1 - place, place)
+    worker, turn = _waves(len(counts), workers)
     if not tile.pingpong:
         return float(np.bincount(worker, weights=products + beside).max())
     # Mainloops run one after another, while the other warpgroup's epilogue overlaps.
     together = float(np.bincount(worker, weights=products).max()) + beside
-    alone = float(np.bincount(worker * 2 + turn % 2, weights=products + beside).max())
+    alone = float(np.bincount(worker * 2 + turn, weights=products + beside).max())
     return max(together, alone)
+
+
+@lru_cache(maxsize=64)
+def _waves(tiles: int, workers: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return each tile's SM, or cluster, and whether its wave goes back. Cached, as schedules with
+    equally many tiles share them."""
+    turn, place = np.divmod(np.arange(tiles), workers)
+    turn %= 2
+    return np.where(turn, workers - 1 - place, place), turn

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.conv.scaled_halves import copied_bytes
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import Instance, ceil_div
@@ -41,7 +42,7 @@ SUMMING = {
 TOGETHER_BATCH, MOST_TOGETHER = 16, 255
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WeightTile:
     """How the warpgroups of a block share a tile.
 
@@ -62,7 +63,7 @@ class WeightTile:
         """Threads of a block: the consumers and one producer warpgroup."""
         return (self.warpgroups + 1) * 128
 
-    @property
+    @cached_property
     def row_boxes(self) -> int:
         """64-row blocks of the tile."""
         return self.rows if self.spread else self.rows * self.warpgroups
@@ -72,21 +73,21 @@ class WeightTile:
         """Column blocks (a tap and a box of channels) of one wgmma."""
         return self.columns // self.channels
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         """Column blocks of the tile."""
         return self.blocks_each * self.products * (self.warpgroups if self.spread else 1)
 
-    @property
+    @cached_property
     def sums(self) -> int:
         """Accumulators of the tile."""
         return self.row_boxes * ROWS * self.blocks * self.channels
 
-    @property
+    @cached_property
     def name(self) -> str:
         return f"{self.row_boxes * ROWS}x{self.blocks * self.channels}"
 
-    @property
+    @cached_property
     def step_cycles(self) -> int:
         """Tensor-core cycles of a k-tile: one per 64 rows x 16 pixels x 2 columns."""
         products = self.warpgroups * self.rows * self.products
@@ -97,7 +98,7 @@ class WeightTile:
         """Numbers of blocks that may share loads by multicast, if registers allow it."""
         return () if self.rows * self.columns > 256 else (2,)
 
-    @property
+    @cached_property
     def clusters(self) -> tuple[tuple[int, int], ...]:
         """All cluster shapes (blocks, blocks that reduce one tile), the single block first."""
         summing = SUMMING.get(self.name, ())
@@ -115,10 +116,8 @@ class WeightTile:
         *,
         summing: int = 1,
         planes: bool = False,
-        scaled: bool = False,
     ) -> Instance:
-        """Return the instance for channels-first operands (``planes``), or for scaled float16
-        copies of float32 (``scaled``)."""
+        """Return the instance, for channels-first operands with ``planes``."""
         # setmaxnreg: in total at most the registers that the block starts with, or it deadlocks.
         if self.warpgroups == 3:
             copies, multiplies = 32, 160
@@ -140,8 +139,6 @@ class WeightTile:
         )
         if planes:
             defines = (*defines, ("PLANES", "1"))
-        if scaled:
-            defines = (*defines, ("SOURCE", "float"))
         return Instance("conv/hopper_weight.cu", "hopper_weight", defines, HOPPER)
 
 
@@ -156,16 +153,14 @@ TILES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """A partition: a tile, the taps along W that share a box of the input, and the split of K.
 
     The first ``whole`` tiles are not split; the ``steps`` (k-tiles) of the others are divided into
     ``shares``. Blocks of a ``cluster`` have adjacent tiles: with ``rows_first``, the same columns
     and boxes of the input, else the same rows and boxes of grad_output. Or ``summing`` of them
     split one share of a tile; no tile is whole then. Partial sums are reduced by the same
-    kernel (``together``) or by a second one. ``scaled_bytes`` is the traffic of scaling float32 to
-    float16 (scaled_halves.py), or 0.
+    kernel (``together``) or by a second one.
     """
 
     tile: WeightTile
@@ -180,7 +175,6 @@ class Cut:
     rows_first: bool = True
     summing: int = 1
     together: bool = False
-    scaled_bytes: int = 0
 
     def __str__(self) -> str:
         return self.name + (f"+{self.whole}" if self.whole else "")
@@ -297,7 +291,6 @@ class Cut:
         shared = "" if self.copying == 1 else "_x" if self.rows_first else "_y"
         shared += f"_sum{self.summing}" if self.sums else ""
         together = "_together" if self.together else ""
-        together += "_halves" if self.scaled_bytes else ""
         return f"{self.tile.name}{taps}{shared}{together}/{self.shares}"
 
 
@@ -319,7 +312,7 @@ def cuts(
         for found in _shared_out(work, device, cut, direct):
             yield found
             if _meets(found, device):
-                yield replace(found, together=True)
+                yield found._replace(together=True)
 
 
 def _all_tiled(work: ConvWork, device: CudaDevice, *, planes: bool) -> Iterator[Cut]:
@@ -329,9 +322,8 @@ def _all_tiled(work: ConvWork, device: CudaDevice, *, planes: bool) -> Iterator[
         for tile in TILES:
             for cut in _tiled(work, tile, 1):
                 if cut.copying == 1:
-                    yield replace(cut, steps=steps)
+                    yield cut._replace(steps=steps)
         return
-    scaled = copied_bytes(work) if work.dtype is DType.FLOAT32 else 0
     for tile in TILES:
         shared = {1}
         if work.stride[2] == 1 and work.kernel[2] > 1:
@@ -339,7 +331,7 @@ def _all_tiled(work: ConvWork, device: CudaDevice, *, planes: bool) -> Iterator[
         for taps in sorted(shared):
             for cut in _tiled(work, tile, taps):
                 if cut.stages(device) >= LEAST_STAGES:
-                    yield replace(cut, scaled_bytes=scaled)
+                    yield cut
 
 
 def _tiled(work: ConvWork, tile: WeightTile, taps: int) -> Iterator[Cut]:
@@ -353,15 +345,15 @@ def _tiled(work: ConvWork, tile: WeightTile, taps: int) -> Iterator[Cut]:
     steps = ceil_div(rows * (work.output[2] + halo), PIXELS)
     cut = Cut(tile, taps, halo, row_tiles, column_tiles, steps, 0, 1)
     for cluster, summing in tile.clusters:
-        found, copying = replace(cut, cluster=cluster, summing=summing), cluster // summing
+        found, copying = cut._replace(cluster=cluster, summing=summing), cluster // summing
         if copying == 1:
             yield found
             continue
         if row_tiles > 1:
-            yield replace(found, row_tiles=ceil_div(row_tiles, copying) * copying)
+            yield found._replace(row_tiles=ceil_div(row_tiles, copying) * copying)
         if column_tiles > 1 and tile.row_boxes > 1:
             whole = ceil_div(column_tiles, copying) * copying
-            yield replace(found, column_tiles=whole, rows_first=False)
+            yield found._replace(column_tiles=whole, rows_first=False)
 
 
 def _shared_out(work: ConvWork, device: CudaDevice, cut: Cut, direct: bool) -> Iterator[Cut]:
@@ -372,14 +364,14 @@ def _shared_out(work: ConvWork, device: CudaDevice, cut: Cut, direct: bool) -> I
         most = min(room * cut.copying // tiles, cut.steps // cut.summing)
         least = cut.tile.joined_bytes(cut.summing) + ALIGNMENT + BESIDE_BYTES
         if work.split_k is None and most >= 1 and least <= device.shared_bytes_per_block:
-            yield replace(cut, shares=most)
+            yield cut._replace(shares=most)
         return
     if work.split_k is not None:
         whole = tiles if direct and work.split_k == 1 else 0
-        yield replace(cut, whole=whole, shares=min(work.split_k, cut.steps))
+        yield cut._replace(whole=whole, shares=min(work.split_k, cut.steps))
         return
     if direct:
-        yield replace(cut, whole=tiles)
+        yield cut._replace(whole=tiles)
     full = tiles // blocks if direct else 0
     for waves in {full, max(0, full - 1), 0}:
         rest = tiles - waves * blocks
@@ -388,7 +380,7 @@ def _shared_out(work: ConvWork, device: CudaDevice, cut: Cut, direct: bool) -> I
         counts = {max(1, times * blocks // rest) for times in range(1, MOST_WAVES + 1)}
         for count in sorted(counts):
             shares = min(count, cut.steps)
-            found = replace(cut, whole=waves * blocks, shares=shares)
+            found = cut._replace(whole=waves * blocks, shares=shares)
             if shares == 1 or found.partial_bytes <= PARTIAL_BYTES:
                 yield found
 
