@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cpu import CpuBackend
+from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.plans import cpu_dense_parts
 from convgrad_service.plans.cpu import choose
 from convgrad_service.problems import run_in_pieces
+from tests.emulator.backend import EmulatedBackend, works_here
 from tests.support.kernels.harness import (
     answers,
     check,
@@ -108,6 +110,17 @@ def test_pieces_are_the_whole(backend: Backend, seed: int, case: Case, parts: in
 def test_pieces_of_a_pooling_from_indices(
     backend: Backend, seed: int, name: str, parts: int
 ) -> None:
+    check_pieces_from_indices(backend, seed, name, parts)
+
+
+@pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+@pytest.mark.parametrize("parts", [2, 8])
+@pytest.mark.parametrize("name", ["overlapping", "stride_1", "ceil_padded", "1d_overlapping"])
+def test_emulated_pieces_from_indices(seed: int, name: str, parts: int) -> None:
+    check_pieces_from_indices(EmulatedBackend(FAMILIES), seed, name, parts)
+
+
+def check_pieces_from_indices(backend: Backend, seed: int, name: str, parts: int) -> None:
     """The indices of a piece are relative to its own rows."""
     pool = POOLS[name]
     tensors = draw(maxpool_bwd(name, pool), rng_for(seed, name), DTYPES["float32"], normals)
@@ -182,6 +195,7 @@ from pathlib import Path
 from convgrad.contract import OPERATIONS
 from convgrad.contract.base import validate
 from convgrad_service.backends.cpu import CpuBackend
+from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.problems import problem_from
 
 def status(field):

@@ -196,13 +196,16 @@ class MaxPoolBwd(_MaxPool):
         """Split by N, then by rows of grad_input.
 
         A piece has every window that reads its rows, and all rows of those windows, so that it
-        finds the same maxima as the whole. Only its own rows of the result are used.
+        finds the same maxima as the whole. Only its own rows of the result are used. It begins at a
+        multiple of the windows that a row is in, which decide the order of additions.
         """
         cuts = grid(self.pool.batch, self.pool.input_size[0], parts)
         return tuple(self._piece(samples, rows) for samples, rows in cuts)
 
     def _piece(self, samples: Span, rows: Span) -> Piece:
         touching = self.pool.outputs_for(0, rows)
+        reach = (self.pool.kernel_size[0] - 1) * self.pool.dilation[0] + 1
+        touching = touching[0] - touching[0] % -(-reach // self.pool.stride[0]), touching[1]
         read = self.pool.inputs_for(0, touching)
         read = min(read[0], rows[0]), max(read[1], rows[1])
         pool = self.pool.window(0, read, touching).with_batch(samples[1] - samples[0])

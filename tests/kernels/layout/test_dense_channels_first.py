@@ -25,6 +25,7 @@ from convgrad_service.backends.cuda.kernels.layout.dense_channels_first import (
 )
 from convgrad_service.plans.cuda.families import Families, Family
 from tests.emulator.backend import EmulatedBackend, works_here
+from tests.support.kernels.cuda_backends import hopper
 from tests.support.kernels.harness import answers, check, drawn
 from tests.support.numerics.cases import (
     Case,
@@ -175,3 +176,10 @@ def test_nonfinite(seed: int, name: str) -> None:
         (grouped_conv_bwd_weight(name, LAYERS[name]), WEIGHT_SETS["planes"]),
     ):
         check_rule(EmulatedBackend(families), seed, case, "bfloat16", FIRST[case.ndim])
+
+
+@emulated
+def test_both_gradients_by_parts(seed: int) -> None:
+    """Copies of the weight gradient's bfloat16 parts are not the copies that the gradients share."""
+    (case,) = (case for case in BOTH if case.name == "odd_channels")
+    compare(EmulatedBackend(hopper()), seed, case, "float32", ["exact"])

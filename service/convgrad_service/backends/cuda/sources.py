@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -39,7 +40,7 @@ def _files(source: str, folder: Path | None) -> dict[str, bytes]:
     waiting = [source]
     while waiting:
         name = waiting.pop()
-        path = f"{root}/{name}"
+        path = os.path.join(root, name)  # noqa: PTH118 - a name may be absolute; pathlib is slow
         state = Path(path).stat()
         names, found[name] = _parsed(path, state.st_mtime_ns, state.st_size)
         waiting += [each for each in names if each not in found]

@@ -119,7 +119,9 @@ def _of_parts(work: ConvWork) -> ConvWork:
             ("grad_output", work.out_channels, work.output),
         )
     )
-    return replace(work, conv=conv, dtype=DType.BFLOAT16, x=x, y=y)
+    # Copies of the parts are not copies of the operands, which another work may share.
+    prefix = f"{work.prefix}parts_"
+    return replace(work, conv=conv, dtype=DType.BFLOAT16, x=x, y=y, prefix=prefix)
 
 
 def _padded(channels: int) -> int:
