@@ -98,9 +98,7 @@ def test_narrow_tiles(place: Place, seed: int) -> None:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("pingpong", [False, True])
 @pytest.mark.parametrize("channels", [(96, 112), (40, 24)])
-def test_partial_chunks(
-    place: Place, seed: int, channels: tuple[int, int], pingpong: bool
-) -> None:
+def test_partial_chunks(place: Place, seed: int, channels: tuple[int, int], pingpong: bool) -> None:
     """Half and three quarters of a last k-tile, also of the only one; another tile follows."""
     backend = _backend(place, Schedule(HopperTile(128, 64, pingpong=pingpong)))
     for make in (conv_fwd, conv_bwd_data):
