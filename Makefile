@@ -93,8 +93,9 @@ test-gpu-code-first test-gpu-code-second: kernels
 test-processes: kernels ## servers of several processes: children killed, hung and flooded, every transport compared
 	@$(PY) -m pytest -m "processes and not slow" $(DRAWN) tests/contract tests/client
 
+# Attacks have a target of their own, which installs what they need.
 test-slow: kernels ## the larger random sweeps, each time over other inputs
-	@$(PY) -m pytest -m "slow and not gpu and not deploy" --fresh
+	@$(PY) -m pytest -m "slow and not gpu and not deploy" --fresh --ignore=tests/attack
 
 test-faults: kernels ## twenty kills under load, ten thousand requests: nothing fails, nothing grows
 	@$(PY) -m pytest -m slow tests/contract/test_worker_deaths.py tests/contract/test_no_growth.py

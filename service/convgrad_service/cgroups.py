@@ -19,8 +19,10 @@ PROCESS = Path("/proc/self")
 
 
 def memory_bytes(process: Path = PROCESS) -> int | None:
-    """The memory that this process and those beside it in its cgroup may use: the limit that is
-    met first, or all of the host's. None where the system does not say."""
+    """Return the memory that this process's cgroup may use; None if the system does not say.
+
+    It is the smallest limit of all enclosing cgroups and the host's memory.
+    """
     limits = [_host_bytes()]
     for group in _groups(process, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -29,8 +31,7 @@ def memory_bytes(process: Path = PROCESS) -> int | None:
 
 
 def usable_cores(process: Path = PROCESS) -> int:
-    """The cores that this process may run on, no more than the CPU time that its cgroups grant it,
-    rounded up."""
+    """Return the cores that this process may use, by its affinity and its cgroups' quotas."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -52,14 +53,14 @@ def _host_bytes() -> int | None:
 
 
 def _numbers(file: Path) -> list[int]:
-    """The numbers in a file; none where it is not there, or says ``max``."""
+    """Return the numbers in a file; none if it is missing or contains ``max``."""
     with contextlib.suppress(OSError, ValueError):
         return [int(word) for word in file.read_text(encoding="ascii").split()]
     return []
 
 
 def _groups(process: Path, controller: str) -> Iterator[Path]:
-    """The folders of the cgroups of this process that may limit it, from its own upwards."""
+    """Yield the folders of this process's cgroups that may limit it, innermost first."""
     try:
         memberships = (process / "cgroup").read_text().splitlines()
         mounts = [_mount(line) for line in (process / "mountinfo").read_text().splitlines()]
@@ -81,8 +82,7 @@ def _groups(process: Path, controller: str) -> Iterator[Path]:
 
 
 def _mount(line: str) -> tuple[str, str, Path, list[str]]:
-    """Of a line of mountinfo: the type, the root within the file system, where it is mounted, and
-    the file system's options."""
+    """Parse a line of mountinfo into type, root in the file system, mount point and options."""
     left, _, right = line.partition(" - ")
     fields, (kind, _, options) = left.split(), right.split(" ", 2)
     return kind, fields[3], Path(fields[4]), options.split(",")

@@ -1,4 +1,4 @@
-"""Errors that outlive the code that raised them must not keep its variables."""
+"""Removes tracebacks from errors that outlive the code that raised them."""
 
 from __future__ import annotations
 

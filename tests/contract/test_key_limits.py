@@ -167,7 +167,7 @@ def test_a_rate_holds_over_all_front_ends(limited: Limited) -> None:
     codes = [limited.post("eve").status_code for _ in range(6)]
     assert codes == [200] + [429] * 5
     refused = limited.post("eve")
-    assert "'eve' asks faster than 0.01 times a second" in refused.json()["detail"]
+    assert "'eve' sends more than 0.01 requests a second" in refused.json()["detail"]
     assert 90 <= int(refused.headers["retry-after"]) <= 100
 
 

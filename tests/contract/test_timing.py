@@ -168,7 +168,7 @@ def test_two_clients_time_one_after_the_other(server: LiveServer, http: httpx.Cl
     # A third is one too many, and is told so before its body is read.
     refused = http.post("/time/conv_bwd_data", json={"layer": LAYER, **SMALL})
     assert refused.status_code == 429
-    assert "2 timings wait or run already" in refused.json()["detail"]
+    assert "2 timings are queued or running" in refused.json()["detail"]
     assert "retry-after" in refused.headers
     # Nothing else computes meanwhile either, and all of it does afterwards.
     body = OPERATIONS["conv_bwd_data"].example
@@ -246,7 +246,7 @@ def test_a_key_has_a_quota_of_its_own(tmp_path: Path) -> None:
 
         refused = timed("ada")
         assert refused.status_code == 429
-        assert "1 of this key's timings wait or run already" in refused.json()["detail"]
+        assert "1 of this key's timings are queued or running" in refused.json()["detail"]
         assert timed("bob").status_code == 200
         first.join(30)
         assert timed("ada").status_code == 200

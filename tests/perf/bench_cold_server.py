@@ -27,7 +27,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from itertools import islice, product
@@ -59,7 +59,8 @@ from tests.perf.provenance import cpu_model, origin
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "cold_server.jsonl"
 IN_FLIGHT = 4
-CLIENT_CORES, WORKERS = 3, 2
+# Processes that send warm requests, a core each; and cores of those that send cold ones.
+WORKERS, COLD_CORES = 2, 2
 DTYPES = ("bfloat16", "float16", "float32")
 PRECISIONS = {"float32": (None, "high", "highest")}
 # The tensors of each operation.
@@ -87,17 +88,20 @@ class Cold(NamedTuple):
     fields: dict[str, Any]
     kernels: tuple[Instance, ...]
 
-    def send(self, url: str) -> tuple[float, dict[str, float]]:
+    def send(self, client: Client) -> tuple[float, dict[str, float]]:
         """The seconds to the answer, and those of the server's stages."""
         fields = {
             name: np.ascontiguousarray(one) if isinstance(one, np.ndarray) else one
             for name, one in self.fields.items()
         }
-        with Client(url, timeout=120.0, max_retries=0) as client:
-            call = getattr(calls, self.operation)(**fields)
-            began_s = time.perf_counter()
-            answer = client.call(call)
-            return time.perf_counter() - began_s, dict(answer.server_timing_s)
+        call = getattr(calls, self.operation)(**fields)
+        began_s = time.perf_counter()
+        answer = client.call(call)
+        return time.perf_counter() - began_s, dict(answer.server_timing_s)
+
+
+def client_of(url: str) -> Client:
+    return Client(url, timeout=120.0, max_retries=0)
 
 
 def smaller(layer: dict[str, Any], by: int) -> dict[str, Any]:
@@ -178,8 +182,9 @@ def answers(
         with closing(make_compiler()) as new:
             return alone_s(instance, new)
 
-    sent = [one.send(url) for one in requests]
-    warm_s = [min(one.send(url)[0] for _ in range(3)) for one in requests]
+    with client_of(url) as client:
+        sent = [one.send(client) for one in requests]
+        warm_s = [min(one.send(client)[0] for _ in range(3)) for one in requests]
     each: list[dict[str, Any]] = []
     compiler = make_compiler()
     compiler.compile(requests[0].kernels[0])
@@ -207,8 +212,11 @@ def answers(
     return {"run": "answer", "most": max(ratios), "median": statistics.median(ratios), "each": each}
 
 
-def beside(url: str, requests: Iterator[Cold], given: argparse.Namespace) -> dict[str, Any]:
-    """Warm requests with cold ones beside them and without, in turn."""
+def beside(
+    url: str, requests: Iterator[Cold], given: argparse.Namespace, cores: Set[int]
+) -> dict[str, Any]:
+    """Warm requests, sent from this thread's cores, with cold ones beside them, sent from others,
+    and without, in turn."""
     phases: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
     sent = threading.Lock()
     done_s: list[float] = []
@@ -216,14 +224,16 @@ def beside(url: str, requests: Iterator[Cold], given: argparse.Namespace) -> dic
 
     def keep_sending(ended: threading.Event) -> None:
         nonlocal ran_out
-        ended.wait(starts_in_s(WORKERS))
-        while not ended.is_set():
-            with sent:
-                one = next(requests, None)
-            if one is None:
-                ran_out = True
-                return
-            done_s.append(one.send(url)[0])
+        os.sched_setaffinity(0, cores)  # of this thread
+        with client_of(url) as client:
+            ended.wait(starts_in_s(WORKERS))
+            while not ended.is_set():
+                with sent:
+                    one = next(requests, None)
+                if one is None:
+                    ran_out = True
+                    return
+                done_s.append(one.send(client)[0])
 
     for number in range(given.phases):
         for with_cold in (False, True):
@@ -277,7 +287,8 @@ def main() -> None:
     found = islice(cold_requests(device, make_compiler()), MOST_REQUESTS)
     requests = sorted(found, key=lambda one: -len(one.kernels))
     cores = len(os.sched_getaffinity(0))
-    servers, clients = split_cores(CLIENT_CORES)
+    servers, clients = split_cores(WORKERS + COLD_CORES)
+    warm, cold = set(sorted(clients)[:WORKERS]), set(sorted(clients)[WORKERS:]) or clients
     with TemporaryDirectory() as cache, ExitStack() as stack:
         settings = {"CONVGRAD_BACKEND": given.backend, "CONVGRAD_KERNEL_CACHE": cache}
         with on_cores(servers):
@@ -286,8 +297,8 @@ def main() -> None:
             for one in requests_of(given.mix):
                 getattr(client, one.operation)(**one.tensors, **one.parameters)
         rows = [answers(served.url, requests[: given.layers], make_compiler)]
-        with on_cores(clients):
-            rows.append(beside(served.url, iter(requests[given.layers :]), given))
+        with on_cores(warm):
+            rows.append(beside(served.url, iter(requests[given.layers :]), given, cold))
     where = origin(
         f"{device.name}, {cpu_model()}, {cores} cores",
         {"nvrtc": ".".join(map(str, nvrtc.version)), "numpy": np.__version__},

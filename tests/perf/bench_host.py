@@ -1,7 +1,8 @@
 """What a backward pass costs the host: by PyTorch alone and with `convgrad.torch.use(Local())`.
 
 The time between calls of ATen's operators that are launched one after another, without waiting for
-the GPU. Shapes are small, so that the GPU never has work for longer than the host prepares it::
+the GPU. Shapes are small, so that the GPU never has work for longer than the host prepares it; the
+long one's kernels run side by side::
 
     python -m tests.perf.bench_host --out host.jsonl
 """
@@ -37,15 +38,17 @@ def calls(device: str = "cuda") -> dict[str, Call]:
             memory_format=torch.channels_last
         )
 
-    x, y = draw(4, 64, 14, 14), draw(4, 64, 14, 14)
+    x = draw(4, 64, 14, 14)
     w1, w3, w7 = draw(64, 64, 1, 1), draw(64, 64, 3, 3), draw(64, 1, 7, 7)
     output, indices = torch.nn.functional.max_pool2d(x, 3, 2, 1, return_indices=True)
     mean = torch.nn.functional.adaptive_avg_pool2d(x, 1)
 
-    def conv(weight: torch.Tensor, mask: list[bool], groups: int = 1) -> Call:
-        pad = weight.shape[2] // 2
+    def conv(weight: torch.Tensor, mask: list[bool], groups: int = 1, x: torch.Tensor = x) -> Call:
+        pad, like = weight.shape[2] // 2, torch.ones_like(x)
         rest = [1, 1], [pad, pad], [1, 1], False, [0, 0], groups, mask
-        return lambda: ATEN.convolution_backward(y, x, weight, [64], *rest)
+        return lambda: ATEN.convolution_backward(like, x, weight, [len(weight)], *rest)
+
+    large = draw(16, 256, 28, 28)
 
     window = [3, 3], [2, 2], [1, 1]
     return {
@@ -54,6 +57,7 @@ def calls(device: str = "cuda") -> dict[str, Call]:
         "conv 1x1": conv(w1, [True, True, False]),
         "conv 3x3": conv(w3, [True, True, False]),
         "conv 3x3, with bias": conv(w3, [True, True, True]),
+        "long conv 3x3, with bias": conv(draw(256, 256, 3, 3), [True, True, True], x=large),
         "conv 7x7 depthwise": conv(w7, [True, True, False], 64),
         "max_pool2d 3x3": lambda: ATEN.max_pool2d_with_indices_backward(
             output, x, *window, [1, 1], False, indices

@@ -9,10 +9,12 @@ CPU. Prints a line for each layer, operation and dtype, the slowest kind first, 
 
 A kind is what one operand of a layer holds (a pool's input, else grad_output, or the forward's
 input): finite normal numbers; one NaN or one infinity among them; an image of them; nothing else;
-an image of subnormals; subnormals alone. `ratio` is its time over that of finite data. All kinds
-are measured in turn, in several rounds, and the least counts. On the GPU times are medians of a
-graph's replays, as `bench_gpu` takes them; on the CPU they are CPU times of one thread, which other
-programs on the machine hardly change. `float32, high` is TF32; the CPU has one precision.
+an image of subnormals; subnormals alone; in the last image of each channel one finite value very
+much larger than all others (the input's last image is zero, so sums without it stay small).
+`ratio` is its time over that of finite data. All kinds are measured in turn, in several rounds, and
+the least counts. On the GPU times are medians of a graph's replays, as `bench_gpu` takes them; on
+the CPU they are CPU times of one thread, which other programs on the machine hardly change.
+`float32, high` is TF32; the CPU has one precision.
 `--over` measures only layers, operations and dtypes again of which a stored ratio is greater.
 """
 
@@ -46,6 +48,7 @@ KINDS = (
     "all Inf",
     "subnormal image",
     "all subnormal",
+    "outliers",
 )
 # One or two of a class, in what its kernels differ: taps, strides, how a sum is split.
 LAYERS = (
@@ -110,7 +113,7 @@ def lines_of(of: Mapping[str, Any], times: Mapping[str, float], samples: int) ->
 
 
 def spoiler_on_gpu(tensor: Any) -> Spoil:
-    """Fills a tensor of PyTorch's with a kind of data, in place."""
+    """Fills a channels-last tensor of PyTorch's with a kind of data, in place."""
     import torch
 
     finite = tensor.clone()
@@ -127,6 +130,8 @@ def spoiler_on_gpu(tensor: Any) -> Spoil:
             tensor[0].copy_(subnormal[0])
         elif kind == "all subnormal":
             tensor.copy_(subnormal)
+        elif kind == "outliers":
+            tensor[-1, 1, 1] = torch.finfo(tensor.dtype).max / 8
         elif kind.endswith("image"):
             tensor[0] = value
         elif kind.startswith("all"):
@@ -174,6 +179,9 @@ def on_gpu(given: argparse.Namespace) -> Iterator[Line]:
     for each in wanted:
         for of, case, plan in cases(*each):
             spoilt = case.tensors[spoilt_of(of["class"], case.problem.inputs)]
+            given_x = case.tensors.get("input")
+            if given_x is not None and given_x is not spoilt:
+                given_x[-1] = 0
             # Kept: a recording frees what nothing holds.
             tensors = {**case.tensors, **outputs_of(case)}
             run = bench.ours(plan, tensors)
@@ -199,10 +207,12 @@ CPU_LAYERS: tuple[tuple[str, int, int, int, int, int, int], ...] = (
 )
 
 
-def spoiler_on_cpu(array: np.ndarray[Any, Any]) -> Spoil:
+def spoiler_on_cpu(array: np.ndarray[Any, Any], layout: str) -> Spoil:
     """Fills an array with a kind of data, in place."""
     finite = array.copy()
-    tiny = float(ml_dtypes.finfo(array.dtype).smallest_normal)  # type: ignore[no-untyped-call]
+    limits = ml_dtypes.finfo(array.dtype)  # type: ignore[no-untyped-call]
+    tiny = float(limits.smallest_normal)
+    channels = array[-1, 1, 1] if layout == "NHWC" else array[-1, :, 1, 1]
     some = np.random.default_rng(1).integers(1, 2**7, array.shape)
     subnormal = (some * (tiny / 2**7)).astype(array.dtype)
 
@@ -215,6 +225,8 @@ def spoiler_on_cpu(array: np.ndarray[Any, Any]) -> Spoil:
             array[0] = subnormal[0]
         elif kind == "all subnormal":
             array[...] = subnormal
+        elif kind == "outliers":
+            channels[...] = float(limits.max) / 8
         elif kind.endswith("image"):
             array[0] = value
         elif kind.startswith("all"):
@@ -248,6 +260,8 @@ def on_cpu(given: argparse.Namespace) -> Iterator[Line]:
                     return of.standard_normal((n, h, w, c) if last else (n, c, h, w)).astype(dtype)
 
                 x, y = draw(4, c, size, size), draw(4, k, out, out)
+                if kind != "pool":
+                    x[-1] = 0
                 weight = draw(k, c // groups, kernel, kernel)
                 params: dict[str, Any] = {
                     "stride": stride,
@@ -279,7 +293,7 @@ def on_cpu(given: argparse.Namespace) -> Iterator[Line]:
                     of |= {"dtype": dtype, "layout": layout}
                     if not given.wants({**of, **where}):
                         continue
-                    spoil = spoiler_on_cpu(tensors[spoilt_of(kind, tensors)])
+                    spoil = spoiler_on_cpu(tensors[spoilt_of(kind, tensors)], layout)
                     times = times_by_kind(spoil, seconds, rounds)
                     yield from lines_of({**of, **where}, times, rounds)
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -35,6 +35,7 @@ REST = [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
 state: dict[str, Any] = {"context": CONTEXT, "stream": STREAM, "capturing": 0, "status": 0}
 hooks: dict[str, Callable[..., int]] = {}  # instead of the state, for threads
 launched: list[tuple[int, int]] = []  # stream, address of the kernel's structure
+set_anew: list[int] = []  # nodes of a graph
 
 
 def write(at: int, value: int, kind: Any = POINTER) -> int:
@@ -48,6 +49,32 @@ def note(config: int, _: int, arguments: int, __: int) -> int:
     block = POINTER.from_address(arguments).value or 0
     launched.append((launch_plan.LaunchConfig.from_address(config).stream, block))
     return int(state["status"])
+
+
+class Graph:
+    """Stands for a `LaunchGraph`: its nodes are the kernels' places in it."""
+
+    made: ClassVar[list[Graph]] = []
+    alive = 0
+
+    def __init__(self, _: Any, kernels: Sequence[Any], __: Any, after: list[int | None]) -> None:
+        self.after = after
+        self.kernels, self.nodes = kernels, list(range(1, 1 + len(kernels)))
+        self.made.append(self)
+        self.address = len(self.made)
+
+    @classmethod
+    def set_kernel(cls, graph: int, node: int, kernel: int) -> int:
+        assert ctypes.addressof(cls.made[graph - 1].kernels[node - 1]) == kernel
+        set_anew.append(node)
+        return 0
+
+    @classmethod
+    def launch(cls, graph: int, stream: int | None) -> int:
+        config = launch_plan.LaunchConfig(stream=stream)
+        for kernel in cls.made[graph - 1].kernels:
+            status = note(ctypes.addressof(config), 0, kernel.arguments, 0)
+        return status
 
 
 def functions() -> list[Any]:
@@ -65,6 +92,8 @@ def functions() -> list[Any]:
         made(3, lambda *_: 0),
         made(2, lambda _, at: write(at, state["capturing"], ctypes.c_int)),
         made(1, lambda at: write(at, state["context"])),
+        made(3, Graph.set_kernel),
+        made(2, Graph.launch),
         made(2, lambda _, at: write(at, hooks.get("stream", lambda: state["stream"])())),
     ]
 
@@ -112,6 +141,8 @@ def install(device: Device) -> list[Any]:
     tensor_maps._driver_version = lambda: tensor_maps.OLD_DRIVER + 1
     attributed_launch._launcher = lambda: lambda *_: 0
     launch_plan._current_context = lambda: CONTEXT
+    patched: Any = launch_plan
+    patched.LaunchGraph, patched._driver = Graph, lambda: None
     cuda.capture_id = lambda _: state["capturing"]
     _local.find_executor = lambda: lambda *_: device
     _local._Launch, _local.ALIGNMENT_BYTES = launch_on_cpu, 16
@@ -121,10 +152,10 @@ def install(device: Device) -> list[Any]:
     _local._empty = torch._C._dynamo.guards._empty_strided_cpu
     kept = functions()
     addresses = [ctypes.cast(each, POINTER).value or 0 for each in kept]
-    driver = launch_plan.Driver(*addresses[:7])
+    driver = launch_plan.Driver(*addresses[:9])
     own = _front._functions({})["aoti_torch_cpu_convolution_backward"]
     symbols = {
-        "aoti_torch_get_current_cuda_stream": addresses[7],
+        "aoti_torch_get_current_cuda_stream": addresses[9],
         "aoti_torch_cuda_convolution_backward": ctypes.cast(own, POINTER).value or 0,
     }
     _use._override_once()
@@ -223,12 +254,21 @@ def main() -> None:
         _, blocks = answered(lambda: backward(first))
         assert not blocks, "the first call is Python's"
         for tensors in (first, second, first):
+            set_anew.clear()
             results, blocks = answered(lambda tensors=tensors: backward(tensors))
+            assert tensors is not second or set_anew == [1, 2], "both kernels' tensors moved"
             assert results[2] is None or not results[2].numel()
             check_arguments(device.prepared[0], tensors, results, blocks)
             assert [each.stride() for each in results[:2]] == [each.stride() for each in own[:2]]
         assert ours.report(reset=True).rows[0].calls == 4
         assert not ours.report().rows
+
+        large = draw(16, 256, 28, 28), draw(16, 256, 28, 28), draw(256, 256, 3, 3)
+        for answers in (0, 1):
+            assert bool(answered(lambda: backward(large))[1]) == bool(answers)
+        assert Graph.made[0].after == [None, 0]
+        assert Graph.made[-1].after.count(None) == 2, "long kernels run side by side"
+        _ = ours.report(reset=True)
 
         state["stream"] = 6  # another stream has zeros of its own, so it is remembered apart
         assert [len(answered(lambda: backward(first))[1]) for _ in range(2)] == [0, len(blocks)]

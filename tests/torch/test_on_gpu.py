@@ -97,6 +97,46 @@ def test_a_cuda_graph_replays_what_eager_computes(local: ours.Local) -> None:
             assert torch.equal(a, b)
 
 
+def test_large_1x1_layers_side_by_side(local: ours.Local) -> None:
+    """Both gradients' kernels run at the same time, each on half of the GPU."""
+
+    def draw(*shape: int) -> torch.Tensor:
+        tensor = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+        return tensor.to(memory_format=torch.channels_last)
+
+    y, x, w = draw(32, 256, 56, 56), draw(32, 64, 56, 56), draw(256, 64, 1, 1)
+    rest = [0], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, False]
+    wanted = torch.ops.aten.convolution_backward(y.float(), x.float(), w.float(), *rest)
+    with ours.use(local, fallback=False):
+        every = [torch.ops.aten.convolution_backward(y, x, w, *rest) for _ in range(3)]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            every.append(torch.ops.aten.convolution_backward(y, x, w, *rest))
+    graph.replay()
+    for found in every:
+        assert_near([each.float() for each in found[:2]], list(wanted[:2]), 1e-2)
+        assert all(torch.equal(a, b) for a, b in zip(found[:2], every[0][:2], strict=True))
+
+
+def test_any_number_of_graphs(local: ours.Local) -> None:
+    """Each capture has counters of its own, and may have to allocate them."""
+    x = torch.randn(2, 64, 14, 14, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(64, 64, 3, 3, device="cuda", dtype=torch.bfloat16)
+    rest = [64], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, True]
+    graphs = []
+    with ours.use(local, fallback=False):
+        wanted = torch.ops.aten.convolution_backward(x, x, w, *rest)
+        for _ in range(90):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                found = torch.ops.aten.convolution_backward(x, x, w, *rest)
+            graphs.append((graph, found))
+    for graph, found in graphs:
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 @pytest.mark.parametrize("channels", [64, 40, 256])
 @pytest.mark.parametrize("kernel", [1, 3])
 def test_tensors_at_other_addresses(local: ours.Local, channels: int, kernel: int) -> None:
@@ -129,9 +169,10 @@ def test_prepared_calls_are_answered_without_python(local: ours.Local, dtype: to
     x = torch.randn(4, 48, 20, 20, device="cuda", dtype=dtype, requires_grad=True)
     layer = nn.Conv2d(48, 48, 3, padding=1, device="cuda", dtype=dtype)
     backend: Any = local
+    grad = torch.randn_like(layer(x))  # no view that would be copied
 
     def backward() -> torch.Tensor:
-        (found,) = torch.autograd.grad(layer(x).sum(), x)
+        (found,) = torch.autograd.grad(layer(x), x, grad)
         return found
 
     wanted = backward()

@@ -54,12 +54,13 @@ _FUNCTIONS = (
 )
 # Before PyTorch 2.13 the receiver of an optional value frees it by C++'s operator delete.
 _DELETE = "_ZdlPv"
+_DRIVER_FUNCTIONS = 9
 _MOST_ARGUMENTS, _MOST_INPUTS, _MOST_OUTPUTS, _MOST_DIMS = 16, 8, 3, 5
 
 
 class _Settings(ctypes.Structure):
     _fields_ = (
-        ("driver", _POINTER * 7),
+        ("driver", _POINTER * _DRIVER_FUNCTIONS),
         ("torch", _POINTER * len(_FUNCTIONS)),
         ("device_type", _I32),
         ("uint8_dtype", _I32),
@@ -147,7 +148,7 @@ class Front:
             for name in _FUNCTIONS
         ]
         settings = _Settings(
-            (_POINTER * 7).from_buffer_copy(driver),
+            (_POINTER * _DRIVER_FUNCTIONS).from_buffer_copy(driver),
             (_POINTER * len(_FUNCTIONS))(*addresses),
             value[f"device_type_{key.lower()}"],
             value["dtype_uint8"],

@@ -43,7 +43,6 @@ from convgrad_service.engine.request import (
 from convgrad_service.engine.scheduling.quotas import NO_LIMITS, Ticket
 from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.engine.shm.stored import TensorStore, stored_fields
-from convgrad_service.engine.telemetry.record import Record, Timings
 from convgrad_service.problems import Problem, problem_from
 
 __all__ = ["Pipeline", "Transport"]
@@ -300,23 +299,6 @@ class Pipeline:
                 lease.retain()
                 future.add_done_callback(lease.release)
         return await asyncio.shield(future)
-
-    def observe(
-        self,
-        operation: str,
-        transport: str,
-        code: str,
-        timings: Timings,
-        *,
-        received_bytes: int,
-        sent_bytes: int,
-        key: str = "",
-    ) -> None:
-        """Count a finished request; see `Record`."""
-        times = timings.total_s, timings.stages_s
-        sizes = received_bytes, sent_bytes
-        work = timings.flops, timings.compulsory_bytes
-        self.engine.observe(Record(operation, transport, code, *times, *sizes, *work, key))
 
     def close(self) -> None:
         """Refuse new requests and end the codec threads."""

@@ -51,7 +51,7 @@ class ComputeRequest:
         None until the transport has read the request's head, if that names it.
     counts_receiving
         Whether ``deadline`` includes receiving the body, as it does if the client set it.
-        Otherwise it starts anew once the body has been received.
+        Otherwise it starts again once the body has been received.
     submitted
         Called with the job's handle once it is queued.
     body_bytes

@@ -43,7 +43,7 @@ def inflated(message: bytes, max_bytes: int) -> bytes:
         raise MalformedRequest(f"the compressed message cannot be read: {error}") from None
     if len(found) > max_bytes:
         raise PayloadTooLarge(
-            f"the message has more than {max_bytes:,} bytes once inflated, the most that is taken"
+            f"the message has more than {max_bytes:,} bytes once inflated, the maximum"
         )
     if not inflating.eof or inflating.unused_data:
         raise MalformedRequest("the compressed message is not complete, or more follows its end")

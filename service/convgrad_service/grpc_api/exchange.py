@@ -17,7 +17,6 @@ from convgrad.errors import CODES, DeadlineExceeded, Internal, ServiceError
 from convgrad_service.engine.hub import Engine
 from convgrad_service.engine.telemetry.access_log import access as _access
 from convgrad_service.engine.telemetry.access_log import log_exchange
-from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.telemetry.request_context import TRACE_HEADERS, RequestContext
 from convgrad_service.engine.telemetry.tracing import Traces
 from convgrad_service.error_frames import without_frames
@@ -144,20 +143,7 @@ class Exchanges:
     def record(self, method: str, context: RequestContext) -> None:
         """Log and count a call that has ended."""
         if context.operation is not None or context.code in KEY_REFUSALS:
-            self._engine.observe(
-                Record(
-                    context.operation or "",
-                    "grpc",
-                    context.code,
-                    context.timings.total_s,
-                    context.timings.stages_s,
-                    context.received_bytes,
-                    context.sent_bytes,
-                    flops=context.timings.flops,
-                    compulsory_bytes=context.timings.compulsory_bytes,
-                    key=context.owner,
-                )
-            )
+            self._engine.observe(context.record("grpc"))
         if self._traces is not None:
             status = _status(context.code)
             attributes = {

@@ -77,7 +77,7 @@ def read_infer_request(body: bytes) -> InferRequest:
     try:
         parsed = _RequestMessage.FromString(rest)
     except DecodeError:
-        raise MalformedRequest("the message is no ModelInferRequest") from None
+        raise MalformedRequest("the message is not a ModelInferRequest") from None
     operation = operation_named(parsed.model_name, parsed.model_version)
     reserved = separated(_parameters(parsed.parameters))
     spans = iter(raw) if raw else None

@@ -78,7 +78,7 @@ class Arrivals:
         """
         if not self.streams.take(call):
             raise Overloaded(
-                f"{self.streams.count} streams are open, and no more may be",
+                f"{self.streams.count} streams are open, the maximum",
                 retry_after_s=RETRY_AFTER_S,
             )
         try:
@@ -125,7 +125,7 @@ class Arrivals:
 
 
 class Held:
-    """The bytes of a message, counted until `release` or the end of the ``with`` block."""
+    """The bytes of a message, counted until `release`."""
 
     def __init__(self, arrivals: Arrivals, size_bytes: int) -> None:
         self._arrivals, self._size_bytes = arrivals, size_bytes
@@ -134,12 +134,6 @@ class Held:
         """Stop counting the message; may be called again."""
         self._arrivals.held_bytes -= self._size_bytes
         self._size_bytes = 0
-
-    def __enter__(self) -> Held:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
 
 class _Arrival:
@@ -162,7 +156,7 @@ class _Arrival:
         if not permits.take(self._call):
             self._call.cut(
                 Overloaded(
-                    f"{permits.count} messages are on their way in, and no more may be",
+                    f"{permits.count} messages are being received, the maximum",
                     retry_after_s=RETRY_AFTER_S,
                 )
             )

@@ -50,4 +50,4 @@ def parsed(body: bytes, message_class: Any) -> Any:
     try:
         return message_class.FromString(body)
     except DecodeError:
-        raise MalformedRequest(f"the message is no {message_class.DESCRIPTOR.name}") from None
+        raise MalformedRequest(f"the message is not a {message_class.DESCRIPTOR.name}") from None

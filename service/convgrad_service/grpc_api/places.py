@@ -34,10 +34,10 @@ def larger_share(held: Mapping[Call, int], newcomer: Call, size: int) -> list[Ca
 
 
 class Places:
-    """Places of calls. When all are taken, a newcomer may take one from another call:
+    """Places of calls; when all are taken, a newcomer may displace another call.
 
-    from the one that has been idle longest, if that is ``patience_s`` or more; otherwise from the
-    client that has most of them, if it has more than the newcomer's then would.
+    That is the call that has been idle longest, if for ``patience_s`` or more; otherwise one of the
+    client that has most places, if it has more than the newcomer's client then would.
     """
 
     def __init__(self, count: int, patience_s: float, idle: str) -> None:

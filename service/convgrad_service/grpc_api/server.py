@@ -41,11 +41,7 @@ class GrpcServer:
         keys = KeyRing(settings.api_keys, settings.key_limits) if settings.api_keys else None
         self._traces = traces_to(settings.otlp_endpoint) if settings.otlp_endpoint else None
         self._exchanges = Exchanges(pipeline.engine, settings, keys, self._traces)
-        memory = SharedMemory(
-            pipeline.engine,
-            system=settings.system_shared_memory,
-            cuda=settings.cuda_shared_memory,
-        )
+        memory = SharedMemory(pipeline.engine, settings)
         infer = InferMethods(pipeline, settings, self._exchanges, memory)
         describing = DescribingMethods(pipeline, memory, settings.service_name)
         self._health = HealthMethods(pipeline, self._exchanges)

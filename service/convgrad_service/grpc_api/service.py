@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, get_args
 
 from google.protobuf.json_format import ParseDict
 
@@ -21,7 +23,7 @@ from convgrad_service.oip.models import (
     repository_index,
     server_metadata,
 )
-from convgrad_service.oip.shared_memory import Registration, SharedMemory
+from convgrad_service.oip.shared_memory import Kind, Registration, SharedMemory
 from convgrad_service.oip.statistics import model_statistics
 
 __all__ = ["DescribingMethods"]
@@ -37,7 +39,7 @@ class DescribingMethods:
     ) -> None:
         self._pipeline, self._service_name = pipeline, service_name
         self._memory = shared_memory
-        self.methods: Mapping[str, Method] = {
+        self.methods: dict[str, Method] = {
             "ServerLive": self._server_live,
             "ServerReady": self._server_ready,
             "ServerMetadata": self._server_metadata,
@@ -48,13 +50,13 @@ class DescribingMethods:
             "RepositoryIndex": self._repository_index,
             "RepositoryModelLoad": self._refuse_control,
             "RepositoryModelUnload": self._refuse_control,
-            "SystemSharedMemoryStatus": self._system_status,
-            "SystemSharedMemoryRegister": self._system_register,
-            "SystemSharedMemoryUnregister": self._system_unregister,
-            "CudaSharedMemoryStatus": self._cuda_status,
-            "CudaSharedMemoryRegister": self._cuda_register,
-            "CudaSharedMemoryUnregister": self._cuda_unregister,
         }
+        for kind in get_args(Kind):
+            self.methods |= {
+                f"{kind.title()}SharedMemoryStatus": partial(self._region_status, kind),
+                f"{kind.title()}SharedMemoryRegister": partial(self._register_region, kind),
+                f"{kind.title()}SharedMemoryUnregister": partial(self._unregister_region, kind),
+            }
 
     async def _server_live(self, _: Any, __: str) -> Any:
         try:
@@ -82,7 +84,7 @@ class DescribingMethods:
     async def _model_metadata(self, request: Any, __: str) -> Any:
         operation = operation_named(request.name, request.version)
         answer = message("ModelMetadataResponse")()
-        return ParseDict(model_metadata(operation.name).as_json(), answer)
+        return ParseDict(model_metadata(operation.name), answer)
 
     async def _model_config(self, request: Any, __: str) -> Any:
         operation = operation_named(request.name, request.version)
@@ -112,47 +114,29 @@ class DescribingMethods:
     async def _refuse_control(self, _: Any, __: str) -> Any:
         raise UnsupportedProblem("models are this server's operations: none is loaded or unloaded")
 
-    async def _system_status(self, request: Any, owner: str) -> Any:
-        answer = message("SystemSharedMemoryStatusResponse")()
-        for found in await self._memory.status(owner, "system", request.name):
+    async def _region_status(self, kind: Kind, request: Any, owner: str) -> Any:
+        answer = _shared_memory_response(kind, "Status")
+        for found in await self._memory.status(owner, kind, request.name):
             region = answer.regions[found.name]
-            region.name, region.key = found.name, found.key
-            region.offset, region.byte_size = found.offset, found.size_bytes
+            region.name, region.byte_size = found.name, found.size_bytes
+            if kind == "cuda":
+                region.device_id = found.device
+            else:
+                region.key, region.offset = found.key, found.offset
         return answer
 
-    async def _system_register(self, request: Any, owner: str) -> Any:
-        region = Registration(
-            "system", request.name, request.byte_size, request.offset, key=request.key
-        )
+    async def _register_region(self, kind: Kind, request: Any, owner: str) -> Any:
+        region = Registration(kind, request.name, request.byte_size)
+        if kind == "cuda":
+            region = replace(region, handle=request.raw_handle, device=request.device_id)
+        else:
+            region = replace(region, key=request.key, offset=request.offset)
         await self._memory.register(owner, region)
-        return message("SystemSharedMemoryRegisterResponse")()
+        return _shared_memory_response(kind, "Register")
 
-    async def _system_unregister(self, request: Any, owner: str) -> Any:
-        await self._memory.unregister(owner, "system", request.name)
-        return message("SystemSharedMemoryUnregisterResponse")()
-
-    async def _cuda_status(self, request: Any, owner: str) -> Any:
-        answer = message("CudaSharedMemoryStatusResponse")()
-        for found in await self._memory.status(owner, "cuda", request.name):
-            region = answer.regions[found.name]
-            region.name, region.device_id = found.name, found.device
-            region.byte_size = found.size_bytes
-        return answer
-
-    async def _cuda_register(self, request: Any, owner: str) -> Any:
-        region = Registration(
-            "cuda",
-            request.name,
-            request.byte_size,
-            handle=request.raw_handle,
-            device=request.device_id,
-        )
-        await self._memory.register(owner, region)
-        return message("CudaSharedMemoryRegisterResponse")()
-
-    async def _cuda_unregister(self, request: Any, owner: str) -> Any:
-        await self._memory.unregister(owner, "cuda", request.name)
-        return message("CudaSharedMemoryUnregisterResponse")()
+    async def _unregister_region(self, kind: Kind, request: Any, owner: str) -> Any:
+        await self._memory.unregister(owner, kind, request.name)
+        return _shared_memory_response(kind, "Unregister")
 
     def _not_ready(self) -> str | None:
         """Return why the server is not ready, or None."""
@@ -161,3 +145,7 @@ class DescribingMethods:
         except DeviceUnavailable as error:
             return error.detail
         return None
+
+
+def _shared_memory_response(kind: Kind, method: str) -> Any:
+    return message(f"{kind.title()}SharedMemory{method}Response")()

@@ -22,20 +22,28 @@ from convgrad_service.http_api.catalogue import catalogue
 from convgrad_service.http_api.context import context_of
 from convgrad_service.http_api.cors import with_cors
 from convgrad_service.http_api.docs import add_docs
-from convgrad_service.http_api.examinations import PlanEndpoint, TimeEndpoint, VerifyEndpoint
+from convgrad_service.http_api.examinations import PlanTransport, TimeTransport, VerifyTransport
 from convgrad_service.http_api.health import health_router
 from convgrad_service.http_api.layer_words import answer_layers
 from convgrad_service.http_api.middleware import ExchangeMiddleware
 from convgrad_service.http_api.oip_routes import add_oip
 from convgrad_service.http_api.openapi import install_openapi
-from convgrad_service.http_api.operations import OperationEndpoint
+from convgrad_service.http_api.operations import OperationTransport
 from convgrad_service.http_api.page import add_page
 from convgrad_service.http_api.problem_details import from_http_exception, problem_details
 from convgrad_service.http_api.stored_tensors import stored_routes
+from convgrad_service.http_api.transport import Endpoint, HttpTransport
 from convgrad_service.security.keys import KeyRing
 from convgrad_service.server.settings import Settings
 
 __all__ = ["app_on", "management_app"]
+
+_COMPUTING: tuple[tuple[Mapping[str, Operation], str, type[HttpTransport]], ...] = (
+    (OPERATIONS, "POST", OperationTransport),
+    (VERIFICATIONS, "POST", VerifyTransport),
+    (TIMINGS, "POST", TimeTransport),
+    (PLANS, "GET", PlanTransport),
+)
 
 
 def app_on(
@@ -67,19 +75,24 @@ def app_on(
     )
     app.state.pipeline = pipeline
     app.state.settings = settings
-    endpoints: dict[str, tuple[ASGIApp, Mapping[str, str]]] = {}
-    for operation in OPERATIONS.values():
-        endpoint = OperationEndpoint(operation, pipeline, settings)
-        path = f"/{operation.name}"
-        endpoints[path] = endpoint, {}
-        app.router.routes.append(Route(path, endpoint, methods=["POST"], name=operation.name))
-
-    endpoints.update(add_examinations(app, pipeline, settings))
+    endpoints: dict[str, ASGIApp] = {}
+    for operations_of, method, transport in _COMPUTING:
+        for operation in operations_of.values():
+            endpoint = Endpoint(transport, operation, pipeline, settings)
+            path = f"/{operation.name}"
+            if method == "POST":
+                endpoints[path] = endpoint
+            app.router.routes.append(Route(path, endpoint, methods=[method], name=operation.name))
+    app.router.routes.append(Route("/layers", answer_layers, methods=["GET"], name="layers"))
 
     # The catalogue never changes while the server runs.
     described = catalogue(pipeline, settings)
 
-    @app.get("/operations", tags=["operations"], summary="What each operation takes and gives.")
+    @app.get(
+        "/operations",
+        tags=["operations"],
+        summary="Describe all operations.",
+    )
     async def operations() -> JSONResponse:
         return JSONResponse(described)
 
@@ -96,32 +109,10 @@ def app_on(
     app.add_exception_handler(HTTPException, _answer_http_exception)
     keys = KeyRing(settings.api_keys, settings.key_limits) if settings.api_keys else None
     inner = partial(FastAPI.__call__, app)
-    cors = settings.cors_origins is not None
-    app.exchange = ExchangeMiddleware(inner, pipeline, keys, traces, endpoints, wrapped=cors)
+    app.exchange = ExchangeMiddleware(inner, pipeline, keys, traces, endpoints)
     if settings.cors_origins is not None:
         app.exchange = with_cors(app.exchange, settings.cors_origins)
     return app
-
-
-def add_examinations(
-    app: FastAPI, pipeline: Pipeline, settings: Settings
-) -> dict[str, tuple[ASGIApp, Mapping[str, str]]]:
-    """Add ``/verify``, ``/time``, ``/plan`` and ``/layers``; return the POST endpoints."""
-    endpoints: dict[str, tuple[ASGIApp, Mapping[str, str]]] = {}
-    kinds: tuple[tuple[Mapping[str, Operation], str, Callable[..., ASGIApp]], ...] = (
-        (VERIFICATIONS, "POST", VerifyEndpoint),
-        (TIMINGS, "POST", TimeEndpoint),
-        (PLANS, "GET", PlanEndpoint),
-    )
-    for operations, method, endpoint_of in kinds:
-        for operation in operations.values():
-            endpoint = endpoint_of(operation, pipeline, settings)
-            path = f"/{operation.name}"
-            if method == "POST":
-                endpoints[path] = endpoint, {}
-            app.router.routes.append(Route(path, endpoint, methods=[method], name=operation.name))
-    app.router.routes.append(Route("/layers", answer_layers, methods=["GET"], name="layers"))
-    return endpoints
 
 
 def management_app(pipeline: Pipeline) -> FastAPI:

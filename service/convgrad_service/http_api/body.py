@@ -8,22 +8,25 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope
 
 from convgrad.errors import MalformedRequest, PayloadTooLarge, RequestTimeout
+from convgrad_service.engine.execution import Execution, Filler, Source
 from convgrad_service.engine.hub import Engine
 from convgrad_service.engine.memory.lease import Lease, leased
 from convgrad_service.engine.options import MAX_TRANSFER_S
+from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import SMALL_BYTES, ClientGone
+from convgrad_service.engine.telemetry.record import Timings
 from convgrad_service.http_api.connection import Connection, connection_of
 from convgrad_service.http_api.context import context_of
 from convgrad_service.server.settings import Settings
 
-__all__ = ["Body", "BodyLimits", "Text", "small_body"]
+__all__ = ["Body", "BodyLimits", "Text", "TextReader", "small_body"]
 
 # A smaller rest of a body arrives in one part anyway.
 _LANDING_BYTES = 128 * 1024
@@ -279,6 +282,36 @@ class Body:
                 f"{self.received_bytes:,} bytes of the body came in {took_s:.1f} s; this server "
                 f"waits for no less than {limits.min_bytes_per_s:,.0f} bytes a second"
             )
+
+
+class TextReader:
+    """See `Reader`: the whole body lies in the arena until its tensors have been read from it."""
+
+    def __init__(self, content_type: str) -> None:
+        self._content_type = content_type
+        self._text = Text(memoryview(b""))
+        self._fillers: dict[str, Filler] = {}
+
+    async def head(self, body: Body, pipeline: Pipeline) -> Hashable | None:
+        self._text = await body.whole(pipeline.engine)
+        return None
+
+    @property
+    def body_lease(self) -> Lease | None:
+        return self._text.lease
+
+    @property
+    def decodes_inline(self) -> bool:
+        return self._text.lease is None
+
+    async def fill(self, body: Body, execution: Execution, timings: Timings) -> None:
+        sources: dict[str, Source] = {**execution.request.tensors(), **self._fillers}
+        with timings.stage("decode"):
+            await execution.fill(sources, body_lease=self._text.lease)
+        self.close()
+
+    def close(self) -> None:
+        self._text.release()
 
 
 async def small_body(request: Request, settings: Settings, max_bytes: int) -> bytes:

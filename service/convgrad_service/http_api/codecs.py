@@ -12,18 +12,12 @@ from convgrad.contract import Operation, Report, Request
 from convgrad.errors import MalformedRequest
 from convgrad.wire import safetensors
 from convgrad.wire.shapes import data_view, dtype_of
-from convgrad_service.engine.execution import (
-    Execution,
-    Filler,
-    ResponseTemplate,
-    Source,
-    split_at,
-)
+from convgrad_service.engine.execution import Execution, ResponseTemplate, split_at
 from convgrad_service.engine.memory.lease import Lease
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import SMALL_BYTES, Fields, Result, blank
 from convgrad_service.engine.telemetry.record import Timings
-from convgrad_service.http_api.body import Body, Text
+from convgrad_service.http_api.body import Body, TextReader
 from convgrad_service.http_api.json_answer import (
     json_answer,
     refuse_endless_values,
@@ -164,37 +158,12 @@ class _SafetensorsReader:
         """Do nothing: no resources are held."""
 
 
-class _JsonReader:
-    """Holds the text in the arena until its base64 has been decoded into the inputs' memory."""
-
-    def __init__(self, content_type: str) -> None:
-        self._text = Text(memoryview(b""))
-        self._fillers: dict[str, Filler] = {}
-
-    async def head(self, body: Body, pipeline: Pipeline) -> Hashable | None:
-        self._text = await body.whole(pipeline.engine)
-        return None
-
-    @property
-    def body_lease(self) -> Lease | None:
-        return self._text.lease
-
-    @property
-    def decodes_inline(self) -> bool:
-        return self._text.lease is None
+class _JsonReader(TextReader):
+    """The base64 stays in the text until it is decoded into the inputs' memory."""
 
     def fields(self, operation: Operation) -> tuple[Fields, Any]:
         found, self._fillers = describe_json_request(self._text.data, operation)
         return found, None
-
-    async def fill(self, body: Body, execution: Execution, timings: Timings) -> None:
-        sources: dict[str, Source] = {**execution.request.tensors(), **self._fillers}
-        with timings.stage("decode"):
-            await execution.fill(sources, body_lease=self._text.lease)
-        self.close()
-
-    def close(self) -> None:
-        self._text.release()
 
 
 def _encode_json(execution: Execution, result: Result) -> Sequence[Chunk]:
@@ -220,8 +189,8 @@ def _encode_safetensors(execution: Execution, result: Result) -> Sequence[Chunk]
     store = result.request.store
     metadata = {"report": result.report.model_dump_json()}
     if store:
-        told = {name: stored_tensor(result.outputs[name], store[name]) for name in store}
-        metadata["stored"] = json.dumps(told)
+        stored = {name: stored_tensor(result.outputs[name], store[name]) for name in store}
+        metadata["stored"] = json.dumps(stored)
     sent = {name: array for name, array in result.outputs.items() if name not in store}
     if progress is None:
         return safetensors.encode(sent, metadata)

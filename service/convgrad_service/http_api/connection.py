@@ -5,7 +5,7 @@ Behind any other ASGI server they are missing, and bodies and answers are copied
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -38,20 +38,8 @@ class Connection(Protocol):
         """Return the body if it is complete and no part has been delivered yet; else None."""
         ...
 
-    async def answer(self, lines: bytes, body: Iterable[bytes | memoryview]) -> None:
-        """Send a whole 200 response in one write; ``lines`` are its header lines."""
-        ...
-
-    def close_after_answer(self) -> None:
-        """Close the connection once this exchange is answered, and say so in its headers."""
-        ...
-
     def watch(self, gone: Callable[[], None] | None) -> None:
         """Have ``gone`` called if the client closes the connection, until called with None."""
-        ...
-
-    def watched(self, gone: Callable[[], None]) -> AbstractContextManager[None]:
-        """Have ``gone`` called if the client closes the connection within the block."""
         ...
 
     def unbuffered(self) -> AbstractContextManager[None]:

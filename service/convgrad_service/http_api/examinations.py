@@ -10,8 +10,6 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import parse_qsl
 
-from starlette.types import Receive, Scope, Send
-
 from convgrad.contract import Operation, Request
 from convgrad.contract.base import parse_field, refuse_unknown
 from convgrad.contract.verification import Earlier
@@ -19,26 +17,24 @@ from convgrad.errors import MalformedRequest, Overloaded, ProblemTooLarge, Servi
 from convgrad.wire.sentences import shown
 from convgrad_service.engine.execution import Execution
 from convgrad_service.engine.hub import JobHandle, call_hub
-from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import Decoded, Result, blank
 from convgrad_service.engine.scheduling.quotas import Caller, KeyLimits, Ticket
 from convgrad_service.engine.submissions import Submissions
-from convgrad_service.http_api.codecs import BODY_FORMS, JSON
+from convgrad_service.http_api.codecs import JSON, BodyForm
 from convgrad_service.http_api.context import context_of
-from convgrad_service.http_api.negotiation import choose_accepted, match_content_type
+from convgrad_service.http_api.negotiation import choose_accepted
 from convgrad_service.http_api.problem_details import problem_details
-from convgrad_service.http_api.transport import HttpTransport
+from convgrad_service.http_api.transport import BodyTransport, HttpTransport
 from convgrad_service.oip.request import Region
 from convgrad_service.oip.shared_memory import SharedMemory
 from convgrad_service.problems import Problem
 from convgrad_service.problems.examinations import TimeIt, Verify
-from convgrad_service.server.settings import Settings
 
-__all__ = ["EVENT_STREAM", "PlanEndpoint", "TimeEndpoint", "VerifyEndpoint"]
+__all__ = ["EVENT_STREAM", "PlanTransport", "TimeTransport", "VerifyTransport"]
 
 EVENT_STREAM = "text/event-stream"
 # How often a waiting client is sent its queue position, if that has changed.
-_TELL_S = 0.2
+_POSITION_S = 0.2
 # How often it is sent something, so that no proxy closes the connection.
 _KEEP_ALIVE_S = 10.0
 # Bytes per element of a sample: values, magnitudes, their operands, and what is compared.
@@ -46,75 +42,36 @@ _REFERENCE_BYTES = 128
 _JSON_HEADERS = [(b"content-type", b"application/json"), (b"vary", b"accept")]
 
 
-class VerifyEndpoint:
-    """An ASGI application that answers ``POST /verify/<operation>``."""
+class _ExaminationTransport(BodyTransport):
+    """A body of any `BodyForm`, and an answer in JSON."""
 
-    def __init__(self, operation: Operation, pipeline: Pipeline, settings: Settings) -> None:
-        self.operation, self.pipeline, self.settings = operation, pipeline, settings
-        self.memory = SharedMemory(
-            pipeline.engine,
-            system=settings.system_shared_memory,
-            cuda=settings.cuda_shared_memory,
-        )
+    decodes_inline = False  # parsing a layer's notation takes a thread
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arguments = self.operation, self.pipeline, self.settings, scope, receive, send
-        transport = _VerifyTransport(self.memory, *arguments)
-        try:
-            await self.pipeline.run(transport.request, transport)
-        finally:
-            transport.close()
-
-
-class _BodyTransport(HttpTransport):
-    """See `Transport`: a body of any `BodyForm`, and an answer in JSON."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        content_type = self.headers.get(b"content-type")
-        self._form = BODY_FORMS[match_content_type(content_type, tuple(BODY_FORMS))]
-        self._reader = self._form.reader(content_type or "")
-        self._choose_answer(self.headers.get(b"accept", ""))
+    def _choose_forms(self, content_type: str | None, accept: str) -> BodyForm:
+        form = super()._choose_forms(content_type, accept)
+        self._choose_answer(accept)
+        return form
 
     def _choose_answer(self, accept: str) -> None:
         choose_accepted(accept, (JSON,), JSON)
 
     async def head(self) -> Hashable | None:
-        self._body = self.body(getattr(self._settings, self._form.limit))
-        await self._reader.head(self._body, self.pipeline)
+        await super().head()
         return None  # not cacheable: the answer depends on more than the head
 
-    @property
-    def body_lease(self) -> Any:  # type: ignore[override]
-        return self._reader.body_lease
-
-    @property
-    def decodes_inline(self) -> bool:  # type: ignore[override]
-        return False  # parsing a layer's notation takes a thread
-
     def decode(self) -> Decoded:
-        fields, notes = self._reader.fields(self.operation)
-        return Decoded(fields, refuse=self._refuse, notes=notes, repeatable=False)
+        return replace(super().decode(), refuse=self._refuse, repeatable=False)
 
     def _refuse(self, request: Request, problem: Problem) -> None:
         """Refuse a problem that would take too long, before anything is computed."""
 
-    async def fill(self, execution: Execution) -> None:
-        await self._reader.fill(self._body, execution, self.request.timings)
-
     async def send(self, execution: Execution, result: Result) -> None:
-        said = json.loads(result.job_result.words)
-        await self.respond(_JSON_HEADERS, [_text(said["answer"])])
-
-    def close(self) -> None:
-        """Release the body's memory."""
-        self._reader.close()
+        content = json.loads(result.job_result.words)
+        await self.respond(_JSON_HEADERS, [_text(content["answer"])])
 
 
-class _VerifyTransport(_BodyTransport):
-    def __init__(self, memory: SharedMemory, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._memory = memory
+class VerifyTransport(_ExaminationTransport):
+    """``POST /verify/<operation>``."""
 
     def decode(self) -> Decoded:
         decoded = super().decode()
@@ -125,17 +82,18 @@ class _VerifyTransport(_BodyTransport):
         for name in shared:
             if name not in self.operation.tensors or name in decoded.fields:
                 raise MalformedRequest(
-                    f"{named} names {shown(name)}; expected a tensor that is not sent besides: "
+                    f"{named} names {shown(name)}; expected a tensor that is not also sent: "
                     f"{', '.join(self.operation.tensors)}"
                 )
         blanks = {name: blank(each.shape, each.dtype, name=name) for name, each in shared.items()}
         regions = {
             name: Region(each.region, each.offset, each.size_bytes) for name, each in shared.items()
         }
+        memory = SharedMemory(self.pipeline.engine, self._settings)
         return replace(
             decoded,
             fields={**decoded.fields, **blanks},
-            regions=self._memory.parts(self.owner, regions),
+            regions=memory.parts(self.owner, regions),
         )
 
     def _refuse(self, request: Request, problem: Problem) -> None:
@@ -157,21 +115,21 @@ class _VerifyTransport(_BodyTransport):
             )
 
     async def send(self, execution: Execution, result: Result) -> None:
-        said = json.loads(result.job_result.words)
-        answer = said["answer"]
-        results = {name: (each[0], tuple(each[1])) for name, each in said["results"].items()}
+        content = json.loads(result.job_result.words)
+        answer = content["answer"]
+        results = {name: (each[0], tuple(each[1])) for name, each in content["results"].items()}
         request_id = self._context.request_id
         earlier = await call_hub(
-            self.pipeline.engine, Submissions.add, self.owner, said["key"], request_id, results
+            self.pipeline.engine, Submissions.add, self.owner, content["key"], request_id, results
         )
         for name, found in earlier.items():
-            told = Earlier(
+            described = Earlier(
                 equal=found[0],
                 request_id=found[1],
                 seconds_ago=found[2],
                 first_difference=found[3],
             )
-            answer["outputs"][name]["bits"]["earlier"] = told.model_dump(mode="json")
+            answer["outputs"][name]["bits"]["earlier"] = described.model_dump(mode="json")
         await self.respond(_JSON_HEADERS, [_text(answer)])
 
 
@@ -181,33 +139,16 @@ def _smaller(problem: Verify, share: float) -> str:
     return f"; a batch of {fits} instead of {problem.batch} would fit" if fits >= 1 else ""
 
 
-class TimeEndpoint:
-    """An ASGI application that answers ``POST /time/<operation>``, at once or with events."""
+class TimeTransport(_ExaminationTransport):
+    """``POST /time/<operation>``, answered at once or with events."""
 
-    def __init__(self, operation: Operation, pipeline: Pipeline, settings: Settings) -> None:
-        self.operation, self.pipeline, self.settings = operation, pipeline, settings
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arguments = self.operation, self.pipeline, self.settings, scope, receive, send
-        transport = _TimeTransport(*arguments)
-        try:
-            await self.pipeline.run(transport.request, transport)
-        except ServiceError as error:
-            if not transport.has_begun:
-                raise
-            await transport.fail(error)
-        finally:
-            transport.close()
-
-
-class _TimeTransport(_BodyTransport):
-    has_begun = False
-    """Whether the answer's status has been sent: what goes wrong from then on is an event."""
+    _has_begun = False
+    # Whether the answer's status has been sent: what goes wrong from then on is an event.
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._tickets: list[Ticket] = []
-        self._telling: asyncio.Task[None] | None = None
+        self._sending_events: asyncio.Task[None] | None = None
         self._begun = asyncio.Event()
         # The queue position last sent; None while running.
         self._place: int | None = -1
@@ -235,7 +176,7 @@ class _TimeTransport(_BodyTransport):
                 ticket = await self.pipeline.engine.acquire_ticket(caller)
             except Overloaded:
                 raise Overloaded(
-                    f"{most}{whose} timings wait or run already, and no more may", retry_after_s=5.0
+                    f"{most}{whose} timings are queued or running, the maximum", retry_after_s=5.0
                 ) from None
             self._tickets.append(ticket)
 
@@ -252,13 +193,13 @@ class _TimeTransport(_BodyTransport):
         decoded = super().decode()
         # The default budget is the server's limit.
         fields = {"budget_s": self._settings.timing_budget_s, **decoded.fields}
-        return Decoded(fields, refuse=decoded.refuse, notes=decoded.notes, repeatable=False)
+        return replace(decoded, fields=fields)
 
     def _submitted(self, job: JobHandle) -> None:
-        self.has_begun = True
-        self._telling = asyncio.ensure_future(self._tell(job))
+        self._has_begun = True
+        self._sending_events = asyncio.ensure_future(self._send_events(job))
 
-    async def _tell(self, job: JobHandle) -> None:
+    async def _send_events(self, job: JobHandle) -> None:
         """Begin the answer, and send the job's queue position whenever it changes."""
         try:
             await self._send(
@@ -288,7 +229,7 @@ class _TimeTransport(_BodyTransport):
             elif loop.time() - silent_since_s > _KEEP_ALIVE_S:
                 await self._more(b": waiting\n\n")
                 silent_since_s = loop.time()
-            await asyncio.sleep(_TELL_S)
+            await asyncio.sleep(_POSITION_S)
 
     async def _event(self, name: str, data: Any) -> None:
         await self._more(b"event: " + name.encode() + b"\ndata: " + _text(data) + b"\n\n")
@@ -296,27 +237,29 @@ class _TimeTransport(_BodyTransport):
     async def _more(self, body: bytes, *, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
-    async def _stop_telling(self) -> None:
-        if self._telling is not None:
+    async def _stop_events(self) -> None:
+        if self._sending_events is not None:
             await self._begun.wait()  # events need a status first
-            self._telling.cancel()
+            self._sending_events.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._telling
-            self._telling = None
+                await self._sending_events
+            self._sending_events = None
 
     async def send(self, execution: Execution, result: Result) -> None:
         if not self._streams_events:
             await super().send(execution, result)
             return
-        await self._stop_telling()
+        await self._stop_events()
         if self._place is not None:  # started and finished since the last check
             await self._event("running", {})
         await self._event("result", json.loads(result.job_result.words)["answer"])
         await self._more(b"", more=False)
 
     async def fail(self, error: ServiceError) -> None:
-        """Report an error as an event after the answer has begun."""
-        await self._stop_telling()
+        """Raise an error, or report it as an event once the answer has begun."""
+        if not self._has_begun:
+            raise error
+        await self._stop_events()
         context = context_of(self._scope)
         context.code = error.code
         _, _, body = problem_details(error, context.request_id)
@@ -324,28 +267,15 @@ class _TimeTransport(_BodyTransport):
         await self._more(b"", more=False)
 
     def close(self) -> None:
-        """Release the request's memory; see `_BodyTransport.close`."""
-        if self._telling is not None:
-            self._telling.cancel()
+        if self._sending_events is not None:
+            self._sending_events.cancel()
         for ticket in self._tickets:
             ticket.release()
         super().close()
 
 
-class PlanEndpoint:
-    """An ASGI application that answers ``GET /plan/<operation>``."""
-
-    def __init__(self, operation: Operation, pipeline: Pipeline, settings: Settings) -> None:
-        self.operation, self.pipeline, self.settings = operation, pipeline, settings
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arguments = self.operation, self.pipeline, self.settings, scope, receive, send
-        transport = _PlanTransport(*arguments)
-        await self.pipeline.run(transport.request, transport)
-
-
-class _PlanTransport(HttpTransport):
-    """See `Transport`: the fields are in the query."""
+class PlanTransport(HttpTransport):
+    """``GET /plan/<operation>``, with the fields in the query."""
 
     decodes_inline = False
 

@@ -14,10 +14,10 @@ __all__ = ["health_router"]
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _NOT_LIVE: dict[int | str, dict[str, Any]] = {
-    503: {"description": "No device has worked for long: the server is to be started anew."}
+    503: {"description": "No device has worked for a long time: the server must be restarted."}
 }
 _NOT_READY: dict[int | str, dict[str, Any]] = {
-    503: {"description": "New work is refused: the server is stopping, or its device has failed."}
+    503: {"description": "Requests are refused: the server shuts down, or its device has failed."}
 }
 
 
@@ -25,12 +25,12 @@ def health_router(pipeline: Pipeline) -> APIRouter:
     """Return the routes for health and metrics."""
     router = APIRouter(tags=["health"])
 
-    @router.get("/v2/health/live", summary="The process answers.", responses=_NOT_LIVE)
+    @router.get("/v2/health/live", summary="Whether the process responds.", responses=_NOT_LIVE)
     async def live() -> JSONResponse:
         pipeline.require_live()
         return JSONResponse({"live": True})
 
-    @router.get("/v2/health/ready", summary="New work is taken.", responses=_NOT_READY)
+    @router.get("/v2/health/ready", summary="Whether requests are accepted.", responses=_NOT_READY)
     async def ready() -> JSONResponse:
         pipeline.require_ready()
         return JSONResponse({"ready": True})

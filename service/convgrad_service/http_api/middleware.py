@@ -24,7 +24,7 @@ from convgrad_service.engine.telemetry.access_log import access as _access
 from convgrad_service.engine.telemetry.access_log import log_exchange
 from convgrad_service.engine.telemetry.request_context import TRACE_HEADERS
 from convgrad_service.engine.telemetry.tracing import Traces
-from convgrad_service.http_api.connection import CONNECTION, Connection, connection_of
+from convgrad_service.http_api.connection import connection_of
 from convgrad_service.http_api.context import (
     RequestContext,
     begin_context,
@@ -34,7 +34,6 @@ from convgrad_service.http_api.context import (
 )
 from convgrad_service.http_api.problem_details import internal, problem_details
 from convgrad_service.http_api.receive_into import ReceiveInto
-from convgrad_service.http_api.response import WHOLE
 from convgrad_service.security.keys import KEY_REFUSALS, KeyRing
 from convgrad_service.security.scopes import require_path
 
@@ -48,14 +47,14 @@ _MODEST_BODY_BYTES, _MODEST_BODY_WAIT_S = 4 * 2**20, 0.05
 _LINGER_S = 2.0
 
 # Health checks need no key. Nor do the API's description and the page's files, for which a browser
-# could not send one; of a server they say only whether it has keys.
+# could not send one; they reveal only whether the server has keys.
 _OPEN_PATHS = ("/v2/health/live", "/v2/health/ready", "/", "/docs", "/openapi.json", "/ui")
 _OPEN_FOLDERS = ("/docs/assets/", "/ui/")
 _QUIET_PATHS = ("/v2/health/", "/metrics")  # polled by machines, so logged at debug level
 
 
-Endpoints = Mapping[str, tuple[ASGIApp, Mapping[str, str]]]
-"""The POST endpoint and the path parameters of each path."""
+Endpoints = Mapping[str, ASGIApp]
+"""The POST endpoint of each path."""
 
 
 class ExchangeMiddleware:
@@ -63,8 +62,7 @@ class ExchangeMiddleware:
 
     A POST to a path in ``endpoints`` bypasses the application, which would try some forty routes in
     turn within middleware of its own. It has routes for these paths too, for OpenAPI and to refuse
-    other methods. ``wrapped`` means that other middleware surrounds this one, so that answers must
-    not bypass it.
+    other methods.
     """
 
     def __init__(
@@ -74,15 +72,12 @@ class ExchangeMiddleware:
         keys: KeyRing | None = None,
         traces: Traces | None = None,
         endpoints: Endpoints = MappingProxyType({}),
-        *,
-        wrapped: bool = False,
     ) -> None:
         self.app = app
         self.pipeline = pipeline
         self.keys = keys
         self.traces = traces
         self.endpoints = endpoints
-        self.wrapped = wrapped
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -103,9 +98,7 @@ class ExchangeMiddleware:
     async def _run(
         self, scope: Scope, receive: Receive, send: Send, context: RequestContext
     ) -> None:
-        exchange = _Exchange(
-            scope, receive, send, context, wrapped=self.wrapped, pipeline=self.pipeline
-        )
+        exchange = _Exchange(scope, receive, send, context, self.pipeline)
         try:
             if self.keys is not None and not needs_no_key(scope["path"]):
                 context.caller = self.keys.caller(_authorization(scope))
@@ -114,8 +107,7 @@ class ExchangeMiddleware:
             if found is None or scope.get("root_path"):
                 await self.app(scope, exchange.receive, exchange.send)
             else:
-                endpoint, scope["path_params"] = found
-                await endpoint(scope, exchange.receive, exchange.send)
+                await found(scope, exchange.receive, exchange.send)
         except ClientGone:
             context.code = "client-gone"
         except ServiceError as error:
@@ -135,15 +127,7 @@ class ExchangeMiddleware:
     def _record(self, scope: Scope, context: RequestContext) -> None:
         # A bad key is refused before the operation is known.
         if context.operation is not None or context.code in KEY_REFUSALS:
-            self.pipeline.observe(
-                context.operation or "",
-                "http",
-                context.code,
-                context.timings,
-                received_bytes=context.received_bytes,
-                sent_bytes=context.sent_bytes,
-                key=context.owner,
-            )
+            self.pipeline.engine.observe(context.record("http"))
         if self.traces is not None:
             name, attributes = http_span(scope, context)
             self.traces.end(context, name, attributes, failed=context.status >= 500)
@@ -184,13 +168,10 @@ class _Exchange:
         receive: Receive,
         send: Send,
         context: RequestContext,
-        *,
-        wrapped: bool,
         pipeline: Pipeline,
     ) -> None:
         self.started = False
-        self._wrapped, self._pipeline = wrapped, pipeline
-        self._scope = scope
+        self._pipeline = pipeline
         self._receive, self._send, self._context = receive, send, context
         headers: dict[bytes, bytes] = dict(scope["headers"])
         length = headers.get(b"content-length", b"0")
@@ -214,9 +195,6 @@ class _Exchange:
         return message
 
     async def send(self, message: Message) -> None:
-        if message["type"] == WHOLE:
-            await self._send_whole(message)
-            return
         if message["type"] == "http.response.start":
             message = await self._with_headers(message)
             self.started = True
@@ -227,27 +205,6 @@ class _Exchange:
                 await self._drop_body(_LINGER_S)
                 message = {"type": "http.response.body", "body": b"", "more_body": False}
         await self._send(message)
-
-    async def _send_whole(self, message: Message) -> None:
-        context, parts = self._context, message["parts"]
-        if self._wrapped:
-            # Surrounding middleware handles plain ASGI messages only, and may add headers.
-            body = b"".join(parts)
-            headers = [*message["headers"], (b"content-length", b"%d" % len(body))]
-            await self.send({"type": "http.response.start", "status": 200, "headers": headers})
-            await self.send({"type": "http.response.body", "body": body})
-            return
-        connection: Connection = self._scope[CONNECTION]
-        context.status, context.sent_bytes = 200, sum(map(len, parts))
-        headers = [
-            *message["headers"],
-            *context_headers(context),
-            (b"content-length", b"%d" % context.sent_bytes),
-        ]
-        self.started = True
-        if self._pipeline.leaving:
-            connection.close_after_answer()
-        await connection.answer(b"".join([b"%s: %s\r\n" % header for header in headers]), parts)
 
     async def refuse(self, error: ServiceError) -> None:
         """Answer with ``error``; raise it, to break the connection, if headers have been sent."""

@@ -8,7 +8,6 @@ says where in it each field is; the tensors are then copied from there to their 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +22,8 @@ from convgrad.errors import MalformedRequest
 from convgrad.wire import npy, strict_json
 from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import checked_dtype
-from convgrad_service.engine.execution import Execution, Filler, Source
-from convgrad_service.engine.memory.lease import Lease
-from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import Fields, blank
-from convgrad_service.engine.telemetry.record import Timings
-from convgrad_service.http_api.body import Body, Text
+from convgrad_service.http_api.body import TextReader
 from convgrad_service.http_api.negotiation import content_type_parameters
 
 __all__ = ["MEDIA_TYPE", "MultipartReader", "npy_dtype", "split_form"]
@@ -71,25 +66,8 @@ class FormField:
         return _text(name)
 
 
-class MultipartReader:
-    """See `Reader`."""
-
-    def __init__(self, content_type: str) -> None:
-        self._content_type = content_type
-        self._text = Text(memoryview(b""))
-        self._fillers: dict[str, Filler] = {}
-
-    async def head(self, body: Body, pipeline: Pipeline) -> Hashable | None:
-        self._text = await body.whole(pipeline.engine)
-        return None
-
-    @property
-    def body_lease(self) -> Lease | None:
-        return self._text.lease
-
-    @property
-    def decodes_inline(self) -> bool:
-        return self._text.lease is None
+class MultipartReader(TextReader):
+    """Reads a form."""
 
     def fields(self, operation: Operation) -> tuple[Fields, Any]:
         boundary = content_type_parameters(self._content_type).get("boundary", "")
@@ -108,15 +86,6 @@ class MultipartReader:
             else:
                 fields[name] = _parameter(data, name)
         return fields, None
-
-    async def fill(self, body: Body, execution: Execution, timings: Timings) -> None:
-        sources: dict[str, Source] = {**execution.request.tensors(), **self._fillers}
-        with timings.stage("decode"):
-            await execution.fill(sources, body_lease=self._text.lease)
-        self.close()
-
-    def close(self) -> None:
-        self._text.release()
 
 
 def npy_dtype(content_type: str, name: str) -> DType | None:

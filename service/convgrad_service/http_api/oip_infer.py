@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from numpy.typing import NDArray
-from starlette.types import Receive, Scope, Send
 
 from convgrad.contract import Report
 from convgrad.errors import MalformedRequest
@@ -23,20 +22,18 @@ from convgrad_service.engine.execution import (
     split_at,
 )
 from convgrad_service.engine.memory.lease import Lease
-from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import SMALL_BYTES, Decoded, Result, blank
 from convgrad_service.http_api.body import Text
 from convgrad_service.http_api.codecs import MAX_KEY_BYTES
 from convgrad_service.http_api.transport import HttpTransport
-from convgrad_service.oip.fields import described, operation_named, request_fields
+from convgrad_service.oip.fields import described, request_fields
 from convgrad_service.oip.http_answer import HttpAnswer, encode_answer, refuse_in_json
 from convgrad_service.oip.http_head import read_infer_head
 from convgrad_service.oip.json_text import NumberList
 from convgrad_service.oip.request import InferInput, InferRequest, Region, Span
 from convgrad_service.oip.shared_memory import SharedMemory
-from convgrad_service.server.settings import Settings
 
-__all__ = ["InferEndpoint"]
+__all__ = ["InferTransport"]
 
 _HEADER_LENGTH = b"inference-header-content-length"
 # The JSON before binary data is small, unless it contains numbers too.
@@ -45,27 +42,8 @@ _MAX_HEAD_BYTES = 4 * 2**20
 _ID = re.compile(rb'\{"id":"([!#-\[\]-~ ]{0,256})",')
 
 
-class InferEndpoint:
-    """An ASGI application that answers inference requests for the model that its path names."""
-
-    def __init__(self, pipeline: Pipeline, settings: Settings, shared_memory: SharedMemory) -> None:
-        self._pipeline, self._settings, self._memory = pipeline, settings, shared_memory
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        named: Mapping[str, str] = scope["path_params"]
-        operation = operation_named(named["model"], named.get("version", ""))
-        transport = _InferTransport(operation, self._pipeline, self._settings, scope, receive, send)
-        transport.memory = self._memory
-        try:
-            await self._pipeline.run(transport.request, transport)
-        finally:
-            transport.text.release()
-
-
-class _InferTransport(HttpTransport):
-    """See `Transport`."""
-
-    memory: SharedMemory
+class InferTransport(HttpTransport):
+    """An inference request for the model that its path names."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -116,10 +94,11 @@ class _InferTransport(HttpTransport):
         request = read_infer_head(self.text.data, self.operation, self._data_bytes)
         data_bytes = sum(_span_bytes(tensor) for tensor in request.inputs)
         self._body.refuse_over_limit(len(self.text.data) + data_bytes)
+        memory = SharedMemory(self.pipeline.engine, self._settings)
         binary = [wanted.binary or wanted.region is not None for wanted in request.outputs]
         return Decoded(
             request_fields(request, described),
-            regions=self.memory.parts(self.owner, request.regions),
+            regions=memory.parts(self.owner, request.regions),
             refuse=lambda _, problem: refuse_in_json(request, problem),
             timeout_s=request.timeout_s,
             notes=replace(request, id="") if self._id else request,
@@ -139,6 +118,9 @@ class _InferTransport(HttpTransport):
             targets = [views.get(tensor.name, _span_bytes(tensor)) for tensor in spans]
             with timings.stage("receive"):
                 await self._body.into(targets, skip=len(self.text.data))
+        self.text.release()
+
+    def close(self) -> None:
         self.text.release()
 
     async def send(self, execution: Execution, result: Result) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from convgrad.contract import OPERATIONS
 from convgrad.errors import (
@@ -22,8 +24,9 @@ from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.telemetry.statistics import Statistics
 from convgrad_service.http_api.body import small_body
 from convgrad_service.http_api.middleware import Endpoints
-from convgrad_service.http_api.oip_infer import InferEndpoint
+from convgrad_service.http_api.oip_infer import InferTransport
 from convgrad_service.http_api.shared_memory import shared_memory_router
+from convgrad_service.http_api.transport import Endpoint
 from convgrad_service.oip.fields import operation_named
 from convgrad_service.oip.models import (
     model_config,
@@ -44,17 +47,29 @@ _MAX_INDEX_BYTES = 4096
 
 def add_oip(app: FastAPI, pipeline: Pipeline, settings: Settings) -> Endpoints:
     """Add the protocol's routes but for health to ``app``; return its inference endpoints."""
-    memory = SharedMemory(
-        pipeline.engine,
-        system=settings.system_shared_memory,
-        cuda=settings.cuda_shared_memory,
-    )
+    memory = SharedMemory(pipeline.engine, settings)
     app.include_router(_describing(pipeline, memory, settings))
     app.include_router(shared_memory_router(memory, settings))
-    endpoint = InferEndpoint(pipeline, settings, memory)
+    infer = {
+        name: Endpoint(InferTransport, operation, pipeline, settings)
+        for name, operation in OPERATIONS.items()
+    }
     for path in (_MODEL, _VERSION):
-        app.router.routes.append(Route(f"{path}/infer", endpoint, methods=["POST"], name="infer"))
-    return {f"/v2/models/{name}/infer": (endpoint, {"model": name}) for name in OPERATIONS}
+        route = Route(f"{path}/infer", _ByModel(infer), methods=["POST"], name="infer")
+        app.router.routes.append(route)
+    return {f"/v2/models/{name}/infer": endpoint for name, endpoint in infer.items()}
+
+
+class _ByModel:
+    """An ASGI application that calls the endpoint of the model that the path names."""
+
+    def __init__(self, endpoints: Mapping[str, Endpoint]) -> None:
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        named: Mapping[str, str] = scope["path_params"]
+        operation = operation_named(named["model"], named.get("version", ""))
+        await self._endpoints[operation.name](scope, receive, send)
 
 
 def _describing(pipeline: Pipeline, shared_memory: SharedMemory, settings: Settings) -> APIRouter:
@@ -65,7 +80,7 @@ def _describing(pipeline: Pipeline, shared_memory: SharedMemory, settings: Setti
         return JSONResponse(server_metadata(shared_memory.extensions))
 
     # Before the models' routes, which would take it for a model's name.
-    @router.get("/v2/models/stats", summary="Counts of every model.")
+    @router.get("/v2/models/stats", summary="Statistics of all models.")
     async def all_statistics() -> JSONResponse:
         return JSONResponse(
             model_statistics(await call_hub(pipeline.engine, Statistics.all), OPERATIONS)
@@ -74,10 +89,10 @@ def _describing(pipeline: Pipeline, shared_memory: SharedMemory, settings: Setti
     @router.get(_VERSION, include_in_schema=False)
     @router.get(_MODEL, summary="A model's inputs and outputs.")
     async def metadata(model: str, version: str = "") -> JSONResponse:
-        return JSONResponse(model_metadata(operation_named(model, version).name).as_json())
+        return JSONResponse(model_metadata(operation_named(model, version).name))
 
     @router.get(f"{_VERSION}/ready", include_in_schema=False)
-    @router.get(f"{_MODEL}/ready", summary="The model takes requests.")
+    @router.get(f"{_MODEL}/ready", summary="Whether a model accepts requests.")
     async def ready(model: str, version: str = "") -> JSONResponse:
         if model != settings.service_name:
             operation_named(model, version)
@@ -85,18 +100,18 @@ def _describing(pipeline: Pipeline, shared_memory: SharedMemory, settings: Setti
         return JSONResponse({"name": model, "ready": True})
 
     @router.get(f"{_VERSION}/config", include_in_schema=False)
-    @router.get(f"{_MODEL}/config", summary="A model's configuration, in Triton's words.")
+    @router.get(f"{_MODEL}/config", summary="A model's configuration, in Triton's format.")
     async def config(model: str, version: str = "") -> JSONResponse:
         return JSONResponse(model_config(operation_named(model, version).name))
 
     @router.get(f"{_VERSION}/stats", include_in_schema=False)
-    @router.get(f"{_MODEL}/stats", summary="Counts of one model.")
+    @router.get(f"{_MODEL}/stats", summary="Statistics of one model.")
     async def statistics(model: str, version: str = "") -> JSONResponse:
         operation = operation_named(model, version)
         counts = await call_hub(pipeline.engine, Statistics.all)
         return JSONResponse(model_statistics(counts, [operation.name]))
 
-    @router.post("/v2/repository/index", summary="All models and whether they take requests.")
+    @router.post("/v2/repository/index", summary="All models, and whether they accept requests.")
     async def index(request: Request) -> JSONResponse:
         wanted = _only_ready(await small_body(request, settings, _MAX_INDEX_BYTES))
         try:

@@ -17,10 +17,10 @@ from convgrad.contract import OPERATIONS, Operation, Report
 from convgrad.errors import CODES
 from convgrad_service.http_api import problem_details
 from convgrad_service.http_api.codecs import BODY_FORMS, JSON, SAFETENSORS
+from convgrad_service.http_api.middleware import needs_no_key
 from convgrad_service.http_api.multipart_body import MEDIA_TYPE as MULTIPART
 from convgrad_service.http_api.npy_answer import NPY, NPZ, REPORT_HEADER
 from convgrad_service.http_api.openapi_examinations import EXAMINATION_MODELS, examination_paths
-from convgrad_service.http_api.openapi_keys import describe_keys
 from convgrad_service.http_api.openapi_tensors import REF as _REF
 from convgrad_service.http_api.openapi_tensors import (
     named_tensors,
@@ -32,11 +32,12 @@ from convgrad_service.server.settings import Settings
 __all__ = ["install_openapi"]
 
 _DESCRIPTION = """\
-Tensors go in and out as JSON, as a safetensors file or as NumPy's files; `Content-Type` says which
-came in, `Accept` which goes out (by default the same). In a safetensors file the parameters are
-JSON text under the key `parameters` of `__metadata__`, and the answer's report is under `report`.
-In a form (multipart/form-data) each tensor is a .npy file and each parameter a field; its answer is
-a .npz file, or a .npy file where `Accept` is application/x-npy, with the report in `X-Report`.
+Tensors are sent and returned as JSON, as a safetensors file or as NumPy files; `Content-Type` is
+the format of the request, `Accept` that of the answer (by default the same). In a safetensors file
+the parameters are JSON text under the key `parameters` of `__metadata__`, and the answer's report
+is under `report`. In a form (multipart/form-data) each tensor is a .npy file and each parameter a
+field; its answer is a .npz file, or a .npy file if `Accept` is application/x-npy, with the report
+in `X-Report`.
 
 Every answer carries `X-Request-Id` (yours, if you sent one) and `Server-Timing`. Every error is
 `application/problem+json`.
@@ -60,7 +61,8 @@ _INFER_EXAMPLE: dict[str, Any] = {
     "parameters": {"stride": "[1, 1]"},
 }
 
-# The errors of every operation, from the error table; `describe_keys` adds those of API keys.
+_METHODS = {"get", "put", "post", "delete"}
+# The errors of every operation, from the error table; `_describe_keys` adds those of API keys.
 _ERROR_STATUSES = (400, 404, 406, 408, 413, 415, 422, 429, 500, 503, 504)
 
 
@@ -106,8 +108,37 @@ def _document(app: FastAPI, settings: Settings) -> dict[str, Any]:
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     document["paths"] = {**paths, **document["paths"]}
-    describe_keys(document, _error_response, required=settings.api_keys is not None)
+    _describe_keys(document, required=settings.api_keys is not None)
     return document
+
+
+def _describe_keys(document: dict[str, Any], *, required: bool) -> None:
+    """Add the refusals of a missing or restricted key to every path that may need a key.
+
+    If this server requires keys, the document also says so, and the page at ``/docs`` then has a
+    field for one.
+    """
+    for path, item in document["paths"].items():
+        for method in item.keys() & _METHODS:
+            described = item[method]
+            if needs_no_key(path):
+                if required:
+                    described["security"] = []
+                continue
+            responses = described["responses"] | {
+                "401": _error_response(401),
+                "403": _error_response(403),
+            }
+            described["responses"] = dict(sorted(responses.items()))
+    if required:
+        document["components"]["securitySchemes"] = {
+            "apiKey": {
+                "type": "http",
+                "scheme": "bearer",
+                "description": "An API key of this server.",
+            }
+        }
+        document["security"] = [{"apiKey": []}]
 
 
 def _path(operation: Operation, settings: Settings) -> dict[str, Any]:
@@ -160,7 +191,7 @@ def _infer_path(settings: Settings) -> dict[str, Any]:
         "post": {
             "tags": ["open inference protocol"],
             "operationId": "infer",
-            "summary": "Compute an operation as the Open Inference Protocol v2 asks for it.",
+            "summary": "Compute an operation by the Open Inference Protocol v2.",
             "description": "JSON, or JSON followed by the tensors' bytes (Triton's binary data "
             "extension): then `Inference-Header-Content-Length` is the length of the JSON. "
             "Parameters are scalars or, for lists, JSON text.",
@@ -228,7 +259,7 @@ def _error_response(status: int) -> dict[str, Any]:
     headers = dict(_ANSWER_HEADERS)
     if status in (429, 503):
         headers["Retry-After"] = {
-            "description": "Seconds after which to come again.",
+            "description": "Seconds to wait before retrying.",
             "schema": {"type": "integer"},
         }
     return {
@@ -279,13 +310,13 @@ _PARAMETERS: list[dict[str, Any]] = [
     {
         "name": "X-Request-Timeout",
         "in": "header",
-        "description": "Seconds after which the answer is of no use; at most the server's limit.",
+        "description": "Seconds allowed for the request; at most the server's limit.",
         "schema": {"type": "number", "exclusiveMinimum": 0},
     },
     {
         "name": "X-Request-Id",
         "in": "header",
-        "description": "An id of your own: 1 to 128 printable ASCII characters.",
+        "description": "The client's id for the request: 1 to 128 printable ASCII characters.",
         "schema": {"type": "string", "maxLength": 128},
     },
 ]

@@ -27,7 +27,7 @@ def named_tensors() -> dict[str, Any]:
         schemas[kind] = {"title": kind, "oneOf": [{"$ref": REF.format(name)} for name in forms]}
     schemas["StoredOutput"] = {
         "title": "StoredOutput",
-        "description": "What an answer says of an output that is stored instead of sent.",
+        "description": "An output that is stored instead of sent.",
         "type": "object",
         "properties": {
             "stored": {"type": "string"},
@@ -80,13 +80,13 @@ def stored_tensor_paths(error: Callable[[int], Any]) -> dict[str, Any]:
         "name": "name",
         "in": "path",
         "required": True,
-        "description": "What the tensor is called on the server.",
+        "description": "The tensor's name on the server.",
         "schema": {"type": "string", "pattern": "^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$"},
     }
     lives = {
         "name": "X-Time-To-Live",
         "in": "header",
-        "description": "Seconds since its last use after which it is forgotten; at most the "
+        "description": "Seconds since its last use after which it is deleted; at most the "
         "server's own limit.",
         "schema": {"type": "number", "exclusiveMinimum": 0},
     }
@@ -115,18 +115,20 @@ def stored_tensor_paths(error: Callable[[int], Any]) -> dict[str, Any]:
     list_schema = {"type": "object", "properties": {"tensors": listed}, "required": ["tensors"]}
     return {
         "/tensors": {
-            "get": operation("list_tensors", "The tensors that are kept.", as_json(list_schema))
+            "get": operation("list_tensors", "List the stored tensors.", as_json(list_schema))
         },
         "/tensors/{name}": {
             "parameters": [name],
             "put": {
-                **operation("put_tensor", "Keep a tensor.", as_json(described), 400, 413, 415, 429),
+                **operation(
+                    "put_tensor", "Store a tensor.", as_json(described), 400, 413, 415, 429
+                ),
                 "parameters": [lives],
                 "requestBody": {"required": True, "content": a_tensor},
             },
             "get": operation("get_tensor", "Fetch a tensor.", a_tensor, 404, 406),
             "delete": operation(
-                "drop_tensor", "Forget a tensor.", as_json({"type": "object"}), 404
+                "drop_tensor", "Delete a tensor.", as_json({"type": "object"}), 404
             ),
         },
     }

@@ -25,7 +25,7 @@ _ASSETS = "assets"
 
 
 class _Page(StaticFiles):
-    """Serves files; those in ``assets``, named by content hash, may be cached for ever."""
+    """Serves files; those in ``assets``, named by content hash, may be cached indefinitely."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         answer = await super().get_response(path, scope)

@@ -6,12 +6,12 @@ Its limits are in `protocol_limits`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from convgrad.errors import MalformedRequest
 from convgrad_service.http_api.connection import CONNECTION
@@ -281,39 +281,10 @@ class _Exchange:
             return None
         return None if cycle.disconnected or cycle.waiting_for_100_continue else cycle.body
 
-    async def answer(self, lines: bytes, body: Iterable[bytes | memoryview]) -> None:
-        cycle, protocol = self.cycle, self._protocol
-        assert cycle is not None  # noqa: S101 - its body was given away
-        if protocol.flow.write_paused:
-            await protocol.flow.drain()
-        if cycle.disconnected:
-            return
-        own = [b"%s: %s\r\n" % header for header in cycle.default_headers]
-        end = b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n"
-        protocol.transport.write(b"".join((STATUS_LINE[200], *own, lines, end, *body)))
-        # As uvicorn's cycle does at the end of an answer.
-        cycle.response_started = cycle.response_complete = True
-        cycle.message_event.set()
-        if not cycle.keep_alive:
-            protocol.transport.close()
-        cycle.on_response()
-
-    def close_after_answer(self) -> None:
-        assert self.cycle is not None  # noqa: S101 - set before the application runs
-        self.cycle.keep_alive = False
-
     def watch(self, gone: Callable[[], None] | None) -> None:
         self._protocol.gone, self._protocol.watching = gone, self.cycle
         if gone is not None and self._protocol.transport.is_closing():
             gone()
-
-    @contextmanager
-    def watched(self, gone: Callable[[], None]) -> Iterator[None]:
-        self.watch(gone)
-        try:
-            yield
-        finally:
-            self.watch(None)
 
     @contextmanager
     def unbuffered(self) -> Iterator[None]:

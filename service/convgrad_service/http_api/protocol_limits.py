@@ -55,7 +55,7 @@ def check_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
     if len(hosts) != 1 and (hosts or version == "1.1"):
         raise HeadRefused(400, f"the request has {len(hosts)} Host headers; expected one")
     if hosts and not _HOST.fullmatch(hosts[0]):
-        raise HeadRefused(400, f"Host is {shown(hosts[0].decode('latin-1'))}, which is no host")
+        raise HeadRefused(400, f"Host is {shown(hosts[0].decode('latin-1'))}, not a valid host")
     listed = b",".join(value for name, value in headers if name == b"transfer-encoding")
     if listed and version == "1.0":
         raise HeadRefused(400, "HTTP/1.0 has no Transfer-Encoding")
@@ -92,7 +92,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if len(self.connections) > self.settings.max_connections:
             self._close_with(
                 Overloaded(
-                    f"{self.settings.max_connections} connections are open, the most there may be",
+                    f"{self.settings.max_connections} connections are open, the maximum",
                     retry_after_s=1.0,
                 )
             )

@@ -124,9 +124,9 @@ class ReceiveInto(_Forwarding):
                 if target:
                     yield target
                 continue
-            rubbish: Any = memoryview(bytearray(min(target, _READ_BYTES)))
+            scratch: Any = memoryview(bytearray(min(target, _READ_BYTES)))
             for start in range(0, target, _READ_BYTES):
-                yield rubbish[: target - start]
+                yield scratch[: target - start]
 
 
 def _size(target: memoryview | int) -> int:

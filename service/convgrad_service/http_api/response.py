@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from starlette.types import Message, Send
+from starlette.types import Send
 
 from convgrad.errors import MalformedRequest, UnsupportedMediaType
 from convgrad_service.engine.request import SMALL_BYTES
@@ -17,13 +17,11 @@ from convgrad_service.http_api.connection import Connection
 from convgrad_service.http_api.problem_details import Headers
 
 __all__ = [
-    "WHOLE",
     "Arriving",
     "Chunk",
     "refuse_encoded",
-    "requested_timeout_s",
+    "seconds_in",
     "send_chunks",
-    "whole_response",
 ]
 
 
@@ -60,29 +58,19 @@ def refuse_encoded(content_encoding: str | None) -> None:
         )
 
 
-def requested_timeout_s(header: str | None) -> float | None:
-    """Return the seconds in an X-Request-Timeout header; raises MalformedRequest if invalid."""
-    if header is None:
+def seconds_in(value: str | None, header: str) -> float | None:
+    """Return the seconds in the value of ``header``; raises MalformedRequest if it is invalid."""
+    if value is None:
         return None
     try:
-        seconds = float(header)
+        seconds = float(value)
     except ValueError:
         seconds = math.nan
     if not (math.isfinite(seconds) and seconds > 0):
         raise MalformedRequest(
-            f"X-Request-Timeout is {header[:64]!r}; expected a number of seconds above zero"
+            f"{header} is {value[:64]!r}; expected a number of seconds above zero"
         )
     return seconds
-
-
-WHOLE = "convgrad.http.response.whole"
-"""The type of a message with a whole answer, which the middleware has the connection write at once:
-uvicorn would take a small one through its own machinery in two writes."""
-
-
-def whole_response(headers: Headers, chunks: Sequence[Chunk]) -> Message:
-    """Return a 200 with a small body as one message; see `WHOLE`."""
-    return {"type": WHOLE, "headers": headers, "parts": [_made(chunk) for chunk in chunks]}
 
 
 async def send_chunks(

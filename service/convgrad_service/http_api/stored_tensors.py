@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -34,7 +33,7 @@ from convgrad_service.http_api.json_body import described_tensor, parse_json_bod
 from convgrad_service.http_api.multipart_body import npy_dtype
 from convgrad_service.http_api.negotiation import choose_accepted, match_content_type
 from convgrad_service.http_api.npy_answer import NPY, npy_content_type
-from convgrad_service.http_api.response import Chunk, refuse_encoded, send_chunks
+from convgrad_service.http_api.response import Chunk, refuse_encoded, seconds_in, send_chunks
 from convgrad_service.problems.base import TensorSpec
 from convgrad_service.server.settings import Settings
 
@@ -87,7 +86,7 @@ class _Put:
         refuse_encoded(headers.get("content-encoding"))
         content_type = headers.get("content-type")
         media_type = match_content_type(content_type, _MEDIA_TYPES)
-        lives_s = _time_to_live_s(headers.get("x-time-to-live"))
+        lives_s = seconds_in(headers.get("x-time-to-live"), "X-Time-To-Live")
         settings = self._settings
         max_bytes = settings.max_json_bytes if media_type == JSON else settings.max_body_bytes
         limits = BodyLimits.of(settings, max_bytes, self._pipeline.engine)
@@ -112,8 +111,8 @@ class _Put:
             except BaseException:
                 await abandon(engine, made)
                 raise
-        told = {"name": name, "dtype": spec.dtype.value, "shape": list(spec.shape)}
-        await JSONResponse(told)(scope, receive, send)
+        stored = {"name": name, "dtype": spec.dtype.value, "shape": list(spec.shape)}
+        await JSONResponse(stored)(scope, receive, send)
 
     @asynccontextmanager
     async def _from_safetensors(
@@ -124,7 +123,7 @@ class _Put:
         layout = safetensors.layout(head, None)
         if len(layout.tensors) != 1:
             raise MalformedRequest(
-                f"expected a body with the one tensor to keep, got {len(layout.tensors)} tensors"
+                f"expected a body with exactly one tensor, got {len(layout.tensors)} tensors"
             )
         body.refuse_over_limit(data_offset + layout.data_bytes)
         (placed,) = layout.tensors.values()
@@ -225,17 +224,3 @@ def _put_in_c_order(array: NDArray[np.generic]) -> None:
 
 def _as_json(array: NDArray[np.generic]) -> list[Chunk]:
     return [JSONResponse(encode_tensor(array, "npy")).body]
-
-
-def _time_to_live_s(header: str | None) -> float | None:
-    if header is None:
-        return None
-    try:
-        seconds = float(header)
-    except ValueError:
-        seconds = math.nan
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise MalformedRequest(
-            f"X-Time-To-Live is {header[:64]!r}; expected a number of seconds above zero"
-        )
-    return seconds

@@ -1,4 +1,4 @@
-"""The base of all HTTP endpoints that compute: body, disconnects, response."""
+"""The base of all HTTP endpoints that compute: bodies, disconnects, responses."""
 
 from __future__ import annotations
 
@@ -11,33 +11,60 @@ from typing import Any, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from convgrad.contract import Operation
+from convgrad.errors import ServiceError
 from convgrad_service.engine.deadline import CancelScope, Deadline
+from convgrad_service.engine.execution import Execution
 from convgrad_service.engine.memory.lease import Lease
-from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import SMALL_BYTES, ClientGone, ComputeRequest
+from convgrad_service.engine.pipeline import Pipeline, Transport
+from convgrad_service.engine.request import ClientGone, ComputeRequest, Decoded
 from convgrad_service.http_api.body import Body, BodyLimits
+from convgrad_service.http_api.codecs import BODY_FORMS, BodyForm
 from convgrad_service.http_api.connection import CONNECTION, Connection, connection_of
 from convgrad_service.http_api.context import context_of
+from convgrad_service.http_api.negotiation import match_content_type
 from convgrad_service.http_api.problem_details import Headers as HeaderList
 from convgrad_service.http_api.response import (
     Chunk,
     refuse_encoded,
-    requested_timeout_s,
+    seconds_in,
     send_chunks,
-    whole_response,
 )
 from convgrad_service.server.settings import Settings
 
-__all__ = ["HttpTransport"]
+__all__ = ["BodyTransport", "Endpoint", "HttpTransport"]
 
 T = TypeVar("T")
 
 
-class HttpTransport:
-    """One exchange; see `Transport`. Subclasses decode the body and encode the answer."""
+class Endpoint:
+    """An ASGI application that computes an operation; each request gets its own ``transport``."""
+
+    def __init__(
+        self,
+        transport: type[HttpTransport],
+        operation: Operation,
+        pipeline: Pipeline,
+        settings: Settings,
+    ) -> None:
+        self._transport, self._operation = transport, operation
+        self._pipeline, self._settings = pipeline, settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        transport = self._transport(
+            self._operation, self._pipeline, self._settings, scope, receive, send
+        )
+        try:
+            await self._pipeline.run(transport.request, transport)
+        except ServiceError as error:
+            await transport.fail(error)
+        finally:
+            transport.close()
+
+
+class HttpTransport(Transport):
+    """One exchange. Subclasses decode the body and encode the answer."""
 
     streams = enforces_deadline = False
-    key: Hashable | None = None
     body_lease: Lease | None = None
     decodes_inline = True
 
@@ -62,7 +89,7 @@ class HttpTransport:
         length = headers.get(b"content-length")
         context.operation = operation.name
         refuse_encoded(headers.get(b"content-encoding"))
-        allowed_s = requested_timeout_s(headers.get(b"x-request-timeout"))
+        allowed_s = seconds_in(headers.get(b"x-request-timeout"), "X-Request-Timeout")
         self.request = ComputeRequest(
             operation,
             Deadline.after(min(allowed_s or math.inf, settings.max_timeout_s)),
@@ -91,9 +118,6 @@ class HttpTransport:
 
     async def respond(self, headers: HeaderList, chunks: Sequence[Chunk]) -> None:
         """Send a 200 with these headers and the chunks as its body."""
-        if self._connection is not None and sum(map(len, chunks)) <= SMALL_BYTES:
-            await self._send(whole_response(headers, chunks))
-            return
         await send_chunks(
             self._send,
             headers,
@@ -102,6 +126,13 @@ class HttpTransport:
             in_thread=self.pipeline.in_thread,
             waiting=self._unless_gone,
         )
+
+    async def fail(self, error: ServiceError) -> None:
+        """Report an error to the client: raise it, unless the answer has begun."""
+        raise error
+
+    def close(self) -> None:
+        """Release the request's memory."""
 
     async def _left(self, gone: Callable[[], None]) -> None:
         # After the whole body, the only message left is the disconnect.
@@ -117,6 +148,42 @@ class HttpTransport:
                 return await coming
             finally:
                 self.watch(None)
+
+
+class BodyTransport(HttpTransport):
+    """A request with a body of any `BodyForm`."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        content_type = self.headers.get(b"content-type")
+        self._form = self._choose_forms(content_type, self.headers.get(b"accept", ""))
+        self._reader = self._form.reader(content_type or "")
+
+    def _choose_forms(self, content_type: str | None, accept: str) -> BodyForm:
+        """Return the form of the body; subclasses choose that of the answer too."""
+        return BODY_FORMS[match_content_type(content_type, tuple(BODY_FORMS))]
+
+    async def head(self) -> Hashable | None:
+        self._body = self.body(getattr(self._settings, self._form.limit))
+        return await self._reader.head(self._body, self.pipeline)
+
+    @property
+    def body_lease(self) -> Lease | None:  # type: ignore[override]
+        return self._reader.body_lease
+
+    @property
+    def decodes_inline(self) -> bool:  # type: ignore[override]
+        return self._reader.decodes_inline
+
+    def decode(self) -> Decoded:
+        fields, notes = self._reader.fields(self.operation)
+        return Decoded(fields, notes=notes)
+
+    async def fill(self, execution: Execution) -> None:
+        await self._reader.fill(self._body, execution, self.request.timings)
+
+    def close(self) -> None:
+        self._reader.close()
 
 
 def _headers(pairs: Iterable[tuple[bytes, bytes]]) -> dict[bytes, str]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -38,13 +39,13 @@ __all__ = ["CudaExecutor"]
 Branch = Sequence[Enqueued]
 """Steps that run one after another."""
 
-# CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
-_IMPLICIT = 906
+# CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, CU_STREAM_CAPTURE_MODE_RELAXED
+_IMPLICIT, _RELAXED = 906, 2
 # Below this expected duration, forking to another stream costs the host about as much as it saves:
 # the branches run one after another, unless a graph is captured.
 FORK_S = 20e-6
 FLOPS_S, BYTES_S = 400e12, 3e12
-# Buffers of zeros allocated ahead, because a stream that is capturing cannot allocate.
+# Buffers of zeros allocated at a time.
 ZERO_BUFFERS = 64
 
 
@@ -210,10 +211,8 @@ class _ZeroBuffers:
 
     def __init__(self, cuda: Any) -> None:
         self.cuda = cuda
-        size = ZERO_BUFFERS * ZEROS_BYTES
-        self._memory: list[Any] = [cuda.alloc(size)]
-        cuda.runtime.memset(self._memory[0].ptr, 0, size)
-        self._left = ZERO_BUFFERS
+        self._memory: list[Any] = []
+        self._grow()
         self._of: dict[tuple[int, ...], int] = {}
         self._local = threading.local()
         self._native: dict[str, Any] = {}
@@ -231,22 +230,21 @@ class _ZeroBuffers:
         return found
 
     def _grow(self) -> None:
-        """Allocate another block of buffers.
+        """Allocate another block of buffers, which a capture in this thread must not take part in.
 
         Raises
         ------
         DeviceUnavailable
-            CUDA cannot allocate because the stream is capturing a graph.
+            CUDA cannot allocate.
         """
         size = ZERO_BUFFERS * ZEROS_BYTES
         try:
-            memory = self.cuda.alloc(size)
-            self.cuda.runtime.memset(memory.ptr, 0, size)
+            with _relaxed_capture():
+                memory, side = self.cuda.Memory(size), self.cuda.Stream(non_blocking=True)
+                self.cuda.runtime.memsetAsync(memory.ptr, 0, size, side.ptr)
+                side.synchronize()
         except self.cuda.runtime.CUDARuntimeError as error:
-            raise DeviceUnavailable(
-                f"there is no room for more than {len(self._of)} graph captures and streams "
-                f"({error}); run the operation once outside of the capture first"
-            ) from error
+            raise DeviceUnavailable(f"no memory for the kernels' counters: {error}") from error
         self._memory.append(memory)
         self._left = ZERO_BUFFERS
 
@@ -274,9 +272,20 @@ class _ZeroBuffers:
         return own["start"], own["sides"][:count]
 
 
+@contextmanager
+def _relaxed_capture() -> Iterator[None]:
+    """Let this thread allocate and synchronize while it captures a graph."""
+    mode = ctypes.c_int(_RELAXED)
+    _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
 @lru_cache(maxsize=1)
-def _capture_info() -> Any:
-    return ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def capture_id(stream: int) -> int:
@@ -288,7 +297,7 @@ def capture_id(stream: int) -> int:
         The driver returns an error.
     """
     status, number = ctypes.c_int(0), ctypes.c_uint64(0)
-    result = _capture_info()(
+    result = _driver().cuStreamGetCaptureInfo_v2(
         ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
     )
     if result == _IMPLICIT:

@@ -13,11 +13,14 @@ from typing import Any
 from convgrad.errors import DeviceUnavailable
 from convgrad_service.backends.cuda.attributed_launch import LaunchConfig
 from convgrad_service.backends.cuda.launch import Kernels
+from convgrad_service.inprocess.launch_graph import KernelNode, LaunchGraph
 from convgrad_service.plans.cuda.program import Clear, Launch, Step
 
 __all__ = ["MOST_BUFFERS", "Driver", "NativePlan"]
 
 MOST_BUFFERS = 48
+# Beyond them, kernels are launched one by one: a program with so many shapes repeats few of them.
+MOST_GRAPHS = 4096
 
 _U32, _U64, _POINTER = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
 # Of the driver, in the order of the structure Driver in the native code.
@@ -29,6 +32,8 @@ _FUNCTIONS = (
     "cuStreamWaitEvent",
     "cuStreamIsCapturing",
     "cuCtxGetCurrent",
+    "cuGraphExecKernelNodeSetParams_v2",
+    "cuGraphLaunch",
 )
 
 
@@ -77,6 +82,8 @@ class _Step(ctypes.Structure):
         ("map_count", _U32),
         ("clear_bytes", _U64),
         ("clear_buffer", _U64),
+        ("node", _POINTER),
+        ("kernel", _POINTER),
     )
 
 
@@ -98,6 +105,7 @@ class _Plan(ctypes.Structure):
         ("workspace", _POINTER),
         ("workspace_count", _U64),
         ("start", _POINTER),
+        ("graph", _POINTER),
     )
 
 
@@ -141,19 +149,22 @@ class NativePlan:
         self._kernels, self._addresses, self._buffers = kernels, addresses, list(addresses)
         start, pairs = (None, []) if sides is None else sides
         others: list[tuple[int | None, int | None]] = [(None, None)] * 2 + list(pairs)
-        made = [
-            _Branch(self._array(_Step, map(self._step, steps)), len(steps), zero, stream, event)
+        made = [[self._step(step) for step in steps] for steps in branches]
+        self._graph = self._as_graph(branches, made, sides is not None)
+        arrays = [
+            _Branch(self._array(_Step, steps), len(steps), zero, stream, event)
             for steps, zero, (event, stream) in zip(
-                branches, zeros, others + [(None, None)] * len(branches), strict=False
+                made, zeros, others + [(None, None)] * len(made), strict=False
             )
         ]
         self._plan = _Plan(
-            self._array(_Branch, made),
-            len(made),
+            self._array(_Branch, arrays),
+            len(arrays),
             sides is not None,
             self._array(_U64, workspace),
             len(workspace),
             start,
+            self._graph.address if self._graph else None,
         )
         self.address = ctypes.addressof(self._plan)
         self.context = _current_context()
@@ -183,6 +194,32 @@ class NativePlan:
             len(pointers),
             len(maps),
         )
+
+    def _as_graph(
+        self, branches: Sequence[Sequence[Step]], made: Sequence[Sequence[_Step]], forks: bool
+    ) -> LaunchGraph | None:
+        """Return the steps as a graph, which costs the host half of a launch, if it can be one."""
+        launches = [step for steps in branches for step in steps if isinstance(step, Launch)]
+        every = [step for steps in made for step in steps]
+        if len(launches) < len(every) or LaunchGraph.alive >= MOST_GRAPHS:
+            return None
+        kernels = [
+            KernelNode.of(launch, step.function, step.block)
+            for launch, step in zip(launches, every, strict=True)
+        ]
+        after: list[int | None] = [index - 1 if index else None for index in range(len(every))]
+        if forks:
+            common = starts = len(branches[0])
+            for steps in branches[1:]:
+                if steps:
+                    after[starts] = common - 1 if common else None
+                starts += len(steps)
+        clusters = [launch.cluster for launch in launches]
+        graph = LaunchGraph(_driver(), kernels, clusters, after)
+        for step, kernel, node in zip(every, kernels, graph.nodes, strict=True):
+            step.kernel, step.node = ctypes.addressof(kernel), node
+        self._kept += kernels
+        return graph
 
     def _array(self, kind: Any, items: Any) -> int:
         """Return the address of an array that lives as long as this object."""

@@ -9,7 +9,6 @@ Every extent is -1, variable.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args
 
@@ -22,8 +21,6 @@ from convgrad_service.oip.fields import VERSION, output_fields
 from convgrad_service.problems import problem_from
 
 __all__ = [
-    "ModelMetadata",
-    "TensorMetadata",
     "model_config",
     "model_metadata",
     "repository_index",
@@ -40,42 +37,6 @@ _EXTENSIONS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TensorMetadata:
-    """One input or output.
-
-    ``optional`` inputs may be omitted, though an operation may require one of two.
-    """
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-    optional: bool = False
-
-    def as_json(self) -> dict[str, Any]:
-        return {"name": self.name, "datatype": self.datatype, "shape": list(self.shape)}
-
-
-@dataclass(frozen=True, slots=True)
-class ModelMetadata:
-    """A model's inputs, the optional ones last, and all outputs that can be requested."""
-
-    name: str
-    versions: tuple[str, ...]
-    platform: str
-    inputs: tuple[TensorMetadata, ...]
-    outputs: tuple[TensorMetadata, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "versions": list(self.versions),
-            "platform": self.platform,
-            "inputs": [tensor.as_json() for tensor in self.inputs],
-            "outputs": [tensor.as_json() for tensor in self.outputs],
-        }
-
-
 def server_metadata(extensions: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the server's name, version and extensions; ``extensions`` are the optional ones."""
     return {
@@ -86,16 +47,21 @@ def server_metadata(extensions: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 @cache
-def model_metadata(operation: str) -> ModelMetadata:
-    """Return the metadata of one operation."""
-    described = OPERATIONS[operation]
-    inputs, outputs = _example_tensors(described)
-    return ModelMetadata(operation, (VERSION,), PLATFORM, inputs, outputs)
+def model_metadata(operation: str) -> dict[str, Any]:
+    """Return an operation's inputs, the optional ones last, and its outputs; not to be changed."""
+    inputs, outputs = _example_tensors(OPERATIONS[operation])
+    return {
+        "name": operation,
+        "versions": [VERSION],
+        "platform": PLATFORM,
+        "inputs": inputs,
+        "outputs": outputs,
+    }
 
 
 def model_config(operation: str) -> dict[str, Any]:
     """Return the configuration in Triton's JSON form, with the fields that its clients read."""
-    metadata = model_metadata(operation)
+    described, metadata = OPERATIONS[operation], model_metadata(operation)
     return {
         "name": operation,
         "platform": "",
@@ -110,13 +76,14 @@ def model_config(operation: str) -> dict[str, Any]:
                 "format": "FORMAT_NONE",
                 "is_shape_tensor": False,
                 "allow_ragged_batch": False,
-                "optional": tensor.optional,
+                # May be omitted, though an operation may require one of two.
+                "optional": tensor["name"] not in described.required_tensors,
             }
-            for tensor in metadata.inputs
+            for tensor in metadata["inputs"]
         ],
         "output": [
             {**_config_tensor(tensor), "label_filename": "", "is_shape_tensor": False}
-            for tensor in metadata.outputs
+            for tensor in metadata["outputs"]
         ],
         "batch_input": [],
         "batch_output": [],
@@ -125,8 +92,7 @@ def model_config(operation: str) -> dict[str, Any]:
         "cc_model_filenames": {},
         "metric_tags": {},
         "parameters": {
-            name: {"string_value": value}
-            for name, value in _extra_parameters(OPERATIONS[operation]).items()
+            name: {"string_value": value} for name, value in _extra_parameters(described).items()
         },
         "model_warmup": [],
         "model_transaction_policy": {"decoupled": False},
@@ -142,17 +108,12 @@ def repository_index(*, ready: bool, reason: str = "") -> list[dict[str, str]]:
     ]
 
 
-def _config_tensor(tensor: TensorMetadata) -> dict[str, Any]:
-    return {
-        "name": tensor.name,
-        "data_type": f"TYPE_{tensor.datatype}",
-        "dims": list(tensor.shape),
-    }
+def _config_tensor(tensor: dict[str, Any]) -> dict[str, Any]:
+    data_type = f"TYPE_{tensor['datatype']}"
+    return {"name": tensor["name"], "data_type": data_type, "dims": tensor["shape"]}
 
 
-def _example_tensors(
-    operation: Operation,
-) -> tuple[tuple[TensorMetadata, ...], tuple[TensorMetadata, ...]]:
+def _example_tensors(operation: Operation) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the inputs and outputs of the operation's example, with all outputs requested."""
     fields: dict[str, Any] = dict(operation.example)
     for name in operation.tensors:
@@ -166,11 +127,10 @@ def _example_tensors(
     inputs = [
         *(_tensor(name, spec.dtype, len(spec.shape)) for name, spec in required.items()),
         *(
-            TensorMetadata(
+            _tensor(
                 name,
-                protocol_name(DType.INT64 if name in _INDICES else usual.dtype),
-                (-1,) * (1 if name in _PER_CHANNEL else len(usual.shape)),
-                optional=True,
+                DType.INT64 if name in _INDICES else usual.dtype,
+                1 if name in _PER_CHANNEL else len(usual.shape),
             )
             for name in optional
         ),
@@ -179,7 +139,7 @@ def _example_tensors(
         _tensor(name, problem.outputs[name].dtype, len(problem.outputs[name].shape))
         for name in operation.outputs
     ]
-    return tuple(inputs), tuple(outputs)
+    return inputs, outputs
 
 
 # Optional tensors that hold integers, or have one dimension.
@@ -187,8 +147,8 @@ _INDICES = ("indices",)
 _PER_CHANNEL = ("bias", "bias0", "bias1", "grad_grad_bias")
 
 
-def _tensor(name: str, dtype: DType, rank: int) -> TensorMetadata:
-    return TensorMetadata(name, protocol_name(dtype), (-1,) * rank)
+def _tensor(name: str, dtype: DType, rank: int) -> dict[str, Any]:
+    return {"name": name, "datatype": protocol_name(dtype), "shape": [-1] * rank}
 
 
 def _extra_parameters(operation: Operation) -> dict[str, str]:

@@ -72,14 +72,14 @@ def separated(parameters: Mapping[str, Any]) -> Reserved:
 
 
 def parsed(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The operation's parameters with JSON text turned into the lists and objects it stands for.
+    """Return the operation's parameters, with JSON text parsed into lists and objects.
 
     A string is JSON text if it begins with ``[`` or ``{``, as no name of a layout or format does.
 
     Raises
     ------
     MalformedRequest
-        Such a text is no JSON, or a value is none of the protocol's.
+        Such a text is not JSON, or a value has a type that the protocol does not have.
     """
     return {name: _value(name, value) for name, value in parameters.items()}
 
@@ -89,7 +89,9 @@ def _value(name: str, value: Any) -> Any:
         if not value.startswith(("[", "{")):
             return value
         if len(value) > _MAX_TEXT:
-            raise MalformedRequest(f"{name}: {len(value):,} characters are no parameter's")
+            raise MalformedRequest(
+                f"{name}: expected at most {_MAX_TEXT:,} characters, got {len(value):,}"
+            )
         return strict_json.loads(value, f"the parameter {shown(name)}")
     if isinstance(value, bool | int | float):
         return value

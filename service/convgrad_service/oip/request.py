@@ -115,7 +115,7 @@ class InferRequest:
 
     @property
     def store(self) -> Mapping[str, str]:
-        """The outputs to be kept in the tensor store, with their names there."""
+        """The outputs to be stored on the server, with their names there."""
         found = parsed(self.parameters).get("store") if "store" in self.parameters else None
         return found if isinstance(found, dict) else {}
 

@@ -11,6 +11,7 @@ from convgrad.wire.sentences import shown
 from convgrad_service.engine.hub import Engine, Hub, call_hub
 from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionRegistry
 from convgrad_service.oip.request import Region
+from convgrad_service.server.settings import Settings
 
 __all__ = ["Kind", "Registration", "SharedMemory"]
 
@@ -40,9 +41,12 @@ class SharedMemory:
     Kinds that are not enabled are refused with UnsupportedProblem.
     """
 
-    def __init__(self, engine: Engine, *, system: bool, cuda: bool) -> None:
+    def __init__(self, engine: Engine, settings: Settings) -> None:
         self._engine = engine
-        enabled: dict[Kind, bool] = {"system": system, "cuda": cuda}
+        enabled: dict[Kind, bool] = {
+            "system": settings.system_shared_memory,
+            "cuda": settings.cuda_shared_memory,
+        }
         self._kinds: Collection[Kind] = [kind for kind, on in enabled.items() if on]
         self.extensions = tuple(f"{kind}_shared_memory" for kind in self._kinds)
 

@@ -18,7 +18,7 @@ _FOLDERS = (
     ("/tensors", INFER),
     ("/metrics", METRICS),
 )
-# A description of the server that the protocol has clients ask for by POST.
+# Clients of the protocol request this description of the server by POST.
 _INDEX = "/v2/repository/index"
 _METHODS = {
     "ModelInfer": INFER,

@@ -137,7 +137,7 @@ def _allow_descriptors(settings: Settings) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < needed:
         _log.warning(
-            "at most %d files may be open, and %d connections to each port may need %d",
+            "at most %d files may be open, but %d connections to each port may need %d",
             allowed,
             settings.max_connections,
             needed,

@@ -159,19 +159,19 @@ def add_metrics(hub: Hub) -> Metrics:
         "convgrad_children_ended",
         "Child processes that exited unexpectedly.",
         by_name,
-        lambda: {(name,): count for name, count in children.ended.items()},
+        lambda: children.ended,
     )
     metrics.totals(
         "convgrad_children_hung",
         "Of those, processes killed because they sent no heartbeats or made no progress.",
         by_name,
-        lambda: {(name,): count for name, count in children.hung.items()},
+        lambda: children.hung,
     )
     metrics.totals(
         "convgrad_child_start_failures",
         "Failed attempts to start a child process; each is retried.",
         by_name,
-        lambda: {(name,): count for name, count in children.failed_starts.items()},
+        lambda: children.failed_starts,
     )
     metrics.gauge(
         "convgrad_inflight_bytes",
@@ -209,13 +209,13 @@ def _add_key_metrics(metrics: Metrics, hub: Hub) -> None:
         "convgrad_key_inflight_requests",
         "Requests in flight of an API key that has limits.",
         by_key,
-        lambda: {(name,): usage.requests for name, usage in keys()},
+        lambda: {name: usage.requests for name, usage in keys()},
     )
     metrics.gauges(
         "convgrad_key_inflight_bytes",
         "Memory held by the tensors of such a key's requests in flight.",
         by_key,
-        lambda: {(name,): usage.size_bytes for name, usage in keys()},
+        lambda: {name: usage.size_bytes for name, usage in keys()},
     )
     metrics.totals(
         "convgrad_key_refused",
@@ -232,7 +232,7 @@ def _add_device_metrics(metrics: Metrics, hub: Hub) -> None:
 
     def of_each(field: str) -> Labelled:
         return lambda: {
-            (str(index),): getattr(vitals, field) for index, vitals in hub.vitals().items()
+            str(index): getattr(vitals, field) for index, vitals in hub.vitals().items()
         }
 
     by_device = ("device",)

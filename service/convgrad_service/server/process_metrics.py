@@ -22,13 +22,13 @@ _ESTABLISHED = "01"
 def add_process_metrics(metrics: Metrics, processes: Callable[[], Mapping[str, int]]) -> None:
     """Add the resources of each process; ``processes`` returns their ids by name."""
 
-    def of_each(read: Callable[[int], float]) -> Callable[[], Mapping[tuple[str, ...], float]]:
-        def values() -> Mapping[tuple[str, ...], float]:
-            found: dict[tuple[str, ...], float] = {}
+    def of_each(read: Callable[[int], float]) -> Callable[[], Mapping[str, float]]:
+        def values() -> Mapping[str, float]:
+            found: dict[str, float] = {}
             for name, process_id in processes().items():
                 # A process may have just ended.
                 with contextlib.suppress(OSError, IndexError, ValueError):
-                    found[(name,)] = read(process_id)
+                    found[name] = read(process_id)
             return found
 
         return values
@@ -60,7 +60,7 @@ def add_connection_metrics(metrics: Metrics, ports: Mapping[str, int]) -> None:
         "convgrad_connections",
         "Open connections by port: http, grpc or management.",
         ("port",),
-        lambda: {(name,): count for name, count in _connections(ports).items()},
+        lambda: _connections(ports),
     )
 
 

@@ -97,7 +97,7 @@ SETS = {
     ),
     "dense_copied": data(ResultThroughChannelsLast(DenseGather(1, 1), COPIES, anywhere=True)),
 }
-WEIGHTS = HopperWeight(1, everywhere=True)
+WEIGHTS = HopperWeight(1)
 WEIGHT_SETS = {
     "planes": replace(FAMILIES, bwd_weight=[WEIGHTS]),
     "copied": replace(

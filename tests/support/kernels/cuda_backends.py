@@ -14,6 +14,7 @@ from typing import Any
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.conv.bf16x3_weight import Bf16x3Weight
 from convgrad_service.backends.cuda.kernels.conv.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
@@ -94,7 +95,11 @@ def hopper(schedule: Schedule | None = None) -> Families:
         FAMILIES,
         fwd=[HopperGather(True, schedule), GatherDirect()],
         bwd_data=[HopperGather(True, schedule), GatherDirect()],
-        bwd_weight=[HopperWeight(1, everywhere=True), WeightDirect()],
+        bwd_weight=[
+            Bf16x3Weight(HopperWeight(1), everywhere=True),
+            HopperWeight(1),
+            WeightDirect(),
+        ],
         fused=(),
     )
 

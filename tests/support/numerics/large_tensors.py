@@ -193,14 +193,6 @@ LARGE = {
         "H",
         params=WIDE,
     ),
-    "scaled_halves": LargeCase(
-        WEIGHT,
-        Conv(3, 256, 256, (28, 28), (3, 3), 1, 1),
-        3_600,
-        "_halves",
-        dtype="float32",
-        params={"precision": "high"},
-    ),
     "gather": LargeCase(DATA, Conv(3, 256, 256, (28, 28), (3, 3), 2, 1), 3_600, "hopper_gather"),
     "gather_of_one_image": LargeCase(
         "conv_fwd", Conv(1, 256, 256, (28, 28), (3, 3), 1, 1), 10_800, "hopper_gather", "H"

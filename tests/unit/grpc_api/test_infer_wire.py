@@ -232,7 +232,7 @@ def test_unknown_models() -> None:
         (b"\x3a\xff\xff\xff\xff\x0f", "ends within a field"),
         (b"\x0b\x0c", "wire type 3"),
         (b"\xff" * 11, "more than 64 bits"),
-        (b"\x0a\x02\xff\xfe", "no ModelInferRequest"),
+        (b"\x0a\x02\xff\xfe", "not a ModelInferRequest"),
         (b"\x08\x01" * 5000, "more than 4096 fields"),
     ],
 )

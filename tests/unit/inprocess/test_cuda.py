@@ -161,3 +161,24 @@ def test_a_block_pointed_elsewhere_is_one_filled_for_there(
         block.point(list(there.values()))
         wanted = bytes(step.arguments.fill(there))
         assert ctypes.string_at(block.address, len(wanted)) == wanted
+
+
+def test_counters_are_allocated_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[int] = [0]  # global, CUDA's default
+
+    def exchange(mode: Any) -> int:
+        modes.append(mode._obj.value)
+        mode._obj.value = modes[-2]
+        return 0
+
+    def made(*_: Any, **__: Any) -> Any:
+        assert modes[-1] == cuda._RELAXED
+        return SimpleNamespace(ptr=2**24 * len(modes), synchronize=lambda: None)
+
+    runtime = SimpleNamespace(memsetAsync=lambda *_: None, CUDARuntimeError=RuntimeError)
+    driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
+    monkeypatch.setattr(cuda, "_driver", lambda: driver)
+    zeros = cuda._ZeroBuffers(SimpleNamespace(Memory=made, Stream=made, runtime=runtime))
+    places = [zeros.of((1, capture, 0)) for capture in range(3 * cuda.ZERO_BUFFERS)]
+    assert len(set(places)) == len(places)
+    assert modes == [0, *(cuda._RELAXED, 0) * 3]

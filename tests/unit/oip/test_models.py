@@ -31,16 +31,17 @@ REPORT = Report(backend="cpu", kernel="k", flops=8, bytes=9, compute_s=0.5)
 def test_metadata_lists_all_inputs_and_outputs(name: str) -> None:
     metadata = model_metadata(name)
     operation = OPERATIONS[name]
-    required = tuple(tensor.name for tensor in metadata.inputs if not tensor.optional)
-    assert required == operation.required_tensors
-    assert {tensor.name for tensor in metadata.inputs} == set(operation.tensors)
-    assert tuple(tensor.name for tensor in metadata.outputs) == operation.outputs
-    for tensor in (*metadata.inputs, *metadata.outputs):
-        assert set(tensor.shape) == {-1}
-        assert tensor.datatype == ("INT64" if tensor.name == "indices" else "FP32")
+    inputs, outputs = metadata["inputs"], metadata["outputs"]
+    names = tuple(tensor["name"] for tensor in inputs)
+    assert names[: len(operation.required_tensors)] == operation.required_tensors
+    assert set(names) == set(operation.tensors)
+    assert tuple(tensor["name"] for tensor in outputs) == operation.outputs
+    for tensor in (*inputs, *outputs):
+        assert set(tensor["shape"]) == {-1}
+        assert tensor["datatype"] == ("INT64" if tensor["name"] == "indices" else "FP32")
         ndim = next((ndim for ndim in (1, 3) if f"{ndim}d" in name), 2)
-        ranks = {1} if "bias" in tensor.name else {ndim + 2}
-        assert len(tensor.shape) in ranks
+        ranks = {1} if "bias" in tensor["name"] else {ndim + 2}
+        assert len(tensor["shape"]) in ranks
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -48,13 +49,12 @@ def test_configuration_agrees_with_metadata(name: str) -> None:
     config, metadata = model_config(name), model_metadata(name)
     assert config["max_batch_size"] == 0
     assert config["model_transaction_policy"] == {"decoupled": False}
-    for listed, tensors in (("input", metadata.inputs), ("output", metadata.outputs)):
+    for listed, tensors in (("input", metadata["inputs"]), ("output", metadata["outputs"])):
         assert [(item["name"], item["data_type"], item["dims"]) for item in config[listed]] == [
-            (tensor.name, f"TYPE_{tensor.datatype}", list(tensor.shape)) for tensor in tensors
+            (tensor["name"], f"TYPE_{tensor['datatype']}", tensor["shape"]) for tensor in tensors
         ]
-    assert [item["optional"] for item in config["input"]] == [
-        tensor.optional for tensor in metadata.inputs
-    ]
+    required = [item["name"] for item in config["input"] if not item["optional"]]
+    assert tuple(required) == OPERATIONS[name].required_tensors
     assert config["parameters"]["dtypes"] == {"string_value": "FP16,BF16,FP32,FP64"}
     layouts = config["parameters"].get("layouts", {"string_value": ""})["string_value"]
     assert tuple(filter(None, layouts.split(","))) == OPERATIONS[name].layouts

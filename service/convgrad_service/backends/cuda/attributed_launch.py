@@ -13,10 +13,10 @@ from typing import Any
 from convgrad.errors import DeviceUnavailable
 from convgrad_service.plans.cuda.program import ArgumentBlock, Launch
 
-__all__ = ["AttributedLaunch", "LaunchConfig"]
+__all__ = ["CLUSTER_DIMENSION", "AttributedLaunch", "LaunchConfig"]
 
 # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-_CLUSTER_DIMENSION, _SERIALIZATION = 4, 6
+CLUSTER_DIMENSION, _SERIALIZATION = 4, 6
 
 
 class _Attribute(ctypes.Structure):
@@ -47,7 +47,7 @@ class LaunchConfig(ctypes.Structure):
         if step.overlaps:
             wanted.append(_Attribute(_SERIALIZATION, 0, (1,)))
         if step.cluster > 1:
-            wanted.append(_Attribute(_CLUSTER_DIMENSION, 0, (step.cluster, 1, 1)))
+            wanted.append(_Attribute(CLUSTER_DIMENSION, 0, (step.cluster, 1, 1)))
         attributes = (_Attribute * len(wanted))(*wanted)
         address, count = ctypes.addressof(attributes), len(wanted)
         config = cls(step.grid, step.block, step.shared_bytes, None, address, count)

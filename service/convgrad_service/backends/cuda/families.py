@@ -8,6 +8,7 @@ everything.
 from __future__ import annotations
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.conv.bf16x3_weight import Bf16x3Weight
 from convgrad_service.backends.cuda.kernels.conv.channel_sums import ChannelSumsKernel
 from convgrad_service.backends.cuda.kernels.conv.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight
@@ -131,6 +132,8 @@ LARGE = (
 LARGE_WEIGHT = (
     ResultThroughChannelsLast(HopperWeight(), COPIES),
     HopperWeight(),
+    ResultThroughChannelsLast(Bf16x3Weight(), COPIES),
+    Bf16x3Weight(),
     ResultThroughChannelsLast(DenseWeight(), COPIES),
     DenseWeight(),
 )
@@ -144,6 +147,7 @@ OVERHEADS = {
     "hopper_weight": Overhead(0.0),
     "dense_gather": Overhead(4.7e-6, 1.09, 4.9e-6),
     "dense_weight": Overhead(8.0e-6, 0.91, 3e-6),
+    "bf16x3_weight": Overhead(0.0),
 }
 # Not for TF32, in which it has not been measured against the others.
 IMPLICIT_GEMM = ImplicitGemm(dtypes=(DType.FLOAT16, DType.BFLOAT16))

@@ -20,13 +20,7 @@ def included(source: str, folder: Path | None = None) -> list[str]:
 
     Names are relative to ``folder``, `KERNELS` by default.
     """
-    found: dict[str, None] = {source: None}
-    waiting = [source]
-    while waiting:
-        names, _ = _read((folder or KERNELS) / waiting.pop())
-        waiting += [name for name in names if name not in found]
-        found |= dict.fromkeys(names)
-    return list(found)
+    return list(_files(source, folder))
 
 
 def source_hash(source: str, folder: Path | None = None) -> str:
@@ -35,21 +29,38 @@ def source_hash(source: str, folder: Path | None = None) -> str:
     Sources with equal hashes compile to the same code, so measurements and checks of one hold for
     the other. File names are not hashed, so a source may move.
     """
-    key = hashlib.sha256()
-    for name in included(source, folder):
-        _, code = _read((folder or KERNELS) / name)
-        key.update(code + b"\0")
-    return key.hexdigest()[:16]
+    return _digest(tuple(_files(source, folder).values()))
 
 
-def _read(path: Path) -> tuple[tuple[str, ...], bytes]:
-    """Return the names that a file includes, and its code."""
-    return _parsed(path.read_text(encoding="utf-8"))
+def _files(source: str, folder: Path | None) -> dict[str, bytes]:
+    """Return the code of a source and of every header that it includes, by name."""
+    root = str(folder or KERNELS)
+    found: dict[str, bytes] = {source: b""}
+    waiting = [source]
+    while waiting:
+        name = waiting.pop()
+        path = f"{root}/{name}"
+        state = Path(path).stat()
+        names, found[name] = _parsed(path, state.st_mtime_ns, state.st_size)
+        waiting += [each for each in names if each not in found]
+        found |= {each: b"" for each in names if each not in found}
+    return found
 
 
-# Cached, because a request that compiles would otherwise spend milliseconds in regular expressions.
+# Cached, because a request that compiles would otherwise spend milliseconds in regular expressions
+# and reading, and hold the interpreter meanwhile.
 @lru_cache(maxsize=1024)
-def _parsed(text: str) -> tuple[tuple[str, ...], bytes]:
+def _parsed(path: str, modified_ns: int, size: int) -> tuple[tuple[str, ...], bytes]:
+    """Return the names that a file includes, and its code, if the file has not changed since."""
+    text = Path(path).read_text(encoding="utf-8")
     code = _STRING_OR_COMMENT.sub(lambda match: match[1] or " ", _INCLUDE.sub("", text))
     lines = (" ".join(line.split()) for line in code.splitlines())
     return tuple(_INCLUDE.findall(text)), "\n".join(filter(None, lines)).encode()
+
+
+@lru_cache(maxsize=1024)
+def _digest(codes: tuple[bytes, ...]) -> str:
+    key = hashlib.sha256()
+    for code in codes:
+        key.update(code + b"\0")
+    return key.hexdigest()[:16]

@@ -9,38 +9,14 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from convgrad_service.problems.base import TensorSpec
 
-__all__ = ["Arena", "BoundedCache"]
-
-T = TypeVar("T")
-
-
-class BoundedCache:
-    """At most ``max_entries`` values by key; cleared when full. Safe from any thread."""
-
-    def __init__(self, max_entries: int = 128) -> None:
-        self._max_entries = max_entries
-        self._values: dict[Hashable, Any] = {}
-
-    def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the value of a key; ``make`` creates it on a miss."""
-        found: T | None = self._values.get(key)
-        if found is None:
-            if len(self._values) >= self._max_entries:
-                self._values.clear()
-            found = self._values[key] = make()
-        return found
-
-    def clear(self) -> None:
-        """Remove all values."""
-        self._values.clear()
+__all__ = ["Arena"]
 
 
 class Arena:
@@ -54,8 +30,6 @@ class Arena:
         self.size_bytes = os.fstat(descriptor).st_size
         self._memory = mmap.mmap(descriptor, self.size_bytes)
         self._bytes = np.frombuffer(self._memory, np.uint8)
-        self.views = BoundedCache()
-        """Arrays of jobs, which often reuse the same addresses."""
 
     @classmethod
     def create(cls, size_bytes: int) -> Arena:

@@ -141,8 +141,8 @@ class Quotas:
         if limits.inflight is not None and usage.requests >= limits.inflight:
             usage.refused["inflight"] += 1
             raise Overloaded(
-                f"the API key {name!r} has {usage.requests} requests in flight, and no more than "
-                f"{limits.inflight} may be",
+                f"the API key {name!r} has {usage.requests} requests in flight; its limit is "
+                f"{limits.inflight}",
                 retry_after_s=_RETRY_AFTER_S,
             )
         if limits.requests_per_s is not None:
@@ -157,8 +157,7 @@ class Quotas:
         if early_s > interval_s * 1e-6:
             usage.refused["requests_per_s"] += 1
             raise Overloaded(
-                f"the API key {name!r} asks faster than {per_s:g} times a second, which is what "
-                "it may",
+                f"the API key {name!r} sends more than {per_s:g} requests a second, its limit",
                 retry_after_s=early_s,
             )
         usage.next_s = max(usage.next_s, now_s) + interval_s
@@ -205,8 +204,8 @@ class CountedTicket:
         if early_s > 1:
             usage.refused["flops_per_s"] += 1
             raise Overloaded(
-                f"the API key {self._name!r} may have {per_s:.4g} FLOPs computed a second, and "
-                f"what it had computed uses that up for {early_s:.3g} s",
+                f"the API key {self._name!r} has used its {per_s:.4g} FLOPs a second for the next "
+                f"{early_s:.3g} s",
                 retry_after_s=early_s - 1,
             )
         usage.paid_s = max(usage.paid_s, now_s) + flops / per_s

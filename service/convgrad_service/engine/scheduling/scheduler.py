@@ -100,7 +100,7 @@ class Scheduler:
         tasks = [*self._waiting, *(task for held in self._running.values() for task in held)]
         seconds = self.cost_model.estimate_s(sum(task.cost for task in tasks)) / (self.slots or 1)
         return Overloaded(
-            f"{self.waiting} problems wait to be computed, and no more than {self.max_waiting} may",
+            f"{self.waiting} problems are queued; the limit is {self.max_waiting}",
             retry_after_s=min(max(seconds, _RETRY_AFTER_MIN_S), _RETRY_AFTER_MAX_S),
         )
 

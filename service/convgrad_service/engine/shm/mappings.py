@@ -24,7 +24,6 @@ from convgrad_service.backends.base import (
     MappingGuard,
     guard_mapping,
 )
-from convgrad_service.engine.memory.arena import BoundedCache
 from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.problems.base import TensorSpec
 
@@ -90,8 +89,6 @@ class RegionMappings:
         self._refused: dict[int, str] = {}
         self._on_device: dict[int, DeviceMemory] = {}
         self._opening = threading.Lock()
-        self.views = BoundedCache()
-        """Arrays of jobs; cleared when a region is closed."""
 
     def open(self, number: int, descriptor: int, end: int) -> None:
         """Map a region's file up to ``end`` unless it is mapped; the caller closes the descriptor.
@@ -127,7 +124,6 @@ class RegionMappings:
 
     def close(self, number: int) -> None:
         """Unmap a region that is no longer in use."""
-        self.views.clear()
         self._mappings.pop(number, None)
         self._refused.pop(number, None)
         if (memory := self._on_device.pop(number, None)) is not None:

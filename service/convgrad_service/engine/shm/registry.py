@@ -129,7 +129,7 @@ class RegionRegistry:
         self._drop_orphans()
         if len(self) >= self._max_regions:
             raise Overloaded(
-                f"{self._max_regions} regions are registered, the most there may be",
+                f"{self._max_regions} regions are registered, the maximum",
                 retry_after_s=1.0,
             )
         self._last_number += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -14,8 +15,8 @@ from convgrad_service.engine.telemetry.request_metrics import KeyMetrics, Reques
 
 __all__ = ["Labelled", "Metrics"]
 
-Labelled = Callable[[], Mapping[tuple[str, ...], float]]
-"""Reads a metric's values, by their label values."""
+Labelled = Callable[[], Mapping[Any, float]]
+"""Reads a metric's values, by the value of its label, or by a tuple of those of its labels."""
 
 
 class Metrics:
@@ -70,5 +71,5 @@ class _Read(Collector):
     def collect(self) -> Iterable[Metric]:
         family = self._family()
         for labels, value in self._read().items():
-            family.add_metric(labels, value)
+            family.add_metric((labels,) if isinstance(labels, str) else labels, value)
         yield family

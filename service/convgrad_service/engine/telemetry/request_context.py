@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from convgrad_service.engine.scheduling.quotas import ANYBODY, Caller
-from convgrad_service.engine.telemetry.record import Timings
+from convgrad_service.engine.telemetry.record import Record, Timings
 
 __all__ = ["TRACE_HEADERS", "RequestContext"]
 
@@ -86,6 +86,22 @@ class RequestContext:
             if _ACCEPTABLE_ID.fullmatch(given):
                 return cls(given)
         return cls(f"{_ids.getrandbits(128):032x}")
+
+    def record(self, transport: str) -> Record:
+        """Return what is counted of the exchange once it has ended."""
+        timings = self.timings
+        return Record(
+            self.operation or "",
+            transport,
+            self.code,
+            timings.total_s,
+            timings.stages_s,
+            self.received_bytes,
+            self.sent_bytes,
+            timings.flops,
+            timings.compulsory_bytes,
+            self.owner,
+        )
 
     def server_timing(self) -> str:
         """Return the value of the Server-Timing header, in milliseconds."""

@@ -30,6 +30,11 @@ class Duration:
         """The total in nanoseconds."""
         return round(self.total_s * 1e9)
 
+    @property
+    def us(self) -> float:
+        """The total in microseconds."""
+        return self.ns / 1e3
+
     def add(self, seconds: float) -> None:
         """Count one interval."""
         self.count += 1

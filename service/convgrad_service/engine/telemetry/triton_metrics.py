@@ -6,7 +6,8 @@ model, always version 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 
 from convgrad_service.engine.telemetry.statistics import OperationStatistics
 
@@ -16,37 +17,23 @@ _WAITING = (
     "nv_inference_pending_request_count",
     "Instantaneous number of pending requests awaiting execution",
 )
-_Read = Callable[[OperationStatistics], float]
-_COUNTERS: Sequence[tuple[str, str, _Read]] = (
-    ("request_success", "Number of successful inference requests", lambda s: s.success.count),
-    ("request_failure", "Number of failed inference requests", lambda s: s.fail.count),
+_DURATIONS = (
+    ("request", "inference request", "success"),
+    ("queue", "inference queuing", "queue"),
+    ("compute_input", "compute input", "input"),
+    ("compute_infer", "compute inference", "infer"),
+    ("compute_output", "inference compute output", "output"),
+)
+# The end of a counter's name, its help, and the attribute of `OperationStatistics`.
+_COUNTERS = (
+    ("request_success", "Number of successful inference requests", "success.count"),
+    ("request_failure", "Number of failed inference requests", "fail.count"),
     # Requests are never batched, so an execution is a request.
-    ("count", "Number of inferences performed", lambda s: s.success.count),
-    ("exec_count", "Number of model executions performed", lambda s: s.success.count),
-    (
-        "request_duration_us",
-        "Cumulative inference request duration in microseconds",
-        lambda s: s.success.ns / 1e3,
-    ),
-    (
-        "queue_duration_us",
-        "Cumulative inference queuing duration in microseconds",
-        lambda s: s.queue.ns / 1e3,
-    ),
-    (
-        "compute_input_duration_us",
-        "Cumulative compute input duration in microseconds",
-        lambda s: s.input.ns / 1e3,
-    ),
-    (
-        "compute_infer_duration_us",
-        "Cumulative compute inference duration in microseconds",
-        lambda s: s.infer.ns / 1e3,
-    ),
-    (
-        "compute_output_duration_us",
-        "Cumulative inference compute output duration in microseconds",
-        lambda s: s.output.ns / 1e3,
+    ("count", "Number of inferences performed", "success.count"),
+    ("exec_count", "Number of model executions performed", "success.count"),
+    *(
+        (f"{name}_duration_us", f"Cumulative {text} duration in microseconds", f"{field}.us")
+        for name, text, field in _DURATIONS
     ),
 )
 
@@ -69,7 +56,8 @@ class TritonMetrics:
         """Return the metrics in Prometheus' text format 0.0.4."""
         statistics = self._statistics()
         lines: list[str] = []
-        for suffix, text, read in _COUNTERS:
+        for suffix, text, attribute in _COUNTERS:
+            read = attrgetter(attribute)
             name = f"nv_inference_{suffix}"
             lines += [f"# HELP {name} {text}", f"# TYPE {name} counter"]
             lines += [

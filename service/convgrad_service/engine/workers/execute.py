@@ -251,22 +251,18 @@ def _add_up(layout: TensorLayout, sums: Arrays, inputs: Arrays) -> Arrays:
 
 
 def _arena_arrays(arena: Arena, layout: TensorLayout, base: int) -> tuple[Arrays, Arrays]:
-    """Return the read-only inputs and the outputs of a job without shared memory, cached."""
-
-    def make() -> tuple[Arrays, Arrays]:
-        inputs, outputs = (
-            {
-                name: arena.array(base + offset, spec)
-                for name, spec, offset, _ in tensors
-                if offset is not None
-            }
-            for tensors in (layout.inputs, layout.outputs)
-        )
-        for array in inputs.values():
-            array.flags.writeable = False
-        return inputs, outputs
-
-    return arena.views.get((layout, base), make)
+    """Return the read-only inputs and the outputs of a job without shared memory."""
+    inputs, outputs = (
+        {
+            name: arena.array(base + offset, spec)
+            for name, spec, offset, _ in tensors
+            if offset is not None
+        }
+        for tensors in (layout.inputs, layout.outputs)
+    )
+    for array in inputs.values():
+        array.flags.writeable = False
+    return inputs, outputs
 
 
 def _region_arrays(
@@ -287,22 +283,17 @@ def _region_arrays(
             return arena.array(job.base + tensor.offset, tensor.spec)
         return _in_region(tensor, job.regions, mappings)
 
-    def make() -> tuple[dict[str, Any], dict[str, Any]]:
-        inputs = {tensor.name: array(tensor) for tensor in layout.inputs}
-        for each in inputs.values():
-            if isinstance(each, np.ndarray):
-                each.flags.writeable = False
-        return inputs, {tensor.name: array(tensor) for tensor in layout.outputs}
-
     for tensor in filter(_is_copied, layout.inputs):
         source = _in_region(tensor, job.regions, mappings)
         if isinstance(source, np.ndarray):
             np.copyto(array(tensor), source)
         else:
             source.read(array(tensor))
-    if all(each.device is None and not each.stored for each in job.regions):
-        return mappings.views.get((layout, job.base, job.regions), make)
-    inputs, outputs = make()
+    inputs = {tensor.name: array(tensor) for tensor in layout.inputs}
+    for each in inputs.values():
+        if isinstance(each, np.ndarray):
+            each.flags.writeable = False
+    outputs = {tensor.name: array(tensor) for tensor in layout.outputs}
     whole = layout.sizes.parts == 1
     read = {name for piece in pieces.values() for name in piece.inputs}
     for name, _, offset, region in layout.inputs:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from convgrad_service.backends.base import ServingBackend
-from convgrad_service.engine.memory.arena import Arena, BoundedCache
+from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.memory.tensor_layout import (
     PlacedTensor,
     TensorLayout,
@@ -71,10 +71,11 @@ class _Copies(NamedTuple):
 class _Trials:
     """The runs of one layout. The minimum counts: other load on the cores only adds to it."""
 
-    __slots__ = ("best_s", "runs")
+    __slots__ = ("best_s", "copies", "runs")
 
     def __init__(self) -> None:
         self.runs, self.best_s = 0, math.inf
+        self.copies: _Copies | None = None
 
     def add(self, seconds: float) -> None:
         self.runs, self.best_s = self.runs + 1, min(self.best_s, seconds)
@@ -102,7 +103,6 @@ class InlineExecutor:
         # Enough for one problem at a time.
         self._own_arena = Arena.create(_MAX_BYTES)
         self._own_arena.close()
-        self._copies = BoundedCache()
         self._backend: ServingBackend | None = None
         self._mappings: RegionMappings
 
@@ -134,7 +134,9 @@ class InlineExecutor:
         if not regions:
             result = self._run(self._engine.arena, layout, base)
         elif self._region_file is not None:
-            result = self._run_copied(layout, base, regions, self._region_file)
+            if trials.copies is None:
+                trials.copies = self._make_copies(layout)
+            result = self._run_copied(layout, base, regions, self._region_file, trials.copies)
         else:
             return None
         trials.add(result.compute_s)
@@ -146,9 +148,9 @@ class InlineExecutor:
         base: int,
         regions: Sequence[RegionSlice],
         region_file: Callable[[int], int],
+        copies: _Copies,
     ) -> JobResult:
         """Compute in copies of the tensors, some of which are in shared memory."""
-        copies = self._copies.get(layout, lambda: self._make_copies(layout))
         for tensor, copy in zip(layout.inputs, copies.inputs, strict=True):
             if tensor.region is None:
                 copy[:] = _view(self._engine.arena, base, tensor)

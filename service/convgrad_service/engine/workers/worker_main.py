@@ -8,7 +8,6 @@ import gc
 import logging
 import os
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -27,7 +26,7 @@ from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.engine.workers.execute import Job, compile_ahead, run_job
 from convgrad_service.engine.workers.inline_executor import InlineBackend
 from convgrad_service.error_frames import without_frames
-from convgrad_service.thread_priority import give_way
+from convgrad_service.thread_priority import give_way, switch_soon
 
 __all__ = [
     "Cancel",
@@ -157,7 +156,7 @@ class Compiled(NamedTuple):
 _VITALS_S = 2.0
 # The interpreter lets a thread that plans a new problem hold others up for this long; its default
 # of 5 ms is longer than most requests take.
-_SWITCH_S = 5e-5
+_SWITCH_S = 2e-5
 _NEVER = threading.Event()
 
 
@@ -172,7 +171,7 @@ class WorkerFailed(Exception):
 def worker_main(start: Start) -> None:
     """Compute tasks until the hub closes the control channel."""
     control, recipe = Pipe(start.control), start.recipe
-    sys.setswitchinterval(_SWITCH_S)
+    switch_soon(_SWITCH_S)
     recipe.prepare()
     try:
         backend = recipe.make_backend(start.device)

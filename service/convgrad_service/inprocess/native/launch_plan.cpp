@@ -7,10 +7,13 @@ namespace {
 constexpr int kSmallWord = 1;
 constexpr uint64_t kSmallBit = uint64_t(1) << 21;
 
-int point(const Driver& driver, Step& step, const uint64_t* buffers) {
+// Points a step's arguments at these buffers; sets `moved` if they pointed elsewhere.
+int point(const Driver& driver, Step& step, const uint64_t* buffers, bool* moved) {
   for (uint32_t i = 0; i < step.pointer_count; ++i) {
     const Pointer& pointer = step.pointers[i];
-    step.block[pointer.word] = buffers[pointer.buffer] + pointer.offset;
+    const uint64_t address = buffers[pointer.buffer] + pointer.offset;
+    *moved |= step.block[pointer.word] != address;
+    step.block[pointer.word] = address;
   }
   for (uint32_t i = 0; i < step.map_count; ++i) {
     Map& map = step.maps[i];
@@ -22,6 +25,7 @@ int point(const Driver& driver, Step& step, const uint64_t* buffers) {
     if (status != 0) return status;
     if (map.clears_bit) words[kSmallWord] &= ~kSmallBit;
     map.at = address;
+    *moved = true;
   }
   return 0;
 }
@@ -34,7 +38,8 @@ int run(const Driver& driver, Branch& branch, uint64_t* buffers, int zeros, void
     if (step.function == nullptr) {
       status = driver.clear(buffers[step.clear_buffer], 0, step.clear_bytes, stream);
     } else {
-      status = point(driver, step, buffers);
+      bool moved = false;
+      status = point(driver, step, buffers, &moved);
       if (status != 0) return status;
       step.config->stream = stream;
       void* arguments[1] = {step.block};
@@ -45,6 +50,24 @@ int run(const Driver& driver, Branch& branch, uint64_t* buffers, int zeros, void
   return 0;
 }
 
+// One call enqueues all kernels, and those whose arguments have not changed need no other.
+int run_graph(const Driver& driver, LaunchPlan& plan, uint64_t* buffers, int zeros, void* stream) {
+  for (uint64_t i = 0; i < plan.branch_count; ++i) {
+    Branch& branch = plan.branches[i];
+    buffers[zeros] = branch.zeros;
+    for (Step* step = branch.steps; step != branch.steps + branch.count; ++step) {
+      bool moved = false;
+      int status = point(driver, *step, buffers, &moved);
+      if (status == 0 && moved) status = driver.set_kernel(plan.graph, step->node, step->kernel);
+      if (status != 0) {
+        plan.graph = nullptr;  // its arguments are no longer those of the steps
+        return status;
+      }
+    }
+  }
+  return driver.launch_graph(plan.graph, stream);
+}
+
 }  // namespace
 
 int launch(const Driver& driver, LaunchPlan& plan, uint64_t* buffers, int tensors,
@@ -53,6 +76,7 @@ int launch(const Driver& driver, LaunchPlan& plan, uint64_t* buffers, int tensor
   for (uint64_t i = 0; i < plan.workspace_count; ++i) {
     buffers[zeros++] = workspace + plan.workspace[i];
   }
+  if (plan.graph != nullptr) return run_graph(driver, plan, buffers, zeros, stream);
   const uint64_t alone = plan.forks ? 2 : plan.branch_count;  // on the caller's stream
   int status = run(driver, plan.branches[0], buffers, zeros, stream);
   if (plan.forks && status == 0) {

@@ -17,6 +17,8 @@ struct Driver {
   int (*wait)(void* stream, void* event, unsigned flags);
   int (*is_capturing)(void* stream, int* status);
   int (*context)(void** context);
+  int (*set_kernel)(void* graph, void* node, const void* kernel);
+  int (*launch_graph)(void* graph, void* stream);
 };
 
 // A pointer in a kernel's argument structure: the buffer's address plus an offset.
@@ -39,6 +41,14 @@ struct Config {
   uint32_t attribute_count;
 };
 
+// CUDA_KERNEL_NODE_PARAMS.
+struct KernelNode {
+  void* function;
+  uint32_t grid[3], block[3], shared_bytes;
+  void** arguments;
+  void **extra, *kernel, *context;
+};
+
 // A launch of a kernel, or, if `function` is null, a memset to zero.
 struct Step {
   Config* config;
@@ -48,6 +58,8 @@ struct Step {
   Map* maps;
   uint32_t pointer_count, map_count;
   uint64_t clear_bytes, clear_buffer;
+  void* node;  // of the plan's graph, if it has one
+  const KernelNode* kernel;
 };
 
 // Steps that run one after another. Kernels count arrivals in `zeros`.
@@ -67,6 +79,7 @@ struct LaunchPlan {
   const uint64_t* workspace;  // offsets of its buffers
   uint64_t workspace_count;
   void* start;  // an event
+  void* graph;  // all steps, one after another, as an executable CUDA graph; or null
 };
 
 // Points the plan at these buffers (tensors, workspace, zeros) and enqueues it. Returns a CUresult.

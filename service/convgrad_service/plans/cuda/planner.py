@@ -19,6 +19,7 @@ from convgrad_service.plans.cuda.families import Chosen, Families, choose
 from convgrad_service.plans.cuda.formats3d import convert_formats
 from convgrad_service.plans.cuda.passes import plan_passes
 from convgrad_service.plans.cuda.program import CudaPlan, Workspace, ceil_div
+from convgrad_service.plans.cuda.shared_reads import share_grad_output
 from convgrad_service.plans.cuda.sm_partition import partition_multiprocessors
 from convgrad_service.plans.cuda.works import (
     ChannelSums,
@@ -158,11 +159,16 @@ def _plan_backward(problem: ConvBackward, device: CudaDevice, families: Families
         chosen.append(_bwd_data(data, device, families))
     if weight is not None and data is not None and "grad_weight" in weight.wanted:
         without_bias = replace(weight, wanted=("grad_weight",))
-        chosen[0], chosen[-1] = partition_multiprocessors(
-            lambda part: next(iter(_bwd_weight(without_bias, part, families, "weight."))),
-            lambda part: _bwd_data(data, part, families),
-            device,
-        )
+
+        def grad_weight(part: CudaDevice, own: Families = families) -> Chosen:
+            return next(iter(_bwd_weight(without_bias, part, own, "weight.")))
+
+        def grad_input(part: CudaDevice, own: Families = families) -> Chosen:
+            return _bwd_data(data, part, own)
+
+        chosen[0], chosen[-1] = share_grad_output(
+            grad_weight, grad_input, data, device, families
+        ) or partition_multiprocessors(grad_weight, grad_input, device)
     return concurrent_plan([[part] for part in chosen], problem)
 
 
@@ -226,9 +232,13 @@ def _plan_fused(problem: GroupedConvConvFwd, device: CudaDevice, families: Famil
 
 
 def _plan_pool_fwd(problem: MaxPoolFwd, device: CudaDevice, families: Families) -> CudaPlan:
-    undilated = set(problem.pool.dilation) == {1}
-    if undilated and (problem.pool.ndim == 1 or _planes_of_one_slice(problem)):
-        return sequential_plan([pooling.max_forward(problem, device, families)])
+    pool = problem.pool
+    if set(pool.dilation) == {1}:
+        chosen = pooling.max_forward(problem, device, families)
+        line_by_line = pool.ndim == 2 and not problem.layout.channels_last
+        # Other windows are faster as those of `pool_windows`.
+        if pool.ndim == 1 or line_by_line or chosen.family in ("window_maxima", "window_planes"):
+            return sequential_plan([chosen])
     operands = _pool_operands(problem)
     work = PoolWork(
         direction="fwd",
@@ -239,11 +249,6 @@ def _plan_pool_fwd(problem: MaxPoolFwd, device: CudaDevice, families: Families) 
         indices=operands.get("indices"),
     )
     return sequential_plan([choose(families.pool_fwd, work, device)])
-
-
-def _planes_of_one_slice(problem: MaxPoolFwd) -> bool:
-    """Whether `window_planes` takes the maxima line by line."""
-    return problem.pool.ndim == 2 and not problem.layout.channels_last
 
 
 def _plan_pool_bwd(problem: MaxPoolBwd, device: CudaDevice, families: Families) -> CudaPlan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -83,6 +84,20 @@ def test_helpers_give_way_to_the_event_loop() -> None:
         assert time.monotonic() < until
         time.sleep(0.001)
     workers.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="timers have slack on Linux")
+def test_threads_that_wait_for_the_interpreter_are_woken_on_time() -> None:
+    code = (
+        "import ctypes, sys\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from convgrad_service.thread_priority import switch_soon\n"
+        "switch_soon(5e-5)\n"
+        "slack = ThreadPoolExecutor(1).submit(ctypes.CDLL(None).prctl, 30, 0, 0, 0, 0).result()\n"
+        "print(slack, round(sys.getswitchinterval() * 1e6))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1000", "50"]
 
 
 def test_every_task_is_taken_once() -> None:

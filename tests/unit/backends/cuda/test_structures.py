@@ -102,8 +102,8 @@ def test_what_stands_in_a_structure(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_fields_of_an_anonymous_structure_are_the_wholes_own() -> None:
-    kind = structure("conv/hopper_weight_sum.cu", "WeightSumArgs", anonymous=("result", "source"))
+    kind = structure("conv/hopper_weight.cu", "HopperWeightArgs", anonymous=("result", "source"))
     assert (
-        kind.doubt.offset
-        == kind.source.offset + structure("conv/hopper_weight.cuh", "WeightSource").doubt.offset
+        kind.pad.offset
+        == kind.source.offset + structure("conv/hopper_weight.cuh", "WeightSource").pad.offset
     )

@@ -13,7 +13,7 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_model import tim
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import Config
 from convgrad_service.backends.cuda.tuning import tuned
 from convgrad_service.backends.cuda.tuning.correction import Correction
-from convgrad_service.backends.cuda.tuning.features import NAMES
+from convgrad_service.backends.cuda.tuning.features import NAMES, features
 from convgrad_service.backends.cuda.tuning.tuned import Tuned, key_of
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.families import Chosen, choose
@@ -83,3 +83,24 @@ def test_trees_are_evaluated_level_by_level() -> None:
     lines[0, NAMES.index("rows")] = 4.0  # bits: first tree 01, second 01
     lines[1, NAMES.index("rows")], lines[1, NAMES.index("n")] = 9.0, 6.0  # 11 and 11
     assert np.log2(Correction.of(table).factors(lines)).tolist() == [21.0, 43.0]
+
+
+def test_features_of_a_gradient_that_no_tap_reaches() -> None:
+    """Such as that of an input of one row by stride 3, padding 2: its products have no terms."""
+    found = features(
+        expected_s=[1e-5, 2e-5],
+        rows=18,
+        columns=12,
+        depth=0,
+        m=[32, 64],
+        n=32,
+        k=32,
+        inner=1,
+        outer=1,
+        workers=132,
+        moved=1000,
+        kind=0,
+        order=2,
+    )
+    assert found.shape == (2, len(NAMES))
+    assert np.isfinite(found).all()

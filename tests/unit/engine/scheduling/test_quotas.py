@@ -14,7 +14,7 @@ from convgrad_service.engine.scheduling.quotas import ANYBODY, Caller, KeyLimits
 def test_requests_in_flight() -> None:
     quotas, ada = Quotas(), Caller("ada", KeyLimits(inflight=2))
     first, _ = quotas.acquire(ada), quotas.acquire(ada)
-    with pytest.raises(Overloaded, match="key 'ada' has 2 requests in flight, and no more than 2"):
+    with pytest.raises(Overloaded, match="key 'ada' has 2 requests in flight; its limit is 2"):
         quotas.acquire(ada)
     quotas.acquire(Caller("bob", KeyLimits(inflight=1)))
     first.release()
@@ -60,7 +60,7 @@ def test_request_rate_allows_a_burst_of_one_second() -> None:
 
     assert answered(10, 1 / 64) == 4 + 39  # a burst, then four per second
     assert all(0 < (error.retry_after_s or 0) <= 0.25 for error in refused)
-    assert "'ada' asks faster than 4 times a second" in refused[0].detail
+    assert "'ada' sends more than 4 requests a second" in refused[0].detail
     now_s += 60
     assert answered(10, 1 / 4) == 40  # at the rate, nothing is refused
     now_s += 60
@@ -73,7 +73,9 @@ def test_flops_rate() -> None:
     # Larger than the bucket, which must not be refused for good.
     quotas.acquire(ada).charge_now(0, 5 * 10**9)
     now_s += 3.9
-    with pytest.raises(Overloaded, match=r"'ada' may have 1e\+09 FLOPs.* for 1.1 s") as refused:
+    with pytest.raises(
+        Overloaded, match=r"'ada' has used its 1e\+09 FLOPs.* for the next 1.1 s"
+    ) as refused:
         quotas.acquire(ada).charge_now(0, 1)
     assert refused.value.retry_after_s == pytest.approx(0.1)
     assert quotas.used["ada"].refused == {"flops_per_s": 1}

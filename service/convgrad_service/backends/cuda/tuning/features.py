@@ -82,6 +82,7 @@ def features(
             *(workers, moved, kind, order),
         )
     )
+    depth = np.maximum(depth, 1)  # 0 if no tap reaches any element of the result
     tiles = np.ceil(rows / m) * np.ceil(columns / n)
     splits = np.maximum(inner, 1) * np.maximum(outer, 1)
     waves = tiles * splits / workers

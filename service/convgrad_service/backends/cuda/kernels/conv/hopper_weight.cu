@@ -23,8 +23,7 @@
 // Preconditions: channels that TMA can read (rows of whole 16 bytes). For whole tiles, a plain result with
 //   contiguous channels, aligned to eight of them (float32: two). Positions outside the input, and beyond a
 //   row of y, are zeros.
-// Determinism: one order of additions per result and number of shares. float32 by scaled halves: sums that
-//   channels' lost bits may affect are recomputed by definition.
+// Determinism: one order of additions per result and number of shares.
 // Limits: pixels, with the halo, below 2^31; 64-bit elements and results.
 #include "conv/hopper_weight_cluster_reduce.cuh"
 #include "conv/hopper_weight_copies.cuh"

@@ -5,7 +5,6 @@
 #include "ptx/load_store.cuh"
 #include "core/divider.cuh"
 #include "core/epilogue.cuh"
-#include "conv/scaled_halves.cuh"
 #include "ptx/mma.cuh"
 
 namespace convgrad {
@@ -46,21 +45,13 @@ struct WeightResult {
   Divider by_parted;    // units of a share, a cluster counted as one
 };
 
-// The operands in global memory, for recomputing single results.
+// What the operands are: a box of x is read for each k-tile of y, by tensor maps.
 struct WeightSource {
-  const void* x;
-  const void* y;
-  i64 x_stride[6];  // N G C D H W, in elements
-  i64 y_stride[6];
   int batch;
-  int x_size[3];
-  int y_size[3];
+  int y_size[3];  // D H W
   int stride[3];
   int dilation[3];
   int pad[3];
-  // For float16 copies scaled from float32 (scaled_halves.cuh); x and y are then float32.
-  float doubt;                 // 2^17 / the fewest terms of any sum, see `inverse_of`
-  const ChannelRange* ranges;  // of x's channels, rounded up to eight, then of y's
 };
 
 // The boxes of x in column order: groups of `shared_taps` taps along W (fastest), then channels.
@@ -117,109 +108,6 @@ struct Own {
 __device__ __forceinline__ i64 result_at(const WeightResult& of, int k, const Box& box) {
   return k * of.w_stride[1] + box.c * of.w_stride[2] + box.t * of.w_stride[3] +
          box.r * of.w_stride[4] + box.s * of.w_stride[5];
-}
-
-// Recomputes one result in float32 from the unscaled tensors, where scaling may have lost bits.
-template <class T>
-__device__ __noinline__ float defined_sum(const WeightSource& of, int k, const Box& box) {
-  const T* const x = static_cast<const T*>(of.x) + box.c * of.x_stride[2];
-  const T* const y = static_cast<const T*>(of.y) + k * of.y_stride[2];
-  float sum = 0;
-#pragma unroll 1
-  for (int n = 0; n < of.batch; ++n) {
-#pragma unroll 1
-    for (int z = 0; z < of.y_size[0]; ++z) {
-      const int d = z * of.stride[0] + box.t * of.dilation[0] - of.pad[0];
-      if (static_cast<u32>(d) >= static_cast<u32>(of.x_size[0])) continue;
-#pragma unroll 1
-      for (int p = 0; p < of.y_size[1]; ++p) {
-        const int h = p * of.stride[1] + box.r * of.dilation[1] - of.pad[1];
-        if (static_cast<u32>(h) >= static_cast<u32>(of.x_size[1])) continue;
-        const T* const x_row = x + n * of.x_stride[0] + d * of.x_stride[3] + h * of.x_stride[4];
-        const T* const y_row = y + n * of.y_stride[0] + z * of.y_stride[3] + p * of.y_stride[4];
-#pragma unroll 4
-        for (int q = 0; q < of.y_size[2]; ++q) {
-          const int w = q * of.stride[2] + box.s * of.dilation[2] - of.pad[2];
-          if (static_cast<u32>(w) >= static_cast<u32>(of.x_size[2])) continue;
-          sum += widen(y_row[q * of.y_stride[5]]) * widen(x_row[w * of.x_stride[5]]);
-        }
-      }
-    }
-  }
-  return sum;
-}
-
-__device__ __forceinline__ int in_eights(int channels) { return (channels + 7) / 8 * 8; }
-
-// How the sums of a scaled channel are unscaled (scaled_halves.cuh), and the channel's part of the
-// magnitude below which a sum is in doubt.
-struct Inverse {
-  u32 powers;  // two powers, packed as bfloat16 to save registers
-  float least;
-
-  __device__ __forceinline__ float first() const { return __uint_as_float(powers & 0xffff0000); }
-  __device__ __forceinline__ float second() const { return __uint_as_float(powers << 16); }
-};
-struct InversePair {
-  Inverse first, second;
-};
-
-// Each element that lost bits has an error of at most 2^-25 times the other factor, which is below 2^16;
-// all of them together may reach 2^-26 times the number of terms of the sum, a quarter of the error of
-// adding as many terms. Doubled, for rounding.
-__device__ __forceinline__ Inverse inverse_of(const Unscaling& by, const WeightSource& source) {
-  const float each = fminf(__uint_as_float(by.lost_peak) * 0x1p25f, 1.0f);
-  return {by.powers, static_cast<float>(by.lost) * each * source.doubt};
-}
-__device__ __forceinline__ const Unscaling* unscalings(const WeightResult& of,
-                                                       const WeightSource& source) {
-  return unscalings_of(source.ranges, in_eights(of.in_channels) + in_eights(of.out_channels));
-}
-// For grad_output's channel k; neutral for a channel beyond the last.
-__device__ __forceinline__ Inverse inverse_at(const WeightResult& of, const WeightSource& source, int k) {
-  const int row = in_eights(of.in_channels) + min(k, of.out_channels - 1);
-  return inverse_of(unscalings(of, source)[row], source);
-}
-// For the input's channels c and c + 1, c even.
-__device__ __forceinline__ InversePair inverses_at(const WeightResult& of, const WeightSource& source,
-                                                   int c) {
-  const Unscaling* const by = unscalings(of, source) + c;
-  return {inverse_of(by[0], source), inverse_of(by[1], source)};
-}
-
-// Marks a sum in doubt: a NaN that no arithmetic produces. Non-finite sums are never in doubt.
-constexpr u32 kDoubted = 0x7fc0d0b7;
-__device__ __forceinline__ bool is_doubted(float sum) { return __float_as_uint(sum) == kDoubted; }
-
-// Factors are applied alternately, so that no intermediate leaves float32's range unless the result does.
-__device__ __forceinline__ float unscaled(float sum, const Inverse& x, const Inverse& y) {
-  const float found = sum * x.first() * y.first() * x.second() * y.second();
-  return fabsf(sum) < x.least + y.least ? __uint_as_float(kDoubted) : found;
-}
-// Two channels of rows k and k + 8.
-__device__ __forceinline__ float4 unscaled_four(const float4& sum, const InversePair& x,
-                                                const InversePair& y) {
-  return make_float4(unscaled(sum.x, x.first, y.first), unscaled(sum.y, x.second, y.first),
-                     unscaled(sum.z, x.first, y.second), unscaled(sum.w, x.second, y.second));
-}
-__device__ __forceinline__ bool some_doubted(const float4& sum) {
-  return is_doubted(sum.x) || is_doubted(sum.y) || is_doubted(sum.z) || is_doubted(sum.w);
-}
-
-// Recomputes those of four results that are in doubt.
-template <class E>
-__device__ __noinline__ float4 settled_four(const WeightResult& of, const WeightSource& source, int k,
-                                            const Box& box, float4 sum) {
-#pragma unroll 1
-  for (int i = 0; i < 4; ++i) {
-    Box at = box;
-    at.c += i % 2;
-    const int row = k + i / 2 * 8;
-    float& one = i == 0 ? sum.x : i == 1 ? sum.y : i == 2 ? sum.z : sum.w;
-    if (!is_doubted(one) || at.c >= of.in_channels || row >= of.out_channels) continue;
-    one = defined_sum<E>(source, row, at);
-  }
-  return sum;
 }
 
 // Two consecutive elements, aligned to their combined size.

@@ -8,15 +8,12 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.conv import scaled_halves
-from convgrad_service.backends.cuda.kernels.conv.dense_weight import weight_expected_s
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight_args import (
     WeightSumArgs,
     arguments,
     beside,
     dims_of,
     fill_result,
-    fill_source,
 )
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight_model import (
     expected_s,
@@ -61,8 +58,6 @@ RESULTS = (
     *((dtype, DType.FLOAT32) for dtype in DTYPES),
 )
 LEAST_CHANNELS = 16
-# Ratio of dense_weight's measured to its modelled time in TF32 on an H200, and a safety margin.
-DENSE_SLOWER, MARGIN_S = 1.2, 1e-6
 # A k-tile may extend past the last pixel.
 MAX_PIXELS, MAX_GRID_Y = 2**31 - 2**16, 65535
 MOST_STEP = 8
@@ -74,7 +69,7 @@ SUM_BLOCK, SUM_EACH, MOST_SLICES, SUM_THREADS = 256, 4, 8, 132 * 1024
 
 
 class HopperWeight:
-    """bwd_weight on sm_90a, of 16-bit tensors and of float32 (``precision: high``)."""
+    """bwd_weight on sm_90a, of 16-bit tensors, and of float32 planes as TF32."""
 
     name = "hopper_weight"
 
@@ -82,7 +77,6 @@ class HopperWeight:
         self,
         least_channels: int = LEAST_CHANNELS,
         *,
-        everywhere: bool = False,
         cut: Cut | None = None,
     ) -> None:
         """Create the family.
@@ -91,14 +85,11 @@ class HopperWeight:
         ----------
         least_channels
             The fewest channels on either side.
-        everywhere
-            Take float32 work even if another family is faster.
         cut
             Overrides the chosen partition.
         """
         self._cut = cut
         self._least_channels = least_channels
-        self._everywhere = everywhere
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`. The answer depends on channels, kernel and limits of TMA."""
@@ -124,14 +115,10 @@ class HopperWeight:
             return f"{work.pixels} pixels; expected at most {MAX_PIXELS}"
         if work.accumulate is not None and work.accumulate.strides != work.w.strides:
             return "accumulate does not lie as the result does"
-        best = _best(work, device)
-        if best is None:
+        if work.dtype is DType.FLOAT32 and flat_planes(work) is None:
+            return "TF32 products need pixels side by side: a pointwise convolution, channels first"
+        if _best(work, device) is None:
             return "windows lie too far from the input's corners for TMA"
-        _, cut = best
-        if cut.scaled_bytes and not self._everywhere:
-            others_s = DENSE_SLOWER * weight_expected_s(work, device)
-            if expected_s(cut, device) + MARGIN_S > others_s:
-                return "float32 of few products for its size: copies would cost more than they save"
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
@@ -152,38 +139,22 @@ class HopperWeight:
         )
         steps: list[Step] = [*overlapping((*x.steps, *y.steps), device)]
         workspace = [*x.workspace, *y.workspace]
-        multiplied, read, ranges = work, (x.operand, y.operand), None
-        if cut.scaled_bytes:
-            ranges = f"{work.prefix}ranges"
-            more, space = scaled_halves.copies_of(*read, work, ranges, device)
-            steps += more
-            workspace += space
-            multiplied = scaled_halves.copies(work)
-            read = multiplied.x, multiplied.y
-        x_map, y_map = _plane_maps(work, cut) if planes else _maps(multiplied, cut, *read)
+        read = x.operand, y.operand
+        x_map, y_map = _plane_maps(work, cut) if planes else _maps(work, cut, *read)
         partials = f"{work.prefix}partials" if cut.parted else None
         steps.append(
             Launch(
                 cut.tile.instance(
-                    multiplied.dtype,
-                    cut.cluster,
-                    summing=cut.summing,
-                    planes=planes is not None,
-                    scaled=ranges is not None,
+                    work.dtype, cut.cluster, summing=cut.summing, planes=planes is not None
                 ),
                 (cut.blocks(device), 1, 1),
                 (cut.tile.threads, 1, 1),
                 pack_maps(
-                    arguments(
-                        multiplied, cut, x.operand, y.operand, device, planes=planes is not None
-                    ),
+                    arguments(work, cut, device, planes=planes is not None),
                     {"x_map": (read[0], x_map), "y_map": (read[1], y_map)},
-                    x=x.operand,
-                    y=y.operand,
                     w=work.w,
                     accumulate=work.accumulate,
                     partials=partials,
-                    ranges=ranges,
                     met=ZEROS if cut.together else None,
                 ),
                 cut.shared_bytes(device),
@@ -193,7 +164,7 @@ class HopperWeight:
         if partials is not None:
             workspace.append(Workspace(partials, cut.partial_bytes))
             if not cut.together:
-                steps.append(_sum(work, cut, x.operand, y.operand, partials, ranges))
+                steps.append(_sum(work, cut, partials))
         return Fragment(
             f"{self.name}_{cut.name}{'_planes' if planes else ''}",
             tuple(steps),
@@ -222,13 +193,6 @@ class HopperWeight:
                 for cluster, summing in tile.clusters
                 if cluster == summing
             ),
-            *(
-                tile.instance(DType.FLOAT16, cluster, summing=summing, scaled=True)
-                for tile in TILES
-                for cluster, summing in tile.clusters
-            ),
-            *scaled_halves.instances(),
-            _sum_instance(DType.FLOAT32, DType.FLOAT32, scaled=True),
             *(_sum_instance(dtype, result) for dtype, result in RESULTS),
         ]
 
@@ -253,19 +217,14 @@ def reachable(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
     count = 2 if work.result_dtype is DType.FLOAT32 else 8
     direct = work.epilogue_free and beside(work, count)
     planes = flat_planes(work)
-    halves = scaled_halves.copies(work)
-    taken: dict[tuple[int, int, int, bool], bool] = {}  # by the fields that maps depend on
+    taken: dict[tuple[int, int, int], bool] = {}  # by the fields that maps depend on
     for cut in cuts(planes or work, device, direct=direct, planes=planes is not None):
         pixels = cut.steps * (PIXELS if planes is None else plane_pixels(work.dtype))
         if pixels > MAX_PIXELS or cut.parted > MAX_GRID_Y:
             continue
-        read = cut.tile.channels, cut.box_pixels, cut.halo, cut.scaled_bytes > 0
+        read = cut.tile.channels, cut.box_pixels, cut.halo
         if read not in taken:
-            maps: tuple[Im2colMap | TiledMap, ...]
-            if planes:
-                maps = _plane_maps(planes, cut)
-            else:
-                maps = _maps(halves if cut.scaled_bytes else work, cut)
+            maps = _plane_maps(planes, cut) if planes else _maps(work, cut)
             taken[read] = all(one.why_not() is None for one in maps)
         if taken[read]:
             yield cut
@@ -277,13 +236,10 @@ def _plane_maps(work: ConvWork, cut: Cut) -> tuple[TiledMap, TiledMap]:
     return x, plane_map(work.y, work.batch, work.out_channels, work.output[2], ROWS)
 
 
-def _sum(
-    work: ConvWork, cut: Cut, x: Operand, y: Operand, partials: str, ranges: str | None
-) -> Launch:
+def _sum(work: ConvWork, cut: Cut, partials: str) -> Launch:
     """Return the launch that reduces the partial sums and applies the epilogue."""
     args = WeightSumArgs()
     fill_result(args, work, cut)
-    fill_source(args, work, x, y)
     vectors = cut.tile.sums // 4
     threads = vectors * cut.parted // SUM_EACH
     # A block must not cross a box, which has 16 vectors per channel.
@@ -292,20 +248,16 @@ def _sum(
         args.slices *= 2
     each = SUM_BLOCK // args.slices * SUM_EACH
     return Launch(
-        _sum_instance(work.dtype, work.result_dtype, scaled=ranges is not None),
+        _sum_instance(work.dtype, work.result_dtype),
         (vectors // each, cut.parted, 1),
         (SUM_BLOCK, 1, 1),
-        pack(
-            args, x=x, y=y, w=work.w, accumulate=work.accumulate, partials=partials, ranges=ranges
-        ),
+        pack(args, w=work.w, accumulate=work.accumulate, partials=partials),
         overlaps=True,
     )
 
 
-def _sum_instance(dtype: DType, result: DType, *, scaled: bool = False) -> Instance:
+def _sum_instance(dtype: DType, result: DType) -> Instance:
     defines = {"ELEMENT": CUDA_TYPES[dtype], "RESULT": CUDA_TYPES[result]}
-    if scaled:
-        defines["SCALED"] = "1"
     return Instance.of("conv/hopper_weight_sum.cu", defines, HOPPER)
 
 

@@ -14,7 +14,7 @@ from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
-from convgrad_service.plans.cuda.works import ConvWork, Operand
+from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = [
     "HopperWeightArgs",
@@ -23,17 +23,13 @@ __all__ = [
     "beside",
     "dims_of",
     "fill_result",
-    "fill_source",
-    "least_terms",
 ]
 
 DIVIDERS = ("by_groups", "by_along", "by_kernel", "by_row", "by_parted")
 HopperWeightArgs = structure(
     "conv/hopper_weight.cu", "HopperWeightArgs", anonymous=("result", "source")
 )
-WeightSumArgs = structure(
-    "conv/hopper_weight_sum.cu", "WeightSumArgs", anonymous=("result", "source")
-)
+WeightSumArgs = structure("conv/hopper_weight_sum.cu", "WeightSumArgs", anonymous=("result",))
 
 
 def dims_of(work: ConvWork) -> int:
@@ -79,40 +75,13 @@ def fill_result(args: Any, work: ConvWork, cut: Cut) -> None:
     args.pairs, args.wide = beside(work, 2), work.result_dtype is DType.FLOAT32
 
 
-def fill_source(args: Any, work: ConvWork, x: Operand, y: Operand) -> None:
-    """Fill in the unscaled operands (``WeightSource``)."""
-    args.x_stride[:], args.y_stride[:] = x.strides, y.strides
-    args.batch = work.batch
-    args.x_size[:], args.y_size[:] = work.input, work.output
-    for name in ("stride", "dilation", "pad"):
-        getattr(args, name)[:] = getattr(work, name)
-    args.doubt = 2.0**17 / least_terms(work)
-
-
-def least_terms(work: ConvWork) -> int:
-    """Return the fewest terms of any non-empty sum: outputs whose tap is inside the input."""
-    least = work.batch
-    for taps, stride, dilation, pad, size, out in zip(
-        work.kernel, work.stride, work.dilation, work.pad, work.input, work.output, strict=True
-    ):
-        met = (
-            min(out, (size - 1 + pad - at) // stride + 1) - max(0, -((at - pad) // stride))
-            for at in range(0, taps * dilation, dilation)
-        )
-        least *= min((count for count in met if count > 0), default=1)
-    return least
-
-
-def arguments(
-    work: ConvWork, cut: Cut, x: Operand, y: Operand, device: CudaDevice, *, planes: bool
-) -> Any:
-    """Return the kernel parameters of hopper_weight.cu.
-
-    ``x`` and ``y`` are the given tensors, not scaled copies.
-    """
+def arguments(work: ConvWork, cut: Cut, device: CudaDevice, *, planes: bool) -> Any:
+    """Return the kernel parameters of hopper_weight.cu."""
     args = HopperWeightArgs()
     fill_result(args, work, cut)
-    fill_source(args, work, x, y)
+    args.batch, args.y_size[:] = work.batch, work.output
+    for name in ("stride", "dilation", "pad"):
+        getattr(args, name)[:] = getattr(work, name)
     pixels = plane_pixels(work.dtype) if planes else PIXELS
     args.dims, args.box_bytes = dims_of(work), cut.box_bytes
     args.halo = -work.output[2] % pixels if planes else cut.halo

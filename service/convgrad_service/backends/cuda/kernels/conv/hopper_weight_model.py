@@ -28,13 +28,11 @@ __all__ = ["expected_s", "launch_s", "lines"]
 # a box with four producer threads, a multicast box, and the fraction of the shorter of compute and
 # copies that is not overlapped;
 # bytes/s of writing partial sums, the second kernel, and its bytes/s;
-# a cluster reduction, the bytes/s that a block receives, and a grid reduction (besides its bytes);
-# float16 copies, and their bytes/s.
+# a cluster reduction, the bytes/s that a block receives, and a grid reduction (besides its bytes).
 LAUNCH_S, CYCLE_S, COPIED_BYTES_PER_S = 5.2e-6, 1 / 1.82e9, 8.4e12
 BOX_S, SHARED_BOX_S, BESIDE = 45e-9, 8e-9, 0.12
 PARTIAL_BYTES_PER_S, SUM_S, SUM_BYTES_PER_S = 3.6e12, 6.3e-6, 6.0e12
 CLUSTER_SUM_S, CLUSTER_BYTES_PER_S, TOGETHER_S = 2.0e-6, 30e9, 4.2e-6
-HALVES_S, HALVES_BYTES_PER_S = 8e-6, 4.2e12
 # From these to the time of a launch in a graph, fitted on an H200 to random layers.
 START_S, SCALE = 1.8e-6, 1.05
 
@@ -46,8 +44,6 @@ def expected_s(cut: Cut, device: CudaDevice) -> float:
     step_s = _step_s(tile, cut.boxes, cut.box_pixels, cut.copying, cut.rows_first, busy)
     partial_s = tile.sums * 4 * busy / PARTIAL_BYTES_PER_S
     seconds = LAUNCH_S
-    if cut.scaled_bytes:
-        seconds += HALVES_S + cut.scaled_bytes / HALVES_BYTES_PER_S
     if cut.sums:
         seconds += ceil_div(cut.steps, cut.shares * cut.summing) * step_s
         got = tile.sums * 4 * (cut.summing - 1) / cut.summing

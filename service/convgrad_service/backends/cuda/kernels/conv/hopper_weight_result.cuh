@@ -47,55 +47,12 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
   thread = opaque_value(thread);  // delays the address arithmetic until registers are free
   const Own own(of, unit.tile, warpgroup, thread);
   const int lane = thread % 4;
-  bool doubted = false;
-  Inverse rows[kScaled ? kRows : 1][2];
-  if constexpr (kScaled) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        rows[i][half] = inverse_at(of, args.source, own.k + i * 64 + half * 8);
-      }
-    }
-  }
 #pragma unroll
   for (int j = 0; j < kProducts; ++j) {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       const Box box = box_of<kProducts, kBlocks>(of, boxes, warpgroup, j, block);
       const i64 first_row = result_at(of, own.k, box);
-      if constexpr (kScaled) {
-        const int channels = box.real ? of.in_channels - box.c : 0;
-        constexpr int kAhead = kRows * kProducts * kFragments > 32 ? 2 : 4;  // limited by registers
-#pragma unroll
-        for (int group = 0; group < kInBlock; group += kAhead) {
-          InversePair columns[kAhead];  // loaded before any of their results is stored
-#pragma unroll
-          for (int f = 0; f < kAhead; ++f) {
-            const int c = min((group + f) * 8 + own.column, max(channels - 2, 0));
-            columns[f] = inverses_at(of, args.source, box.real ? box.c + c : 0);
-          }
-#pragma unroll
-          for (int f = 0; f < kAhead; ++f) {
-            const int c = (group + f) * 8 + own.column;
-            if (c >= channels) continue;
-            float* const to = static_cast<float*>(of.w) + first_row + c;
-#pragma unroll
-            for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-              for (int half = 0; half < 2; ++half) {
-                const float(&from)[4] = sum[i][j][block * kInBlock + group + f];
-                if (own.k + i * 64 + half * 8 >= of.out_channels) continue;
-                const float first = unscaled(from[half * 2], columns[f].first, rows[i][half]);
-                const float second = unscaled(from[half * 2 + 1], columns[f].second, rows[i][half]);
-                doubted |= is_doubted(first) || is_doubted(second);
-                put_pair(to + (i * 64 + half * 8) * of.w_stride[1], first, second);
-              }
-            }
-          }
-        }
-        continue;
-      }
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
 #pragma unroll
@@ -128,19 +85,6 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
           }
         }
       }
-    }
-  }
-  if constexpr (kScaled) {
-    if (!doubted) return;
-#pragma unroll 1
-    for (int i = 0; i < kRows * kProducts * kFragments * 4; ++i) {
-      const int f = i / 4 % kFragments, outer = i / 4 / kFragments;
-      Box box = own.box(of, outer % kProducts, f / kInBlock);
-      const int k = own.k + outer / kProducts * 64 + i / 2 % 2 * 8;
-      box.c += f % kInBlock * 8 + own.column + i % 2;
-      if (!box.real || k >= of.out_channels || box.c >= of.in_channels) continue;
-      float* const at = static_cast<float*>(of.w) + result_at(of, k, box);
-      if (is_doubted(*at)) *at = defined_sum<SOURCE>(args.source, k, box);
     }
   }
 }
@@ -177,9 +121,7 @@ __device__ __forceinline__ void store_accumulators(const HopperWeightArgs& args,
 // Finishes and stores vector `index` of a tile, in the order of the partial sums. `boxes` are the tile's.
 template <int kRows, int kProducts, int kFragments>
 __device__ __forceinline__ void finish_four(const HopperWeightArgs& args, const Place& place,
-                                            int index, float4 sum, const Box* boxes,
-                                            const InversePair* of_columns = nullptr,
-                                            const InversePair* of_rows = nullptr) {
+                                            int index, float4 sum, const Box* boxes) {
   const WeightResult& of = args.result;
   constexpr int kEach = kRows * kProducts * kFragments * 128;
   const int warpgroup = index / kEach, fragment = index % kEach / 128, owner = index % 128;
@@ -191,14 +133,6 @@ __device__ __forceinline__ void finish_four(const HopperWeightArgs& args, const 
   const bool both = box.c + 1 < of.in_channels;
   const int rows = (place.row * (SPREAD ? 1 : WARPGROUPS) + (SPREAD ? 0 : warpgroup)) * kRows;
   const int k = (rows + outer / kProducts) * 64 + owner / 32 * 16 + owner % 32 / 4;
-  if constexpr (kScaled) {
-    const InversePair x = of_columns == nullptr ? inverses_at(of, args.source, box.c) : *of_columns;
-    const InversePair y = of_rows == nullptr ? InversePair{inverse_at(of, args.source, k),
-                                                           inverse_at(of, args.source, k + 8)}
-                                             : *of_rows;
-    sum = unscaled_four(sum, x, y);
-    if (some_doubted(sum)) sum = settled_four<SOURCE>(of, args.source, k, box, sum);
-  }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float first = half == 0 ? sum.x : sum.z, second = half == 0 ? sum.y : sum.w;
@@ -225,7 +159,7 @@ template <int kRows, int kProducts, int kFragments, class E = T>
 __device__ __forceinline__ void finish_quad(const HopperWeightArgs& args, const Place& place,
                                             int index, const float4 (&sum)[4], const Box* boxes) {
   const WeightResult& of = args.result;
-  if constexpr (sizeof(E) == 2 && !kScaled) {
+  if constexpr (sizeof(E) == 2) {
     if (of.eights && !of.wide) {
       constexpr int kEach = kRows * kProducts * kFragments * 128, kBlocks = kFragments / kInBlock;
       const int warpgroup = index / kEach, fragment = index % kEach / 128, owner = index % 128;
@@ -252,31 +186,10 @@ __device__ __forceinline__ void finish_quad(const HopperWeightArgs& args, const 
       return;
     }
   }
-  InversePair columns[4], y;
-  if constexpr (kScaled) {
-    constexpr int kEach = kRows * kProducts * kFragments * 128, kBlocks = kFragments / kInBlock;
-    const int warpgroup = index / kEach, fragment = index % kEach / 128, owner = index % 128;
-    const int f = fragment % kFragments, outer = fragment / kFragments;
-    const Box box = box_of<kProducts, kBlocks>(of, boxes, warpgroup, outer % kProducts, f / kInBlock);
-    const int rows = (place.row * (SPREAD ? 1 : WARPGROUPS) + (SPREAD ? 0 : warpgroup)) * kRows;
-    const int k = (rows + outer / kProducts) * 64 + owner / 32 * 16 + owner % 32 / 4;
-    // Loaded at once, before any result is stored.
-    y = {inverse_at(of, args.source, k), inverse_at(of, args.source, k + 8)};
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int c = box.c + (f % kInBlock + e) * 8 + owner % 4 * 2;
-      columns[e] = inverses_at(of, args.source, min(c, in_eights(of.in_channels) - 2));
-    }
-  }
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    if constexpr (kScaled) {
-      finish_four<kRows, kProducts, kFragments>(args, place, index + e * 128, sum[e], boxes,
-                                                &columns[e], &y);
-    } else {
-      finish_seldom<kRows, kProducts, kFragments>(args, place.row, place.column, index + e * 128,
-                                                  sum[e], boxes);
-    }
+    finish_seldom<kRows, kProducts, kFragments>(args, place.row, place.column, index + e * 128,
+                                                sum[e], boxes);
   }
 }
 

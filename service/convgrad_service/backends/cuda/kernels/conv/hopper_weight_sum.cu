@@ -12,19 +12,14 @@
 #include "conv/hopper_weight.cuh"
 #include "ptx/pdl.cuh"
 
-#ifndef SCALED  // 1 where sums are of scaled channels
-#define SCALED 0
-#endif
-
 using namespace convgrad;
 
 struct WeightSumArgs {
   WeightResult result;
-  WeightSource source;
   int slices;
 };
 
-extern "C" __global__ void __launch_bounds__(256, SCALED ? 2 : 3)
+extern "C" __global__ void __launch_bounds__(256, 3)
     hopper_weight_sum(const __grid_constant__ WeightSumArgs args) {
   constexpr int kThreads = 256, kEach = 4;
   __shared__ float4 of_slices[kEach][kThreads];
@@ -91,13 +86,6 @@ extern "C" __global__ void __launch_bounds__(256, SCALED ? 2 : 3)
     if (at.c >= of.in_channels) continue;
     const bool both = at.c + 1 < of.in_channels;
     const i64 to = result_at(of, k, at);
-    if (SCALED) {
-      float4 four = make_float4(sum[v][0], sum[v][1], sum[v][2], sum[v][3]);
-      four = unscaled_four(four, inverses_at(of, args.source, at.c),
-                           {inverse_at(of, args.source, k), inverse_at(of, args.source, k + 8)});
-      if (some_doubted(four)) four = settled_four<ELEMENT>(of, args.source, k, at, four);
-      sum[v][0] = four.x, sum[v][1] = four.y, sum[v][2] = four.z, sum[v][3] = four.w;
-    }
     if (k < of.out_channels) put_two<RESULT>(of, to, sum[v][0], sum[v][1], both);
     if (k + 8 < of.out_channels) {
       put_two<RESULT>(of, to + rows_apart, sum[v][2], sum[v][3], both);

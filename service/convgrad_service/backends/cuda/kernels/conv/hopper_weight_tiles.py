@@ -9,7 +9,6 @@ from math import prod
 from typing import NamedTuple
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.conv.scaled_halves import copied_bytes
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import Instance, ceil_div
@@ -117,10 +116,8 @@ class WeightTile:
         *,
         summing: int = 1,
         planes: bool = False,
-        scaled: bool = False,
     ) -> Instance:
-        """Return the instance for channels-first operands (``planes``), or for scaled float16
-        copies of float32 (``scaled``)."""
+        """Return the instance, for channels-first operands with ``planes``."""
         # setmaxnreg: in total at most the registers that the block starts with, or it deadlocks.
         if self.warpgroups == 3:
             copies, multiplies = 32, 160
@@ -142,8 +139,6 @@ class WeightTile:
         )
         if planes:
             defines = (*defines, ("PLANES", "1"))
-        if scaled:
-            defines = (*defines, ("SOURCE", "float"))
         return Instance("conv/hopper_weight.cu", "hopper_weight", defines, HOPPER)
 
 
@@ -165,8 +160,7 @@ class Cut(NamedTuple):
     ``shares``. Blocks of a ``cluster`` have adjacent tiles: with ``rows_first``, the same columns
     and boxes of the input, else the same rows and boxes of grad_output. Or ``summing`` of them
     split one share of a tile; no tile is whole then. Partial sums are reduced by the same
-    kernel (``together``) or by a second one. ``scaled_bytes`` is the traffic of scaling float32 to
-    float16 (scaled_halves.py), or 0.
+    kernel (``together``) or by a second one.
     """
 
     tile: WeightTile
@@ -181,7 +175,6 @@ class Cut(NamedTuple):
     rows_first: bool = True
     summing: int = 1
     together: bool = False
-    scaled_bytes: int = 0
 
     def __str__(self) -> str:
         return self.name + (f"+{self.whole}" if self.whole else "")
@@ -281,7 +274,6 @@ class Cut(NamedTuple):
         shared = "" if self.copying == 1 else "_x" if self.rows_first else "_y"
         shared += f"_sum{self.summing}" if self.sums else ""
         together = "_together" if self.together else ""
-        together += "_halves" if self.scaled_bytes else ""
         return f"{self.tile.name}{taps}{shared}{together}/{self.shares}"
 
 
@@ -315,7 +307,6 @@ def _all_tiled(work: ConvWork, device: CudaDevice, *, planes: bool) -> Iterator[
                 if cut.copying == 1:
                     yield cut._replace(steps=steps)
         return
-    scaled = copied_bytes(work) if work.dtype is DType.FLOAT32 else 0
     for tile in TILES:
         shared = {1}
         if work.stride[2] == 1 and work.kernel[2] > 1:
@@ -323,7 +314,7 @@ def _all_tiled(work: ConvWork, device: CudaDevice, *, planes: bool) -> Iterator[
         for taps in sorted(shared):
             for cut in _tiled(work, tile, taps):
                 if cut.stages(device) >= LEAST_STAGES:
-                    yield cut._replace(scaled_bytes=scaled)
+                    yield cut
 
 
 def _tiled(work: ConvWork, tile: WeightTile, taps: int) -> Iterator[Cut]:

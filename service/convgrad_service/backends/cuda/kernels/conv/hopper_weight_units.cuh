@@ -1,7 +1,6 @@
 // Kernel parameters of hopper_weight.cu, its work units and its loads. Launched by
-// hopper_weight.py. Macros: ELEMENT, the operands' type; SOURCE, the type that they were copied
-// from (float: scaled, see scaled_halves.cuh) or the same; PIXELS of a k-tile; CHANNELS of a box of
-// x; WARPGROUPS, the consumers.
+// hopper_weight.py. Macros: ELEMENT, the operands' type; PIXELS of a k-tile; CHANNELS of a box of x;
+// WARPGROUPS, the consumers.
 #pragma once
 
 #include "ptx/tma.cuh"
@@ -15,12 +14,7 @@
 
 namespace convgrad {
 
-#ifndef SOURCE
-#define SOURCE ELEMENT
-#endif
-
 using T = ELEMENT;
-constexpr bool kScaled = sizeof(SOURCE) > sizeof(T);
 constexpr int kPixels = PIXELS, kInBlock = CHANNELS / 8, kMaxStages = 16;
 
 struct HopperWeightArgs {

@@ -21,13 +21,12 @@ struct BoxArgs {
   int tiles[3];  // of a plane, along each axis
   int box[3];    // the most positions of x under a tile
   int planes;    // of a block, a multiple of kTogether for window_planes.cu
-  int run;       // positions of a thread along axis 1
   int pitch[3];  // elements of x between planes, slices and lines, in shared memory
   int y_pitch;   // elements of y between lines, in shared memory
   int whole;     // whether a block has whole planes
   int by_lines;  // whether each line is a segment
   int indices_at, y_at, ranges_at, weights_at;  // bytes, in shared memory
-  int ranges;       // number of them, along axis 1 or axes 1 and 2
+  int ranges;       // windows of a table: along axis 1, window_scatter.cu also along axis 2
   int phases[3];    // window_scatter.cu: the most windows that contain a position
   int in_phase[3];  // windows of a phase
   Divider by_tile[3];  // axis 1: by the runs of a column

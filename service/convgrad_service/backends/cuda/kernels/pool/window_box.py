@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
@@ -31,7 +32,8 @@ ENOUGH_BYTES = {"sums": 40 * 1024, "maxima": 40 * 1024, "routes": 56 * 1024}
 # Blocks that keep a multiprocessor busy, and threads' items that keep a block busy.
 ENOUGH_BLOCKS = {"sums": 16, "maxima": 16, "routes": 4}
 ENOUGH_ITEMS = 128
-# Columns of x whose windows are computed once, for routes.
+# Windows of a line that a thread computes, for routes, and the most windows of a table.
+EACH = 4
 MOST_COLUMNS = 512
 # Positions of a thread along axis 1.
 RUNS = (16, 8, 4, 2, 1)
@@ -46,7 +48,6 @@ class BoxArgs(ctypes.Structure):
         ("windows", WindowArgs),
         *((name, ctypes.c_int32 * 3) for name in ("tile", "tiles", "box")),
         ("planes", ctypes.c_int32),
-        ("run", ctypes.c_int32),
         ("pitch", ctypes.c_int32 * 3),
         *((name, ctypes.c_int32) for name in ("y_pitch", "whole", "by_lines")),
         *((name, ctypes.c_int32) for name in ("indices_at", "y_at", "ranges_at", "weights_at")),
@@ -149,14 +150,16 @@ class Tile:
         indices = room(elements, work.dtype.itemsize)
         y = indices + (room(elements, work.index_dtype.itemsize) if routes else 0)
         ranges = y + (room(outputs, wide) if routes else 0)
-        weights = ranges + RANGE_BYTES * self.ranges(work)
+        weights = ranges + RANGE_BYTES * self.ranges(work, form)
         weight_bytes = wide if form.varying == "inputs" else 0
         return Places(indices, y, ranges, weights, weights + weight_bytes * sum(self.box))
 
-    def ranges(self, work: WindowWork) -> int:
-        """Return the ranges of windows that are kept: those of lines, for routes those of x."""
+    def ranges(self, work: WindowWork, form: WindowForm) -> int:
+        """Return the windows of a table: those along axis 1, for routes also along axis 2."""
         if work.kind != "routes":
             return self.size[1]
+        if form.is_simple(form.counted):
+            return 0
         return self.box[1] + (self.box[2] if self.box[2] <= MOST_COLUMNS else 0)
 
     def arguments(self, work: WindowWork, form: WindowForm) -> BoxArgs:
@@ -165,19 +168,27 @@ class Tile:
         args.windows = window_args(form, 1, form.y_size)
         args.tile[:], args.box[:], args.tiles[:] = self.size, self.box, self.tiles(form)
         args.planes, args.run = self.planes, self.run(work)
-        args.whole, args.by_lines, args.ranges = self.whole, self.by_lines, self.ranges(work)
+        args.whole, args.by_lines = self.whole, self.by_lines
+        args.ranges = self.ranges(work, form)
         args.pitch[:], args.y_pitch = self.pitch(work, form), self.y_pitch(work, form)
         places = self.places(work, form)
         args.indices_at, args.y_at, args.ranges_at, args.weights_at, _ = places
         axes = zip(form.windows, self.box, strict=True)
         args.phases[:] = [min(most_positions(axis), box) for axis, box in axes]
         args.in_phase[:] = [ceil_div(*pair) for pair in zip(self.box, args.phases, strict=True)]
+        args.lanes_log = self._lanes_log(args.in_phase)
         runs = self.size[0], ceil_div(self.size[1], args.run), self.size[2]
         sides = runs, args.tiles, args.in_phase, form.y_size
         targets = args.by_tile, args.by_tiles, args.by_phase, args.by_y_size
         for dividers, divisors in zip(targets, sides, strict=True):
             dividers[:] = [Divider.of(divisor) for divisor in divisors]
         return args
+
+    def _lanes_log(self, in_phase: Sequence[int]) -> int:
+        """Return log2 of the threads of a line, for routes."""
+        slices, lines, windows = in_phase
+        lanes = max(ceil_div(windows, EACH), ceil_div(BOX_BLOCK, self.planes * slices * lines))
+        return (min(lanes, windows, BOX_BLOCK) - 1).bit_length()
 
     def tiles(self, form: WindowForm) -> list[int]:
         """Return the tiles of a plane along each axis."""

@@ -68,6 +68,7 @@ class WindowArgs(ctypes.Structure):
         ("by_items", Divider * 3),
         ("by_outputs", ctypes.c_int32),
         ("lanes_log", ctypes.c_int32),
+        ("run", ctypes.c_int32),
         ("divisor", ctypes.c_double),
         ("reciprocal", ctypes.c_double),
     )
@@ -128,6 +129,11 @@ class WindowForm:
     def overlap(self) -> float:
         """The average number of windows that contain a position of x."""
         return prod(axis.valid_taps / axis.input for axis in self.windows)
+
+    def is_simple(self, *sides: Axes) -> bool:
+        """Whether planes have one slice, and windows of these sides slide by whole positions."""
+        flat = self.x_size[0] == self.y_size[0] == 1
+        return flat and all(axis.unit == 1 for side in sides for axis in side)
 
     def width(self, dtype: DType) -> int:
         """Return the elements of a thread along ``inner``: 16 bytes of them, or one."""

@@ -3,9 +3,9 @@
 //
 // y[o] = the maximum of x over the window of o, indices[o] = its flat position in the plane. Of equal
 // maxima the first wins; a NaN wins over any number, and of several NaNs the last.
-// A thread computes WIDTH adjacent elements of `inner` at one position of y. A window has at most ROWS by COLUMNS positions along its last two
-// axes; all of them are loaded before the first comparison. Block: 128 threads; shared memory: none.
-// Deterministic. Relies on its launcher for the grid (chunks of the batch along y), aligned vectors,
+// A thread computes WIDTH adjacent elements of `inner` at one position of y. A window has at most ROWS
+// by COLUMNS positions along its last two axes; all of them are loaded before the first comparison.
+// Block: 128 threads; shared memory: none. Deterministic. Relies on its launcher for the grid (chunks of the batch along y), aligned vectors,
 // and windows that contain a position.
 // Index limits: planes and a chunk's threads below 2^31; offsets in 64 bits.
 #include "pool/windows.cuh"
@@ -81,13 +81,5 @@ extern "C" __global__ void __launch_bounds__(128, 4)
   const i64 to = (item.group * outputs + position) * args.inner + item.vector * WIDTH;
   if (args.y != nullptr) most.stored.store(static_cast<T*>(args.y) + to);
   if (args.indices == nullptr) return;
-  INDEX* const indices = static_cast<INDEX*>(args.indices) + to;
-  constexpr int kAtOnce = WIDTH * sizeof(INDEX) >= 16 ? 16 / sizeof(INDEX) : WIDTH;
-#pragma unroll
-  for (int v = 0; v < WIDTH; v += kAtOnce) {
-    Vector<INDEX, kAtOnce> some;
-#pragma unroll
-    for (int e = 0; e < kAtOnce; ++e) some.at[e] = most.where[v + e];
-    some.store(indices + v);
-  }
+  store_positions(static_cast<INDEX*>(args.indices) + to, most.where, args.inner / WIDTH % 2 == 0);
 }

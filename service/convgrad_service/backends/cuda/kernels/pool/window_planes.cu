@@ -25,13 +25,6 @@ using T = ELEMENT;
 using S = ElementAccumulator<T>;
 constexpr int kTogether = sizeof(T) == 8 ? 2 : 4;
 
-__device__ __forceinline__ int start_of(const WindowRange& range, int o) {
-  return SIMPLE ? max(range.low, o * range.whole + range.first) : range.start(o);
-}
-__device__ __forceinline__ int stop_of(const WindowRange& range, int o) {
-  return SIMPLE ? min(range.high, o * range.whole + range.last) : range.stop(o);
-}
-
 #if MAXIMA
 // The element that is a maximum, so that a NaN keeps its bits, and its position; -1: none.
 struct Part {
@@ -132,15 +125,15 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
   int2* const ranges = reinterpret_cast<int2*>(shared + args.ranges_at);
   for (int i = static_cast<int>(threadIdx.x); i < box.count[1]; i += kBoxThreads) {
     const int o = box.base[1] + i;
-    ranges[i] = make_int2(start_of(windows.window[1], o) - box.first[1],
-                          stop_of(windows.window[1], o) - box.first[1]);
+    ranges[i] = make_int2(windows.window[1].start<SIMPLE>(o) - box.first[1],
+                          windows.window[1].stop<SIMPLE>(o) - box.first[1]);
   }
 #if WEIGHTED
   S* weights = reinterpret_cast<S*>(shared + args.weights_at);
 #pragma unroll
   for (int axis = 2; axis >= 0; --axis) {
     for (int i = static_cast<int>(threadIdx.x); i < box.extent[axis]; i += kBoxThreads) {
-      weights[i] = S(1) / static_cast<S>(windows.counted[axis].size(box.first[axis] + i));
+      weights[i] = S(1) / static_cast<S>(windows.counted[axis].size<SIMPLE>(box.first[axis] + i));
     }
     weights += args.box[axis];
   }
@@ -148,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
   cp_async_wait<0>();
   __syncthreads();
 
-  const int runs = (args.tile[1] + args.run - 1) / args.run;
+  const int runs = (args.tile[1] + windows.run - 1) / windows.run;
   const int groups = (box.planes + kTogether - 1) / kTogether;
   const int items = groups * args.tile[0] * runs * args.tile[2];
   const i64 outputs = static_cast<i64>(windows.y_size[0]) * windows.y_size[1] * windows.y_size[2];
@@ -156,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
   [[maybe_unused]] S reciprocal = static_cast<S>(windows.reciprocal);
   for (int item = static_cast<int>(threadIdx.x); item < items; item += kBoxThreads) {
     const int above = divide(item, args.by_tile[2]), at2 = item - above * args.tile[2];
-    const int outer = divide(above, args.by_tile[1]), at1 = (above - outer * runs) * args.run;
+    const int outer = divide(above, args.by_tile[1]), at1 = (above - outer * runs) * windows.run;
     const int group = SIMPLE ? outer : divide(outer, args.by_tile[0]);
     const int at0 = outer - group * args.tile[0], plane = group * kTogether;
     if (at0 >= box.count[0] || at1 >= box.count[1] || at2 >= box.count[2]) continue;
@@ -164,8 +157,8 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
     Column column;
     column.start0 = SIMPLE ? 0 : windows.window[0].start(o0) - box.first[0];
     column.stop0 = SIMPLE ? 1 : windows.window[0].stop(o0) - box.first[0];
-    column.start2 = start_of(windows.window[2], o2) - box.first[2];
-    column.stop2 = stop_of(windows.window[2], o2) - box.first[2];
+    column.start2 = windows.window[2].start<SIMPLE>(o2) - box.first[2];
+    column.stop2 = windows.window[2].stop<SIMPLE>(o2) - box.first[2];
     column.plane_pitch = args.pitch[0];
     column.slice_pitch = args.pitch[1];
     column.line_pitch = args.pitch[2];
@@ -179,14 +172,14 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
     const S* const line_weights = column.weights + args.box[2];
     column.slice_weights = line_weights + args.box[1];
 #endif
-    const int end = min(at1 + args.run, box.count[1]);
+    const int end = min(at1 + windows.run, box.count[1]);
     int position = (o0 * windows.y_size[1] + box.base[1] + at1) * windows.y_size[2] + o2;
     const i64 to = (box.plane + plane) * outputs;
 #if !MAXIMA
     S across = S(1);
     if (windows.by_outputs) {
-      across = static_cast<S>(windows.counted[0].size(o0)) *
-               static_cast<S>(windows.counted[2].size(o2));
+      across = static_cast<S>(windows.counted[0].size<SIMPLE>(o0)) *
+               static_cast<S>(windows.counted[2].size<SIMPLE>(o2));
     }
 #endif
 #if LINES
@@ -226,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
 #endif
 #if !MAXIMA
       if (windows.by_outputs) {
-        by = across * static_cast<S>(windows.counted[1].size(box.base[1] + i));
+        by = across * static_cast<S>(windows.counted[1].size<SIMPLE>(box.base[1] + i));
         reciprocal = S(1) / by;
       }
 #endif

@@ -69,10 +69,10 @@ class WindowPlanes:
 def _variant(work: WindowWork, form: WindowForm) -> tuple[tuple[int, int], bool, bool, bool]:
     """Return (LINES, TAPS), and whether the kernel is SIMPLE, MAXIMA and WEIGHTED."""
     slices, lines, taps = map(most_positions, form.windows)
-    simple = form.x_size[0] == form.y_size[0] == 1 and all(axis.unit == 1 for axis in form.windows)
     maxima = work.kind == "maxima"
     fitting = (shape for shape in SHAPES if lines <= shape[0] and taps <= shape[1])
     shape = ANY if maxima and slices > 1 else next(fitting, ANY)
+    simple = form.is_simple(form.windows, form.counted)
     return shape, simple, maxima, form.varying == "inputs"
 
 

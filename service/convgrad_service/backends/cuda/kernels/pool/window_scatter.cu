@@ -7,12 +7,14 @@
 // A block clears the cells of a tile of y in shared memory, copies the box of x and indices
 // (window_box.cuh), lets one thread for each window add to the cell of its index, and stores the
 // cells. A position is in at most `phases` adjacent windows along each axis; windows whose numbers are
-// equal modulo `phases` are added between two barriers, so no two threads have the same cell. With MOVE
-// a cell is the number of the last window. FLAT: planes of one slice.
-// Block: 256 threads. Dynamic shared memory: x, indices, cells, the windows' ranges of lines and
-// columns. Deterministic, no atomics: the order of additions follows from the windows' numbers.
-// Memory-safe for any index. Index limits: planes, and elements of a box, below 2^31; offsets in 64
-// bits.
+// equal modulo `phases` are added between two barriers, so no two threads have the same cell.
+// 2^lanes_log adjacent threads add the windows of a line. With MOVE a cell is the number of the last
+// window. SIMPLE: planes of one slice, and windows that
+// slide by whole positions.
+// Block: 256 threads. Dynamic shared memory: x, indices, cells, unless SIMPLE the ranges of
+// windows along axes 1 and 2. Deterministic, no atomics: the order
+// of additions follows from the windows' numbers. Memory-safe for any index. Index limits: planes, and
+// elements of a box, below 2^31; offsets in 64 bits.
 #include "pool/window_box.cuh"
 
 using namespace convgrad;
@@ -39,13 +41,14 @@ struct Cell {
 
 __device__ __forceinline__ int2 range_of(const BoxArgs& args, const Box& box, int axis, int o) {
   const WindowRange& range = args.windows.counted[axis];
-  return make_int2(range.start(box.first[axis] + o), range.stop(box.first[axis] + o));
+  const int window = box.first[axis] + o;
+  return make_int2(range.start<SIMPLE>(window), range.stop<SIMPLE>(window));
 }
 __device__ __forceinline__ bool within(int i, int2 range) { return i >= range.x && i < range.y; }
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kBoxThreads, 4)
+extern "C" __global__ void __launch_bounds__(kBoxThreads, 6)
     window_scatter(const __grid_constant__ BoxArgs args) {
   extern __shared__ __align__(16) unsigned char shared[];
   const WindowArgs& windows = args.windows;
@@ -60,12 +63,16 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, 4)
   Cell* const cells = reinterpret_cast<Cell*>(shared + args.y_at) +
                       static_cast<int>(box.y_begin(windows) % kChunk);
   // Of lines, and of columns unless they are many.
-  int2* const ranges = reinterpret_cast<int2*>(shared + args.ranges_at);
-  const int lines = args.box[1];
-  const bool columns = args.ranges > lines;
+  [[maybe_unused]] int2* const ranges = reinterpret_cast<int2*>(shared + args.ranges_at);
   for (int i = thread; i < args.ranges; i += kBoxThreads) {
-    ranges[i] = i < lines ? range_of(args, box, 1, i) : range_of(args, box, 2, i - lines);
+    const int column = i - args.box[1];
+    ranges[i] = column < 0 ? range_of(args, box, 1, i) : range_of(args, box, 2, column);
   }
+  const auto lines_of = [&](int at1) { return SIMPLE ? range_of(args, box, 1, at1) : ranges[at1]; };
+  const auto columns_of = [&](int at2) {
+    if (SIMPLE || args.ranges <= args.box[1]) return range_of(args, box, 2, at2);
+    return ranges[args.box[1] + at2];
+  };
   cp_async_wait<0>();
   __syncthreads();
 
@@ -75,37 +82,37 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, 4)
 #pragma unroll
   for (int axis = 0; axis < 3; ++axis) {
     const int n = args.phases[axis];
-    lead[axis] = n - 1 - (box.first[axis] + n - 1) % n;
+    lead[axis] = box.first[axis] == 0 ? 0 : n - 1 - (box.first[axis] + n - 1) % n;
   }
-  const int items = box.planes * args.in_phase[0] * args.in_phase[1] * args.in_phase[2];
+  const int lines = box.planes * args.in_phase[0] * args.in_phase[1];
   const int phases = args.phases[0] * args.phases[1] * args.phases[2];
-  // The cell of an item's window, which is x[own]; -1 if there is none.
-  const auto target = [&](int item, const int (&first)[3], int& own) {
-    if (item >= items) return -1;
-    const int line = divide(item, args.by_phase[2]);
-    const int slice = divide(line, args.by_phase[1]);
-    const int plane = FLAT ? slice : divide(slice, args.by_phase[0]);
-    const int at2 = first[2] + (item - line * args.in_phase[2]) * args.phases[2];
-    const int at1 = first[1] + (line - slice * args.in_phase[1]) * args.phases[1];
-    const int at0 = FLAT ? 0 : first[0] + (slice - plane * args.in_phase[0]) * args.phases[0];
-    if (at0 >= box.extent[0] || at1 >= box.extent[1] || at2 >= box.extent[2]) return -1;
-    own = plane * args.pitch[0] + at0 * args.pitch[1] + at1 * args.pitch[2] + at2;
-    const INDEX index = indices[own];
-    const bool exists = index >= 0 && index < plane_size;
-    const int position = exists ? static_cast<int>(index) : 0;
-    const int row = divide(position, args.by_y_size[2]), i2 = position - row * size2;
-    const int i0 = FLAT ? 0 : divide(row, args.by_y_size[1]), i1 = row - i0 * size1;
-    const int2 range2 = columns ? ranges[lines + at2] : range_of(args, box, 2, at2);
-    if (!exists || !within(i1, ranges[at1]) || !within(i2, range2) ||
-        !(FLAT || within(i0, range_of(args, box, 0, at0)))) {
-      if (windows.bad != nullptr) windows.bad[MOVE] = 1;  // all writers write the same value
-      return -1;
+  const int lane = thread & ((1 << windows.lanes_log) - 1);
+  // Adds the windows of a line, at2 and every stride-th after it.
+  const auto add_line = [&](int plane, int at0, int at1, int at2, int stride) {
+    const int2 range0 = SIMPLE ? make_int2(0, 1) : range_of(args, box, 0, at0);
+    const int2 range1 = lines_of(at1);
+    const int line_own = plane * args.pitch[0] + at0 * args.pitch[1] + at1 * args.pitch[2];
+    for (; at2 < box.extent[2]; at2 += stride) {
+      const int own = line_own + at2;
+      const i64 index = indices[own];
+      const bool exists = static_cast<u64>(index) < static_cast<u64>(plane_size);
+      const int position = exists ? static_cast<int>(index) : 0;
+      const int row = divide(position, args.by_y_size[2]), i2 = position - row * size2;
+      const int i0 = SIMPLE ? 0 : divide(row, args.by_y_size[1]), i1 = row - i0 * size1;
+      if (!exists || !within(i1, range1) || !within(i2, columns_of(at2)) ||
+          !(SIMPLE || within(i0, range0))) {
+        if (windows.bad != nullptr) windows.bad[MOVE] = 1;  // all writers write the same value
+        continue;
+      }
+      if (args.whole) {
+        cells[plane * plane_size + position].meet(x, own);
+        continue;
+      }
+      const int y0 = i0 - box.base[0], y1 = i1 - box.base[1], y2 = i2 - box.base[2];
+      const bool mine = y0 >= 0 && y0 < box.count[0] && y1 >= 0 && y1 < box.count[1] && y2 >= 0 &&
+                        y2 < box.count[2];
+      if (mine) cells[y1 * args.y_pitch + y2].meet(x, own);  // else another block's
     }
-    const int y0 = i0 - box.base[0], y1 = i1 - box.base[1], y2 = i2 - box.base[2];
-    const bool mine = y0 >= 0 && y0 < box.count[0] && y1 >= 0 && y1 < box.count[1] && y2 >= 0 &&
-                      y2 < box.count[2];
-    if (!mine) return -1;  // another block's
-    return args.whole ? plane * plane_size + position : y1 * args.y_pitch + y2;
   };
   int phase[3] = {0, 0, 0};
 #pragma unroll 1
@@ -116,10 +123,15 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, 4)
       first[axis] = lead[axis] + phase[axis];
       if (first[axis] >= args.phases[axis]) first[axis] -= args.phases[axis];
     }
-    for (int item = thread; item < items; item += kBoxThreads) {
-      int own;
-      const int to = target(item, first, own);
-      if (to >= 0) cells[to].meet(x, own);
+    for (int line = thread >> windows.lanes_log; line < lines;
+         line += kBoxThreads >> windows.lanes_log) {
+      const int slice = divide(line, args.by_phase[1]);
+      const int plane = SIMPLE ? slice : divide(slice, args.by_phase[0]);
+      const int at1 = first[1] + (line - slice * args.in_phase[1]) * args.phases[1];
+      const int at0 = SIMPLE ? 0 : first[0] + (slice - plane * args.in_phase[0]) * args.phases[0];
+      if (at0 >= box.extent[0] || at1 >= box.extent[1]) continue;
+      add_line(plane, at0, at1, first[2] + lane * args.phases[2],
+               args.phases[2] << windows.lanes_log);
     }
     __syncthreads();
 #pragma unroll

@@ -40,10 +40,10 @@ class WindowScatter:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(dtype, index, flat, moves)
+            _instance(dtype, index, simple, moves)
             for dtype in FLOATING
             for index in INDEX
-            for flat in (True, False)
+            for simple in (True, False)
             for moves in (False, True)
         ]
 
@@ -60,9 +60,8 @@ def scatter(
     tile = Tile.of(work, form, device)
     if tile is None:
         raise ValueError("windows that do not fit into shared memory")
-    flat = form.x_size[0] == form.y_size[0] == 1
     return Launch(
-        _instance(work.dtype, work.index_dtype, flat, moves),
+        _instance(work.dtype, work.index_dtype, form.is_simple(form.counted), moves),
         (tile.blocks(form), 1, 1),
         (BOX_BLOCK, 1, 1),
         pack(tile.arguments(work, form), x=work.x, y=work.y, indices=work.indices, bad=bad),
@@ -70,13 +69,13 @@ def scatter(
     )
 
 
-def _instance(dtype: DType, index: DType, flat: bool, moves: bool) -> Instance:
+def _instance(dtype: DType, index: DType, simple: bool, moves: bool) -> Instance:
     return Instance.of(
         "pool/window_scatter.cu",
         {
             "ELEMENT": CUDA_TYPES[dtype],
             "INDEX": CUDA_TYPES[index],
-            "FLAT": int(flat),
+            "SIMPLE": int(simple),
             "MOVE": int(moves),
         },
     )

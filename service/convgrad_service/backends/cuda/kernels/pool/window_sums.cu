@@ -3,12 +3,17 @@
 //
 // y[o] = (sum of x[i] over the window of o) / divisor(o); with WEIGHTED the terms are x[i] / size(i),
 // for gradients of windows that differ in size.
-// A thread computes WIDTH adjacent elements of `inner` (channels last; 1 with channels first) at RUN
-// adjacent positions of y along AXIS. It walks over the lines of x in its windows
-// along AXIS: the sum of a line's part is computed once and added to every window that contains the
+// A thread computes WIDTH adjacent elements of `inner` (channels last; 1 with channels first) at
+// adjacent positions of y along AXIS. The lines of x in its windows are the positions along AXIS; the
+// sum of a line's part of the windows is computed once and added to every window that contains the
 // line. AXIS is 2 (columns) with channels last and 1 (rows) with channels first, where lanes run along
-// axis 2; lines run along the other one. With TAPS a line has at most TAPS of those positions, and
-// LINES lines are loaded before the first is added, because memory latency dominates.
+// axis 2.
+// SLIDING, channels last: windows share lines, and have at most LINES by TAPS positions. A thread
+// computes `run` positions, keeps the sums of the last LINES lines, and loads a line ahead. A block has
+// 2^lanes_log adjacent vectors of adjacent rows (of all slices and images), so that its loads of a row
+// of x meet in the L1 cache. SIMPLE: windows slide by whole positions.
+// Otherwise a thread computes RUN positions; with TAPS a window has at most LINES by TAPS positions,
+// which are loaded before the first is added, because memory latency dominates.
 // Block: 128 threads; shared memory: none. Deterministic: an element's order of additions follows
 // from its window. Relies on its launcher for the grid (chunks of the batch along y), and for aligned
 // vectors of WIDTH elements.
@@ -22,6 +27,138 @@ namespace {
 using T = ELEMENT;
 using S = ElementAccumulator<T>;
 using Values = Vector<T, WIDTH>;
+}  // namespace
+
+#if SLIDING
+constexpr int kAhead = 2;
+
+extern "C" __global__ void __launch_bounds__(128, TAPS > 3 ? 4 : WIDTH == 8 ? 5 : 6)
+    window_sums(const __grid_constant__ WindowArgs args) {
+  const int vectors = args.inner / WIDTH, lanes = 1 << args.lanes_log;
+  const int blocks = (vectors + lanes - 1) >> args.lanes_log;
+  const int runs = (args.y_size[2] + args.run - 1) / args.run;
+  const int outer = divide(static_cast<int>(blockIdx.x), args.by_vectors);
+  const int rows = divide(outer, args.by_items[2]);
+  const int vector = ((static_cast<int>(blockIdx.x) - outer * blocks) << args.lanes_log) +
+                     (static_cast<int>(threadIdx.x) & (lanes - 1));
+  const int row = rows * (128 >> args.lanes_log) + (static_cast<int>(threadIdx.x) >> args.lanes_log);
+  if (vector >= vectors || row >= args.threads) return;
+  const int slice = divide(row, args.by_items[1]), image = divide(slice, args.by_items[0]);
+  const int at0 = slice - image * args.y_size[0], at1 = row - slice * args.y_size[1];
+  const i64 item = static_cast<i64>(blockIdx.y) * args.chunk + image;
+  if (item >= args.batch) return;
+  const int begin = (outer - rows * runs) * args.run;
+  const int end = min(begin + args.run, args.y_size[2]);
+
+  const int start0 = args.window[0].start<SIMPLE>(at0), stop0 = args.window[0].stop<SIMPLE>(at0);
+  const int start = args.window[1].start<SIMPLE>(at1), stop = args.window[1].stop<SIMPLE>(at1);
+  const int last = start0 < stop0 ? args.window[2].stop<SIMPLE>(end - 1) : 0;
+  const i64 x_row = static_cast<i64>(args.x_size[2]) * args.inner;
+  const i64 x_slice = x_row * args.x_size[1];
+  const T* const x = static_cast<const T*>(args.x) + item * x_slice * args.x_size[0] +
+                     start * x_row + vector * WIDTH;
+  S first_weight = S(1), weight[TAPS];  // of the first slice, of rows
+#if WEIGHTED
+  first_weight = S(1) / static_cast<S>(args.counted[0].size<SIMPLE>(start0));
+#endif
+#pragma unroll
+  for (int t = 0; t < TAPS; ++t) {
+    weight[t] = S(1);
+#if WEIGHTED
+    if (start + t < stop) weight[t] = S(1) / static_cast<S>(args.counted[1].size<SIMPLE>(start + t));
+#endif
+  }
+  // The next lines' parts of the windows; the one after them is `line` in slice i0.
+  Values ahead[kAhead][TAPS] = {};
+  int line = args.window[2].start<SIMPLE>(begin), next = line, i0 = start0;
+  const auto load = [&](Values (&values)[TAPS]) {
+    if (line >= last) return;
+    const T* const from = x + i0 * x_slice + static_cast<i64>(line) * args.inner;
+#pragma unroll
+    for (int t = 0; t < TAPS; ++t) {
+      if (start + t < stop) values[t] = Values::load(from + t * x_row);
+    }
+    if (++i0 < stop0) return;
+    i0 = start0;
+    ++line;
+  };
+#pragma unroll
+  for (int a = 0; a < kAhead; ++a) load(ahead[a]);
+
+  S by = static_cast<S>(args.divisor), reciprocal = static_cast<S>(args.reciprocal);
+  S across = S(1);
+  if (args.by_outputs) {
+    across = static_cast<S>(args.counted[0].size<SIMPLE>(at0)) * static_cast<S>(args.counted[1].size<SIMPLE>(at1));
+  }
+  const i64 position = (item * args.y_size[0] + at0) * args.y_size[1] + at1;
+  T* y = static_cast<T*>(args.y) + (position * args.y_size[2] + begin) * args.inner + vector * WIDTH;
+  S kept[LINES][WIDTH] = {}, kept_weight[LINES] = {};
+#pragma unroll 1
+  for (int at = begin; at < end; ++at) {
+    const int window_start = args.window[2].start<SIMPLE>(at), window_stop = args.window[2].stop<SIMPLE>(at);
+#pragma unroll 1
+    for (; next < window_stop; ++next) {
+      S part[WIDTH] = {};
+      S slice_weight = first_weight;
+#pragma unroll 1
+      for (int slices = start0; slices < stop0; ++slices) {
+        Values now[TAPS];
+#pragma unroll
+        for (int t = 0; t < TAPS; ++t) {
+          now[t] = ahead[0][t];
+#pragma unroll
+          for (int a = 1; a < kAhead; ++a) ahead[a - 1][t] = ahead[a][t];
+        }
+        load(ahead[kAhead - 1]);
+#if WEIGHTED
+        if (slices > start0) slice_weight = S(1) / static_cast<S>(args.counted[0].size<SIMPLE>(slices));
+#endif
+#pragma unroll
+        for (int t = 0; t < TAPS; ++t) {
+#pragma unroll
+          for (int v = 0; v < WIDTH; ++v) {
+            const S value = widen(now[t].at[v]);
+            part[v] = WEIGHTED ? multiply_add(value, weight[t] * slice_weight, part[v])
+                               : part[v] + value;
+          }
+        }
+      }
+#pragma unroll
+      for (int v = 0; v < WIDTH; ++v) {
+#pragma unroll
+        for (int l = 1; l < LINES; ++l) kept[l - 1][v] = kept[l][v];
+        kept[LINES - 1][v] = part[v];
+      }
+#if WEIGHTED
+#pragma unroll
+      for (int l = 1; l < LINES; ++l) kept_weight[l - 1] = kept_weight[l];
+      kept_weight[LINES - 1] = S(1) / static_cast<S>(args.counted[2].size<SIMPLE>(next));
+#endif
+    }
+    S sum[WIDTH] = {};
+#pragma unroll
+    for (int l = 0; l < LINES; ++l) {
+      const int own = window_stop - LINES + l;
+      if (own < window_start) continue;
+#pragma unroll
+      for (int v = 0; v < WIDTH; ++v) {
+        sum[v] = WEIGHTED ? multiply_add(kept[l][v], kept_weight[l], sum[v]) : sum[v] + kept[l][v];
+      }
+    }
+    if (args.by_outputs) {
+      by = across * static_cast<S>(args.counted[2].size<SIMPLE>(at));
+      reciprocal = S(1) / by;
+    }
+    Values values;
+#pragma unroll
+    for (int v = 0; v < WIDTH; ++v) values.at[v] = narrow<T>(divided<T>(sum[v], by, reciprocal));
+    values.store(y);
+    y += args.inner;
+  }
+}
+#else
+namespace {
+
 constexpr int kOther = 3 - AXIS;
 
 // Adds a line's part of the windows to each window that contains the line.
@@ -170,3 +307,4 @@ extern "C" __global__ void __launch_bounds__(128, 4)
     values.store(y + r * y_step[AXIS]);
   }
 }
+#endif

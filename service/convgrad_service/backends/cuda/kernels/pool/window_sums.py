@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
+    Divider,
+    WindowArgs,
     WindowForm,
     most_positions,
     window_args,
@@ -24,11 +27,17 @@ __all__ = ["WindowSums"]
 BLOCK = 128
 # If windows share this many positions along an axis, a thread computes a run of them.
 SHARED = 1.25
-# (RUN, LINES, TAPS) for windows that are loaded whole (the first that fits is used), for runs that
-# are loaded line by line, and for lines of any length.
-WHOLE = ((1, 1, 1), (1, 2, 2), (1, 1, 4), (1, 4, 1), (1, 3, 3))
-LINES_SHARED = ((4, 1, 3),)
-ANY, ANY_SHARED = (1, 0, 0), (4, 0, 0)
+# (LINES, TAPS) of windows that share lines, and of those that are loaded whole; the first that fits
+# is used.
+SLIDING = ((3, 3), (5, 5))
+WHOLE = ((1, 1), (2, 2), (1, 4), (4, 1), (3, 3))
+# RUN for windows of any size.
+ANY, ANY_SHARED = 1, 4
+# Positions of a thread that slides, and bytes of x that adjacent threads of a block load.
+RUNS = (16, 8, 4)
+LINE_BYTES, MOST_LANES = 256, 32
+# Threads that keep a multiprocessor busy.
+ENOUGH_THREADS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +46,8 @@ class _Shape:
 
     width: int
     axis: int
+    sliding: bool
+    simple: bool
     run: int
     lines: int
     taps: int
@@ -49,16 +60,13 @@ class _Shape:
         # Planes whose windows do not fit into shared memory have lines of any length.
         shared = along.valid_taps >= SHARED * along.input
         lines, taps = most_positions(along), most_positions(across)
-        if not form.last:
-            chosen = ANY_SHARED if shared else ANY
-        elif shared:
-            fitting = (choice for choice in LINES_SHARED if taps <= choice[2])
-            chosen = next(fitting, ANY_SHARED)
-        else:
-            whole = (choice for choice in WHOLE if lines <= choice[1] and taps <= choice[2])
-            chosen = next(whole, ANY)
+        choices = (SLIDING if shared else WHOLE) if form.last else ()
+        sizes = next((size for size in choices if lines <= size[0] and taps <= size[1]), (0, 0))
+        sliding = shared and sizes != (0, 0)
+        simple = sliding and form.is_simple(form.windows, form.counted)
+        run = ANY_SHARED if shared and not sliding else ANY
         weighted = form.varying == "inputs"
-        return cls(form.width(dtype), axis, *chosen, weighted)
+        return cls(form.width(dtype), axis, sliding, simple, run, *sizes, weighted)
 
     def instance(self, dtype: DType) -> Instance:
         return Instance.of(
@@ -67,6 +75,8 @@ class _Shape:
                 "ELEMENT": CUDA_TYPES[dtype],
                 "WIDTH": self.width,
                 "AXIS": self.axis,
+                "SLIDING": int(self.sliding),
+                "SIMPLE": int(self.simple),
                 "RUN": self.run,
                 "LINES": self.lines,
                 "TAPS": self.taps,
@@ -90,12 +100,16 @@ class WindowSums:
         """See `Family.launches`."""
         form = WindowForm.of(work)
         shape = _Shape.of(form, work.dtype)
-        items = list(form.y_size)
-        items[shape.axis] = ceil_div(items[shape.axis], shape.run)
-        args = window_args(form, shape.width, items)
+        if shape.sliding:
+            args, grid = _sliding(form, shape.width, work.dtype, device)
+        else:
+            items = list(form.y_size)
+            items[shape.axis] = ceil_div(items[shape.axis], shape.run)
+            args = window_args(form, shape.width, items)
+            grid = window_grid(args, BLOCK)
         launch = Launch(
             shape.instance(work.dtype),
-            window_grid(args, BLOCK),
+            grid,
             (BLOCK, 1, 1),
             pack(args, x=work.x, y=work.y),
         )
@@ -103,12 +117,36 @@ class WindowSums:
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
-        first = [(1, 1, run) for run in (ANY, ANY_SHARED)]
-        last = [(2, 0, run) for run in (*WHOLE, *LINES_SHARED, ANY, ANY_SHARED)]
+        first = [(1, False, False, run, 0, 0) for run in (ANY, ANY_SHARED)]
+        last = [
+            *((2, True, simple, ANY, *sizes) for simple in (False, True) for sizes in SLIDING),
+            *((2, False, False, ANY, *sizes) for sizes in WHOLE),
+            *((2, False, False, run, 0, 0) for run in (ANY, ANY_SHARED)),
+        ]
         return [
-            _Shape(width, axis, *run, weighted).instance(dtype)
+            _Shape(width, *form, weighted).instance(dtype)
             for dtype in FLOATING
-            for axis, one, run in (*first, *last)
-            for width in ((1,) if one else (CHUNK_BYTES // dtype.itemsize, 1))
+            for form in (*first, *last)
+            for width in ((1,) if form[0] == 1 else (CHUNK_BYTES // dtype.itemsize, 1))
             for weighted in (False, True)
         ]
+
+
+def _sliding(
+    form: WindowForm, width: int, dtype: DType, device: CudaDevice
+) -> tuple[WindowArgs, tuple[int, int, int]]:
+    """Return the arguments and the grid of a launch whose threads slide."""
+    vectors = form.inner // width
+    most = min(MOST_LANES, LINE_BYTES // (width * dtype.itemsize), 1 << (vectors - 1).bit_length())
+    lanes = min(most, ceil_div(most, 2), key=lambda lanes: ceil_div(vectors, lanes) * lanes)
+    columns, rows = form.y_size[2], prod(form.y_size[:2])
+    busy = ENOUGH_THREADS * device.multiprocessors
+    threads = form.batch * rows * vectors
+    fitting = (run for run in RUNS if threads * ceil_div(columns, run) >= busy)
+    runs = ceil_div(columns, next(fitting, RUNS[-1]))
+    args = window_args(form, width, (*form.y_size[:2], runs))
+    blocks = ceil_div(vectors, lanes)
+    args.by_vectors, args.lanes_log = Divider.of(blocks), lanes.bit_length() - 1
+    args.run, args.threads = ceil_div(columns, runs), args.chunk * rows
+    grid = ceil_div(args.threads, BLOCK // lanes) * runs * blocks
+    return args, (grid, ceil_div(form.batch, args.chunk), 1)

@@ -8,8 +8,9 @@
 // not null, the thread with a window's first position checks its index as window_routes.cu does.
 // KIND 0, channels last: a thread reads WIDTH channels of a window once and stores them to the
 // window's positions, or to a part of them along the last axis, which blockIdx.z selects.
-// KIND 1, channels first: WIDTH adjacent positions of a row, in all rows of their windows, in kTogether
-// planes.
+// KIND 1, channels first: WIDTH adjacent positions of a row, in all rows of their windows, in TOGETHER
+// planes. With EACH every window has as many positions of a row, of which WIDTH is a multiple, and
+// windows are loaded as vectors; 0 for any.
 // KIND 2, channels first and one window per plane: WIDTH adjacent elements of all planes, which are
 // contiguous.
 // Block: 128 threads; shared memory: none. Deterministic: nothing is added. Relies on its launcher for
@@ -82,19 +83,20 @@ __device__ __forceinline__ Given given(const TilesArgs& args, i64 at, bool there
   return found;
 }
 
-// Elements of WIDTH adjacent windows.
+// Elements of adjacent windows.
+template <int kCount>
 __device__ __forceinline__ void given_all(const TilesArgs& args, i64 at, bool there,
-                                          Given (&found)[WIDTH]) {
+                                          Given (&found)[kCount]) {
 #pragma unroll
-  for (int e = 0; e < WIDTH; ++e) found[e] = {T{}, static_cast<INDEX>(-1)};
+  for (int e = 0; e < kCount; ++e) found[e] = {T{}, static_cast<INDEX>(-1)};
   if (!there) return;
-  const Values values = Values::load(static_cast<const T*>(args.x) + at);
+  const auto values = Vector<T, kCount>::load(static_cast<const T*>(args.x) + at);
 #pragma unroll
-  for (int e = 0; e < WIDTH; ++e) found[e].value = values.at[e];
+  for (int e = 0; e < kCount; ++e) found[e].value = values.at[e];
   if constexpr (MODE != 0) {
-    constexpr int kAtOnce = WIDTH * sizeof(INDEX) >= 16 ? 16 / sizeof(INDEX) : WIDTH;
+    constexpr int kAtOnce = kCount * sizeof(INDEX) >= 16 ? 16 / sizeof(INDEX) : kCount;
 #pragma unroll
-    for (int e = 0; e < WIDTH; e += kAtOnce) {
+    for (int e = 0; e < kCount; e += kAtOnce) {
       const INDEX* const from = static_cast<const INDEX*>(args.indices) + at + e;
       const auto some = Vector<INDEX, kAtOnce>::load(from);
 #pragma unroll
@@ -140,20 +142,41 @@ extern "C" __global__ void __launch_bounds__(128)
   }
 }
 #elif KIND == 1
-constexpr int kTogether = MODE == 0 ? 4 : 2;
-
 extern "C" __global__ void __launch_bounds__(128)
     window_tiles(const __grid_constant__ TilesArgs args) {
   const int thread = static_cast<int>(blockIdx.x) * 128 + static_cast<int>(threadIdx.x);
   if (thread >= args.threads) return;
   const WindowItem item = item_of(args, thread, args.items, 1);
-  const i64 first = static_cast<i64>(item.group) * kTogether;
+  const i64 first = static_cast<i64>(item.group) * TOGETHER;
   if (first >= args.batch) return;
-  const int planes = static_cast<int>(min(static_cast<i64>(kTogether), args.batch - first));
+  const int planes = static_cast<int>(min(static_cast<i64>(TOGETHER), args.batch - first));
 
-  // The windows of the row's positions.
   const int column = item.at[2] * WIDTH;
   const bool row_there = item.at[0] < args.x_size[0] && item.at[1] < args.x_size[1];
+  const i64 sources = static_cast<i64>(args.x_size[0]) * args.x_size[1] * args.x_size[2];
+  const int row = min(item.at[0], args.x_size[0] - 1) * args.x_size[1] +
+                  min(item.at[1], args.x_size[1] - 1);
+  const i64 from = first * sources + static_cast<i64>(row) * args.x_size[2];
+  // All loads first, because of their latency.
+#if EACH
+  constexpr int kWindows = WIDTH / EACH;
+  const int own = column / EACH;
+  Given found[TOGETHER][kWindows];
+#pragma unroll
+  for (int p = 0; p < TOGETHER; ++p) {
+    given_all(args, from + min(p, planes - 1) * sources + own, row_there, found[p]);
+  }
+#pragma unroll
+  for (int p = 0; p < TOGETHER; ++p) {
+#pragma unroll
+    for (int w = 0; w < kWindows; ++w) {
+      if (p < planes && row_there) {
+        check(args, found[p][w].index, {item.at[0], item.at[1], own + w});
+      }
+    }
+  }
+#else
+  // The windows of the row's positions.
   int own = divide(column, args.by_tile), into = column - own * args.tile[2];
   int offset[WIDTH];
   u32 there = 0, starts = 0;
@@ -169,14 +192,9 @@ extern "C" __global__ void __launch_bounds__(128)
       ++own;
     }
   }
-  const i64 sources = static_cast<i64>(args.x_size[0]) * args.x_size[1] * args.x_size[2];
-  const int row = min(item.at[0], args.x_size[0] - 1) * args.x_size[1] +
-                  min(item.at[1], args.x_size[1] - 1);
-  const i64 from = first * sources + static_cast<i64>(row) * args.x_size[2];
-  // All loads first, because of their latency.
-  Given found[kTogether][WIDTH];
+  Given found[TOGETHER][WIDTH];
 #pragma unroll
-  for (int p = 0; p < kTogether; ++p) {
+  for (int p = 0; p < TOGETHER; ++p) {
     const i64 plane = from + min(p, planes - 1) * sources;
 #pragma unroll
     for (int e = 0; e < WIDTH; ++e) {
@@ -187,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(128)
     }
   }
 #pragma unroll
-  for (int p = 0; p < kTogether; ++p) {
+  for (int p = 0; p < TOGETHER; ++p) {
 #pragma unroll
     for (int e = 0; e < WIDTH; ++e) {
       if (p < planes && (starts >> e & 1)) {
@@ -196,6 +214,7 @@ extern "C" __global__ void __launch_bounds__(128)
       if (!(there >> e & 1)) found[p][e] = {T{}, static_cast<INDEX>(-1)};
     }
   }
+#endif
   const i64 plane = static_cast<i64>(args.y_size[0]) * args.y_size[1] * args.y_size[2];
   T* const y = static_cast<T*>(args.y) + first * plane;
   const int stop0 = min(args.tile[0], args.y_size[0] - item.at[0] * args.tile[0]);
@@ -206,11 +225,13 @@ extern "C" __global__ void __launch_bounds__(128)
                        item.at[1] * args.tile[1] + i1;
       const i64 position = static_cast<i64>(line) * args.y_size[2] + column;
 #pragma unroll
-      for (int p = 0; p < kTogether; ++p) {
+      for (int p = 0; p < TOGETHER; ++p) {
         if (p == planes) break;
         Values values;
 #pragma unroll
-        for (int e = 0; e < WIDTH; ++e) values.at[e] = found[p][e].at(args, position + e);
+        for (int e = 0; e < WIDTH; ++e) {
+          values.at[e] = found[p][EACH ? e / max(1, EACH) : e].at(args, position + e);
+        }
         values.store(y + p * plane + position);
       }
     }

@@ -33,8 +33,10 @@ BLOCK = 128
 PART = 16
 CHANNELS, ROWS, PLANES = 0, 1, 2
 SPREAD, ROUTE, MOVE = 0, 1, 2
-# Planes of a thread that computes rows.
-TOGETHER = {SPREAD: 4, ROUTE: 2, MOVE: 2}
+# Positions of a row in a window for which windows are loaded as vectors.
+EACH = (2, 4)
+# Planes of a thread that computes rows; fewer where their stores would be too many streams.
+TOGETHER = 4
 
 
 class TilesArgs(ctypes.Structure):
@@ -67,6 +69,12 @@ class Tiles:
         if form.varying is not None or any(size is None for size in sizes):
             return None
         return cls(form, tuple(size for size in sizes if size is not None))
+
+    def each(self, width: int) -> int:
+        """Return the positions of a row in each window if those of a vector are whole windows."""
+        each = self.tile[2]
+        fits = each in EACH and width % each == 0
+        return each if fits and self.form.x_size[2] * each == self.form.y_size[2] else 0
 
     def shape(self, dtype: DType) -> tuple[int, int]:
         """Return the kind of kernel, and the elements of a vector."""
@@ -104,8 +112,12 @@ class WindowTiles:
         found = Tiles.of(form)
         if found is None:
             return "windows that overlap, leave gaps or differ in size"
-        if work.kind == "routes" and found.shape(work.dtype)[0] == PLANES:
+        kind, width = found.shape(work.dtype)
+        if work.kind == "routes" and kind == PLANES:
             return "one element of each plane"
+        lines = prod(found.tile[:2]) == 1 and width == 1
+        if work.kind == "routes" and kind == ROWS and lines:
+            return "windows of one line, which has no vectors"
         return form.why_not()
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
@@ -128,6 +140,7 @@ def tiles(work: WindowWork, bad: str | None, *, moves: bool = False) -> Launch:
     if found is None:
         raise ValueError("windows that are not adjacent")
     kind, width = found.shape(work.dtype)
+    each = found.each(width) if kind == ROWS else 0
     args = TilesArgs()
     args.tile[:], args.x_size[:], args.y_size[:] = found.tile, form.x_size, form.y_size
     items = [ceil_div(size, tile) for size, tile in zip(form.y_size, found.tile, strict=True)]
@@ -142,18 +155,22 @@ def tiles(work: WindowWork, bad: str | None, *, moves: bool = False) -> Launch:
         args.by_items[i], args.by_size[i] = Divider.of(items[i]), Divider.of(form.y_size[i])
     args.inner, args.batch = form.inner, form.batch
     args.by_vectors, args.by_tile = Divider.of(vectors), Divider.of(found.tile[2])
-    each = form.y_size[2] if kind == PLANES else vectors * prod(items)
+    threads = form.y_size[2] if kind == PLANES else vectors * prod(items)
     mode = SPREAD if work.kind == "sums" else MOVE if moves else ROUTE
-    batch = ceil_div(form.batch, TOGETHER[mode]) if kind == ROWS else form.batch
-    args.chunk = min(batch, (LARGEST - 2**16) // each)
+    lines = prod(found.tile[:2])
+    together = _together(work.dtype, mode, width, each, lines) if kind == ROWS else 1
+    batch = ceil_div(form.batch, together)
+    args.chunk = min(batch, (LARGEST - 2**16) // threads)
     if 16 <= args.chunk < batch:
         args.chunk -= args.chunk % 16  # chunks of planes start at whole vectors
-    args.threads = ceil_div(args.chunk * each, width) if kind == PLANES else args.chunk * each
+    args.threads = args.chunk * threads
+    if kind == PLANES:
+        args.threads = ceil_div(args.threads, width)
     args.divisor, args.reciprocal = form.divisor, 1.0 / form.divisor
     grid = ceil_div(args.threads, BLOCK), ceil_div(batch, args.chunk), parts
     indices = None if mode == SPREAD else work.indices
     return Launch(
-        _instance(work.dtype, work.index_dtype, kind, width, mode),
+        _instance(work.dtype, work.index_dtype, (kind, width, each, together), mode),
         grid,
         (BLOCK, 1, 1),
         pack(args, x=work.x, y=work.y, indices=indices, bad=bad),
@@ -167,19 +184,30 @@ def tiles_instances(*, moves: bool) -> list[Instance]:
     for dtype in FLOATING:
         wide = CHUNK_BYTES // dtype.itemsize
         widths = [2**log for log in range(wide.bit_length())]
-        kinds = [(CHANNELS, 1), (CHANNELS, wide), (PLANES, wide)]
-        kinds += [(ROWS, width) for width in widths]
-        found += [
-            _instance(dtype, index, kind, width, mode)
-            for mode, indices in modes
-            for index in indices
-            for kind, width in kinds
-            if (mode, kind) != (ROUTE, PLANES)
-        ]
+        for mode, indices in modes:
+            shapes = [(CHANNELS, 1, 0, 1), (CHANNELS, wide, 0, 1)]
+            if mode != ROUTE:
+                shapes.append((PLANES, wide, 0, 1))
+            sides = [(width, each) for width in widths for each in (0, *EACH) if width >= each]
+            rows = {
+                (*side, _together(dtype, mode, *side, lines)) for side in sides for lines in (1, 2)
+            }
+            shapes += [(ROWS, *row) for row in sorted(rows)]
+            found += [_instance(dtype, index, shape, mode) for index in indices for shape in shapes]
     return found
 
 
-def _instance(dtype: DType, index: DType, kind: int, width: int, mode: int) -> Instance:
+def _together(dtype: DType, mode: int, width: int, each: int, lines: int) -> int:
+    """Return the planes of a thread that computes rows of windows of so many lines."""
+    chunks = width * dtype.itemsize == CHUNK_BYTES
+    streams = chunks and each > 0 and dtype.itemsize > 2
+    if mode == SPREAD:
+        streams = chunks or each > 0
+    return 1 if streams and lines > 1 else TOGETHER
+
+
+def _instance(dtype: DType, index: DType, shape: tuple[int, ...], mode: int) -> Instance:
+    kind, width, each, together = shape
     return Instance.of(
         "pool/window_tiles.cu",
         {
@@ -188,5 +216,7 @@ def _instance(dtype: DType, index: DType, kind: int, width: int, mode: int) -> I
             "KIND": kind,
             "WIDTH": width,
             "MODE": mode,
+            "EACH": each,
+            "TOGETHER": together,
         },
     )

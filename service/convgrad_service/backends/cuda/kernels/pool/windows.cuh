@@ -18,18 +18,29 @@ struct WindowRange {
 
   // A negative bound is clamped to `low`, unless the unit is 1.
   __device__ __forceinline__ int floored(int o, int add) const {
-    int whole_units = o * whole;
+    if (by_unit.factor == 0) return o * whole + add;
+    const int whole_units = o * whole;
     if (wide_factor != 0) {
       const i64 n = static_cast<i64>(o) * step + add;
       const u64 quotient = __umul64hi(static_cast<u64>(max(n, 0ll)), wide_factor) >> wide_shift;
       return whole_units + static_cast<int>(quotient);
     }
     const int n = o * step + add;
-    return whole_units + (by_unit.factor == 0 ? n : n <= 0 ? min(n, 0) : divide(n, by_unit));
+    return whole_units + (n <= 0 ? n : divide(n, by_unit));
   }
-  __device__ __forceinline__ int start(int o) const { return max(low, floored(o, first)); }
-  __device__ __forceinline__ int stop(int o) const { return min(high, floored(o, last)); }
-  __device__ __forceinline__ int size(int o) const { return stop(o) - start(o); }
+  // kWhole: windows that slide by whole positions, so that nothing is divided.
+  template <bool kWhole = false>
+  __device__ __forceinline__ int start(int o) const {
+    return max(low, kWhole ? o * whole + first : floored(o, first));
+  }
+  template <bool kWhole = false>
+  __device__ __forceinline__ int stop(int o) const {
+    return min(high, kWhole ? o * whole + last : floored(o, last));
+  }
+  template <bool kWhole = false>
+  __device__ __forceinline__ int size(int o) const {
+    return stop<kWhole>(o) - start<kWhole>(o);
+  }
 };
 
 // x is [batch, x_size, inner], y and indices are [batch, y_size, inner], all contiguous. Threads are
@@ -49,7 +60,8 @@ struct WindowArgs {
   int threads;  // in a chunk
   Divider by_vectors, by_items[3];  // of threads: along inner and y's axes
   int by_outputs;                   // whether y's sums are divided by `counted`, else by `divisor`
-  int lanes_log;                    // log2 of a window's lanes along its last axis
+  int lanes_log;  // log2: of a window's lanes along its last axis, of a line's or a row's threads
+  int run;        // positions of y of a thread along an axis
   double divisor, reciprocal;
 };
 
@@ -118,6 +130,42 @@ __device__ __forceinline__ void count_missing(int matches, u64* missing, i64 win
   __syncthreads();
   const bool first = blockIdx.x == 0 && blockIdx.y == 0;
   if (threadIdx.x == 0) atomicAdd(missing, static_cast<u64>((first ? windows : 0) - all));
+}
+
+// Stores the positions of maxima in kWidth adjacent channels. With `pairs` lanes 2i and 2i + 1 of a warp
+// have adjacent vectors, and exchange so that each store writes whole sectors.
+template <class Index, int kWidth>
+__device__ __forceinline__ void store_positions(Index* to, const int (&where)[kWidth], bool pairs) {
+  constexpr int kChunk = kWidth * sizeof(Index) >= 16 ? 16 / sizeof(Index) : kWidth;
+  constexpr int kChunks = kWidth / kChunk;
+  if (kChunks < 2 || !pairs) {
+#pragma unroll
+    for (int v = 0; v < kWidth; v += kChunk) {
+      Vector<Index, kChunk> some;
+#pragma unroll
+      for (int e = 0; e < kChunk; ++e) some.at[e] = where[v + e];
+      some.store(to + v);
+    }
+    return;
+  }
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const bool odd = lane % 2 == 1;
+  const unsigned pair = 3u << (lane - odd);
+  to -= odd ? kWidth : 0;
+#pragma unroll
+  for (int c = 0; c + 1 < kChunks; c += 2) {
+    Vector<Index, kChunk> first, second;  // of the even lane's vector and of the odd lane's
+#pragma unroll
+    for (int e = 0; e < kChunk; ++e) {
+      const int even_chunk = where[c * kChunk + e], odd_chunk = where[(c + 1) * kChunk + e];
+      const int got = __shfl_xor_sync(pair, odd ? even_chunk : odd_chunk, 1);
+      first.at[e] = odd ? got : even_chunk;
+      second.at[e] = odd ? odd_chunk : got;
+    }
+    Index* const own = to + (c + odd) * kChunk;
+    first.store(own);
+    second.store(own + kWidth);
+  }
 }
 
 }  // namespace convgrad

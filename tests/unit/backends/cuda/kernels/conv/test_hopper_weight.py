@@ -9,7 +9,6 @@ import pytest
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight
-from convgrad_service.backends.cuda.kernels.conv.hopper_weight_args import least_terms
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight_model import expected_s
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import (
     LEAST_STAGES,
@@ -17,7 +16,6 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import (
     PIXELS,
     cuts,
 )
-from convgrad_service.backends.cuda.kernels.conv.scaled_halves import RANGE_BYTES
 from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.program import ZEROS_BYTES, Launch
 from convgrad_service.plans.cuda.works import ConvWork
@@ -45,7 +43,7 @@ WORKS = {
         (work_of("bwd_weight", dtype=DType.FLOAT32), "float32 of highest"),
         (
             work_of("bwd_weight", dtype=DType.FLOAT32, precision="high", stride=2),
-            "few products",
+            "channels first",
         ),
         (work_of("bwd_weight", size=40, kernel=1, pad=0, stride=9), "a stride of 9"),
         (work_of("bwd_weight", size=300, kernel=3, pad=128, dilation=128), "reach over 256"),
@@ -92,7 +90,6 @@ def test_what_is_asked_for_fits(name: str, dtype: DType) -> None:
         assert cut.stages(H200) >= LEAST_STAGES
         assert cut.shared_bytes(H200) <= H200.shared_bytes_per_block - 1024
         assert cut.shares == 1 or cut.partial_bytes <= PARTIAL_BYTES
-        assert (cut.scaled_bytes > 0) is (dtype is DType.FLOAT32)
 
 
 @pytest.mark.parametrize("name", WORKS)
@@ -144,65 +141,6 @@ def test_few_tiles_are_summed_in_clusters() -> None:
     fragment = HopperWeight().launches(work, H200)
     assert fragment.kernel == "hopper_weight_128x192_y_sum4/1"
     assert not fragment.workspace
-
-
-def test_float32_is_copied_to_float16_first() -> None:
-    work = work_of(
-        "bwd_weight",
-        channels=(256, 256),
-        size=56,
-        batch=64,
-        dtype=DType.FLOAT32,
-        precision="high",
-    )
-    fragment = HopperWeight().launches(work, H200)
-    kernels = [step.instance.entry for step in fragment.steps if isinstance(step, Launch)]
-    assert kernels == ["scaled_halves"] * 3 + ["hopper_weight"]
-    sizes = {space.name: space.size_bytes for space in fragment.workspace}
-    assert sizes["input_halves"] == sizes["grad_output_halves"] == 64 * 56 * 56 * 256 * 2
-    assert sizes["ranges"] == 512 * RANGE_BYTES
-
-
-@pytest.mark.parametrize(
-    ("channels", "size", "kernel", "stride", "batch", "halves"),
-    [
-        ((64, 256), 56, 1, 1, 64, False),
-        ((256, 512), 56, 1, 2, 64, False),
-        ((2048, 512), 7, 1, 1, 64, True),
-        ((1024, 2048), 14, 1, 2, 64, True),
-        ((128, 128), 56, 3, 2, 64, True),
-        ((128, 128), 56, 3, 2, 4, False),
-        ((256, 256), 56, 3, 1, 1, True),
-    ],
-)
-def test_float32_becomes_float16_where_that_is_expected_to_be_faster(
-    channels: tuple[int, int], size: int, kernel: int, stride: int, batch: int, halves: bool
-) -> None:
-    work = work_of(
-        "bwd_weight",
-        channels=channels,
-        size=size,
-        kernel=kernel,
-        stride=stride,
-        pad=kernel // 2,
-        batch=batch,
-        dtype=DType.FLOAT32,
-        precision="high",
-    )
-    assert (HopperWeight().why_not(work, H200) is None) is halves
-
-
-@pytest.mark.parametrize("stride", [1, 2, 3])
-@pytest.mark.parametrize(("pad", "dilation"), [(0, 1), (1, 1), (6, 1), (4, 4), (2, 5)])
-def test_fewest_terms_of_a_sum(stride: int, pad: int, dilation: int) -> None:
-    work = work_of("bwd_weight", size=11, kernel=2, stride=stride, pad=pad, dilation=dilation)
-
-    def terms(tap: int) -> int:
-        meets = (out * stride + tap * dilation - pad for out in range(work.output[2]))
-        return sum(0 <= at < 11 for at in meets)
-
-    fewest = min(count for count in map(terms, range(2)) if count > 0)
-    assert least_terms(work) == work.batch * fewest**2
 
 
 def test_shares_asked_for_are_shares() -> None:
