@@ -134,7 +134,7 @@ def run_job(
     arena: Arena,
     mappings: RegionMappings,
     job: Job,
-    cancelled: threading.Event,
+    cancelled: threading.Event | None = None,
     part: int | None = None,
 ) -> JobResult:
     """Compute a job, or one ``part`` of it, in the calling thread.
@@ -203,7 +203,7 @@ def _run_pieces(
     inputs: Arrays,
     not_direct: frozenset[str],
     targets: Arrays,
-    cancelled: threading.Event,
+    cancelled: threading.Event | None,
 ) -> tuple[Arrays, JobResult]:
     """Compute pieces and, in the last part or the whole, add up partial sums."""
     sums = {
@@ -317,7 +317,7 @@ def _run_piece(
     inputs: Arrays,
     not_direct: frozenset[str],
     outputs: Arrays,
-    cancelled: threading.Event,
+    cancelled: threading.Event | None,
 ) -> JobResult:
     """Compute one piece from the whole inputs into its slices of the whole outputs."""
     own = {

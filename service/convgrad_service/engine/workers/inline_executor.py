@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -37,7 +36,6 @@ _MAX_BYTES = 64 * 1024
 # Workers use more threads, so a problem is given up here only after this many slow runs.
 _TRIALS = 4
 _MAX_LAYOUTS = 1024
-_NEVER = threading.Event()
 
 
 class InlineBackend(NamedTuple):
@@ -178,7 +176,7 @@ class InlineExecutor:
         if self._backend is None:
             self._backend = self._inline_backend.make()
             self._mappings = RegionMappings(self._backend.open_handle)
-        return run_job(self._backend, arena, self._mappings, Job(layout, base), _NEVER)
+        return run_job(self._backend, arena, self._mappings, Job(layout, base))
 
 
 def _view(arena: Arena, base: int, tensor: PlacedTensor) -> memoryview:

@@ -157,7 +157,6 @@ _VITALS_S = 2.0
 # The interpreter lets a thread that plans a new problem hold others up for this long; its default
 # of 5 ms is longer than most requests take.
 _SWITCH_S = 2e-5
-_NEVER = threading.Event()
 
 
 class WorkerFailed(Exception):
@@ -261,14 +260,17 @@ class _Worker:
                     task, layout, cancelled = self._next()
             self._run(task, layout, cancelled)
 
-    def _next(self) -> tuple[RunTask, TensorLayout | ServiceError, threading.Event]:
+    def _next(self) -> tuple[RunTask, TensorLayout | ServiceError, threading.Event | None]:
         task = RunTask(*self._jobs.receive())
         # A brief task is done before it could be cancelled.
-        cancelled = _NEVER if task.brief else self._register(task.number)
+        cancelled = None if task.brief else self._register(task.number)
         return task, self._open(task), cancelled
 
     def _run(
-        self, task: RunTask, layout: TensorLayout | ServiceError, cancelled: threading.Event
+        self,
+        task: RunTask,
+        layout: TensorLayout | ServiceError,
+        cancelled: threading.Event | None,
     ) -> None:
         result: JobResult | BaseException
         try:
