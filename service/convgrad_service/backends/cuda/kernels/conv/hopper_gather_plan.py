@@ -194,18 +194,18 @@ def kept_taps(
         axis, along = axes[dim], phase[dim]
         start = np.where(turns > 1, 0, start)
         stop = np.where(turns > 1, along.count - 1, stop)
-        met = np.zeros_like(first)
-        for j in range(along.taps):
-            at = along.x0 + j * axis.x_tap
+        # A row for each tap.
+        at = along.x0 + np.arange(along.taps)[:, None] * axis.x_tap
 
-            def meets(a: NDArray[np.int64] | int, b: NDArray[np.int64] | int) -> NDArray[np.bool_]:
-                step, size = axis.x_step, axis.x_size  # noqa: B023 - called here alone
-                return np.asarray((at + a * step < size) & (at + b * step >= 0))  # noqa: B023
+        def meets(a: NDArray[np.int64] | int, b: NDArray[np.int64] | int) -> NDArray[np.bool_]:
+            step, size = axis.x_step, axis.x_size  # noqa: B023 - called here alone
+            return np.asarray((at + a * step < size) & (at + b * step >= 0))  # noqa: B023
 
-            whole = meets(start, stop)
+        met = meets(start, stop)
+        if np.any(turns == 1):
             broken = meets(start, along.count - 1) | meets(0, stop)
-            met += np.where(turns == 1, broken, whole)
-        kept = kept * met
+            met = np.where(turns == 1, broken, met)
+        kept *= np.count_nonzero(met, axis=0)
     return kept
 
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
-from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import PIXELS, ROWS, Cut
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import (
+    ITEM_BYTES,
+    PIXELS,
+    ROWS,
+    Cut,
+    WeightTile,
+)
 from convgrad_service.backends.cuda.tuning.features import features
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
@@ -34,16 +41,9 @@ def expected_s(cut: Cut, device: CudaDevice) -> float:
     """Return the expected seconds of a partition on an H200; on other GPUs, only a ranking."""
     tile, blocks, parted_tiles = cut.tile, device.multiprocessors, cut.parted
     busy = cut.blocks(device)
-    products = tile.step_cycles * CYCLE_S
-    copies = max(
-        cut.copied_bytes * busy / COPIED_BYTES_PER_S,
-        cut.copied_boxes * BOX_S,
-    )
-    step_s = max(products, copies) + BESIDE * min(products, copies)
+    step_s = _step_s(tile, cut.boxes, cut.box_pixels, cut.copying, cut.rows_first, busy)
     partial_s = tile.sums * 4 * busy / PARTIAL_BYTES_PER_S
     seconds = LAUNCH_S
-    if cut.copying > 1:
-        step_s += SHARED_BOX_S * (cut.boxes if cut.rows_first else tile.row_boxes)
     if cut.sums:
         seconds += ceil_div(cut.steps, cut.shares * cut.summing) * step_s
         got = tile.sums * 4 * (cut.summing - 1) / cut.summing
@@ -58,6 +58,26 @@ def expected_s(cut: Cut, device: CudaDevice) -> float:
     if parted_tiles:
         seconds += (TOGETHER_S if cut.together else SUM_S) + cut.partial_bytes / SUM_BYTES_PER_S
     return seconds
+
+
+@lru_cache(maxsize=256)
+def _step_s(
+    tile: WeightTile, boxes: int, box_pixels: int, copying: int, rows_first: bool, busy: int
+) -> float:
+    """Return the seconds of a k-tile with so many busy blocks. Cached, as the partitions of a tile
+    differ mostly in their splits."""
+    x_bytes = boxes * box_pixels * tile.channels * ITEM_BYTES
+    y_bytes = tile.row_boxes * ROWS * PIXELS * ITEM_BYTES
+    if rows_first:
+        copied_bytes, copied_boxes = x_bytes // copying + y_bytes, boxes / copying + tile.row_boxes
+    else:
+        copied_bytes, copied_boxes = x_bytes + y_bytes // copying, boxes + tile.row_boxes / copying
+    products = tile.step_cycles * CYCLE_S
+    copies = max(copied_bytes * busy / COPIED_BYTES_PER_S, copied_boxes * BOX_S)
+    step_s = max(products, copies) + BESIDE * min(products, copies)
+    if copying > 1:
+        step_s += SHARED_BOX_S * (boxes if rows_first else tile.row_boxes)
+    return step_s
 
 
 def launch_s(busy_s: float) -> float:

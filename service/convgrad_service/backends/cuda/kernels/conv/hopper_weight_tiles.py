@@ -14,7 +14,7 @@ from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import Instance, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["PIXELS", "ROWS", "TILES", "Cut", "WeightTile", "cuts", "plane_pixels"]
+__all__ = ["ITEM_BYTES", "PIXELS", "ROWS", "TILES", "Cut", "WeightTile", "cuts", "plane_pixels"]
 
 # Rows of a wgmma and of a box of grad_output, pixels of a k-tile, and bytes of an element.
 ROWS, PIXELS, ITEM_BYTES = 64, 64, 2
@@ -238,27 +238,10 @@ class Cut(NamedTuple):
         return PIXELS + self.halo
 
     @property
-    def _operand_bytes(self) -> tuple[int, int]:
-        """Bytes of a k-tile of the input and of grad_output."""
-        x = self.boxes * self.box_pixels * self.tile.channels * ITEM_BYTES
-        return x, self.tile.row_boxes * ROWS * PIXELS * ITEM_BYTES
-
-    @property
     def arriving_bytes(self) -> int:
         """Transaction bytes (mbarrier.expect_tx) of a k-tile per block."""
-        return sum(self._operand_bytes)
-
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes that a block loads from L2 per k-tile."""
-        x, y = self._operand_bytes
-        return x // self.copying + y if self.rows_first else x + y // self.copying
-
-    @property
-    def copied_boxes(self) -> float:
-        """Boxes that a block loads per k-tile."""
-        y = self.tile.row_boxes
-        return self.boxes / self.copying + y if self.rows_first else self.boxes + y / self.copying
+        x = self.boxes * self.box_pixels * self.tile.channels * ITEM_BYTES
+        return x + self.tile.row_boxes * ROWS * PIXELS * ITEM_BYTES
 
     @property
     def box_bytes(self) -> int:

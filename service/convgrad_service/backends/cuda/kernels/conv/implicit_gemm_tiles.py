@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
@@ -111,7 +112,7 @@ class Config:
         return ceil_div(gemm.steps(dtype), self.splits)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Gemm:
     """A convolution as the GEMM that implicit_gemm computes.
 
@@ -136,10 +137,15 @@ class Gemm:
     weight: bool
     irregular: bool
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """M of the largest phase."""
         return max(rows for rows, _ in self.phases)
+
+    @cached_property
+    def depth(self) -> int:
+        """K of the deepest phase."""
+        return max(depth for _, depth in self.phases)
 
     def tiles(self, tile: Tile) -> int:
         """Return the number of tiles in the grid per phase and group."""
@@ -147,4 +153,4 @@ class Gemm:
 
     def steps(self, dtype: DType) -> int:
         """Return the most k-tiles of any phase."""
-        return max(ceil_div(depth * dtype.itemsize, STEP_BYTES) for _, depth in self.phases)
+        return ceil_div(self.depth * dtype.itemsize, STEP_BYTES)
