@@ -180,6 +180,6 @@ def test_nonfinite(seed: int, name: str) -> None:
 
 @emulated
 def test_both_gradients_by_parts(seed: int) -> None:
-    """Copies of the weight gradient's bfloat16 parts are not the copies that the gradients share."""
+    """Copies of the parts of grad_output are not the copy that both gradients share."""
     (case,) = (case for case in BOTH if case.name == "odd_channels")
     compare(EmulatedBackend(hopper()), seed, case, "float32", ["exact"])
