@@ -3064,7 +3064,7 @@ export interface components {
         IndexTensor: components["schemas"]["NpyIndexTensor"] | components["schemas"]["DataIndexTensor"] | components["schemas"]["ValuesIndexTensor"] | components["schemas"]["StoredTensor"];
         /**
          * StoredOutput
-         * @description What an answer says of an output that is stored instead of sent.
+         * @description An output that is stored instead of sent.
          */
         StoredOutput: {
             stored: string;
