@@ -44,7 +44,9 @@ emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written
 
 @pytest.fixture(scope="module")
 def by_planes() -> EmulatedBackend:
-    return EmulatedBackend(replace(FAMILIES, bwd_weight=(PlanesWeight(HopperWeight(1)),)))
+    return EmulatedBackend(
+        replace(FAMILIES, bwd_weight=(PlanesWeight(HopperWeight(1), everywhere=True),))
+    )
 
 
 @emulation
@@ -82,4 +84,6 @@ def test_emulated_nonfinite(by_planes: EmulatedBackend, seed: int, name: str) ->
 )
 def test_refusals(given: dict[str, Any], reason: str) -> None:
     own = {"kernel": 1, "pad": 0, "dtype": DType.FLOAT32, "precision": "high", "size": 16}
-    assert reason in str(PlanesWeight().why_not(work_of("bwd_weight", **own | given), H200))
+    assert reason in str(
+        PlanesWeight(everywhere=True).why_not(work_of("bwd_weight", **own | given), H200)
+    )
