@@ -19,11 +19,24 @@ from tests.support.numerics.cases import FROM_CONV, Case, fused, maxpool_bwd, ma
 from tests.support.numerics.geometries import Conv, Pool
 from tests.support.numerics.reference import padding_pairs, per_dimension
 from tests.support.numerics.strategies import has_empty_window
+from tests.support.numerics.window_cases import adaptive_pool, avg_pool
 
 _ODD_CHANNELS = (5, 12, 36, 67, 131)
 _KERNELS = {1: (1, 3, 4, 5, 7, 9, 15, 31), 2: (1, 2, 3, 3, 5, 7, 13), 3: (1, 2, 3, 3, 5)}
 _EXTENTS = {1: 150, 2: 22, 3: 9}
 _CHANNELS_A_GROUP = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+# Input and output channels, and groups.
+_FEW_POSITIONS = (
+    (32, 64, 1),
+    (128, 96, 1),
+    (45, 30, 1),
+    (3, 32, 1),
+    (64, 3, 1),
+    (24, 24, 24),
+    (8, 16, 8),
+    (32, 32, 4),
+    (100, 50, 5),
+)
 _MOST_PRODUCTS = 2 * 10**7
 
 
@@ -128,6 +141,26 @@ def first_layer(rng: Random) -> Conv:
     return _affordable(Conv(c=rng.randint(1, 4), k=_channels(rng, 128), **shape))
 
 
+def few_positions(rng: Random) -> Conv:
+    """Extents of one or few positions, with any stride, dilation and padding."""
+    while True:
+        ndim = _dimensions(rng)
+        kernel, stride, dilation, size = (
+            tuple(rng.choice(values) for _ in range(ndim))
+            for values in (
+                (1, 1, 2, 2, 3, 4, 5),
+                (1, 1, 2, 3, 4),
+                (1, 1, 1, 2, 3),
+                (1, 1, 2, 3, 5, 8, 13),
+            )
+        )
+        padding = tuple((rng.randint(0, 4), rng.randint(0, 4)) for _ in range(ndim))
+        c, k, groups = rng.choice(_FEW_POSITIONS)
+        conv = Conv(rng.randint(1, 4), c, k, size, kernel, stride, padding, dilation, groups)
+        if all(n >= least for n, least in zip(size, _least(conv), strict=True)):
+            return _affordable(conv)
+
+
 def pools(rng: Random) -> Pool:
     """Windows that overlap and windows that do not, with many channels."""
     ndim = rng.choice([2, 2, 3])
@@ -180,12 +213,35 @@ def _pool_request(rng: Random) -> Case:
     return rng.choice([maxpool_bwd, maxpool_bwd, maxpool_fwd])("random", pool)
 
 
+def _window_request(rng: Random) -> Case:
+    """Average and adaptive pooling, forward and backward."""
+    ndim, way = _dimensions(rng), rng.choice(("fwd", "bwd"))
+    size = tuple(rng.choice((1, 2, 3, 5, 8, 13, 20)) for _ in range(ndim))
+    sizes = rng.randint(1, 4), rng.choice((1, 3, 8, 16, 20, 33, 64))
+    if rng.random() < 0.5:
+        output = tuple(rng.randint(1, 7) for _ in range(ndim))
+        return adaptive_pool(rng.choice(("avg", "max")), "random", sizes, size, output, way)
+    kernel = tuple(rng.choice([k for k in (1, 2, 3, 4, 5, 9, n) if k <= n]) for n in size)
+    params = {
+        "kernel_size": kernel,
+        "stride": tuple(rng.choice((1, 2, 3, 4)) for _ in size),
+        "padding": tuple(rng.randint(0, k // 2) for k in kernel),
+        "ceil_mode": rng.random() < 0.4,
+        "count_include_pad": rng.random() < 0.5,
+    }
+    if rng.random() < 0.3:
+        params["divisor_override"] = rng.randint(1, 7)
+    return avg_pool("random", sizes, size, params, way)
+
+
 CLASSES: Mapping[str, Callable[[Random], Case]] = {
     "dense": lambda rng: _conv_request(dense(rng), rng),
     "grouped": lambda rng: _conv_request(grouped(rng), rng),
     "depthwise": lambda rng: _conv_request(depthwise(rng), rng),
     "first_layer": lambda rng: _conv_request(first_layer(rng), rng),
+    "few_positions": lambda rng: _conv_request(few_positions(rng), rng),
     "fused": _fused_request,
     "pool": _pool_request,
+    "windows": _window_request,
 }
 """A request of each class of layer."""
