@@ -10,11 +10,10 @@ import torch
 
 import convgrad.torch as ours
 from convgrad import UnsupportedProblem
-from tests.support.torch_tensors import TOLERANCE, normal
+from tests.support.torch_tensors import TOLERANCE, assert_same_bits, awkward, normal
 
 functional = torch.nn.functional
 Tensor: TypeAlias = torch.Tensor
-INF = float("inf")
 
 
 class Everywhere(ours.Local):
@@ -42,26 +41,6 @@ def counted() -> dict[str, int]:
     for row in rows:
         found[row.operation] = found.get(row.operation, 0) + row.calls
     return found
-
-
-def awkward(shape: tuple[int, ...], dtype: torch.dtype, last: bool) -> Tensor:
-    """Ties, both zeros, infinities, NaNs, and a plane of each of them alone."""
-    values = torch.randint(-3, 4, shape).to(dtype)
-    places = torch.rand(shape)
-    values[places < 0.2] = -0.0
-    for share, value in ((0.06, -INF), (0.04, INF), (0.02, float("nan"))):
-        values[places < share] = value
-    values[0, 0], values[0, 1] = -INF, float("nan")
-    memory = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
-    return values.to(memory_format=memory) if last and len(shape) > 3 else values
-
-
-def assert_same_bits(found: Tensor, wanted: Tensor) -> None:
-    assert found.dtype is wanted.dtype
-    assert found.shape == wanted.shape
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
-    if found.is_floating_point():
-        assert torch.equal(found.signbit() & (found == 0), wanted.signbit() & (wanted == 0))
 
 
 MAX_POOLS: list[tuple[int, tuple[int, ...], dict[str, Any]]] = [
