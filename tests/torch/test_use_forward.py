@@ -103,8 +103,12 @@ def test_gradients_and_second_derivatives_of_max_pooling(last: bool) -> None:
     with ours.use(BACKEND, fallback=False):
         for a, b in zip(derivatives(), wanted, strict=True):
             torch.testing.assert_close(a, b)
-        assert torch.autograd.gradcheck(lambda y: functional.max_pool2d(y, 3, 2, 1), [normal((1, 2, 5, 5))])
-        assert torch.autograd.gradgradcheck(lambda y: functional.max_pool2d(y, 3, 2, 1), [normal((1, 2, 5, 5))])
+        assert torch.autograd.gradcheck(
+            lambda y: functional.max_pool2d(y, 3, 2, 1), [normal((1, 2, 5, 5))]
+        )
+        assert torch.autograd.gradgradcheck(
+            lambda y: functional.max_pool2d(y, 3, 2, 1), [normal((1, 2, 5, 5))]
+        )
 
 
 def test_max_pooling_keeps_no_indices_unless_they_are_asked_for() -> None:
@@ -139,7 +143,9 @@ AVERAGES: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
 
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize(("name", "shape", "options"), AVERAGES)
-def test_other_poolings(name: str, shape: tuple[int, ...], options: dict[str, Any], last: bool) -> None:
+def test_other_poolings(
+    name: str, shape: tuple[int, ...], options: dict[str, Any], last: bool
+) -> None:
     pool: Callable[..., Tensor] = getattr(functional, name)
     x = normal(shape, torch.float32, grad=False)
     if last and x.dim() > 3:
@@ -212,7 +218,12 @@ def test_compiled_forwards(compiler: str) -> None:
         with ours.use(BACKEND, fallback=False):
             (found,) = torch.autograd.grad(pooled(x), x)
         torch.testing.assert_close(found, wanted)
-        assert counted().keys() == {"maxpool2d_fwd", "maxpool2d_bwd", "avg_pool_fwd", "avg_pool_bwd"}
+        assert counted().keys() == {
+            "maxpool2d_fwd",
+            "maxpool2d_bwd",
+            "avg_pool_fwd",
+            "avg_pool_bwd",
+        }
     (found,) = torch.autograd.grad(pooled(x), x)
     torch.testing.assert_close(found, wanted)
     assert not counted()
@@ -220,7 +231,6 @@ def test_compiled_forwards(compiler: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script")
 def test_transforms_and_modes_see_pytorchs_operators() -> None:
-    from torch.utils.flop_counter import FlopCounterMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
     x = normal((3, 2, 4, 8, 8), torch.float32, grad=False)
@@ -231,7 +241,9 @@ def test_transforms_and_modes_see_pytorchs_operators() -> None:
     seen: list[str] = []
 
     class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen.append(str(func))
             return func(*args, **(kwargs or {}))
 

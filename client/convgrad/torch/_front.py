@@ -287,7 +287,7 @@ def install(overrides: dict[str, Callable[..., Any]]) -> Front | None:
         front.check()
         front.register(overrides)
     except (ConvgradError, LookupError, OSError, RuntimeError) as error:
-        text = f"backward passes are launched from Python, which costs the host more time: {error}"
+        text = f"passes are launched from Python, which costs the host more time: {error}"
         warnings.warn(text, RuntimeWarning, stacklevel=5)
         return None
     return front

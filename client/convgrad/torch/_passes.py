@@ -321,7 +321,8 @@ def _layer(input: torch.Tensor, weight: torch.Tensor, geometry: Geometry) -> str
 
 def _pool(input: torch.Tensor, geometry: PoolGeometry) -> str:
     kernel, stride, padding, _, _ = geometry
-    return f"{_by(input.shape)} k{_by(kernel)} s{_by(stride)} p{_by(padding)} {dtype_name(input.dtype)}"
+    text = f"{_by(input.shape)} k{_by(kernel)} s{_by(stride)} p{_by(padding)}"
+    return f"{text} {dtype_name(input.dtype)}"
 
 
 def _by(sizes: Sequence[int]) -> str:

@@ -276,7 +276,7 @@ POOL_FORWARDS: dict[str, Callable[..., Any]] = {
     **{f"_adaptive_avg_pool{n}d": _aten_adaptive(n, adaptive_avg_forward) for n in (2, 3)},
     **{f"adaptive_max_pool{n}d": _aten_adaptive(n, adaptive_max_forward) for n in (2, 3)},
 }
-"""Functions (backend, input, …) -> output or (output, indices), by the names of ATen's operators."""
+"""Functions (backend, input, …) -> output, or (output, indices), by ATen's names."""
 
 POOL_BACKWARDS: dict[str, Callable[..., Tensor | None]] = {
     "max_pool2d_backward": _aten_max_backward,
@@ -285,4 +285,4 @@ POOL_BACKWARDS: dict[str, Callable[..., Tensor | None]] = {
     **{f"_adaptive_avg_pool{n}d_backward": _aten_adaptive_avg_backward(n) for n in (2, 3)},
     **{f"adaptive_max_pool{n}d_backward": _aten_adaptive_max_backward(n) for n in (2, 3)},
 }
-"""Functions (backend, grad_output, input, …) -> grad_input, by the names of ATen's operators."""
+"""Functions (backend, grad_output, input, …) -> grad_input, by ATen's names."""

@@ -1,4 +1,4 @@
-"""`use`: computes the backward passes of all convolutions and poolings on a backend.
+"""`use`: computes backward passes of convolutions and both passes of poolings on a backend.
 
 ATen's operators are overridden for the CPU and CUDA once per process. The overrides look up the
 backend in use, and call PyTorch's own kernel if there is none. They catch what autograd runs on any
@@ -33,7 +33,10 @@ class use:  # noqa: N801 - called like a function, as torch.no_grad is
     """Compute the backward passes of convolutions and poolings on a backend.
 
     It takes effect at the call, in all threads of the process; as a context manager, until the
-    block ends. After ``use(None)`` PyTorch computes them again. PyTorch computes forward passes.
+    block ends. After ``use(None)`` PyTorch computes them again.
+
+    PyTorch computes forward passes, except those of poolings on devices that are among the
+    backend's ``forward_devices``: for `Local`, CUDA tensors. Maxima have the bits of PyTorch's.
 
     Parameters
     ----------
@@ -98,7 +101,8 @@ def _override_once() -> None:
 def _own(operator: str, key: str) -> Own:
     """Return PyTorch's kernel for a dispatch key."""
     if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(operator, key):
-        return getattr(torch.ops.aten, operator.removeprefix("aten::"))  # which says so
+        missing: Own = getattr(torch.ops.aten, operator.removeprefix("aten::"))
+        return missing  # it says so when called
     kernel = torch.library.get_kernel(operator, key)
     # Overrides that take the dispatcher's set cost every call half a microsecond more.
     device = key.removeprefix("Autograd")  # whose kernel that of autograd calls
