@@ -1,10 +1,14 @@
 """Overrides of ATen's pooling operators for `use`, forward and backward.
 
-``aten::max_pool2d`` is composed of ``max_pool2d_with_indices``, but ATen also has a derivative for
-it that keeps no indices, ``max_pool2d_backward``, for devices that have kernels of their own. Where
-a backend computes forward passes, it takes that way: half of what max pooling reads and writes are
-its indices. Anything that has to see or differentiate the operators themselves gets the
-composition: graphs of ``torch.compile``, modes, functorch, forward-mode and second derivatives.
+Some are composed of other operators in a way that costs a backend time, and have another way, which
+is taken where a backend computes forward passes. ``aten::max_pool2d`` is composed of
+``max_pool2d_with_indices``, though ATen also has a derivative for it that keeps no indices,
+``max_pool2d_backward``, for devices that have kernels of their own: half of what max pooling reads
+and writes are its indices. ``aten::adaptive_avg_pool2d`` to one output is a mean, whose gradient is
+not in the memory format of its input, and not the operator ``_adaptive_avg_pool2d``.
+
+Whatever has to see or differentiate the operators themselves gets the composition: graphs of
+``torch.compile``, modes, functorch, forward-mode and second derivatives.
 """
 
 from __future__ import annotations
@@ -78,22 +82,43 @@ def _observed(tensor: Tensor) -> bool:
     )
 
 
-def _max_pool2d(own: Own) -> Callable[..., Any]:
-    """Take the way without indices if a backend in use computes the forward pass."""
-    composed = _ATEN.max_pool2d.default.decompose
+def _composed(
+    operator: str, ndim: int, way: Own | None = None
+) -> Callable[[Own], Callable[..., Any]]:
+    """Have ``way``, or autograd's own kernel, compute what a backend in use takes."""
+    composition = getattr(_ATEN, operator).default.decompose
 
-    def override(input: Tensor, *rest: Any) -> Any:
-        backend = CHOICE.backend
-        taken = (
-            backend is not None
-            and takes_forward(backend, input)
-            and input.dim() == 4
-            and computable(input) is None
-            and not _observed(input)
-        )
-        return (own if taken else composed)(input, *rest)
+    def make(own: Own) -> Callable[..., Any]:
+        taken = way or own
 
-    return override
+        def override(input: Tensor, *rest: Any) -> Any:
+            backend = CHOICE.backend
+            takes = (
+                backend is not None
+                and takes_forward(backend, input)
+                and input.dim() == ndim + 2
+                and computable(input) is None
+                and not _observed(input)
+            )
+            return (taken if takes else composition)(input, *rest)
+
+        return override
+
+    return make
+
+
+def _adaptive_avg(ndim: int) -> Own:
+    operator = getattr(_ATEN, f"_adaptive_avg_pool{ndim}d").default
+
+    def forward(input: Tensor, output_size: Sequence[int]) -> Tensor:
+        if input.requires_grad and torch.is_grad_enabled():
+            # The gradient depends on no element of the input. What autograd keeps has a version of
+            # its own, so that the program may change the input in place, as after a mean.
+            input = _ATEN._unsafe_view.default(input, input.shape)
+        pooled: Tensor = operator(input, output_size)
+        return pooled
+
+    return forward
 
 
 def _max_pool2d_backward(own: Own) -> Callable[..., Any]:
@@ -118,7 +143,9 @@ After these, autograd's kernel of ``max_pool2d`` is the one that keeps no indice
 """
 
 POOLING_COMPOSITIONS: dict[str, Callable[[Own], Callable[..., Any]]] = {
-    "max_pool2d": _max_pool2d,
+    "max_pool2d": _composed("max_pool2d", 2),
     "max_pool2d_backward": _max_pool2d_backward,
+    "adaptive_avg_pool2d": _composed("adaptive_avg_pool2d", 2, _adaptive_avg(2)),
+    "adaptive_avg_pool3d": _composed("adaptive_avg_pool3d", 3, _adaptive_avg(3)),
 }
 """The same for autograd's kernels."""
