@@ -33,6 +33,7 @@ GROUPED: dict[str, Conv] = {
     "c8_padding_beyond": Conv(1, 16, 16, (5, 4), (3, 3), padding=((4, 0), (1, 5)), groups=2),
     "c8_pointwise": Conv(2, 16, 24, (5, 6), (1, 1), groups=2),
     "c4_rows_left_over": Conv(1, 16, 16, (12, 11), (3, 2), (5, 3), groups=4),
+    "c4_input_1_strided": Conv(2, 16, 16, (7, 1), (2, 2), (1, 2), 1, groups=4),
     "c8_output_1": Conv(2, 16, 16, (5, 4), (5, 4), groups=2),
     "c8_images_together": Conv(7, 16, 16, (3, 2), (3, 3), padding=1, groups=2),
     "c8_rows_of_70": Conv(1, 16, 16, (2, 70), (3, 3), padding=1, groups=2),

@@ -87,6 +87,7 @@ CONVS: dict[str, Conv] = {
     "padding_beyond_the_kernel": Conv(1, 5, 4, (6, 5), (3, 3), padding=(4, 5)),
     "padding_one_side_beyond": Conv(1, 4, 4, (5, 6), (2, 3), 2, ((6, 0), (0, 7))),
     "input_smaller_than_kernel": Conv(2, 4, 3, (2, 1), (5, 3), padding=(2, 1)),
+    "input_extent_1_strided": Conv(2, 8, 12, (6, 1), (2, 2), (1, 2), 1),
     "output_extent_1": Conv(2, 6, 7, (5, 4), (5, 4)),
     "channels_1": Conv(2, 1, 1, (7, 9), (3, 3), padding=1),
     "channels_1_to_3": Conv(1, 1, 3, (6, 8), (3, 3), padding=1),

@@ -28,6 +28,7 @@ from convgrad_service.backends.cuda.kernels.conv.padded_result import PaddedResu
 from convgrad_service.backends.cuda.kernels.conv.patch_products import PatchProducts
 from convgrad_service.backends.cuda.kernels.conv.patches import Patches
 from convgrad_service.backends.cuda.kernels.conv.phase_channels import PhaseChannels
+from convgrad_service.backends.cuda.kernels.conv.planes_weight import PlanesWeight
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise import Depthwise
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_mma import DepthwiseMma
@@ -132,6 +133,7 @@ LARGE = (
 LARGE_WEIGHT = (
     ResultThroughChannelsLast(HopperWeight(), COPIES),
     HopperWeight(),
+    PlanesWeight(),
     ResultThroughChannelsLast(Bf16x3Weight(), COPIES),
     Bf16x3Weight(),
     ResultThroughChannelsLast(DenseWeight(), COPIES),
@@ -148,6 +150,7 @@ OVERHEADS = {
     "dense_gather": Overhead(4.7e-6, 1.09, 4.9e-6),
     "dense_weight": Overhead(8.0e-6, 0.91, 3e-6),
     "bf16x3_weight": Overhead(0.0),
+    "planes_weight": Overhead(0.0),
 }
 # Not for TF32, in which it has not been measured against the others.
 IMPLICIT_GEMM = ImplicitGemm(dtypes=(DType.FLOAT16, DType.BFLOAT16))

@@ -10,7 +10,7 @@
 // Preconditions: channels contiguous in whole 16-byte chunks, strides and addresses multiples of 16 bytes; the
 //   rest of the last chunk may hold anything.
 // Determinism: each element is written once.
-// Limits: pixels below 2^31; 64-bit elements.
+// Limits: 16-byte vectors below 2^31; 64-bit elements.
 #include "core/divider.cuh"
 #include "core/vectors.cuh"
 #include "ptx/mma.cuh"
@@ -21,14 +21,15 @@ struct Bf16PartsArgs {
   const float* source;
   bf16* target;
   i64 stride[4];     // N D H W of the source, in elements
-  i64 vectors;       // of the source
   i64 part;          // elements of one of the three tensors
+  int vectors;       // of the source
   int chunks;        // vectors of a pixel
   int padded;        // channels of a pixel of the target
   int low;           // which of the three holds the low parts
   int in_order;      // one stride, that of W, separates all pixels
   int size[3];       // D H W
   Divider by[3];     // the sizes
+  Divider by_chunks;
 };
 
 namespace {
@@ -64,20 +65,19 @@ __device__ __forceinline__ Parts parts_of(float first, float second) {
 extern "C" __global__ void __launch_bounds__(kBlock)
     bf16_parts(const __grid_constant__ Bf16PartsArgs args) {
   using Chunk = Vector<float, 4>;
-  const i64 first = static_cast<i64>(blockIdx.x) * (kBlock * kEach) + threadIdx.x;
+  const u32 first = blockIdx.x * (kBlock * kEach) + threadIdx.x, last = args.vectors - 1;
   Chunk chunk[kEach];
   i64 to[kEach];
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    const i64 index = min(first + i * kBlock, args.vectors - 1);
-    i64 column;
-    const int pixel = static_cast<int>(divide(index, static_cast<i64>(args.chunks), column));
-    to[i] = static_cast<i64>(pixel) * args.padded + column * 4;
-    chunk[i] = Chunk::load(args.source + source_at(args, pixel) + column * 4);
+    const int index = min(first + i * kBlock, last), pixel = divide(index, args.by_chunks);
+    const int column = (index - pixel * args.chunks) * 4;
+    to[i] = static_cast<i64>(pixel) * args.padded + column;
+    chunk[i] = Chunk::load(args.source + source_at(args, pixel) + column);
   }
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    if (first + i * kBlock >= args.vectors) continue;
+    if (first + i * kBlock > last) continue;
     const float(&e)[4] = chunk[i].at;
     const Parts one = parts_of(e[0], e[1]), two = parts_of(e[2], e[3]);
 #pragma unroll

@@ -39,6 +39,7 @@ __all__ = ["Bf16x3Weight"]
 PARTS = 3
 # bf16_parts.cu: threads of a block, and 16-byte vectors of a thread.
 BLOCK, EACH, VECTOR = 256, 4, 4
+MAX_VECTORS = 2**31 - 1
 # A launch, and bytes read and written per second.
 LAUNCH_S, BYTES_PER_S = 3e-6, 3.3e12
 # dense_weight's measured time in TF32 on an H200, over its modelled time: 1.22 to 1.36.
@@ -70,6 +71,10 @@ class Bf16x3Weight:
         """See `Family.why_not`."""
         if (work.dtype, work.precision) != (DType.FLOAT32, "high"):
             return f"{work.dtype} of {work.precision} precision"
+        operands = (work.in_channels, work.input), (work.out_channels, work.output)
+        vectors = max(work.batch * prod(size) * ceil_div(c, VECTOR) for c, size in operands)
+        if vectors > MAX_VECTORS:
+            return f"{vectors} vectors of an operand; expected at most {MAX_VECTORS}"
         if (reason := self._product.why_not(_of_parts(work), device)) is not None:
             return reason
         tf32_s = TF32_SLOWER * weight_expected_s(work, device)
@@ -143,6 +148,7 @@ def _split(
     args.stride[:], args.size[:] = strides, size
     args.chunks, args.padded, args.low = ceil_div(channels, VECTOR), _padded(channels), low
     args.vectors, args.part = pixels * args.chunks, pixels * args.padded
+    args.by_chunks = divider(args.chunks)
     args.in_order = _in_order(strides, (batch, *size))
     for dim, extent in enumerate(size):
         args.by[dim] = divider(extent)

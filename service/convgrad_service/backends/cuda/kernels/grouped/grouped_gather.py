@@ -332,8 +332,10 @@ def _vector(work: ConvWork) -> int:
 def _tap_stride(work: ConvWork, axes: list[LatticeAxis]) -> int:
     """Return the constant distance between taps in the weights, or 0 if it varies or if phases have
     few taps."""
-    if any(len(axis.phases) > 1 for axis in axes):
-        return 0
+    # A single phase has few taps too where the stride exceeds the result's extent.
+    for axis, kernel in zip(axes, work.kernel, strict=True):
+        if len(axis.phases) > 1 or axis.phases[0].taps < kernel:
+            return 0
     after = 1
     found = 0
     for extent, stride in zip(reversed(work.kernel), reversed(work.w.strides[3:]), strict=True):
