@@ -43,6 +43,7 @@ AVERAGE: dict[str, tuple[Shape, Shape, dict[str, Any]]] = {
     "columns": ((2, 3), (9, 8), {"kernel_size": [3, 1], "stride": 1, "padding": [1, 0]}),
     "1d": ((2, 5), (31,), {"kernel_size": 3, "stride": 2, "padding": 1}),
     "1d_large_windows": ((1, 3), (100,), {"kernel_size": 40}),
+    "1d_one_window": ((2, 8), (20,), {"kernel_size": 11}),
     "3d": ((1, 5), (4, 6, 4), {"kernel_size": 2}),
     "3d_overlapping": ((1, 8), (5, 7, 6), {"kernel_size": 3, "stride": 1, "padding": 1}),
     "3d_planes": ((2, 3), (3, 8, 7), {"kernel_size": [1, 3, 3], "stride": [1, 2, 2]}),

@@ -83,8 +83,8 @@ class Tiles:
             return CHANNELS, form.width(dtype)
         extent = form.y_size[2]
         # Planes whose chunks would not start at whole vectors are too large anyway.
-        one = prod(form.x_size) == 1 and form.y_size[:2] == (1, 1)
-        if one and most <= extent <= LARGEST // 32:
+        whole = prod(form.x_size) == 1 and self.tile == form.y_size and form.y_size[:2] == (1, 1)
+        if whole and most <= extent <= LARGEST // 32:
             return PLANES, most
         width = most
         while extent % width:
