@@ -116,7 +116,7 @@ def network_classes_table() -> str:
 
 _TRAINING = (
     "A whole training step (forward, backward, optimizer; bfloat16 autocast, channels last), with "
-    "`use(Local())` and without, in one process"
+    "`use(Local())` and without"
 )
 # Rows without the last key are older than the native kernels, and their eager steps of PyTorch's
 # went through overrides in Python.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ import torch
 import convgrad.torch as ours
 from convgrad.errors import UnsupportedProblem
 from convgrad.torch import _front, _local, _use
+from convgrad.torch._choice import CHOICE
 from convgrad_service.backends.cpu.library import load
 from convgrad_service.backends.cuda import attributed_launch
 from convgrad_service.backends.cuda.families import FAMILIES
@@ -119,7 +121,7 @@ class Device:
 
     def prepare(self, operation: str, tensors: Any, parameters: Any, *, wait: bool) -> Any:
         problem = problem_of(operation, tensors, parameters)
-        if 13 in problem.outputs["grad_input"].shape:
+        if any(13 in spec.shape for spec in problem.outputs.values()):
             raise UnsupportedProblem("not with 13")
         kernels = Kernels.__new__(Kernels)
         kernels.__dict__.update(_cuda=self.cuda, function=lambda _: SimpleNamespace(ptr=1234))
@@ -145,6 +147,7 @@ def install(device: Device) -> list[Any]:
     patched.LaunchGraph, patched._driver = Graph, lambda: None
     cuda.capture_id = lambda _: state["capturing"]
     _local.find_executor = lambda: lambda *_: device
+    ours.Local.forward_devices = ("cpu",)
     _local._Launch, _local.ALIGNMENT_BYTES = launch_on_cpu, 16
     _front.ALIGNMENT_BYTES = 16
     _local._current_device, _local._current_stream = (lambda: 0), (lambda _: STREAM)
@@ -161,8 +164,8 @@ def install(device: Device) -> list[Any]:
     _use._override_once()
     front = _front.Front(load().handle, driver, "CPU", symbols)
     front.check()
-    front.register(_use._CHOICE.overrides["CPU"])
-    _use._CHOICE.front, _use._CHOICE.tried = front, True
+    front.register(CHOICE.overrides["CPU"])
+    CHOICE.front, CHOICE.tried = front, True
     return kept
 
 
@@ -244,6 +247,24 @@ def check_threads(tensors: tuple[torch.Tensor, ...]) -> None:
     assert all(count >= 2 * 49 for count in seen), seen
 
 
+def check_pooling(indices: bool) -> None:
+    """Both passes of a pooling are launched by native code, through autograd."""
+    x = draw(4, 64, 16, 16).requires_grad_()
+    pool = torch.nn.functional.max_pool2d
+    for answers in (0, 1):
+        output, blocks = answered(lambda: pool(x, 2, return_indices=indices))
+        results = output if indices else (output,)
+        assert len(blocks) == answers
+        for _, block in blocks:
+            found = ctypes.string_at(block, 384)
+            for each in (x, *results):
+                assert each.data_ptr().to_bytes(8, "little") in found
+        gradient = partial(torch.autograd.grad, results[0], x, results[0])
+        (grad,), blocks = answered(gradient)
+        assert grad.shape == x.shape
+        assert len(blocks) == answers
+
+
 def main() -> None:
     device = Device()
     _kept = install(device)
@@ -286,6 +307,8 @@ def main() -> None:
         assert not answered(lambda: backward(moved))[1], "not aligned"
 
         check_threads(first)
+        for indices in (False, True):
+            check_pooling(indices)
         state["status"] = 700
         assert "CUDA error 700" in failure(lambda: backward(first))
         state["status"] = 0

@@ -12,6 +12,7 @@ from torch import nn
 
 import convgrad.torch as ours
 from convgrad.torch import _prepared
+from tests.support.torch_tensors import assert_same_bits, awkward
 
 pytestmark = [
     pytest.mark.gpu,
@@ -187,6 +188,56 @@ def test_prepared_calls_are_answered_without_python(local: ours.Local, dtype: to
         finally:
             del backend.prepare
             _prepared.PASSES.update(passes)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_max_pooling_has_the_bits_of_pytorchs(
+    local: ours.Local, dtype: torch.dtype, last: bool
+) -> None:
+    """Python answers first, then native code; with and without indices."""
+    torch.manual_seed(0)
+    pools: list[tuple[Any, ...]] = [
+        (nn.functional.max_pool2d, 3, 2, 1),
+        (nn.functional.max_pool2d, (3, 2), None, 0, 1, True),
+        (nn.functional.max_pool2d, 3, (1, 2), 1, 2),
+        (nn.functional.adaptive_max_pool2d, (7, 5)),
+        (nn.functional.max_pool3d, 2, 2, 1, 1, True),
+    ]
+    for pool, *options in pools:
+        shape = (3, 40, 7, 9, 12) if "3d" in pool.__name__ else (3, 40, 21, 18)
+        x = awkward(shape, dtype, last).cuda()
+        # Where all are -inf, PyTorch's indices in channels last are others than in its default.
+        values, indices = pool(x.contiguous(), *options, return_indices=True)
+        ours.report(reset=True)
+        with ours.use(local, fallback=False):
+            found = [pool(x, *options) for _ in range(3)]
+            both = [pool(x, *options, return_indices=True) for _ in range(3)]
+        for each in (*found, *(each for each, _ in both)):
+            assert_same_bits(each, values)
+        for _, each in both:
+            assert torch.equal(each, indices)
+        assert sum(row.calls for row in ours.report(reset=True).rows) == 6
+
+
+def test_a_cuda_graph_of_a_pooling(local: ours.Local) -> None:
+    x = torch.randn(8, 64, 28, 28, device="cuda", dtype=torch.bfloat16)
+    x = x.to(memory_format=torch.channels_last).requires_grad_()
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        output = nn.functional.max_pool2d(x, 3, 2, 1)
+        (grad,) = torch.autograd.grad(output, x, torch.ones_like(output))
+        return output.detach(), grad
+
+    wanted = run()
+    with ours.use(local, fallback=False):
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = run()
+    graph.replay()
+    assert torch.equal(found[0], wanted[0])
+    assert_near([found[1].float()], [wanted[1].float()], 1e-2)
 
 
 def test_the_report_has_times_on_the_gpu(local: ours.Local) -> None:

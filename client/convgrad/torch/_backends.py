@@ -108,7 +108,11 @@ class Runner(Protocol):
 
 
 class Backend(Protocol):
-    """Computes operations on tensors. Safe to call from several threads."""
+    """Computes operations on tensors. Safe to call from several threads.
+
+    It may have an attribute ``forward_devices``, the types of devices, such as ``"cuda"``, on which
+    `use` gives it the forward passes of poolings too. Without it PyTorch computes them.
+    """
 
     name: str
 
@@ -193,19 +197,22 @@ def max_pool(
     padding: tuple[int, ...],
     dilation: tuple[int, ...],
     ceil_mode: bool,
-    *,
-    backward: bool,
+    wanted: tuple[str, ...],
 ) -> Operation:
-    """Return max pooling in one to three dimensions, forward or backward."""
-    parameters = {
+    """Return max pooling in one to three dimensions, forward or backward.
+
+    ``wanted`` is output, output and indices, or grad_input.
+    """
+    parameters: dict[str, Any] = {
         "kernel_size": kernel_size,
         "stride": stride,
         "padding": padding,
         "dilation": dilation,
         "ceil_mode": ceil_mode,
     }
-    if backward:
-        both = {"grad_output": "grad_output", "input": "input"}
-        name = f"maxpool{ndim}d_bwd"
-        return Operation(name, both, {"grad_input": "grad_input"}, parameters)
-    return Operation(f"maxpool{ndim}d_fwd", {"input": "input"}, {"output": "output"}, parameters)
+    if "grad_input" in wanted:
+        both = named(("grad_output", "input"))
+        return Operation(f"maxpool{ndim}d_bwd", both, named(wanted), parameters)
+    if "indices" in wanted:
+        parameters["return_indices"] = True
+    return Operation(f"maxpool{ndim}d_fwd", named(("input",)), named(wanted), parameters)

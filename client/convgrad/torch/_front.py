@@ -1,6 +1,6 @@
 """Native kernels in front of the overrides of `use`, for calls that were prepared before.
 
-The service's native code registers kernels of ATen's backward operators by PyTorch's stable C ABI.
+The service's native code registers kernels of ATen's operators by PyTorch's stable C ABI.
 They launch what they know in about a microsecond, without Python, and ask an operator in Python,
 ``convgrad_aten::…``, for anything else; that one has its calls remembered. See
 ``inprocess/native/torch_front.cpp``, whose structures are mirrored here.
@@ -55,6 +55,7 @@ _FUNCTIONS = (
 # Before PyTorch 2.13 the receiver of an optional value frees it by C++'s operator delete.
 _DELETE = "_ZdlPv"
 _DRIVER_FUNCTIONS = 9
+_PROBE = 23  # the number of an operator that is none of ATen's
 _MOST_ARGUMENTS, _MOST_INPUTS, _MOST_OUTPUTS, _MOST_DIMS = 16, 8, 3, 5
 
 
@@ -193,7 +194,7 @@ class Front:
             "(Tensor a, SymInt[]? b, SymInt[] c, bool d, SymInt e, bool[3] f, int? g) -> Tensor"
         )
         library.define(f"probe{schema}")
-        self._native.convgrad_front_operator(15, ctypes.byref(_Operator(b"TLlsslS", b"", 1)))
+        self._native.convgrad_front_operator(_PROBE, ctypes.byref(_Operator(b"TLlsslS", b"", 1)))
         self._native.convgrad_front_probe.restype = _POINTER
         kernel = self._native.convgrad_front_probe(ctypes.byref(words))
         self._call("aoti_torch_library_init_impl", _NAMESPACE.encode(), b"CPU", b"", 0, handle)
@@ -286,7 +287,7 @@ def install(overrides: dict[str, Callable[..., Any]]) -> Front | None:
         front.check()
         front.register(overrides)
     except (ConvgradError, LookupError, OSError, RuntimeError) as error:
-        text = f"backward passes are launched from Python, which costs the host more time: {error}"
+        text = f"passes are launched from Python, which costs the host more time: {error}"
         warnings.warn(text, RuntimeWarning, stacklevel=5)
         return None
     return front

@@ -45,6 +45,8 @@ class Local:
     """
 
     name = "local"
+    forward_devices = ("cuda",)
+    """Where `use` has it compute the forward passes of poolings too."""
 
     def __init__(self, *, wait: bool = True) -> None:
         self._wait = wait

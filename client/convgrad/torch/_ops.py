@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from convgrad.torch._backends import Backend, Geometry
+from convgrad.torch._choice import backend_in_use
 from convgrad.torch._local import Local
 from convgrad.torch._passes import (
     conv_backward,
@@ -23,7 +24,6 @@ from convgrad.torch._passes import (
     pool_forward,
 )
 from convgrad.torch._prepared import computable
-from convgrad.torch._use import backend_in_use
 
 __all__ = ["OPS", "default_backend"]
 

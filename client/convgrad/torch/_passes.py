@@ -18,7 +18,7 @@ from convgrad.torch._backends import (
     named,
 )
 from convgrad.torch._prepared import PASSES, Pass, key_of, prepared
-from convgrad.torch._tensors import DTYPES, is_channels_last, uses_tf32
+from convgrad.torch._tensors import dtype_name, is_channels_last, uses_tf32
 
 __all__ = [
     "PoolGeometry",
@@ -29,6 +29,7 @@ __all__ = [
     "conv_forward",
     "pool_backward",
     "pool_forward",
+    "pool_forward_with_indices",
 ]
 
 PoolGeometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]
@@ -204,37 +205,49 @@ def _double_backward(
 
 def pool_forward(backend: Backend, input: torch.Tensor, geometry: PoolGeometry) -> torch.Tensor:
     """Compute the output of max pooling."""
-    return _pooled(backend, (input,), geometry, backward=False)
+    (output,) = _pooled(backend, (input,), geometry, ("output",))
+    return output
+
+
+def pool_forward_with_indices(
+    backend: Backend, input: torch.Tensor, geometry: PoolGeometry
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the output of max pooling, and its indices as int64."""
+    output, indices = _pooled(backend, (input,), geometry, ("output", "indices"))
+    return output, indices
 
 
 def pool_backward(
     backend: Backend, grad_output: torch.Tensor, input: torch.Tensor, geometry: PoolGeometry
 ) -> torch.Tensor:
     """Compute the gradient of max pooling's input, finding the maxima in the input again."""
-    return _pooled(backend, (input, grad_output), geometry, backward=True)
+    (grad_input,) = _pooled(backend, (input, grad_output), geometry, ("grad_input",))
+    return grad_input
 
 
 def _pooled(
-    backend: Backend, tensors: tuple[torch.Tensor, ...], geometry: PoolGeometry, *, backward: bool
-) -> torch.Tensor:
-    key = key_of(backend, tensors, geometry)
-    kept = prepared(key, _pooling, backend, tensors, geometry, backward)
-    (result,) = kept(tensors)
-    assert result is not None  # noqa: S101 - the operation's one output
-    return result
+    backend: Backend,
+    tensors: tuple[torch.Tensor, ...],
+    geometry: PoolGeometry,
+    wanted: tuple[str, ...],
+) -> list[Any]:
+    key = key_of(backend, tensors, geometry, wanted)
+    return prepared(key, _pooling, backend, tensors, geometry, wanted)(tensors)
 
 
 def _pooling(
-    backend: Backend, tensors: Sequence[torch.Tensor], geometry: PoolGeometry, backward: bool
+    backend: Backend,
+    tensors: Sequence[torch.Tensor],
+    geometry: PoolGeometry,
+    wanted: tuple[str, ...],
 ) -> Pass:
     input = tensors[0]
-    operation = max_pool(input.dim() - 2, *geometry, backward=backward)
     return Pass(
         backend,
-        operation,
+        max_pool(input.dim() - 2, *geometry, wanted),
         ("input", "grad_output"),
         tensors,
-        list(operation.outputs),
+        wanted,
         _pool(input, geometry),
         is_channels_last(input),
     )
@@ -303,12 +316,13 @@ def _layer(input: torch.Tensor, weight: torch.Tensor, geometry: Geometry) -> str
     """Describe a layer, e.g. ``8x64x56x56 * 128x64x3x3 s2x2 p1x1 d1x1 g1 bfloat16``."""
     text = f"{_by(input.shape)} * {_by(weight.shape)} s{_by(geometry.stride)}"
     text += f" p{_by(geometry.padding)} d{_by(geometry.dilation)} g{geometry.groups}"
-    return f"{text}{' transposed' if geometry.transposed else ''} {DTYPES[input.dtype]}"
+    return f"{text}{' transposed' if geometry.transposed else ''} {dtype_name(input.dtype)}"
 
 
 def _pool(input: torch.Tensor, geometry: PoolGeometry) -> str:
     kernel, stride, padding, _, _ = geometry
-    return f"{_by(input.shape)} k{_by(kernel)} s{_by(stride)} p{_by(padding)} {DTYPES[input.dtype]}"
+    text = f"{_by(input.shape)} k{_by(kernel)} s{_by(stride)} p{_by(padding)}"
+    return f"{text} {dtype_name(input.dtype)}"
 
 
 def _by(sizes: Sequence[int]) -> str:

@@ -8,11 +8,18 @@ from typing import Any, TypeAlias
 import torch
 
 from convgrad.torch._backends import Backend
-from convgrad.torch._passes import compute
-from convgrad.torch._tensors import DTYPES, is_channels_last
+from convgrad.torch._passes import (
+    PoolGeometry,
+    compute,
+    pool_backward,
+    pool_forward,
+    pool_forward_with_indices,
+)
+from convgrad.torch._tensors import dtype_name, is_channels_last
 
 __all__ = [
     "POOL_BACKWARDS",
+    "POOL_FORWARDS",
     "adaptive_avg_backward",
     "adaptive_avg_forward",
     "adaptive_max_backward",
@@ -125,33 +132,118 @@ def _described(tensor: Tensor, parameters: Mapping[str, Any]) -> str:
         return "x".join(map(str, value)) if isinstance(value, Sequence) else str(value)
 
     rest = (f"{name} {by(value)}" for name, value in parameters.items())
-    return f"{by(tensor.shape)} {' '.join(rest)} {DTYPES[tensor.dtype]}"
+    return f"{by(tensor.shape)} {' '.join(rest)} {dtype_name(tensor.dtype)}"
 
 
-# --- ATen's backward operators; they return None to leave the call to PyTorch ---
+# --- ATen's operators; these return None to leave the call to PyTorch ---
+
+
+def _aten_max(
+    backend: Backend,
+    input: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil_mode: bool = False,
+) -> Tensor | None:
+    geometry = _max_geometry(input, kernel_size, stride, padding, dilation, ceil_mode)
+    return None if geometry is None else pool_forward(backend, input, geometry)
+
+
+def _aten_max_with_indices(
+    backend: Backend,
+    input: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil_mode: bool = False,
+) -> tuple[Tensor, Tensor] | None:
+    geometry = _max_geometry(input, kernel_size, stride, padding, dilation, ceil_mode)
+    return None if geometry is None else pool_forward_with_indices(backend, input, geometry)
+
+
+def _aten_max_backward(
+    backend: Backend,
+    grad_output: Tensor,
+    input: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil_mode: bool = False,
+    indices: Tensor | None = None,
+) -> Tensor | None:
+    """Find the maxima in the input again, which takes less time than reading 64-bit indices."""
+    geometry = _max_geometry(input, kernel_size, stride, padding, dilation, ceil_mode)
+    return None if geometry is None else pool_backward(backend, grad_output, input, geometry)
+
+
+def _max_geometry(
+    input: Tensor, kernel_size: Sequence[int], stride: Sequence[int], *rest: Any
+) -> PoolGeometry | None:
+    ndim = input.dim() - 2
+    # The rank of an unbatched input is that of a batched one with a dimension less.
+    if len(kernel_size) != ndim:
+        return None
+    padding, dilation, ceil_mode = rest
+    kernel = tuple(kernel_size)
+    steps = _each(stride, ndim) if len(stride) else kernel
+    return kernel, steps, _each(padding, ndim), _each(dilation, ndim), ceil_mode
 
 
 def _aten_avg(
     backend: Backend,
-    grad_output: Tensor,
+    input: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Tensor | None:
+    rest = ceil_mode, count_include_pad, divisor_override
+    window = _avg_window(input, kernel_size, stride, padding, *rest)
+    return None if window is None else avg_forward(backend, input, window)
+
+
+def _aten_avg_backward(
+    backend: Backend, grad_output: Tensor, input: Tensor, *given: Any
+) -> Tensor | None:
+    window = _avg_window(input, *given)
+    if window is None:
+        return None
+    return avg_backward(backend, grad_output, input.shape[2:], window, is_channels_last(input))
+
+
+def _avg_window(
     input: Tensor,
     kernel_size: Sequence[int],
     stride: Sequence[int],
     padding: Sequence[int],
     *rest: Any,
-) -> Tensor | None:
+) -> tuple[Any, ...] | None:
     ndim = input.dim() - 2
-    # The rank of an unbatched input is that of a batched one with a dimension less.
     if len(kernel_size) not in (1, ndim) or ndim < 2:
         return None
     kernel = _each(kernel_size, ndim)
     steps = _each(stride, ndim) if len(stride) else kernel
-    window = (kernel, steps, _each(padding, ndim), *rest)
-    last = is_channels_last(input)
-    return avg_backward(backend, grad_output, input.shape[2:], window, last)
+    return (kernel, steps, _each(padding, ndim), *rest)
 
 
-def _aten_adaptive_avg(ndim: int) -> Callable[..., Tensor | None]:
+def _aten_adaptive(
+    ndim: int, run: Callable[[Backend, Tensor, Sequence[int]], Any]
+) -> Callable[..., Any]:
+    def forward(backend: Backend, input: Tensor, output_size: Sequence[int]) -> Any:
+        if input.dim() != ndim + 2:
+            return None
+        return run(backend, input, _each(output_size, ndim))
+
+    return forward
+
+
+def _aten_adaptive_avg_backward(ndim: int) -> Callable[..., Tensor | None]:
     def backward(backend: Backend, grad_output: Tensor, input: Tensor) -> Tensor | None:
         if input.dim() != ndim + 2:
             return None
@@ -161,7 +253,7 @@ def _aten_adaptive_avg(ndim: int) -> Callable[..., Tensor | None]:
     return backward
 
 
-def _aten_adaptive_max(ndim: int) -> Callable[..., Tensor | None]:
+def _aten_adaptive_max_backward(ndim: int) -> Callable[..., Tensor | None]:
     def backward(
         backend: Backend, grad_output: Tensor, input: Tensor, indices: Tensor
     ) -> Tensor | None:
@@ -177,9 +269,20 @@ def _each(values: Sequence[int], ndim: int) -> tuple[int, ...]:
     return tuple(values) if len(values) == ndim else (values[0],) * ndim
 
 
-POOL_BACKWARDS: dict[str, Callable[..., Tensor | None]] = {
-    **{f"avg_pool{ndim}d_backward": _aten_avg for ndim in (2, 3)},
-    **{f"_adaptive_avg_pool{n}d_backward": _aten_adaptive_avg(n) for n in (2, 3)},
-    **{f"adaptive_max_pool{n}d_backward": _aten_adaptive_max(n) for n in (2, 3)},
+POOL_FORWARDS: dict[str, Callable[..., Any]] = {
+    "max_pool2d": _aten_max,
+    **{f"max_pool{ndim}d_with_indices": _aten_max_with_indices for ndim in (2, 3)},
+    **{f"avg_pool{ndim}d": _aten_avg for ndim in (2, 3)},
+    **{f"_adaptive_avg_pool{n}d": _aten_adaptive(n, adaptive_avg_forward) for n in (2, 3)},
+    **{f"adaptive_max_pool{n}d": _aten_adaptive(n, adaptive_max_forward) for n in (2, 3)},
 }
-"""Functions (backend, grad_output, input, …) -> grad_input, by the names of ATen's operators."""
+"""Functions (backend, input, …) -> output, or (output, indices), by ATen's names."""
+
+POOL_BACKWARDS: dict[str, Callable[..., Tensor | None]] = {
+    "max_pool2d_backward": _aten_max_backward,
+    **{f"max_pool{ndim}d_with_indices_backward": _aten_max_backward for ndim in (2, 3)},
+    **{f"avg_pool{ndim}d_backward": _aten_avg_backward for ndim in (2, 3)},
+    **{f"_adaptive_avg_pool{n}d_backward": _aten_adaptive_avg_backward(n) for n in (2, 3)},
+    **{f"adaptive_max_pool{n}d_backward": _aten_adaptive_max_backward(n) for n in (2, 3)},
+}
+"""Functions (backend, grad_output, input, …) -> grad_input, by ATen's names."""

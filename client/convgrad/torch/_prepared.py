@@ -100,8 +100,8 @@ class Pass:
         convgrad.ServiceError
             The backend refuses the operation.
         """
-        floating = (each for each in tensors if each.dim() > 1 and each.dtype not in INDICES)
-        reason = computable(*floating)
+        floating = [each for each in tensors if each.dim() > 1 and each.dtype not in INDICES]
+        reason = computable(*(floating or tensors[:1]))
         if reason is not None:
             raise UnsupportedProblem(f"{backend.name} does not take {reason}")
         if uses_tf32(tensors[0]) and "pool" not in operation.name:

@@ -15,6 +15,7 @@ __all__ = [
     "contract_layout",
     "contract_order",
     "dense",
+    "dtype_name",
     "is_channels_last",
     "to_numpy",
     "to_torch",
@@ -37,6 +38,11 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _LAYOUTS = {4: "NHWC", 5: "NDHWC"}
 _TO_LAST = {4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}
 _TO_FIRST = {4: (0, 3, 1, 2), 5: (0, 4, 1, 2, 3)}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the contract's name, or PyTorch's for a dtype that is not of the contract."""
+    return DTYPES.get(dtype, str(dtype))
 
 
 def is_channels_last(*tensors: torch.Tensor) -> bool:

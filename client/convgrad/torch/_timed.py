@@ -31,6 +31,7 @@ def timed(backend: Backend) -> Backend:
 class _Timed:
     def __init__(self, backend: Backend) -> None:
         self._backend, self.name = backend, backend.name
+        self.forward_devices = getattr(backend, "forward_devices", ())
 
     def prepare(
         self, operation: Operation, tensors: Sequence[torch.Tensor], *, channels_last: bool

@@ -1,6 +1,6 @@
-// Kernels of PyTorch's backward operators, registered by its stable C ABI: a call that was prepared
-// before is launched from here, in a microsecond and without Python; any other goes to the operator
-// in Python that it stands in front of, which may have it remembered.
+// Kernels of the operators of ATen that `convgrad.torch.use` overrides, registered by PyTorch's stable
+// C ABI: a call that was prepared before is launched from here, in a microsecond and without Python;
+// any other goes to the operator in Python that it stands in front of, which may have it remembered.
 //
 // A call's key holds everything that the prepared pass depends on: the operator, the choice of
 // `convgrad.torch.use`, the stream, and all arguments, of tensors their sizes, strides and dtypes.
@@ -19,7 +19,7 @@ int clock_gettime(int, int64_t*);  // of seconds and nanoseconds
 namespace convgrad {
 namespace {
 
-constexpr int kOperators = 16;
+constexpr int kOperators = 24;
 
 struct Output {
   int64_t dim, sizes[5], strides[5];
@@ -222,8 +222,9 @@ void kernel(Value* stack, uint64_t, uint64_t) {
 }
 
 constexpr Kernel kernels[kOperators] = {
-    kernel<0>, kernel<1>, kernel<2>,  kernel<3>,  kernel<4>,  kernel<5>,  kernel<6>,  kernel<7>,
-    kernel<8>, kernel<9>, kernel<10>, kernel<11>, kernel<12>, kernel<13>, kernel<14>, kernel<15>};
+    kernel<0>,  kernel<1>,  kernel<2>,  kernel<3>,  kernel<4>,  kernel<5>,  kernel<6>,  kernel<7>,
+    kernel<8>,  kernel<9>,  kernel<10>, kernel<11>, kernel<12>, kernel<13>, kernel<14>, kernel<15>,
+    kernel<16>, kernel<17>, kernel<18>, kernel<19>, kernel<20>, kernel<21>, kernel<22>, kernel<23>};
 
 Key probed;
 
