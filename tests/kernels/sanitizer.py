@@ -105,7 +105,7 @@ class Ran:
     def clean(self) -> list[int]:
         """The cases without errors; none if the process did not finish or print every error.
 
-        The tool may print an error after the mark of the next case, so the case before it is not clean.
+        Errors may be printed after the next case's mark, so neither case of the two is clean.
         """
         reports = self._printed(())
         if not self.finished or self.errors != len(reports):
