@@ -47,7 +47,7 @@ from convgrad_service.backends.cuda.memory import Lane
 from convgrad_service.backends.cuda.sources import source_hash
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Families
-from convgrad_service.plans.cuda.program import Instance, Launch, Step
+from convgrad_service.plans.cuda.program import Instance, Launch, Step, ceil_div
 from tests.kernels.gpu_check import RESULTS, ROOT, compile_all, driver, git_sha, versions
 from tests.kernels.sanitizer import DONE, Found, Sanitizer, mark, shown
 from tests.perf.cleared import Cleared, key_of
@@ -106,7 +106,7 @@ SETS: Mapping[str, Families] = {
 BULK_STORES = re.compile(r"\btma_store\b")
 # Upper bound of kernels' static shared memory, in bytes.
 STATIC_BYTES = 16384
-# Cases per process: few, since those of a process that runs out of time are not recorded.
+# Most cases per process: few, since those of a process that runs out of time are not recorded.
 PART = 12
 CLEARED = RESULTS.with_name("sanitized.jsonl")
 
@@ -215,14 +215,15 @@ def swept(
 ) -> dict[str, Any]:
     """Run cases under one tool in ``shards`` processes; print errors and return the outcome.
 
-    Cases of a process that finishes without errors are recorded as clean, with their ``keys``.
+    Cases without errors are recorded as clean, with their ``keys``, once their process finishes.
     """
 
     def sweep(part: Sequence[int]) -> Found:
         one = sanitizer.sweep(part, str(part[0]))
-        clean = [case for ran in one.ran if ran.finished and ran.errors == 0 for case in ran.cases]
         cleared.put(
-            {"tool": sanitizer.tool, "case": case, "key": keys[case], **facts} for case in clean
+            {"tool": sanitizer.tool, "case": case, "key": keys[case], **facts}
+            for ran in one.ran
+            for case in ran.clean
         )
         return one
 
@@ -230,7 +231,8 @@ def swept(
     left = [case for case, key in keys.items() if not cleared.get({"tool": tool, "key": key}, key)]
     if not left:
         return {"tool": sanitizer.tool, "exit_code": 0, "errors": 0, "finished": True, "ran": 0}
-    parts = [left[start : start + PART] for start in range(0, len(left), PART)]
+    size = min(PART, ceil_div(len(left), shards))
+    parts = [left[start : start + size] for start in range(0, len(left), size)]
     with ThreadPoolExecutor(shards) as pool:
         found = list(pool.map(sweep, parts))
     for one in found:

@@ -101,18 +101,40 @@ class Ran:
         begun = _MARK.findall(self.log)
         return int(begun[-1]) if begun else None
 
+    @property
+    def clean(self) -> list[int]:
+        """The cases without errors; none if the process did not finish or print every error.
+
+        Errors may be printed after the next case's mark, so neither case of the two is clean.
+        """
+        reports = self._printed(())
+        if not self.finished or self.errors != len(reports):
+            return []
+        reported = {one.case for one in reports}
+        following = [*self.cases[1:], None]
+        return [
+            case
+            for case, after in zip(self.cases, following, strict=True)
+            if reported.isdisjoint({case, after} - {None})
+        ]
+
     def reports(self, kernels: Collection[str]) -> list[Report]:
         """Return the reported errors, without repetitions of an error in the same kernel."""
         found: dict[tuple[str | None, str], Report] = {}
+        for report in self._printed(kernels):
+            found.setdefault((report.kernel, report.said[0]), report)
+        return list(found.values())[:MOST_REPORTS]
+
+    def _printed(self, kernels: Collection[str]) -> list[Report]:
+        found = []
         for match in _REPORT.finditer(self.log):
             said = [line.removeprefix("=========").strip() for line in match[1].splitlines()]
             if said[0].startswith(_NOISE):
                 continue
             kernel = next((name for name in kernels if re.search(rf"\b{name}\b", match[1])), None)
             begun = _MARK.findall(self.log, 0, match.start())
-            case = int(begun[-1]) if begun else None
-            found.setdefault((kernel, said[0]), Report(case, kernel, said))
-        return list(found.values())[:MOST_REPORTS]
+            found.append(Report(int(begun[-1]) if begun else None, kernel, said))
+        return found
 
 
 @dataclass
