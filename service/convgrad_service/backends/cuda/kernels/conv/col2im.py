@@ -2,8 +2,8 @@
 
 An implicit GEMM with C channels of the result has tiles of 8 columns or more, of which C are used,
 and reads each pixel of the source once per tap. Here a GEMM multiplies each pixel once with the
-weights of all taps, taps * C columns, and col2im adds up the columns that meet in an element of the
-result. The columns are written and read once, in float32; so this is for few taps, or for many
+weights of all taps, which makes taps * C columns, and col2im adds up what meets in an element of
+the result. Columns are written and read once, in float32; so this is for few taps, or for many
 channels of the source.
 
 This serves the input gradients of first layers and, at stride 1, forward passes of last layers.
@@ -12,7 +12,7 @@ This serves the input gradients of first layers and, at stride 1, forward passes
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import gcd, prod
 
 from convgrad.dtypes import DType
@@ -23,7 +23,11 @@ from convgrad_service.backends.cuda.kernels.core.elements import (
     linear_grid,
 )
 from convgrad_service.backends.cuda.kernels.core.limits import why_not_32bit_positions
-from convgrad_service.backends.cuda.kernels.layout.channels_last import prepare_side
+from convgrad_service.backends.cuda.kernels.layout.channels_last import (
+    CHUNK_BYTES,
+    Prepared,
+    prepare_side,
+)
 from convgrad_service.backends.cuda.kernels.layout.strided_copy import StridedCopy
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import OVERLAPPING, CudaDevice
@@ -50,11 +54,11 @@ __all__ = ["Col2im"]
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 SUM = DType.FLOAT32
 THREADS = 256
-MOST_CHANNELS = 8
-# The columns of the GEMM are a multiple of this, so that its rows are whole vectors.
-COLUMNS = 8
+# The most channels of a result, by instance.
+CHANNELS = (1, 2, 3, 4, 8)
 # Bytes of columns written and read, over the bytes of the source.
 MOST_TRAFFIC = 2.0
+MAX_PIXELS = 2**31 - THREADS
 
 Col2imArgs = structure("conv/col2im.cu", "Col2imArgs")
 
@@ -91,8 +95,8 @@ class Col2im:
         if work.groups != 1:
             return f"{work.groups} groups"
         source, channels = work.channels
-        if channels > MOST_CHANNELS:
-            return f"{channels} channels of the result are more than {MOST_CHANNELS}"
+        if channels > CHANNELS[-1]:
+            return f"{channels} channels of the result are more than {CHANNELS[-1]}"
         if work.taps == 1:
             return "one tap"
         if work.dtype not in DTYPES or work.result_dtype not in DTYPES:
@@ -101,40 +105,40 @@ class Col2im:
             return "products of pixels between the strides"
         if work.accumulate is not None and work.accumulate.strides != work.result.strides:
             return "accumulate does not lie as the result does"
-        columns = 2 * _columns(work) * SUM.itemsize
-        if columns > self._most_traffic * source * work.dtype.itemsize:
-            return f"{columns} bytes of columns for each pixel of {source} channels"
+        columns_bytes = 2 * work.taps * channels * SUM.itemsize
+        if columns_bytes > self._most_traffic * source * work.dtype.itemsize:
+            return f"{columns_bytes} bytes of columns for each pixel of {source} channels"
+        if max(work.batch * prod(size) for size in work.sizes) > MAX_PIXELS:
+            return f"more than {MAX_PIXELS} pixels"
         reason = why_not_32bit_positions(work)
         if reason is not None:
             return reason
-        gemm = _gemm(work, prepare_side(work, "source", device).operand)
-        reasons = [family.why_not(gemm, device) for family in self._families(work)]
+        gemm = _Gemm.of(work, device)
+        if gemm is None:
+            return "pixels of the source that do not follow one another"
+        reasons = [family.why_not(gemm.work, device) for family in self._families(work)]
         return None if None in reasons else "; ".join(map(str, reasons))
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        source = prepare_side(work, "source", device)
-        gemm = _gemm(work, source.operand)
-        chosen = choose(self._families(work), gemm, device)
+        gemm = _Gemm.of(work, device)
+        if gemm is None:
+            raise ValueError("work that why_not refuses")
+        chosen = choose(self._families(work), gemm.work, device)
         inner = chosen.fragment
-        weight_bytes = work.channels[0] * _columns(work) * work.dtype.itemsize
-        weight: list[Step] = []
-        if _columns(work) != work.taps * work.channels[1]:
-            weight.append(Clear(gemm.w.buffer, weight_bytes))
-        weight += StridedCopy().launches(_weight_copy(work, gemm.w), device).steps
-        columns_bytes = work.batch * prod(work.sizes[0]) * _columns(work) * SUM.itemsize
         sums = replace(
-            self._col2im(work, gemm.result),
+            _col2im(work, gemm.work.y),
             overlaps=isinstance(inner.steps[-1], Launch) and device.capability >= OVERLAPPING,
         )
+        columns_bytes = gemm.work.y.strides[0] * SUM.itemsize
         return replace(
             inner,
             kernel=f"{inner.kernel}_{self.name}",
-            steps=(*weight, *source.steps, *inner.steps, sums),
+            steps=(*gemm.weight.steps, *gemm.source.steps, *inner.steps, sums),
             workspace=(
-                *source.workspace,
-                Workspace(gemm.w.buffer, weight_bytes),
-                Workspace(gemm.result.buffer, columns_bytes),
+                *gemm.weight.workspace,
+                *gemm.source.workspace,
+                Workspace(gemm.work.y.buffer, columns_bytes),
                 *inner.workspace,
             ),
             expected_s=None,
@@ -143,120 +147,136 @@ class Col2im:
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`. Those of the GEMM are the instances of its families."""
-        return [_instance(dtype) for dtype in DTYPES]
+        return [_instance(dtype, most) for dtype in DTYPES for most in CHANNELS]
 
     def _families(self, work: ConvWork) -> Sequence[Family[ConvWork]]:
         return self._wide if work.dtype is SUM else self._narrow
 
-    def _col2im(self, work: ConvWork, columns: Operand) -> Launch:
-        result = work.result
-        args = Col2imArgs()
-        channels, size = work.channels[1], work.sizes[1]
-        n, _, c, d, h, w = result.strides
-        args.elements = work.batch * channels * prod(size)
-        args.result_stride[:] = n, d, h, w, c
-        args.image_stride, _, args.column_stride, _, _, args.pixel_stride = columns.strides
-        for dim in range(3):
-            stride, step = work.stride[dim], -work.dilation[dim]
-            offset = work.pad[dim]
-            if work.direction == "fwd":
-                step, offset = -step, -offset
-            axis = args.axis[dim]
-            axis.extent, axis.source, axis.taps = size[dim], work.sizes[0][dim], work.kernel[dim]
-            axis.stride, axis.offset, axis.step = stride, offset, step
-            axis.tap_step = stride // gcd(stride, work.dilation[dim])
-        args.channels, args.channels_last = channels, c < w
-        args.activation = ACTIVATIONS[work.activation]
-        args.alpha, args.beta = work.alpha, work.beta
-        pointers = {"columns": columns.buffer, "result": result.buffer}
-        if work.accumulate is not None:
-            pointers["accumulate"] = work.accumulate.buffer
-        if work.bias is not None:
-            pointers["bias"] = work.bias
-        return Launch(
-            _instance(work.result_dtype),
-            linear_grid(args.elements, THREADS),
-            (THREADS, 1, 1),
-            pack(args, **pointers),
-        )
 
+@dataclass(frozen=True, slots=True)
+class _Gemm:
+    """The product of all taps and the source's pixels, and its operands.
 
-def _columns(work: ConvWork) -> int:
-    return ceil_div(work.taps * work.channels[1], COLUMNS) * COLUMNS
-
-
-def _gemm(work: ConvWork, prepared: Operand) -> ConvWork:
-    """Return the product of the source's pixels, whose channels are ``prepared`` to be contiguous,
-    and all taps, as a pointwise convolution."""
-    pixels, columns, source = work.sizes[0], _columns(work), work.channels[0]
-    spatial = pixels[-work.conv.ndim :]
-    ones = (1,) * work.conv.ndim
-    backward = work.direction == "bwd_data"
-    lead = f"{work.prefix}{work.direction}."
-    image, plane, row, pixel, _ = contiguous_strides((work.batch, *pixels, columns))
-    result = Operand(f"{lead}columns", SUM, (image, columns, 1, plane, row, pixel))
-    strides = _weight_strides(work)
-    weight = Operand(
-        f"{lead}weight",
-        work.dtype,
-        (source * columns, *(strides if backward else strides[::-1]), 0, 0, 0),
-    )
-    conv = replace(
-        work.conv,
-        in_channels=columns if backward else source,
-        out_channels=source if backward else columns,
-        input_size=spatial,
-        output_size=spatial,
-        kernel_size=ones,
-        stride=ones,
-        dilation=ones,
-        padding=((0, 0),) * work.conv.ndim,
-    )
-    return replace(
-        work,
-        conv=conv,
-        result_dtype=SUM,
-        x=result if backward else prepared,
-        y=prepared if backward else result,
-        w=weight,
-        accumulate=None,
-        bias=None,
-        alpha=1.0,
-        beta=0.0,
-        activation="none",
-        follows=False,
-        leads=False,
-    )
-
-
-def _weight_strides(work: ConvWork) -> tuple[int, int]:
-    """Return the strides of the GEMM's weight, of a channel of the source and of a column.
-
-    The channels of the source are innermost where kernels want so: in the weight of a forward pass,
-    and in TF32, whose products read both operands along the channels that they sum over.
+    It is a pointwise convolution whose pixels are the taps and whose output channels are the pixels
+    of the source, so that the products of one tap with adjacent pixels are adjacent.
     """
-    source, columns = work.channels[0], _columns(work)
-    innermost = work.direction == "fwd" or work.dtype is DType.FLOAT32
-    return (1, source) if innermost else (columns, 1)
+
+    work: ConvWork
+    weight: Prepared
+    source: Prepared
+    pixels: int
+
+    @classmethod
+    def of(cls, work: ConvWork, device: CudaDevice) -> _Gemm | None:
+        """Return the product; None if the pixels of the source do not have a single stride."""
+        source = prepare_side(work, "source", device)
+        size = work.sizes[0]
+        n, _, channel, *spatial = source.operand.strides
+        pixel = spatial[2]
+        outer, *inner, _ = contiguous_strides((work.batch, *size, 1))
+        for extent, stride, steps in zip(
+            (work.batch, *size), (n, *spatial), (outer, *inner), strict=True
+        ):
+            if extent > 1 and stride != steps * pixel:
+                return None
+        if channel != 1:
+            return None
+        chunk = CHUNK_BYTES // work.dtype.itemsize
+        channels = work.channels[0]
+        if source.steps:
+            # The copy has zeros up to a whole chunk.
+            channels = ceil_div(channels, chunk) * chunk
+        rows, pixels = work.taps * work.channels[1], work.batch * prod(size)
+        lead = f"{work.prefix}{work.direction}."
+        weight = _weight(work, channels, f"{lead}taps", device)
+        conv = replace(
+            work.conv,
+            batch=1,
+            in_channels=channels,
+            out_channels=pixels,
+            input_size=(rows,),
+            output_size=(rows,),
+            kernel_size=(1,),
+            stride=(1,),
+            dilation=(1,),
+            padding=((0, 0),),
+        )
+        product = replace(
+            work,
+            direction="fwd",
+            conv=conv,
+            result_dtype=SUM,
+            x=weight.operand,
+            w=replace(source.operand, strides=(pixels * pixel, pixel, 1, 0, 0, 0)),
+            y=Operand(f"{lead}columns", SUM, (rows * pixels, pixels, 1, 0, 0, pixels)),
+            accumulate=None,
+            bias=None,
+            alpha=1.0,
+            beta=0.0,
+            activation="none",
+            split_k=None,
+            follows=False,
+            leads=False,
+        )
+        return cls(product, weight, source, pixels)
 
 
-def _weight_copy(work: ConvWork, weight: Operand) -> Copy:
-    """Return the copy of the taps of each result channel into the columns of the GEMM's weight."""
+def _weight(work: ConvWork, channels: int, name: str, device: CudaDevice) -> Prepared:
+    """Return the weight as (taps, result channels, source channels), padded to ``channels``."""
     _, out_channel, in_channel, *taps = work.w.strides
-    backward = work.direction == "bwd_data"
-    from_source, from_result = (out_channel, in_channel) if backward else (in_channel, out_channel)
-    source, channels = work.channels
-    to_source, to_column = _weight_strides(work)
-    # Columns are in the order (t, r, s, channel).
-    steps = contiguous_strides((*work.kernel, channels))
-    axes = [CopyAxis(source, from_source, to_source)]
-    axes += [
-        CopyAxis(extent, from_, to * to_column)
-        for extent, from_, to in zip(work.kernel, taps, steps, strict=False)
-    ]
-    axes.append(CopyAxis(channels, from_result, to_column))
-    return Copy(work.w.buffer, weight.buffer, work.dtype, tuple(axes), follows=False)
+    from_source, from_result = (
+        (out_channel, in_channel) if work.direction == "bwd_data" else (in_channel, out_channel)
+    )
+    extents = (*work.kernel, work.channels[1], work.channels[0])
+    target = contiguous_strides((*extents[:-1], channels))
+    axes = tuple(map(CopyAxis, extents, (*taps, from_result, from_source), target))
+    copy = Copy(work.w.buffer, name, work.dtype, axes, follows=False)
+    rows = prod(extents[:-1])
+    size_bytes = rows * channels * work.dtype.itemsize
+    steps: list[Step] = [] if channels == extents[-1] else [Clear(name, size_bytes)]
+    steps += StridedCopy().launches(copy, device).steps
+    operand = Operand(name, work.dtype, (rows * channels, channels, 1, 0, 0, channels))
+    return Prepared(operand, tuple(steps), (Workspace(name, size_bytes),))
 
 
-def _instance(result: DType) -> Instance:
-    return Instance("conv/col2im.cu", "col2im", (("ELEMENT", CUDA_TYPES[result]),))
+def _col2im(work: ConvWork, columns: Operand) -> Launch:
+    result = work.result
+    channels, size = work.channels[1], work.sizes[1]
+    n, _, c, d, h, w = result.strides
+    args = Col2imArgs()
+    args.result_stride[:] = n, d, h, w, c
+    for axis, extent, source, taps, stride, dilation, pad in zip(
+        args.axis,
+        size,
+        work.sizes[0],
+        work.kernel,
+        work.stride,
+        work.dilation,
+        work.pad,
+        strict=True,
+    ):
+        backward = work.direction == "bwd_data"
+        axis.extent, axis.source, axis.taps, axis.stride = extent, source, taps, stride
+        axis.offset, axis.step = (pad, -dilation) if backward else (-pad, dilation)
+        axis.tap_step = stride // gcd(stride, dilation)
+    args.pixels = work.batch * prod(size)
+    args.column_stride = columns.strides[5]
+    args.channels, args.activation = channels, ACTIVATIONS[work.activation]
+    args.alpha, args.beta = work.alpha, work.beta
+    pointers = {"columns": columns.buffer, "result": result.buffer}
+    if work.accumulate is not None:
+        pointers["accumulate"] = work.accumulate.buffer
+    if work.bias is not None:
+        pointers["bias"] = work.bias
+    most = next(most for most in CHANNELS if most >= channels)
+    return Launch(
+        _instance(work.result_dtype, most),
+        linear_grid(args.pixels, THREADS),
+        (THREADS, 1, 1),
+        pack(args, **pointers),
+    )
+
+
+def _instance(result: DType, channels: int) -> Instance:
+    macros = (("ELEMENT", CUDA_TYPES[result]), ("CHANNELS", str(channels)))
+    return Instance("conv/col2im.cu", "col2im", macros)
