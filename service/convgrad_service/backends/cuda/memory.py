@@ -115,9 +115,10 @@ class Lane:
         self._copiers = copiers
         self.stream: Any = self._cuda.Stream(non_blocking=True)
         self._uploaded: Any = self._cuda.Event(disable_timing=True)
-        with self.stream:
-            # Freed at once, it stays in the pool.
-            alloc_or_none(self._cuda.alloc, pooled_bytes)
+        if pooled_bytes:
+            with self.stream:
+                # Freed at once, it stays in the pool.
+                alloc_or_none(self._cuda.alloc, pooled_bytes)
         self._pinned: list[Any] = []
         self._events: list[Any] = []
 
