@@ -22,11 +22,11 @@ SCRATCH_LIMIT_BYTES = 8 * 1024 * 1024
 WEIGHT_LIMIT_BYTES = 1024 * 1024
 # Maximum channel vectors per task, and minimum tile rows of a task with more than one.
 VECTORS, ROWS = 8, 4
-# Columns of a register block, kWide in the kernels.
-WIDE = 8
+# The least columns that a tile is cut to.
+LEAST_COLUMNS = 32
 # Maximum splits of a weight gradient's sum, independent of the number of threads.
 MOST_SPLITS = 64
-RUN_BYTES, MET_BYTES = 40, 24
+RUN_BYTES, MET_BYTES = 40, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,31 +60,29 @@ def depthwise_tiles(
     low, high = _met(plan)
     extent = [-(-size // step) for size, step in zip(plan.dst_size, plan.dst_step, strict=True)]
     taps, phases = len(plan.taps), len(plan.dst_phase)
-    tables = _up64(taps * RUN_BYTES) + _up64((phases + 1) * 8) + _up64(taps * 8)
     channels = -(-groups // lanes)
-    if not weight:
-        tables += _up64(taps * MET_BYTES) + channels * (1 + taps) * vector_bytes
     if channels * taps * vector_bytes > WEIGHT_LIMIT_BYTES:
         return None
+    tables = [taps * RUN_BYTES, (phases + 1) * 8, taps * 8, phases * 8, phases * 8]
+    tables += [taps * MET_BYTES, taps * vector_bytes]
+    if not weight:
+        tables += [channels * vector_bytes, channels * taps * vector_bytes]
+    tables_bytes = sum(map(_up64, tables))
 
     def scratch(tile: list[int], vectors: int) -> int:
         source = prod(
             (t - 1) * step + h - lo + 1
             for t, step, lo, h in zip(tile, plan.src_step, low, high, strict=True)
         )
-        result = [t * step for t, step in zip(tile, plan.dst_step, strict=True)]
-        past = WIDE * plan.src_step[2]
-        if weight:
-            result[2] += WIDE
-        else:
-            past += max(WIDE * plan.dst_step[2], lanes)
-        return tables + vectors * (source + prod(result) + past) * vector_bytes
+        result = prod(t * step for t, step in zip(tile, plan.dst_step, strict=True))
+        blocks = source, result, taps if weight else 0
+        return tables_bytes + sum(_up64(vectors * block * vector_bytes) for block in blocks)
 
     def shrunk(vectors: int) -> list[int]:
         tile = list(extent)
         while scratch(tile, vectors) > BLOCK_BYTES:
             longest = next((d for d in (0, 1) if tile[d] > 1), 2)
-            if longest == 2 and tile[2] <= 4 * WIDE:
+            if longest == 2 and tile[2] <= LEAST_COLUMNS:
                 break
             tile[longest] = -(-tile[longest] // 2)
         return tile

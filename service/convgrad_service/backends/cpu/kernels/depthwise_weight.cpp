@@ -1,10 +1,11 @@
 // Depthwise convolution: backward weight.
 //
 // A task is a few vectors of channels, for one of `splits` parts of the images and tiles of
-// positions. It packs input and grad_output into blocks (depthwise.hpp), one per vector, sums the
-// taps of a run over a tile in registers, loading each input vector once for all taps that use it,
-// and adds them to the split's partial sums [tap][channel] in the workspace. A second phase sums
-// the splits in order, applies alpha and beta * accumulate and rounds once.
+// positions (depthwise.hpp). For some blocks of columns of a row of grad_output, it goes through the
+// vectors and the runs of taps: the taps of a run are summed in registers, loading each input vector
+// once for all taps that use it, and added to the sums [vector][tap] of the thread. These are added
+// to the split's partial sums in the workspace after a fixed number of positions. A second phase
+// sums the splits in order, applies alpha and beta * accumulate and rounds once.
 //
 // Requires: PlanarArgs with one input and output channel per group and dst = grad_output; tile,
 // scratch and splits from plans/cpu_depthwise.py; a workspace of splits * taps * groups
@@ -16,126 +17,186 @@
 namespace convgrad {
 namespace {
 
-// The rows of grad_output in a tile, and the input rows that one run of taps multiplies them with.
+// Positions after which a thread's sums are added to the partial sums, so that errors stay small.
+constexpr i64 kPositions = 2048;
+
+// grad_output at a block of columns, of which `valid` exist.
 template <class T>
-struct Meeting {
-  const T* y;
-  const T* x;
-  i64 y_row;  // row pitches, in elements
-  i64 x_row;
-  i64 rows;
-  i64 columns;  // a multiple of Q
-  i64 step;     // input columns from one column to the next
+struct Gradient {
+  const T* first;
+  i64 column;
+  i64 valid;
 };
 
-// sums[s] += sum over rows and columns of the input at tap s times grad_output. Even and odd
-// columns have separate accumulators, so that multiply-adds overlap.
-template <class T, int Q, int S>
-void contract_run(const Meeting<T>& met, T* sums) {
-  constexpr int L = kLanes<T>;
-  Vec<T> sum[S][2];
+// Runs of S taps that are summed together: enough accumulators to hide latency, and few enough for
+// registers.
+template <int S>
+inline constexpr int kRunsTogether = S == 1 ? 4 : S < 4 ? 3 : S < 6 ? 2 : 1;
+
+// For G runs: sums[s] += sum over `blocks` blocks of Q columns of the input at tap s times
+// grad_output. With few accumulators, even and odd columns have separate ones.
+template <class T, int Q, bool inside, int S, int G>
+CONVGRAD_INLINE void contract_runs(Met<T> met, const MetRun<T>* run, const Gradient<T>& y,
+                                   i64 blocks, i64 offset, T* sums) {
+  constexpr int L = kLanes<T>, A = S * G < 8 ? 2 : 1;
+  Vec<T> sum[G][S][A];
 #pragma clang loop unroll(full)
-  for (int s = 0; s < S; ++s) sum[s][0] = sum[s][1] = splat(T(0));
-  for (i64 i = 0; i < met.rows; ++i) {
-    const T* y = met.y + i * met.y_row;
-    const T* x = met.x + i * met.x_row;
-    for (i64 t = 0; t < met.columns; t += Q, y += Q * L, x += Q * met.step * L) {
-      Vec<T> gradient[Q];
+  for (int g = 0; g < G; ++g) {
 #pragma clang loop unroll(full)
-      for (int q = 0; q < Q; ++q) gradient[q] = load_raw<Vec<T>>(y + q * L);
-      if (met.step == 1) {
+    for (int s = 0; s < S; ++s) {
+      sum[g][s][0] = load_raw<Vec<T>>(sums + run[g].weight + s * L);
+      if constexpr (A == 2) sum[g][s][1] = splat(T(0));
+    }
+  }
+  const T* from = y.first + offset;
+  do {
+    Vec<T> gradient[Q];
+#pragma clang loop unroll(full)
+    for (int q = 0; q < Q; ++q, from += y.column) {
+      gradient[q] = inside || q < y.valid ? load_raw<Vec<T>>(from) : splat(T(0));
+    }
+    if (met.step == 1) {
+#pragma clang loop unroll(full)
+      for (int g = 0; g < G; ++g) {
+        const Columns<T, inside> x(met, run[g], offset);
 #pragma clang loop unroll(full)
         for (int c = 0; c < Q + S - 1; ++c) {
-          const Vec<T> value = load_raw<Vec<T>>(x + c * L);
+          if (!x.has(0, c)) continue;
+          const Vec<T> value = x.at(0, c);
 #pragma clang loop unroll(full)
           for (int s = 0; s < S; ++s) {
             const int q = c - s;
-            if (q >= 0 && q < Q) sum[s][q % 2] += value * gradient[q];
+            if (q >= 0 && q < Q) sum[g][s][q % A] += value * gradient[q];
           }
         }
-      } else {
+      }
+    } else {
+#pragma clang loop unroll(full)
+      for (int g = 0; g < G; ++g) {
+        const Columns<T, inside> x(met, run[g], offset);
 #pragma clang loop unroll(full)
         for (int q = 0; q < Q; ++q) {
 #pragma clang loop unroll(full)
           for (int s = 0; s < S; ++s) {
-            sum[s][q % 2] += load_raw<Vec<T>>(x + (q * met.step + s) * L) * gradient[q];
+            if (x.has(q, s)) sum[g][s][q % A] += x.at(q, s) * gradient[q];
           }
         }
       }
     }
-  }
+    met.t += Q;
+  } while (inside && --blocks > 0);
 #pragma clang loop unroll(full)
-  for (int s = 0; s < S; ++s) {
-    T* to = sums + s * L;
-    store_raw(to, load_raw<Vec<T>>(to) + (sum[s][0] + sum[s][1]));
+  for (int g = 0; g < G; ++g) {
+#pragma clang loop unroll(full)
+    for (int s = 0; s < S; ++s) {
+      const Vec<T> total = A == 2 ? sum[g][s][0] + sum[g][s][A - 1] : sum[g][s][0];
+      store_raw(sums + run[g].weight + s * L, total);
+    }
   }
 }
 
-template <class T, int Q, int S = kRunTaps>
-CONVGRAD_INLINE void contract_any_run(i64 taps, const Meeting<T>& met, T* sums) {
-  if (taps == S) {
-    contract_run<T, Q, S>(met, sums);
+template <class T, int Q, bool inside, int S, int G = kRunsTogether<S>>
+CONVGRAD_INLINE void contract_some(i64 count, const Met<T>& met, const MetRun<T>* run,
+                                   const Gradient<T>& y, i64 blocks, i64 offset, T* sums) {
+  if (count == G) {
+    contract_runs<T, Q, inside, S, G>(met, run, y, blocks, offset, sums);
+  } else if constexpr (G > 1) {
+    contract_some<T, Q, inside, S, G - 1>(count, met, run, y, blocks, offset, sums);
+  }
+}
+
+// For runs of S taps, for all vectors.
+template <class T, int Q, bool inside, int S = kRunTaps>
+void contract_blocks(const Met<T>& met, const Gradient<T>& y, i64 blocks,
+                     const Vectors<T>& vectors, T* sums, i64 vector_sums) {
+  if (met.run->taps == S) {
+    for (i64 v = 0; v < vectors.count; ++v, sums += vector_sums) {
+      const i64 offset = vectors.start(v);
+      for (i64 j = 0, n; j < met.count; j += n) {
+        n = least(met.count - j, kRunsTogether<S>);
+        contract_some<T, Q, inside, S>(n, met, met.run + j, y, blocks, offset, sums);
+      }
+    }
   } else if constexpr (S > 1) {
-    contract_any_run<T, Q, S - 1>(taps, met, sums);
+    contract_blocks<T, Q, inside, S - 1>(met, y, blocks, vectors, sums, vector_sums);
   }
 }
 
-// Sums the splits for one tap and block of channels, and writes the result.
+template <class T, bool inside>
+CONVGRAD_INLINE void contract_any(i64 together, Met<T> met, const Gradient<T>& y, i64 blocks,
+                                  const Vectors<T>& vectors, T* sums, i64 vector_sums) {
+  const auto contract = together == 8   ? contract_blocks<T, 8, inside>
+                        : together == 7 ? contract_blocks<T, 7, inside>
+                                        : contract_blocks<T, 4, inside>;
+  const MetRun<T>* end = met.run + met.count;
+  for (; met.run < end; met.run += met.count) {
+    met.count = 1;
+    while (met.run + met.count < end && met.run[met.count].taps == met.run->taps) ++met.count;
+    contract(met, y, blocks, vectors, sums, vector_sums);
+  }
+}
+
+// Sums the splits for one vector of channels, and writes the result.
 template <class E, class Result>
-void finish_tap(const PlanarArgs& args, const typename E::Acc* sums, i64 each, i64 block, i64 i) {
+void finish_vector(const PlanarArgs& args, const Runs& runs, bool direct, i64 block,
+                   typename E::Acc* matrix) {
   using T = typename E::Acc;
   using R = typename Result::Storage;
-  const T alpha = static_cast<T>(args.alpha), beta = static_cast<T>(args.beta);
-  R* weights = static_cast<R*>(args.weight.data) + args.tap[i].weight;
+  constexpr i64 L = kLanes<T>;
+  const i64 of_block = args.taps * L, each = ceil_div(args.groups, L) * of_block;
+  const T* sums = static_cast<const T*>(args.workspace) + block * of_block;
+  const i64 c = direct ? least(block * L, args.groups - L) : block * L;
+  const i64 lanes = least(args.groups - c, L), channel = args.weight.stride[0];
+  const bool packed = taps_are_packed(args, matrix);
+  R* weights = static_cast<R*>(args.weight.data) + c * channel;
+  // The host ensures that accumulate has the strides of the weight.
   const R* add = args.beta != 0.0 ? static_cast<const R*>(args.accumulate.data) : nullptr;
-  constexpr int L = kLanes<T>;
-  Vec<T> total = splat(T(0));
-  for (i64 split = 0; split < args.splits; ++split) {
-    total += load_raw<Vec<T>>(sums + split * each);
-  }
-  total *= alpha;
-  for (i64 c = 0; c < L && block * L + c < args.groups; ++c) {
-    const i64 at = (block * L + c) * args.weight.stride[0];
-    T sum = total[c];
-    // The host ensures that accumulate has the strides of the weight.
-    if (add != nullptr) {
-      sum += beta * static_cast<T>(load_one<Result>(add + args.tap[i].weight + at));
+  if (add != nullptr) add += c * channel;
+  const auto write = [&](const T* from, i64 rows, i64 at) {
+    write_matrix<Result>(from, L, rows, lanes,
+                         {weights + at, 1, channel, add == nullptr ? nullptr : add + at, 1, channel,
+                          nullptr, 0, static_cast<T>(args.alpha), static_cast<T>(args.beta)});
+  };
+  for (i64 i = 0; i < args.taps; ++i) {
+    const T* from = sums + runs.packed[i] * L;
+    Vec<T> total = splat(T(0));
+    for (i64 split = 0; split < args.splits; ++split) {
+      total += load_raw<Vec<T>>(from + split * each);
     }
-    store_one<Result>(weights + at, sum);
+    store_raw(matrix + (packed ? args.tap[i].weight : 0) * L, total);
+    if (!packed) write(matrix, 1, args.tap[i].weight);
   }
+  if (packed) write(matrix, args.taps, 0);
 }
 
 template <class E, class Result>
-void contract_blocks(const PlanarArgs& args, Control* control, void* scratch) {
+void contract(const PlanarArgs& args, Control* control, void* scratch) {
   using T = typename E::Acc;
-  using S = typename E::Storage;
   constexpr i64 L = kLanes<T>;
   Arena arena{static_cast<char*>(scratch)};
   const Runs runs = make_runs(args, arena);
-  const i64 together = columns_together(args.tile[2]);
-  const i64 y_width = ceil_div(args.tile[2], together) * together;
-  const i64 gradient_block = args.tile[0] * args.tile[1] * y_width * L;
+  auto* met = arena.take<MetRun<T>>(args.taps);
+  T* matrix = arena.take<T>(args.taps * L);
+  T* sums = arena.take<T>(args.taps * args.group_block);
+  const bool direct = in_place<E>(args, args.src) && in_place<E>(args, args.dst);
   i64 positions = 1;
   for (int d = 0; d < 3; ++d) {
     positions *= (args.tile[d] - 1) * args.src_step[d] + runs.high[d] - runs.low[d] + 1;
   }
-  const i64 source_block = (positions + kWide * args.src_step[2]) * L;
-  const i64 vectors = args.group_block / L;
-  T* gradient = arena.take<T>(vectors * gradient_block);
-  T* source = arena.take<T>(vectors * source_block);
+  const i64 position = args.group_block;
+  T* source_block = arena.take<T>(direct ? 0 : positions * position);
+  T* gradient_block = arena.take<T>(0);
 
   const i64 units = args.batch * tiles_of(args);
   const i64 parts = ceil_div(args.groups, args.group_block), tasks = parts * args.splits;
-  T* partials = static_cast<T*>(args.workspace);
   const i64 blocks = ceil_div(args.groups, L), of_block = args.taps * L;
-  const i64 each = blocks * of_block;
   for (i64 task; (task = take_task(control, 0, tasks)) >= 0;) {
     // Channels are innermost in task order: contiguous channels share cache lines.
     const i64 block = task % parts, split = task / parts;
-    const i64 held = least(vectors, blocks - block * vectors);
-    T* sums = partials + split * each + block * vectors * of_block;
-    fill_zero(sums, held * of_block);
     const i64 last = (split + 1) * units / args.splits;
+    T* partials = static_cast<T*>(args.workspace) +
+                  (split * blocks + block * (args.group_block / L)) * of_block;
+    i64 summed = 0, flushed = 0;
     for (i64 unit = split * units / args.splits; unit < last; ++unit) {
       const TileOrigin tile = tile_at(args, block, unit);
       i64 first[3], extent[3];
@@ -143,62 +204,58 @@ void contract_blocks(const PlanarArgs& args, Control* control, void* scratch) {
         first[d] = tile.start[d] * args.src_step[d] + runs.low[d];
         extent[d] = (tile.extent[d] - 1) * args.src_step[d] + runs.high[d] - runs.low[d] + 1;
       }
-      // Input read by columns past a row's end is multiplied by zeros, so it must be finite.
-      read_source_blocks<E>(args, tile, first, extent, kWide * args.src_step[2], source,
-                            source_block);
-      const i64 width = tile.extent[2];
-      const View& y = args.dst;
-      const bool whole = y.stride[4] == width * y.stride[5];
-      const i64 rows = whole ? tile.extent[1] : 1;
+      const Grid<const T> source = read_grid<E>(args.src, args.src_size, tile, first, extent,
+                                                direct, source_block, position);
+      const Grid<const T> gradient = read_grid<E>(args.dst, args.dst_size, tile, tile.start,
+                                                  tile.extent, direct, gradient_block, position);
+      const Vectors<T> vectors{ceil_div(tile.groups, L), tile.groups, direct};
+      const i64 held = vectors.count * of_block, several = blocks_together(vectors.count);
+      if (summed == 0) fill_zero(sums, held);
+      const i64 columns = tile.extent[2], together = columns_together(columns);
       for (i64 v0 = 0; v0 < tile.extent[0]; ++v0) {
-        for (i64 v1 = 0; v1 < tile.extent[1]; v1 += rows) {
-          read_positions<E>(block_at<const S>(y, tile, tile.start[0] + v0, tile.start[1] + v1,
-                                              tile.start[2]),
-                            y, tile.groups, rows * width, width,
-                            gradient + (v0 * tile.extent[1] + v1) * y_width * L, y_width,
-                            gradient_block);
-        }
-      }
-      for (i64 c = 0; c < held; ++c) {
-        for (i64 v = 0; width < y_width && v < tile.extent[0] * tile.extent[1]; ++v) {
-          fill_zero(gradient + c * gradient_block + (v * y_width + width) * L,
-                    (y_width - width) * L);
-        }
-      }
-      for (i64 j = 0; j < runs.first[1]; ++j) {
-        const TapRun& run = runs.run[j];
-        for (i64 v0 = 0; v0 < tile.extent[0]; ++v0) {
-          const i64 u0 = (tile.start[0] + v0) * args.src_step[0] + run.source[0];
-          if (u0 < 0 || u0 >= args.src_size[0]) continue;
-          // Range of tile rows whose input row is inside the tensor.
-          const i64 base = tile.start[1] * args.src_step[1] + run.source[1];
-          const i64 low = base >= 0 ? 0 : ceil_div(-base, args.src_step[1]);
-          const i64 room = args.src_size[1] - 1 - base;
-          const i64 high = room < 0 ? 0 : least(tile.extent[1], room / args.src_step[1] + 1);
-          if (low >= high) continue;
-          const i64 at = ((u0 - first[0]) * extent[1] + base + low * args.src_step[1] - first[1]) *
-                             extent[2] + run.source[2] - runs.low[2];
-          Meeting<T> met{gradient + (v0 * tile.extent[1] + low) * y_width * L, source + at * L,
-                         y_width * L, args.src_step[1] * extent[2] * L, high - low,
-                         ceil_div(width, together) * together, args.src_step[2]};
-          for (i64 c = 0; c < held; ++c, met.y += gradient_block, met.x += source_block) {
-            T* to = sums + c * of_block + run.first * L;
-            if (together == kWide) {
-              contract_any_run<T, kWide>(run.taps, met, to);
+        for (i64 v1 = 0; v1 < tile.extent[1]; ++v1) {
+          const i64 t[2] = {tile.start[0] + v0, tile.start[1] + v1};
+          i64 count = 0;
+          for (i64 j = 0; j < runs.first[1]; ++j) {
+            const TapRun& run = runs.run[j];
+            const i64 u0 = t[0] * args.src_step[0] + run.source[0];
+            const i64 u1 = t[1] * args.src_step[1] + run.source[1];
+            if (u0 < 0 || u0 >= args.src_size[0] || u1 < 0 || u1 >= args.src_size[1]) continue;
+            met[count++] = {source.at(u0, u1, 0), run.source[2], run.first * L, run.taps};
+          }
+          const auto inside = [&](i64 next) {
+            const i64 t2 = tile.start[2] + next;
+            return next + together <= columns && t2 * args.src_step[2] + runs.left[0] >= 0 &&
+                   (t2 + together - 1) * args.src_step[2] + runs.right[0] < args.src_size[2];
+          };
+          for (i64 next = 0, n; next < columns; next += n * together) {
+            const i64 t2 = tile.start[2] + next;
+            const Met<T> row{met, count, t2, args.src_step[2], source.step[2], args.src_size[2]};
+            const Gradient<T> y{gradient.at(t[0], t[1], t2), gradient.step[2], columns - next};
+            n = 0;
+            while (n < several && inside(next + n * together)) ++n;
+            if (n > 0) {
+              contract_any<T, true>(together, row, y, n, vectors, sums, of_block);
             } else {
-              contract_any_run<T, kNarrow>(run.taps, met, to);
+              contract_any<T, false>(together, row, y, n = 1, vectors, sums, of_block);
             }
           }
         }
       }
+      summed += tile.extent[0] * tile.extent[1] * tile.extent[2];
+      if (summed < kPositions && unit + 1 < last) continue;
+      for (i64 i = 0; i < held; i += L) {
+        const Vec<T> sum = load_raw<Vec<T>>(sums + i);
+        store_raw(partials + i, flushed == 0 ? sum : sum + load_raw<Vec<T>>(partials + i));
+      }
+      summed = 0;
+      ++flushed;
     }
     finish_task(control, 0);
   }
   if (!wait_phase(control, 0, tasks)) return;
   for (i64 block; (block = take_task(control, 1, blocks)) >= 0;) {
-    for (i64 i = 0; i < args.taps; ++i) {
-      finish_tap<E, Result>(args, partials + block * of_block + runs.packed[i] * L, each, block, i);
-    }
+    finish_vector<E, Result>(args, runs, direct, block, matrix);
   }
 }
 
@@ -212,12 +269,12 @@ extern "C" CONVGRAD_EXPORT void convgrad_depthwise_bwd_weight(const convgrad::Pl
   const bool single = args->result_dtype == kFloat32;
   switch (args->dtype) {
     case kFloat16:
-      return single ? contract_blocks<F16, F32>(*args, control, scratch)
-                    : contract_blocks<F16, F16>(*args, control, scratch);
+      return single ? contract<F16, F32>(*args, control, scratch)
+                    : contract<F16, F16>(*args, control, scratch);
     case kBfloat16:
-      return single ? contract_blocks<BF16, F32>(*args, control, scratch)
-                    : contract_blocks<BF16, BF16>(*args, control, scratch);
-    case kFloat32: return contract_blocks<F32, F32>(*args, control, scratch);
-    case kFloat64: return contract_blocks<F64, F64>(*args, control, scratch);
+      return single ? contract<BF16, F32>(*args, control, scratch)
+                    : contract<BF16, BF16>(*args, control, scratch);
+    case kFloat32: return contract<F32, F32>(*args, control, scratch);
+    case kFloat64: return contract<F64, F64>(*args, control, scratch);
   }
 }

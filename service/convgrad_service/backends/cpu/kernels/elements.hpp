@@ -250,6 +250,24 @@ CONVGRAD_INLINE void store_raw_first(T* p, VecN<T, lanes> v, int n) {
   for (int lane = 0; lane < n; ++lane) p[lane] = buffer[lane];
 }
 
+// Stores the last n lanes alone, at the addresses that they have in the whole vector at p.
+template <class T, int lanes>
+CONVGRAD_INLINE void store_raw_last(T* p, VecN<T, lanes> v, int n) {
+#if defined(CONVGRAD_AVX512)
+  const u32 mask = ((1u << n) - 1u) << (lanes - n);
+  if constexpr (sizeof(T) == 4 && lanes == 16) {
+    _mm512_mask_storeu_ps(p, mask, __builtin_bit_cast(__m512, v));
+    return;
+  } else if constexpr (sizeof(T) == 8 && lanes == 8) {
+    _mm512_mask_storeu_pd(p, mask, __builtin_bit_cast(__m512d, v));
+    return;
+  }
+#endif
+  T buffer[lanes];
+  store_raw(buffer, v);
+  for (int lane = lanes - n; lane < lanes; ++lane) p[lane] = buffer[lane];
+}
+
 template <class E>
 CONVGRAD_INLINE Vec<typename E::Acc> load_first(const typename E::Storage* p, int n) {
   return E::widen(load_raw_first<typename E::Storage, kLanes<typename E::Acc>>(p, n));
