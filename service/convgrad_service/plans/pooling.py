@@ -19,6 +19,8 @@ __all__ = ["PoolPlan", "pool_backward_plan", "pool_forward_plan"]
 
 BLOCK_BYTES = 384 * 1024
 SCRATCH_LIMIT_BYTES = 64 * 1024 * 1024
+# Most vectors of contiguous channels in a task of a backward pass, as long as its blocks are small.
+VECTORS, SMALL_BLOCKS_BYTES = 4, 128 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class PoolPlan:
     tile: Triple
     tiles: Triple
     windows: Triple
+    vectors: int
     meeting_words: int
     tasks: int
     scratch_bytes: int
@@ -42,39 +45,49 @@ def pool_forward_plan(pool: PoolShape, vector_bytes: int, lanes: int) -> PoolPla
         return (2 * prod(tile) + prod(_reached(pool, tile))) * vector_bytes
 
     tile = _shrunk(list(output), [1, 1, 1], scratch)
-    plan = _plan(pool, output, tile, tile, scratch(tile), lanes, 0)
+    plan = _plan(pool, output, tile, tile, scratch(tile), lanes, 1, 0)
     work = prod(plan.tiles) * (_COPY * prod(_reached(pool, tile)) + prod(tile) * _taps(pool))
     return plan if _pays(pool, plan, work, lanes, searches=True) else None
 
 
 @lru_cache(maxsize=256)
 def pool_backward_plan(
-    pool: PoolShape, vector_bytes: int, lanes: int, searches: bool
+    pool: PoolShape, vector_bytes: int, lanes: int, searches: bool, adjacent: bool
 ) -> PoolPlan | None:
     """Tile the input positions of a backward pass; None if processing single windows costs less.
 
     ``searches`` if the maxima are recomputed from the input, otherwise indices are given.
+    ``adjacent`` if channels are contiguous.
     """
     kernel = triple(pool.kernel_size, 1)
-    words = sum(kernel) + kernel[2] + prod(kernel)
-    size = triple(pool.input_size, 1)
+    stride, size = triple(pool.stride, 1), triple(pool.input_size, 1)
 
-    def scratch(tile: list[int]) -> int:
+    def words(tile: list[int]) -> int:
+        phases = min(stride[1], tile[1]) * min(stride[2], tile[2])
+        return sum(kernel) + kernel[2] + phases + 1 + prod(kernel)
+
+    def scratch(tile: list[int], vectors: int = 1) -> int:
         windows = _met(pool, tile)
         block = prod(_reached(pool, windows)) if searches else 0
-        return (tile[2] + 2 * prod(windows) + block) * vector_bytes + 8 * words
+        each = (1 if adjacent else tile[1]) * tile[2] + 2 * prod(windows)
+        return (vectors * each + block) * vector_bytes + 8 * words(tile)
 
-    stride = triple(pool.stride, 1)
     tile = _shrunk(list(size), list(stride), scratch)
-    windows = _met(pool, tile)
-    plan = _plan(pool, size, tile, windows, scratch(tile), lanes, words)
+    windows, vectors = _met(pool, tile), 1
+    if adjacent:
+        vectors = min(VECTORS, -(-pool.channels // lanes))
+        while vectors > 1 and scratch(tile, vectors) > SMALL_BLOCKS_BYTES:
+            vectors -= 1
+    bytes_taken = scratch(tile, vectors)
+    plan = _plan(pool, size, tile, windows, bytes_taken, lanes, vectors, words(tile))
     copied = _COPY * prod(_reached(pool, windows)) if searches else 0
-    # Each window of a tile is searched, or its index is checked.
-    work = prod(plan.tiles) * (copied + prod(windows) * (_taps(pool) if searches else kernel[0]))
-    # Each row of a tile lists its windows, and tests every tap for each phase of its columns.
+    # Each window of a tile is searched, or its index is packed.
+    work = prod(plan.tiles) * (copied + prod(windows) * (_taps(pool) if searches else 1))
+    # Each plane of a tile lists the windows of its phases, testing every tap along W.
+    rows, columns = min(stride[1], tile[1]), min(stride[2], tile[2])
     met = [max(1, taps // step) for taps, step in zip(kernel, stride, strict=True)]
-    asked = met[0] * met[1] * min(stride[2], tile[2]) * kernel[2]
-    work += size[0] * size[1] * plan.tiles[2] * (kernel[0] + kernel[1] + asked)
+    asked = kernel[0] + rows * (kernel[1] + columns * met[0] * met[1] * kernel[2])
+    work += size[0] * plan.tiles[2] * (plan.tiles[1] * asked + size[1] * columns)
     return plan if _pays(pool, plan, work, lanes, searches) else None
 
 
@@ -135,11 +148,12 @@ def _plan(
     windows: list[int],
     scratch_bytes: int,
     lanes: int,
+    vectors: int,
     words: int,
 ) -> PoolPlan:
     tiles = [-(-e // t) for e, t in zip(extent, tile, strict=True)]
-    tasks = pool.batch * -(-pool.channels // lanes) * prod(tiles)
-    return PoolPlan(_as(tile), _as(tiles), _as(windows), words, tasks, scratch_bytes)
+    tasks = pool.batch * -(-pool.channels // (vectors * lanes)) * prod(tiles)
+    return PoolPlan(_as(tile), _as(tiles), _as(windows), vectors, words, tasks, scratch_bytes)
 
 
 def _as(values: list[int]) -> Triple:

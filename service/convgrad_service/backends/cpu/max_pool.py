@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,13 +18,14 @@ from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
 from convgrad.errors import InvalidProblem, UnsupportedProblem
+from convgrad_service.backends.cpu import pool_planes
 from convgrad_service.backends.cpu.arguments import DTYPE_CODES, view_of
 from convgrad_service.backends.cpu.library import Library
 from convgrad_service.backends.cpu.pool_args import PoolArgs
 from convgrad_service.backends.cpu.pool_planes import PoolPlanesArgs, planes_args
 from convgrad_service.backends.cpu.threads import Workers
 from convgrad_service.plans.cpu_device import sum_bytes
-from convgrad_service.plans.planar import triple
+from convgrad_service.plans.planar import PLANS_KEPT, triple
 from convgrad_service.plans.pooling import (
     SCRATCH_LIMIT_BYTES,
     PoolPlan,
@@ -36,6 +38,10 @@ __all__ = ["backward", "forward"]
 
 Array = NDArray[Any]
 LARGEST_PLANE = 2**31 - 1
+# Kernels that read PoolPlanesArgs.
+PLANE_KERNELS = ("pool_planes_forward", "pool_planes_backward")
+# Windows whose gradients are scattered together, and least of a task.
+SCATTERED_WINDOWS = 256
 
 
 def forward(
@@ -118,57 +124,148 @@ def backward(
     InvalidProblem
         An index is not a position of its window inside the input.
     """
-    tensors = [array for array in (grad_output, grad_input, input, indices) if array is not None]
-    args = _args(pool, dtype)
-    args.y, args.grad_input = view_of(grad_output, 2), view_of(grad_input, 2)
+    source = input if indices is None else indices
+    if source is None:
+        raise ValueError("max pooling backward needs the input or indices")
+    tensors = (grad_output, grad_input, source)
+    forms = tuple((array.shape, array.strides, array.dtype) for array in tensors)
+    prepared = _prepared_backward(pool, dtype, library.vector_bytes, forms, indices is not None)
+    args = type(prepared.args).from_buffer_copy(prepared.args)
+    args.pool.y.data, args.pool.grad_input.data, data = map(_address, tensors)
     if indices is not None:
-        args.indices, args.index_bytes = view_of(indices, 2), indices.itemsize
-        args.from_indices = 1
-    acc_bytes = sum_bytes(dtype)
-    planes = planes_args(pool, acc_bytes, library.vector_bytes, args, input, tensors)
-    if planes is not None:
-        used, error = _run(library, workers, "pool_planes_backward", planes, planes, cancelled)
+        args.pool.indices.data = data
     else:
-        merged, views = _merged(pool, tensors)
-        lanes = library.vector_bytes // acc_bytes
-        plan = pool_backward_plan(merged, library.vector_bytes, lanes, indices is None)
-        if plan is None:
-            views = tensors
-        args.y, args.grad_input = view_of(views[0], 2), view_of(views[1], 2)
-        if indices is None:
-            args.x = view_of(views[2], 2)
-        else:
-            args.indices = view_of(views[2], 2)
-        if plan is None:
-            single = _singly(pool, dtype, sums=True)
-            used, error = _run(library, workers, "pool_windows_backward", args, single, cancelled)
-        else:
-            _tile(args, merged, plan)
-            used, error = _run(library, workers, "pool_backward", args, plan, cancelled)
-    if error and indices is not None:
-        raise InvalidProblem(_wrong_index(pool, indices, error - 1))
+        args.pool.x.data = args.planar.src.data = data
+    used, valid = _run(library, workers, prepared.kernel, args, prepared, cancelled)
+    if indices is not None and valid != indices.size:
+        raise InvalidProblem(_wrong_index(pool, indices))
     return used
 
 
-def _wrong_index(pool: PoolShape, indices: Array, position: int) -> str:
-    """Return the error message about an index outside its window."""
-    at = tuple(int(i) for i in np.unravel_index(position, indices.shape))
+def _address(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What launches with the same pooling, shapes and strides share: arguments without tensors.
+
+    Kernels for which ``planar`` means nothing read ``pool`` alone.
+    """
+
+    args: PoolPlanesArgs
+    kernel: str
+    tasks: int
+    scratch_bytes: int
+    keeps: PoolPlanesArgs | None = None
+
+
+Form = tuple[tuple[int, ...], tuple[int, ...], np.dtype[Any]]
+
+
+@lru_cache(maxsize=PLANS_KEPT)
+def _prepared_backward(
+    pool: PoolShape,
+    dtype: DType,
+    vector_bytes: int,
+    forms: tuple[Form, ...],
+    from_indices: bool,
+) -> _Prepared:
+    """Choose the kernel; ``forms`` are those of grad_output, grad_input and the source."""
+    tensors = [
+        np.lib.stride_tricks.as_strided(np.empty(1, kind), shape, strides)
+        for shape, strides, kind in forms
+    ]
+    args = _args(pool, dtype)
+    args.y, args.grad_input = view_of(tensors[0], 2), view_of(tensors[1], 2)
+    acc_bytes = sum_bytes(dtype)
+    if from_indices:
+        args.indices, args.index_bytes = view_of(tensors[2], 2), tensors[2].itemsize
+        args.from_indices = 1
+        scatter = _scatters(pool, acc_bytes, tensors)
+        if scatter is not None:
+            args.tile[:2] = scatter.planes, scatter.rows
+            return _prepared(args, "pool_planes_indices", scatter)
+    else:
+        planes = planes_args(pool, acc_bytes, vector_bytes, args, tensors[2], tensors)
+        if planes is not None:
+            kernel = "pool_planes_backward"
+            return _Prepared(planes, kernel, planes.tasks, planes.scratch_bytes, planes)
+    merged, views = _merged(pool, tensors)
+    adjacent = views[1].strides[1] == views[1].itemsize
+    lanes = vector_bytes // acc_bytes
+    plan = pool_backward_plan(merged, vector_bytes, lanes, not from_indices, adjacent)
+    if plan is None:
+        views = tensors
+    args.y, args.grad_input = view_of(views[0], 2), view_of(views[1], 2)
+    if from_indices:
+        args.indices = view_of(views[2], 2)
+    else:
+        args.x = view_of(views[2], 2)
+    if plan is None:
+        return _prepared(args, "pool_windows_backward", _singly(pool, dtype, sums=True))
+    _tile(args, merged, plan)
+    return _prepared(args, "pool_backward", plan)
+
+
+def _prepared(args: PoolArgs, kernel: str, launch: PoolPlan | _Launch | _Scatter) -> _Prepared:
+    return _Prepared(PoolPlanesArgs(pool=args), kernel, launch.tasks, launch.scratch_bytes)
+
+
+class _Scatter(NamedTuple):
+    """A launch of kernels/pool_planes_indices.cpp: planes per task, rows of windows together."""
+
+    tasks: int
+    scratch_bytes: int
+    planes: int
+    rows: int
+
+
+def _scatters(pool: PoolShape, acc_bytes: int, tensors: list[Array]) -> _Scatter | None:
+    """Return the launch if windows without dilation are in contiguous planes, else None."""
+    if len(pool.input_size) != 2 or any(d != 1 for d in pool.dilation):
+        return None
+    if any(
+        array.strides[2:] != (array.shape[3] * array.itemsize, array.itemsize) for array in tensors
+    ):
+        return None
+    windows = prod(pool.output_size)
+    tables_bytes = 3 * (-(-windows * acc_bytes // 64) * 64)
+    scratch_bytes = tables_bytes + prod(pool.input_size) * acc_bytes
+    if scratch_bytes > pool_planes.SCRATCH_LIMIT_BYTES:
+        return None
+    planes = max(1, SCATTERED_WINDOWS // windows)
+    rows = max(1, SCATTERED_WINDOWS // pool.output_size[1])
+    return _Scatter(-(-pool.batch * pool.channels // planes), scratch_bytes, planes, rows)
+
+
+def _wrong_index(pool: PoolShape, indices: Array) -> str:
+    """Return the error message about the first index outside its window."""
+    right = (indices >= 0) & (indices < prod(pool.input_size))
+    found = np.unravel_index(np.where(right, indices, 0), pool.input_size)
+    for axis, positions in enumerate(found):
+        o = np.arange(pool.output_size[axis]).reshape(-1, *(1,) * (len(found) - axis - 1))
+        reach = positions - o * pool.stride[axis] + pool.padding[axis][0]
+        tap, rest = np.divmod(reach, pool.dilation[axis])
+        right &= (rest == 0) & (tap >= 0) & (tap < pool.kernel_size[axis])
+    at = tuple(int(i) for i in np.unravel_index(int(np.argmin(right)), indices.shape))
     value = int(indices[at])
     size = prod(pool.input_size)
     where = f"indices{list(at)} (as N, C, then the output's dimensions) is {value}"
     if not 0 <= value < size:
         return f"{where}; expected a flat position in the input's plane, 0 to {size - 1}"
     ranges = []
-    for axis, o in enumerate(at[2:]):
-        first = o * pool.stride[axis] - pool.padding[axis][0]
+    for axis, out in enumerate(at[2:]):
+        first = out * pool.stride[axis] - pool.padding[axis][0]
         taps = range(first, first + pool.kernel_size[axis] * pool.dilation[axis])
         steps = taps[:: pool.dilation[axis]]
         inside = [i for i in steps if 0 <= i < pool.input_size[axis]]
         step = f" in steps of {pool.dilation[axis]}" if pool.dilation[axis] > 1 else ""
         ranges.append(f"{inside[0]} to {inside[-1]}{step}" if inside else "none")
-    found = tuple(int(i) for i in np.unravel_index(value, pool.input_size))
+    place = tuple(int(i) for i in np.unravel_index(value, pool.input_size))
     return (
-        f"{where}, the input position {found}; expected one inside its window, "
+        f"{where}, the input position {place}; expected one inside its window, "
         f"{' by '.join(ranges)}"
     )
 
@@ -212,6 +309,7 @@ def _tile(args: PoolArgs, pool: PoolShape, plan: PoolPlan) -> None:
     args.batch, args.channels = pool.batch, pool.channels
     args.tile[:], args.tiles[:], args.windows[:] = plan.tile, plan.tiles, plan.windows
     args.meeting_words, args.scratch_bytes = plan.meeting_words, plan.scratch_bytes
+    args.vectors = plan.vectors
 
 
 def _run(
@@ -219,10 +317,12 @@ def _run(
     workers: Workers,
     kernel: str,
     args: ctypes.Structure,
-    plan: PoolPlan | PoolPlanesArgs | _Launch,
+    plan: PoolPlan | PoolPlanesArgs | _Launch | _Prepared,
     cancelled: threading.Event | None,
 ) -> tuple[int, int]:
-    """Launch a kernel; return the bytes of scratch used and the kernel's error value."""
+    """Launch a kernel; return the bytes of scratch used and the number of valid indices."""
+    if isinstance(args, PoolPlanesArgs) and kernel not in PLANE_KERNELS:
+        args = args.pool
     control = workers.launch(
         library.kernel(kernel),
         args,
@@ -230,4 +330,4 @@ def _run(
         tasks=plan.tasks,
         cancelled=cancelled,
     )
-    return plan.scratch_bytes * workers.threads, int(control.error)
+    return plan.scratch_bytes * workers.threads, int(control.done[1])

@@ -35,5 +35,5 @@ class PoolArgs(ctypes.Structure):
         ("dtype", ctypes.c_int32),
         ("index_bytes", ctypes.c_int32),
         ("from_indices", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
+        ("vectors", ctypes.c_int32),
     )

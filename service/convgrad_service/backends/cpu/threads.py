@@ -10,7 +10,7 @@ import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,7 +118,7 @@ class Workers:
         scratch = (ctypes.c_void_p * threads)(*(buffer.ctypes.data for buffer in buffers))
         addresses = ctypes.addressof(args), ctypes.addressof(control)
         try:
-            with _watching(cancelled, control):
+            with _UNWATCHED if cancelled is None else _watching(cancelled, control):
                 if slot is None or threads == 1:
                     kernel(*addresses, scratch[0] or 0)
                 else:
@@ -168,12 +168,12 @@ def _help(work: Callable[..., None], team: ctypes.Array[ctypes.c_uint64]) -> Non
     work(ctypes.addressof(team))
 
 
+_UNWATCHED = nullcontext()
+
+
 @contextmanager
-def _watching(cancelled: threading.Event | None, control: Control) -> Iterator[None]:
+def _watching(cancelled: threading.Event, control: Control) -> Iterator[None]:
     """Poll ``cancelled`` every `CANCEL_POLL_S` and forward it to the kernel; report progress."""
-    if cancelled is None:
-        yield
-        return
     ended = threading.Event()
 
     def watch() -> None:

@@ -83,6 +83,8 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(pooling, "SCRATCH_LIMIT_BYTES", 0)
     pooling.pool_forward_plan.cache_clear()
     pooling.pool_backward_plan.cache_clear()
+    pool_planes._described.cache_clear()
+    max_pool._prepared_backward.cache_clear()
 
 
 @pytest.mark.usefixtures("tiles")
@@ -137,15 +139,15 @@ def test_windows_that_span_too_much_are_taken_one_by_one() -> None:
     far = _pool((90_000, 90_000), (2, 2), (1, 1), dilation=40_000)
     wide = _pool((300, 2000), (300, 1), (1, 1))
     for pool in (far, wide):
-        assert pooling.pool_backward_plan(pool, 64, 16, True) is None
+        assert pooling.pool_backward_plan(pool, 64, 16, True, False) is None
     assert pooling.pool_forward_plan(far, 64, 16) is None
     # From indices each row would ask every tap for each phase of its columns.
     one = _pool((3000, 3000), (3000, 3000), (3000, 3000))
-    assert pooling.pool_backward_plan(one, 64, 16, False) is None
+    assert pooling.pool_backward_plan(one, 64, 16, False, False) is None
     usual = _pool((112, 112), (3, 3), (2, 2))
     assert pooling.pool_forward_plan(usual, 64, 16) is not None
-    assert pooling.pool_backward_plan(usual, 64, 16, True) is not None
-    assert pooling.pool_backward_plan(usual, 64, 16, False) is not None
+    assert pooling.pool_backward_plan(usual, 64, 16, True, False) is not None
+    assert pooling.pool_backward_plan(usual, 64, 16, False, False) is not None
 
 
 def test_sums_of_a_plane_that_do_not_fit_are_unsupported() -> None:

@@ -23,15 +23,17 @@ struct ValueLanes {
 };
 
 // Indices are stored in lanes as wide as the values, bit-cast to T. Those that do not fit become
-// -1.
+// negative.
 template <class T, class Index>
 struct IndexLanes {
   using Acc = T;
   using Storage = Index;
   static constexpr int L = kLanes<T>;
   using Wide = VecN<i64, L>;
-  static CONVGRAD_INLINE Vec<T> get(const Storage* p) {
-    Wide v = __builtin_convertvector(load_raw<VecN<Index, L>>(p), Wide);
+  static CONVGRAD_INLINE Vec<T> get(const Storage* p) { return from(load_raw<VecN<Index, L>>(p)); }
+  static CONVGRAD_INLINE Vec<T> from(VecN<Index, L> given) {
+    if constexpr (sizeof(Index) == sizeof(T)) return __builtin_bit_cast(Vec<T>, given);
+    Wide v = __builtin_convertvector(given, Wide);
     if constexpr (sizeof(T) == 4) {
       const Wide none = Wide(i64(-1));
       v = ((v < 0) | (v > 0x7fffffff)) ? none : v;
@@ -73,20 +75,27 @@ struct BlockBox {
   }
 };
 
-// Packs one row of `n` columns, one vector per column.
+// Packs n columns, one vector per column: of a row, or of adjacent rows of `width` columns, which
+// are `pitch` vectors apart in the block.
 template <class Lanes>
 CONVGRAD_INLINE void read_row(const typename Lanes::Storage* p, i64 channel_stride,
-                              i64 column_stride, int lanes, i64 n, typename Lanes::Acc* out) {
+                              i64 column_stride, int lanes, i64 n, typename Lanes::Acc* out,
+                              i64 width, i64 pitch) {
   using T = typename Lanes::Acc;
   constexpr int L = kLanes<T>;
   if (channel_stride == 1 || lanes == 1) {
-    if (lanes == L) {
-      for (i64 v = 0; v < n; ++v) store_raw(out + v * L, Lanes::get(p + v * column_stride));
-    } else {
-      for (i64 v = 0; v < n; ++v) store_raw(out + v * L, Lanes::get(p + v * column_stride, lanes));
+    for (; n > 0; n -= width, p += width * column_stride, out += pitch * L) {
+      if (lanes == L) {
+        for (i64 v = 0; v < width; ++v) store_raw(out + v * L, Lanes::get(p + v * column_stride));
+      } else {
+        for (i64 v = 0; v < width; ++v) {
+          store_raw(out + v * L, Lanes::get(p + v * column_stride, lanes));
+        }
+      }
     }
     return;
   }
+  i64 at = 0;
   for (i64 v = 0; v < n; v += L) {
     const int columns = static_cast<int>(n - v < L ? n - v : L);
     Vec<T> square[L];
@@ -107,7 +116,13 @@ CONVGRAD_INLINE void read_row(const typename Lanes::Storage* p, i64 channel_stri
       }
     }
     transpose<T>(square);
-    for (int j = 0; j < columns; ++j) store_raw(out + (v + j) * L, square[j]);
+    for (int j = 0; j < columns; ++j) {
+      store_raw(out + at * L, square[j]);
+      if (++at == width) {
+        at = 0;
+        out += pitch * L;
+      }
+    }
   }
 }
 
@@ -170,18 +185,23 @@ void read_block(const View& view, const BlockBox& box, Vec<typename Lanes::Acc> 
                 typename Lanes::Acc* out) {
   using T = typename Lanes::Acc;
   constexpr int L = kLanes<T>;
+  const i64 left = box.low(2), right = box.high(2), width = right - left, pitch = box.extent[2];
+  const i64 top = box.low(1), bottom = box.high(1);
+  const bool whole = view.stride[3] == width * view.stride[4];
+  const i64 rows = whole ? bottom - top : 1;
   for (i64 v0 = 0; v0 < box.extent[0]; ++v0) {
+    const bool valid = width > 0 && v0 >= box.low(0) && v0 < box.high(0);
+    T* plane = out + v0 * box.extent[1] * pitch * L;
     for (i64 v1 = 0; v1 < box.extent[1]; ++v1) {
-      const bool valid =
-          v0 >= box.low(0) && v0 < box.high(0) && v1 >= box.low(1) && v1 < box.high(1);
-      const i64 begin = valid ? box.low(2) : box.extent[2];
-      const i64 end = valid ? box.high(2) : box.extent[2];
-      T* row = out + (v0 * box.extent[1] + v1) * box.extent[2] * L;
-      for (i64 v = 0; v < begin; ++v) store_raw(row + v * L, fill);
-      for (i64 v = end; v < box.extent[2]; ++v) store_raw(row + v * L, fill);
-      if (begin == end) continue;
-      read_row<Lanes>(element_at<const typename Lanes::Storage>(view, box, v0, v1, begin),
-                      view.stride[1], view.stride[4], box.lanes, end - begin, row + begin * L);
+      const bool inside = valid && v1 >= top && v1 < bottom;
+      T* row = plane + v1 * pitch * L;
+      for (i64 v = 0; v < (inside ? left : pitch); ++v) store_raw(row + v * L, fill);
+      for (i64 v = inside ? right : pitch; v < pitch; ++v) store_raw(row + v * L, fill);
+    }
+    for (i64 v1 = top; valid && v1 < bottom; v1 += rows) {
+      read_row<Lanes>(element_at<const typename Lanes::Storage>(view, box, v0, v1, left),
+                      view.stride[1], view.stride[4], box.lanes, rows * width,
+                      plane + (v1 * pitch + left) * L, width, pitch);
     }
   }
 }

@@ -224,6 +224,10 @@ CONVGRAD_INLINE VecN<T, lanes> load_raw_first(const T* p, int n) {
     return __builtin_bit_cast(VecN<T, 8>, _mm512_maskz_loadu_pd(mask, p));
   } else if constexpr (sizeof(T) == 2 && lanes == 16) {
     return __builtin_bit_cast(VecN<T, 16>, _mm256_maskz_loadu_epi16(mask, p));
+  } else if constexpr (sizeof(T) == 8 && lanes == 16) {
+    const auto low = __builtin_bit_cast(VecN<T, 8>, _mm512_maskz_loadu_epi64(mask & 0xffu, p));
+    const auto high = __builtin_bit_cast(VecN<T, 8>, _mm512_maskz_loadu_epi64(mask >> 8, p + 8));
+    return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   }
 #endif
   T buffer[lanes] = {};

@@ -145,15 +145,6 @@ void arg_max(const PoolArgs& args, const Windows& windows, const T* x, T* values
   }
 }
 
-// Sets Control.error to 1 + the lowest position reported.
-inline void report(Control* control, i64 position) {
-  i64 seen = __atomic_load_n(&control->error, __ATOMIC_RELAXED);
-  while ((seen == 0 || position + 1 < seen) &&
-         !__atomic_compare_exchange_n(&control->error, &seen, position + 1, false,
-                                      __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-  }
-}
-
 // The taps [low, high) of a window that are inside the input, in one dimension.
 struct TapRange {
   i64 low;
@@ -171,16 +162,17 @@ CONVGRAD_INLINE TapRange taps_inside(const PoolArgs& args, int d, i64 window) {
 struct PoolTile {
   i64 batch;
   i64 channel;
-  int lanes;
+  int lanes;  // channels
   i64 start[3];
   i64 extent[3];
 };
 
-// Maps a task to a tile, such that consecutive tasks access adjacent memory: channel blocks are
+// Maps a task to a tile of `vectors` vectors of channels, such that consecutive tasks access adjacent memory: channel blocks are
 // innermost if channels are contiguous, otherwise tiles are.
 template <class T>
-CONVGRAD_INLINE PoolTile pool_tile(const PoolArgs& args, const int64_t* whole, i64 task) {
-  constexpr int L = kLanes<T>;
+CONVGRAD_INLINE PoolTile pool_tile(const PoolArgs& args, const int64_t* whole, i64 task,
+                                   i64 vectors = 1) {
+  const i64 L = vectors * kLanes<T>;
   PoolTile tile;
   const i64 blocks = (args.channels + L - 1) / L;
   const bool channels_first = args.y.stride[1] != 1;
@@ -205,8 +197,8 @@ CONVGRAD_INLINE PoolTile pool_tile(const PoolArgs& args, const int64_t* whole, i
 }
 
 template <class T>
-CONVGRAD_INLINE i64 pool_tasks(const PoolArgs& args) {
-  const i64 blocks = (args.channels + kLanes<T> - 1) / kLanes<T>;
+CONVGRAD_INLINE i64 pool_tasks(const PoolArgs& args, i64 vectors = 1) {
+  const i64 blocks = (args.channels + vectors * kLanes<T> - 1) / (vectors * kLanes<T>);
   return args.batch * blocks * args.tiles[0] * args.tiles[1] * args.tiles[2];
 }
 

@@ -28,7 +28,7 @@ struct PoolArgs {
   int32_t dtype;
   int32_t index_bytes;   // 4 or 8
   int32_t from_indices;  // backward: 1 if indices are given, 0 if x is given
-  int32_t unused;
+  int32_t vectors;       // backward: of channels, in a task
 };
 
 }  // namespace convgrad

@@ -1,89 +1,19 @@
 // Max pooling backward: each input position gathers the gradients of the windows whose maximum it
 // is, in window order, summed in float (double for F64) and rounded once.
 //
-// A task is a tile of input positions, for a vector of channels. It first computes the indices of
-// the maxima of all windows that may overlap the tile, from the input or by reading and checking
-// given indices. Then it sums, for each position, the gradients of the windows whose index is the
-// position. Windows on the border of a tile are processed by several tasks, but none writes outside
-// its tile.
+// A task is a tile of input positions, for some vectors of channels. It first packs the gradients of all
+// windows that may overlap the tile, and the indices of their maxima: those given, or found in the
+// input. Then it sums, for each position, the gradients of the windows whose index is the position.
+// Windows on the border of a tile are processed by several tasks, but none writes outside its tile.
 //
 // Requires: PoolArgs from plans/pooling.py. Deterministic: no atomics, and sums are in window
-// order. An index that is not a valid tap of its window contributes nothing and is reported:
-// Control.error becomes 1 + the position of the first one, in (N, C, output) order.
+// order. A window's index is met once, by the position that it names, if it is a tap of the window
+// inside the input, and never otherwise. So given indices are valid if as many were met as there
+// are windows: Control.done[1] counts them.
 #include "pool.hpp"
 
 namespace convgrad {
 namespace {
-
-// All bits set in the lanes whose index is a tap of the window inside the input. Without dilation,
-// a row of taps is a range of flat indices.
-template <class T>
-CONVGRAD_INLINE Mask<T> in_window(const PoolArgs& args, Mask<T> relative, TapRange taps0,
-                                  TapRange taps1, TapRange taps2) {
-  using I = Mask<T>;
-  using Lane = typename detail::MaskElement<T>::type;
-  I found = I(Lane(0));
-  const i64 d2 = args.dilation[2];
-  for (i64 r0 = taps0.low; r0 < taps0.high; ++r0) {
-    for (i64 r1 = taps1.low; r1 < taps1.high; ++r1) {
-      if (d2 == 1) {
-        const I column = relative - static_cast<Lane>(tap_flat(args, r0, r1, taps2.low));
-        found |= (column >= Lane(0)) & (column < static_cast<Lane>(taps2.high - taps2.low));
-        continue;
-      }
-      for (i64 r2 = taps2.low; r2 < taps2.high; ++r2) {
-        found |= relative == static_cast<Lane>(tap_flat(args, r0, r1, r2));
-      }
-    }
-  }
-  return found;
-}
-
-// Checks each index against its window; invalid ones become -1 and are reported.
-template <class T>
-void check_indices(const PoolArgs& args, Control* control, const PoolTile& tile,
-                   const Windows& windows, T* index) {
-  constexpr int L = kLanes<T>;
-  using I = Mask<T>;
-  using Lane = typename detail::MaskElement<T>::type;
-  I used = I(Lane(0));
-  for (int lane = 0; lane < tile.lanes; ++lane) used[lane] = Lane(-1);
-  for (i64 w0 = 0; w0 < windows.count[0]; ++w0) {
-    if (!windows.in_output(args, 0, w0)) continue;
-    const i64 o0 = windows.first[0] + w0;
-    const TapRange taps0 = taps_inside(args, 0, o0);
-    for (i64 w1 = 0; w1 < windows.count[1]; ++w1) {
-      if (!windows.in_output(args, 1, w1)) continue;
-      const i64 o1 = windows.first[1] + w1;
-      const TapRange taps1 = taps_inside(args, 1, o1);
-      const i64 row = (w0 * windows.count[1] + w1) * windows.count[2];
-      const i64 reach = (args.kernel[2] - 1) * args.dilation[2];
-      i64 base = windows.base(args, w0, w1, 0);
-      for (i64 w2 = 0; w2 < windows.count[2]; ++w2, base += args.stride[2]) {
-        if (!windows.in_output(args, 2, w2)) continue;
-        T* at = index + (row + w2) * L;
-        const I given = load_raw<I>(at);
-        const i64 i2 = coordinate(args, 2, windows.first[2] + w2, 0);
-        const bool interior = i2 >= 0 && i2 + reach < args.input[2];
-        const TapRange taps2 =
-            interior ? TapRange{0, args.kernel[2]} : taps_inside(args, 2, windows.first[2] + w2);
-        // The only negative index is -1; base may be any negative number.
-        const I found = in_window<T>(args, given - static_cast<Lane>(base), taps0, taps1, taps2) &
-                        (given >= Lane(0));
-        if (__builtin_reduce_or(~found & used) == 0) continue;
-        store_raw(at, given | ~found);
-        Lane lanes[L];
-        store_raw(lanes, found);
-        for (int lane = 0; lane < tile.lanes; ++lane) {
-          if (lanes[lane] != 0) continue;
-          const i64 plane = tile.batch * args.channels + tile.channel + lane;
-          report(control, ((plane * args.output[0] + o0) * args.output[1] + o1) * args.output[2] +
-                              windows.first[2] + w2);
-        }
-      }
-    }
-  }
-}
 
 CONVGRAD_INLINE i64 floor_quotient(i64 a, i64 b) { return a >= 0 ? a / b : -((-a + b - 1) / b); }
 
@@ -126,88 +56,208 @@ CONVGRAD_INLINE void column_taps(const PoolArgs& args, const PoolTile& tile, con
   }
 }
 
-// Computes one row of grad_input: row[v] = the sum of the gradients of the windows whose index is
-// that position.
+// The windows that positions of a plane of the tile may be the maximum of, as offsets in the block.
+// Positions of the same phase, a row and a column modulo the stride, have the same list, shifted by
+// a window per stride.
+struct Meetings {
+  i64 phases[2];  // of rows and columns that the tile has
+  i64* first;     // [phases[0] * phases[1] + 1]: index of the first offset of each phase
+  i64* at;
+};
+
 template <class T>
-void gather_row(const PoolArgs& args, const PoolTile& tile, const Windows& windows,
-                const ColumnTap* taps, const T* index, const T* gradient, i64 i0, i64 i1, i64* met,
-                T* row) {
-  constexpr int L = kLanes<T>;
-  using I = Mask<T>;
-  using Lane = typename detail::MaskElement<T>::type;
-  const i64 s2 = args.stride[2];
-  i64* met1 = met + args.kernel[0];
-  i64* at = met1 + args.kernel[1];
-  const i64 n0 = meetings(args, windows, 0, i0, met);
-  const i64 n1 = meetings(args, windows, 1, i1, met1);
-  for (i64 phase = 0; phase < s2 && phase < tile.extent[2]; ++phase) {
-    i64 n = 0;
-    for (i64 a = 0; a < n0; ++a) {
-      for (i64 b = 0; b < n1; ++b) {
-        const i64 base = (met[a] * windows.count[1] + met1[b]) * windows.count[2];
-        for (i64 r = args.kernel[2] - 1; r >= 0; --r) {
-          if (taps[r].phase == phase) at[n++] = (base + taps[r].window) * L;
+void list_meetings(const PoolArgs& args, const PoolTile& tile, const Windows& windows,
+                   const ColumnTap* taps, i64 i0, i64* planes, i64* rows, Meetings& met) {
+  const i64 n0 = meetings(args, windows, 0, i0, planes);
+  i64 n = 0, p = 0;
+  for (i64 row = 0; row < met.phases[0]; ++row) {
+    const i64 n1 = meetings(args, windows, 1, tile.start[1] + row, rows);
+    for (i64 phase = 0; phase < met.phases[1]; ++phase) {
+      met.first[p++] = n;
+      for (i64 a = 0; a < n0; ++a) {
+        for (i64 b = 0; b < n1; ++b) {
+          const i64 base = (planes[a] * windows.count[1] + rows[b]) * windows.count[2];
+          for (i64 r = args.kernel[2] - 1; r >= 0; --r) {
+            if (taps[r].phase == phase) met.at[n++] = (base + taps[r].window) * kLanes<T>;
+          }
         }
       }
     }
-    Lane flat = static_cast<Lane>(flat_index(args, i0, i1, tile.start[2] + phase));
-    const T* where = index;
-    const T* grads = gradient;
-    for (i64 v = phase; v < tile.extent[2]; v += s2, where += L, grads += L) {
-      const I here = I(flat);
-      Vec<T> sum = splat(T(0));
-      for (i64 m = 0; m < n; ++m) {
-        const I chosen = load_raw<I>(where + at[m]) == here;
-        const Vec<T> more = sum + load_raw<Vec<T>>(grads + at[m]);
-        sum = chosen ? more : sum;
-      }
-      store_raw(row + v * L, sum);
-      flat += static_cast<Lane>(s2);
+  }
+  met.first[p] = n;
+}
+
+// A row of results. The first `skip` lanes are not written.
+template <class T>
+struct ResultRow {
+  T* data;
+  i64 pitch;  // of columns, in elements
+  int skip;
+};
+
+// U positions of a phase, whose sums overlap to hide latency: the sum of the gradients of the n
+// windows `at` whose index is the position. Returns the number of windows met, in each lane.
+template <class T, int U>
+CONVGRAD_INLINE Mask<T> gather_run(const i64* at, i64 n, const T* index, const T* gradient,
+                                   Mask<T> here, i64 step, T* out, i64 pitch, int skip) {
+  constexpr int L = kLanes<T>;
+  using I = Mask<T>;
+  using Lane = typename detail::MaskElement<T>::type;
+  Vec<T> sum[U];
+  I position[U], met[U];
+#pragma clang loop unroll(full)
+  for (int u = 0; u < U; ++u) {
+    sum[u] = splat(T(0));
+    met[u] = I(Lane(0));
+    position[u] = here + static_cast<Lane>(u * step);
+  }
+  for (i64 m = 0; m < n; ++m) {
+#pragma clang loop unroll(full)
+    for (int u = 0; u < U; ++u) {
+      const I chosen = load_raw<I>(index + at[m] + u * L) == position[u];
+      const Vec<T> more = sum[u] + load_raw<Vec<T>>(gradient + at[m] + u * L);
+      sum[u] = chosen ? more : sum[u];
+      met[u] = chosen ? met[u] + Lane(1) : met[u];
     }
   }
+#pragma clang loop unroll(full)
+  for (int u = 0; u < U; ++u) {
+    if (skip == 0) {
+      store_raw(out + u * pitch, sum[u]);
+    } else {
+      store_raw_last<T, L>(out + u * pitch, sum[u], L - skip);
+    }
+    if (u > 0) met[0] += met[u];
+  }
+  return met[0];
+}
+
+// Computes row v1 of the tile, whose first position has flat index `flat`.
+template <class T>
+CONVGRAD_INLINE Mask<T> gather_row(const PoolArgs& args, const PoolTile& tile, const Meetings& met,
+                                   const T* index, const T* gradient, i64 row_phase, i64 flat,
+                                   const ResultRow<T>& row) {
+  constexpr int L = kLanes<T>;
+  constexpr int U = 4;
+  using I = Mask<T>;
+  using Lane = typename detail::MaskElement<T>::type;
+  const i64 s2 = args.stride[2], pitch = s2 * row.pitch;
+  I found = I(Lane(0));
+  i64 left = ceil_quotient(tile.extent[2], s2);
+  for (i64 phase = 0; phase < met.phases[1]; ++phase) {
+    const i64* first = met.first + row_phase * met.phases[1] + phase;
+    const i64* at = met.at + first[0];
+    const i64 n = first[1] - first[0];
+    // Rows of different phases have at most one column less than the first phase.
+    const i64 columns = (left - 1) * s2 + phase < tile.extent[2] ? left : left - 1;
+    I here = I(static_cast<Lane>(flat + phase));
+    const T* where = index;
+    const T* grads = gradient;
+    T* out = row.data + phase * row.pitch;
+    i64 v = 0;
+    for (; v + U <= columns; v += U, where += U * L, grads += U * L, out += U * pitch) {
+      found += gather_run<T, U>(at, n, where, grads, here, s2, out, pitch, row.skip);
+      here += static_cast<Lane>(U * s2);
+    }
+    for (; v < columns; ++v, where += L, grads += L, out += pitch) {
+      found += gather_run<T, 1>(at, n, where, grads, here, s2, out, pitch, row.skip);
+      here += static_cast<Lane>(s2);
+    }
+  }
+  return found;
 }
 
 template <class E, class Index>
 void backward_tasks(const PoolArgs& args, Control* control, void* scratch) {
   using T = typename E::Acc;
+  using S = typename E::Storage;
+  using Lane = typename detail::MaskElement<T>::type;
   constexpr int L = kLanes<T>;
-  const i64 windows_at_most = args.windows[0] * args.windows[1] * args.windows[2];
-  T* row = static_cast<T*>(scratch);
-  T* index = row + args.tile[2] * L;
-  T* gradient = index + windows_at_most * L;
-  T* x = gradient + windows_at_most * L;
-  i64* met = static_cast<i64*>(scratch) + args.scratch_bytes / 8 - args.meeting_words;
-  auto* taps = reinterpret_cast<ColumnTap*>(met);
-  met += 2 * args.kernel[2];
+  const i64 vectors = args.vectors;
+  const i64 block = args.windows[0] * args.windows[1] * args.windows[2] * L;
+  const View& result = args.grad_input;
+  const bool direct = sizeof(S) == sizeof(T) && result.stride[1] == 1 && args.channels >= L;
+  // Rows of contiguous columns that are contiguous with each other are unpacked together.
+  const bool adjacent = result.stride[1] == 1;
+  const bool whole =
+      !adjacent && args.tiles[2] == 1 && result.stride[3] == args.input[2] * result.stride[4];
+  const i64 results = (adjacent ? 1 : args.tile[1]) * args.tile[2] * L;
+  T* rows = static_cast<T*>(scratch);
+  T* index = rows + vectors * results;
+  T* gradient = index + vectors * block;
+  T* x = gradient + vectors * block;
+  i64* list = static_cast<i64*>(scratch) + args.scratch_bytes / 8 - args.meeting_words;
+  auto* taps = reinterpret_cast<ColumnTap*>(list);
+  i64* planes = list + 2 * args.kernel[2];
+  i64* row_list = planes + args.kernel[0];
+  Meetings meet{{0, 0}, row_list + args.kernel[1], nullptr};
   const Vec<T> none = __builtin_bit_cast(Vec<T>, Mask<T>{} - 1);
-  const i64 tasks = pool_tasks<T>(args);
+  const i64 tasks = pool_tasks<T>(args, vectors);
+  i64 found = 0;
+  Mask<T> lane{};
+  for (int i = 0; i < L; ++i) lane[i] = static_cast<Lane>(i);
   for (i64 task; (task = take_task(control, 0, tasks)) >= 0;) {
-    const PoolTile tile = pool_tile<T>(args, args.input, task);
-    const Windows windows = windows_met(args, tile);
-    const BlockBox box = block_box(tile, args.output, windows.first, windows.count);
-    read_block<ValueLanes<E>>(args.y, box, splat(T(0)), gradient);
-    if (args.from_indices) {
-      read_block<IndexLanes<T, Index>>(args.indices, box, none, index);
-      check_indices<T>(args, control, tile, windows, index);
-    } else {
+    Mask<T> met{};
+    const PoolTile all = pool_tile<T>(args, args.input, task, vectors);
+    const Windows windows = windows_met(args, all);
+    const i64 held = (all.lanes + L - 1) / L;
+    // The last vector of contiguous channels overlaps the one before instead of being partial.
+    const int skip = direct ? static_cast<int>(held * L - all.lanes) : 0;
+    const auto vector_of = [&](i64 v) {
+      PoolTile tile = all;
+      tile.channel += v * L - (v == held - 1 ? skip : 0);
+      tile.lanes = static_cast<int>(least(L, args.channels - tile.channel));
+      return tile;
+    };
+    for (i64 v = 0; v < held; ++v) {
+      const PoolTile tile = vector_of(v);
+      const BlockBox box = block_box(tile, args.output, windows.first, windows.count);
+      read_block<ValueLanes<E>>(args.y, box, splat(T(0)), gradient + v * block);
+      if (args.from_indices) {
+        read_block<IndexLanes<T, Index>>(args.indices, box, none, index + v * block);
+        continue;
+      }
       i64 start[3];
       for (int d = 0; d < 3; ++d) start[d] = coordinate(args, d, windows.first[d], 0);
       read_block<ValueLanes<E>>(args.x, block_box(tile, args.input, start, windows.extent),
                                 minus_infinity<T>(), x);
-      arg_max<T>(args, windows, x, static_cast<T*>(nullptr), index);
+      arg_max<T>(args, windows, x, static_cast<T*>(nullptr), index + v * block);
     }
-    column_taps(args, tile, windows, taps);
-    const BlockBox out = block_box(tile, args.input, tile.start, tile.extent);
-    for (i64 v0 = 0; v0 < tile.extent[0]; ++v0) {
-      for (i64 v1 = 0; v1 < tile.extent[1]; ++v1) {
-        gather_row<T>(args, tile, windows, taps, index, gradient, tile.start[0] + v0,
-                      tile.start[1] + v1, met, row);
-        write_row<ValueLanes<E>>(element_at<typename E::Storage>(args.grad_input, out, v0, v1, 0),
-                                 args.grad_input.stride[1], args.grad_input.stride[4], tile.lanes,
-                                 tile.extent[2], row);
+    column_taps(args, all, windows, taps);
+    for (int d = 0; d < 2; ++d) meet.phases[d] = least(args.stride[d + 1], all.extent[d + 1]);
+    meet.at = meet.first + meet.phases[0] * meet.phases[1] + 1;
+    const i64 window_row = windows.count[2] * L;
+    for (i64 v0 = 0; v0 < all.extent[0]; ++v0) {
+      list_meetings<T>(args, all, windows, taps, all.start[0] + v0, planes, row_list, meet);
+      i64 phase = 0, shift = 0;  // of the row's windows, in the block
+      for (i64 v1 = 0; v1 < all.extent[1]; ++v1) {
+        const i64 flat = flat_index(args, all.start[0] + v0, all.start[1] + v1, all.start[2]);
+        for (i64 v = 0; v < held; ++v) {
+          const PoolTile tile = vector_of(v);
+          const BlockBox out = block_box(tile, args.input, tile.start, tile.extent);
+          S* at = element_at<S>(result, out, v0, v1, 0);
+          T* packed = rows + v * results + (whole ? v1 * tile.extent[2] * L : 0);
+          const int left_out = v == held - 1 ? skip : 0;
+          const ResultRow<T> row{direct ? reinterpret_cast<T*>(at) : packed,
+                                 direct ? result.stride[4] : L, left_out};
+          met += gather_row<T>(args, tile, meet, index + v * block + shift,
+                               gradient + v * block + shift, phase, flat, row) &
+                 (lane >= static_cast<Lane>(left_out)) & (lane < static_cast<Lane>(tile.lanes));
+          if (direct || (whole && v1 + 1 < all.extent[1])) continue;
+          const i64 n = (whole ? all.extent[1] : 1) * all.extent[2];
+          write_row<ValueLanes<E>>(whole ? element_at<S>(result, out, v0, 0, 0) : at,
+                                   result.stride[1], result.stride[4], tile.lanes, n,
+                                   whole ? rows + v * results : packed);
+        }
+        if (++phase == args.stride[1]) {
+          phase = 0;
+          shift += window_row;
+        }
       }
     }
+    for (int i = 0; i < L; ++i) found += met[i];
   }
+  __atomic_fetch_add(&control->done[1], found, __ATOMIC_RELAXED);
 }
 
 template <class E>

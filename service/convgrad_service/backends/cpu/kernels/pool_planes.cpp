@@ -1,13 +1,12 @@
 // Max pooling, forward and backward, for contiguous columns: one (n, c) plane at a time.
 //
 // A task is a few planes of one image. Forward: the search of pool_planes.hpp, then values and flat
-// indices are written row by row. Backward: the same search, or given indices, which are checked;
-// then each window's gradient is added at its maximum, in window order, in a plane of accumulators
-// that stays in the cache (for float32, the result itself), and rounded once.
+// indices are written row by row. Backward: the same search, then each window's gradient is added at
+// its maximum, in window order, in a plane of accumulators that stays in the cache (for float32, the
+// result itself), and rounded once.
 //
 // Requires: PoolPlanesArgs from ../pool_planes.py. Deterministic: one thread processes a plane.
-// Invalid indices contribute nothing and are reported as in pool_backward.cpp. Indices within a
-// plane are 32-bit for float accumulators.
+// Indices within a plane are 32-bit for float accumulators.
 #include "pool_planes.hpp"
 
 namespace convgrad {
@@ -101,122 +100,6 @@ void forward_planes(const PoolPlanesArgs& args, Control* control, void* scratch)
   }
 }
 
-// A row of windows: its valid taps in the outer dimensions, and the flat index of tap 0.
-struct RowOfWindows {
-  i64 o0;
-  i64 o1;
-  TapRange taps0;
-  TapRange taps1;
-  i64 base;
-};
-
-// Checks the indices of V vectors of windows from `next` on. Writes each valid index to position,
-// and -1 for others, for which a lane of `wrong` becomes negative. The last vector of a row
-// overlaps the one before instead of being partial, with the same result.
-template <class T, class Index, int V>
-CONVGRAD_INLINE void check_run(const PoolArgs& args, const RowOfWindows& row, const Index* given,
-                               i64 next, Mask<T>& wrong,
-                               typename detail::MaskElement<T>::type* position) {
-  using I = Mask<T>;
-  using Lane = typename detail::MaskElement<T>::type;
-  using Unsigned = __make_unsigned(Lane);
-  constexpr int L = kLanes<T>;
-  using U = VecN<Unsigned, L>;
-  const I none = I(Lane(0));
-  I lane{};
-#pragma clang loop unroll(full)
-  for (int i = 0; i < L; ++i) lane[i] = static_cast<Lane>(i);
-  const i64 reach = (args.kernel[2] - 1) * args.dilation[2];
-  I flat[V], column[V], found[V];
-  U span[V];
-  i64 at[V];
-#pragma clang loop unroll(full)
-  for (int v = 0; v < V; ++v) {
-    at[v] = least(next + v * L, args.output[2] - L);
-    flat[v] = __builtin_bit_cast(I, IndexLanes<T, Index>::get(given + at[v]));
-    const I start = (lane + static_cast<Lane>(at[v])) * static_cast<Lane>(args.stride[2]);
-    // The window's columns inside the input, relative to tap 0.
-    const I first = start - static_cast<Lane>(args.pad[2]);
-    const I room = static_cast<Lane>(args.input[2] - 1) - first;
-    const I lowest = first < none ? -first : none;
-    const I highest = room < static_cast<Lane>(reach) ? room : I(static_cast<Lane>(reach));
-    span[v] = __builtin_bit_cast(U, highest - lowest + 1);
-    column[v] = flat[v] - start - static_cast<Lane>(row.base) - lowest;
-    found[v] = none;
-  }
-  for (i64 r0 = row.taps0.low; r0 < row.taps0.high; ++r0) {
-    for (i64 r1 = row.taps1.low; r1 < row.taps1.high; ++r1) {
-      const I here = I(static_cast<Lane>(tap_flat(args, r0, r1, 0)));
-#pragma clang loop unroll(full)
-      for (int v = 0; v < V; ++v) {
-        // An unsigned comparison also excludes negative numbers.
-        I inside = __builtin_bit_cast(U, column[v] - here) < span[v];
-        if (args.dilation[2] != 1) {
-          const I start = (lane + static_cast<Lane>(at[v])) * static_cast<Lane>(args.stride[2]);
-          const I tap = flat[v] - start - static_cast<Lane>(row.base) - here;
-          I met = none;
-          for (i64 r2 = 0; r2 < args.kernel[2]; ++r2) {
-            met |= tap == static_cast<Lane>(r2 * args.dilation[2]);
-          }
-          inside &= met;
-        }
-        found[v] |= inside;
-      }
-    }
-  }
-#pragma clang loop unroll(full)
-  for (int v = 0; v < V; ++v) {
-    found[v] &= flat[v] >= none;
-    const I checked = found[v] ? flat[v] : none - 1;
-    wrong |= checked;
-    store_raw(position + at[v], checked);
-  }
-}
-
-// Checks one row of indices and writes them to position; invalid ones become -1 and are reported.
-// Returns whether all are valid.
-template <class T, class Index>
-CONVGRAD_INLINE bool check_row(const PoolArgs& args, Control* control, const Index* given,
-                               i64 plane, i64 o0, i64 o1,
-                               typename detail::MaskElement<T>::type* position) {
-  using I = Mask<T>;
-  constexpr int L = kLanes<T>;
-  const RowOfWindows row{o0, o1, taps_inside(args, 0, o0), taps_inside(args, 1, o1),
-                         row_base(args, o0, o1)};
-  const i64 n = args.output[2];
-  I wrong{};
-  if (n >= L) {
-    for (i64 next = 0; next < n; next += 4 * L) {
-      if (n - next > 2 * L) {
-        check_run<T, Index, 4>(args, row, given, next, wrong, position);
-      } else if (n - next > L) {
-        check_run<T, Index, 2>(args, row, given, next, wrong, position);
-      } else {
-        check_run<T, Index, 1>(args, row, given, next, wrong, position);
-      }
-    }
-  } else {
-    // A short row is padded with -1, which is ignored.
-    Index few[L];
-    typename detail::MaskElement<T>::type checked[L];
-    for (int i = 0; i < L; ++i) few[i] = i < n ? given[i] : Index(-1);
-    PoolArgs padded = args;
-    padded.output[2] = L;
-    I ignored{};
-    check_run<T, Index, 1>(padded, row, few, 0, ignored, checked);
-    for (i64 i = 0; i < n; ++i) {
-      position[i] = checked[i];
-      wrong[0] |= checked[i];
-    }
-  }
-  if (__builtin_reduce_or(wrong) >= 0) return true;
-  const i64 before = ((plane * args.output[0] + o0) * args.output[1] + o1) * n;
-  for (i64 o2 = 0; o2 < n; ++o2) {
-    if (position[o2] < 0) report(control, before + o2);
-  }
-  return false;
-}
-
 // Writes the flat indices of the maxima found in one row of windows to position.
 template <class Lane>
 CONVGRAD_INLINE void found_row(const PoolArgs& args, i64 o0, i64 o1, const Lane* relative,
@@ -244,7 +127,7 @@ CONVGRAD_INLINE i64 past_window(const PoolArgs& args, i64 o0, i64 o1) {
   return (last0 * args.input[1] + last1 + 1) * args.input[2];
 }
 
-template <class E, class Index>
+template <class E>
 void backward_planes(const PoolPlanesArgs& args, Control* control, void* scratch) {
   using T = typename E::Acc;
   using S = typename E::Storage;
@@ -260,12 +143,10 @@ void backward_planes(const PoolPlanesArgs& args, Control* control, void* scratch
   const i64 tasks = ceil_div(planar.groups, planar.group_block) * planar.batch;
   for (i64 task; (task = take_task(control, 0, tasks)) >= 0;) {
     const TileOrigin tile = tile_at(planar, task / planar.batch, task % planar.batch);
-    if (!pool.from_indices) {
-      read_source<E>(planar, tile, planes.plane, s.source, -__builtin_inf());
-    }
+    read_source<E>(planar, tile, planes.plane, s.source, -__builtin_inf());
     for (i64 g = 0; g < tile.groups; ++g) {
       const i64 channel = tile.group + g;
-      if (!pool.from_indices) search_plane<T>(planar, planes, g, s);
+      search_plane<T>(planar, planes, g, s);
       S* target = static_cast<S*>(result.data) + tile.batch * result.stride[0] +
                   channel * result.stride[1];
       T* sums = in_place ? reinterpret_cast<T*>(target) : s.sums;
@@ -282,27 +163,14 @@ void backward_planes(const PoolPlanesArgs& args, Control* control, void* scratch
             fill_zero(sums + cleared, reached - cleared);
             cleared = reached;
           }
-          bool right = true;
-          if (pool.from_indices) {
-            right = check_row<T, Index>(
-                pool, control, static_cast<const Index*>(pool.indices.data) + at(pool.indices),
-                tile.batch * pool.channels + channel, o0, o1, s.position);
-          } else {
-            found_row(pool, o0, o1, s.at + (o0 * planar.box[1] + o1) * planar.box[2], s.position);
-          }
+          found_row(pool, o0, o1, s.at + (o0 * planar.box[1] + o1) * planar.box[2], s.position);
           const S* y = static_cast<const S*>(pool.y.data) + at(pool.y);
           const T* gradient = s.row;
           if constexpr (sizeof(S) == sizeof(T)) {
             if (pool.y.stride[4] == 1) gradient = reinterpret_cast<const T*>(y);
           }
           if (gradient == s.row) read_line<E>(y, pool.y.stride[4], pool.output[2], s.row);
-          if (right) {
-            for (i64 o2 = 0; o2 < pool.output[2]; ++o2) sums[s.position[o2]] += gradient[o2];
-          } else {
-            for (i64 o2 = 0; o2 < pool.output[2]; ++o2) {
-              if (s.position[o2] >= 0) sums[s.position[o2]] += gradient[o2];
-            }
-          }
+          for (i64 o2 = 0; o2 < pool.output[2]; ++o2) sums[s.position[o2]] += gradient[o2];
         }
       }
       if (cleared < size) fill_zero(sums + cleared, size - cleared);
@@ -318,12 +186,12 @@ void backward_planes(const PoolPlanesArgs& args, Control* control, void* scratch
 
 template <class E>
 void planes(const PoolPlanesArgs& args, Control* control, void* scratch, bool backward) {
-  if (args.pool.index_bytes == 4) {
-    backward ? backward_planes<E, i32>(args, control, scratch)
-             : forward_planes<E, i32>(args, control, scratch);
+  if (backward) {
+    backward_planes<E>(args, control, scratch);
+  } else if (args.pool.index_bytes == 4) {
+    forward_planes<E, i32>(args, control, scratch);
   } else {
-    backward ? backward_planes<E, i64>(args, control, scratch)
-             : forward_planes<E, i64>(args, control, scratch);
+    forward_planes<E, i64>(args, control, scratch);
   }
 }
 

@@ -7,7 +7,7 @@
 //
 // Requires: PoolArgs without tiles; scratch for one plane of accumulators for 16-bit types.
 // Deterministic: one thread adds in window order, which is the order of pool_backward.cpp. Invalid
-// indices contribute nothing and are reported as there.
+// indices contribute nothing, and valid ones are counted as there.
 #include "pool.hpp"
 
 namespace convgrad {
@@ -75,8 +75,8 @@ CONVGRAD_INLINE bool located(const PoolArgs& args, const i64* o, i64 flat, Place
   return true;
 }
 
-// Calls visit(n, c, o, position) for every window of every plane; position is in (N, C, output)
-// order. `before` and `after` are called around each plane.
+// Calls visit(n, c, o) for every window of every plane; `before` and `after` are called around each
+// plane.
 template <class Before, class Visit, class After>
 CONVGRAD_INLINE void each_plane(const PoolArgs& args, Control* control, Before before, Visit visit,
                                 After after) {
@@ -89,7 +89,7 @@ CONVGRAD_INLINE void each_plane(const PoolArgs& args, Control* control, Before b
       if (__atomic_load_n(&control->cancelled, __ATOMIC_RELAXED)) return;
       const i64 o[3] = {w / args.output[2] / args.output[1], w / args.output[2] % args.output[1],
                         w % args.output[2]};
-      visit(n, c, o, task * windows + w);
+      visit(n, c, o);
     }
     after(n, c);
   }
@@ -99,7 +99,7 @@ template <class E, class Index>
 void forward_windows(const PoolArgs& args, Control* control, void*) {
   using Storage = typename E::Storage;
   const auto nothing = [](i64, i64) {};
-  const auto visit = [&](i64 n, i64 c, const i64* o, i64) {
+  const auto visit = [&](i64 n, i64 c, const i64* o) {
     const auto found = search<E>(args, plane_of<const Storage>(args.x, n, c), o);
     store_one<E>(plane_of<Storage>(args.y, n, c) + offset(args.y, o[0], o[1], o[2]), found.value);
     if (args.indices.data == nullptr) return;
@@ -124,6 +124,7 @@ void backward_windows(const PoolArgs& args, Control* control, void* scratch) {
     }
   };
   T* sums = static_cast<T*>(scratch);
+  i64 valid = 0;  // given indices
   const auto sum_at = [&](i64 n, i64 c, i64 i0, i64 i1, i64 i2) -> T* {
     if constexpr (in_place) return plane_of<T>(out, n, c) + offset(out, i0, i1, i2);
     return sums + flat_index(args, i0, i1, i2);
@@ -131,12 +132,13 @@ void backward_windows(const PoolArgs& args, Control* control, void* scratch) {
   const auto clear = [&](i64 n, i64 c) {
     each_element([&](i64 i0, i64 i1, i64 i2) { *sum_at(n, c, i0, i1, i2) = T(0); });
   };
-  const auto visit = [&](i64 n, i64 c, const i64* o, i64 position) {
+  const auto visit = [&](i64 n, i64 c, const i64* o) {
     Place place;
     if (args.from_indices) {
       const Index flat =
           plane_of<const Index>(args.indices, n, c)[offset(args.indices, o[0], o[1], o[2])];
-      if (!located(args, o, flat, &place)) return report(control, position);
+      if (!located(args, o, flat, &place)) return;
+      ++valid;
     } else {
       place = search<E>(args, plane_of<const Storage>(args.x, n, c), o).place;
     }
@@ -153,6 +155,7 @@ void backward_windows(const PoolArgs& args, Control* control, void* scratch) {
     }
   };
   each_plane(args, control, clear, visit, finish);
+  __atomic_fetch_add(&control->done[1], valid, __ATOMIC_RELAXED);
 }
 
 template <class E>
