@@ -137,7 +137,7 @@ def backward(
     else:
         args.pool.x.data = args.planar.src.data = data
     used, valid = _run(library, workers, prepared.kernel, args, prepared, cancelled)
-    if indices is not None and valid != indices.size:
+    if indices is not None and valid not in (None, indices.size):
         raise InvalidProblem(_wrong_index(pool, indices))
     return used
 
@@ -319,8 +319,11 @@ def _run(
     args: ctypes.Structure,
     plan: PoolPlan | PoolPlanesArgs | _Launch | _Prepared,
     cancelled: threading.Event | None,
-) -> tuple[int, int]:
-    """Launch a kernel; return the bytes of scratch used and the number of valid indices."""
+) -> tuple[int, int | None]:
+    """Launch a kernel; return the bytes of scratch used and the number of valid indices.
+
+    The number is None in a dry run, which claims no task.
+    """
     if isinstance(args, PoolPlanesArgs) and kernel not in PLANE_KERNELS:
         args = args.pool
     control = workers.launch(
@@ -330,4 +333,5 @@ def _run(
         tasks=plan.tasks,
         cancelled=cancelled,
     )
-    return plan.scratch_bytes * workers.threads, int(control.done[1])
+    valid = int(control.done[1]) if control.next[0] else None
+    return plan.scratch_bytes * workers.threads, valid

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from convgrad.contract import OPERATIONS, validate
 from convgrad.dtypes import DType
 from convgrad.errors import InvalidProblem, UnsupportedProblem
-from convgrad_service.backends.cpu import max_pool, pool_planes
+from convgrad_service.backends.cpu import CpuBackend, max_pool, pool_planes
 from convgrad_service.backends.cpu.library import load
 from convgrad_service.backends.cpu.threads import Workers
 from convgrad_service.plans import pooling
+from convgrad_service.problems import problem_from
 from convgrad_service.problems.formulas import pool_output_size
 from convgrad_service.problems.geometry import PoolShape
 from tests.support.numerics.arrays import rng_for
@@ -158,3 +160,18 @@ def test_sums_of_a_plane_that_do_not_fit_are_unsupported() -> None:
     grad = np.zeros((far.batch, far.channels, *far.output_size), np.float16)
     with pytest.raises(UnsupportedProblem, match="bytes in sums"):
         max_pool.backward(LIBRARY, WORKERS, far, DType.FLOAT16, grad, x, input=x)
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+def test_a_dry_run_checks_no_indices(layout: str) -> None:
+    shape, size = ([1, 3, 3, 16], [5, 6]) if layout == "NHWC" else ([1, 16, 3, 3], [5, 6])
+    grad = np.ones(shape, np.float32)
+    request = validate(
+        OPERATIONS["maxpool2d_bwd"].request,
+        {
+            "grad_output": grad, "indices": np.zeros(shape, np.int64), "kernel_size": (2, 2),
+            "stride": (2, 2), "padding": (1, 0), "layout": layout, "input_size": size,
+        },
+    )  # fmt: skip
+    plan = CpuBackend(threads=1).explain(problem_from("maxpool2d_bwd", request))
+    assert plan.kernel.startswith("max_pool_bwd_from_indices")

@@ -227,12 +227,16 @@ void read_positions(const typename E::Storage* from, const View& view, i64 chann
         for (int j = 0; j < L; ++j) store_raw(to + j * position, square[j]);
         continue;
       }
+#pragma clang loop unroll(full)
       for (int i = 0; i < L; ++i) {
         square[i] = i < lanes ? load_strided<E>(corner + i * channel, column, columns)
                               : splat(T(0));
       }
       transpose<T>(square);
-      for (int j = 0; j < columns; ++j) store_raw(to + j * position, square[j]);
+#pragma clang loop unroll(full)
+      for (int j = 0; j < L; ++j) {
+        if (j < columns) store_raw(to + j * position, square[j]);
+      }
     }
   }
 }
@@ -271,12 +275,15 @@ void write_positions(const typename E::Acc* sums, i64 position, i64 channels, i6
 #pragma clang loop unroll(full)
         for (int j = 0; j < L; ++j) square[j] = load_raw<Vec<T>>(from + j * position);
       } else {
+#pragma clang loop unroll(full)
         for (int j = 0; j < L; ++j) {
           square[j] = j < columns ? load_raw<Vec<T>>(from + j * position) : splat(T(0));
         }
       }
       transpose<T>(square);
-      for (int i = 0; i < lanes; ++i) {
+#pragma clang loop unroll(full)
+      for (int i = 0; i < L; ++i) {
+        if (i >= lanes) continue;
         Vec<T> more = splat(T(0));
         if (add != nullptr) {
           more = load_strided<E>(add + (c + i) * add_channel + v * add_column, add_column, columns);

@@ -40,6 +40,7 @@ void read_matrix(const typename E::Storage* source, i64 row, i64 column, i64 row
 #pragma clang loop unroll(full)
           for (int l = 0; l < lanes; ++l) square[l] = load<E>(from + l * column);
         } else {
+#pragma clang loop unroll(full)
           for (int l = 0; l < lanes; ++l) {
             square[l] = l < width ? load_first<E>(from + l * column, height) : splat<T>(0);
           }
@@ -50,8 +51,9 @@ void read_matrix(const typename E::Storage* source, i64 row, i64 column, i64 row
 #pragma clang loop unroll(full)
           for (int l = 0; l < lanes; ++l) store_raw(to + l * block_row, square[l]);
         } else {
-          for (int l = 0; l < height; ++l) {
-            store_raw_first<T, lanes>(to + l * block_row, square[l], width);
+#pragma clang loop unroll(full)
+          for (int l = 0; l < lanes; ++l) {
+            if (l < height) store_raw_first<T, lanes>(to + l * block_row, square[l], width);
           }
         }
       }
@@ -130,6 +132,7 @@ void write_matrix(const typename E::Acc* block, i64 block_row, i64 rows, i64 col
 #pragma clang loop unroll(full)
           for (int l = 0; l < lanes; ++l) square[l] = load_raw<Vec<T>>(from + l * block_row);
         } else {
+#pragma clang loop unroll(full)
           for (int l = 0; l < lanes; ++l) {
             square[l] = l < height ? load_raw<Vec<T>>(from + l * block_row) : splat<T>(0);
           }
@@ -142,7 +145,9 @@ void write_matrix(const typename E::Acc* block, i64 block_row, i64 rows, i64 col
           }
           continue;
         }
-        for (int l = 0; l < width; ++l) {
+#pragma clang loop unroll(full)
+        for (int l = 0; l < lanes; ++l) {
+          if (l >= width) continue;
           Vec<T> value = square[l] * to.alpha;
           if (to.accumulate) {
             const auto* add =

@@ -154,24 +154,23 @@ void read_box(const View& view, const Box& box, typename E::Acc* planes) {
           for (i64 column = 0; column < n; column += L) {
             const int columns = static_cast<int>(n - column < L ? n - column : L);
             Vec<T> square[L];
-            for (int i = 0; i < L; ++i) square[i] = splat(T(0));
             const S* from = source + column * column_stride;
-            if (together == L && columns == L) {
+            // Unrolled, so that the square stays in registers.
 #pragma clang loop unroll(full)
-              for (int i = 0; i < L; ++i) square[i] = load<E>(from + i * column_stride);
-            } else {
-              for (int i = 0; i < columns; ++i) {
-                square[i] = load_first<E>(from + i * column_stride, together);
-              }
+            for (int i = 0; i < L; ++i) {
+              square[i] = splat(T(0));
+              if (i >= columns) continue;
+              square[i] = together == L ? load<E>(from + i * column_stride)
+                                        : load_first<E>(from + i * column_stride, together);
             }
             transpose<T>(square);
-            T* to = nullptr;
-            if (together == L && columns == L) {
 #pragma clang loop unroll(full)
-              for (int i = 0; i < L; ++i) store_raw(plane[i] + row + begin + column, square[i]);
-            } else {
-              for (int i = 0; i < together; ++i) {
-                to = plane[i] + row + begin + column;
+            for (int i = 0; i < L; ++i) {
+              if (i >= together) continue;
+              T* to = plane[i] + row + begin + column;
+              if (columns == L) {
+                store_raw(to, square[i]);
+              } else {
                 store_raw_first<T, L>(to, square[i], columns);
               }
             }
@@ -251,17 +250,17 @@ void write_box(const View& view, const View& accumulate, const View& bias,
           for (i64 column = 0; column < n; column += L) {
             const int columns = static_cast<int>(n - column < L ? n - column : L);
             Vec<T> square[L];
-            for (int i = 0; i < L; ++i) square[i] = splat(T(0));
-            if (together == L && columns == L) {
 #pragma clang loop unroll(full)
-              for (int i = 0; i < L; ++i) square[i] = load_raw<Vec<T>>(plane[i] + row + column);
-            } else {
-              for (int i = 0; i < together; ++i) {
-                square[i] = load_raw_first<T, L>(plane[i] + row + column, columns);
-              }
+            for (int i = 0; i < L; ++i) {
+              square[i] = splat(T(0));
+              if (i >= together) continue;
+              square[i] = columns == L ? load_raw<Vec<T>>(plane[i] + row + column)
+                                       : load_raw_first<T, L>(plane[i] + row + column, columns);
             }
             transpose<T>(square);
-            for (int i = 0; i < columns; ++i) {
+#pragma clang loop unroll(full)
+            for (int i = 0; i < L; ++i) {
+              if (i >= columns) continue;
               S* to = target + (column + i) * column_stride;
               Vec<T> more = splat(T(0));
               if (adds) more = load_first<E>(add + (column + i) * add_stride, together);
