@@ -72,6 +72,8 @@ class PlanarPlan:
     tasks: int
     scratch_bytes: int
     workspace_bytes: int
+    paired: bool
+    """Whether scratch has room for the sums of two phases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +231,9 @@ def _plan(
             rows.append((phase, *offsets, tap))
         first.append(len(rows))
 
+    # Two phases of contiguous columns are written together.
+    paired = len(lines[2].dst_phases) == 2 and not swap
+
     def scratch(tile: list[int], block: int) -> int:
         box = [t + r for t, r in zip(tile, reach, strict=True)]
         plane = _up(prod(box), lanes)
@@ -238,7 +243,7 @@ def _plan(
             pitch = _up(tile[0] * box[1] * box[2], lanes)
             return _up64(8 * terms) + source + _up64(block * channels[1] * pitch * a)
         positions = ((tile[0] - 1) * box[1] + tile[1] - 1) * box[2] + tile[2]
-        sums = _up64(block * channels[1] * _up(positions, lanes) * a)
+        sums = _up64((1 + paired) * block * channels[1] * _up(positions, lanes) * a)
         return _up64(8 * terms) + _up64(block * channels[1] * terms * a) + source + sums
 
     a = acc_bytes
@@ -298,6 +303,7 @@ def _plan(
         tasks=blocks * (splits if weight else units),
         scratch_bytes=scratch(tile, block) + ends,
         workspace_bytes=splits * weights * a if weight else 0,
+        paired=paired,
     )
 
 

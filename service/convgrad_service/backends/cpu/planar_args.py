@@ -56,7 +56,7 @@ class PlanarArgs(ctypes.Structure):
         ("dtype", ctypes.c_int32),
         ("result_dtype", ctypes.c_int32),
         ("activation", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
+        ("paired", ctypes.c_int32),
     )
     keeps: tuple[PlanarPlan, NDArray[np.int64]]
 
@@ -76,7 +76,7 @@ def fill(args: PlanarArgs, plan: PlanarPlan, taps: NDArray[np.int64]) -> None:
     args.dst_phase = plan.dst_phase.ctypes.data
     args.first_tap = plan.first_tap.ctypes.data
     args.tap = taps.ctypes.data
-    args.splits = plan.splits
+    args.splits, args.paired = plan.splits, plan.paired
     args.scratch_bytes = plan.scratch_bytes
 
 

@@ -49,7 +49,12 @@ void correlate_tasks(const PlanarArgs& args, Control* control, void* scratch) {
   i64* offsets = arena.take<i64>(args.src_channels * args.taps);
   T* weights = arena.take<T>(args.group_block * weights_of_group);
   T* source = arena.take<T>(args.group_block * source_of_group + kSlackVectors * L);
-  T* sums = arena.take<T>(args.group_block * args.dst_channels * pitch);
+  // The two phases of every other column are written together, if columns are contiguous.
+  const bool adds = Epilogue<T>::accumulates(args);
+  const bool pairs = args.paired && args.dst.stride[5] == 1 &&
+                     (!adds || args.accumulate.stride[5] == 1);
+  const i64 sums_of_phase = args.group_block * args.dst_channels * pitch;
+  T* sums = arena.take<T>((pairs ? 2 : 1) * sums_of_phase);
   tap_offsets(args, full.plane, offsets);
   const Epilogue<T> epilogue(args);
 
@@ -88,10 +93,13 @@ void correlate_tasks(const PlanarArgs& args, Control* control, void* scratch) {
       for (i64 g = 0; g < tile.groups; ++g) {
         const T* planes = source + g * source_of_group;
         const T* w = weights + g * weights_of_group + first * args.dst_channels;
-        T* out = sums + g * args.dst_channels * pitch;
+        T* out = sums + (pairs ? p % 2 * sums_of_phase : 0) + g * args.dst_channels * pitch;
         correlate<T>(planes, offsets + first, terms, w, args.dst_channels, out, vectors, pitch);
       }
-      write_box<E>(args.dst, args.accumulate, args.bias, epilogue, box, sums);
+      if (pairs && p % 2 == 0) continue;
+      if (pairs) box.phase[2] = 0;
+      write_box<E>(args.dst, args.accumulate, args.bias, epilogue, box, sums,
+                   pairs ? sums + sums_of_phase : nullptr);
     }
   }
 }

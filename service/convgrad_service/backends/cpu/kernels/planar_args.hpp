@@ -55,7 +55,7 @@ struct PlanarArgs {
   int32_t dtype;
   int32_t result_dtype;  // bwd_weight: of the result
   int32_t activation;
-  int32_t unused;
+  int32_t paired;  // scratch has room for the sums of two phases, and columns have two
 };
 
 }  // namespace convgrad

@@ -198,11 +198,12 @@ void read_box(const View& view, const Box& box, typename E::Acc* planes) {
   }
 }
 
-// Unpacks a box through an epilogue. `accumulate` has the tensor's shape and its own strides.
+// Unpacks a box through an epilogue. `accumulate` has the tensor's shape and its own strides. With a
+// step of 2 along contiguous columns, `odd` may hold the planes of the columns in between, or null.
 template <class E>
 void write_box(const View& view, const View& accumulate, const View& bias,
                const Epilogue<typename E::Acc>& epilogue, const Box& box,
-               const typename E::Acc* planes) {
+               const typename E::Acc* planes, const typename E::Acc* odd = nullptr) {
   using T = typename E::Acc;
   using S = typename E::Storage;
   constexpr int L = kLanes<T>;
@@ -246,7 +247,30 @@ void write_box(const View& view, const View& accumulate, const View& bias,
         const S* add = adds ? static_cast<const S*>(accumulate.data) +
                                   offset(accumulate, channel, v0, v1)
                             : nullptr;
-        if (swap) {
+        if (odd != nullptr) {
+          // Whole rows are written, in which both phases alternate.
+          const i64 whole = least(2 * n, box.size[2] - 2 * (box.first[2] + low[2]));
+          for (i64 column = 0; column < n; column += L) {
+            const int columns = static_cast<int>(least(n - column, L));
+            const T* even = plane[0] + row + column;
+            Vec<T> both[2];
+            interleave<Vec<T>, L>(load_raw_first<T, L>(even, columns),
+                                  load_raw_first<T, L>(odd + (even - planes), columns), both[0],
+                                  both[1]);
+            for (int half = 0; half < 2; ++half) {
+              const i64 from = 2 * column + half * L;
+              if (from >= whole) break;
+              const int lanes = static_cast<int>(least(whole - from, L));
+              const Vec<T> more = adds ? load_first<E>(add + from, lanes) : splat(T(0));
+              const Vec<T> result = epilogue(both[half], more, shift);
+              if (lanes == L) {
+                store<E>(target + from, result);
+              } else {
+                store_first<E>(target + from, result, lanes);
+              }
+            }
+          }
+        } else if (swap) {
           for (i64 column = 0; column < n; column += L) {
             const int columns = static_cast<int>(n - column < L ? n - column : L);
             Vec<T> square[L];
