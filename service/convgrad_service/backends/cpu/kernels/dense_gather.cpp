@@ -188,6 +188,8 @@ struct Gather {
     const i64 uh0 = h0 * h.phases, uh1 = least(uh0 + h.tile * h.phases, h.result);
     const i64 uw0 = w0 * w.phases, uw1 = least(uw0 + w.tile * w.phases, w.result);
     const i64 width = uw1 - uw0;
+    // Rows of pixels with contiguous channels are written as soon as they are computed.
+    const bool in_rows = result.stride[2] == 1;
     for (i64 block = first_block; block < last_block; ++block) {
       const i64 columns = least(kColumns, result_channels - block * kColumns);
       const int vectors = columns > kLanes<T> ? 2 : 1;
@@ -198,7 +200,8 @@ struct Gather {
         const i64 fd = ud % d.phases, jd = ud / d.phases;
         for (i64 uh = uh0; uh < uh1; ++uh) {
           const i64 fh = uh % h.phases, jh = uh / h.phases;
-          T* row = stage + ((ud - ud0) * stage_h + uh - uh0) * width * kColumns;
+          T* row = stage + (in_rows ? 0 : ((ud - ud0) * stage_h + uh - uh0) * width * kColumns);
+          if (in_rows) fetch_row(n, g, block, columns, ud, uh, uw0, width);
           for (i64 fw = 0; fw < w.phases && uw0 + fw < uw1; ++fw) {
             const i64 steps = (width - fw + w.phases - 1) / w.phases;
             product.segment_count = list_taps(jd, d0, fd, jh, h0, fh, fw);
@@ -212,9 +215,22 @@ struct Gather {
               j += rows;
             }
           }
+          if (in_rows) write_tile(n, g, block, columns, ud, ud + 1, uh, uh + 1, uw0, width);
         }
       }
-      write_tile(n, g, block, columns, ud0, ud1, uh0, uh1, uw0, width);
+      if (!in_rows) write_tile(n, g, block, columns, ud0, ud1, uh0, uh1, uw0, width);
+    }
+  }
+
+  // Announces the writing of a row of pixels, which are far apart, while it is computed.
+  CONVGRAD_INLINE void fetch_row(i64 n, i64 g, i64 block, i64 columns, i64 ud, i64 uh, i64 uw,
+                                 i64 width) const {
+    const auto* at = static_cast<const S*>(result.data) + n * result.stride[0] +
+                     g * result.stride[1] + block * kColumns + ud * result.stride[3] +
+                     uh * result.stride[4] + uw * result.stride[5];
+    constexpr i64 kLine = 64 / sizeof(S);
+    for (i64 i = 0; i < width; ++i, at += result.stride[5]) {
+      for (i64 c = 0; c < columns; c += kLine) __builtin_prefetch(at + c, 1);
     }
   }
 
