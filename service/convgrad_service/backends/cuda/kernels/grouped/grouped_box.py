@@ -74,9 +74,11 @@ class LatticeAxis:
     def taps(self) -> int:
         return max(phase.taps for phase in self.phases)
 
-    def extent(self, positions: int) -> int:
-        """Return the extent of the source that ``positions`` read, in lattice points."""
-        return (positions - 1) * self.x_step + max(self.taps - 1, 0) * abs(self.x_tap) + 1
+    def extent(self, positions: int, taps: int | None = None) -> int:
+        """Return the extent of the source that ``positions`` read, in lattice points, with
+        ``taps`` or all taps."""
+        taps = self.taps if taps is None else taps
+        return (positions - 1) * self.x_step + max(taps - 1, 0) * abs(self.x_tap) + 1
 
 
 def lattice_axis(work: ConvWork, dim: int) -> LatticeAxis:
