@@ -3,7 +3,8 @@ import random
 import pytest
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.fallback.weight_direct import WeightDirect
-from convgrad_service.backends.cuda.kernels.grouped.gw2 import GroupedWeight, candidates
+from convgrad_service.backends.cuda.kernels.grouped.gw2 import GroupedWeight
+from convgrad_service.backends.cuda.kernels.grouped.gw2_shares import shares_of
 from tests.emulator.backend import EmulatedBackend
 from tests.support.kernels.grouped_cases import grouped_cases
 from tests.support.kernels.harness import gates, with_layouts
@@ -11,7 +12,7 @@ used=[]
 class Weight(GroupedWeight):
     def launches(self, work, device, share=None):
         few = replace(device, multiprocessors=self.n)
-        c=[s for s in candidates(work, few)]
+        c=[s for _,s in shares_of(work, few)]
         share=random.Random(self.n*100+self.k).choice(c); used.append(share); print(share)
         return super().launches(work, few, share)
 @pytest.mark.parametrize("k",range(3))

@@ -112,7 +112,7 @@ def odd_chunks(chunks: int) -> int:
     return (chunks | 1) * CHUNK_BYTES
 
 
-def why_not_grouped(work: ConvWork, device: CudaDevice) -> str | None:
+def why_not_grouped(work: ConvWork, device: CudaDevice, most: int = MAX_CHANNELS) -> str | None:
     """Return why neither grouped tensor-core kernel applies; None if one may.
 
     Except for sizes that overflow, this depends on channels, kernel, stride and dilation only, so
@@ -125,12 +125,12 @@ def why_not_grouped(work: ConvWork, device: CudaDevice) -> str | None:
     if work.groups == 1:
         return "one group"
     merge = merge_of(work)
-    if max(merge.in_channels, merge.out_channels) > MAX_CHANNELS:
+    if max(merge.in_channels, merge.out_channels) > most:
         return (
             f"{work.in_channels} and {work.out_channels} channels a group, {merge.groups} groups "
-            f"merged, are more than {MAX_CHANNELS}"
+            f"merged, are more than {most}"
         )
-    if not is_exact(work) and min(work.in_channels, work.out_channels) >= DENSE_CHANNELS:
+    if most == MAX_CHANNELS and not is_exact(work) and min(work.in_channels, work.out_channels) >= DENSE_CHANNELS:
         return f"{DENSE_CHANNELS} and more channels a group fill the dense kernels' tiles"
     if work.taps > MAX_TAPS:
         return f"{work.taps} taps are more than {MAX_TAPS}"

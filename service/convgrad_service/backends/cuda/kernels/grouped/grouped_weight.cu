@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   const Copier copier_y(args.y_box, reinterpret_cast<const char*>(y), args.y_stride,
                                   args.y_step, y_chunks);
   int phase = phases > 1 ? static_cast<u32>(begin) / in_phase : 0;
-  Walk walk(args.tiles, begin - phase * in_phase, 1, true);
+  Walk walk(args.tiles, begin - phase * in_phase);
   auto copy = [&](int index, int stage) {
     if (index < end) {
       const Place at = place_at(walk, phase);

@@ -37,6 +37,11 @@ constexpr int kSums = MT * NF * 4;
 // On Blackwell two blocks would need one register more if words are read for three columns.
 constexpr int kBlocks = kBlackwell && kSize == 4 && NF == 3 ? 1 : BLOCKS;
 
+#ifdef STAMPS
+#define STAMP(i) if (threadIdx.x == 0) { long long t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); long long c; asm volatile("mov.u64 %0, %clock64;" : "=l"(c)); reinterpret_cast<long long*>(args.stamps)[((blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x) * 32 + (i) * 2] = t; reinterpret_cast<long long*>(args.stamps)[((blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x) * 32 + (i) * 2 + 1] = c; }
+#else
+#define STAMP(i)
+#endif
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
@@ -48,6 +53,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   const u32 boxes_at = shared_address(base);
   const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
 
+  STAMP(0)
   const int tap_plane = quick_divide(blockIdx.y, args.item_groups);
   const int item_group = blockIdx.y - tap_plane * args.item_groups, split = blockIdx.z, splits = gridDim.z;
   u32* const word = args.met + blockIdx.y * gridDim.x + blockIdx.x;
@@ -85,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     place.image = box.n * args.tile[0];
 #pragma unroll
     for (int dim = 0; dim < 3; ++dim) {
-      const Phase& of = args.phase[dim][part[dim]];
+      const Phase& of = args.phase[part[dim]][dim];
       const int first = at[dim] * args.tile[dim + 1];
       place.x[dim] = of.x0 + tap_at[dim] + first * args.x_step[dim] * args.lattice[dim];
       place.y[dim] = of.y0 + first * args.y_step[dim];
@@ -97,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   const Copier copier_y(args.y_box, reinterpret_cast<const char*>(y), args.y_stride,
                                   args.y_step, y_chunks);
   int phase = phases > 1 ? static_cast<u32>(begin) / in_phase : 0;
-  Walk walk(args.tiles, begin - phase * in_phase, 1, true);
+  Walk walk(args.tiles, begin - phase * in_phase);
   auto copy = [&](int index, int stage) {
     if (index < end) {
       const Place at = place_at(walk, phase);
@@ -111,8 +117,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     }
     cp_async_commit();
   };
+  STAMP(1)
 #pragma unroll 1
   for (int i = 0; i < args.stages - 1; ++i) copy(begin + i, i);
+  STAMP(2)
 
   // Offsets in x's box: of a pixel at the first tap, and of a row's tap and channel.
   const int pixels = args.tile[0] * args.tile[1] * args.tile[2] * args.tile[3];
@@ -164,6 +172,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   float sum[MT][NF][4] = {};
 
   int stage = 0;
+  STAMP(3)
 #pragma unroll 1
   for (int index = begin; index < end; ++index) {
     if (args.stages == 2) {
@@ -173,6 +182,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     } else {
       cp_async_wait<2>();
     }
+    if (index == begin) { STAMP(4) }
     // All warps have multiplied the previous box, whose place the next copy takes.
     __syncthreads();
     copy(index + args.stages - 1, stage == 0 ? args.stages - 1 : stage - 1);
@@ -296,6 +306,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     }
     if (++stage == args.stages) stage = 0;
   }
+  STAMP(5)
   u32 begun = 0;
   if (thread == 0 && splits > 1) begun = rendezvous_begun(word);
   cp_async_wait<0>();
@@ -316,6 +327,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     }
   }
   __syncthreads();
+  STAMP(6)
   const Part part{first_group, merges, tap_plane * taps, rows};
   sum_items<T>(args, part, item_group * args.items, k_splits, slabs, splits, split, word, begun);
+  STAMP(7)
 }

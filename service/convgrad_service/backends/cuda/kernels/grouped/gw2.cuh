@@ -12,35 +12,25 @@ struct Phase {
 };
 
 struct GroupedWeightArgs {
+  // What the first copies need is adjacent.
   const void* x;
   const void* y;
-  float* partials;
-  void* w;
-  const void* accumulate;  // like w, or null
-  u32* met;                // zeros, one for the blocks of each x and y; left zero
-  i64 w_stride[6];         // G K C T R S
-  float alpha;
-  float beta;
-  int wide;   // w is float32 for any type of x and y
-  int quads;  // four adjacent channels of w are results of one group and one aligned vector
   i64 x_group, y_group;  // strides of a group, in elements
   BoxStrides x_stride, y_stride;
   Box x_box, y_box;
-  int batch;
+  int slice;  // merges in a block
+  int merged;
   int groups;
   int in_channels;   // in a group
   int out_channels;  // in a group
-  int merged;
-  int slice;  // merges in a block
-  int row_blocks;     // items of one merge: of MT * 16 rows,
-  int column_blocks;  // by NF * 8 columns
-  int items;          // of a block
-  int boxes;          // boxes of a split,
-  int more;           // one more for the first `more` ones
-  int kernel[3];
-  int tap_planes;  // kernel[0] * kernel[1] if each block has one position of the first two, or 1
-  int item_groups;
+  int boxes;         // boxes of a split,
+  int more;          // one more for the first `more` ones
+  int item_groups;   // of a slice
+  int tap_planes;    // kernel[0] * kernel[1] if each block has one position of the first two, or 1
   int stages;
+  int y_at, stage_bytes, sources_at;  // in shared memory
+  int batch;
+  int kernel[3];
   int tile[4];   // pixels: images, D, H, W
   int tiles[4];  // in the largest phase
   int x_size[3];
@@ -50,8 +40,20 @@ struct GroupedWeightArgs {
   int lattice[3];
   int y_step[3];
   int phases[3];
-  int y_at, stage_bytes, sources_at;  // in shared memory
-  Phase phase[3][kMaxPhases];
+  Phase phase[kMaxPhases][3];
+  int row_blocks;     // items of one merge: of MT * 16 rows,
+  int column_blocks;  // by NF * 8 columns
+  int items;          // of a block
+  int wide;           // w is float32 for any type of x and y
+  int quads;          // four adjacent channels of w are results of one group and one aligned vector
+  float alpha;
+  float beta;
+  float* partials;
+  void* w;
+  const void* accumulate;  // like w, or null
+  u32* met;                // zeros, one for the blocks of each x and y; left zero
+  i64 w_stride[6];         // G K C T R S
+  void* stamps;
 };
 
 }  // namespace convgrad

@@ -1,0 +1,322 @@
+"""How a grouped weight gradient is divided over blocks (grouped_weight.cu), and the time expected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.grouped.grouped_box import (
+    LatticeAxis,
+    Size4,
+    candidate_tiles,
+    lattice_axis,
+)
+from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
+    Merge,
+    merge_of,
+    odd_chunks,
+    slices_of,
+    widest,
+)
+from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import ZEROS_BYTES, ceil_div
+from convgrad_service.plans.cuda.works import ConvWork
+
+__all__ = ["ITEMS", "SMALL", "Item", "Parts", "Share", "shares_of", "time_of"]
+
+MOST_PIXELS = 512
+MOST_SPLITS = 255
+"""What the word at which blocks meet can count."""
+PARTIAL_BYTES = 64 * 2**20
+"""The most bytes of partial sums, unless the caller asks for more splits."""
+STAGES = (4, 3, 2)
+PLACES = (32, 64, 128, 256, MOST_PIXELS)
+"""Of tiles with at most so many pixels, and more than the next smaller, the best are compared."""
+BEST = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A warp tile: fragments of 16 rows (taps x channels) by columns of 8."""
+
+    rows: int
+    columns: int
+    warps: int
+    blocks: int
+    windows: bool = False
+    """Whether pixels form runs of 8 columns whose input rows are loaded once."""
+
+    def defines(self, dtype: DType, exact: bool) -> tuple[tuple[str, str], ...]:
+        return (
+            ("EXACT", str(int(exact))),
+            ("ELEMENT", CUDA_TYPES[dtype]),
+            ("MT", str(self.rows)),
+            ("NF", str(self.columns)),
+            ("WARPS", str(self.warps)),
+            ("BLOCKS", str(self.blocks)),
+            ("WINDOWS", str(int(self.windows))),
+        )
+
+    @property
+    def slab_bytes(self) -> int:
+        """Shared memory for a warp's sums."""
+        return self.columns * 8 * (self.rows * 16 + 4) * 4
+
+    @property
+    def sums(self) -> int:
+        return self.rows * 16 * self.columns * 8
+
+
+ITEMS = {
+    1: Item(5, 1, 8, 2),
+    2: Item(5, 2, 8, 2),
+    3: Item(5, 3, 8, 2),
+    4: Item(5, 4, 8, 1),
+}
+"""By columns. With 3x3 taps, five fragments hold all rows of 8 channels, or half of 16."""
+
+
+SMALL = Item(5, 1, 8, 2, windows=True)
+"""For 3x3 taps of 8 channels without dilation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a block computes.
+
+    Attributes
+    ----------
+    tile : tuple of int
+        Pixels of a box: N, D, H, W.
+    slice : int
+        Merges.
+    apart : bool
+        Whether a block has the taps of one position along D and H, instead of all taps.
+    stages : int
+        Boxes in shared memory.
+    splits : int
+        Of all boxes; 0 fills the device.
+    """
+
+    tile: Size4
+    slice: int
+    apart: bool = False
+    stages: int = 2
+    splits: int = 0
+
+    @property
+    def pixels(self) -> int:
+        return prod(self.tile)
+
+
+class Parts:
+    """The shares of a work in which a block has all taps, or those of one position along D and H."""
+
+    def __init__(self, work: ConvWork, apart: bool = False) -> None:
+        self.work, self.apart = work, apart
+        self.merge: Merge = merge_of(work)
+        self.planes = work.kernel[0] * work.kernel[1] if apart else 1
+        columns = ceil_div(self.merge.out_channels, 8)
+        forward = replace(work, direction="fwd")
+        self.axes: list[LatticeAxis] = [lattice_axis(forward, dim) for dim in range(3)]
+        self.phases = prod(len(axis.phases) for axis in self.axes)
+        self.counts = [axis.count for axis in self.axes]
+        near = work.kernel == (1, 3, 3) and all(
+            axis.x_step == axis.x_tap == 1 for axis in self.axes[1:]
+        )
+        small = near and columns == self.merge.in_chunks == 1 and work.dtype.itemsize == 2
+        self.item = SMALL if small and not apart else ITEMS[widest(columns)]
+        self.column_blocks = ceil_div(columns, self.item.columns)
+        rows = ceil_div(work.taps // self.planes * self.merge.in_channels, 16)
+        self.row_blocks = ceil_div(rows, self.item.rows)
+        self.depth = 2 * CHUNK_BYTES // work.dtype.itemsize
+
+    @property
+    def items(self) -> int:
+        """Number of items per merge."""
+        return self.row_blocks * self.column_blocks
+
+    @cached_property
+    def unique_bytes(self) -> int:
+        """What must be read and written once."""
+        work = self.work
+        pixels = prod(work.input) * work.in_channels + prod(work.output) * work.out_channels
+        weights = work.taps * work.in_channels * work.out_channels
+        return (work.batch * pixels + weights) * work.groups * work.dtype.itemsize
+
+    def extents(self, tile: Size4) -> Size4:
+        """Return the extents of a tile's box of the input."""
+        taps = (1, 1, None) if self.apart else (None, None, None)
+        d, h, w = (
+            axis.extent(size, most)
+            for axis, size, most in zip(self.axes, tile[1:], taps, strict=True)
+        )
+        return tile[0], d, h, w
+
+    def tiles(self, tile: Size4) -> Size4:
+        """Return the tiles of the largest phase."""
+        d, h, w = (ceil_div(count, size) for count, size in zip(self.counts, tile[1:], strict=True))
+        return ceil_div(self.work.batch, tile[0]), d, h, w
+
+    def boxes(self, tile: Size4) -> int:
+        return self.phases * prod(self.tiles(tile))
+
+    def best_tiles(self) -> list[Size4]:
+        """Return the tiles that copy and multiply the least, of different sizes."""
+        steps = (1, 2, 8) if self.item.windows else (1, 1, 1)
+        found: list[list[tuple[float, Size4]]] = [[] for _ in PLACES]
+        for tile in candidate_tiles(self.work.batch, self.counts, steps):
+            pixels = prod(tile)
+            if pixels > MOST_PIXELS:
+                continue
+            place = next(i for i, most in enumerate(PLACES) if pixels <= most)
+            copied = prod(self.extents(tile)) * self.merge.in_chunks + pixels * self.merge.out_chunks
+            multiplied = ceil_div(pixels, self.depth) * self.depth * self.items
+            found[place].append((self.boxes(tile) * (2 * copied + multiplied), tile))
+        return [tile for each in found for _, tile in sorted(each)[:BEST]]
+
+
+class Block:
+    """The layout of a block's shared memory, and its items."""
+
+    def __init__(self, parts: Parts, tile: Size4, slice_: int) -> None:
+        work, merge, item = parts.work, parts.merge, parts.item
+        pixels = prod(tile)
+        self.x_extent = parts.extents(tile)
+        self.x_pitch = _pitch(merge.in_chunks * slice_, work.dtype)
+        self.y_pitch = _pitch(merge.out_chunks * slice_, work.dtype)
+        self.steps = ceil_div(pixels, parts.depth)
+        x_pixels = prod(self.x_extent)
+        self.y_at = x_pixels * self.x_pitch
+        # A column of 8 may extend past the last channel of the last pixel.
+        self.stage_bytes = self.y_at + self.steps * parts.depth * self.y_pitch + CHUNK_BYTES * 8
+        self.copied_bytes = (x_pixels * merge.in_chunks + pixels * merge.out_chunks) * slice_ * CHUNK_BYTES
+        items = slice_ * parts.items
+        self.item_groups = ceil_div(items, item.warps)
+        self.items = ceil_div(items, self.item_groups)
+        self.grid = ceil_div(merge.count, slice_), self.item_groups * parts.planes
+        self.k_splits = item.warps // self.items
+        self.slab_bytes = item.warps * item.slab_bytes
+
+    def sources_at(self, stages: int) -> int:
+        return max(stages * self.stage_bytes, self.slab_bytes)
+
+    def total_bytes(self, stages: int) -> int:
+        return self.sources_at(stages) + self.steps * PIXELS_A_STEP * 4
+
+
+PIXELS_A_STEP = 16
+
+
+def _pitch(chunks: int, dtype: DType) -> int:
+    """Return the pitch of pixels in bytes, which avoids bank conflicts between the chunks of eight
+    pixels or, for 32-bit types, between eight words of four pixels."""
+    if dtype.itemsize == 2:
+        return odd_chunks(chunks)
+    return (chunks + (2 - chunks) % 4) * CHUNK_BYTES
+
+
+def shares_of(work: ConvWork, device: CudaDevice) -> Iterator[tuple[float, Share]]:
+    """Yield candidates with their expected times."""
+    together = all(
+        operand.strides[1] == channels
+        for operand, channels in ((work.x, work.in_channels), (work.y, work.out_channels))
+    )
+    for apart in (False, True) if prod(work.kernel[:2]) > 1 else (False,):
+        parts = Parts(work, apart)
+        tiles = parts.best_tiles()
+        for slice_ in slices_of(parts.merge, together):
+            for tile in tiles:
+                block = Block(parts, tile, slice_)
+                boxes = parts.boxes(tile)
+                for stages, resident in _stages(parts, block, boxes, device):
+                    for splits in _splits(parts, block, boxes, resident, device):
+                        expected = expected_s(parts, block, boxes, resident, splits, device)
+                        yield expected, Share(tile, slice_, apart, stages, splits)
+
+
+def _stages(
+    parts: Parts, block: Block, boxes: int, device: CudaDevice
+) -> Iterator[tuple[int, int]]:
+    """Yield the most stages with which as many blocks are resident as the kernel allows, and with
+    which one is."""
+    found: dict[int, int] = {}
+    for stages in STAGES:
+        total = block.total_bytes(stages)
+        if total > device.shared_bytes_per_block:
+            continue
+        resident = max(1, min(parts.item.blocks, device.fitting_blocks(total)))
+        if resident not in found:
+            found[resident] = stages
+    for resident, stages in found.items():
+        yield stages, resident
+
+
+def _splits(
+    parts: Parts, block: Block, boxes: int, resident: int, device: CudaDevice
+) -> list[int]:
+    """Return numbers of splits that fill the device or a part of it, unless the caller sets it."""
+    work = parts.work
+    columns = block.grid[0] * block.grid[1]
+    if columns > ZEROS_BYTES // 4:
+        return [1]
+    if work.split_k is not None:
+        return [max(1, min(work.split_k, boxes, MOST_SPLITS))]
+    partial = columns * block.items * parts.item.sums * 4
+    most = min(boxes, MOST_SPLITS, max(1, PARTIAL_BYTES // partial))
+    full = device.multiprocessors * resident
+    found = {1: None} if boxes <= 8 else {}
+    for part in (1, 2, 4, 8):
+        wanted = min(most, max(1, full // part // columns))
+        # The fewest splits that do not increase the boxes per block.
+        found[ceil_div(boxes, ceil_div(boxes, wanted))] = None
+    return list(found)
+
+
+def time_of(parts: Parts, block: Block, share: Share, device: CudaDevice) -> float:
+    """Return the predicted time of a share."""
+    resident = max(1, min(parts.item.blocks, device.fitting_blocks(block.total_bytes(share.stages))))
+    return expected_s(parts, block, parts.boxes(share.tile), resident, share.splits, device)
+
+
+CLOCK = 1.755e9
+
+
+def expected_s(
+    parts: Parts, block: Block, boxes: int, resident: int, splits: int, device: CudaDevice
+) -> float:
+    """Return the predicted time."""
+    f = features(parts, block, boxes, resident, splits, device)
+    loop = (f["copy"] ** 3 + f["compute"] ** 3 + f["dram"] ** 3) ** (1 / 3)
+    return 3.1e-6 + f["fixed"] + loop + f["slabs"] + f["meet"]
+
+
+def features(
+    parts: Parts, block: Block, boxes: int, resident: int, splits: int, device: CudaDevice
+) -> dict[str, float]:
+    item, half = parts.item, parts.work.dtype.itemsize == 2
+    each = ceil_div(block.grid[0] * block.grid[1] * splits, device.multiprocessors)
+    waves = ceil_div(each, resident)
+    turns = ceil_div(boxes, splits)
+    busy = block.items * block.k_splits
+    steps = ceil_div(block.steps, block.k_splits)
+    mma = steps * busy * item.rows * item.columns * (2.0 if half else 4.0)
+    loads = steps * busy * (3 if item.windows else item.rows + item.columns / 2) * 4
+    latency = steps * (item.rows * item.columns * 8 + 60)
+    sums = block.items * item.sums * 4
+    meet = 0.0
+    if splits > 1:
+        meet = 1.2e-6 + each * sums / parts.merge.groups * 2 / (25 * CLOCK)
+    return {
+        "fixed": waves * (1.2e-6 + turns * 250 / CLOCK),
+        "copy": each * turns * block.copied_bytes / (40 * CLOCK),
+        "compute": max(each * turns * max(mma, loads), waves * turns * latency) / CLOCK,
+        "dram": parts.unique_bytes / 3.6e12,
+        "slabs": each * (sums * block.k_splits / 64 + sums / 16) / CLOCK,
+        "meet": meet,
+    }
