@@ -1,7 +1,9 @@
 // The arguments of grouped_weight.cu.
 #pragma once
 
+#include "core/divider.cuh"
 #include "grouped/grouped_box.cuh"
+#include "ptx/tma.cuh"
 
 namespace convgrad {
 
@@ -13,34 +15,35 @@ struct Phase {
 
 struct GroupedWeightArgs {
   // What the first copies need is adjacent.
-  const void* x;
-  const void* y;
-  i64 x_group, y_group;  // strides of a group, in elements
-  BoxStrides x_stride, y_stride;
-  Box x_box, y_box;
-  int slice;  // merges in a block
-  int merged;
-  int groups;
-  int in_channels;   // in a group
-  int out_channels;  // in a group
-  int boxes;         // boxes of a split,
-  int more;          // one more for the first `more` ones
-  int item_groups;   // of a slice
-  int tap_planes;    // kernel[0] * kernel[1] if each block has one position of the first two, or 1
-  int stages;
-  int y_at, stage_bytes, sources_at;  // in shared memory
-  int batch;
-  int kernel[3];
-  int tile[4];   // pixels: images, D, H, W
-  int tiles[4];  // in the largest phase
-  int x_size[3];
-  int y_size[3];
-  int x_step[3];  // in units of the lattice, as x_tap
+  TensorMap x_map;  // with COPY_ENGINE: channels, W, H, D, images
+  TensorMap y_map;
+  int boxes;  // boxes of a split,
+  int more;   // one more for the first `more` ones
+  Divider by_item_groups, by_tiles[3];  // D, H, W
+  int item_groups;                      // of a slice
+  int slice_channels[2];                // of x and y
+  int tiles[4];                         // images, D, H, W; in the largest phase
+  int tile[4];                          // pixels
+  int x_step[3];                        // in units of the lattice, as x_tap
   int x_tap[3];
   int lattice[3];
   int y_step[3];
   int phases[3];
   Phase phase[kMaxPhases][3];
+  int stages;
+  int y_at, stage_bytes, box_bytes, sources_at, rows_at;  // in shared memory
+  Divider by_x_merge, by_in_channels, by_kernel[2], by_tile[3];
+  int kernel[3];
+  int tap_planes;  // kernel[0] * kernel[1] if each block has one position of the first two, or 1
+  int slice;       // merges in a block
+  int merged;
+  int groups;
+  int in_channels;   // in a group
+  int out_channels;  // in a group
+  int batch;
+  int x_extent[4];  // images, D, H, W
+  int x_pitch, y_pitch;
+  Divider by_items, by_column_blocks, by_row_blocks;
   int row_blocks;     // items of one merge: of MT * 16 rows,
   int column_blocks;  // by NF * 8 columns
   int items;          // of a block
@@ -53,6 +56,14 @@ struct GroupedWeightArgs {
   const void* accumulate;  // like w, or null
   u32* met;                // zeros, one for the blocks of each x and y; left zero
   i64 w_stride[6];         // G K C T R S
+  // Without COPY_ENGINE.
+  const void* x;
+  const void* y;
+  i64 x_group, y_group;  // strides of a group, in elements
+  BoxStrides x_stride, y_stride;
+  Box x_box, y_box;
+  int x_size[3];
+  int y_size[3];
   void* stamps;
 };
 

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
-from convgrad_service.backends.cuda.kernels.grouped.grouped_box import BoxStrides, box_args
+from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
+from convgrad_service.backends.cuda.kernels.grouped.grouped_box import (
+    BoxStrides,
+    Size4,
+    box_args,
+)
 from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     DTYPES,
     is_exact,
     why_not_grouped,
 )
 from convgrad_service.backends.cuda.kernels.grouped.gw2_shares import (
+    HALF_ITEMS,
     ITEMS,
     SMALL,
     Block,
@@ -26,9 +33,9 @@ from convgrad_service.backends.cuda.kernels.grouped.gw2_shares import (
     time_of,
 )
 from convgrad_service.backends.cuda.structures import structure
-from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.device import ARCHITECTURES, HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import ZEROS, Fragment, Instance, Launch, Workspace
-from convgrad_service.plans.cuda.works import ConvWork
+from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["GroupedWeight"]
 
@@ -49,16 +56,17 @@ class GroupedWeight:
     """
 
     name = "grouped_weight"
+    engine: ClassVar[bool] = False
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
         reason = why_not_grouped(work, device, most=MOST_CHANNELS)
         if reason is not None:
             return reason
-        found = next(shares_of(work, device), None)
+        found = next(shares_of(work, device, self.engine), None)
         if found is None:
             return "one pixel's taps do not fit in shared memory"
-        boxes = Parts(work).boxes(found[1].tile)
+        boxes = Parts(work, found[1].item).boxes(found[1].tile)
         if boxes > MAX_BLOCKS:
             return f"{boxes} boxes of pixels are more than are counted"
         return None
@@ -66,26 +74,32 @@ class GroupedWeight:
     def launches(self, work: ConvWork, device: CudaDevice, share: Share | None = None) -> Fragment:
         """See `Family.launches`. ``share`` overrides the chosen share."""
         if share is None:
-            _, share = min(shares_of(work, device), key=lambda one: one[0])
-        parts = Parts(work, share.apart)
+            _, share = min(shares_of(work, device, self.engine), key=lambda one: one[0])
+        parts = Parts(work, share.item, share.apart, self.engine)
         block = Block(parts, share.tile, share.slice)
         columns, splits = prod(block.grid), share.splits
         partials = f"{work.prefix}partials"
         size = columns * splits * block.items * parts.item.sums * 4
+        pointers: dict[str, Operand | str | None] = {
+            "w": work.w,
+            "accumulate": work.accumulate,
+            "partials": partials if splits > 1 else None,
+            "met": ZEROS if splits > 1 else None,
+            **({"stamps": "stamps"} if STAMPED else {}),
+        }
+        args = _args(parts, block, share)
+        if self.engine:
+            x_map, y_map = _maps(parts, block, share)
+            packed = pack_maps(
+                args, {"x_map": (work.x, x_map), "y_map": (work.y, y_map)}, **pointers
+            )
+        else:
+            packed = pack(args, x=work.x, y=work.y, **pointers)
         launch = Launch(
-            _instance(parts.item, work.dtype, is_exact(work)),
+            _instance(parts.item, work.dtype, is_exact(work), self.engine),
             (*block.grid, splits),
-            (parts.item.warps * 32, 1, 1),
-            pack(
-                _args(parts, block, share),
-                x=work.x,
-                y=work.y,
-                w=work.w,
-                accumulate=work.accumulate,
-                partials=partials if splits > 1 else None,
-                met=ZEROS if splits > 1 else None,
-                **({"stamps": "stamps"} if STAMPED else {}),
-            ),
+            ((parts.item.warps + self.engine) * 32, 1, 1),
+            packed,
             block.total_bytes(share.stages),
         )
         return Fragment(
@@ -101,36 +115,50 @@ class GroupedWeight:
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
-        items = dict.fromkeys(ITEMS.values())
+        half = [dtype for dtype in DTYPES if dtype.itemsize == 2]
         return [
-            *(_instance(item, dtype, False) for item in items for dtype in DTYPES),
-            *(_instance(SMALL, dtype, False) for dtype in DTYPES if dtype.itemsize == 2),
-            *(_instance(item, DType.FLOAT32, True) for item in items),
+            *(_instance(one, dtype, False, self.engine) for one in HALF_ITEMS for dtype in half),
+            *(_instance(SMALL, dtype, False, self.engine) for dtype in half),
+            *(_instance(one, DType.FLOAT32, e, self.engine) for one in ITEMS for e in (False, True)),
         ]
+
+
+class HopperGroupedWeight(GroupedWeight):
+    """The same on Hopper, with boxes copied by the copy engine."""
+
+    name = "hopper_grouped_weight"
+    engine = True
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        if device.architecture not in HOPPER:
+            return f"{device.name} has no copies of tiles"
+        for side, operand, channels in (
+            ("input", work.x, work.in_channels),
+            ("output", work.y, work.out_channels),
+        ):
+            if operand.strides[1] != channels and work.groups > 1:
+                return f"the {side}'s groups are not contiguous"
+        reason = super().why_not(work, device)
+        if reason is not None:
+            return reason
+        _, share = next(shares_of(work, device, True))
+        parts = Parts(work, share.item, share.apart, True)
+        maps = _maps(parts, Block(parts, share.tile, share.slice), share)
+        return next((why for one in maps if (why := one.why_not()) is not None), None)
 
 
 def _args(parts: Parts, block: Block, share: Share) -> Any:
     work, merge, axes = parts.work, parts.merge, parts.axes
     args = GroupedWeightArgs()
-    for name, operand in (("x", work.x), ("y", work.y)):
-        size = operand.dtype.itemsize
-        setattr(args, f"{name}_group", operand.strides[1])
-        strides = BoxStrides(operand.strides[0] * size)
-        strides.spatial[:] = [stride * size for stride in operand.strides[3:]]
-        setattr(args, f"{name}_stride", strides)
-    threads = parts.item.warps * 32
-    args.x_box = box_args(block.x_extent, merge.in_chunks * share.slice, block.x_pitch, threads)
-    args.y_box = box_args(share.tile, merge.out_chunks * share.slice, block.y_pitch, threads)
-    for name in ("batch", "groups", "in_channels", "out_channels"):
-        setattr(args, name, getattr(work, name))
-    args.merged, args.slice = merge.groups, share.slice
-    args.row_blocks, args.column_blocks = parts.row_blocks, parts.column_blocks
-    args.items, args.item_groups = block.items, block.item_groups
-    args.tap_planes, args.stages = parts.planes, share.stages
     args.boxes, args.more = divmod(parts.boxes(share.tile), share.splits)
-    args.kernel[:] = work.kernel
-    args.tile[:], args.tiles[:] = share.tile, parts.tiles(share.tile)
-    args.x_size[:], args.y_size[:] = work.input, work.output
+    tile, tiles = share.tile, parts.tiles(share.tile)
+    args.by_item_groups, args.item_groups = divider(block.item_groups), block.item_groups
+    args.by_tiles[:] = [divider(count) for count in tiles[1:]]
+    args.slice_channels[:] = [
+        share.slice * channels for channels in (merge.in_channels, merge.out_channels)
+    ]
+    args.tiles[:], args.tile[:] = tiles, tile
     for name in ("x_step", "x_tap", "lattice"):
         getattr(args, name)[:] = [getattr(axis, name) for axis in axes]
     args.y_step[:] = [axis.axis.y_step for axis in axes]
@@ -138,12 +166,77 @@ def _args(parts: Parts, block: Block, share: Share) -> Any:
         args.phases[dim] = len(axis.phases)
         for place, phase in enumerate(axis.phases):
             args.phase[place][dim] = PhaseArgs(phase.x0, phase.y0, phase.count)
-    args.y_at, args.stage_bytes = block.y_at, block.stage_bytes
-    args.sources_at = block.sources_at(share.stages)
+    args.stages = share.stages
+    args.rows_at, args.sources_at = block.rows_at(share.stages), block.sources_at(share.stages)
+    for name in ("y_at", "stage_bytes", "box_bytes", "x_pitch", "y_pitch", "items"):
+        setattr(args, name, getattr(block, name))
+    args.by_x_merge, args.by_in_channels = divider(merge.in_channels), divider(work.in_channels)
+    args.by_kernel[:] = [divider(count) for count in work.kernel[1:]]
+    args.by_tile[:] = [divider(size) for size in tile[1:]]
+    args.kernel[:], args.x_extent[:] = work.kernel, block.x_extent
+    args.tap_planes, args.slice, args.merged = parts.planes, share.slice, merge.groups
+    for name in ("batch", "groups", "in_channels", "out_channels"):
+        setattr(args, name, getattr(work, name))
+    args.by_items = divider(block.items)
+    for name in ("row_blocks", "column_blocks"):
+        setattr(args, name, getattr(parts, name))
+        setattr(args, f"by_{name}", divider(getattr(parts, name)))
     args.w_stride[:], args.alpha, args.beta = work.w.strides, work.alpha, work.beta
     args.wide = work.result_dtype is DType.FLOAT32
     args.quads = _in_quads(work)
+    if not parts.engine:
+        for name, operand in (("x", work.x), ("y", work.y)):
+            size = operand.dtype.itemsize
+            setattr(args, f"{name}_group", operand.strides[1])
+            strides = BoxStrides(operand.strides[0] * size)
+            strides.spatial[:] = [stride * size for stride in operand.strides[3:]]
+            setattr(args, f"{name}_stride", strides)
+        threads = parts.item.warps * 32
+        args.x_box = box_args(block.x_extent, merge.in_chunks * share.slice, block.x_pitch, threads)
+        args.y_box = box_args(tile, merge.out_chunks * share.slice, block.y_pitch, threads)
+        args.x_size[:], args.y_size[:] = work.input, work.output
     return args
+
+
+def _maps(parts: Parts, block: Block, share: Share) -> tuple[TiledMap, TiledMap]:
+    """Return the tensor maps of the input and of grad_output (C, W, H, D, N).
+
+    A pixel in shared memory may be longer than the slice, so that pixels start in different banks:
+    it then has channels of the next slice.
+    """
+    work = parts.work
+    size = work.dtype.itemsize
+
+    def of(
+        operand: Operand,
+        channels: int,
+        sizes: tuple[int, ...],
+        span: Size4,
+        pitch: int,
+        steps: tuple[int, ...],
+    ) -> TiledMap:
+        channels *= work.groups
+        extents = (channels, *reversed(sizes), work.batch)
+        given = (*reversed(operand.strides[3:]), operand.strides[0])
+        # A dimension of extent 1 may have any stride, but TMA requires a multiple of 16 bytes.
+        strides = tuple(
+            stride * size if extent > 1 else channels * size
+            for stride, extent in zip(given, extents[1:], strict=True)
+        )
+        images, *spatial = span
+        return TiledMap(
+            work.dtype,
+            extents,
+            strides,
+            steps=(1, *reversed(steps), 1),
+            box=(pitch // size, *reversed(spatial), images),
+        )
+
+    lattices = tuple(axis.lattice for axis in parts.axes)
+    y_steps = tuple(axis.axis.y_step for axis in parts.axes)
+    x = of(work.x, work.in_channels, work.input, parts.x_span(share.tile), block.x_pitch, lattices)
+    y = of(work.y, work.out_channels, work.output, parts.y_span(share.tile), block.y_pitch, y_steps)
+    return x, y
 
 
 def _in_quads(work: ConvWork) -> bool:
@@ -161,9 +254,10 @@ def _in_quads(work: ConvWork) -> bool:
     )
 
 
-def _instance(item: Item, dtype: DType, exact: bool) -> Instance:
+def _instance(item: Item, dtype: DType, exact: bool, engine: bool) -> Instance:
     return Instance(
         "grouped/gw2.cu",
         "gw2",
-        item.defines(dtype, exact) + ((("STAMPS", "1"),) if STAMPED else ()) + DEFINES,
+        item.defines(dtype, exact, engine) + ((("STAMPS", "1"),) if STAMPED else ()) + DEFINES,
+        HOPPER if engine else ARCHITECTURES,
     )

@@ -20,21 +20,22 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     merge_of,
     odd_chunks,
     slices_of,
-    widest,
 )
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ZEROS_BYTES, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["ITEMS", "SMALL", "Item", "Parts", "Share", "shares_of", "time_of"]
+__all__ = ["ITEMS", "SMALL", "HALF_ITEMS", "Item", "Parts", "Share", "shares_of", "time_of"]
 
 MOST_PIXELS = 512
 MOST_SPLITS = 255
 """What the word at which blocks meet can count."""
 PARTIAL_BYTES = 64 * 2**20
 """The most bytes of partial sums, unless the caller asks for more splits."""
-STAGES = (4, 3, 2)
+STAGES, ENGINE_STAGES = (4, 3, 2), (8, 6, 4, 3, 2)
+ALIGNMENT, ROW_BYTES = 128, 16
+MOST_BOX, MOST_STEP = 256, 8
 PLACES = (32, 64, 128, 256, MOST_PIXELS)
 """Of tiles with at most so many pixels, and more than the next smaller, the best are compared."""
 BEST = 2
@@ -51,8 +52,9 @@ class Item:
     windows: bool = False
     """Whether pixels form runs of 8 columns whose input rows are loaded once."""
 
-    def defines(self, dtype: DType, exact: bool) -> tuple[tuple[str, str], ...]:
+    def defines(self, dtype: DType, exact: bool, engine: bool) -> tuple[tuple[str, str], ...]:
         return (
+            ("COPY_ENGINE", str(int(engine))),
             ("EXACT", str(int(exact))),
             ("ELEMENT", CUDA_TYPES[dtype]),
             ("MT", str(self.rows)),
@@ -72,16 +74,27 @@ class Item:
         return self.rows * 16 * self.columns * 8
 
 
-ITEMS = {
-    1: Item(5, 1, 8, 2),
-    2: Item(5, 2, 8, 2),
-    3: Item(5, 3, 8, 2),
-    4: Item(5, 4, 8, 1),
-}
-"""By columns. With 3x3 taps, five fragments hold all rows of 8 channels, or half of 16."""
+TALL, SHORT = 5, 3
+"""Fragments of rows. With 3x3 taps, five hold all rows of 8 channels, or half of 16."""
+ITEMS = (
+    Item(TALL, 1, 8, 2),
+    Item(TALL, 2, 8, 2),
+    Item(TALL, 3, 8, 2),
+    Item(TALL, 4, 8, 1),
+)
+HALF_ITEMS = (
+    *ITEMS,
+    Item(TALL, 5, 8, 1),
+    Item(TALL, 6, 8, 1),
+    Item(SHORT, 1, 8, 2),
+    Item(SHORT, 2, 8, 2),
+    Item(SHORT, 4, 8, 2),
+    Item(SHORT, 8, 8, 1),
+)
+"""For 16-bit types."""
 
 
-SMALL = Item(5, 1, 8, 2, windows=True)
+SMALL = Item(TALL, 1, 8, 2, windows=True)
 """For 3x3 taps of 8 channels without dilation."""
 
 
@@ -105,6 +118,7 @@ class Share:
 
     tile: Size4
     slice: int
+    item: Item
     apart: bool = False
     stages: int = 2
     splits: int = 0
@@ -117,8 +131,10 @@ class Share:
 class Parts:
     """The shares of a work in which a block has all taps, or those of one position along D and H."""
 
-    def __init__(self, work: ConvWork, apart: bool = False) -> None:
-        self.work, self.apart = work, apart
+    def __init__(
+        self, work: ConvWork, item: Item, apart: bool = False, engine: bool = False
+    ) -> None:
+        self.work, self.apart, self.engine = work, apart, engine
         self.merge: Merge = merge_of(work)
         self.planes = work.kernel[0] * work.kernel[1] if apart else 1
         columns = ceil_div(self.merge.out_channels, 8)
@@ -126,11 +142,7 @@ class Parts:
         self.axes: list[LatticeAxis] = [lattice_axis(forward, dim) for dim in range(3)]
         self.phases = prod(len(axis.phases) for axis in self.axes)
         self.counts = [axis.count for axis in self.axes]
-        near = work.kernel == (1, 3, 3) and all(
-            axis.x_step == axis.x_tap == 1 for axis in self.axes[1:]
-        )
-        small = near and columns == self.merge.in_chunks == 1 and work.dtype.itemsize == 2
-        self.item = SMALL if small and not apart else ITEMS[widest(columns)]
+        self.item = item
         self.column_blocks = ceil_div(columns, self.item.columns)
         rows = ceil_div(work.taps // self.planes * self.merge.in_channels, 16)
         self.row_blocks = ceil_div(rows, self.item.rows)
@@ -166,13 +178,30 @@ class Parts:
     def boxes(self, tile: Size4) -> int:
         return self.phases * prod(self.tiles(tile))
 
+    def _copied_at_once(self, tile: Size4) -> bool:
+        """Whether the copy engine takes the tile's boxes."""
+        return max(*self.x_span(tile), *self.y_span(tile)) <= MOST_BOX
+
+    def x_span(self, tile: Size4) -> Size4:
+        """Return the extents of a tile's box of the input in pixels."""
+        images, *extents = self.extents(tile)
+        d, h, w = ((n - 1) * axis.lattice + 1 for n, axis in zip(extents, self.axes, strict=True))
+        return images, d, h, w
+
+    def y_span(self, tile: Size4) -> Size4:
+        images, *extents = tile
+        d, h, w = (
+            (n - 1) * axis.axis.y_step + 1 for n, axis in zip(extents, self.axes, strict=True)
+        )
+        return images, d, h, w
+
     def best_tiles(self) -> list[Size4]:
         """Return the tiles that copy and multiply the least, of different sizes."""
         steps = (1, 2, 8) if self.item.windows else (1, 1, 1)
         found: list[list[tuple[float, Size4]]] = [[] for _ in PLACES]
         for tile in candidate_tiles(self.work.batch, self.counts, steps):
             pixels = prod(tile)
-            if pixels > MOST_PIXELS:
+            if pixels > MOST_PIXELS or (self.engine and not self._copied_at_once(tile)):
                 continue
             place = next(i for i, most in enumerate(PLACES) if pixels <= most)
             copied = prod(self.extents(tile)) * self.merge.in_chunks + pixels * self.merge.out_chunks
@@ -192,9 +221,11 @@ class Block:
         self.y_pitch = _pitch(merge.out_chunks * slice_, work.dtype)
         self.steps = ceil_div(pixels, parts.depth)
         x_pixels = prod(self.x_extent)
-        self.y_at = x_pixels * self.x_pitch
+        self.box_bytes = x_pixels * self.x_pitch + pixels * self.y_pitch
+        self.y_at = aligned(x_pixels * self.x_pitch)
         # A column of 8 may extend past the last channel of the last pixel.
-        self.stage_bytes = self.y_at + self.steps * parts.depth * self.y_pitch + CHUNK_BYTES * 8
+        y_bytes = self.steps * parts.depth * self.y_pitch + CHUNK_BYTES * 8
+        self.stage_bytes = self.y_at + aligned(y_bytes)
         self.copied_bytes = (x_pixels * merge.in_chunks + pixels * merge.out_chunks) * slice_ * CHUNK_BYTES
         items = slice_ * parts.items
         self.item_groups = ceil_div(items, item.warps)
@@ -203,14 +234,23 @@ class Block:
         self.k_splits = item.warps // self.items
         self.slab_bytes = item.warps * item.slab_bytes
 
+        self.row_bytes = parts.row_blocks * item.rows * 16 * ROW_BYTES
+
+    def rows_at(self, stages: int) -> int:
+        return max(stages * self.stage_bytes, aligned(self.slab_bytes))
+
     def sources_at(self, stages: int) -> int:
-        return max(stages * self.stage_bytes, self.slab_bytes)
+        return self.rows_at(stages) + self.row_bytes
 
     def total_bytes(self, stages: int) -> int:
-        return self.sources_at(stages) + self.steps * PIXELS_A_STEP * 4
+        return self.sources_at(stages) + self.steps * PIXELS_A_STEP * 4 + ALIGNMENT
 
 
 PIXELS_A_STEP = 16
+
+
+def aligned(size: int) -> int:
+    return ceil_div(size, ALIGNMENT) * ALIGNMENT
 
 
 def _pitch(chunks: int, dtype: DType) -> int:
@@ -221,23 +261,46 @@ def _pitch(chunks: int, dtype: DType) -> int:
     return (chunks + (2 - chunks) % 4) * CHUNK_BYTES
 
 
-def shares_of(work: ConvWork, device: CudaDevice) -> Iterator[tuple[float, Share]]:
+def shares_of(
+    work: ConvWork, device: CudaDevice, engine: bool = False
+) -> Iterator[tuple[float, Share]]:
     """Yield candidates with their expected times."""
     together = all(
         operand.strides[1] == channels
         for operand, channels in ((work.x, work.in_channels), (work.y, work.out_channels))
     )
     for apart in (False, True) if prod(work.kernel[:2]) > 1 else (False,):
-        parts = Parts(work, apart)
-        tiles = parts.best_tiles()
-        for slice_ in slices_of(parts.merge, together):
-            for tile in tiles:
-                block = Block(parts, tile, slice_)
-                boxes = parts.boxes(tile)
-                for stages, resident in _stages(parts, block, boxes, device):
-                    for splits in _splits(parts, block, boxes, resident, device):
-                        expected = expected_s(parts, block, boxes, resident, splits, device)
-                        yield expected, Share(tile, slice_, apart, stages, splits)
+        for item in items_of(work, apart):
+            parts = Parts(work, item, apart, engine)
+            tiles = parts.best_tiles()
+            for slice_ in slices_of(parts.merge, together):
+                for tile in tiles:
+                    block = Block(parts, tile, slice_)
+                    boxes = parts.boxes(tile)
+                    for stages, resident in _stages(parts, block, boxes, device):
+                        for splits in _splits(parts, block, boxes, resident, device):
+                            expected = expected_s(parts, block, boxes, resident, splits, device)
+                            yield expected, Share(tile, slice_, item, apart, stages, splits)
+
+
+def items_of(work: ConvWork, apart: bool) -> list[Item]:
+    """Return the warp tiles to compare: one of each height, of the best width."""
+    merge = merge_of(work)
+    columns, half = ceil_div(merge.out_channels, 8), work.dtype.itemsize == 2
+    axes = [lattice_axis(replace(work, direction="fwd"), dim) for dim in (1, 2)]
+    near = work.kernel == (1, 3, 3) and all(axis.x_step == axis.x_tap == 1 for axis in axes)
+    if near and half and not apart and columns == merge.in_chunks == 1:
+        return [SMALL]
+    found: dict[int, Item] = {}
+    for item in HALF_ITEMS if half else ITEMS:
+        best = found.setdefault(item.rows, item)
+        # Each pass reads the other operand again, which costs as much as 1.5 unused columns.
+        cost, least = (
+            ceil_div(columns, one.columns) * (one.columns + 1.5) for one in (item, best)
+        )
+        if cost < least:
+            found[item.rows] = item
+    return list(found.values())
 
 
 def _stages(
@@ -246,7 +309,7 @@ def _stages(
     """Yield the most stages with which as many blocks are resident as the kernel allows, and with
     which one is."""
     found: dict[int, int] = {}
-    for stages in STAGES:
+    for stages in ENGINE_STAGES if parts.engine else STAGES:
         total = block.total_bytes(stages)
         if total > device.shared_bytes_per_block:
             continue

@@ -3,32 +3,29 @@
 #pragma once
 
 #include "core/rendezvous.cuh"
-#include "core/vectors.cuh"
 #include "grouped/gw2.cuh"
+#include "ptx/warpgroup.cuh"
 
 namespace convgrad {
 
-// An item's sums in shared memory and in `partials`: [column][row], with rows of quads.
+constexpr int kSummers = WARPS * 32;
+// An item's sums in shared memory and in `partials`: [column][row], with rows in quads.
 constexpr int kRows = MT * 16, kColumns = NF * 8;
-constexpr int kQuads = kRows / 4 * kColumns;  // of an item
-// Odd multiples of four words put the columns 2t of a fragment in different banks.
+constexpr int kRowQuads = kRows / 4, kQuads = kRowQuads * kColumns;
+// An odd multiple of four words puts the columns 2t of a fragment in different banks.
 constexpr int kSlabPitch = kRows + 4, kSlab = kColumns * kSlabPitch;
 
-// What a block computes: its merges, from group `first_group` on, and its taps, from `first_tap` on.
-struct Part {
-  int first_group, merges, first_tap, rows;
+// A row of a merge: a tap and a channel of x.
+struct alignas(16) Row {
+  int x;    // offset in x's box, in bytes
+  int own;  // its group in the merge; -1 if there is no such row
+  i64 w;    // offset of its results in w: with column * w_stride[1], in elements
 };
 
-// One quad: four consecutive rows (taps x channels of a merge) of a column.
-struct Quad {
-  int item, column, row;
-
-  __device__ __forceinline__ explicit Quad(int index) {
-    item = index / kQuads;
-    const int within = index - item * kQuads;
-    column = within / (kRows / 4);
-    row = (within - column * (kRows / 4)) * 4;
-  }
+// A warp's item.
+struct Item {
+  int merge, row, column;  // the first ones
+  bool is_there;
 };
 
 template <class T>
@@ -40,136 +37,127 @@ __device__ __forceinline__ void put(const GroupedWeightArgs& args, i64 at, float
 
 template <class T>
 __device__ __forceinline__ void put_quad(const GroupedWeightArgs& args, i64 at, const float4& sum) {
+  T* const to = static_cast<T*>(args.w) + at;
+  const float4 done = make_float4(sum.x * args.alpha, sum.y * args.alpha, sum.z * args.alpha, sum.w * args.alpha);
   if constexpr (sizeof(T) == 4) {
-    *reinterpret_cast<float4*>(static_cast<T*>(args.w) + at) =
-        make_float4(sum.x * args.alpha, sum.y * args.alpha, sum.z * args.alpha, sum.w * args.alpha);
+    *reinterpret_cast<float4*>(to) = done;
   } else {
-    *reinterpret_cast<uint2*>(static_cast<T*>(args.w) + at) =
-        make_uint2(narrow_x2<T>(sum.x * args.alpha, sum.y * args.alpha),
-                   narrow_x2<T>(sum.z * args.alpha, sum.w * args.alpha));
+    *reinterpret_cast<uint2*>(to) = make_uint2(narrow_x2<T>(done.x, done.y), narrow_x2<T>(done.z, done.w));
   }
 }
 
-// A row and column of a merge as a result. Channels of different groups have none.
-struct Element {
-  bool is_result;
-  i64 at;
+// The results in an item's column `column`, rows from `row` on.
+struct Quad {
+  const Row* rows;
+  int column;  // of the merge
+  i64 w;       // of the merge and column
+  bool any;
 
-  __device__ __forceinline__ Element(const GroupedWeightArgs& args, const Part& part, int merge, int row,
-                                     int column) {
-    const int x_merge = args.merged * args.in_channels;
-    const int tap = quick_divide(row, x_merge), channel = row - tap * x_merge;
-    const int own = quick_divide(channel, args.in_channels), out = quick_divide(column, args.out_channels);
-    const int group = part.first_group + merge * args.merged + own;
-    is_result = row < part.rows && own == out && merge < part.merges && own < args.merged &&
-                group < args.groups;
-    const int all = part.first_tap + tap, above = quick_divide(all, args.kernel[2]);
-    const int t = quick_divide(above, args.kernel[1]);
-    at = group * args.w_stride[0] + (column - out * args.out_channels) * args.w_stride[1] +
-         (channel - own * args.in_channels) * args.w_stride[2] + t * args.w_stride[3] +
-         (above - t * args.kernel[1]) * args.w_stride[4] + (all - above * args.kernel[2]) * args.w_stride[5];
+  __device__ __forceinline__ Quad(const GroupedWeightArgs& args, const Item& item, const Row* row_at, int index,
+                                  i64 merge_w) {
+    const int in_item = index / kRowQuads;
+    rows = row_at + item.row + (index - in_item * kRowQuads) * 4;
+    column = item.column + in_item;
+    w = merge_w + column * args.w_stride[1];
+    any = args.in_channels % 4 != 0 || is_result(args, rows[0]);
+  }
+  __device__ __forceinline__ bool is_result(const GroupedWeightArgs& args, const Row& row) const {
+    const int k = column - row.own * args.out_channels;
+    return row.own >= 0 && k >= 0 && k < args.out_channels;
+  }
+  template <class T>
+  __device__ __forceinline__ void put_all(const GroupedWeightArgs& args, const float4& sum) const {
+    if (args.quads && args.accumulate == nullptr) {
+      const i64 at = w + rows[0].w;
+      if (args.wide) {
+        put_quad<float>(args, at, sum);
+      } else {
+        put_quad<T>(args, at, sum);
+      }
+      return;
+    }
+    float4 left = sum;
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i) {
+      const float each = left.x;
+      left = make_float4(left.y, left.z, left.w, 0);
+      if (!is_result(args, rows[i])) continue;
+      if (args.wide) {
+        put<float>(args, w + rows[i].w, each);
+      } else {
+        put<T>(args, w + rows[i].w, each);
+      }
+    }
   }
 };
-
-// Whether any of a quad's sums is a result.
-__device__ __forceinline__ bool is_needed(const GroupedWeightArgs& args, const Part& part, const Quad& quad,
-                                          int first_item, int& merge, int& row, int& column) {
-  u32 number = first_item + quad.item;
-  column = digit(number, args.column_blocks) * kColumns + quad.column;
-  row = digit(number, args.row_blocks) * kRows + quad.row;
-  merge = number;
-  if (merge >= part.merges || row >= part.rows || column >= args.merged * args.out_channels) return false;
-  if (args.in_channels % 4 != 0) return true;
-  return Element(args, part, merge, row, column).is_result;
-}
-
-template <class T>
-__device__ __forceinline__ void finish_quad(const GroupedWeightArgs& args, const Part& part, int merge,
-                                            int row, int column, const float4& sum) {
-  const Element first(args, part, merge, row, column);
-  if (args.quads && args.accumulate == nullptr) {
-    if (args.wide) {
-      put_quad<float>(args, first.at, sum);
-    } else {
-      put_quad<T>(args, first.at, sum);
-    }
-    return;
-  }
-  const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
-#pragma unroll 1
-  for (int i = 0; i < 4; ++i) {
-    const Element one(args, part, merge, row + i, column);
-    if (!one.is_result) continue;
-    const float each = i == 0 ? sums[0] : i == 1 ? sums[1] : i == 2 ? sums[2] : sums[3];
-    if (args.wide) {
-      put<float>(args, one.at, each);
-    } else {
-      put<T>(args, one.at, each);
-    }
-  }
-}
 
 __device__ __forceinline__ void add(float4& to, const float4& more) {
   to.x += more.x, to.y += more.y, to.z += more.z, to.w += more.w;
 }
 
-// Block: sums and stores. `slabs` is shared memory that is free, a slab for each warp; the warp at
-// k_split * args.items + item has left its sums there, and the block has synchronised.
+// All consumer threads: sum and store. Warp k_split * args.items + item has left its sums in its slab,
+// and they have synchronised. `merge_w` is where the item's merge starts in w.
 template <class T>
-__device__ __forceinline__ void sum_items(const GroupedWeightArgs& args, const Part& part, int first_item,
-                                          int k_splits, const float* slabs, int shares, int share,
-                                          u32* word, u32 begun) {
-  constexpr int kThreads = WARPS * 32, kAtOnce = 8;
-  const int quads = args.items * kQuads, thread = threadIdx.x;
+__device__ __forceinline__ void sum_items(const GroupedWeightArgs& args, const Item& item, int number,
+                                          int k_split, int k_splits, const Row* row_at, i64 merge_w,
+                                          const float* slabs, int share, int shares, u32* word, u32 begun) {
+  constexpr int kAtOnce = 8;
+  const int lane = threadIdx.x & 31;
+  const int block_quads = args.items * kQuads;
   const i64 column = static_cast<i64>(blockIdx.y) * gridDim.x + blockIdx.x;
-  float4* const partials = reinterpret_cast<float4*>(args.partials) + column * shares * quads;
+  float4* const partials =
+      reinterpret_cast<float4*>(args.partials) + column * shares * block_quads + number * kQuads;
+  if (item.is_there) {
+#pragma unroll 2
+    for (int index = k_split * 32 + lane; index < kQuads; index += k_splits * 32) {
+      const Quad quad(args, item, row_at, index, merge_w);
+      if (!quad.any) continue;
+      const int in_item = index / kRowQuads;
+      const float* from = slabs + number * kSlab + index * 4 + in_item * (kSlabPitch - kRows);
+      float4 sum = *reinterpret_cast<const float4*>(from);
 #pragma unroll 1
-  for (int index = thread; index < quads; index += kThreads) {
-    const Quad quad(index);
-    int merge, row, col;
-    if (!is_needed(args, part, quad, first_item, merge, row, col)) continue;
-    const float* from = slabs + quad.item * kSlab + quad.column * kSlabPitch + quad.row;
-    float4 sum = *reinterpret_cast<const float4*>(from);
-#pragma unroll 1
-    for (int i = 1; i < k_splits; ++i) {
-      from += args.items * kSlab;
-      add(sum, *reinterpret_cast<const float4*>(from));
-    }
-    if (shares == 1) {
-      finish_quad<T>(args, part, merge, row, col, sum);
-    } else {
-      partials[share * quads + index] = sum;
+      for (int i = 1; i < k_splits; ++i) {
+        from += args.items * kSlab;
+        add(sum, *reinterpret_cast<const float4*>(from));
+      }
+      if (shares == 1) {
+        quad.put_all<T>(args, sum);
+      } else {
+        partials[share * block_quads + index] = sum;
+      }
     }
   }
   if (shares == 1) return;
   __shared__ ReducerRank shared_met;
-  __syncthreads();
-  if (thread == 0) shared_met = rendezvous_meet(word, begun, shares);
-  __syncthreads();
+  named_barrier_sync(1, kSummers);
+  if (threadIdx.x == 0) shared_met = rendezvous_meet(word, begun, shares);
+  named_barrier_sync(1, kSummers);
   const ReducerRank met = shared_met;
   if (met.blocks == 0) return;
+  if (item.is_there) {
+    const int apart = met.blocks * k_splits * 32;
 #pragma unroll 1
-  for (int index = met.rank * kThreads + thread; index < quads; index += met.blocks * kThreads) {
-    const Quad quad(index);
-    int merge, row, col;
-    if (!is_needed(args, part, quad, first_item, merge, row, col)) continue;
-    const float4* from = partials + index;
-    float4 sum = make_float4(0, 0, 0, 0);
+    for (int index = (met.rank * k_splits + k_split) * 32 + lane; index < kQuads; index += apart) {
+      const Quad quad(args, item, row_at, index, merge_w);
+      if (!quad.any) continue;
+      const float4* from = partials + index;
+      float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll 1
-    for (int first = 0; first < shares; first += kAtOnce, from += kAtOnce * quads) {
-      float4 read[kAtOnce];
+      for (int first = 0; first < shares; first += kAtOnce, from += kAtOnce * block_quads) {
+        float4 read[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (first + i < shares) read[i] = __ldcg(from + i * quads);
-      }
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (first + i < shares) read[i] = __ldcg(from + i * block_quads);
+        }
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (first + i < shares) add(sum, read[i]);
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (first + i < shares) add(sum, read[i]);
+        }
       }
+      quad.put_all<T>(args, sum);
     }
-    finish_quad<T>(args, part, merge, row, col, sum);
   }
-  if (thread == 0) rendezvous_leave(word, met);
+  if (threadIdx.x == 0) rendezvous_leave(word, met);
 }
 
 }  // namespace convgrad
