@@ -276,6 +276,8 @@ def shares_of(
             for slice_ in slices_of(parts.merge, together):
                 for tile in tiles:
                     block = Block(parts, tile, slice_)
+                    if engine and max(block.x_pitch, block.y_pitch) > MOST_BOX * work.dtype.itemsize:
+                        continue
                     boxes = parts.boxes(tile)
                     for stages, resident in _stages(parts, block, boxes, device):
                         for splits in _splits(parts, block, boxes, resident, device):
