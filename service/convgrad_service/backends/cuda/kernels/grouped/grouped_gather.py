@@ -6,17 +6,21 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import MAX_PHASES
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import (
     LatticeAxis,
     Size4,
     box_args,
+    box_map,
     candidate_tiles,
     lattice_axis,
+    why_not_copied,
 )
 from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     Merge,
@@ -30,11 +34,11 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
 )
 from convgrad_service.backends.cuda.kernels.grouped.grouped_units import Unit, every_unit, unit_of
 from convgrad_service.backends.cuda.structures import structure
-from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.device import ARCHITECTURES, HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["Box", "GroupedGather", "Unit", "boxes_of"]
+__all__ = ["Box", "GroupedGather", "HopperGroupedGather", "Unit", "boxes_of"]
 
 # Positions of a box; more would reduce occupancy.
 MOST_POSITIONS = 512
@@ -47,6 +51,8 @@ MAX_INDEX = 2**31 - 1
 PRODUCT_BYTES = 512
 # Static shared memory.
 PLACE_BYTES = 384
+ALIGNMENT = 128
+"""Of boxes, for the copy engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,7 @@ class GroupedGather:
     """
 
     name = "grouped_gather"
+    engine: ClassVar[bool] = False
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
@@ -139,11 +146,18 @@ class GroupedGather:
         args.stage_bytes = shape.stage_bytes
         for name in ("weights_at", "results_at", "sources_at", "digits_at", "steps_at", "rows_at"):
             setattr(args, name, getattr(shape, name))
+        pointers = {"w": work.w, "y": result, "accumulate": work.accumulate, "bias": work.bias}
+        if self.engine:
+            args.box_bytes = shape.box_bytes
+            x_map = _map(work, axes, box, shape)
+            packed = pack_maps(args, {"x_map": (source, x_map)}, **pointers)
+        else:
+            packed = pack(args, x=source, **pointers)
         launch = Launch(
-            _instance(unit, work.dtype, backward, is_exact(work)),
+            _instance(unit, work.dtype, backward, is_exact(work), self.engine),
             _grid(work, axes, merge, box, _resident(unit, shape, device), device),
             (unit.warps * 32, 1, 1),
-            pack(args, x=source, w=work.w, y=result, accumulate=work.accumulate, bias=work.bias),
+            packed,
             shape.total_bytes,
         )
         return Fragment(f"{self.name}_{work.direction}", (launch,))
@@ -151,10 +165,48 @@ class GroupedGather:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(unit, dtype, across, exact)
+            _instance(unit, dtype, across, exact, self.engine)
             for unit, dtype, exact in every_unit()
             for across in (False, True)
         ]
+
+
+class HopperGroupedGather(GroupedGather):
+    """The same on Hopper, with the source's boxes copied by the copy engine."""
+
+    name = "hopper_grouped_gather"
+    engine = True
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        if device.architecture not in HOPPER:
+            return f"{device.name} has no copies of tiles"
+        source, _ = work.sides
+        if source.strides[1] != work.channels[0] and work.groups > 1:
+            return "the source's groups are not contiguous"
+        reason = super().why_not(work, device)
+        if reason is not None:
+            return reason
+        axes = [lattice_axis(work, dim) for dim in range(3)]
+        box = choose_box(work, axes, device)
+        shape = _Shared(work, axes, merge_of(work), unit_of(work), box)
+        lattices = [axis.lattice for axis in axes]
+        refused = why_not_copied(shape.extent, lattices, shape.pitch // source.dtype.itemsize)
+        return refused or _map(work, axes, box, shape).why_not()
+
+
+def _map(work: ConvWork, axes: list[LatticeAxis], box: Box, shape: _Shared) -> TiledMap:
+    """Return the tensor map of the source."""
+    source, _ = work.sides
+    sizes = (axis.axis.x_size for axis in axes)
+    d, h, w = sizes
+    return box_map(
+        source,
+        (work.batch, d, h, w, work.groups * work.channels[0]),
+        shape.extent,
+        [axis.lattice for axis in axes],
+        shape.pitch,
+    )
 
 
 def choose_box(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Box:
@@ -190,8 +242,10 @@ class _Shared:
         tap_bytes = merge.out_channels * self.w_pitch
         self.weight_bytes = merges * (taps + 1) * tap_bytes
         positions = ceil_div(box.positions, 16) * 16
-        self.stage_bytes = prod(self.extent) * self.pitch if box.stages > 1 else 0
-        self.weights_at = prod(self.extent) * self.pitch * box.stages
+        self.box_bytes = prod(self.extent) * self.pitch
+        box_bytes = ceil_div(self.box_bytes, ALIGNMENT) * ALIGNMENT
+        self.stage_bytes = box_bytes if box.stages > 1 else 0
+        self.weights_at = box_bytes * box.stages
         self.results_at = self.weights_at + self.weight_bytes
         self.sources_at = self.results_at + positions * 4
         self.digits_at = self.sources_at + positions * 4
@@ -201,7 +255,7 @@ class _Shared:
         end = self.rows_at + unit.warps * unit.rows_bytes
         # Units also read past the last result channel.
         beyond = self.results_at + unit.columns * 8 * self.w_pitch
-        self.total_bytes = max(end, beyond) + PLACE_BYTES
+        self.total_bytes = max(end, beyond) + PLACE_BYTES + ALIGNMENT
 
     @property
     def copied_bytes(self) -> int:
@@ -347,6 +401,7 @@ def _tap_stride(work: ConvWork, axes: list[LatticeAxis]) -> int:
     return found
 
 
-def _instance(unit: Unit, dtype: DType, across: bool, exact: bool) -> Instance:
-    defines = unit.defines(dtype, across, exact)
-    return Instance("grouped/grouped_gather.cu", "grouped_gather", defines)
+def _instance(unit: Unit, dtype: DType, across: bool, exact: bool, engine: bool) -> Instance:
+    defines = unit.defines(dtype, across, exact, engine)
+    architectures = HOPPER if engine else ARCHITECTURES
+    return Instance("grouped/grouped_gather.cu", "grouped_gather", defines, architectures)

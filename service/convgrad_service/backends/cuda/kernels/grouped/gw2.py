@@ -13,8 +13,8 @@ from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import (
     BoxStrides,
-    Size4,
     box_args,
+    box_map,
 )
 from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     DTYPES,
@@ -199,44 +199,14 @@ def _args(parts: Parts, block: Block, share: Share) -> Any:
 
 
 def _maps(parts: Parts, block: Block, share: Share) -> tuple[TiledMap, TiledMap]:
-    """Return the tensor maps of the input and of grad_output (C, W, H, D, N).
-
-    A pixel in shared memory may be longer than the slice, so that pixels start in different banks:
-    it then has channels of the next slice.
-    """
+    """Return the tensor maps of the input and of grad_output."""
     work = parts.work
-    size = work.dtype.itemsize
-
-    def of(
-        operand: Operand,
-        channels: int,
-        sizes: tuple[int, ...],
-        span: Size4,
-        pitch: int,
-        steps: tuple[int, ...],
-    ) -> TiledMap:
-        channels *= work.groups
-        extents = (channels, *reversed(sizes), work.batch)
-        given = (*reversed(operand.strides[3:]), operand.strides[0])
-        # A dimension of extent 1 may have any stride, but TMA requires a multiple of 16 bytes.
-        strides = tuple(
-            stride * size if extent > 1 else channels * size
-            for stride, extent in zip(given, extents[1:], strict=True)
-        )
-        images, *spatial = span
-        return TiledMap(
-            work.dtype,
-            extents,
-            strides,
-            steps=(1, *reversed(steps), 1),
-            box=(pitch // size, *reversed(spatial), images),
-        )
-
-    lattices = tuple(axis.lattice for axis in parts.axes)
-    y_steps = tuple(axis.axis.y_step for axis in parts.axes)
-    x = of(work.x, work.in_channels, work.input, parts.x_span(share.tile), block.x_pitch, lattices)
-    y = of(work.y, work.out_channels, work.output, parts.y_span(share.tile), block.y_pitch, y_steps)
-    return x, y
+    x_shape = (work.batch, *work.input, work.groups * work.in_channels)
+    y_shape = (work.batch, *work.output, work.groups * work.out_channels)
+    return (
+        box_map(work.x, x_shape, block.x_extent, parts.lattices, block.x_pitch),
+        box_map(work.y, y_shape, share.tile, parts.y_steps, block.y_pitch),
+    )
 
 
 def _in_quads(work: ConvWork) -> bool:

@@ -12,8 +12,10 @@ from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import (
     LatticeAxis,
     Size4,
+    MOST_BOX,
     candidate_tiles,
     lattice_axis,
+    why_not_copied,
 )
 from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     Merge,
@@ -35,7 +37,6 @@ PARTIAL_BYTES = 64 * 2**20
 """The most bytes of partial sums, unless the caller asks for more splits."""
 STAGES, ENGINE_STAGES = (4, 3, 2), (8, 6, 4, 3, 2)
 ALIGNMENT, ROW_BYTES = 128, 16
-MOST_BOX, MOST_STEP = 256, 8
 PLACES = (32, 64, 128, 256, MOST_PIXELS)
 """Of tiles with at most so many pixels, and more than the next smaller, the best are compared."""
 BEST = 2
@@ -142,6 +143,8 @@ class Parts:
         self.axes: list[LatticeAxis] = [lattice_axis(forward, dim) for dim in range(3)]
         self.phases = prod(len(axis.phases) for axis in self.axes)
         self.counts = [axis.count for axis in self.axes]
+        self.lattices = [axis.lattice for axis in self.axes]
+        self.y_steps = [axis.axis.y_step for axis in self.axes]
         self.item = item
         self.column_blocks = ceil_div(columns, self.item.columns)
         rows = ceil_div(work.taps // self.planes * self.merge.in_channels, 16)
@@ -178,22 +181,10 @@ class Parts:
     def boxes(self, tile: Size4) -> int:
         return self.phases * prod(self.tiles(tile))
 
-    def _copied_at_once(self, tile: Size4) -> bool:
+    def _is_copied(self, tile: Size4) -> bool:
         """Whether the copy engine takes the tile's boxes."""
-        return max(*self.x_span(tile), *self.y_span(tile)) <= MOST_BOX
-
-    def x_span(self, tile: Size4) -> Size4:
-        """Return the extents of a tile's box of the input in pixels."""
-        images, *extents = self.extents(tile)
-        d, h, w = ((n - 1) * axis.lattice + 1 for n, axis in zip(extents, self.axes, strict=True))
-        return images, d, h, w
-
-    def y_span(self, tile: Size4) -> Size4:
-        images, *extents = tile
-        d, h, w = (
-            (n - 1) * axis.axis.y_step + 1 for n, axis in zip(extents, self.axes, strict=True)
-        )
-        return images, d, h, w
+        boxes = (self.extents(tile), self.lattices), (tile, self.y_steps)
+        return all(why_not_copied(*box, 0) is None for box in boxes)
 
     def best_tiles(self) -> list[Size4]:
         """Return the tiles that copy and multiply the least, of different sizes."""
@@ -201,7 +192,7 @@ class Parts:
         found: list[list[tuple[float, Size4]]] = [[] for _ in PLACES]
         for tile in candidate_tiles(self.work.batch, self.counts, steps):
             pixels = prod(tile)
-            if pixels > MOST_PIXELS or (self.engine and not self._copied_at_once(tile)):
+            if pixels > MOST_PIXELS or (self.engine and not self._is_copied(tile)):
                 continue
             place = next(i for i, most in enumerate(PLACES) if pixels <= most)
             copied = prod(self.extents(tile)) * self.merge.in_chunks + pixels * self.merge.out_chunks
