@@ -23,6 +23,7 @@
 // Deterministic: one order of additions for each result and share. Missing pixels of a box are read as
 // zeros.
 // Index limits: 64-bit offsets; positions and strides of D, H, W in bytes below 2^31.
+#include "grouped/gw2.cuh"
 #include "grouped/gw2_sums.cuh"
 
 using namespace convgrad;
@@ -100,21 +101,21 @@ struct Boxes {
 template <int kOf>
 __device__ __forceinline__ void fill_tables(const GroupedWeightArgs& args, int t0, int r0, int steps,
                                             int* source_at, Row* row_at) {
-  const int thread = threadIdx.x, x_merge = args.merged * args.in_channels;
+  const int thread = threadIdx.x, x_merge = args.merged * args.result.in_channels;
   const int taps = args.kernel[0] * args.kernel[1] * args.kernel[2], rows = taps / args.tap_planes * x_merge;
 #pragma unroll 1
   for (int i = thread; i < args.row_blocks * kRows; i += kOf) {
     const int tap = divide(i, args.by_x_merge), channel = i - tap * x_merge;
     const int above = divide(tap, args.by_kernel[1]), s = tap - above * args.kernel[2];
     const int t = divide(above, args.by_kernel[0]), r = above - t * args.kernel[1];
-    const int own = divide(channel, args.by_in_channels), c = channel - own * args.in_channels;
+    const int own = divide(channel, args.by_in_channels), c = channel - own * args.result.in_channels;
     Row row = {0, -1, 0};
     if (i < rows) {
       row.x = ((t * args.x_tap[0] * args.x_extent[2] + r * args.x_tap[1]) * args.x_extent[3] +
                s * args.x_tap[2]) * args.x_pitch + channel * kSize;
       row.own = own;
-      row.w = own * (args.w_stride[0] - args.out_channels * args.w_stride[1]) + c * args.w_stride[2] + (t0 + t) * args.w_stride[3] +
-              (r0 + r) * args.w_stride[4] + s * args.w_stride[5];
+      row.w = own * (args.result.w_stride[0] - args.result.out_channels * args.result.w_stride[1]) + c * args.result.w_stride[2] + (t0 + t) * args.result.w_stride[3] +
+              (r0 + r) * args.result.w_stride[4] + s * args.result.w_stride[5];
     }
     row_at[i] = row;
   }
@@ -145,8 +146,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   const u32 boxes_at = shared_address(base);
   const int thread = threadIdx.x, lane = thread & 31, warp = __shfl_sync(0xffffffff, thread / 32, 0);
   STAMP(0)
-  const int tap_plane = divide(blockIdx.y, args.by_item_groups);
-  const int item_group = blockIdx.y - tap_plane * args.item_groups, split = blockIdx.z, splits = gridDim.z;
+  const int tap_plane = divide(blockIdx.z, args.by_item_groups);
+  const int item_group = blockIdx.z - tap_plane * args.item_groups, split = blockIdx.x, splits = gridDim.x;
   const int tap_t = divide(tap_plane, args.by_kernel[0]), tap_r = tap_plane - tap_t * args.kernel[1];
   const int begin = split * args.boxes + min(split, args.more);
   const int end = begin + args.boxes + (split < args.more);
@@ -156,8 +157,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     auto copy = [&](int stage) {
       const u32 to = boxes_at + stage * args.stage_bytes, barrier = full + stage * 8;
       mbarrier_arrive_expect_tx(barrier, args.box_bytes);
-      const int first[2] = {static_cast<int>(blockIdx.x) * args.slice_channels[0],
-                            static_cast<int>(blockIdx.x) * args.slice_channels[1]};
+      const int first[2] = {static_cast<int>(blockIdx.y) * args.slice_channels[0],
+                            static_cast<int>(blockIdx.y) * args.slice_channels[1]};
       const int x_at[5] = {first[0], box.x[2], box.x[1], box.x[0], box.image};
       const int y_at[5] = {first[1], box.y[2], box.y[1], box.y[0], box.image};
       tma_load(to, args.x_map, barrier, x_at);
@@ -196,16 +197,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 #endif
   int* const source_at = reinterpret_cast<int*>(base + args.sources_at);
   Row* const row_at = reinterpret_cast<Row*>(base + args.rows_at);
-  u32* const word = args.met + blockIdx.y * gridDim.x + blockIdx.x;
+  u32* const word = args.result.met + blockIdx.z * gridDim.y + blockIdx.y;
   if (thread == 0 && splits > 1) rendezvous_begin(word);
-  const int first_merge = blockIdx.x * args.slice, first_group = first_merge * args.merged;
+  const int first_merge = blockIdx.y * args.slice, first_group = first_merge * args.merged;
 #if !COPY_ENGINE
   const T* const x = static_cast<const T*>(args.x) + first_group * args.x_group;
   const T* const y = static_cast<const T*>(args.y) + first_group * args.y_group;
   const Copier copier_x(args.x_box, reinterpret_cast<const char*>(x), args.x_stride, args.lattice,
-                        (args.groups - first_group) * args.in_channels / kChunk);
+                        (args.groups - first_group) * args.result.in_channels / kChunk);
   const Copier copier_y(args.y_box, reinterpret_cast<const char*>(y), args.y_stride, args.y_step,
-                        (args.groups - first_group) * args.out_channels / kChunk);
+                        (args.groups - first_group) * args.result.out_channels / kChunk);
   Boxes box(args, begin, tap_t, tap_r);
   auto copy = [&](int index, int stage) {
     if (index < end) {
@@ -234,8 +235,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 
   // This warp's item.
   const int k_splits = divide(kWarps, args.by_items);
-  const int k_split = divide(warp, args.by_items), number = warp - k_split * args.items;
-  const int all = item_group * args.items + number, of_merge = divide(all, args.by_column_blocks);
+  const int k_split = divide(warp, args.by_items), number = warp - k_split * args.result.items;
+  const int all = item_group * args.result.items + number, of_merge = divide(all, args.by_column_blocks);
   const int merge = divide(of_merge, args.by_row_blocks), column_block = all - of_merge * args.column_blocks;
   const int merges = min(args.slice, args.groups / args.merged - first_merge);
   const Item item = {merge, (of_merge - merge * args.row_blocks) * kRows, column_block * kColumns,
@@ -243,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   __syncthreads();
   STAMP(3)
   [[maybe_unused]] int row_offset[MT][kSize == 4 ? 2 : 1];
-  const int mine = merge * args.merged * args.in_channels * kSize;
+  const int mine = merge * args.merged * args.result.in_channels * kSize;
 #pragma unroll
   for (int i = 0; i < MT; ++i) {
     const Row* const first = row_at + item.row + i * 16;
@@ -254,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
       row_offset[i][1] = first[8 + lane / 4].x + mine;
     }
   }
-  const int column_offset = (merge * args.merged * args.out_channels + item.column) * kSize;
+  const int column_offset = (merge * args.merged * args.result.out_channels + item.column) * kSize;
   float sum[MT][NF][4] = {};
 
   int stage = 0;
@@ -424,7 +425,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   }
   named_barrier_sync(1, kSummers);
   STAMP(6)
-  const i64 merge_w = (first_group + merge * args.merged) * args.w_stride[0];
-  sum_items<T>(args, item, number, k_split, k_splits, row_at, merge_w, slabs, split, splits, word, begun);
+  const i64 merge_w = (first_group + merge * args.merged) * args.result.w_stride[0];
+  sum_items<T>(args.result, item, number, k_split, k_splits, row_at, merge_w, slabs,
+               Meeting{split, splits, false, 0, nullptr, word, begun});
   STAMP(7)
 }

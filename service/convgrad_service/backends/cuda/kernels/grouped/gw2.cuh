@@ -3,6 +3,7 @@
 
 #include "core/divider.cuh"
 #include "grouped/grouped_box.cuh"
+#include "grouped/gw_result.cuh"
 #include "ptx/tma.cuh"
 
 namespace convgrad {
@@ -38,24 +39,13 @@ struct GroupedWeightArgs {
   int slice;       // merges in a block
   int merged;
   int groups;
-  int in_channels;   // in a group
-  int out_channels;  // in a group
   int batch;
   int x_extent[4];  // images, D, H, W
   int x_pitch, y_pitch;
   Divider by_items, by_column_blocks, by_row_blocks;
   int row_blocks;     // items of one merge: of MT * 16 rows,
   int column_blocks;  // by NF * 8 columns
-  int items;          // of a block
-  int wide;           // w is float32 for any type of x and y
-  int quads;          // four adjacent channels of w are results of one group and one aligned vector
-  float alpha;
-  float beta;
-  float* partials;
-  void* w;
-  const void* accumulate;  // like w, or null
-  u32* met;                // zeros, one for the blocks of each x and y; left zero
-  i64 w_stride[6];         // G K C T R S
+  WeightResult result;
   // Without COPY_ENGINE.
   const void* x;
   const void* y;

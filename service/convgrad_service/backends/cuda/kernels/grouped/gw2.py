@@ -46,7 +46,9 @@ MOST_CHANNELS = 128
 PhaseArgs = structure("grouped/gw2.cu", "Phase")
 
 
-GroupedWeightArgs = structure("grouped/gw2.cu", "GroupedWeightArgs")
+GroupedWeightArgs = structure(
+    "grouped/gw2.cu", "GroupedWeightArgs", anonymous=("result",)
+)
 
 
 class GroupedWeight:
@@ -97,7 +99,7 @@ class GroupedWeight:
             packed = pack(args, x=work.x, y=work.y, **pointers)
         launch = Launch(
             _instance(parts.item, work.dtype, is_exact(work), self.engine),
-            (*block.grid, splits),
+            (splits, *block.grid),
             ((parts.item.warps + self.engine) * 32, 1, 1),
             packed,
             block.total_bytes(share.stages),
@@ -168,22 +170,19 @@ def _args(parts: Parts, block: Block, share: Share) -> Any:
             args.phase[place][dim] = PhaseArgs(phase.x0, phase.y0, phase.count)
     args.stages = share.stages
     args.rows_at, args.sources_at = block.rows_at(share.stages), block.sources_at(share.stages)
-    for name in ("y_at", "stage_bytes", "box_bytes", "x_pitch", "y_pitch", "items"):
+    for name in ("y_at", "stage_bytes", "box_bytes", "x_pitch", "y_pitch"):
         setattr(args, name, getattr(block, name))
     args.by_x_merge, args.by_in_channels = divider(merge.in_channels), divider(work.in_channels)
     args.by_kernel[:] = [divider(count) for count in work.kernel[1:]]
     args.by_tile[:] = [divider(size) for size in tile[1:]]
     args.kernel[:], args.x_extent[:] = work.kernel, block.x_extent
     args.tap_planes, args.slice, args.merged = parts.planes, share.slice, merge.groups
-    for name in ("batch", "groups", "in_channels", "out_channels"):
-        setattr(args, name, getattr(work, name))
+    args.batch, args.groups = work.batch, work.groups
     args.by_items = divider(block.items)
     for name in ("row_blocks", "column_blocks"):
         setattr(args, name, getattr(parts, name))
         setattr(args, f"by_{name}", divider(getattr(parts, name)))
-    args.w_stride[:], args.alpha, args.beta = work.w.strides, work.alpha, work.beta
-    args.wide = work.result_dtype is DType.FLOAT32
-    args.quads = _in_quads(work)
+    describe_result(args, work, (work.in_channels, work.out_channels), block.items)
     if not parts.engine:
         for name, operand in (("x", work.x), ("y", work.y)):
             size = operand.dtype.itemsize
@@ -207,6 +206,14 @@ def _maps(parts: Parts, block: Block, share: Share) -> tuple[TiledMap, TiledMap]
         box_map(work.x, x_shape, block.x_extent, parts.lattices, block.x_pitch),
         box_map(work.y, y_shape, share.tile, parts.y_steps, block.y_pitch),
     )
+
+
+def describe_result(args: Any, work: ConvWork, channels: tuple[int, int], items: int) -> None:
+    """Fill in the fields of the structure's base ``WeightResult``."""
+    args.in_channels, args.out_channels = channels
+    args.items, args.quads = items, _in_quads(work)
+    args.w_stride[:], args.alpha, args.beta = work.w.strides, work.alpha, work.beta
+    args.wide = work.result_dtype is DType.FLOAT32
 
 
 def _in_quads(work: ConvWork) -> bool:

@@ -36,7 +36,7 @@ MOST_SPLITS = 255
 PARTIAL_BYTES = 64 * 2**20
 """The most bytes of partial sums, unless the caller asks for more splits."""
 STAGES, ENGINE_STAGES = (4, 3, 2), (8, 6, 4, 3, 2)
-ALIGNMENT, ROW_BYTES = 128, 16
+ALIGNMENT, ROW_BYTES, STATIC_BYTES = 128, 16, 1024
 PLACES = (32, 64, 128, 256, MOST_PIXELS)
 """Of tiles with at most so many pixels, and more than the next smaller, the best are compared."""
 BEST = 2
@@ -304,7 +304,7 @@ def _stages(
     found: dict[int, int] = {}
     for stages in ENGINE_STAGES if parts.engine else STAGES:
         total = block.total_bytes(stages)
-        if total > device.shared_bytes_per_block:
+        if total > device.shared_bytes_per_block - STATIC_BYTES:
             continue
         resident = max(1, min(parts.item.blocks, device.fitting_blocks(total)))
         if resident not in found:

@@ -3,7 +3,8 @@
 #pragma once
 
 #include "core/rendezvous.cuh"
-#include "grouped/gw2.cuh"
+#include "grouped/gw_result.cuh"
+#include "ptx/st_async.cuh"
 #include "ptx/warpgroup.cuh"
 
 namespace convgrad {
@@ -29,14 +30,14 @@ struct Item {
 };
 
 template <class T>
-__device__ __forceinline__ void put(const GroupedWeightArgs& args, i64 at, float sum) {
+__device__ __forceinline__ void put(const WeightResult& args, i64 at, float sum) {
   const T* const old = args.accumulate == nullptr ? nullptr : static_cast<const T*>(args.accumulate) + at;
   const T* const no_bias = nullptr;
   static_cast<T*>(args.w)[at] = narrow<T>(finish<T, float>(sum, args.alpha, args.beta, old, no_bias, kNone));
 }
 
 template <class T>
-__device__ __forceinline__ void put_quad(const GroupedWeightArgs& args, i64 at, const float4& sum) {
+__device__ __forceinline__ void put_quad(const WeightResult& args, i64 at, const float4& sum) {
   T* const to = static_cast<T*>(args.w) + at;
   const float4 done = make_float4(sum.x * args.alpha, sum.y * args.alpha, sum.z * args.alpha, sum.w * args.alpha);
   if constexpr (sizeof(T) == 4) {
@@ -53,7 +54,7 @@ struct Quad {
   i64 w;       // of the merge and column
   bool any;
 
-  __device__ __forceinline__ Quad(const GroupedWeightArgs& args, const Item& item, const Row* row_at, int index,
+  __device__ __forceinline__ Quad(const WeightResult& args, const Item& item, const Row* row_at, int index,
                                   i64 merge_w) {
     const int in_item = index / kRowQuads;
     rows = row_at + item.row + (index - in_item * kRowQuads) * 4;
@@ -61,12 +62,12 @@ struct Quad {
     w = merge_w + column * args.w_stride[1];
     any = args.in_channels % 4 != 0 || is_result(args, rows[0]);
   }
-  __device__ __forceinline__ bool is_result(const GroupedWeightArgs& args, const Row& row) const {
+  __device__ __forceinline__ bool is_result(const WeightResult& args, const Row& row) const {
     const int k = column - row.own * args.out_channels;
     return row.own >= 0 && k >= 0 && k < args.out_channels;
   }
   template <class T>
-  __device__ __forceinline__ void put_all(const GroupedWeightArgs& args, const float4& sum) const {
+  __device__ __forceinline__ void put_all(const WeightResult& args, const float4& sum) const {
     if (args.quads && args.accumulate == nullptr) {
       const i64 at = w + rows[0].w;
       if (args.wide) {
@@ -95,49 +96,89 @@ __device__ __forceinline__ void add(float4& to, const float4& more) {
   to.x += more.x, to.y += more.y, to.z += more.z, to.w += more.w;
 }
 
+// How the blocks of a slice add their sums: share `share` of `shares`.
+struct Meeting {
+  int share, shares;
+  bool in_cluster;
+  // In a cluster of the shares: the address of an mbarrier that all consumer threads arrive at, and room
+  // for received sums.
+  u32 barrier;
+  float4* received;
+  // Otherwise: their word, and how many had begun.
+  u32* word;
+  u32 begun;
+};
+
 // All consumer threads: sum and store. Warp k_split * args.items + item has left its sums in its slab,
 // and they have synchronised. `merge_w` is where the item's merge starts in w.
 template <class T>
-__device__ __forceinline__ void sum_items(const GroupedWeightArgs& args, const Item& item, int number,
+__device__ __forceinline__ void sum_items(const WeightResult& args, const Item& item, int number,
                                           int k_split, int k_splits, const Row* row_at, i64 merge_w,
-                                          const float* slabs, int share, int shares, u32* word, u32 begun) {
+                                          const float* slabs, const Meeting& met) {
   constexpr int kAtOnce = 8;
-  const int lane = threadIdx.x & 31;
+  const int lane = threadIdx.x & 31, apart = k_splits * 32, share = met.share, shares = met.shares;
   const int block_quads = args.items * kQuads;
-  const i64 column = static_cast<i64>(blockIdx.y) * gridDim.x + blockIdx.x;
+  const i64 column = static_cast<i64>(blockIdx.z) * gridDim.y + blockIdx.y;
   float4* const partials =
       reinterpret_cast<float4*>(args.partials) + column * shares * block_quads + number * kQuads;
+  int turn = 0, owner = 0, expected = 0;  // in a cluster, blocks own every shares-th turn
+  if (met.in_cluster) cluster_wait();
   if (item.is_there) {
 #pragma unroll 2
-    for (int index = k_split * 32 + lane; index < kQuads; index += k_splits * 32) {
+    for (int index = k_split * 32 + lane; index < kQuads; index += apart) {
       const Quad quad(args, item, row_at, index, merge_w);
-      if (!quad.any) continue;
-      const int in_item = index / kRowQuads;
-      const float* from = slabs + number * kSlab + index * 4 + in_item * (kSlabPitch - kRows);
-      float4 sum = *reinterpret_cast<const float4*>(from);
+      if (quad.any) {
+        const int in_item = index / kRowQuads;
+        const float* from = slabs + number * kSlab + index * 4 + in_item * (kSlabPitch - kRows);
+        float4 sum = *reinterpret_cast<const float4*>(from);
 #pragma unroll 1
-      for (int i = 1; i < k_splits; ++i) {
-        from += args.items * kSlab;
-        add(sum, *reinterpret_cast<const float4*>(from));
+        for (int i = 1; i < k_splits; ++i) {
+          from += args.items * kSlab;
+          add(sum, *reinterpret_cast<const float4*>(from));
+        }
+        if (shares == 1) {
+          quad.put_all<T>(args, sum);
+        } else if (met.in_cluster) {
+          const float values[4] = {sum.x, sum.y, sum.z, sum.w};
+          st_async(shared_address(met.received + (turn * shares + share) * kSummers + threadIdx.x), values,
+                   met.barrier, owner);
+          expected += owner == share ? shares : 0;
+        } else {
+          partials[share * block_quads + index] = sum;
+        }
       }
-      if (shares == 1) {
-        quad.put_all<T>(args, sum);
-      } else {
-        partials[share * block_quads + index] = sum;
-      }
+      if (++owner == shares) owner = 0, ++turn;
     }
   }
   if (shares == 1) return;
+  if (met.in_cluster) {
+    mbarrier_arrive_expect_tx(met.barrier, expected * 16);
+    mbarrier_wait(met.barrier, 0);
+    if (!item.is_there) return;
+    const float4* from = met.received + threadIdx.x;
+#pragma unroll 1
+    for (int index = (share * k_splits + k_split) * 32 + lane; index < kQuads; index += shares * apart) {
+      const Quad quad(args, item, row_at, index, merge_w);
+      if (quad.any) {
+        float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll 4
+        for (int i = 0; i < shares; ++i) add(sum, from[i * kSummers]);
+        quad.put_all<T>(args, sum);
+      }
+      from += shares * kSummers;
+    }
+    return;
+  }
   __shared__ ReducerRank shared_met;
   named_barrier_sync(1, kSummers);
-  if (threadIdx.x == 0) shared_met = rendezvous_meet(word, begun, shares);
+  if (threadIdx.x == 0) shared_met = rendezvous_meet(met.word, met.begun, shares);
   named_barrier_sync(1, kSummers);
-  const ReducerRank met = shared_met;
-  if (met.blocks == 0) return;
+  const ReducerRank rank = shared_met;
+  if (rank.blocks == 0) return;
   if (item.is_there) {
-    const int apart = met.blocks * k_splits * 32;
 #pragma unroll 1
-    for (int index = (met.rank * k_splits + k_split) * 32 + lane; index < kQuads; index += apart) {
+    for (int index = (rank.rank * k_splits + k_split) * 32 + lane; index < kQuads;
+         index += rank.blocks * apart) {
       const Quad quad(args, item, row_at, index, merge_w);
       if (!quad.any) continue;
       const float4* from = partials + index;
@@ -157,7 +198,7 @@ __device__ __forceinline__ void sum_items(const GroupedWeightArgs& args, const I
       quad.put_all<T>(args, sum);
     }
   }
-  if (threadIdx.x == 0) rendezvous_leave(word, met);
+  if (threadIdx.x == 0) rendezvous_leave(met.word, rank);
 }
 
 }  // namespace convgrad
