@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
@@ -38,7 +37,7 @@ from convgrad_service.plans.cuda.device import ARCHITECTURES, HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["Box", "GroupedGather", "HopperGroupedGather", "Unit", "boxes_of"]
+__all__ = ["Box", "GroupedGather", "Unit", "boxes_of"]
 
 # Positions of a box; more would reduce occupancy.
 MOST_POSITIONS = 512
@@ -82,7 +81,10 @@ class GroupedGather:
     """
 
     name = "grouped_gather"
-    engine: ClassVar[bool] = False
+
+    def __init__(self, *, copy_engine: bool = True) -> None:
+        """``copy_engine`` is False to copy as on other GPUs."""
+        self._copy_engine = copy_engine
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
@@ -147,14 +149,15 @@ class GroupedGather:
         for name in ("weights_at", "results_at", "sources_at", "digits_at", "steps_at", "rows_at"):
             setattr(args, name, getattr(shape, name))
         pointers = {"w": work.w, "y": result, "accumulate": work.accumulate, "bias": work.bias}
-        if self.engine:
+        engine = self._has_engine(work, axes, shape, device)
+        if engine:
             args.box_bytes = shape.box_bytes
-            x_map = _map(work, axes, box, shape)
+            x_map = _map(work, axes, shape)
             packed = pack_maps(args, {"x_map": (source, x_map)}, **pointers)
         else:
             packed = pack(args, x=source, **pointers)
         launch = Launch(
-            _instance(unit, work.dtype, backward, is_exact(work), self.engine),
+            _instance(unit, work.dtype, backward, is_exact(work), engine),
             _grid(work, axes, merge, box, _resident(unit, shape, device), device),
             (unit.warps * 32, 1, 1),
             packed,
@@ -165,41 +168,31 @@ class GroupedGather:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(unit, dtype, across, exact, self.engine)
+            _instance(unit, dtype, across, exact, engine)
+            for engine in (False, True)
             for unit, dtype, exact in every_unit()
             for across in (False, True)
         ]
 
-
-class HopperGroupedGather(GroupedGather):
-    """The same on Hopper, with the source's boxes copied by the copy engine."""
-
-    name = "hopper_grouped_gather"
-    engine = True
-
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
-        if device.architecture not in HOPPER:
-            return f"{device.name} has no copies of tiles"
+    def _has_engine(
+        self, work: ConvWork, axes: list[LatticeAxis], shape: _Shared, device: CudaDevice
+    ) -> bool:
+        """Whether the copy engine copies the source's boxes."""
+        if not self._copy_engine or device.architecture not in HOPPER:
+            return False
         source, _ = work.sides
-        if source.strides[1] != work.channels[0] and work.groups > 1:
-            return "the source's groups are not contiguous"
-        reason = super().why_not(work, device)
-        if reason is not None:
-            return reason
-        axes = [lattice_axis(work, dim) for dim in range(3)]
-        box = choose_box(work, axes, device)
-        shape = _Shared(work, axes, merge_of(work), unit_of(work), box)
-        lattices = [axis.lattice for axis in axes]
-        refused = why_not_copied(shape.extent, lattices, shape.pitch // source.dtype.itemsize)
-        return refused or _map(work, axes, box, shape).why_not()
+        pitch = shape.pitch // source.dtype.itemsize
+        return (
+            source.strides[1] == work.channels[0]
+            and why_not_copied(shape.extent, [axis.lattice for axis in axes], pitch) is None
+            and _map(work, axes, shape).why_not() is None
+        )
 
 
-def _map(work: ConvWork, axes: list[LatticeAxis], box: Box, shape: _Shared) -> TiledMap:
+def _map(work: ConvWork, axes: list[LatticeAxis], shape: _Shared) -> TiledMap:
     """Return the tensor map of the source."""
     source, _ = work.sides
-    sizes = (axis.axis.x_size for axis in axes)
-    d, h, w = sizes
+    d, h, w = (axis.axis.x_size for axis in axes)
     return box_map(
         source,
         (work.batch, d, h, w, work.groups * work.channels[0]),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
 
 from convgrad.dtypes import DType
@@ -23,18 +22,20 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     odd_chunks,
     slices_of,
 )
+from convgrad_service.backends.cuda.kernels.grouped.weight_boxes import (
+    aligned,
+    splits_of,
+    tiles_of,
+    unique_bytes,
+)
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.program import ZEROS_BYTES, ceil_div
+from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["ITEMS", "SMALL", "HALF_ITEMS", "Item", "Parts", "Share", "shares_of", "time_of"]
 
 MOST_PIXELS = 512
-MOST_SPLITS = 255
-"""What the word at which blocks meet can count."""
-PARTIAL_BYTES = 64 * 2**20
-"""The most bytes of partial sums, unless the caller asks for more splits."""
 STAGES, ENGINE_STAGES = (4, 3, 2), (8, 6, 4, 3, 2)
 ALIGNMENT, ROW_BYTES, STATIC_BYTES = 128, 16, 1024
 PLACES = (32, 64, 128, 256, MOST_PIXELS)
@@ -138,6 +139,7 @@ class Parts:
         self.work, self.apart, self.engine = work, apart, engine
         self.merge: Merge = merge_of(work)
         self.planes = work.kernel[0] * work.kernel[1] if apart else 1
+        self.kernel = (1, 1, work.kernel[2]) if apart else work.kernel
         columns = ceil_div(self.merge.out_channels, 8)
         forward = replace(work, direction="fwd")
         self.axes: list[LatticeAxis] = [lattice_axis(forward, dim) for dim in range(3)]
@@ -156,14 +158,6 @@ class Parts:
         """Number of items per merge."""
         return self.row_blocks * self.column_blocks
 
-    @cached_property
-    def unique_bytes(self) -> int:
-        """What must be read and written once."""
-        work = self.work
-        pixels = prod(work.input) * work.in_channels + prod(work.output) * work.out_channels
-        weights = work.taps * work.in_channels * work.out_channels
-        return (work.batch * pixels + weights) * work.groups * work.dtype.itemsize
-
     def extents(self, tile: Size4) -> Size4:
         """Return the extents of a tile's box of the input."""
         taps = (1, 1, None) if self.apart else (None, None, None)
@@ -173,13 +167,9 @@ class Parts:
         )
         return tile[0], d, h, w
 
-    def tiles(self, tile: Size4) -> Size4:
-        """Return the tiles of the largest phase."""
-        d, h, w = (ceil_div(count, size) for count, size in zip(self.counts, tile[1:], strict=True))
-        return ceil_div(self.work.batch, tile[0]), d, h, w
-
     def boxes(self, tile: Size4) -> int:
-        return self.phases * prod(self.tiles(tile))
+        """Return the number of boxes of a tile."""
+        return self.phases * prod(tiles_of(self.work, self.axes, tile))
 
     def _is_copied(self, tile: Size4) -> bool:
         """Whether the copy engine takes the tile's boxes."""
@@ -213,10 +203,10 @@ class Block:
         self.steps = ceil_div(pixels, parts.depth)
         x_pixels = prod(self.x_extent)
         self.box_bytes = x_pixels * self.x_pitch + pixels * self.y_pitch
-        self.y_at = aligned(x_pixels * self.x_pitch)
+        self.y_at = aligned(x_pixels * self.x_pitch, ALIGNMENT)
         # A column of 8 may extend past the last channel of the last pixel.
         y_bytes = self.steps * parts.depth * self.y_pitch + CHUNK_BYTES * 8
-        self.stage_bytes = self.y_at + aligned(y_bytes)
+        self.stage_bytes = self.y_at + aligned(y_bytes, ALIGNMENT)
         self.copied_bytes = (x_pixels * merge.in_chunks + pixels * merge.out_chunks) * slice_ * CHUNK_BYTES
         items = slice_ * parts.items
         self.item_groups = ceil_div(items, item.warps)
@@ -228,7 +218,7 @@ class Block:
         self.row_bytes = parts.row_blocks * item.rows * 16 * ROW_BYTES
 
     def rows_at(self, stages: int) -> int:
-        return max(stages * self.stage_bytes, aligned(self.slab_bytes))
+        return max(stages * self.stage_bytes, aligned(self.slab_bytes, ALIGNMENT))
 
     def sources_at(self, stages: int) -> int:
         return self.rows_at(stages) + self.row_bytes
@@ -238,10 +228,6 @@ class Block:
 
 
 PIXELS_A_STEP = 16
-
-
-def aligned(size: int) -> int:
-    return ceil_div(size, ALIGNMENT) * ALIGNMENT
 
 
 def _pitch(chunks: int, dtype: DType) -> int:
@@ -270,8 +256,10 @@ def shares_of(
                     if engine and max(block.x_pitch, block.y_pitch) > MOST_BOX * work.dtype.itemsize:
                         continue
                     boxes = parts.boxes(tile)
-                    for stages, resident in _stages(parts, block, boxes, device):
-                        for splits in _splits(parts, block, boxes, resident, device):
+                    columns, sums = prod(block.grid), block.items * item.sums
+                    for stages, resident in _stages(parts, block, device):
+                        at_once = device.multiprocessors * resident
+                        for splits in splits_of(work, columns, sums, boxes, at_once):
                             expected = expected_s(parts, block, boxes, resident, splits, device)
                             yield expected, Share(tile, slice_, item, apart, stages, splits)
 
@@ -296,9 +284,7 @@ def items_of(work: ConvWork, apart: bool) -> list[Item]:
     return list(found.values())
 
 
-def _stages(
-    parts: Parts, block: Block, boxes: int, device: CudaDevice
-) -> Iterator[tuple[int, int]]:
+def _stages(parts: Parts, block: Block, device: CudaDevice) -> Iterator[tuple[int, int]]:
     """Yield the most stages with which as many blocks are resident as the kernel allows, and with
     which one is."""
     found: dict[int, int] = {}
@@ -311,27 +297,6 @@ def _stages(
             found[resident] = stages
     for resident, stages in found.items():
         yield stages, resident
-
-
-def _splits(
-    parts: Parts, block: Block, boxes: int, resident: int, device: CudaDevice
-) -> list[int]:
-    """Return numbers of splits that fill the device or a part of it, unless the caller sets it."""
-    work = parts.work
-    columns = block.grid[0] * block.grid[1]
-    if columns > ZEROS_BYTES // 4:
-        return [1]
-    if work.split_k is not None:
-        return [max(1, min(work.split_k, boxes, MOST_SPLITS))]
-    partial = columns * block.items * parts.item.sums * 4
-    most = min(boxes, MOST_SPLITS, max(1, PARTIAL_BYTES // partial))
-    full = device.multiprocessors * resident
-    found = {1: None} if boxes <= 8 else {}
-    for part in (1, 2, 4, 8):
-        wanted = min(most, max(1, full // part // columns))
-        # The fewest splits that do not increase the boxes per block.
-        found[ceil_div(boxes, ceil_div(boxes, wanted))] = None
-    return list(found)
 
 
 def time_of(parts: Parts, block: Block, share: Share, device: CudaDevice) -> float:
@@ -372,7 +337,7 @@ def features(
         "fixed": waves * (1.2e-6 + turns * 250 / CLOCK),
         "copy": each * turns * block.copied_bytes / (40 * CLOCK),
         "compute": max(each * turns * max(mma, loads), waves * turns * latency) / CLOCK,
-        "dram": parts.unique_bytes / 3.6e12,
+        "dram": unique_bytes(parts.work) / 3.6e12,
         "slabs": each * (sums * block.k_splits / 64 + sums / 16) / CLOCK,
         "meet": meet,
     }

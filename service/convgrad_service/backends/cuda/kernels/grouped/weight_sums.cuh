@@ -1,9 +1,10 @@
-// Summing the accumulators of grouped_weight.cu: over the warps of an item in shared memory, then over
-// the blocks that share a slice, which meet at a word (core/rendezvous.cuh); and storing results.
+// Summing the accumulators of grouped_weight.cu and hopper_grouped_weight.cu: over the warps of an item in
+// shared memory, then over the blocks that share a slice, in a cluster (st.async) or meeting at a word
+// (core/rendezvous.cuh); and storing results.
 #pragma once
 
 #include "core/rendezvous.cuh"
-#include "grouped/gw_result.cuh"
+#include "grouped/weight_result.cuh"
 #include "ptx/st_async.cuh"
 #include "ptx/warpgroup.cuh"
 
