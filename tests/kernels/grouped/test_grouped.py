@@ -60,8 +60,9 @@ class Gather(GroupedGather):
     def launches(self, work: ConvWork, device: CudaDevice, box: Box | None = None) -> Fragment:
         few = replace(device, multiprocessors=1)
         axes = [lattice_axis(work, dim) for dim in range(3)]
-        fitting = (box for box in boxes_of(work, axes, few) if box.stages > 1 and box.positions > 5)
-        return super().launches(work, few, min(fitting, key=lambda box: box.positions))
+        every = list(boxes_of(work, axes, few))
+        fitting = [one for one in every if one.stages > 1 and one.positions > 5] or every
+        return super().launches(work, few, min(fitting, key=lambda one: one.positions))
 
 
 class Weight(GroupedWeight):
