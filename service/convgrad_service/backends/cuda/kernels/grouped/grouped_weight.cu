@@ -10,7 +10,7 @@
 // Block: a slice of adjacent channels on both sides, all taps or those of one position along D and H,
 // and a share of all boxes of pixels. A box of y, and of x with its halo, is copied into a ring in
 // shared memory: on Hopper (COPY_ENGINE) by a thread of its own (TMA tiles of C W H D N), else by all
-// threads. Each warp has an item, MT * 16 rows x NF * 8 columns of one merge, and every KSPLITth step
+// threads. Each warp has an item, FRAGMENTS * 16 rows x NF * 8 columns of one merge, and every KSPLITth step
 // of its pixels, with all sums in registers. At the end the KSPLIT warps of an item add their sums
 // through shared memory, and blocks that share a slice through `partials` (weight_sums.cuh).
 // Dynamic shared memory: the ring, later a slab of sums for each warp; then tables of the offsets of
@@ -144,10 +144,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   const Item item = {merge, (of_merge - merge * args.row_blocks) * kRows, column_block * kColumns,
                      merge < merges && k_split < k_splits};
   __syncthreads();
-  [[maybe_unused]] int row_offset[MT][kSize == 4 ? 2 : 1];
+  [[maybe_unused]] int row_offset[FRAGMENTS][kSize == 4 ? 2 : 1];
   const int mine = merge * args.merged * args.result.in_channels * kSize;
 #pragma unroll
-  for (int i = 0; i < MT; ++i) {
+  for (int i = 0; i < FRAGMENTS; ++i) {
     const Row* const first = row_at + item.row + i * 16;
     if constexpr (kSize == 2) {
       row_offset[i][0] = first[(lane >> 3 & 1) * 8].x + mine;
@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     }
   }
   const int column_offset = (merge * args.merged * args.result.out_channels + item.column) * kSize;
-  float sum[MT][NF][4] = {};
+  float sum[FRAGMENTS][NF][4] = {};
 
   int stage = 0;
   [[maybe_unused]] u32 parity = 0;
@@ -217,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
           rows_x[2][0] = near[0], rows_x[2][1] = near[1], rows_x[2][2] = far[0];
           rows_x[3][0] = near[2], rows_x[3][1] = near[3], rows_x[3][2] = far[1];
 #pragma unroll
-          for (int i = 0; i < MT; ++i) {
+          for (int i = 0; i < FRAGMENTS; ++i) {
             // The last product has one tap; its other half is unused.
             const int first = i * 2, second = first < 8 ? first + 1 : first;
             const u32 a[4] = {rows_x[first / 3][first % 3], rows_x[second / 3][second % 3],
@@ -239,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
           for (int j = 0; j < NF; ++j) y_two[j] = *reinterpret_cast<const float2*>(y_at + j * 32);
 #pragma unroll
-          for (int i = 0; i < MT; ++i) {
+          for (int i = 0; i < FRAGMENTS; ++i) {
             const float low = *reinterpret_cast<const float*>(x_at + row_offset[i][0]);
             const float high = *reinterpret_cast<const float*>(x_at + row_offset[i][1]);
 #pragma unroll
@@ -278,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
           x_lane[1] = x_box + source_at[pixel + (lane & 3) + 4];
         }
 #pragma unroll
-        for (int i = 0; i < MT; ++i) {
+        for (int i = 0; i < FRAGMENTS; ++i) {
           u32 a[4];
           if constexpr (kSize == 2) {
             ldmatrix_trans(a, x_lane[0] + row_offset[i][0]);
@@ -313,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   if (item.is_there) {
     float* const slab = slabs + warp * kSlab + lane % 4 * 2 * kSlabPitch + lane / 4;
 #pragma unroll
-    for (int i = 0; i < MT; ++i) {
+    for (int i = 0; i < FRAGMENTS; ++i) {
 #pragma unroll
       for (int j = 0; j < NF; ++j) {
         float* const to = slab + j * 8 * kSlabPitch + i * 16;

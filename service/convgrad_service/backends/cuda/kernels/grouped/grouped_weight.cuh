@@ -29,7 +29,7 @@ struct GroupedWeightArgs {
   int groups;
   int batch;
   Divider by_items, by_column_blocks, by_row_blocks;
-  int row_blocks;     // items of one merge: of MT * 16 rows,
+  int row_blocks;     // items of one merge: of FRAGMENTS * 16 rows,
   int column_blocks;  // by NF * 8 columns
   WeightResult result;
   // Without COPY_ENGINE.

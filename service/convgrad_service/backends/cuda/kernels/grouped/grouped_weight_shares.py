@@ -59,7 +59,7 @@ class Item:
             ("COPY_ENGINE", str(int(engine))),
             ("EXACT", str(int(exact))),
             ("ELEMENT", CUDA_TYPES[dtype]),
-            ("MT", str(self.rows)),
+            ("FRAGMENTS", str(self.rows)),
             ("NF", str(self.columns)),
             ("WARPS", str(self.warps)),
             ("BLOCKS", str(self.blocks)),

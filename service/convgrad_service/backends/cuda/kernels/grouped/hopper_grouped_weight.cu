@@ -59,8 +59,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       tma_load(to + args.y_at, args.y_map, barrier, y_at);
 #pragma unroll 1
       for (int i = 0; i < args.sub_boxes; ++i) {
-        const int x_at[5] = {x_channel, box.x[2] + i * args.sub_next, box.x[1],
-                             box.x[0], box.image};
+        const int x_at[5] = {x_channel + args.sub_box[i].channel, box.x[2] + args.sub_box[i].column,
+                             box.x[1], box.x[0], box.image};
         tma_load(to + i * args.sub_bytes, args.x_map, barrier, x_at);
       }
     };
@@ -111,17 +111,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   fill_tables(args, slice, step_at, row_at);
   const int group = warp / 4, number = warp & 3;
-  u64 a_first[MT];
+  u64 a_first[PAIRS];
 #pragma unroll
-  for (int i = 0; i < MT; ++i) {
+  for (int i = 0; i < PAIRS; ++i) {
     const int first = args.tap[i * 2].x, second = i * 2 + 1 < args.taps ? args.tap[i * 2 + 1].x : first;
     a_first[i] = mn_major_descriptor<kBytes>(ring + first, second - first, args.x_eight);
   }
-  const u64 b_first = mn_major_descriptor<kYBytes>(ring + args.y_at, kYBytes, args.y_eight);
-  float sum[MT][NF][4] = {};
+  const u64 b_first = mn_major_descriptor<kYBytes>(ring + args.y_at, args.y_tap, args.y_eight);
+  float sum[PAIRS][ROWS * NF][4] = {};
   auto hold = [&] {
 #pragma unroll
-    for (int i = 0; i < MT; ++i) fence_accumulators(sum[i]);
+    for (int i = 0; i < PAIRS; ++i) fence_accumulators(sum[i]);
   };
   __syncthreads();
   hold();
@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const Step step = step_at[i];
       const u64 b = b_first + (at + step.y);
 #pragma unroll
-      for (int pair = 0; pair < MT; ++pair) {
+      for (int pair = 0; pair < PAIRS; ++pair) {
         wgmma<T, kMajorMn, kMajorMn>(sum[pair], a_first[pair] + (at + step.x), b, 1);
       }
       // One wgmma group for each: a group committed after a loop would cover all of it.
@@ -169,10 +169,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   float* const slabs = reinterpret_cast<float*>(base);
   float* const slab = slabs + warp * kSlab + lane % 4 * 2 * kSlabPitch + lane / 4;
 #pragma unroll
-  for (int i = 0; i < MT; ++i) {
+  for (int i = 0; i < PAIRS; ++i) {
 #pragma unroll
-    for (int j = 0; j < NF; ++j) {
-      float* const to = slab + j * 8 * kSlabPitch + i * 16;
+    for (int j = 0; j < ROWS * NF; ++j) {
+      float* const to = slab + j % NF * 8 * kSlabPitch + (j / NF * PAIRS + i) * 16;
       to[0] = sum[i][j][0], to[kSlabPitch] = sum[i][j][1];
       to[8] = sum[i][j][2], to[kSlabPitch + 8] = sum[i][j][3];
     }

@@ -7,7 +7,12 @@
 
 namespace convgrad {
 
-constexpr int kMaxTaps = 10;
+constexpr int kMaxTaps = 10, kMaxSubBoxes = 4;
+
+// A box of x of every stride-th column: where it starts, relative to the tile.
+struct SubBox {
+  int channel, column;
+};
 
 // A tap of a block: where its pixels start in x's box, in bytes, and its results in w, in elements.
 struct Tap {
@@ -23,12 +28,14 @@ struct HopperGroupedWeightArgs {
   int slices[2];
   int stages;
   u32 stage_bytes, y_at, box_bytes;
-  int sub_boxes, sub_next;  // of x, along W: their number and the distance of their first positions
+  int sub_boxes;
   u32 sub_bytes;
+  SubBox sub_box[kMaxSubBoxes];
   BoxWalk walk;
   // What products need: distances in bytes.
   int taps;
   u32 x_eight, y_eight;  // of the two eights of columns of a step
+  u32 y_tap;             // of the rows of y that a row of x meets
   int steps;             // of a box
   Divider by_steps[3];   // W, H, D
   int step_counts[3];
@@ -73,17 +80,19 @@ __device__ __forceinline__ void fill_tables(const HopperGroupedWeightArgs& args,
     const u32 y = n * args.y_step[0] + d * args.y_step[1] + h * args.y_step[2] + w * args.y_step[3];
     step_at[i] = {x >> 4, y >> 4};
   }
-  // Rows of the warps' items, four times MT fragments: two taps, two halves of the channels.
+  // Rows of the warps' items, four times: ROWS taps along H, of each PAIRS pairs of taps, of each 16 channels.
 #pragma unroll 1
   for (int i = threadIdx.x; i < 4 * kRows; i += kSummers) {
     const int item = i / kRows, within = i - item * kRows;
-    const int tap = within / 16 * 2 + item / 2, channel = item % 2 * 16 + within % 16;
+    const int above = within / (16 * PAIRS), pair = within / 16 - above * PAIRS;
+    const int tap = pair * 2 + item / 2, channel = item % 2 * 16 + within % 16;
     const int own = divide(channel, args.by_channels);
     Row row = {0, -1, 0};
     if (tap < args.taps && slice.first_group + own < args.groups) {
       row.own = own;
       row.w = own * (args.result.w_stride[0] - args.result.out_channels * args.result.w_stride[1]) +
-              (channel - own * args.result.in_channels) * args.result.w_stride[2] + args.tap[tap].w;
+              (channel - own * args.result.in_channels) * args.result.w_stride[2] +
+              (ROWS - 1 - above) * args.result.w_stride[4] + args.tap[tap].w;
     }
     row_at[i] = row;
   }

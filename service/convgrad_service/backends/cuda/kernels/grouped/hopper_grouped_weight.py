@@ -17,6 +17,7 @@ from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_weight_boxes 
     ITEMS,
     MOST_TAPS,
     PIXEL_BYTES,
+    PRODUCTS,
     THREADS,
     WARPS,
     WIDTH,
@@ -78,7 +79,7 @@ class HopperGroupedWeight:
         found = next(shares_of(work, device), None)
         if found is None:
             return "no boxes that the copy engine takes"
-        parts = Parts(work, found[1].level)
+        parts = _parts(work, found[1])
         boxes, slices = parts.boxes(found[1].tile), max(parts.grid)
         if boxes > MAX_BLOCKS or slices > MAX_GRID_YZ:
             return f"{boxes} boxes of pixels, {slices} slices"
@@ -89,13 +90,13 @@ class HopperGroupedWeight:
         """See `Family.launches`. ``share`` overrides the chosen share."""
         if share is None:
             _, share = min(shares_of(work, device), key=lambda one: one[0])
-        parts = Parts(work, share.level)
+        parts = _parts(work, share)
         box, splits = Box(parts, share.tile), share.splits
         x_map, y_map = _maps(box)
         partials = f"{work.prefix}partials"
         meets = splits > 1 and not share.in_cluster
         launch = Launch(
-            _instance(work.dtype, parts),
+            _defined(work.dtype, parts.pairs, parts.rows, parts.columns),
             (splits, *parts.grid),
             (THREADS, 1, 1),
             pack_maps(
@@ -121,10 +122,7 @@ class HopperGroupedWeight:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _defined(dtype, pairs, columns)
-            for dtype in DTYPES
-            for pairs in range(1, MOST_TAPS // 2 + 1)
-            for columns in (WIDTH, 64)
+            _defined(dtype, *products) for dtype in DTYPES for products in PRODUCTS
         ]
 
 
@@ -137,13 +135,16 @@ def _args(box: Box, share: Share) -> Any:
     args.stages = share.stages
     for name in ("stage_bytes", "y_at", "box_bytes", "sub_bytes", "steps"):
         setattr(args, name, getattr(box, name))
-    args.sub_boxes, args.sub_next = parts.sub_boxes, axes[2].lattice
+    args.sub_boxes = len(parts.sub_boxes)
+    for place, (channel, column) in zip(args.sub_box, parts.sub_boxes, strict=False):
+        place.channel, place.column = channel, column
     x_row, y_row = box.x_extent[3] * PIXEL_BYTES, box.y_extent[3] * parts.y_bytes
     x_plane, y_plane = box.x_extent[2] * x_row, box.y_extent[2] * y_row
     d_step, h_step = axes[0].x_step * x_plane, axes[1].x_step * x_row
     eights = 1 if box.pairs_rows else 2
     at_once = 2 if box.pairs_rows else 1
     args.x_eight, args.y_eight = COLUMNS * PIXEL_BYTES, COLUMNS * parts.y_bytes
+    args.y_tap = work.dilation[1] * y_row
     args.x_step[:] = (
         box.x_extent[1] * x_plane,
         d_step,
@@ -188,23 +189,29 @@ def _maps(box: Box) -> tuple[TiledMap, TiledMap]:
     """Return the tensor maps of the input and of grad_output."""
     parts, work = box.parts, box.parts.work
     channels = work.groups * work.in_channels
-    x = box_map(
-        work.x, (work.batch, *work.input, channels), box.x_extent, parts.x_steps, PIXEL_BYTES
-    )
+    w = work.x
+    sizes, x_channels = work.input, channels
+    if parts.folded:
+        stride = work.stride[2]
+        sizes, x_channels = (*sizes[:2], sizes[2] // stride), channels * stride
+        w = replace(w, strides=(*w.strides[:5], w.strides[5] * stride))
+    x = box_map(w, (work.batch, *sizes, x_channels), box.x_extent, parts.x_steps, PIXEL_BYTES)
     y = box_map(
-        work.y, (work.batch, *work.output, channels), box.y_extent, parts.y_steps, parts.y_bytes
+        work.y, (work.batch, *work.output, channels), box.y_extent, (1, 1, 1), parts.y_bytes
     )
     return replace(x, swizzle=PIXEL_BYTES), replace(y, swizzle=parts.y_bytes)
 
 
-def _instance(dtype: DType, parts: Parts) -> Instance:
-    return _defined(dtype, parts.pairs, parts.columns)
+def _parts(work: ConvWork, share: Share) -> Parts:
+    return Parts(work, share.level, share.rows, share.columns)
 
 
-def _defined(dtype: DType, pairs: int, columns: int) -> Instance:
+def _defined(dtype: DType, pairs: int, rows: int, columns: int) -> Instance:
     defines = {
         "ELEMENT": CUDA_TYPES[dtype],
-        "MT": pairs,
+        "PAIRS": pairs,
+        "ROWS": rows,
+        "FRAGMENTS": pairs * rows,
         "NF": columns // 8,
         "WARPS": WARPS,
     }

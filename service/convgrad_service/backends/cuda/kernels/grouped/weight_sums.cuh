@@ -12,7 +12,7 @@ namespace convgrad {
 
 constexpr int kSummers = WARPS * 32;
 // An item's sums in shared memory and in `partials`: [column][row], with rows in quads.
-constexpr int kRows = MT * 16, kColumns = NF * 8;
+constexpr int kRows = FRAGMENTS * 16, kColumns = NF * 8;
 constexpr int kRowQuads = kRows / 4, kQuads = kRowQuads * kColumns;
 // An odd multiple of four words puts the columns 2t of a fragment in different banks.
 constexpr int kSlabPitch = kRows + 4, kSlab = kColumns * kSlabPitch;
