@@ -82,7 +82,7 @@ class Weight(GroupedWeight):
 
 @pytest.fixture(params=[False, True], ids=["threads", "copy_engine"])
 def in_turn(request: pytest.FixtureRequest, seed: int) -> EmulatedBackend:
-    gather = (Gather(copy_engine=request.param), GatherDirect())
+    gather = (Gather(), GatherDirect())
     weight = (Weight(seed, copy_engine=request.param), WeightDirect())
     return EmulatedBackend(replace(FAMILIES, fwd=gather, bwd_data=gather, bwd_weight=weight))
 

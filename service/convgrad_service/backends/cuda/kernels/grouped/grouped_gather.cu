@@ -38,13 +38,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   extern __shared__ uint4 shared[];
   __shared__ Place place;
   __shared__ Spot spots[3];  // of this box and the next two
-#if COPY_ENGINE
-  __shared__ u64 barriers[2];
-  const u32 full = shared_address(barriers);
-  char* const base = reinterpret_cast<char*>(shared) + (-shared_address(shared) & 127);
-#else
   char* const base = reinterpret_cast<char*>(shared);
-#endif
   u32* const result_at = reinterpret_cast<u32*>(base + args.results_at);
   int* const source_at = reinterpret_cast<int*>(base + args.sources_at);
   u32* const digits_at = reinterpret_cast<u32*>(base + args.digits_at);
@@ -67,27 +61,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   mine.group = first_group;
   if (thread == 0) place = mine;
   if (thread < 2) spots[thread] = spot_of(args, mine, blockIdx.x + thread * gridDim.x);
-  const int taps = mine.phase[0].taps * mine.phase[1].taps * mine.phase[2].taps;
-#if COPY_ENGINE
-  auto copy = [&](int index, const Spot& spot, u32 to) {
-    if (thread != 0 || index >= boxes || taps == 0) return;
-    const u32 barrier = full + (to == box_at ? 0 : 8);
-    mbarrier_arrive_expect_tx(barrier, args.box_bytes);
-    const int at[5] = {first_group * args.x_channels, spot.from[2], spot.from[1], spot.from[0], spot.image};
-    tma_load(to, args.x_map, barrier, at);
-  };
-  if (thread == 0) {
-    mbarrier_init(full, 1);
-    mbarrier_init(full + 8, 1);
-    fence_mbarrier_init();
-    copy(blockIdx.x, spots[0], box_at);
-  }
-#endif
   const int merges = min(args.slice, args.merges - first_merge);
   const int x_merge = args.merged * args.x_channels, y_merge = args.merged * args.y_channels;
   const int x_chunks = x_merge / kChunk;
   const T* const x = static_cast<const T*>(args.x) + first_group * args.x_group;
   const T* const w = static_cast<const T*>(args.w) + first_group * args.w_group;
+  const int taps = mine.phase[0].taps * mine.phase[1].taps * mine.phase[2].taps;
 
   // Weights as [merge][tap][out channel][in channel], block-diagonal.
   const int in_channels = ACROSS ? args.y_channels : args.x_channels;
@@ -134,21 +113,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     }
   }
 
-#if !COPY_ENGINE
   const Copier copier(args.box, reinterpret_cast<const char*>(x), args.x_stride, args.lattice,
                       (args.groups - first_group) * args.x_channels / kChunk);
+  __syncthreads();
+  const Phase(&phase)[3] = place.phase;
   auto copy = [&](int index, const Spot& spot, u32 to) {
     if (index < boxes && taps > 0) {
       copier.copy(to, args.box, args.x_stride, spot.image, args.batch, spot.from, args.lattice,
                   args.x_size);
     }
   };
-#endif
-  __syncthreads();
-  const Phase(&phase)[3] = place.phase;
-#if !COPY_ENGINE
   copy(blockIdx.x, spots[0], box_at);
-#endif
   cp_async_commit();
 
   // Steps of two chunks; if their number is odd, the last one uses the tap of zeros.
@@ -230,18 +205,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   }
   u32 stage_at = box_at, next_at = box_at + args.stage_bytes;
   int turn = 0;
-  [[maybe_unused]] u32 parity = 0;
 #pragma unroll 1
   for (int index = blockIdx.x; index < boxes; index += gridDim.x) {
     copy(index + gridDim.x, spots[turn == 2 ? 0 : turn + 1], next_at);
-#if COPY_ENGINE
-    cp_async_wait<0>();
-    if (taps > 0) mbarrier_wait(full + (stage_at == box_at ? 0 : 8), parity);
-    if (stage_at != box_at) parity ^= 1;
-#else
     cp_async_commit();
     cp_async_wait<1>();
-#endif
     __syncthreads();
     const Spot& spot = spots[turn];
     if (thread == kThreads - 1) {

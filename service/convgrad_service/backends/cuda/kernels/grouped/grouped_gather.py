@@ -11,15 +11,12 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import MAX_PHASES
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import (
     LatticeAxis,
     Size4,
     box_args,
-    box_map,
     candidate_tiles,
     lattice_axis,
-    why_not_copied,
 )
 from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     Merge,
@@ -33,7 +30,7 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
 )
 from convgrad_service.backends.cuda.kernels.grouped.grouped_units import Unit, every_unit, unit_of
 from convgrad_service.backends.cuda.structures import structure
-from convgrad_service.plans.cuda.device import ARCHITECTURES, HOPPER, CudaDevice
+from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
@@ -50,8 +47,6 @@ MAX_INDEX = 2**31 - 1
 PRODUCT_BYTES = 512
 # Static shared memory.
 PLACE_BYTES = 384
-ALIGNMENT = 128
-"""Of boxes, for the copy engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +76,6 @@ class GroupedGather:
     """
 
     name = "grouped_gather"
-
-    def __init__(self, *, copy_engine: bool = True) -> None:
-        """``copy_engine`` is False to copy as on other GPUs."""
-        self._copy_engine = copy_engine
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
@@ -148,19 +139,11 @@ class GroupedGather:
         args.stage_bytes = shape.stage_bytes
         for name in ("weights_at", "results_at", "sources_at", "digits_at", "steps_at", "rows_at"):
             setattr(args, name, getattr(shape, name))
-        pointers = {"w": work.w, "y": result, "accumulate": work.accumulate, "bias": work.bias}
-        engine = self._has_engine(work, axes, shape, device)
-        if engine:
-            args.box_bytes = shape.box_bytes
-            x_map = _map(work, axes, shape)
-            packed = pack_maps(args, {"x_map": (source, x_map)}, **pointers)
-        else:
-            packed = pack(args, x=source, **pointers)
         launch = Launch(
-            _instance(unit, work.dtype, backward, is_exact(work), engine),
+            _instance(unit, work.dtype, backward, is_exact(work)),
             _grid(work, axes, merge, box, _resident(unit, shape, device), device),
             (unit.warps * 32, 1, 1),
-            packed,
+            pack(args, x=source, w=work.w, y=result, accumulate=work.accumulate, bias=work.bias),
             shape.total_bytes,
         )
         return Fragment(f"{self.name}_{work.direction}", (launch,))
@@ -168,38 +151,10 @@ class GroupedGather:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(unit, dtype, across, exact, engine)
-            for engine in (False, True)
+            _instance(unit, dtype, across, exact)
             for unit, dtype, exact in every_unit()
             for across in (False, True)
         ]
-
-    def _has_engine(
-        self, work: ConvWork, axes: list[LatticeAxis], shape: _Shared, device: CudaDevice
-    ) -> bool:
-        """Whether the copy engine copies the source's boxes."""
-        if not self._copy_engine or device.architecture not in HOPPER:
-            return False
-        source, _ = work.sides
-        pitch = shape.pitch // source.dtype.itemsize
-        return (
-            source.strides[1] == work.channels[0]
-            and why_not_copied(shape.extent, [axis.lattice for axis in axes], pitch) is None
-            and _map(work, axes, shape).why_not() is None
-        )
-
-
-def _map(work: ConvWork, axes: list[LatticeAxis], shape: _Shared) -> TiledMap:
-    """Return the tensor map of the source."""
-    source, _ = work.sides
-    d, h, w = (axis.axis.x_size for axis in axes)
-    return box_map(
-        source,
-        (work.batch, d, h, w, work.groups * work.channels[0]),
-        shape.extent,
-        [axis.lattice for axis in axes],
-        shape.pitch,
-    )
 
 
 def choose_box(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Box:
@@ -235,10 +190,8 @@ class _Shared:
         tap_bytes = merge.out_channels * self.w_pitch
         self.weight_bytes = merges * (taps + 1) * tap_bytes
         positions = ceil_div(box.positions, 16) * 16
-        self.box_bytes = prod(self.extent) * self.pitch
-        box_bytes = ceil_div(self.box_bytes, ALIGNMENT) * ALIGNMENT
-        self.stage_bytes = box_bytes if box.stages > 1 else 0
-        self.weights_at = box_bytes * box.stages
+        self.stage_bytes = prod(self.extent) * self.pitch if box.stages > 1 else 0
+        self.weights_at = prod(self.extent) * self.pitch * box.stages
         self.results_at = self.weights_at + self.weight_bytes
         self.sources_at = self.results_at + positions * 4
         self.digits_at = self.sources_at + positions * 4
@@ -248,7 +201,7 @@ class _Shared:
         end = self.rows_at + unit.warps * unit.rows_bytes
         # Units also read past the last result channel.
         beyond = self.results_at + unit.columns * 8 * self.w_pitch
-        self.total_bytes = max(end, beyond) + PLACE_BYTES + ALIGNMENT
+        self.total_bytes = max(end, beyond) + PLACE_BYTES
 
     @property
     def copied_bytes(self) -> int:
@@ -394,7 +347,6 @@ def _tap_stride(work: ConvWork, axes: list[LatticeAxis]) -> int:
     return found
 
 
-def _instance(unit: Unit, dtype: DType, across: bool, exact: bool, engine: bool) -> Instance:
-    defines = unit.defines(dtype, across, exact, engine)
-    architectures = HOPPER if engine else ARCHITECTURES
-    return Instance("grouped/grouped_gather.cu", "grouped_gather", defines, architectures)
+def _instance(unit: Unit, dtype: DType, across: bool, exact: bool) -> Instance:
+    defines = unit.defines(dtype, across, exact)
+    return Instance("grouped/grouped_gather.cu", "grouped_gather", defines)

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "grouped/grouped_box.cuh"
-#include "ptx/tma.cuh"
 
 namespace convgrad {
 
@@ -13,7 +12,6 @@ struct Phase {
 };
 
 struct GroupedGatherArgs {
-  TensorMap x_map;         // with COPY_ENGINE: channels, W, H, D, images
   const void* x;           // the source: input, or grad_output
   const void* w;
   void* y;                 // the result: output, or grad_input
@@ -50,7 +48,6 @@ struct GroupedGatherArgs {
   int r_step[3];
   int phases[3];
   int stage_bytes;  // bytes between boxes, 0 if a block has one
-  int box_bytes;    // of a box
   int weights_at, results_at, sources_at, digits_at, steps_at, rows_at;  // in shared memory
   Phase phase[3][kMaxPhases];
 };

@@ -32,11 +32,8 @@ class Unit:
     windows: bool = False
     """Whether positions form windows of 4 x 8, which stay in registers for all 3 x 3 taps."""
 
-    def defines(
-        self, dtype: DType, across: bool, exact: bool, engine: bool
-    ) -> tuple[tuple[str, str], ...]:
+    def defines(self, dtype: DType, across: bool, exact: bool) -> tuple[tuple[str, str], ...]:
         return (
-            ("COPY_ENGINE", str(int(engine))),
             ("EXACT", str(int(exact))),
             ("ACROSS", str(int(across))),
             ("ELEMENT", CUDA_TYPES[dtype]),
