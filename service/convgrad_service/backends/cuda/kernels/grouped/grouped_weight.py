@@ -33,6 +33,7 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_weight_shares import
     time_of,
 )
 from convgrad_service.backends.cuda.kernels.grouped.weight_boxes import (
+    best_of,
     describe_result,
     describe_walk,
 )
@@ -50,7 +51,7 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["GroupedWeight"]
 
-MOST_CHANNELS, MAX_GRID_YZ = 128, 65535
+MAX_GRID_YZ = 65535
 
 GroupedWeightArgs = structure(
     "grouped/grouped_weight.cu", "GroupedWeightArgs", anonymous=("result",)
@@ -66,13 +67,23 @@ class GroupedWeight:
 
     name = "grouped_weight"
 
-    def __init__(self, *, copy_engine: bool = True) -> None:
-        """``copy_engine`` is False to copy as on other GPUs."""
-        self._copy_engine = copy_engine
+    def __init__(self, *, wide: bool = False, copy_engine: bool = True) -> None:
+        """Create the family.
+
+        Parameters
+        ----------
+        wide
+            Whether it takes 16-bit types only, and also groups that fill the tiles of dense kernels.
+        copy_engine
+            False to copy as on other GPUs.
+        """
+        self._wide, self._copy_engine = wide, copy_engine
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
-        reason = why_not_grouped(work, device, MOST_CHANNELS)
+        if self._wide and work.dtype.itemsize != 2:
+            return f"{work.dtype} is not a 16-bit type"
+        reason = why_not_grouped(work, device, wide=self._wide)
         if reason is not None:
             return reason
         _, share = next(shares_of(work, device, self._has_engine(work, device)), (0.0, None))
@@ -89,7 +100,7 @@ class GroupedWeight:
         """See `Family.launches`. ``share`` overrides the chosen share."""
         engine = self._has_engine(work, device)
         if share is None:
-            _, share = min(shares_of(work, device, engine), key=lambda one: one[0])
+            share = best_of(work, shares_of(work, device, engine))
         parts = Parts(work, share.item, share.apart, engine)
         block, splits = Block(parts, share.tile, share.slice), share.splits
         partials = f"{work.prefix}partials"

@@ -28,6 +28,7 @@ from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_weight_boxes 
     shares_of,
 )
 from convgrad_service.backends.cuda.kernels.grouped.weight_boxes import (
+    best_of,
     describe_result,
     describe_walk,
 )
@@ -89,7 +90,7 @@ class HopperGroupedWeight:
     def launches(self, work: ConvWork, device: CudaDevice, share: Share | None = None) -> Fragment:
         """See `Family.launches`. ``share`` overrides the chosen share."""
         if share is None:
-            _, share = min(shares_of(work, device), key=lambda one: one[0])
+            share = best_of(work, shares_of(work, device))
         parts = _parts(work, share)
         box, splits = Box(parts, share.tile), share.splits
         x_map, y_map = _maps(box)

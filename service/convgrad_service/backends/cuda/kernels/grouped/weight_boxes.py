@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
@@ -15,6 +15,7 @@ from convgrad_service.plans.cuda.works import ConvWork
 __all__ = [
     "MOST_SPLITS",
     "aligned",
+    "best_of",
     "describe_result",
     "describe_walk",
     "splits_of",
@@ -73,6 +74,27 @@ def splits_of(
         # The fewest splits that do not increase the boxes per block.
         found[ceil_div(boxes, ceil_div(boxes, wanted))] = None
     return list(found)
+
+
+class Divided(Protocol):
+    """A way to divide a work over blocks."""
+
+    @property
+    def splits(self) -> int: ...
+
+
+S = TypeVar("S", bound=Divided)
+
+
+def best_of(work: ConvWork, shares: Iterable[tuple[float, S]]) -> S:
+    """Return the share with the least expected time, of those nearest to the splits asked for."""
+
+    def key(one: tuple[float, S]) -> tuple[int, float]:
+        expected, share = one
+        asked = work.split_k
+        return 0 if asked is None else abs(asked - share.splits), expected
+
+    return min(shares, key=key)[1]
 
 
 def describe_walk(
