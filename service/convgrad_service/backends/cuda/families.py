@@ -49,6 +49,7 @@ from convgrad_service.backends.cuda.kernels.fused.hopper_separable import Hopper
 from convgrad_service.backends.cuda.kernels.grouped.grouped_gather import GroupedGather
 from convgrad_service.backends.cuda.kernels.grouped.grouped_weight import GroupedWeight
 from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped import HopperGrouped
+from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_taps import HopperGroupedTaps
 from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_weight import HopperGroupedWeight
 from convgrad_service.backends.cuda.kernels.layout.channels_first import (
     ConvThroughChannelsLast,
@@ -93,7 +94,8 @@ __all__ = ["FAMILIES"]
 # models with these corrections err by 12 to 20 %.
 OVERHEADS = {
     "grouped_weight": Overhead(0.0),
-    "hopper_grouped_weight": Overhead(0.0),
+    "hopper_grouped_taps": Overhead(0.0),
+    "hopper_grouped_weight": Overhead(5.7e-6, 0.97),
     "implicit_gemm": Overhead(0.0, 1.0, 4e-6),
     "pointwise_gemm": Overhead(0.0),
     "hopper_gather": Overhead(0.0),
@@ -130,16 +132,20 @@ GROUPED = (
     ConvThroughChannelsLast(HopperGrouped(), COPIES),
     ConvThroughChannelsLast(GroupedGather(), COPIES),
 )
+# Channels of a group from which on the dense kernels are compared; measured on an H200.
+WIDE_GROUP = 40
 GROUPED_WEIGHT = (
     FastestExpected(
         (GroupedWeight(wide=True),),
         (HopperGroupedWeight(),),
-        (DenseWeight(),),
-        (ImplicitGemm(dtypes=(DType.FLOAT16, DType.BFLOAT16), least_channels=8),),
+        (HopperGroupedTaps(),),
+        (DenseWeight(least_grouped=WIDE_GROUP),),
+        (ImplicitGemm(dtypes=(DType.FLOAT16, DType.BFLOAT16), least_channels=WIDE_GROUP),),
         overheads=OVERHEADS,
     ),
     GroupedWeight(),
     ConvThroughChannelsLast(HopperGroupedWeight(), COPIES),
+    ConvThroughChannelsLast(HopperGroupedTaps(), COPIES),
     ConvThroughChannelsLast(GroupedWeight(), COPIES),
 )
 # Many channels a group: forward and input gradient, then weight gradient.

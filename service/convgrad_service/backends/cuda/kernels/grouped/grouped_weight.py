@@ -86,7 +86,7 @@ class GroupedWeight:
         reason = why_not_grouped(work, device, wide=self._wide)
         if reason is not None:
             return reason
-        _, share = next(shares_of(work, device, self._has_engine(work, device)), (0.0, None))
+        _, share = next(iter(shares_of(work, device, self._has_engine(work, device))), (0.0, None))
         if share is None:
             return "one pixel's taps do not fit in shared memory"
         parts = Parts(work, share.item, share.apart)
@@ -158,7 +158,7 @@ class GroupedWeight:
         sides = (work.x, work.in_channels), (work.y, work.out_channels)
         if any(operand.strides[1] != channels for operand, channels in sides):
             return False
-        _, share = next(shares_of(work, device, True), (0.0, None))
+        _, share = next(iter(shares_of(work, device, True)), (0.0, None))
         if share is None:
             return False
         parts = Parts(work, share.item, share.apart, True)

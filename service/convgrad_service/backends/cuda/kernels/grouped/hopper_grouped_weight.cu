@@ -1,188 +1,222 @@
-// The gradient of a grouped convolution's weight on Hopper, 32 adjacent channels of x and 32 or 64 of y
-// at once: whole groups, or a part of one. The host's side is hopper_grouped_weight.py.
+// The gradient of a grouped 3 x 3 convolution's weight on Hopper, 32 adjacent channels of both sides
+// at once. The host's side is hopper_grouped_weight.py.
 //
-// w[k, c, tap] = sum over pixels (n, o) of y[n, o, k] * x[n, o * stride + tap * dilation - pad, c] for k
-// and c of one group; other products are discarded.
-// GEMM: K = 16 pixels of y, two eights of adjacent columns; N = channels of y; M = 32 channels of x at two
-// taps, at any distance. A stride along W becomes as many boxes of x, each with every stride-th column,
-// so that the pixels of an eight are adjacent at each tap; a dilation becomes phases with their own boxes.
+// w[k, c, r, s] = sum over pixels (n, p, q) of y[n, p, q, k] * x[n, p + r - pad, q + s - pad, c] for k
+// and c of one group; other elements of the 32 x 32 products are discarded.
+// GEMM: K = 16 columns of y, in two eights; N = 32 channels of rows of y; M = 32 channels of x, twice.
+// For the first two taps s along W: a row of x at two adjacent columns, times the 3 rows of y that it
+// meets. For the last tap: two rows of x, times the 4 rows of y that they meet; row i of x and row j of
+// y meet at tap r = i + 2 - j along H, so 6 of 8 pairs are used. For two rows of x and 16 columns these
+// products take 160 clocks; two rows of x at each tap s would take 192.
 //
-// Block: a slice of channels, at most ten taps (all, or those of one position along D, or along D and H),
-// and a share of the boxes. A producer thread copies (TMA tiles of C W H D N) into a ring of `stages`
-// boxes; the steps of a box alternate between two consumer warpgroups, with all sums in registers. At the
-// end they are added through shared memory, and over blocks that share a slice through `partials`, each
-// block adding a part of the results (weight_sums.cuh).
-// Dynamic shared memory: 1,024 bytes for alignment; the ring, later a slab of sums for each warp; the
-// offsets of steps and of rows.
-// Relies on its launcher for the grid (at most 255 splits, slices, positions of taps), and for tensors
-// whose channels, of all groups, are contiguous, with pixels at multiples of 16 bytes. Needs sm_90a.
-// Deterministic: one order of additions for each result and share. Pixels outside are read as zeros.
-// Index limits: positions below 2^31; 64-bit offsets in w.
-#include "grouped/hopper_grouped_weight.cuh"
+// Tile: `tile_rows` rows of x by `tile_columns` columns of y, of `images` images, with a halo of columns
+// of x and rows of y: a TMA box each (a pixel's channels are a row of 64 bytes).
+// Block: a slice of channels and a share of the tiles. Two producer threads copy (TMA) into a ring of
+// `stages` tiles; two consumer warpgroups multiply alternate tiles, with the sums of all nine taps in
+// registers. At the end they are reduced through shared memory, and over the blocks of a slice through
+// `partials`, each block reducing a part of the results (hopper_grouped_weight_sums.cuh).
+// Dynamic shared memory: 512 bytes for alignment, and the ring, later the warps' sums.
+// Relies on its launcher for the grid (slices, at most 255 shares; fastest with no more blocks than run
+// at once), and for tensors whose channels, of all groups, are contiguous, with pixels at multiples of
+// 16 bytes. Needs sm_90a, 384 threads.
+// Deterministic: one order of additions for each result and number of shares. Pixels outside are read
+// as zeros. Past the end of a row of x, the next row's first pixels are read; they meet columns past
+// the end of y, or are outside x too.
+// Index limits: rows and columns of a tensor below 2^30; 64-bit offsets.
+#include "grouped/hopper_grouped_weight_sums.cuh"
 
 using namespace convgrad;
 
 namespace {
 
 using T = ELEMENT;
-constexpr int kBytes = kWidth * 2, kYBytes = NF * 16;
-constexpr int kGroups = 2, kThreads = kSummers + 128, kMostStages = 8;
-static_assert(WARPS == kGroups * 4);
+constexpr int kBytes = kWidth * 2;
+constexpr int kLoaders = 2, kStart = 1, kRead = 2;  // warps; barriers
+constexpr u32 kOther = 2 * 16 * 8;                  // bytes of a tensor's barriers
+constexpr int kGroups = 2, kThreads = (kGroups + 1) * 128, kMostStages = 16;
+
+// Producer thread: copies a tensor's boxes. It does not wait for the first ones.
+struct Loader {
+  const HopperGroupedWeightArgs& args;
+  const TensorMap& map;
+  const bool of_x;
+  const u32 full, empty, to, bytes;
+  const int channel;
+  int stage = 0;
+  u32 parity = 1;
+
+  __device__ __forceinline__ Loader(const HopperGroupedWeightArgs& args, bool of_x, u32 barriers,
+                                    u32 ring, int channel)
+      : args(args),
+        map(of_x ? args.x_map : args.y_map),
+        of_x(of_x),
+        full(barriers + (of_x ? 0 : kOther)),
+        empty(full + kMostStages * 8),
+        to(ring + (of_x ? 0 : args.y_at)),
+        bytes(of_x ? args.x_bytes : args.y_bytes),
+        channel(channel) {}
+
+  // Barriers of a stage.
+  __device__ __forceinline__ void make(int i) const {
+    mbarrier_init(full + i * 8, 1);
+    mbarrier_init(empty + i * 8, 4);
+    fence_mbarrier_init();
+  }
+  __device__ __forceinline__ void load(const Tile& tile) {
+    const u32 barrier = full + stage * 8;
+    mbarrier_arrive_expect_tx(barrier, bytes);
+    const int at[4] = {channel, tile.q() - (of_x ? args.pad[1] : 0),
+                       tile.h() + (of_x ? 0 : args.pad[0] - (kTaps - 1)), tile.image()};
+    tma_load(to + stage * args.stage_bytes, map, barrier, at);
+    if (++stage == args.stages) stage = 0, parity ^= 1;
+  }
+};
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     hopper_grouped_weight(const __grid_constant__ HopperGroupedWeightArgs args) {
   extern __shared__ uint4 shared[];
-  __shared__ u64 barriers[2 * kMostStages + 1];
-  const u32 full = shared_address(barriers), empty = full + 8 * kMostStages,
-            received_barrier = empty + 8 * kMostStages;
-  char* const base = reinterpret_cast<char*>(shared) + (-shared_address(shared) & 1023);
-  const u32 ring = shared_address(base);
+  __shared__ u64 barriers[4 * kMostStages];
   const int thread = threadIdx.x, lane = thread & 31;
   // Uniform in a warp; a shuffle tells the compiler so.
-  const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
-  const int split = blockIdx.x, splits = gridDim.x;
-  const BlockPart part(args.walk, blockIdx.z, split);
-  const Slice slice(args);
-  if (warp >= WARPS) {
+  const int warp = __shfl_sync(0xffffffff, thread / 32, 0), warpgroup = warp / 4;
+  const u32 padding = -shared_address(shared) & 511;
+  char* const base = reinterpret_cast<char*>(shared) + padding;
+  const u32 ring = shared_address(base);
+  // Barriers of x, followed by those of y: each loader has its own.
+  const u32 full = shared_address(barriers), empty = full + kMostStages * 8;
+
+  const int slice = blockIdx.x, share = blockIdx.y, shares = gridDim.y;
+  const int first = slice * kWidth;
+  const Tiles tiles(args, share);
+
+  // One thread for each tensor: starting a copy takes longer than most copies. The first box is
+  // requested before anything else.
+  const bool copies = warpgroup == kGroups && warp < kGroups * 4 + kLoaders && elect_one();
+  Loader loader(args, warp == kGroups * 4, full, ring, first);
+  Tile tile(args, tiles.begin);
+  if (copies && tiles.begin < tiles.end) {
+    loader.make(0);
+    loader.load(tile);
+  }
+  __syncwarp();
+  if (warpgroup == kGroups) {
     setmaxnreg_dec<56>();
-    const bool copies = warp == WARPS && elect_one();
-    int index = part.begin;
-    Boxes box(args.walk, part);
-    auto copy = [&](int stage) {
-      const u32 to = ring + stage * args.stage_bytes, barrier = full + stage * 8;
-      mbarrier_arrive_expect_tx(barrier, args.box_bytes);
-      const int x_channel = slice.index * args.slices[1] * kWidth + slice.x;
-      const int y_channel = slice.index * args.slices[0] * kColumns + slice.y;
-      const int y_at[5] = {y_channel, box.y[2], box.y[1], box.y[0], box.image};
-      tma_load(to + args.y_at, args.y_map, barrier, y_at);
-#pragma unroll 1
-      for (int i = 0; i < args.sub_boxes; ++i) {
-        const int x_at[5] = {x_channel + args.sub_box[i].channel, box.x[2] + args.sub_box[i].column,
-                             box.x[1], box.x[0], box.image};
-        tma_load(to + i * args.sub_bytes, args.x_map, barrier, x_at);
-      }
-    };
+    int index = tiles.begin + 1;
     if (copies) {
 #pragma unroll 1
-      for (int i = 0; i < args.stages; ++i) {
-        mbarrier_init(full + i * 8, 1);
-        mbarrier_init(empty + i * 8, WARPS);
-        fence_mbarrier_init();
-        if (index >= part.end) continue;
-        if (i > 0) box.next();
-        copy(i);
+      for (int i = 1; i < args.stages; ++i) {
+        loader.make(i);
+        if (index >= tiles.end) continue;
+        tile.next();
+        loader.load(tile);
         ++index;
       }
     }
     __syncwarp();
-    if (args.in_cluster) cluster_arrive();
-    __syncthreads();
+    named_barrier_sync(kStart, kThreads);
     if (copies) {
-      int stage = 0;
-      u32 parity = 0;
 #pragma unroll 1
-      for (; index < part.end; ++index) {
-        box.next();
-        mbarrier_wait(empty + stage * 8, parity);
-        copy(stage);
-        if (++stage == args.stages) stage = 0, parity ^= 1;
+      for (; index < tiles.end; ++index) {
+        tile.next();
+        mbarrier_wait(loader.empty + loader.stage * 8, loader.parity);
+        loader.load(tile);
       }
     }
-    __syncwarp();
-    if (args.in_cluster) cluster_wait();
     return;
   }
 
   setmaxnreg_inc<224>();
-  Step* const step_at = reinterpret_cast<Step*>(base + args.steps_at);
-  Row* const row_at = reinterpret_cast<Row*>(base + args.rows_at);
-  u32* const word = args.result.met + blockIdx.z * gridDim.y + blockIdx.y;
-  const bool meets = splits > 1 && !args.in_cluster;
-  if (thread == 0 && meets) rendezvous_begin(word);
-  if (args.in_cluster) {
-    if (thread == 0) {
-      mbarrier_init(received_barrier, kSummers);
-      fence_mbarrier_init();
-    }
-    __syncwarp();
-    cluster_arrive();
-  }
-  fill_tables(args, slice, step_at, row_at);
-  const int group = warp / 4, number = warp & 3;
-  u64 a_first[PAIRS];
+  u32* const word = args.met + slice;
+  if (thread == 0 && shares > 1) rendezvous_begin(word);
+  Sums sum;
+  const auto clear = [](float (&one)[4]) { one[0] = one[1] = one[2] = one[3] = 0; };
 #pragma unroll
-  for (int i = 0; i < PAIRS; ++i) {
-    const int first = args.tap[i * 2].x, second = i * 2 + 1 < args.taps ? args.tap[i * 2 + 1].x : first;
-    a_first[i] = mn_major_descriptor<kBytes>(ring + first, second - first, args.x_eight);
-  }
-  const u64 b_first = mn_major_descriptor<kYBytes>(ring + args.y_at, args.y_tap, args.y_eight);
-  float sum[PAIRS][ROWS * NF][4] = {};
+  for (auto& one : sum.pairs) clear(one);
+#pragma unroll
+  for (auto& one : sum.last) clear(one);
+  // A row of x at two taps along W; with `a_more`, two rows of x.
+  const u64 a_first = mn_major_descriptor<kBytes>(ring, kBytes, args.x_eight);
+  const u64 a_more = static_cast<u64>((args.x_row - kBytes) >> 4) << 16;
+  const u64 b_first = mn_major_descriptor<kBytes>(ring + args.y_at, args.y_row, args.y_eight);
   auto hold = [&] {
-#pragma unroll
-    for (int i = 0; i < PAIRS; ++i) fence_accumulators(sum[i]);
+    fence_accumulators(sum.pairs);
+    fence_accumulators(sum.last);
   };
-  __syncthreads();
+  auto release = [&](int stage) {
+    if (lane == 0) {
+      mbarrier_arrive(empty + stage * 8);
+      mbarrier_arrive(empty + kOther + stage * 8);
+    }
+  };
   hold();
+  if (args.x_gap > 0) {
+#pragma unroll 1
+    for (int i = 0; i < args.stages; ++i) {
+#pragma unroll 1
+      for (u32 at = thread * 16; at < args.x_gap; at += kSummers * 16) {
+        *reinterpret_cast<uint4*>(base + i * args.stage_bytes + args.x_bytes + at) =
+            make_uint4(0, 0, 0, 0);
+      }
+    }
+    fence_proxy_async();
+  }
+  named_barrier_sync(kStart, kThreads);
   int stage = 0, last = -1;
   u32 parity = 0;
-  auto release = [&](int of) {
-    if (lane == 0) mbarrier_arrive(empty + of * 8);
-  };
+  for (int index = tiles.begin; index < tiles.end; ++index, tile.next()) {
+    // Consecutive images start with different warpgroups, because their last tiles may be smaller.
+    const int in_turn = index + (args.row_tiles & 1 ? 0 : tile.n);
+    if ((in_turn & 1) == warpgroup) {
+      const int rows = min(args.tile_rows, args.x_size[0] - tile.h());
+      const int images = min(args.images, args.batch - tile.image());
+      const u32 at = stage * args.stage_bytes >> 4;
+      u64 a_image = a_first + at, b_image = b_first + at;
+      mbarrier_wait(full + stage * 8, parity);
+      mbarrier_wait(full + kOther + stage * 8, parity);
+      wgmma_fence();
 #pragma unroll 1
-  for (int index = part.begin; index < part.end; ++index) {
-    const u32 at = stage * args.stage_bytes >> 4;
-    mbarrier_wait(full + stage * 8, parity);
-    wgmma_fence();
-    // The steps of consecutive boxes alternate too, since their number may be odd.
+      for (int image = 0; image < images; ++image) {
+        u64 a_outer = a_image, b_outer = b_image;
 #pragma unroll 1
-    for (int i = (group + index * args.steps) & 1; i < args.steps; i += kGroups) {
-      const Step step = step_at[i];
-      const u64 b = b_first + (at + step.y);
-#pragma unroll
-      for (int pair = 0; pair < PAIRS; ++pair) {
-        wgmma<T, kMajorMn, kMajorMn>(sum[pair], a_first[pair] + (at + step.x), b, 1);
+        for (int row = 0; row < rows; row += args.outer_rows) {
+          u64 a = a_outer, b = b_outer;
+#pragma unroll 1
+          for (int i = 0; i < args.inner; ++i) {
+            wgmma<T, kMajorMn, kMajorMn>(sum.pairs, a, b, 1);
+            wgmma<T, kMajorMn, kMajorMn>(sum.pairs, advance_descriptor(a, args.x_row),
+                                         advance_descriptor(b, args.y_row), 1);
+            wgmma<T, kMajorMn, kMajorMn>(sum.last, advance_descriptor(a + a_more, 2 * kBytes), b, 1);
+            // One wgmma group for each: a group committed after a loop would cover all of it.
+            wgmma_commit();
+            if (last >= 0) {
+              wgmma_wait<1>();
+              release(last);
+              last = -1;
+            }
+            a = advance_descriptor(a, args.inner_bytes);
+            b = advance_descriptor(b, args.inner_bytes);
+          }
+          a_outer = advance_descriptor(a_outer, args.x_outer);
+          b_outer = advance_descriptor(b_outer, args.y_outer);
+        }
+        a_image = advance_descriptor(a_image, args.x_image);
+        b_image = advance_descriptor(b_image, args.y_image);
       }
-      // One wgmma group for each: a group committed after a loop would cover all of it.
-      wgmma_commit();
-      if (last >= 0) {
-        wgmma_wait<1>();
-        release(last);
-        last = -1;
-      }
+      last = stage;
     }
-    if (last >= 0) {
-      wgmma_wait<0>();
-      release(last);
-    }
-    last = stage;
     if (++stage == args.stages) stage = 0, parity ^= 1;
   }
+  // The number of blocks of the slice that have started, loaded during the last products.
   u32 begun = 0;
-  if (thread == 0 && meets) begun = rendezvous_begun(word);
+  if (thread == 0 && shares > 1) begun = rendezvous_begun(word);
   wgmma_wait<0>();
   hold();
-  named_barrier_sync(1, kSummers);
-
-  // The warps' sums, transposed: rows are adjacent.
-  float* const slabs = reinterpret_cast<float*>(base);
-  float* const slab = slabs + warp * kSlab + lane % 4 * 2 * kSlabPitch + lane / 4;
-#pragma unroll
-  for (int i = 0; i < PAIRS; ++i) {
-#pragma unroll
-    for (int j = 0; j < ROWS * NF; ++j) {
-      float* const to = slab + j % NF * 8 * kSlabPitch + (j / NF * PAIRS + i) * 16;
-      to[0] = sum[i][j][0], to[kSlabPitch] = sum[i][j][1];
-      to[8] = sum[i][j][2], to[kSlabPitch + 8] = sum[i][j][3];
-    }
-  }
-  named_barrier_sync(1, kSummers);
-  const i64(&stride)[6] = args.result.w_stride;
-  const i64 block_w = slice.first_group * stride[0] + slice.y * stride[1] + slice.x * stride[2] +
-                      part.t * stride[3] + part.r * stride[4];
-  const Item item = {0, number * kRows, 0, true};
-  const Meeting met = {split, splits, args.in_cluster != 0, received_barrier,
-                       reinterpret_cast<float4*>(base + args.received_at), word, begun};
-  sum_items<T>(args.result, item, number, group, kGroups, row_at, block_w, slabs, met);
+  named_barrier_sync(kRead, kSummers);  // all warps have read the ring
+  float4* const room = reinterpret_cast<float4*>(base);
+  float4 own[kOwn] = {};
+  const Summer of(warp);
+  sum_block(sum, of, room, own);
+  sum_slice<T>(args, slice, share, shares, first, warp, begun, own);
 }

@@ -1,101 +1,76 @@
-// The arguments of hopper_grouped_weight.cu, and the tables of a block.
+// The arguments of hopper_grouped_weight.cu, and the tiles of a block.
 #pragma once
 
-#include "grouped/weight_boxes.cuh"
-#include "grouped/weight_sums.cuh"
+#include "core/divider.cuh"
+#include "core/epilogue.cuh"
 #include "ptx/tma.cuh"
 
 namespace convgrad {
 
-constexpr int kMaxTaps = 10, kMaxSubBoxes = 4;
-
-// A box of x of every stride-th column: where it starts, relative to the tile.
-struct SubBox {
-  int channel, column;
-};
-
-// A tap of a block: where its pixels start in x's box, in bytes, and its results in w, in elements.
-struct Tap {
-  i64 w;
-  int x;
-};
-
 struct HopperGroupedWeightArgs {
   TensorMap x_map;
   TensorMap y_map;
-  // What the first copies need is adjacent.
-  Divider by_slices[2];           // of y, and of x; in a group
-  int slices[2];
+  // The fields that the first copies need are adjacent.
+  int tiles, more;  // tiles of a share, and one more for the first `more` shares
+  Divider by_columns, by_rows;
+  int row_tiles, column_tiles;  // in an image
+  int tile_rows, tile_columns, images;
+  int pad[2];
   int stages;
-  u32 stage_bytes, y_at, box_bytes;
-  int sub_boxes;
-  u32 sub_bytes;
-  SubBox sub_box[kMaxSubBoxes];
-  BoxWalk walk;
-  // What products need: distances in bytes.
-  int taps;
-  u32 x_eight, y_eight;  // of the two eights of columns of a step
-  u32 y_tap;             // of the rows of y that a row of x meets
-  int steps;             // of a box
-  Divider by_steps[3];   // W, H, D
-  int step_counts[3];
-  u32 x_step[4], y_step[4];  // images, D, H, W
-  u32 steps_at, rows_at, received_at;  // in shared memory
-  int in_cluster;            // whether the splits of a slice are a cluster
-  Tap tap[kMaxTaps];
-  Divider by_channels;  // of a group in a slice
-  int groups;
-  int merged;  // groups in a slice, or 1
-  WeightResult result;
+  u32 y_at, stage_bytes, x_bytes, y_bytes;
+  u32 x_gap;  // zero bytes after a box of x
+  // Products of a tile: `outer` times `inner`, with distances in bytes, also between the eights of
+  // columns of one product.
+  int outer_rows, inner;
+  u32 x_row, y_row;
+  u32 x_image, y_image;
+  u32 x_outer, y_outer, inner_bytes;
+  u32 x_eight, y_eight;
+  int x_size[2];
+  int batch;
+  int channels;        // of all groups,
+  int group_channels;  // and of one, on both sides
+  int wide;            // w is float32 for any type of x and y
+  float alpha;
+  float beta;
+  float* partials;
+  void* w;
+  const void* accumulate;  // like w, or null
+  u32* met;                // one zero for each slice, left zero
+  i64 w_stride[6];  // G K C T R S; accumulate's too
 };
 
-constexpr int kWidth = 32;  // channels of x
+// A tile: its first image, row of x and column of y. Advances without division.
+struct Tile {
+  const HopperGroupedWeightArgs& args;
+  int n, row, column;
 
-// A step's offsets in a box, in units of descriptors.
-struct Step {
-  u32 x, y;
-};
-
-// The channels of a block: of a slice with whole groups, or of a part of one group.
-struct Slice {
-  int index, first_group, x, y;  // x and y: channels of the group
-
-  __device__ __forceinline__ Slice(const HopperGroupedWeightArgs& args) {
-    const int above = divide(blockIdx.y, args.by_slices[0]);
-    index = divide(above, args.by_slices[1]);
-    y = (static_cast<int>(blockIdx.y) - above * args.slices[0]) * kColumns;
-    x = (above - index * args.slices[1]) * kWidth;
-    first_group = index * args.merged;
+  __device__ __forceinline__ Tile(const HopperGroupedWeightArgs& args, int index) : args(args) {
+    const int above = divide(index, args.by_columns);
+    column = index - above * args.column_tiles;
+    n = divide(above, args.by_rows);
+    row = above - n * args.row_tiles;
+  }
+  __device__ __forceinline__ int image() const { return n * args.images; }
+  __device__ __forceinline__ int h() const { return row * args.tile_rows; }
+  __device__ __forceinline__ int q() const { return column * args.tile_columns; }
+  __device__ __forceinline__ void next() {
+    if (++column < args.column_tiles) return;
+    column = 0;
+    if (++row < args.row_tiles) return;
+    row = 0;
+    ++n;
   }
 };
 
-__device__ __forceinline__ void fill_tables(const HopperGroupedWeightArgs& args, const Slice& slice,
-                                            Step* step_at, Row* row_at) {
-#pragma unroll 1
-  for (int i = threadIdx.x; i < args.steps; i += kSummers) {
-    const int rows = divide(i, args.by_steps[0]), planes = divide(rows, args.by_steps[1]);
-    const int n = divide(planes, args.by_steps[2]), d = planes - n * args.step_counts[2];
-    const int w = i - rows * args.step_counts[0], h = rows - planes * args.step_counts[1];
-    const u32 x = n * args.x_step[0] + d * args.x_step[1] + h * args.x_step[2] + w * args.x_step[3];
-    const u32 y = n * args.y_step[0] + d * args.y_step[1] + h * args.y_step[2] + w * args.y_step[3];
-    step_at[i] = {x >> 4, y >> 4};
+// The tiles of a share.
+struct Tiles {
+  int begin, end;
+
+  __device__ __forceinline__ Tiles(const HopperGroupedWeightArgs& args, int share) {
+    begin = share * args.tiles + min(share, args.more);
+    end = begin + args.tiles + (share < args.more);
   }
-  // Rows of the warps' items, four times: ROWS taps along H, of each PAIRS pairs of taps, of each 16 channels.
-#pragma unroll 1
-  for (int i = threadIdx.x; i < 4 * kRows; i += kSummers) {
-    const int item = i / kRows, within = i - item * kRows;
-    const int above = within / (16 * PAIRS), pair = within / 16 - above * PAIRS;
-    const int tap = pair * 2 + item / 2, channel = item % 2 * 16 + within % 16;
-    const int own = divide(channel, args.by_channels);
-    Row row = {0, -1, 0};
-    if (tap < args.taps && slice.first_group + own < args.groups) {
-      row.own = own;
-      row.w = own * (args.result.w_stride[0] - args.result.out_channels * args.result.w_stride[1]) +
-              (channel - own * args.result.in_channels) * args.result.w_stride[2] +
-              (ROWS - 1 - above) * args.result.w_stride[4] + args.tap[tap].w;
-    }
-    row_at[i] = row;
-  }
-}
+};
 
 }  // namespace convgrad

@@ -49,9 +49,7 @@ def unique_bytes(work: ConvWork) -> int:
     return (work.batch * pixels + weights) * work.groups * work.dtype.itemsize
 
 
-def splits_of(
-    work: ConvWork, columns: int, sums: int, boxes: int, at_once: int
-) -> list[int]:
+def splits_of(work: ConvWork, columns: int, sums: int, boxes: int, at_once: int) -> list[int]:
     """Return numbers of splits that fill the device or a part of it, unless the caller sets it.
 
     Parameters
