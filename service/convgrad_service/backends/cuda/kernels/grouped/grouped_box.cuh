@@ -147,11 +147,7 @@ struct Copier {
 #pragma unroll 2
           for (int j = row; j < box.extent[2]; j += box.rows_at_once) {
             const bool inside = there && static_cast<u32>(h) < static_cast<u32>(size[1]);
-#ifdef L2_128
-            cp_async_zfill(target, inside ? at : lane, inside);
-#else
             cp_async<16>(target, inside ? at : lane, inside ? 16 : 0);
-#endif
             at += next_row;
             target += box.rows_at_once * row_pitch;
             h += next_h;

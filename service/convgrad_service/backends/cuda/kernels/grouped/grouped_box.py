@@ -116,7 +116,7 @@ def lattice_axis(work: ConvWork, dim: int) -> LatticeAxis:
 
 
 def box_span(extents: Size4, steps: Sequence[int]) -> Size4:
-    """Return the positions from the first of a box to its last, along each dimension (N, D, H, W)."""
+    """Return the positions from the first of a box to its last (N, D, H, W)."""
     d, h, w = ((n - 1) * step + 1 for n, step in zip(extents[1:], steps, strict=True))
     return extents[0], d, h, w
 

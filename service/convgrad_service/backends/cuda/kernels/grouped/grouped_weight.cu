@@ -308,23 +308,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 #endif
   named_barrier_sync(1, kSummers);
 
-  // The warps' sums, transposed: rows are adjacent.
   float* const slabs = reinterpret_cast<float*>(base);
-  if (item.is_there) {
-    float* const slab = slabs + warp * kSlab + lane % 4 * 2 * kSlabPitch + lane / 4;
-#pragma unroll
-    for (int i = 0; i < FRAGMENTS; ++i) {
-#pragma unroll
-      for (int j = 0; j < NF; ++j) {
-        float* const to = slab + j * 8 * kSlabPitch + i * 16;
-        to[0] = sum[i][j][0], to[kSlabPitch] = sum[i][j][1];
-        to[8] = sum[i][j][2], to[kSlabPitch + 8] = sum[i][j][3];
-      }
-    }
-  }
+  if (item.is_there) leave_sums<Sums>(sum, slabs, warp);
   named_barrier_sync(1, kSummers);
   const i64(&stride)[6] = args.result.w_stride;
   const i64 merge_w = (first_group + merge * args.merged) * stride[0] + part.t * stride[3] + part.r * stride[4];
-  sum_items<T>(args.result, item, number, k_split, k_splits, row_at, merge_w, slabs,
+  sum_items<T, Sums>(args.result, item, number, k_split, k_splits, row_at, merge_w, slabs,
                Meeting{split, splits, false, 0, nullptr, word, begun});
 }

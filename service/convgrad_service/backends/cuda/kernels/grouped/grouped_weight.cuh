@@ -8,6 +8,9 @@
 
 namespace convgrad {
 
+using Sums = SumShape<FRAGMENTS, NF, WARPS>;
+constexpr int kSummers = Sums::kSummers, kRows = Sums::kRows, kColumns = Sums::kColumns;
+
 struct GroupedWeightArgs {
   TensorMap x_map;  // with COPY_ENGINE: channels, W, H, D, images
   TensorMap y_map;

@@ -61,8 +61,8 @@ GroupedWeightArgs = structure(
 class GroupedWeight:
     """bwd_weight with few channels per group, channels last.
 
-    Takes 16-bit types, float32 as TF32 (``precision: high``), and exact float32. On Hopper, the copy
-    engine copies boxes.
+    Takes 16-bit types, float32 as TF32 (``precision: high``), and exact float32. On Hopper, boxes
+    are copied by the copy engine.
     """
 
     name = "grouped_weight"
@@ -73,7 +73,7 @@ class GroupedWeight:
         Parameters
         ----------
         wide
-            Whether it takes 16-bit types only, and also groups that fill the tiles of dense kernels.
+            Whether it takes 16-bit types only, but also groups that fill the dense kernels' tiles.
         copy_engine
             False to copy as on other GPUs.
         """

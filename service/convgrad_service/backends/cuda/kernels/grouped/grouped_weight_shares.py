@@ -1,4 +1,4 @@
-"""How a grouped weight gradient is divided over blocks (grouped_weight.cu), and the time expected."""
+"""How grouped_weight.cu divides a work over blocks, and the expected time."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Share:
 
 
 class Parts:
-    """The shares of a work in which a block has all taps, or those of one position along D and H."""
+    """What all shares of a work with the same warp tiles, and the same taps in a block, share."""
 
     def __init__(
         self, work: ConvWork, item: Item, apart: bool = False, engine: bool = False
@@ -311,12 +311,13 @@ def time_of(parts: Parts, block: Block, share: Share, device: CudaDevice) -> flo
     return _expected_s(parts, block, parts.boxes(share.tile), resident, share.splits, device)
 
 
-# Cost model, in microseconds on an H200: of a launch; of a block, or of several that run on one SM at
-# once; of a box; of copying a pixel, and a byte; of a warp's step, and of a product in it; of a byte of
-# device memory; of adding a byte of sums in shared memory, and of storing it; of meeting other blocks,
-# and of a byte of partial sums. Fitted to 1,700 measurements of 73 random layers (random_grouped.py,
-# every other one) in bfloat16; of the others, the fastest shares' times are off by 9 %, and the chosen
-# shares take 1.02 of the fastest measured ones' time. With EXACT, a product is many FMAs.
+# Cost model, in microseconds on an H200: of a launch; of a block, or of several that run on one SM
+# at once; of a box; of copying a pixel, and a byte; of a warp's step, and of a product in it; of a
+# byte of device memory; of adding a byte of sums in shared memory, and of storing it; of meeting
+# other blocks, and of a byte of partial sums. With EXACT, a product is many FMAs. Fitted to 1,723
+# measurements in bfloat16, of every other layer (tests/perf/random_grouped.py, seed 14, and the
+# networks suite). For the other layers, the times of the fastest shares are off by 9 %, and the
+# chosen shares take 1.02 of the time of the fastest ones measured.
 LAUNCH_US, BLOCKS_US, BOX_US, PIXEL_US, COPIED_US = 3.7, 1.55, 0.071, 1.24e-3, 1.76e-5
 STEP_US, PRODUCT_US, EXACT_STEP_US, EXACT_US, EXACT_SM_US = 0.072, 4.4e-3, 0.3, 0.039, 5.3e-3
 MEMORY_US, SLAB_US, SUM_US, MEET_US, PARTIAL_US = 3.35e-7, 1.3e-5, 5.1e-5, 3.5, 4.3e-5
@@ -337,7 +338,7 @@ def _expected_s(
     else:
         in_warp, in_sm = waves * turns * steps * (STEP_US + products * PRODUCT_US), 0.0
     memory = parts.unique_bytes * MEMORY_US
-    loop = (copied**3 + in_warp**3 + in_sm**3 + memory**3) ** (1 / 3)
+    loop: float = (copied**3 + in_warp**3 + in_sm**3 + memory**3) ** (1 / 3)
     sums = block.items * item.sums * 4
     added = each * sums * (block.k_splits * SLAB_US + SUM_US)
     if splits > 1:

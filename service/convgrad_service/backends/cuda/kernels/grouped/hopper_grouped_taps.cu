@@ -165,18 +165,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   hold();
   named_barrier_sync(1, kSummers);
 
-  // The warps' sums, transposed: rows are adjacent.
   float* const slabs = reinterpret_cast<float*>(base);
-  float* const slab = slabs + warp * kSlab + lane % 4 * 2 * kSlabPitch + lane / 4;
-#pragma unroll
-  for (int i = 0; i < FRAGMENTS; ++i) {
-#pragma unroll
-    for (int j = 0; j < NF; ++j) {
-      float* const to = slab + j * 8 * kSlabPitch + i * 16;
-      to[0] = sum[i][j][0], to[kSlabPitch] = sum[i][j][1];
-      to[8] = sum[i][j][2], to[kSlabPitch + 8] = sum[i][j][3];
-    }
-  }
+  leave_sums<Sums>(sum, slabs, warp);
   named_barrier_sync(1, kSummers);
   const i64(&stride)[6] = args.result.w_stride;
   const i64 block_w = slice.first_group * stride[0] + slice.y * stride[1] + slice.x * stride[2] +
@@ -184,5 +174,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const Item item = {0, number * kRows, 0, true};
   const Meeting met = {split, splits, args.in_cluster != 0, received_barrier,
                        reinterpret_cast<float4*>(base + args.received_at), word, begun};
-  sum_items<T>(args.result, item, number, group, kGroups, row_at, block_w, slabs, met);
+  sum_items<T, Sums>(args.result, item, number, group, kGroups, row_at, block_w, slabs, met);
 }

@@ -7,6 +7,9 @@
 
 namespace convgrad {
 
+using Sums = SumShape<FRAGMENTS, NF, WARPS>;
+constexpr int kSummers = Sums::kSummers, kRows = Sums::kRows, kColumns = Sums::kColumns;
+
 constexpr int kMaxTaps = 10;
 
 // A tap of a block: where its pixels start in x's box, in bytes, and its results in w, in elements.

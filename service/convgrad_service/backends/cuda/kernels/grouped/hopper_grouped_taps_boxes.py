@@ -1,4 +1,4 @@
-"""Boxes of pixels of hopper_grouped_taps.cu, how work is divided over blocks, and expected times."""
+"""How hopper_grouped_taps.cu divides a work over blocks, its boxes, and the expected time."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Share:
 
 
 class Parts:
-    """The shares of a work in which blocks have the taps of one position along ``level`` dimensions."""
+    """What all shares of a work share in which blocks have one position of ``level`` dimensions."""
 
     def __init__(self, work: ConvWork, level: int) -> None:
         self.work, self.level = work, level
@@ -220,12 +220,12 @@ def _shares_of(work: ConvWork, device: CudaDevice) -> Iterator[tuple[float, Shar
                         yield expected_s(box, share, device), share
 
 
-# Cost model, in microseconds on an H200: of a launch, of a block, of a box; of copying a pixel of 64
-# bytes; of a product with 32 columns, and with 64; of a byte of device memory; of adding a byte of sums in
-# shared memory, and of storing it; of adding over a cluster, and a byte of that; of meeting other
-# blocks. Fitted to 1,600 measurements of half of 86 layers (random_grouped.py and the networks suite);
-# on the other half, the fastest shares' times are off by 6 %, and the chosen shares take 1.05 of the
-# fastest measured ones' time.
+# Cost model, in microseconds on an H200: of a launch, a block, a box; of copying a pixel of 64
+# bytes; of a product with 32 columns, and with 64; of a byte of device memory; of adding a byte of
+# sums in shared memory, and of storing it; of adding over a cluster, and a byte of that; of meeting
+# other blocks. Fitted to 1,610 measurements, of every other layer (tests/perf/random_grouped.py,
+# seed 14, and the networks suite). For the other layers, the times of the fastest shares are off by
+# 6 %, and the chosen shares take 1.05 of the time of the fastest ones measured.
 LAUNCH_US, BLOCK_US, BOX_US, PIXEL_US, PRODUCT_US = 4.5, 1.86, 0.167, 8.9e-4, (0.0229, 0.0305)
 MEMORY_US, SLAB_US, SUM_US = 2.43e-7, 1.3e-5, 2.3e-5
 CLUSTER_US, RECEIVED_US, MEET_US = 0.55, 1.75e-5, 4.0
@@ -238,13 +238,14 @@ def expected_s(box: Box, share: Share, device: CudaDevice) -> float:
     parts, splits = box.parts, share.splits
     at_once = device.multiprocessors
     if share.in_cluster:
-        at_once = at_once * (CLUSTER_SMS // splits) // (CLUSTER_SMS + 1) * splits
+        clusters = at_once * (CLUSTER_SMS // splits) // (CLUSTER_SMS + 1)
+        at_once = max(1, clusters) * splits
     each = ceil_div(prod(parts.grid) * splits, at_once)
     turns = ceil_div(parts.boxes(box.tile), splits)
     copied = each * turns * box.pixels * PIXEL_US
     multiplied = each * turns * box.steps * parts.pairs * PRODUCT_US[parts.columns > WIDTH]
     memory = parts.unique_bytes * MEMORY_US
-    loop = (copied**3 + multiplied**3 + memory**3) ** (1 / 3)
+    loop: float = (copied**3 + multiplied**3 + memory**3) ** (1 / 3)
     sums = parts.sums * 4 / parts.merged
     added = each * (parts.slab_bytes * SLAB_US + sums * SUM_US)
     if splits > 1:

@@ -1,5 +1,5 @@
-// Summing the accumulators of grouped_weight.cu and hopper_grouped_weight.cu: over the warps of an item in
-// shared memory, then over the blocks that share a slice, in a cluster (st.async) or meeting at a word
+// Summing the accumulators of grouped_weight.cu and hopper_grouped_taps.cu: over the warps of an item in shared
+// memory, then over the blocks that share a slice, in a cluster (st.async) or meeting at a word
 // (core/rendezvous.cuh); and storing results.
 #pragma once
 
@@ -10,12 +10,16 @@
 
 namespace convgrad {
 
-constexpr int kSummers = WARPS * 32;
-// An item's sums in shared memory and in `partials`: [column][row], with rows in quads.
-constexpr int kRows = FRAGMENTS * 16, kColumns = NF * 8;
-constexpr int kRowQuads = kRows / 4, kQuads = kRowQuads * kColumns;
-// An odd multiple of four words puts the columns 2t of a fragment in different banks.
-constexpr int kSlabPitch = kRows + 4, kSlab = kColumns * kSlabPitch;
+// A block's sums: each of kWarps_ warps has kFragments_ fragments of 16 rows by kWide_ of 8 columns.
+template <int kFragments_, int kWide_, int kWarps_>
+struct SumShape {
+  static constexpr int kSummers = kWarps_ * 32;
+  // An item's sums in shared memory and in `partials`: [column][row], with rows in quads.
+  static constexpr int kRows = kFragments_ * 16, kColumns = kWide_ * 8;
+  static constexpr int kRowQuads = kRows / 4, kQuads = kRowQuads * kColumns;
+  // An odd multiple of four words puts the columns 2t of a fragment in different banks.
+  static constexpr int kSlabPitch = kRows + 4, kSlab = kColumns * kSlabPitch;
+};
 
 // A row of a merge: a tap and a channel of x.
 struct alignas(16) Row {
@@ -49,6 +53,7 @@ __device__ __forceinline__ void put_quad(const WeightResult& args, i64 at, const
 }
 
 // The results in an item's column `column`, rows from `row` on.
+template <class Shape>
 struct Quad {
   const Row* rows;
   int column;  // of the merge
@@ -57,8 +62,8 @@ struct Quad {
 
   __device__ __forceinline__ Quad(const WeightResult& args, const Item& item, const Row* row_at, int index,
                                   i64 merge_w) {
-    const int in_item = index / kRowQuads;
-    rows = row_at + item.row + (index - in_item * kRowQuads) * 4;
+    const int in_item = index / Shape::kRowQuads;
+    rows = row_at + item.row + (index - in_item * Shape::kRowQuads) * 4;
     column = item.column + in_item;
     w = merge_w + column * args.w_stride[1];
     any = args.in_channels % 4 != 0 || is_result(args, rows[0]);
@@ -97,6 +102,22 @@ __device__ __forceinline__ void add(float4& to, const float4& more) {
   to.x += more.x, to.y += more.y, to.z += more.z, to.w += more.w;
 }
 
+// Warp: leaves its sums in its slab, transposed: rows are adjacent.
+template <class Shape, int kFragments, int kWide>
+__device__ __forceinline__ void leave_sums(const float (&sum)[kFragments][kWide][4], float* slabs, int warp) {
+  const int lane = threadIdx.x & 31;
+  float* const slab = slabs + warp * Shape::kSlab + lane % 4 * 2 * Shape::kSlabPitch + lane / 4;
+#pragma unroll
+  for (int i = 0; i < kFragments; ++i) {
+#pragma unroll
+    for (int j = 0; j < kWide; ++j) {
+      float* const to = slab + j * 8 * Shape::kSlabPitch + i * 16;
+      to[0] = sum[i][j][0], to[Shape::kSlabPitch] = sum[i][j][1];
+      to[8] = sum[i][j][2], to[Shape::kSlabPitch + 8] = sum[i][j][3];
+    }
+  }
+}
+
 // How the blocks of a slice add their sums: share `share` of `shares`.
 struct Meeting {
   int share, shares;
@@ -112,11 +133,11 @@ struct Meeting {
 
 // All consumer threads: sum and store. Warp k_split * args.items + item has left its sums in its slab,
 // and they have synchronised. `merge_w` is where the item's merge starts in w.
-template <class T>
+template <class T, class Shape>
 __device__ __forceinline__ void sum_items(const WeightResult& args, const Item& item, int number,
                                           int k_split, int k_splits, const Row* row_at, i64 merge_w,
                                           const float* slabs, const Meeting& met) {
-  constexpr int kAtOnce = 8;
+  constexpr int kAtOnce = 8, kSummers = Shape::kSummers, kQuads = Shape::kQuads;
   const int lane = threadIdx.x & 31, apart = k_splits * 32, share = met.share, shares = met.shares;
   const int block_quads = args.items * kQuads;
   const i64 column = static_cast<i64>(blockIdx.z) * gridDim.y + blockIdx.y;
@@ -127,18 +148,18 @@ __device__ __forceinline__ void sum_items(const WeightResult& args, const Item& 
   if (item.is_there) {
 #pragma unroll 2
     for (int index = k_split * 32 + lane; index < kQuads; index += apart) {
-      const Quad quad(args, item, row_at, index, merge_w);
+      const Quad<Shape> quad(args, item, row_at, index, merge_w);
       if (quad.any) {
-        const int in_item = index / kRowQuads;
-        const float* from = slabs + number * kSlab + index * 4 + in_item * (kSlabPitch - kRows);
+        const int in_item = index / Shape::kRowQuads;
+        const float* from = slabs + number * Shape::kSlab + index * 4 + in_item * (Shape::kSlabPitch - Shape::kRows);
         float4 sum = *reinterpret_cast<const float4*>(from);
 #pragma unroll 1
         for (int i = 1; i < k_splits; ++i) {
-          from += args.items * kSlab;
+          from += args.items * Shape::kSlab;
           add(sum, *reinterpret_cast<const float4*>(from));
         }
         if (shares == 1) {
-          quad.put_all<T>(args, sum);
+          quad.template put_all<T>(args, sum);
         } else if (met.in_cluster) {
           const float values[4] = {sum.x, sum.y, sum.z, sum.w};
           st_async(shared_address(met.received + (turn * shares + share) * kSummers + threadIdx.x), values,
@@ -159,12 +180,12 @@ __device__ __forceinline__ void sum_items(const WeightResult& args, const Item& 
     const float4* from = met.received + threadIdx.x;
 #pragma unroll 1
     for (int index = (share * k_splits + k_split) * 32 + lane; index < kQuads; index += shares * apart) {
-      const Quad quad(args, item, row_at, index, merge_w);
+      const Quad<Shape> quad(args, item, row_at, index, merge_w);
       if (quad.any) {
         float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll 4
         for (int i = 0; i < shares; ++i) add(sum, from[i * kSummers]);
-        quad.put_all<T>(args, sum);
+        quad.template put_all<T>(args, sum);
       }
       from += shares * kSummers;
     }
@@ -180,7 +201,7 @@ __device__ __forceinline__ void sum_items(const WeightResult& args, const Item& 
 #pragma unroll 1
     for (int index = (rank.rank * k_splits + k_split) * 32 + lane; index < kQuads;
          index += rank.blocks * apart) {
-      const Quad quad(args, item, row_at, index, merge_w);
+      const Quad<Shape> quad(args, item, row_at, index, merge_w);
       if (!quad.any) continue;
       const float4* from = partials + index;
       float4 sum = make_float4(0, 0, 0, 0);
@@ -196,7 +217,7 @@ __device__ __forceinline__ void sum_items(const WeightResult& args, const Item& 
           if (first + i < shares) add(sum, read[i]);
         }
       }
-      quad.put_all<T>(args, sum);
+      quad.template put_all<T>(args, sum);
     }
   }
   if (threadIdx.x == 0) rendezvous_leave(met.word, rank);
