@@ -54,7 +54,10 @@ class Backend(Protocol):
 
 
 class Local:
-    """Computes with the CPU kernels in this process, without copying the arrays.
+    """Computes in this process on the device that holds the arrays, GPU or CPU, without copying them.
+
+    Where the service lacks what a GPU needs, and on other devices, arrays are copied to the host
+    and computed there.
 
     Raises
     ------

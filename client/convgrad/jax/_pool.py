@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from convgrad.jax._backends import Backend, default_backend
-from convgrad.jax._callback import Operation
+from convgrad.jax._operation import Operation
 from convgrad.jax._conv import check_dtype, layout_name
 
 __all__ = ["avg_pool", "max_pool"]
