@@ -118,7 +118,7 @@ test-ui: kernels ui $(BROWSER)/.ready ## the page at /ui in Chromium, if it is i
 
 test-gpu: kernels ## every kernel test on this machine's GPU, stores the outcome; the server's too
 	@$(PY) tests/kernels/gpu_check.py --git-sha $$(git rev-parse --short=12 HEAD)
-	@$(PY) -m pytest -m gpu tests/contract/test_on_gpu.py tests/torch
+	@$(PY) -m pytest -m gpu tests/contract/test_on_gpu.py tests/torch tests/jax
 
 compile-all: $(READY) ## compile the GPU kernels that changed, for every architecture; needs no GPU; all take two hours
 	@$(PY) -m tests.perf.compile_kernels

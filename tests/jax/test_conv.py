@@ -193,7 +193,8 @@ def test_nested_vmap_is_one_call() -> None:
         )
     )
     check(own(x, weight), jaxs(x, weight))
-    assert counted == [("conv_fwd", (1, 40, 6, 6))]
+    # Mapped weights are groups, and images that they share are a batch.
+    assert counted == [("conv_fwd", (2, 20, 6, 6))]
 
 
 def test_only_the_gradients_asked_for_are_computed() -> None:

@@ -54,10 +54,10 @@ class Backend(Protocol):
 
 
 class Local:
-    """Computes in this process on the device that holds the arrays, GPU or CPU, without copying them.
+    """Computes in this process, on the GPU or CPU that holds the arrays, without copying them.
 
-    Where the service lacks what a GPU needs, and on other devices, arrays are copied to the host
-    and computed there.
+    Arrays on other devices, and on a GPU that the service cannot use, are copied to the host and
+    computed there.
 
     Raises
     ------

@@ -117,9 +117,9 @@ class Native:
         return [found[name] for name, _, _ in operation.outputs]
 
 
-@lru_cache(maxsize=len(PLATFORMS))
-def native(platform: str) -> Native | None:
-    """Return the handler of a platform, or None, with a warning, where there is none."""
+@lru_cache(maxsize=4)
+def native(platform: str | None) -> Native | None:
+    """Return the handler of a platform, or None, with a warning if it should have one."""
     if platform not in PLATFORMS:
         return None
     try:
@@ -138,8 +138,8 @@ def _prepared(platform: str, device: int, text: bytes) -> tuple[Any, int]:
     prepared = executor.prepare(operation, tensors, parameters)
     if prepared.workspace_bytes > room:
         raise DeviceUnavailable(
-            f"{operation} needs a workspace of {prepared.workspace_bytes} bytes on this device, and "
-            f"was compiled for another one with {room}"
+            f"{operation} needs a workspace of {prepared.workspace_bytes} bytes on this device, "
+            f"and was compiled for another one with {room}"
         )
     return prepared, room
 

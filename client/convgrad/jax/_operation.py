@@ -58,25 +58,20 @@ class Operation:
         return rank - 1 if self.channels_last else 1
 
 
-_primitive = jax.extend.core.Primitive("convgrad")
-_primitive.multiple_results = True
-
-
-@_primitive.def_abstract_eval
 def _results(*inputs: Any, operation: Operation) -> list[Any]:
     dtype = inputs[0].dtype
     return [jax.core.ShapedArray(shape, dtype) for _, _, shape in operation.outputs]
 
 
-@_primitive.def_impl
-def _eager(*inputs: jax.Array, operation: Operation) -> Arrays:
-    with jax.disable_jit(False):
-        return _compiled(*inputs, operation=operation)
-
-
 @partial(jax.jit, static_argnames="operation")
 def _compiled(*inputs: jax.Array, operation: Operation) -> Arrays:
     return operation(*inputs)
+
+
+def _eager(*inputs: jax.Array, operation: Operation) -> Arrays:
+    with jax.disable_jit(False):
+        found: Arrays = _compiled(*inputs, operation=operation)
+    return found
 
 
 def _batched(
@@ -105,10 +100,9 @@ def _batched(
         into = place(role, rank)
         if into is not None:
             stacked = jnp.expand_dims(x, into) if axis is None else jnp.moveaxis(x, axis, into)
-            shape = [*stacked.shape]
-            shape[into] = count
-            stacked = jnp.broadcast_to(stacked, shape)
-            x = stacked.reshape((*shape[:into], count * shape[into + 1], *shape[into + 2 :]))
+            before, (_, size, *after) = stacked.shape[:into], stacked.shape[into:]
+            stacked = jnp.broadcast_to(stacked, (*before, count, size, *after))
+            x = stacked.reshape((*before, count * size, *after))
         given.append(x)
 
     outputs, found_axes = [], []
@@ -150,7 +144,7 @@ def _by_callback(operation: Operation, *inputs: jax.Array) -> Arrays:
     return found
 
 
-def _lowered(platform: str, context: Any, *inputs: Any, operation: Operation) -> Any:
+def _lowered(platform: str | None, context: Any, *inputs: Any, operation: Operation) -> Any:
     in_process = native(platform) if type(operation.backend) is Local else None
     run: Callable[..., Arrays] = partial(_by_callback, operation)
     if in_process is not None:
@@ -158,6 +152,10 @@ def _lowered(platform: str, context: Any, *inputs: Any, operation: Operation) ->
     return mlir.lower_fun(run, multiple_results=True)(context, *inputs)
 
 
+_primitive = jax.extend.core.Primitive("convgrad")
+_primitive.multiple_results = True
+_primitive.def_abstract_eval(_results)
+_primitive.def_impl(_eager)
 batching.primitive_batchers[_primitive] = _batched
 for _platform in (None, *PLATFORMS):
     mlir.register_lowering(_primitive, partial(_lowered, _platform), platform=_platform)
