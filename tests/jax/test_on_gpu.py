@@ -14,7 +14,7 @@ from jax import lax
 
 import convgrad.jax as ours
 from convgrad.jax import _native
-from tests.jax.test_conv import LAYERS, NHWC, draw
+from tests.support.jax_layers import LAYERS, NHWC, draw
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,16 +11,14 @@ from __future__ import annotations
 import ctypes
 import json
 import warnings
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from convgrad._bridges import find_in_process
 from convgrad.errors import DeviceUnavailable
-
-if TYPE_CHECKING:
-    from convgrad.jax._operation import Operation
 
 __all__ = ["PLATFORMS", "Native", "native"]
 
@@ -89,32 +87,36 @@ class Native:
         capsule = jax.ffi.pycapsule(library[f"convgrad_xla_{platform}"])
         jax.ffi.register_ffi_target(self._target, capsule, platform=PLATFORMS[platform])
 
-    def call(self, operation: Operation, *inputs: jax.Array) -> list[jax.Array]:
+    def call(
+        self,
+        operation: str,
+        inputs: Mapping[str, jax.Array],
+        parameters: Mapping[str, Any],
+        outputs: Sequence[str],
+    ) -> list[jax.Array]:
         """Call the handler, in a program that is being traced for this platform.
+
+        Parameters are as of `Backend.compute`.
 
         Raises
         ------
         convgrad.ServiceError
             The operation is refused.
         """
-        names = [name for name, _ in operation.inputs]
-        tensors = {
-            name: (each.shape, str(each.dtype)) for name, each in zip(names, inputs, strict=True)
-        }
-        parameters = dict(operation.parameters)
+        tensors = {name: (each.shape, str(each.dtype)) for name, each in inputs.items()}
         # Kernels are compiled while XLA compiles the program; its first run waits for them.
-        planned = self._executor.plan(operation.name, tensors, parameters)
+        planned = self._executor.plan(operation, tensors, parameters)
         room = planned.workspace_bytes
         results = [
             jax.ShapeDtypeStruct(spec.shape, spec.dtype.numpy) for spec in planned.outputs.values()
         ]
         if room:
             results.append(jax.ShapeDtypeStruct((room,), "uint8"))
-        given = [inputs[names.index(name)] for name in planned.inputs]
-        text = json.dumps([operation.name, tensors, parameters, room])
+        given = [inputs[name] for name in planned.inputs]
+        text = json.dumps([operation, tensors, parameters, room])
         made = jax.ffi.ffi_call(self._target, results)(*given, operation=text)
         found = dict(zip(planned.outputs, made, strict=False))
-        return [found[name] for name, _, _ in operation.outputs]
+        return [found[name] for name in outputs]
 
 
 @lru_cache(maxsize=4)

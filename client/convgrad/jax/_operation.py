@@ -126,19 +126,24 @@ def _batched(
     return found, found_axes
 
 
+def _computed(compute: Callable[..., Any], operation: Operation, *inputs: Any) -> Any:
+    """Have a function compute it that takes what `Backend.compute` takes."""
+    names = [name for name, _ in operation.inputs]
+    return compute(
+        operation.name,
+        dict(zip(names, inputs, strict=True)),
+        dict(operation.parameters),
+        [name for name, _, _ in operation.outputs],
+    )
+
+
 def _by_callback(operation: Operation, *inputs: jax.Array) -> Arrays:
     """Call the backend on arrays in the host's memory."""
+
+    def compute(*arrays: Any) -> Any:
+        return _computed(operation.backend.compute, operation, *map(np.asarray, arrays))
+
     dtype = inputs[0].dtype
-    names = [name for name, _ in operation.inputs]
-
-    def compute(*arrays: Any) -> list[Any]:
-        return operation.backend.compute(
-            operation.name,
-            dict(zip(names, map(np.asarray, arrays), strict=True)),
-            dict(operation.parameters),
-            [name for name, _, _ in operation.outputs],
-        )
-
     results = [jax.ShapeDtypeStruct(shape, dtype) for _, _, shape in operation.outputs]
     found: Arrays = jax.pure_callback(compute, results, *inputs, vmap_method="sequential")
     return found
@@ -148,7 +153,7 @@ def _lowered(platform: str | None, context: Any, *inputs: Any, operation: Operat
     in_process = native(platform) if type(operation.backend) is Local else None
     run: Callable[..., Arrays] = partial(_by_callback, operation)
     if in_process is not None:
-        run = partial(in_process.call, operation)
+        run = partial(_computed, in_process.call, operation)
     return mlir.lower_fun(run, multiple_results=True)(context, *inputs)
 
 
