@@ -19,6 +19,7 @@ from convgrad_service import inprocess
 from convgrad_service.inprocess import launch_plan
 
 POINTER, I32, I64, SIZE = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_size_t
+PLACE = ctypes.POINTER(POINTER)
 BASE = (("struct_size", SIZE), ("extensions", POINTER))
 
 
@@ -61,26 +62,40 @@ class Frame(ctypes.Structure):
 
 
 class Xla:
-    """Stands for XLA, its GPU and CUDA's driver, whose ``cuMemsetD8Async`` is noted."""
+    """Stands for XLA, its GPU and CUDA's driver, whose calls are noted."""
 
     def __init__(self) -> None:
         self.stream, self.device, self.status, self.error = 5, 0, 0, ""
-        self.cleared: list[tuple[int, int, int]] = []
-        getter = ctypes.CFUNCTYPE(POINTER, ctypes.POINTER(Get))
-        create = ctypes.CFUNCTYPE(POINTER, ctypes.POINTER(Create))(self._create)
-        stream, device = getter(partial(self._get, "stream")), getter(partial(self._get, "device"))
-        functions = [create, None, None, None, stream, *[None] * 12, device]
-        addresses = [ctypes.cast(each, POINTER).value if each else 0 for each in functions]
+        self.captured = 0
+        self.log: list[tuple[Any, ...]] = []
+        self._kept: list[Any] = []
+        functions = [
+            self._function(self._create, ctypes.POINTER(Create), result=POINTER),
+            *[0] * 3,
+            self._function(self._get_stream, ctypes.POINTER(Get), result=POINTER),
+            *[0] * 12,
+            self._function(self._get_device, ctypes.POINTER(Get), result=POINTER),
+        ]
         # The struct's size, extensions, the version, then its functions.
-        self.api = (POINTER * 24)(0, 0, 0, 0, 3 << 32, 0, *addresses)
-        clear = ctypes.CFUNCTYPE(I32, POINTER, ctypes.c_ubyte, SIZE, POINTER)(self._clear)
-        names = launch_plan._FUNCTIONS
-        self.driver = launch_plan.Driver()
-        setattr(self.driver, names[1], ctypes.cast(clear, POINTER).value)
-        self._kept = functions, clear
+        self.api = (POINTER * 24)(0, 0, 0, 0, 3 << 32, 0, *functions)
+        self.driver = launch_plan.Driver(
+            cuMemsetD8Async=self._function(self._clear, POINTER, ctypes.c_ubyte, SIZE, POINTER),
+            cuStreamIsCapturing=self._function(self._is_capturing, POINTER, ctypes.POINTER(I32)),
+            cuStreamGetCaptureInfo_v2=self._function(self._info, *[POINTER] * 3, *[PLACE] * 3),
+            cuGraphAddChildGraphNode=self._function(self._add, PLACE, *[POINTER] * 4),
+            cuStreamUpdateCaptureDependencies=self._function(self._set, POINTER, PLACE, SIZE, I32),
+        )
 
-    def _get(self, name: str, given: Any) -> int:
-        given.contents.found = getattr(self, name)
+    def _function(self, run: Any, *kinds: Any, result: Any = I32) -> int | None:
+        self._kept.append(ctypes.CFUNCTYPE(result, *kinds)(run))
+        return ctypes.cast(self._kept[-1], POINTER).value
+
+    def _get_stream(self, given: Any) -> int:
+        given.contents.found = self.stream
+        return 0
+
+    def _get_device(self, given: Any) -> int:
+        given.contents.found = self.device
         return 0
 
     def _create(self, given: Any) -> int:
@@ -88,8 +103,25 @@ class Xla:
         return 1
 
     def _clear(self, address: int, _: int, size: int, stream: int) -> int:
-        self.cleared.append((address, size, stream))
+        self.log.append(("clear", address, size, stream))
         return self.status
+
+    def _is_capturing(self, _: int, found: Any) -> int:
+        found[0] = self.captured
+        return 0
+
+    def _info(self, _: int, __: int, ___: int, graph: Any, after: Any, count: Any) -> int:
+        graph[0], after[0], count[0] = 70, 71, 1
+        return 0
+
+    def _add(self, node: Any, graph: int, after: int, count: int, child: int) -> int:
+        self.log.append(("add", graph, after, count, child))
+        node[0] = 72
+        return 0
+
+    def _set(self, stream: int, after: Any, count: int, flags: int) -> int:
+        self.log.append(("set", stream, after[0], count, flags))
+        return 0
 
     def call(self, text: bytes, addresses: list[list[int]], stage: int = 3) -> str:
         """Have the handler compute, and return its error."""
@@ -126,32 +158,31 @@ class Prepared:
 
     workspace_bytes = 512
 
-    def __init__(self, log: list[Any], device: int) -> None:
+    def __init__(self, log: list[Any], device: int, source: int) -> None:
         self.inputs, self.outputs = {"a": 0, "b": 0}, {"c": 0}
-        self._log, self._device = log, device
+        self._log, self._device, self._source = log, device, source
         self._kept: list[Any] = []
 
-    def launch(self, addresses: list[int], workspace: int, stream: int) -> None:
-        self._log.append((self._device, stream, addresses, workspace))
-
-    def native(self, addresses: list[int], stream: int) -> Any:
+    def native(self, addresses: list[int], owner: tuple[int, int]) -> Any:
+        self._log.append((self._device, *owner))
         step = launch_plan._Step(clear_bytes=512, clear_buffer=3)
-        branch = launch_plan._Branch(ctypes.addressof(step), 1)
+        branch = launch_plan._Branch(ctypes.addressof(step), 0 if self._source else 1)
         offsets = (ctypes.c_uint64 * 1)(0)
         plan = launch_plan._Plan(ctypes.addressof(branch), 1, 0, ctypes.addressof(offsets), 1)
+        plan.source = self._source
         self._kept += step, branch, offsets, plan
         return SimpleNamespace(address=ctypes.addressof(plan), kept=self)
 
 
-def test_prepared_calls_are_launched_by_native_code(
-    xla: Xla, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def asked(xla: Xla, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What Python has made plans for: the device, and who owns the plan."""
     log: list[Any] = []
 
     def prepare(device: int, operation: str, *_: Any) -> Prepared:
         if operation == "refused":
             raise UnsupportedProblem("no kernel")
-        return Prepared(log, device)
+        return Prepared(log, device, 90 if operation == "graph" else 0)
 
     def executor(kind: str, device: int = 0) -> Any:
         assert kind == "cuda"
@@ -159,29 +190,51 @@ def test_prepared_calls_are_launched_by_native_code(
 
     monkeypatch.setattr(inprocess, "executor", executor)
     _native.Native("cuda")
+    return log
+
+
+FIRST, SECOND = [[256, 512], [1024, 2048]], [[4096, 512], [1024, 8192]]
+
+
+def test_prepared_calls_are_launched_by_native_code(xla: Xla, asked: list[Any]) -> None:
     text = b'["conv_fwd", {}, {}, 512]'
-    first, second = [[256, 512], [1024, 2048]], [[4096, 512], [1024, 8192]]
-    assert not xla.call(text, first, stage=0), "XLA prepares: nothing to do"
-    assert not log
-    assert not xla.call(text, first)
-    assert log == [(0, 5, [256, 512, 1024], 2048)]
-    assert not xla.cleared
-    for tensors in (first, second):
+    assert not xla.call(text, FIRST, stage=0), "XLA prepares: nothing to do"
+    assert not asked
+    for tensors in (FIRST, FIRST, SECOND):
         assert not xla.call(text, tensors)
-    assert len(log) == 1
-    assert xla.cleared == [(2048, 512, 5), (8192, 512, 5)]
+    assert asked == [(0, 5, 0)]
+    assert xla.log == [("clear", 2048, 512, 5)] * 2 + [("clear", 8192, 512, 5)]
     # Another stream, device or operation is another call.
     xla.stream = 6
-    assert not xla.call(text, first)
+    assert not xla.call(text, FIRST)
     xla.device = 1
-    assert not xla.call(text, first)
-    assert not xla.call(b'["conv_fwd", {}, {"groups": 2}, 512]', first)
-    assert [each[:2] for each in log[1:]] == [(0, 6), (1, 6), (1, 6)]
+    assert not xla.call(text, FIRST)
+    assert not xla.call(b'["conv_fwd", {}, {"groups": 2}, 512]', FIRST)
+    assert asked[1:] == [(0, 6, 0), (1, 6, 0), (1, 6, 0)]
+    assert xla.log[-1] == ("clear", 2048, 512, 6)
+
+
+def test_captured_calls_have_plans_of_their_own(xla: Xla, asked: list[Any]) -> None:
+    text, other = b'["captured", {}, {}, 512]', [[256, 512], [4096, 2048]]
+    assert not xla.call(text, FIRST)
+    xla.captured, xla.stream = 1, 7
+    for tensors in (FIRST, FIRST, SECOND, other):
+        assert not xla.call(text, tensors)
+    assert asked == [(0, 5, 0), (0, -1, 1024), (0, -1, 4096)], "one for each result"
+    assert [each[-1] for each in xla.log] == [5, 7, 7, 7, 7]
+    # A plan that is a graph becomes a part of the captured one.
+    xla.log.clear()
+    assert not xla.call(b'["graph", {}, {}, 512]', FIRST)
+    assert xla.log == [("add", 70, 71, 1, 90), ("set", 7, 72, 1, 1)]
+
+
+def test_errors_are_xlas(xla: Xla, asked: list[Any]) -> None:
+    assert xla.call(b'["refused", {}, {}, 0]', FIRST).endswith("UnsupportedProblem: no kernel")
+    assert "workspace of 512 bytes" in xla.call(b'["conv_fwd", {}, {}, 256]', FIRST)
+    assert "too many" in xla.call(b'["conv_fwd", {}, {}, 512]', [[256] * 9, [256] * 8])
     xla.status = 700
-    assert "launching kernels failed" in xla.call(text, first)
-    assert xla.call(b'["refused", {}, {}, 0]', first).endswith("UnsupportedProblem: no kernel")
-    assert "workspace of 512 bytes" in xla.call(b'["conv_fwd", {}, {}, 256]', first)
-    assert "too many" in xla.call(text, [[256] * 9, [256] * 8])
+    assert "launching kernels failed" in xla.call(b'["failed", {}, {}, 512]', FIRST)
+    assert not asked[1:]
 
 
 def test_nothing_is_copied_and_programs_hold_no_addresses() -> None:

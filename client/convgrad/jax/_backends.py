@@ -94,6 +94,13 @@ class Local:
         prepared.launch([each.ctypes.data for each in (*given, *results.values())], 0, 0)
         return [results[name] for name in outputs]
 
+    def __eq__(self, other: object) -> bool:
+        # What JAX has compiled for one, it need not compile for another.
+        return self is other or (type(self) is Local and type(other) is Local)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
     def __repr__(self) -> str:
         return "Local()"
 

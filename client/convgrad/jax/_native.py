@@ -26,7 +26,8 @@ PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
 """XLA's names of the platforms that `Local` computes on, by JAX's."""
 
 _POINTER, _U64 = ctypes.c_void_p, ctypes.c_uint64
-_DRIVER_FUNCTIONS = 9
+_DRIVER_FUNCTIONS = 13
+_COMPUTED, _FAILED, _REMEMBERED = range(3)
 _MESSAGE_BYTES = 4096
 # Prepared operations that are kept, the most recently used ones.
 _MOST_PREPARED = 4096
@@ -36,6 +37,7 @@ _Ask = ctypes.CFUNCTYPE(
     _U64,
     ctypes.c_int32,  # the device
     _POINTER,  # the stream
+    ctypes.c_int,  # whether the call is captured
     ctypes.POINTER(_U64),  # addresses of arguments and results
     _U64,
     _POINTER,  # where a message goes
@@ -147,26 +149,35 @@ def _prepared(platform: str, device: int, text: bytes) -> tuple[Any, int]:
 
 
 def _answer(
-    text: int, size: int, device: int, stream: int | None, addresses: Any, count: int, message: int
+    text: int,
+    size: int,
+    device: int,
+    stream: int | None,
+    captured: int,
+    addresses: Any,
+    count: int,
+    message: int,
 ) -> int:
-    """Compute a call, and have native code remember it. Returns 1 if it wrote a message."""
+    """Have native code remember a call, or compute it."""
     try:
         said = ctypes.string_at(text, size)
         prepared, room = _prepared("cpu" if device < 0 else "cuda", max(device, 0), said)
         tensors = len(prepared.inputs) + len(prepared.outputs)
-        places, workspace = addresses[:tensors], addresses[tensors] if room else 0
-        prepared.launch(places, workspace, stream or 0)
-        plan = prepared.native(places, stream or 0)
+        places, stream = addresses[:tensors], stream or 0
+        owner = (-1, places[len(prepared.inputs)]) if captured else (stream, 0)
+        plan = prepared.native(places, owner)
         if plan is not None:
             entry = _Entry(plan=plan.address, tensors=tensors)
             if find_in_process().native_library().convgrad_xla_remember(ctypes.byref(entry)):
                 _remembered.append((plan, entry))
+                return _REMEMBERED
+        prepared.launch(places, addresses[tensors] if room else 0, stream)
     except Exception as error:  # noqa: BLE001 - XLA reports it
         kind = type(error)
         said = f"{kind.__module__}.{kind.__qualname__}: {error}".encode()[: _MESSAGE_BYTES - 1]
         ctypes.memmove(message, said + b"\0", len(said) + 1)
-        return 1
-    return 0
+        return _FAILED
+    return _COMPUTED
 
 
 _ASK = _Ask(_answer)

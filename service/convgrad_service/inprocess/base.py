@@ -67,15 +67,16 @@ class Prepared(Protocol):
         """
         ...
 
-    def native(self, addresses: Sequence[int], stream: int) -> NativePlan | None:
-        """Return the launches for native code to make, on this stream.
+    def native(self, addresses: Sequence[int], owner: tuple[int, int]) -> NativePlan | None:
+        """Return launches for native code to make.
 
         Parameters
         ----------
         addresses : sequence of int
             As of `launch`; the native code sets others.
-        stream : int
-            The stream that it will launch on.
+        owner : (int, int)
+            Launches that may run at the same time have different owners: (stream, 0) of those on a
+            stream, (-1, any number) of others.
 
         Returns
         -------
