@@ -269,6 +269,9 @@ bench-training: $(READY) ## training steps of whole networks with convgrad.torch
 bench-losses: $(READY) ## losses of a ResNet-50 over 200 steps, ours beside several runs of PyTorch's; needs bench-training's
 	@$(PY) -m tests.perf.bench_losses --out tests/perf/results/losses.jsonl
 
+bench-jax: $(READY) ## convolutions in jitted JAX programs, ours and XLA's; needs JAX with CUDA, and CuPy
+	@XLA_PYTHON_CLIENT_PREALLOCATE=false $(PY) -m tests.perf.bench_jax --out tests/perf/results/jax.jsonl
+
 bench-host: $(READY) ## what a backward pass costs the host, ours and PyTorch's; needs what bench-gpu needs
 	@$(PY) -m tests.perf.bench_host --out tests/perf/results/host.jsonl
 
