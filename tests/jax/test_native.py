@@ -19,7 +19,6 @@ from convgrad_service import inprocess
 from convgrad_service.inprocess import launch_plan
 
 POINTER, I32, I64, SIZE = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_size_t
-PLACE = ctypes.POINTER(POINTER)
 BASE = (("struct_size", SIZE), ("extensions", POINTER))
 
 
@@ -66,7 +65,6 @@ class Xla:
 
     def __init__(self) -> None:
         self.stream, self.device, self.status, self.error = 5, 0, 0, ""
-        self.captured = 0
         self.log: list[tuple[Any, ...]] = []
         self._kept: list[Any] = []
         functions = [
@@ -80,10 +78,6 @@ class Xla:
         self.api = (POINTER * 24)(0, 0, 0, 0, 3 << 32, 0, *functions)
         self.driver = launch_plan.Driver(
             cuMemsetD8Async=self._function(self._clear, POINTER, ctypes.c_ubyte, SIZE, POINTER),
-            cuStreamIsCapturing=self._function(self._is_capturing, POINTER, ctypes.POINTER(I32)),
-            cuStreamGetCaptureInfo_v2=self._function(self._info, *[POINTER] * 3, *[PLACE] * 3),
-            cuGraphAddChildGraphNode=self._function(self._add, PLACE, *[POINTER] * 4),
-            cuStreamUpdateCaptureDependencies=self._function(self._set, POINTER, PLACE, SIZE, I32),
         )
 
     def _function(self, run: Any, *kinds: Any, result: Any = I32) -> int | None:
@@ -105,23 +99,6 @@ class Xla:
     def _clear(self, address: int, _: int, size: int, stream: int) -> int:
         self.log.append(("clear", address, size, stream))
         return self.status
-
-    def _is_capturing(self, _: int, found: Any) -> int:
-        found[0] = self.captured
-        return 0
-
-    def _info(self, _: int, __: int, ___: int, graph: Any, after: Any, count: Any) -> int:
-        graph[0], after[0], count[0] = 70, 71, 1
-        return 0
-
-    def _add(self, node: Any, graph: int, after: int, count: int, child: int) -> int:
-        self.log.append(("add", graph, after, count, child))
-        node[0] = 72
-        return 0
-
-    def _set(self, stream: int, after: Any, count: int, flags: int) -> int:
-        self.log.append(("set", stream, after[0], count, flags))
-        return 0
 
     def call(self, text: bytes, addresses: list[list[int]], stage: int = 3) -> str:
         """Have the handler compute, and return its error."""
@@ -158,31 +135,30 @@ class Prepared:
 
     workspace_bytes = 512
 
-    def __init__(self, log: list[Any], device: int, source: int) -> None:
+    def __init__(self, log: list[Any], device: int) -> None:
         self.inputs, self.outputs = {"a": 0, "b": 0}, {"c": 0}
-        self._log, self._device, self._source = log, device, source
+        self._log, self._device = log, device
         self._kept: list[Any] = []
 
-    def native(self, addresses: list[int], owner: tuple[int, int]) -> Any:
-        self._log.append((self._device, *owner))
+    def native(self, addresses: list[int], stream: int) -> Any:
+        self._log.append((self._device, stream))
         step = launch_plan._Step(clear_bytes=512, clear_buffer=3)
-        branch = launch_plan._Branch(ctypes.addressof(step), 0 if self._source else 1)
+        branch = launch_plan._Branch(ctypes.addressof(step), 1)
         offsets = (ctypes.c_uint64 * 1)(0)
         plan = launch_plan._Plan(ctypes.addressof(branch), 1, 0, ctypes.addressof(offsets), 1)
-        plan.source = self._source
         self._kept += step, branch, offsets, plan
         return SimpleNamespace(address=ctypes.addressof(plan), kept=self)
 
 
 @pytest.fixture
 def asked(xla: Xla, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What Python has made plans for: the device, and who owns the plan."""
+    """What Python has made plans for: devices and streams."""
     log: list[Any] = []
 
     def prepare(device: int, operation: str, *_: Any) -> Prepared:
         if operation == "refused":
             raise UnsupportedProblem("no kernel")
-        return Prepared(log, device, 90 if operation == "graph" else 0)
+        return Prepared(log, device)
 
     def executor(kind: str, device: int = 0) -> Any:
         assert kind == "cuda"
@@ -202,7 +178,7 @@ def test_prepared_calls_are_launched_by_native_code(xla: Xla, asked: list[Any]) 
     assert not asked
     for tensors in (FIRST, FIRST, SECOND):
         assert not xla.call(text, tensors)
-    assert asked == [(0, 5, 0)]
+    assert asked == [(0, 5)]
     assert xla.log == [("clear", 2048, 512, 5)] * 2 + [("clear", 8192, 512, 5)]
     # Another stream, device or operation is another call.
     xla.stream = 6
@@ -210,22 +186,8 @@ def test_prepared_calls_are_launched_by_native_code(xla: Xla, asked: list[Any]) 
     xla.device = 1
     assert not xla.call(text, FIRST)
     assert not xla.call(b'["conv_fwd", {}, {"groups": 2}, 512]', FIRST)
-    assert asked[1:] == [(0, 6, 0), (1, 6, 0), (1, 6, 0)]
+    assert asked[1:] == [(0, 6), (1, 6), (1, 6)]
     assert xla.log[-1] == ("clear", 2048, 512, 6)
-
-
-def test_captured_calls_have_plans_of_their_own(xla: Xla, asked: list[Any]) -> None:
-    text, other = b'["captured", {}, {}, 512]', [[256, 512], [4096, 2048]]
-    assert not xla.call(text, FIRST)
-    xla.captured, xla.stream = 1, 7
-    for tensors in (FIRST, FIRST, SECOND, other):
-        assert not xla.call(text, tensors)
-    assert asked == [(0, 5, 0), (0, -1, 1024), (0, -1, 4096)], "one for each result"
-    assert [each[-1] for each in xla.log] == [5, 7, 7, 7, 7]
-    # A plan that is a graph becomes a part of the captured one.
-    xla.log.clear()
-    assert not xla.call(b'["graph", {}, {}, 512]', FIRST)
-    assert xla.log == [("add", 70, 71, 1, 90), ("set", 7, 72, 1, 1)]
 
 
 def test_errors_are_xlas(xla: Xla, asked: list[Any]) -> None:

@@ -5,7 +5,6 @@ Run by test_front.py in a process of its own: what is registered here stays regi
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
@@ -58,7 +57,7 @@ class Graph:
     """Stands for a `LaunchGraph`: its nodes are the kernels' places in it."""
 
     made: ClassVar[list[Graph]] = []
-    alive = source = 0
+    alive = 0
 
     def __init__(self, _: Any, kernels: Sequence[Any], __: Any, after: list[int | None]) -> None:
         self.after = after
@@ -147,7 +146,6 @@ def install(device: Device) -> list[Any]:
     patched: Any = launch_plan
     patched.LaunchGraph, patched._driver = Graph, lambda: None
     cuda.capture_id = lambda _: state["capturing"]
-    cuda.relaxed_capture = contextlib.nullcontext
     _local.find_executor = lambda: lambda *_: device
     ours.Local.forward_devices = ("cpu",)
     _local._Launch, _local.ALIGNMENT_BYTES = launch_on_cpu, 16

@@ -26,7 +26,7 @@ PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
 """XLA's names of the platforms that `Local` computes on, by JAX's."""
 
 _POINTER, _U64 = ctypes.c_void_p, ctypes.c_uint64
-_DRIVER_FUNCTIONS = 13
+_DRIVER_FUNCTIONS = 9
 _COMPUTED, _FAILED, _REMEMBERED = range(3)
 _MESSAGE_BYTES = 4096
 # Prepared operations that are kept, the most recently used ones.
@@ -37,7 +37,6 @@ _Ask = ctypes.CFUNCTYPE(
     _U64,
     ctypes.c_int32,  # the device
     _POINTER,  # the stream
-    ctypes.c_int,  # whether the call is captured
     ctypes.POINTER(_U64),  # addresses of arguments and results
     _U64,
     _POINTER,  # where a message goes
@@ -149,14 +148,7 @@ def _prepared(platform: str, device: int, text: bytes) -> tuple[Any, int]:
 
 
 def _answer(
-    text: int,
-    size: int,
-    device: int,
-    stream: int | None,
-    captured: int,
-    addresses: Any,
-    count: int,
-    message: int,
+    text: int, size: int, device: int, stream: int | None, addresses: Any, count: int, message: int
 ) -> int:
     """Have native code remember a call, or compute it."""
     try:
@@ -164,8 +156,7 @@ def _answer(
         prepared, room = _prepared("cpu" if device < 0 else "cuda", max(device, 0), said)
         tensors = len(prepared.inputs) + len(prepared.outputs)
         places, stream = addresses[:tensors], stream or 0
-        owner = (-1, places[len(prepared.inputs)]) if captured else (stream, 0)
-        plan = prepared.native(places, owner)
+        plan = prepared.native(places, stream)
         if plan is not None:
             entry = _Entry(plan=plan.address, tensors=tensors)
             if find_in_process().native_library().convgrad_xla_remember(ctypes.byref(entry)):

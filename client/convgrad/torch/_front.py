@@ -54,7 +54,7 @@ _FUNCTIONS = (
 )
 # Before PyTorch 2.13 the receiver of an optional value frees it by C++'s operator delete.
 _DELETE = "_ZdlPv"
-_DRIVER_FUNCTIONS = 13
+_DRIVER_FUNCTIONS = 9
 _PROBE = 23  # the number of an operator that is none of ATen's
 _MOST_ARGUMENTS, _MOST_INPUTS, _MOST_OUTPUTS, _MOST_DIMS = 16, 8, 3, 5
 
@@ -259,9 +259,7 @@ class Front:
             if -1 in inputs or -1 in outputs or len(inputs) > _MOST_INPUTS:
                 return  # a tensor was copied
             tensors = [given[index] for index in inputs] + [made[index] for index in outputs]
-            plan = runner.prepared.native(
-                [each.data_ptr() for each in tensors], (stream.value or 0, 0)
-            )
+            plan = runner.prepared.native([each.data_ptr() for each in tensors], stream.value or 0)
             if plan is None:
                 return
             entry.plan, entry.context = plan.address, plan.context

@@ -67,16 +67,15 @@ class Prepared(Protocol):
         """
         ...
 
-    def native(self, addresses: Sequence[int], owner: tuple[int, int]) -> NativePlan | None:
-        """Return launches for native code to make.
+    def native(self, addresses: Sequence[int], stream: int) -> NativePlan | None:
+        """Return the launches for native code to make, on this stream.
 
         Parameters
         ----------
         addresses : sequence of int
             As of `launch`; the native code sets others.
-        owner : (int, int)
-            Launches that may run at the same time have different owners: (stream, 0) of those on a
-            stream, (-1, any number) of others.
+        stream : int
+            The stream that it will launch on.
 
         Returns
         -------

@@ -71,7 +71,7 @@ class PreparedOnCpu:
             if outcome.outputs[name] is not place:  # a kernel may allocate its result
                 np.copyto(place, outcome.outputs[name])
 
-    def native(self, addresses: Sequence[int], owner: tuple[int, int]) -> None:
+    def native(self, addresses: Sequence[int], stream: int) -> None:
         """See `Prepared.native`."""
 
 

@@ -100,7 +100,7 @@ class CudaExecutor:
             if not wait and not compiling.done():
                 raise NotCompiled(f"the kernels of {plan.kernel} are being compiled")
             compiling.result()
-        with self._cuda.Device(self._index), relaxed_capture():
+        with self._cuda.Device(self._index):
             self._kernels.prepare(plan.steps)
             prepared = PreparedOnCuda(problem, plan, self._kernels, self._zeros)
         prepared.faster_peer = faster_peer(problem, self._device.name)
@@ -208,18 +208,17 @@ class PreparedOnCuda(PlannedOnCuda):
         spans = [(0, cuts[0]), *pairwise([*cuts, len(steps)])] if cuts else [(0, len(steps))]
         return [steps[start:stop] for start, stop in spans]
 
-    def native(self, addresses: Sequence[int], owner: tuple[int, int]) -> NativePlan | None:
+    def native(self, addresses: Sequence[int], stream: int) -> NativePlan | None:
         """See `Prepared.native`."""
         if len(self._buffers) > MOST_BUFFERS:
             return None
         branches = self._divided()
-        zeros = [self._zeros.of((*owner, index)) for index in range(len(branches))]
+        zeros = [self._zeros.of((stream, 0, index)) for index in range(len(branches))]
         workspace = (addresses[0] + offset for offset in self._offsets)  # any that is aligned
         places = dict(zip(self._buffers, (*addresses, *workspace, zeros[0]), strict=True))
         forks = self._forks and len(branches) > 1
-        with relaxed_capture():
-            sides = self._zeros.native_sides(len(branches) - 2) if forks else None
-            return NativePlan(branches, self._kernels, places, zeros, self._offsets, sides)
+        sides = self._zeros.native_sides(len(branches) - 2) if forks else None
+        return NativePlan(branches, self._kernels, places, zeros, self._offsets, sides)
 
 
 class _ZeroBuffers:
@@ -239,7 +238,7 @@ class _ZeroBuffers:
         self._lock = threading.Lock()
 
     def of(self, user: tuple[int, ...]) -> int:
-        """Return the address of the zeros of (stream, capture, branch), or another owner's."""
+        """Return the address of the zeros of (stream, capture, branch)."""
         with self._lock:
             found = self._of.get(user)
             if found is None:
@@ -259,7 +258,7 @@ class _ZeroBuffers:
         """
         size = ZERO_BUFFERS * ZEROS_BYTES
         try:
-            with relaxed_capture():
+            with _relaxed_capture():
                 memory, side = self.cuda.Memory(size), self.cuda.Stream(non_blocking=True)
                 self.cuda.runtime.memsetAsync(memory.ptr, 0, size, side.ptr)
                 side.synchronize()
@@ -293,8 +292,8 @@ class _ZeroBuffers:
 
 
 @contextmanager
-def relaxed_capture() -> Iterator[None]:
-    """Let this thread allocate, load kernels and synchronize while it captures a graph."""
+def _relaxed_capture() -> Iterator[None]:
+    """Let this thread allocate and synchronize while it captures a graph."""
     mode = ctypes.c_int(_RELAXED)
     _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:

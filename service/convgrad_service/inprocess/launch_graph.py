@@ -52,8 +52,6 @@ class LaunchGraph:
         The graphs of this process; each holds some memory of the driver's.
     address : int
         The ``CUgraphExec``.
-    source : int
-        The ``CUgraph`` that it was made of.
     nodes : list of int
         The ``CUgraphNode`` of each kernel.
     """
@@ -84,7 +82,7 @@ class LaunchGraph:
             The driver refuses it.
         """
         self._driver, self._graph, self._executable = driver, _POINTER(), _POINTER()
-        self.address = self.source = 0
+        self.address = 0
         self.nodes: list[int] = []
         self._call("cuGraphCreate", ctypes.byref(self._graph), 0)
         for kernel, cluster, index in zip(kernels, clusters, after, strict=True):
@@ -105,7 +103,7 @@ class LaunchGraph:
         self._call(
             "cuGraphInstantiateWithFlags", ctypes.byref(self._executable), self._graph, _U64(0)
         )
-        self.address, self.source = self._executable.value or 0, self._graph.value or 0
+        self.address = self._executable.value or 0
         type(self).alive += 1
 
     def _call(self, name: str, *given: Any) -> None:

@@ -34,10 +34,6 @@ _FUNCTIONS = (
     "cuCtxGetCurrent",
     "cuGraphExecKernelNodeSetParams_v2",
     "cuGraphLaunch",
-    "cuStreamGetCaptureInfo_v2",
-    "cuStreamUpdateCaptureDependencies",
-    "cuGraphAddChildGraphNode",
-    "cuGraphKernelNodeSetParams_v2",
 )
 
 
@@ -110,7 +106,6 @@ class _Plan(ctypes.Structure):
         ("workspace_count", _U64),
         ("start", _POINTER),
         ("graph", _POINTER),
-        ("source", _POINTER),
     )
 
 
@@ -170,7 +165,6 @@ class NativePlan:
             len(workspace),
             start,
             self._graph.address if self._graph else None,
-            self._graph.source if self._graph else None,
         )
         self.address = ctypes.addressof(self._plan)
         self.context = _current_context()

@@ -9,8 +9,6 @@ namespace {
 constexpr int kSmallWord = 1;
 constexpr uint64_t kSmallBit = uint64_t(1) << 21;
 
-constexpr unsigned kSetDependencies = 1;  // CU_STREAM_SET_CAPTURE_DEPENDENCIES
-
 // Points a step's arguments at these buffers; sets `moved` if they pointed elsewhere.
 int point(const Driver& driver, Step& step, const uint64_t* buffers, bool* moved) {
   for (uint32_t i = 0; i < step.pointer_count; ++i) {
@@ -72,42 +70,11 @@ int run_graph(const Driver& driver, LaunchPlan& plan, uint64_t* buffers, int zer
   return driver.launch_graph(plan.graph, stream);
 }
 
-// Copies the plan's graph into the one that the stream captures.
-int capture_graph(const Driver& driver, LaunchPlan& plan, uint64_t* buffers, int zeros,
-                  void* stream) {
-  for (uint64_t i = 0; i < plan.branch_count; ++i) {
-    const Branch& branch = plan.branches[i];
-    buffers[zeros] = branch.zeros;
-    for (Step* step = branch.steps; step != branch.steps + branch.count; ++step) {
-      bool moved = false;
-      int status = point(driver, *step, buffers, &moved);
-      if (status == 0) status = driver.set_node(step->node, step->kernel);
-      if (status != 0) return status;
-    }
-  }
-  int capturing;
-  uint64_t id;
-  void *graph, **after, *node;
-  size_t count;
-  int status = driver.capture_info(stream, &capturing, &id, &graph, &after, &count);
-  if (status == 0) status = driver.add_graph(&node, graph, after, count, plan.source);
-  if (status == 0) status = driver.set_captured(stream, &node, 1, kSetDependencies);
-  return status;
-}
-
-int run_in_turn(const Driver& driver, LaunchPlan& plan, uint64_t* buffers, int zeros,
-                void* stream) {
-  int status = 0;
-  for (uint64_t i = 0; i < plan.branch_count && status == 0; ++i) {
-    status = run(driver, plan.branches[i], buffers, zeros, stream);
-  }
-  return status;
-}
-
-int run_forked(const Driver& driver, LaunchPlan& plan, uint64_t* buffers, int zeros, void* stream) {
-  const uint64_t alone = 2;  // on the caller's stream
+int run_all(const Driver& driver, LaunchPlan& plan, uint64_t* buffers, int zeros, void* stream) {
+  if (plan.graph != nullptr) return run_graph(driver, plan, buffers, zeros, stream);
+  const uint64_t alone = plan.forks ? 2 : plan.branch_count;  // on the caller's stream
   int status = run(driver, plan.branches[0], buffers, zeros, stream);
-  if (status == 0) {
+  if (plan.forks && status == 0) {
     status = driver.record(plan.start, stream);
     for (uint64_t i = alone; i < plan.branch_count && status == 0; ++i) {
       status = driver.wait(plan.branches[i].stream, plan.start, 0);
@@ -125,43 +92,20 @@ int run_forked(const Driver& driver, LaunchPlan& plan, uint64_t* buffers, int ze
   return status;
 }
 
-int run_all(const Driver& driver, LaunchPlan& plan, uint64_t* buffers, int zeros, void* stream) {
-  if (plan.graph != nullptr) return run_graph(driver, plan, buffers, zeros, stream);
-  return (plan.forks ? run_forked : run_in_turn)(driver, plan, buffers, zeros, stream);
-}
-
-int capture_all(const Driver& driver, LaunchPlan& plan, uint64_t* buffers, int zeros,
-                void* stream) {
-  // Streams that branches would fork to are shared with launches that are not captured.
-  return (plan.source ? capture_graph : run_in_turn)(driver, plan, buffers, zeros, stream);
-}
-
 Lock lock;
-
-using Run = int (*)(const Driver&, LaunchPlan&, uint64_t*, int, void*);
-
-int take_turn(Run run, const Driver& driver, LaunchPlan& plan, uint64_t* buffers, int tensors,
-              uint64_t workspace, void* stream) {
-  int zeros = tensors;
-  for (uint64_t i = 0; i < plan.workspace_count; ++i) {
-    buffers[zeros++] = workspace + plan.workspace[i];
-  }
-  lock.take();
-  const int status = run(driver, plan, buffers, zeros, stream);
-  lock.give();
-  return status;
-}
 
 }  // namespace
 
 int launch(const Driver& driver, LaunchPlan& plan, uint64_t* buffers, int tensors,
            uint64_t workspace, void* stream) {
-  return take_turn(run_all, driver, plan, buffers, tensors, workspace, stream);
-}
-
-int capture(const Driver& driver, LaunchPlan& plan, uint64_t* buffers, int tensors,
-            uint64_t workspace, void* stream) {
-  return take_turn(capture_all, driver, plan, buffers, tensors, workspace, stream);
+  int zeros = tensors;
+  for (uint64_t i = 0; i < plan.workspace_count; ++i) {
+    buffers[zeros++] = workspace + plan.workspace[i];
+  }
+  lock.take();
+  const int status = run_all(driver, plan, buffers, zeros, stream);
+  lock.give();
+  return status;
 }
 
 }  // namespace convgrad

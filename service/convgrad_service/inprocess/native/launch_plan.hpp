@@ -19,11 +19,6 @@ struct Driver {
   int (*context)(void** context);
   int (*set_kernel)(void* graph, void* node, const void* kernel);
   int (*launch_graph)(void* graph, void* stream);
-  int (*capture_info)(void* stream, int* status, uint64_t* id, void** graph, void*** after,
-                      size_t* count);
-  int (*set_captured)(void* stream, void** after, size_t count, unsigned flags);
-  int (*add_graph)(void** node, void* graph, void** after, size_t count, void* child);
-  int (*set_node)(void* node, const void* kernel);
 };
 
 // A pointer in a kernel's argument structure: the buffer's address plus an offset.
@@ -63,7 +58,7 @@ struct Step {
   Map* maps;
   uint32_t pointer_count, map_count;
   uint64_t clear_bytes, clear_buffer;
-  void* node;  // in the plan's graph, if it has one
+  void* node;  // of the plan's graph, if it has one
   const KernelNode* kernel;
 };
 
@@ -84,17 +79,12 @@ struct LaunchPlan {
   const uint64_t* workspace;  // offsets of its buffers
   uint64_t workspace_count;
   void* start;  // an event
-  void* graph;  // all steps as an executable CUDA graph, or null
-  void* source;  // the CUDA graph that it was made of
+  void* graph;  // all steps, one after another, as an executable CUDA graph; or null
 };
 
 // Points the plan at these buffers (tensors, workspace, zeros) and enqueues it. Returns a CUresult.
 // Requires: room for kMaxBuffers. Calls take turns, since plans share events.
 int launch(const Driver& driver, LaunchPlan& plan, uint64_t* buffers, int tensors,
            uint64_t workspace, void* stream);
-
-// The same for a stream that captures a graph. Requires: a plan that is never launched otherwise.
-int capture(const Driver& driver, LaunchPlan& plan, uint64_t* buffers, int tensors,
-            uint64_t workspace, void* stream);
 
 }  // namespace convgrad

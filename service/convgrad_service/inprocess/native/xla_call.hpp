@@ -24,13 +24,10 @@ struct Version {
   int32_t major, minor;
 };
 
-// Whether calls may be captured in a command buffer, a CUDA graph of XLA's.
-constexpr uint32_t kCommandBufferCompatible = 1;
-
 struct Metadata {
   size_t struct_size;
   Version version;
-  uint32_t traits;
+  uint32_t traits;  // 1 if calls may be captured in a command buffer, a CUDA graph of XLA's
 };
 
 struct MetadataExtension {

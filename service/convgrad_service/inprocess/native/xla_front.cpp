@@ -1,11 +1,10 @@
 // Handlers of XLA's typed FFI for `convgrad.jax.Local`, which compute on XLA's memory and stream. Their one
 // attribute is a text that names the operation, its shapes and parameters. A call that was prepared
-// before is launched from here, without Python, or captured in a command buffer of XLA's; for any other,
-// a function of Python's is asked to compute it, or to have it remembered.
+// before is launched from here, without Python; for any other, a function of Python's is asked to have it
+// remembered, or to compute it.
 //
-// Kernels count arrivals in memory that is zero between launches. Launches on one stream share it. A
-// captured call has its own: which ones run at the same time is XLA's choice, but no two of them have
-// the same results.
+// XLA may not capture the calls in its command buffers: kernels count arrivals in memory that launches
+// on one stream share, and captured calls may run side by side.
 #include "call_table.hpp"
 #include "launch_plan.hpp"
 #include "xla_call.hpp"
@@ -17,7 +16,7 @@ namespace {
 
 constexpr int kMostTensors = 16;
 
-// A prepared call, for one device and stream, or for a captured one's result.
+// A prepared call, for one device and stream.
 struct XlaEntry {
   Kept kept;
   LaunchPlan* plan;
@@ -26,9 +25,9 @@ struct XlaEntry {
 
 enum Answer { kComputed, kFailed, kRemembered };
 
-// Of a call: the operation, the device, or -1 for the CPU, the stream, whether it is captured, where its
-// arguments and results are. Writes a message if it fails.
-using Ask = int (*)(const char* text, uint64_t size, int32_t device, void* stream, int captured,
+// Of a call: the operation, the device, or -1 for the CPU, the stream, where its arguments and results
+// are. Writes a message if it fails.
+using Ask = int (*)(const char* text, uint64_t size, int32_t device, void* stream,
                     const uint64_t* addresses, uint64_t count, char* message);
 
 struct XlaSettings {
@@ -42,17 +41,10 @@ XlaSettings xla_settings;
 CallTable xla_table;
 thread_local const Key* asked = nullptr;  // of the call that Python is answering
 
-// Where a call is made.
-struct Place {
-  int32_t device;
-  void* stream;
-  int captured;
-};
-
-bool make_key(Key* key, const xla::Text& text, const Place& place, uint64_t result) {
-  add(key, static_cast<uint64_t>(place.device));
-  add(key, place.captured ? result : reinterpret_cast<uint64_t>(place.stream));
-  bool fits = add(key, 2 * text.size + (place.captured != 0));
+bool make_key(Key* key, const xla::Text& text, int32_t device, void* stream) {
+  add(key, static_cast<uint64_t>(device));
+  add(key, reinterpret_cast<uint64_t>(stream));
+  bool fits = add(key, text.size);
   for (size_t i = 0; i < text.size && fits; i += sizeof(uint64_t)) {
     uint64_t word = 0;
     const size_t rest = text.size - i;
@@ -75,31 +67,29 @@ bool append(const xla::Buffers& from, uint64_t* buffers, uint64_t* count) {
   return true;
 }
 
-xla::Error* answer(const xla::CallFrame& frame, const Place& place) {
+xla::Error* answer(const xla::CallFrame& frame, int32_t device, void* stream) {
   uint64_t buffers[kMaxBuffers];
   uint64_t count = 0;
   if (!append(frame.arguments, buffers, &count) || !append(frame.results, buffers, &count)) {
     return failed(frame, "convgrad: too many tensors");
   }
   const auto& text = *static_cast<const xla::Text*>(frame.attributes.values[0]);
-  const uint64_t result = buffers[frame.arguments.size];
   Key key;
-  const bool keyed = place.device >= 0 && make_key(&key, text, place, result);
+  const bool keyed = device >= 0 && make_key(&key, text, device, stream);
   XlaEntry* entry = keyed ? reinterpret_cast<XlaEntry*>(xla_table.find(key)) : nullptr;
   if (entry == nullptr) {
     char message[kMessageBytes];
     asked = keyed ? &key : nullptr;
-    const int answer = xla_settings.ask(text.data, text.size, place.device, place.stream,
-                                        place.captured, buffers, count, message);
+    const int answer =
+        xla_settings.ask(text.data, text.size, device, stream, buffers, count, message);
     asked = nullptr;
     if (answer == kComputed) return nullptr;
     if (answer == kFailed) return failed(frame, message);
     entry = reinterpret_cast<XlaEntry*>(xla_table.find(key));
   }
   const uint64_t workspace = count > entry->tensors ? buffers[entry->tensors] : 0;
-  const int tensors = static_cast<int>(entry->tensors);
-  const int status = (place.captured ? capture : launch)(
-      xla_settings.driver, *entry->plan, buffers, tensors, workspace, place.stream);
+  const int status = launch(xla_settings.driver, *entry->plan, buffers,
+                            static_cast<int>(entry->tensors), workspace, stream);
   return status == 0 ? nullptr : failed(frame, "convgrad: launching kernels failed");
 }
 
@@ -109,7 +99,7 @@ bool asks_only(xla::CallFrame* frame) {
     xla::Metadata* metadata = reinterpret_cast<xla::MetadataExtension*>(frame->extensions)->metadata;
     metadata->version.major = 0;
     metadata->version.minor = frame->api ? frame->api->version.minor : 1;
-    metadata->traits = xla::kCommandBufferCompatible;
+    metadata->traits = 0;
     return true;
   }
   return frame->stage != xla::kExecute;
@@ -126,7 +116,7 @@ EXPORT void convgrad_xla_settings(const convgrad::XlaSettings* given) {
 
 EXPORT convgrad::xla::Error* convgrad_xla_cpu(convgrad::xla::CallFrame* frame) {
   using namespace convgrad;
-  return asks_only(frame) ? nullptr : answer(*frame, {-1, nullptr, 0});
+  return asks_only(frame) ? nullptr : answer(*frame, -1, nullptr);
 }
 
 EXPORT convgrad::xla::Error* convgrad_xla_cuda(convgrad::xla::CallFrame* frame) {
@@ -137,9 +127,7 @@ EXPORT convgrad::xla::Error* convgrad_xla_cuda(convgrad::xla::CallFrame* frame) 
   if (xla::Error* error = api.stream_get(&stream)) return error;
   xla::DeviceGet device = {sizeof(device), nullptr, frame->context, 0};
   if (xla::Error* error = api.device_get(&device)) return error;
-  Place place = {device.ordinal, stream.stream, 0};
-  if (xla_settings.driver.is_capturing(place.stream, &place.captured) != 0) place.captured = 0;
-  return answer(*frame, place);
+  return answer(*frame, device.ordinal, stream.stream);
 }
 
 // Remembers the call that Python is answering in this thread. Returns whether it could; then the
