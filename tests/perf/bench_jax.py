@@ -13,7 +13,6 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,19 +91,18 @@ def tensors(layer: Layer, batch: int) -> tuple[list[jax.Array], ...]:
 
 
 def compiled(batch: int) -> dict[tuple[str, str, str], Any]:
-    """Return the programs by layer, way and kind; several are compiled at a time."""
+    """Return the programs by layer, way and kind.
 
-    def of(name: str, way: str) -> dict[tuple[str, str, str], Any]:
-        given = tensors(LAYERS[name], batch)
-        made = programs(LAYERS[name], WAYS[way])
-        return {
-            (name, way, kind): (program.lower(*given).compile(), given)
-            for kind, program in made.items()
-        }
-
-    with ThreadPoolExecutor(4) as pool:
-        parts = pool.map(of, *zip(*((name, way) for name in LAYERS for way in WAYS), strict=True))
-        return {key: each for part in parts for key, each in part.items()}
+    They are compiled one at a time: XLA times its own kernels on the GPU to choose among them. Ours
+    are compiled in the background from when a program is lowered.
+    """
+    lowered = {}
+    for name, layer in LAYERS.items():
+        given = tensors(layer, batch)
+        for way, conv in WAYS.items():
+            for kind, program in programs(layer, conv).items():
+                lowered[name, way, kind] = program.lower(*given), given
+    return {key: (program.compile(), given) for key, (program, given) in lowered.items()}
 
 
 def layer_us(program: Any, given: Any, calls: int) -> float:
