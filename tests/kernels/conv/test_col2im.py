@@ -9,6 +9,7 @@ import pytest
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.conv.col2im import Col2im
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGemm
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm
 from convgrad_service.backends.cuda.kernels.fallback.gather_direct import GatherDirect
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.support.kernels.harness import answers, check, drawn, with_layouts
@@ -42,7 +43,7 @@ pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is writte
 
 @pytest.fixture(scope="module")
 def emulated() -> EmulatedBackend:
-    family = Col2im((ImplicitGemm(),), (GatherDirect(),), most_traffic=1e9)
+    family = Col2im((PointwiseGemm(), ImplicitGemm()), (GatherDirect(),), most_traffic=1e9)
     return EmulatedBackend(replace(FAMILIES, bwd_data=[family], fwd=[family]))
 
 
@@ -57,6 +58,15 @@ def test_both_gates(
     for layout in with_layouts(case.ndim, grouped=False)[1:]:
         found = answers(emulated, case, tensors, layout)
         check(found, wanted, gate, f"seed {seed}, {case.id} {layout}")
+
+
+@pytest.mark.parametrize("conv", list(BACKWARD.values())[:3])
+def test_without_products_of_warpgroups(seed: int, conv: Conv) -> None:
+    family = Col2im((ImplicitGemm(),), (GatherDirect(),), most_traffic=1e9)
+    backend = EmulatedBackend(replace(FAMILIES, bwd_data=[family]))
+    case = conv_bwd_data("implicit_gemm", conv)
+    tensors, wanted = drawn(seed, case, "bfloat16", "exact")
+    check(answers(backend, case, tensors), wanted, "exact", f"seed {seed}, {case.id}")
 
 
 @pytest.mark.parametrize("case", CASES[::5], ids=lambda case: case.id)

@@ -157,8 +157,9 @@ class Col2im:
 class _Gemm:
     """The product of all taps and the source's pixels, and its operands.
 
-    It is a pointwise convolution whose pixels are the taps and whose output channels are the pixels
-    of the source, so that the products of one tap with adjacent pixels are adjacent.
+    It is a pointwise convolution whose result has a plane of pixels for each column. In float32,
+    for which kernels write rows of channels, the taps are its pixels, and the pixels of the source
+    its output channels.
     """
 
     work: ConvWork
@@ -189,13 +190,20 @@ class _Gemm:
         rows, pixels = work.taps * work.channels[1], work.batch * prod(size)
         lead = f"{work.prefix}{work.direction}."
         weight = _weight(work, channels, f"{lead}taps", device)
+        taps = weight.operand
+        read = replace(source.operand, strides=(pixels * pixel, pixel, 1, 0, 0, pixel))
+        columns = Operand(f"{lead}columns", SUM, (rows * pixels, 0, pixels, 0, 0, 1))
+        x, w, outputs, positions = read, taps, rows, pixels
+        if work.dtype is SUM:
+            columns = replace(columns, strides=(rows * pixels, 0, 1, 0, 0, pixels))
+            x, w, outputs, positions = taps, read, pixels, rows
         conv = replace(
             work.conv,
             batch=1,
             in_channels=channels,
-            out_channels=pixels,
-            input_size=(rows,),
-            output_size=(rows,),
+            out_channels=outputs,
+            input_size=(positions,),
+            output_size=(positions,),
             kernel_size=(1,),
             stride=(1,),
             dilation=(1,),
@@ -206,9 +214,9 @@ class _Gemm:
             direction="fwd",
             conv=conv,
             result_dtype=SUM,
-            x=weight.operand,
-            w=replace(source.operand, strides=(pixels * pixel, pixel, 1, 0, 0, 0)),
-            y=Operand(f"{lead}columns", SUM, (rows * pixels, pixels, 1, 0, 0, pixels)),
+            x=x,
+            w=replace(w, strides=(*w.strides[:3], 0, 0, 0)),
+            y=columns,
             accumulate=None,
             bias=None,
             alpha=1.0,
@@ -260,7 +268,7 @@ def _col2im(work: ConvWork, columns: Operand) -> Launch:
         axis.offset, axis.step = (pad, -dilation) if backward else (-pad, dilation)
         axis.tap_step = stride // gcd(stride, dilation)
     args.pixels = work.batch * prod(size)
-    args.column_stride = columns.strides[5]
+    args.column_stride = max(columns.strides[2], columns.strides[5])
     args.channels, args.activation = channels, ACTIVATIONS[work.activation]
     args.alpha, args.beta = work.alpha, work.beta
     pointers = {"columns": columns.buffer, "result": result.buffer}
