@@ -21,6 +21,7 @@ from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.families import choose
 from convgrad_service.plans.cuda.program import Launch
 from convgrad_service.plans.cuda.works import ConvWork, Direction
+from tests.perf.random_grouped import random_grouped_layers
 from tests.support.kernels.conv_work import work_of
 
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd_data", "bwd_weight")
@@ -167,3 +168,10 @@ def test_grouped_weights_are_compared_by_expected_time() -> None:
         "merges": "grouped_weight",
         "wide": "grouped_weight",
     }
+
+
+def test_random_layers_are_of_their_seed() -> None:
+    first, again, other = (list(random_grouped_layers(seed, 20)) for seed in (3, 3, 4))
+    assert first == again
+    assert first != other
+    assert len({layer["name"] for layer in first}) == 20
