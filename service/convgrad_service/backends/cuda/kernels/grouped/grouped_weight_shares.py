@@ -112,24 +112,22 @@ class Share:
         Pixels of a box: N, D, H, W.
     slice : int
         Merges.
+    item : Item
+        Warp tiles.
     apart : bool
         Whether a block has the taps of one position along D and H, instead of all taps.
     stages : int
         Boxes in shared memory.
     splits : int
-        Of all boxes; 0 fills the device.
+        Of all boxes.
     """
 
     tile: Size4
     slice: int
     item: Item
-    apart: bool = False
-    stages: int = 2
-    splits: int = 0
-
-    @property
-    def pixels(self) -> int:
-        return prod(self.tile)
+    apart: bool
+    stages: int
+    splits: int
 
 
 class Parts:
