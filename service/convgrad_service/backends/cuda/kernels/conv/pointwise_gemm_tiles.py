@@ -66,8 +66,8 @@ class Product:
     row_stride, column_stride
         Strides of the result.
     stores
-        Whether TMA can store the result: it has the operands' dtype and 16-byte chunks, and its
-        epilogue is at most a scale and a bias.
+        Whether persistent blocks can store the result: by TMA, if it has the operands' dtype and
+        16-byte chunks, and its epilogue is at most a scale and a bias; or as planes of float32.
     swapped
         Whether A and B are exchanged: the rows are channels of the result, or input channels for
         wgrad.
@@ -92,7 +92,7 @@ class Product:
     @property
     def transposed(self) -> bool:
         """Whether the result's columns are contiguous, and stored by TMA."""
-        return self.stores and self.row_stride == 1
+        return self.stores and self.swapped
 
     @property
     def kind(self) -> str:
