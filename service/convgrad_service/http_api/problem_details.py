@@ -52,6 +52,8 @@ def problem_details(
     ]
     if status == HTTPStatus.UNAUTHORIZED:
         headers.append((b"www-authenticate", b"Bearer"))
+    if status == HTTPStatus.UNSUPPORTED_MEDIA_TYPE:
+        headers.append((b"accept-encoding", b"identity"))
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))
     return status, headers, encoded

@@ -355,6 +355,8 @@ def _opened(info: RegionInfo) -> int:
             f"the key {shown(info.key)} is not the name of a shared-memory file: expected letters, "
             "digits, _, - and . after at most one /"
         )
+    if info.size_bytes == 0:
+        raise MalformedRequest(f"the region {shown(info.name)} has 0 bytes; expected 1 or more")
     path = _SHM_DIRECTORY / info.key.removeprefix("/")
     try:
         # No symbolic links, which could lead anywhere, and no blocking, as on a pipe.
@@ -368,10 +370,10 @@ def _opened(info: RegionInfo) -> int:
         ) from None
     found = os.fstat(descriptor)
     end = info.offset + info.size_bytes
-    if stat.S_ISREG(found.st_mode) and info.size_bytes > 0 and end <= found.st_size:
+    if stat.S_ISREG(found.st_mode) and end <= found.st_size:
         return descriptor
     os.close(descriptor)
     raise MalformedRequest(
-        f"the shared-memory file {shown(info.key)} has {found.st_size:,} bytes; a region of "
-        f"{info.size_bytes:,} from {info.offset:,} is not in it"
+        f"the shared-memory file {shown(info.key)} has {found.st_size:,} bytes; expected at least "
+        f"{end:,} for a region of {info.size_bytes:,} at offset {info.offset:,}"
     )
