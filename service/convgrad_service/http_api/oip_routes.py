@@ -11,12 +11,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from convgrad.contract import OPERATIONS
-from convgrad.errors import (
-    DeviceUnavailable,
-    MalformedRequest,
-    NotFound,
-    UnsupportedProblem,
-)
+from convgrad.errors import MalformedRequest, NotFound, UnsupportedProblem
 from convgrad.wire import strict_json
 from convgrad.wire.sentences import shown
 from convgrad_service.engine.hub import call_hub
@@ -113,13 +108,8 @@ def _describing(pipeline: Pipeline, shared_memory: SharedMemory, settings: Setti
 
     @router.post("/v2/repository/index", summary="All models, and whether they accept requests.")
     async def index(request: Request) -> JSONResponse:
-        wanted = _only_ready(await small_body(request, settings, _MAX_INDEX_BYTES))
-        try:
-            pipeline.require_ready()
-        except DeviceUnavailable as error:
-            unready = repository_index(ready=False, reason=error.detail)
-            return JSONResponse([] if wanted else unready)
-        return JSONResponse(repository_index(ready=True))
+        only_ready = _only_ready(await small_body(request, settings, _MAX_INDEX_BYTES))
+        return JSONResponse(repository_index(pipeline.unready_reason, only_ready=only_ready))
 
     @router.post("/v2/repository/models/{model}/load", include_in_schema=False)
     @router.post("/v2/repository/models/{model}/unload", include_in_schema=False)

@@ -80,8 +80,9 @@ def test_server_metadata_names_what_is_switched_on() -> None:
 
 
 def test_repository_index() -> None:
-    assert {model["state"] for model in repository_index(ready=True)} == {"READY"}
-    unready = repository_index(ready=False, reason="no device")
+    assert {model["state"] for model in repository_index(None, only_ready=True)} == {"READY"}
+    assert repository_index("no device", only_ready=True) == []
+    unready = repository_index("no device", only_ready=False)
     assert {(model["state"], model["reason"]) for model in unready} == {
         ("UNAVAILABLE", "no device")
     }
