@@ -207,7 +207,7 @@ def test_an_output_where_an_input_lies_is_refused(server: OipServer) -> None:
         given[1].set_shared_memory("gpu", 4, 4)
         wanted = http_client.InferRequestedOutput("grad_input")
         wanted.set_shared_memory("gpu", 4, 4)
-        with pytest.raises(InferenceServerException, match="where another tensor"):
+        with pytest.raises(InferenceServerException, match="overlaps another tensor"):
             client.infer("conv_bwd_data", given, outputs=[wanted])
 
 

@@ -52,7 +52,7 @@ class HealthMethods:
     async def _watch(self, call: Call) -> None:
         if self._watches >= _MAX_WATCHES:
             raise Overloaded(
-                f"{self._watches} clients watch this server's health, and no more may",
+                f"{self._watches} clients watch this server's health, the maximum",
                 retry_after_s=60.0,
             )
         request = parsed(await self._exchanges.open_arrivals.message(call), _Request)

@@ -110,7 +110,9 @@ class DescribingMethods:
         return message("RepositoryIndexResponse")(models=index)
 
     async def _refuse_control(self, _: Any, __: str) -> Any:
-        raise UnsupportedProblem("models are this server's operations: none is loaded or unloaded")
+        raise UnsupportedProblem(
+            "models are this server's operations, which cannot be loaded or unloaded"
+        )
 
     async def _region_status(self, kind: Kind, request: Any, owner: str) -> Any:
         answer = _shared_memory_response(kind, "Status")

@@ -1,7 +1,7 @@
 """A form (multipart/form-data) with .npy files, as ``curl -F weight=@w.npy -F stride=2`` sends it.
 
 A field that is named like a tensor is a .npy file. Any other is a parameter: JSON where it is JSON
-(2, [1, 1], true), else the text itself (NHWC). The body lies in the arena, and python-multipart
+(2, [1, 1], true), else the text itself (NHWC). The body is in the arena, and python-multipart
 says where in it each field is; the tensors are then copied from there to their places.
 """
 

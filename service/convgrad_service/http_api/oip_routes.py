@@ -115,7 +115,9 @@ def _describing(pipeline: Pipeline, shared_memory: SharedMemory, settings: Setti
     @router.post("/v2/repository/models/{model}/unload", include_in_schema=False)
     async def control(model: str) -> JSONResponse:
         operation_named(model)
-        raise UnsupportedProblem("models are this server's operations: none is loaded or unloaded")
+        raise UnsupportedProblem(
+            "models are this server's operations, which cannot be loaded or unloaded"
+        )
 
     return router
 

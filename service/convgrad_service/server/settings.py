@@ -57,7 +57,7 @@ class Settings(BaseSettings):
                 known = [each[len(_PREFIX) :] for each in (*_variables(), *_CLIENT_VARIABLES)]
                 near = difflib.get_close_matches(name[len(_PREFIX) :], known, n=1)
                 hint = f", did you mean {_PREFIX}{near[0]}?" if near else ""
-                raise ValueError(f"{variable} is the name of no setting{hint}")
+                raise ValueError(f"{variable} is not the name of a setting{hint}")
         return values
 
     http_host: str = Field(

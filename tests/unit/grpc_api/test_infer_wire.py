@@ -170,7 +170,7 @@ REFUSED = {
     "negative shape": (lambda m: m.inputs[0].shape.append(-1), "expected ints >= 0"),
     "both contents": (
         lambda m: m.inputs[0].contents.fp32_contents.extend([1, 2, 3, 4]),
-        "must not be used beside raw_input_contents",
+        "must not be used together with raw_input_contents",
     ),
     "valueless parameter": (lambda m: m.parameters.get_or_create("alpha"), "has no value"),
     "timeout": (

@@ -246,7 +246,7 @@ def test_indices_come_when_they_are_named() -> None:
 
 def test_models_and_versions() -> None:
     assert operation_named("conv_fwd") is operation_named("conv_fwd", "1")
-    with pytest.raises(NotFound, match='no model "resnet"; there are conv_bwd_data'):
+    with pytest.raises(NotFound, match='no model "resnet"; the models are conv_bwd_data'):
         operation_named("resnet")
     with pytest.raises(NotFound, match='conv_fwd has no version "2"; it has 1'):
         operation_named("conv_fwd", "2")

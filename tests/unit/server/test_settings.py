@@ -93,7 +93,7 @@ def test_every_setting_says_what_it_is() -> None:
         ("CONVGRAD_HTP_PORT", "did you mean CONVGRAD_HTTP_PORT?"),
         ("CONVGRAD_MAX_QUEU", "did you mean CONVGRAD_MAX_QUEUE?"),
         ("convgrad_htp_port", "setting, did you mean CONVGRAD_HTTP_PORT?"),
-        ("CONVGRAD_XYZ", "CONVGRAD_XYZ is the name of no setting ["),
+        ("CONVGRAD_XYZ", "CONVGRAD_XYZ is not the name of a setting ["),
         ("CONVGRAD_RPC_PORT", "did you mean CONVGRAD_GRPC_PORT?"),
     ],
 )

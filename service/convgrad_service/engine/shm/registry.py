@@ -266,14 +266,14 @@ class RegionRegistry:
         self._regions.clear()
 
     def _check_address_space(self, added: RegionInfo) -> None:
-        """Raise Overloaded if workers could not map this region beside all others."""
+        """Raise Overloaded if workers could not map this region in addition to all others."""
         files = (each.info for each in self._by_number.values() if each.info.device is None)
         mapped_bytes = sum(info.offset + info.size_bytes for info in files)
         needed_bytes = added.offset + added.size_bytes
         if mapped_bytes + needed_bytes > _MAX_MAPPED_BYTES:
             raise Overloaded(
-                f"all regions reach over {mapped_bytes:,} bytes of their files, and this one over "
-                f"{needed_bytes:,}; no more than {_MAX_MAPPED_BYTES:,} may be mapped",
+                f"all regions extend over {mapped_bytes:,} bytes of their files, and this one over "
+                f"{needed_bytes:,}; at most {_MAX_MAPPED_BYTES:,} may be mapped",
                 retry_after_s=1.0,
             )
 
@@ -299,8 +299,8 @@ class RegionRegistry:
         end = part.offset + part.size_bytes
         if end > region.info.size_bytes:
             raise InvalidProblem(
-                f"bytes {part.offset:,} to {end:,} of the region {shown(part.name)} were asked "
-                f"for; it has {region.info.size_bytes:,}"
+                f"the request names bytes {part.offset:,} to {end:,} of the region "
+                f"{shown(part.name)}, which has {region.info.size_bytes:,}"
             )
         file = region.descriptor
         if file is not None and region.info.offset + end > os.fstat(file).st_size:

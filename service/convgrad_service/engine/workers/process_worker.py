@@ -132,7 +132,7 @@ class ProcessWorker:
         except TimeoutError:
             worker._process_lost()
             raise DeviceUnavailable(
-                f"a worker's process did not say within {_START_S} s that it works"
+                f"a worker's process was not ready within {_START_S} s"
             ) from None
         except ServiceError:
             worker._process_lost()
