@@ -245,7 +245,7 @@ def test_bytes_that_are_no_message(body: bytes, sentence: str) -> None:
 def test_what_protobuf_would_parse_is_bounded() -> None:
     made = request(np.zeros((1, 1, 2, 2), np.float32), raw=False)
     made.inputs[0].contents.bytes_contents.append(bytes(17 * 2**20))
-    with pytest.raises(MalformedRequest, match="beside its raw_input_contents"):
+    with pytest.raises(MalformedRequest, match="besides its raw_input_contents"):
         read_infer_request(made.SerializeToString())
 
 
