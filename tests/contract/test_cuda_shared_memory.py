@@ -259,7 +259,7 @@ def test_a_region_is_its_owners_alone() -> None:
         await regions.unregister("ada", "")  # of the other kind
         (place,) = regions.acquire([RegionPart("ada", "gpu", 32, 32)])
         assert (place.offset, place.device) == (32, 0)
-        with pytest.raises(InvalidProblem, match="it has 64"):
+        with pytest.raises(InvalidProblem, match="which has 64"):
             regions.acquire([RegionPart("ada", "gpu", 33, 32)])
         leaving = asyncio.ensure_future(regions.unregister("ada", "", on_device=True))
         await asyncio.sleep(0)

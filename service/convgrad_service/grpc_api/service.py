@@ -14,7 +14,7 @@ from convgrad.errors import DeviceUnavailable, NotFound, UnsupportedProblem
 from convgrad.wire.sentences import shown
 from convgrad_service.engine.hub import call_hub
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.telemetry.statistics import Statistics
+from convgrad_service.engine.telemetry.request_metrics import RequestMetrics
 from convgrad_service.grpc_api.messages import message
 from convgrad_service.oip.fields import operation_named
 from convgrad_service.oip.models import (
@@ -97,9 +97,9 @@ class DescribingMethods:
         names = (
             [operation_named(request.name, request.version).name] if request.name else OPERATIONS
         )
+        counts = await call_hub(self._pipeline.engine, RequestMetrics.statistics)
         answer = message("ModelStatisticsResponse")()
-        counted = model_statistics(await call_hub(self._pipeline.engine, Statistics.all), names)
-        return ParseDict(counted, answer, ignore_unknown_fields=True)
+        return ParseDict(model_statistics(counts, names), answer, ignore_unknown_fields=True)
 
     async def _repository_index(self, request: Any, __: str) -> Any:
         if request.repository_name:

@@ -16,7 +16,7 @@ from convgrad.wire import strict_json
 from convgrad.wire.sentences import shown
 from convgrad_service.engine.hub import call_hub
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.telemetry.statistics import Statistics
+from convgrad_service.engine.telemetry.request_metrics import RequestMetrics
 from convgrad_service.http_api.body import small_body
 from convgrad_service.http_api.middleware import Endpoints
 from convgrad_service.http_api.oip_infer import InferTransport
@@ -78,7 +78,7 @@ def _describing(pipeline: Pipeline, shared_memory: SharedMemory, settings: Setti
     @router.get("/v2/models/stats", summary="Statistics of all models.")
     async def all_statistics() -> JSONResponse:
         return JSONResponse(
-            model_statistics(await call_hub(pipeline.engine, Statistics.all), OPERATIONS)
+            model_statistics(await call_hub(pipeline.engine, RequestMetrics.statistics), OPERATIONS)
         )
 
     @router.get(_VERSION, include_in_schema=False)
@@ -103,7 +103,7 @@ def _describing(pipeline: Pipeline, shared_memory: SharedMemory, settings: Setti
     @router.get(f"{_MODEL}/stats", summary="Statistics of one model.")
     async def statistics(model: str, version: str = "") -> JSONResponse:
         operation = operation_named(model, version)
-        counts = await call_hub(pipeline.engine, Statistics.all)
+        counts = await call_hub(pipeline.engine, RequestMetrics.statistics)
         return JSONResponse(model_statistics(counts, [operation.name]))
 
     @router.post("/v2/repository/index", summary="All models, and whether they accept requests.")
