@@ -157,7 +157,8 @@ class TimeTransport(_ExaminationTransport):
             self.request.submitted = self._submitted
 
     def _choose_answer(self, accept: str) -> None:
-        forms = (JSON, EVENT_STREAM)
+        # Events have no Content-Length, so they are sent in chunks, which HTTP/1.0 does not have.
+        forms = (JSON,) if self._scope["http_version"] == "1.0" else (JSON, EVENT_STREAM)
         self._streams_events = choose_accepted(accept, forms, JSON) == EVENT_STREAM
 
     async def head(self) -> Hashable | None:
