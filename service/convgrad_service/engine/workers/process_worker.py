@@ -253,7 +253,9 @@ class ProcessWorker:
             return
         result = plain if isinstance(plain, BaseException) else JobResult(*plain)
         assert task.started_s is not None  # noqa: S101
-        if task.part is None and time.monotonic() - task.started_s < _BRIEF_S:
+        took_s = time.monotonic() - task.started_s
+        # What was cancelled or failed says nothing of how long the next of its kind takes.
+        if task.part is None and took_s < _BRIEF_S and isinstance(result, JobResult):
             self._brief.add(slot)
         else:
             self._brief.discard(slot)
