@@ -261,8 +261,8 @@ class _Exchange:
         protocol, cycle = self._protocol, self.cycle
         if cycle is None or protocol.cycle is not cycle or protocol.scheme == "https":
             return 0
-        if cycle.disconnected:
-            return 0  # nothing would ever land
+        if protocol.transport.is_closing():
+            return 0  # nothing would land, nor would `land` notice
         # After a whole body the parser may hold a part of the next head.
         is_parsed = cycle.more_body and self._landing is None
         return content_length - protocol.parts_bytes if is_parsed else 0
