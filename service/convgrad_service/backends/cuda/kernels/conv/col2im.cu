@@ -46,7 +46,7 @@ struct Col2imArgs {
 // As many as registers hold.
 constexpr int kTapsInFlight = CHANNELS > 4 ? 2 : 4;
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 2)
     col2im(const __grid_constant__ Col2imArgs args) {
   using T = ELEMENT;
   wait_on_dependent_grids();
