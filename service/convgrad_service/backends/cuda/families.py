@@ -66,12 +66,9 @@ from convgrad_service.backends.cuda.kernels.layout.transpose import (
 )
 from convgrad_service.backends.cuda.kernels.pool.max_pool import MaxPoolBackward, MaxPoolForward
 from convgrad_service.backends.cuda.kernels.pool.max_unpool import MaxUnpool
-from convgrad_service.backends.cuda.kernels.pool.pool_cell_rows import PoolCellRows
 from convgrad_service.backends.cuda.kernels.pool.pool_cells import PoolCells
 from convgrad_service.backends.cuda.kernels.pool.pool_line_words import PoolLineWords
-from convgrad_service.backends.cuda.kernels.pool.pool_lines import PoolLines
 from convgrad_service.backends.cuda.kernels.pool.pool_separable import PoolSeparable
-from convgrad_service.backends.cuda.kernels.pool.pool_stacks import PoolStacks
 from convgrad_service.backends.cuda.kernels.pool.pool_strips import PoolStrips
 from convgrad_service.backends.cuda.kernels.pool.pool_windows import PoolWindows
 from convgrad_service.backends.cuda.kernels.pool.window_maxima import WindowMaxima
@@ -215,16 +212,11 @@ FAMILIES = Families(
     channel_sums=(ChannelSumsKernel(),),
     pool_fwd=(PoolWindows(), MaxPoolForward()),
     pool_bwd=(
-        PoolCellRows(),
         PoolCells(),
-        PoolStrips(),
         PoolLineWords(),
-        PoolStacks(),
-        PoolThroughChannelsLast(PoolStrips(), COPIES),
+        PoolStrips(),
         PoolThroughChannelsLast(PoolLineWords(), COPIES),
-        PoolThroughChannelsLast(PoolStacks(), COPIES),
-        PoolThroughChannelsLast(PoolLines(), COPIES),
-        PoolLines(),
+        PoolThroughChannelsLast(PoolStrips(), COPIES),
         PoolSeparable(),
         PoolThroughChannelsLast(PoolSeparable(), COPIES),
         MaxPoolBackward(),

@@ -10,8 +10,7 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.pool.pool_cells import fill_strides, image_elements
-from convgrad_service.backends.cuda.kernels.pool.pool_lines import FULL, blocks_held
-from convgrad_service.backends.cuda.kernels.pool.pool_strips import DTYPES, in_words, per_word
+from convgrad_service.backends.cuda.kernels.pool.pool_strips import DTYPES
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice, with_shared_bytes
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
@@ -20,7 +19,10 @@ from convgrad_service.plans.cuda.works import PoolWork
 __all__ = ["PoolLineWords", "Shape"]
 
 KERNELS = (2, 3, 5)
+# Whole lines that a thread can hold; longer ones are divided into tiles with halos.
+FULL = (7, 14, 20, 28)
 LONGEST = FULL[-1]
+REGISTERS, SHARED_OF_MULTIPROCESSOR = 65536, 228 * 1024
 # Words of channels, which are whole sectors of memory. Twice as many if registers suffice for two
 # such blocks on a multiprocessor.
 WORDS = (16, 8)
@@ -67,7 +69,8 @@ class Shape:
 
     @property
     def blocks(self) -> int:
-        return blocks_held(self.threads, self.registers, self.shared_bytes)
+        by_shared = SHARED_OF_MULTIPROCESSOR // (self.shared_bytes + 1024)
+        return max(1, min(by_shared, REGISTERS // (self.threads * self.registers)))
 
 
 LineWordArgs = structure("pool/pool_line_words.cu", "LineWordArgs")
@@ -91,9 +94,9 @@ class PoolLineWords:
             return f"no instance for kernel {kernel} and stride {stride}"
         if kernel[0] != 1 or stride[0] != 1 or work.pad[0] != 0 or work.input[0] != work.output[0]:
             return "windows with a depth"
-        if not all(in_words(work, operand) for operand in (work.source, work.x, work.y)):
-            return "the channels are not contiguous whole words"
-        least = WORDS[-1] * per_word(work.dtype)
+        if not all(operand.channels_last for operand in (work.source, work.x, work.y)):
+            return "the channels are not contiguous"
+        least = WORDS[-1] * _per_word(work.dtype)
         if work.channels % least != 0:
             return f"the channels are not a multiple of {least}"
         if image_elements(work) * work.dtype.itemsize >= 2**31:
@@ -134,7 +137,7 @@ class PoolLineWords:
         """See `Family.instances`."""
         found = []
         for dtype in DTYPES:
-            per = per_word(dtype)
+            per = _per_word(dtype)
             shapes = [Shape.tiled(kernel, per) for kernel in KERNELS]
             shapes += [
                 Shape.full(lines, kernel, per, words)
@@ -148,12 +151,16 @@ class PoolLineWords:
         return found
 
 
+def _per_word(dtype: DType) -> int:
+    return 4 // dtype.itemsize
+
+
 def _fits_twice(lines: int, kernel: int) -> bool:
     return lines < LONGEST or kernel < 5
 
 
 def _shape(work: PoolWork) -> Shape:
-    kernel, per = work.kernel[1], per_word(work.dtype)
+    kernel, per = work.kernel[1], _per_word(work.dtype)
     extent = max(work.input[1:])
     whole = (
         kernel % 2 == 1
