@@ -53,8 +53,7 @@ struct StripArgs {
   int groups;   // of 32 words
   int x_size[3];
   int y_size[3];
-  int first_window[2];  // H W: less kFirstWindow and that of strip 0
-  int pad[2];           // H W
+  int pad[2];       // H W
   int planes;       // that a stack owns
   int halo;         // planes before and after those
   int plane_step;   // between planes with a window centred on them
@@ -102,8 +101,9 @@ extern "C" __global__ void __launch_bounds__(DEPTH == 1 ? 128 : 32 * MOST_PLANES
 
   const int h0 = static_cast<int>(tile) * ROWS, w0 = static_cast<int>(strip) * args.strip;
   const int w1 = min(w0 + args.strip, args.x_size[2]);
-  const int p0 = h0 / STRIDE + args.first_window[0] + kFirstWindow;
-  const int q0 = w0 / STRIDE + args.first_window[1];
+  const int p0 = h0 / STRIDE + args.pad[0] / STRIDE + kFirstWindow;
+  // The first window that overlaps column w0: ceil((w0 + pad - (KERNEL - 1)) / STRIDE).
+  const int q0 = w0 / STRIDE + (args.pad[1] + KERNEL * (STRIDE - 1) + STRIDE) / STRIDE - KERNEL;
   const int q1 = (w1 - 1 + args.pad[1]) / STRIDE;
   const int one = opaque_one(args.words);
   // Strides in bytes.

@@ -152,11 +152,6 @@ class PoolStrips:
         fill_strides(args, work, 3)
         args.words, args.groups = _words(work), ceil_div(_words(work), LANES)
         args.x_size[:], args.y_size[:], args.pad[:] = work.input, work.output, work.pad[1:]
-        stride = shape.stride
-        args.first_window[:] = (
-            work.pad[1] // stride,
-            ceil_div(work.pad[2] - shape.kernel + 1, stride),
-        )
         args.planes, args.halo = _planes(work)
         args.plane_step, args.centre = work.stride[0], _centres(work)[0]
         args.stacks = ceil_div(work.input[0], args.planes)
