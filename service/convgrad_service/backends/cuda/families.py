@@ -64,13 +64,12 @@ from convgrad_service.backends.cuda.kernels.layout.transpose import (
     RowPack,
     Transpose,
 )
-from convgrad_service.backends.cuda.kernels.pool.max_pool import MaxPoolBackward, MaxPoolForward
 from convgrad_service.backends.cuda.kernels.pool.max_unpool import MaxUnpool
 from convgrad_service.backends.cuda.kernels.pool.pool_cells import PoolCells
+from convgrad_service.backends.cuda.kernels.pool.pool_indices import PoolThroughIndices
 from convgrad_service.backends.cuda.kernels.pool.pool_line_words import PoolLineWords
 from convgrad_service.backends.cuda.kernels.pool.pool_separable import PoolSeparable
 from convgrad_service.backends.cuda.kernels.pool.pool_strips import PoolStrips
-from convgrad_service.backends.cuda.kernels.pool.pool_windows import PoolWindows
 from convgrad_service.backends.cuda.kernels.pool.window_maxima import WindowMaxima
 from convgrad_service.backends.cuda.kernels.pool.window_planes import WindowPlanes
 from convgrad_service.backends.cuda.kernels.pool.window_reduce import (
@@ -196,6 +195,9 @@ FUSED = (
     FusedThroughChannelsLast(HopperSeparable(), COPIES),
 )
 
+# Maxima over windows.
+MAXIMA = (WindowReduceMaxima(), WindowPlanes(), WindowMaxima())
+
 FAMILIES = Families(
     fwd=(*DEPTHWISE, *GROUPED, *FIRST_FORWARD, *DENSE, *ODD, GatherTile(), GatherDirect()),
     bwd_data=(*DEPTHWISE, *GROUPED, *FIRST_DATA, *DENSE, *ODD, GatherTile(), GatherDirect()),
@@ -210,7 +212,6 @@ FAMILIES = Families(
     ),
     fused=FUSED,
     channel_sums=(ChannelSumsKernel(),),
-    pool_fwd=(PoolWindows(), MaxPoolForward()),
     pool_bwd=(
         PoolCells(),
         PoolLineWords(),
@@ -219,15 +220,15 @@ FAMILIES = Families(
         PoolThroughChannelsLast(PoolStrips(), COPIES),
         PoolSeparable(),
         PoolThroughChannelsLast(PoolSeparable(), COPIES),
-        MaxPoolBackward(),
+        PoolThroughIndices(MAXIMA, (WindowRoutes(),)),
     ),
     windows=(
         WindowReduce(),
         WindowTiles(),
+        WindowReduceMaxima(),
         WindowPlanes(),
         WindowSums(),
         WindowMaxima(),
-        WindowReduceMaxima(),
         WindowScatter(),
         WindowRoutes(),
     ),

@@ -204,8 +204,6 @@ class PoolThroughChannelsLast(ThroughChannelsLast[PoolWork]):
 
     def why_not(self, work: PoolWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
-        if work.source is None:
-            return "the indices are given"
         if work.x.channels_last:
             return CONTIGUOUS
         return self._inner.why_not(_channels_last_pool(work, _pooled(work)), device)
@@ -218,8 +216,6 @@ class PoolThroughChannelsLast(ThroughChannelsLast[PoolWork]):
 
 def _pooled(work: PoolWork) -> dict[str, _Tensor]:
     """Return the activations by the work's field names."""
-    if work.source is None:
-        raise ValueError("a pooling's gradient without its input")
     sides = {
         "source": (work.source, work.input),
         "x": (work.x, work.input),

@@ -36,9 +36,8 @@ CellArgs = structure("pool/pool_cells.cu", "CellArgs")
 def fill_strides(args: Any, work: PoolWork, first: int) -> None:
     """Fill in the strides of N and of the axes from ``first`` on, of a gradient from the input."""
     for field, operand in (("x", work.source), ("grad", work.y), ("grad_x", work.x)):
-        if operand is not None:
-            strides = (operand.strides[0], *operand.strides[first:])
-            getattr(args, f"{field}_stride")[:] = strides
+        strides = (operand.strides[0], *operand.strides[first:])
+        getattr(args, f"{field}_stride")[:] = strides
 
 
 def image_elements(work: PoolWork) -> int:
@@ -47,7 +46,6 @@ def image_elements(work: PoolWork) -> int:
     return max(
         sum(stride * extent for stride, extent in zip(operand.strides[3:], size, strict=True))
         for operand, size in operands
-        if operand is not None
     )
 
 
@@ -58,8 +56,6 @@ class PoolCells:
 
     def why_not(self, work: PoolWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
-        if work.source is None:
-            return "the indices are given"
         if any(kernel > step for kernel, step in zip(work.kernel, work.stride, strict=True)):
             return f"windows of {work.kernel} with stride {work.stride} overlap"
         if prod(work.stride) > MOST_POSITIONS:

@@ -83,8 +83,6 @@ class PoolLineWords:
 
     def why_not(self, work: PoolWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
-        if work.source is None:
-            return "the indices are given"
         if work.dtype not in DTYPES:
             return f"{work.dtype}"
         if work.dilated:
@@ -110,8 +108,6 @@ class PoolLineWords:
 
     def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        if work.source is None:
-            raise ValueError("a pooling's gradient without its input")
         shape = _shape(work)
         args = LineWordArgs()
         fill_strides(args, work, 3)

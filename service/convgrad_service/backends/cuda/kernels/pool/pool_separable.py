@@ -59,8 +59,6 @@ class PoolSeparable:
 
     def why_not(self, work: PoolWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
-        if work.source is None:
-            return "the indices are given"
         if work.dtype not in CHANNELS:
             return f"{work.dtype}"
         if not all(operand.channels_last for operand in (work.source, work.x, work.y)):
@@ -77,8 +75,8 @@ class PoolSeparable:
     def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
         tile = _tile(work, device)
-        if work.source is None or tile is None:
-            raise ValueError("a pooling's gradient without its input, or of too large windows")
+        if tile is None:
+            raise ValueError("too large windows")
         args = PoolSeparableArgs()
         fill_strides(args, work, 3)
         args.channels = work.channels

@@ -115,8 +115,6 @@ class PoolStrips:
 
     def why_not(self, work: PoolWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
-        if work.source is None:
-            return "the indices are given"
         if work.dtype not in DTYPES:
             return f"{work.dtype}"
         if work.dilated:
@@ -146,8 +144,8 @@ class PoolStrips:
     def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
         shape = self._shape(work, device)
-        if work.source is None or shape is None:
-            raise ValueError("a pooling's gradient without its input, or of other windows")
+        if shape is None:
+            raise ValueError("other windows")
         args = StripArgs()
         fill_strides(args, work, 3)
         args.words, args.groups = _words(work), ceil_div(_words(work), LANES)
@@ -199,9 +197,7 @@ def channels_per_word(work: PoolWork) -> int:
     per = 4 // work.dtype.itemsize
     sides = (work.source, work.input), (work.x, work.input), (work.y, work.output)
     whole = all(
-        in_words(operand, (work.batch, *size), work.channels, per)
-        for operand, size in sides
-        if operand is not None
+        in_words(operand, (work.batch, *size), work.channels, per) for operand, size in sides
     )
     return per if whole else 1
 

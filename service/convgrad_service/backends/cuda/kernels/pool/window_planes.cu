@@ -125,15 +125,15 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
   int2* const ranges = reinterpret_cast<int2*>(shared + args.ranges_at);
   for (int i = static_cast<int>(threadIdx.x); i < box.count[1]; i += kBoxThreads) {
     const int o = box.base[1] + i;
-    ranges[i] = make_int2(windows.window[1].start<SIMPLE>(o) - box.first[1],
-                          windows.window[1].stop<SIMPLE>(o) - box.first[1]);
+    ranges[i] = make_int2(window_start<SIMPLE>(windows.window[1], o) - box.first[1],
+                          window_stop<SIMPLE>(windows.window[1], o) - box.first[1]);
   }
 #if WEIGHTED
   S* weights = reinterpret_cast<S*>(shared + args.weights_at);
 #pragma unroll
   for (int axis = 2; axis >= 0; --axis) {
     for (int i = static_cast<int>(threadIdx.x); i < box.extent[axis]; i += kBoxThreads) {
-      weights[i] = S(1) / static_cast<S>(windows.counted[axis].size<SIMPLE>(box.first[axis] + i));
+      weights[i] = S(1) / static_cast<S>(window_size<SIMPLE>(windows.counted[axis], box.first[axis] + i));
     }
     weights += args.box[axis];
   }
@@ -155,10 +155,10 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
     if (at0 >= box.count[0] || at1 >= box.count[1] || at2 >= box.count[2]) continue;
     const int o0 = box.base[0] + at0, o2 = box.base[2] + at2;
     Column column;
-    column.start0 = SIMPLE ? 0 : windows.window[0].start(o0) - box.first[0];
-    column.stop0 = SIMPLE ? 1 : windows.window[0].stop(o0) - box.first[0];
-    column.start2 = windows.window[2].start<SIMPLE>(o2) - box.first[2];
-    column.stop2 = windows.window[2].stop<SIMPLE>(o2) - box.first[2];
+    column.start0 = SIMPLE ? 0 : window_start(windows.window[0], o0) - box.first[0];
+    column.stop0 = SIMPLE ? 1 : window_stop(windows.window[0], o0) - box.first[0];
+    column.start2 = window_start<SIMPLE>(windows.window[2], o2) - box.first[2];
+    column.stop2 = window_stop<SIMPLE>(windows.window[2], o2) - box.first[2];
     column.plane_pitch = args.pitch[0];
     column.slice_pitch = args.pitch[1];
     column.line_pitch = args.pitch[2];
@@ -178,8 +178,8 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
 #if !MAXIMA
     S across = S(1);
     if (windows.by_outputs) {
-      across = static_cast<S>(windows.counted[0].size<SIMPLE>(o0)) *
-               static_cast<S>(windows.counted[2].size<SIMPLE>(o2));
+      across = static_cast<S>(window_size<SIMPLE>(windows.counted[0], o0)) *
+               static_cast<S>(window_size<SIMPLE>(windows.counted[2], o2));
     }
 #endif
 #if LINES
@@ -219,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
 #endif
 #if !MAXIMA
       if (windows.by_outputs) {
-        by = across * static_cast<S>(windows.counted[1].size<SIMPLE>(box.base[1] + i));
+        by = across * static_cast<S>(window_size<SIMPLE>(windows.counted[1], box.base[1] + i));
         reciprocal = S(1) / by;
       }
 #endif

@@ -109,8 +109,8 @@ extern "C" __global__ void __launch_bounds__(256, MAXIMA ? 2 : WIDTH == 8 ? 3 : 
   int start[3], stop[3];
 #pragma unroll
   for (int axis = 0; axis < 3; ++axis) {
-    start[axis] = args.window[axis].start(item.at[axis]);
-    stop[axis] = args.window[axis].stop(item.at[axis]);
+    start[axis] = window_start(args.window[axis], item.at[axis]);
+    stop[axis] = window_stop(args.window[axis], item.at[axis]);
   }
   Part parts[kParts];
 #pragma unroll

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 
 from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
@@ -28,6 +29,8 @@ MOST_OVERLAP = 4
 LEAST_OF_LINES = 128
 LANES = (8, 16, 32, 256)
 LANES_LAST = (8, 16, 32)
+# Threads that keep a multiprocessor busy, for maxima.
+ENOUGH_THREADS = 1024
 
 
 class WindowReduce:
@@ -61,13 +64,13 @@ class WindowReduce:
         return [
             _instance(dtype, DType.INT64, width, last, lanes, line, maxima=False)
             for dtype in FLOATING
-            for last, width, lanes in _variants(dtype, smallest=False)
+            for last, width, lanes in _variants(dtype, maxima=False)
             for line in (False, True)
         ]
 
 
 class WindowReduceMaxima:
-    """Maxima of windows of any size, with or without indices."""
+    """Maxima of large windows with little overlap, with or without indices."""
 
     name = "window_reduce_maxima"
 
@@ -75,13 +78,22 @@ class WindowReduceMaxima:
         """See `Family.why_not`."""
         if work.kind != "maxima":
             return "no maxima"
-        return WindowForm.of(work).why_not()
+        form = WindowForm.of(work)
+        if form.dilated:
+            return "dilated"
+        if form.most_window < LEAST_WINDOW:
+            return f"windows of fewer than {LEAST_WINDOW} positions"
+        if form.overlap > MOST_OVERLAP:
+            return f"positions in more than {MOST_OVERLAP} windows"
+        threads = form.batch * prod(form.y_size) * (form.inner // form.width(work.dtype))
+        if form.last and threads >= ENOUGH_THREADS * device.multiprocessors:
+            return "as many windows as keep the device busy"
+        return form.why_not()
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
         form = WindowForm.of(work)
-        large = form.most_window >= LEAST_WINDOW
-        return Fragment(self.name, (_launch(work, form, _lanes(form) if large else 1),))
+        return Fragment(self.name, (_launch(work, form, _lanes(form)),))
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
@@ -89,18 +101,17 @@ class WindowReduceMaxima:
             _instance(dtype, index, width, last, lanes, line, maxima=True)
             for dtype in FLOATING
             for index in INDEX
-            for last, width, lanes in _variants(dtype, smallest=True)
+            for last, width, lanes in _variants(dtype, maxima=True)
             for line in (False, True)
         ]
 
 
-def _variants(dtype: DType, *, smallest: bool) -> list[tuple[bool, int, int]]:
-    one = (1,) if smallest else ()
+def _variants(dtype: DType, *, maxima: bool) -> list[tuple[bool, int, int]]:
     wide = CHUNK_BYTES // dtype.itemsize
-    along = () if smallest else tuple(2**log for log in range(1, wide.bit_length()))
+    along = () if maxima else tuple(2**log for log in range(1, wide.bit_length()))
     return [
-        *((False, width, lanes) for width in (1, *along) for lanes in (*one, *LANES)),
-        *((True, width, lanes) for width in (wide, 1) for lanes in (*one, *LANES_LAST)),
+        *((False, width, lanes) for width in (1, *along) for lanes in LANES),
+        *((True, width, lanes) for width in (wide, 1) for lanes in LANES_LAST),
     ]
 
 

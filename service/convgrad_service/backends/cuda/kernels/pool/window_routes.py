@@ -9,20 +9,17 @@ from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
-from convgrad_service.backends.cuda.kernels.pool.max_pool import BAD_INDEX
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     WindowForm,
+    checked,
     window_args,
     window_grid,
 )
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import (
-    Check,
-    Clear,
     Fragment,
     Instance,
     Launch,
-    Workspace,
     ceil_div,
 )
 from convgrad_service.plans.cuda.works import WindowWork
@@ -47,11 +44,7 @@ class WindowRoutes:
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        if not work.checked:
-            return Fragment(self.name, (routes(work),))
-        bad = f"{work.prefix}bad_index"
-        steps = (Clear(bad, 8), routes(work, bad))
-        return Fragment(self.name, steps, (Workspace(bad, 8),), (Check(bad, BAD_INDEX),))
+        return checked(work, self.name, lambda bad: routes(work, bad))
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""

@@ -50,27 +50,27 @@ extern "C" __global__ void __launch_bounds__(128, TAPS > 3 ? 4 : WIDTH == 8 ? 5 
   const int begin = (outer - rows * runs) * args.run;
   const int end = min(begin + args.run, args.y_size[2]);
 
-  const int start0 = args.window[0].start<SIMPLE>(at0), stop0 = args.window[0].stop<SIMPLE>(at0);
-  const int start = args.window[1].start<SIMPLE>(at1), stop = args.window[1].stop<SIMPLE>(at1);
-  const int last = start0 < stop0 ? args.window[2].stop<SIMPLE>(end - 1) : 0;
+  const int start0 = window_start<SIMPLE>(args.window[0], at0), stop0 = window_stop<SIMPLE>(args.window[0], at0);
+  const int start = window_start<SIMPLE>(args.window[1], at1), stop = window_stop<SIMPLE>(args.window[1], at1);
+  const int last = start0 < stop0 ? window_stop<SIMPLE>(args.window[2], end - 1) : 0;
   const i64 x_row = static_cast<i64>(args.x_size[2]) * args.inner;
   const i64 x_slice = x_row * args.x_size[1];
   const T* const x = static_cast<const T*>(args.x) + item * x_slice * args.x_size[0] +
                      start * x_row + vector * WIDTH;
   S first_weight = S(1), weight[TAPS];  // of the first slice, of rows
 #if WEIGHTED
-  first_weight = S(1) / static_cast<S>(args.counted[0].size<SIMPLE>(start0));
+  first_weight = S(1) / static_cast<S>(window_size<SIMPLE>(args.counted[0], start0));
 #endif
 #pragma unroll
   for (int t = 0; t < TAPS; ++t) {
     weight[t] = S(1);
 #if WEIGHTED
-    if (start + t < stop) weight[t] = S(1) / static_cast<S>(args.counted[1].size<SIMPLE>(start + t));
+    if (start + t < stop) weight[t] = S(1) / static_cast<S>(window_size<SIMPLE>(args.counted[1], start + t));
 #endif
   }
   // The next lines' parts of the windows; the one after them is `line` in slice i0.
   Values ahead[kAhead][TAPS] = {};
-  int line = args.window[2].start<SIMPLE>(begin), next = line, i0 = start0;
+  int line = window_start<SIMPLE>(args.window[2], begin), next = line, i0 = start0;
   const auto load = [&](Values (&values)[TAPS]) {
     if (line >= last) return;
     const T* const from = x + i0 * x_slice + static_cast<i64>(line) * args.inner;
@@ -88,16 +88,17 @@ extern "C" __global__ void __launch_bounds__(128, TAPS > 3 ? 4 : WIDTH == 8 ? 5 
   S by = static_cast<S>(args.divisor), reciprocal = static_cast<S>(args.reciprocal);
   S across = S(1);
   if (args.by_outputs) {
-    across = static_cast<S>(args.counted[0].size<SIMPLE>(at0)) * static_cast<S>(args.counted[1].size<SIMPLE>(at1));
+    across = static_cast<S>(window_size<SIMPLE>(args.counted[0], at0)) * static_cast<S>(window_size<SIMPLE>(args.counted[1], at1));
   }
   const i64 position = (item * args.y_size[0] + at0) * args.y_size[1] + at1;
   T* y = static_cast<T*>(args.y) + (position * args.y_size[2] + begin) * args.inner + vector * WIDTH;
   S kept[LINES][WIDTH] = {}, kept_weight[LINES] = {};
 #pragma unroll 1
   for (int at = begin; at < end; ++at) {
-    const int window_start = args.window[2].start<SIMPLE>(at), window_stop = args.window[2].stop<SIMPLE>(at);
+    const int low = window_start<SIMPLE>(args.window[2], at);
+    const int high = window_stop<SIMPLE>(args.window[2], at);
 #pragma unroll 1
-    for (; next < window_stop; ++next) {
+    for (; next < high; ++next) {
       S part[WIDTH] = {};
       S slice_weight = first_weight;
 #pragma unroll 1
@@ -111,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(128, TAPS > 3 ? 4 : WIDTH == 8 ? 5 
         }
         load(ahead[kAhead - 1]);
 #if WEIGHTED
-        if (slices > start0) slice_weight = S(1) / static_cast<S>(args.counted[0].size<SIMPLE>(slices));
+        if (slices > start0) slice_weight = S(1) / static_cast<S>(window_size<SIMPLE>(args.counted[0], slices));
 #endif
 #pragma unroll
         for (int t = 0; t < TAPS; ++t) {
@@ -132,21 +133,21 @@ extern "C" __global__ void __launch_bounds__(128, TAPS > 3 ? 4 : WIDTH == 8 ? 5 
 #if WEIGHTED
 #pragma unroll
       for (int l = 1; l < LINES; ++l) kept_weight[l - 1] = kept_weight[l];
-      kept_weight[LINES - 1] = S(1) / static_cast<S>(args.counted[2].size<SIMPLE>(next));
+      kept_weight[LINES - 1] = S(1) / static_cast<S>(window_size<SIMPLE>(args.counted[2], next));
 #endif
     }
     S sum[WIDTH] = {};
 #pragma unroll
     for (int l = 0; l < LINES; ++l) {
-      const int own = window_stop - LINES + l;
-      if (own < window_start) continue;
+      const int own = high - LINES + l;
+      if (own < low) continue;
 #pragma unroll
       for (int v = 0; v < WIDTH; ++v) {
         sum[v] = WEIGHTED ? multiply_add(kept[l][v], kept_weight[l], sum[v]) : sum[v] + kept[l][v];
       }
     }
     if (args.by_outputs) {
-      by = across * static_cast<S>(args.counted[2].size<SIMPLE>(at));
+      by = across * static_cast<S>(window_size<SIMPLE>(args.counted[2], at));
       reciprocal = S(1) / by;
     }
     Values values;
@@ -167,7 +168,7 @@ __device__ __forceinline__ void add_line(const WindowArgs& args, const S (&part)
                                          S (&sum)[RUN][WIDTH]) {
   S weight = S(1);
 #if WEIGHTED
-  weight = S(1) / static_cast<S>(args.counted[AXIS].size(line));
+  weight = S(1) / static_cast<S>(window_size(args.counted[AXIS], line));
 #endif
 #pragma unroll
   for (int r = 0; r < RUN; ++r) {
@@ -193,14 +194,14 @@ extern "C" __global__ void __launch_bounds__(128, 4)
   int at[3] = {item.at[0], item.at[1], item.at[2]};
   at[AXIS] *= RUN;
   const int run = min(RUN, args.y_size[AXIS] - at[AXIS]);
-  const int start0 = args.window[0].start(at[0]), stop0 = args.window[0].stop(at[0]);
-  const int start = args.window[kOther].start(at[kOther]);
-  const int stop = args.window[kOther].stop(at[kOther]);
+  const int start0 = window_start(args.window[0], at[0]), stop0 = window_stop(args.window[0], at[0]);
+  const int start = window_start(args.window[kOther], at[kOther]);
+  const int stop = window_stop(args.window[kOther], at[kOther]);
   int line_start[RUN], line_stop[RUN];
 #pragma unroll
   for (int r = 0; r < RUN; ++r) {
-    line_start[r] = args.window[AXIS].start(at[AXIS] + min(r, run - 1));
-    line_stop[r] = args.window[AXIS].stop(at[AXIS] + min(r, run - 1));
+    line_start[r] = window_start(args.window[AXIS], at[AXIS] + min(r, run - 1));
+    line_stop[r] = window_stop(args.window[AXIS], at[AXIS] + min(r, run - 1));
   }
 
   const i64 row = static_cast<i64>(args.x_size[2]) * args.inner;
@@ -215,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(128, 4)
   for (int t = 0; t < TAPS; ++t) {
     weight[t] = S(1);
 #if WEIGHTED
-    if (start + t < stop) weight[t] = S(1) / static_cast<S>(args.counted[kOther].size(start + t));
+    if (start + t < stop) weight[t] = S(1) / static_cast<S>(window_size(args.counted[kOther], start + t));
 #endif
   }
 #pragma unroll 1
@@ -233,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(128, 4)
       }
       S outer = S(1);
 #if WEIGHTED
-      outer = S(1) / static_cast<S>(args.counted[0].size(i0));
+      outer = S(1) / static_cast<S>(window_size(args.counted[0], i0));
 #endif
 #pragma unroll
       for (int l = 0; l < LINES; ++l) {
@@ -258,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(128, 4)
       const T* from = x + i0 * step[0] + line * step[AXIS];
       S outer = S(1);
 #if WEIGHTED
-      outer = S(1) / static_cast<S>(args.counted[0].size(i0));
+      outer = S(1) / static_cast<S>(window_size(args.counted[0], i0));
 #pragma unroll 1
 #else
 #pragma unroll 4
@@ -266,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(128, 4)
       for (int i = start; i < stop; ++i) {
         S weight = outer;
 #if WEIGHTED
-        weight = outer / static_cast<S>(args.counted[kOther].size(i));
+        weight = outer / static_cast<S>(window_size(args.counted[kOther], i));
 #endif
         const Values values = Values::load(from);
 #pragma unroll
@@ -289,14 +290,14 @@ extern "C" __global__ void __launch_bounds__(128, 4)
   S by = static_cast<S>(args.divisor), reciprocal = static_cast<S>(args.reciprocal);
   S across = S(1);
   if (args.by_outputs) {
-    across = static_cast<S>(args.counted[0].size(at[0])) *
-             static_cast<S>(args.counted[kOther].size(at[kOther]));
+    across = static_cast<S>(window_size(args.counted[0], at[0])) *
+             static_cast<S>(window_size(args.counted[kOther], at[kOther]));
   }
 #pragma unroll
   for (int r = 0; r < RUN; ++r) {
     if (r >= run) break;
     if (args.by_outputs) {
-      by = across * static_cast<S>(args.counted[AXIS].size(at[AXIS] + r));
+      by = across * static_cast<S>(window_size(args.counted[AXIS], at[AXIS] + r));
       reciprocal = S(1) / by;
     }
     Values values;

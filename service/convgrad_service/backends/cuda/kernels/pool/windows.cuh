@@ -7,7 +7,7 @@
 
 namespace convgrad {
 
-// Window o has the positions [start(o), stop(o)); see WindowAxis.
+// Window o has the positions [start, stop), see WindowAxis.
 struct WindowRange {
   int whole, step;  // of positions an output: whole units, and the rest
   int first, last;
@@ -15,33 +15,33 @@ struct WindowRange {
   Divider by_unit;
   int wide_shift;
   u64 wide_factor;  // by_unit for products of more than 31 bits; 0 where there are none
-
-  // A negative bound is clamped to `low`, unless the unit is 1.
-  __device__ __forceinline__ int floored(int o, int add) const {
-    if (by_unit.factor == 0) return o * whole + add;
-    const int whole_units = o * whole;
-    if (wide_factor != 0) {
-      const i64 n = static_cast<i64>(o) * step + add;
-      const u64 quotient = __umul64hi(static_cast<u64>(max(n, 0ll)), wide_factor) >> wide_shift;
-      return whole_units + static_cast<int>(quotient);
-    }
-    const int n = o * step + add;
-    return whole_units + (n <= 0 ? n : divide(n, by_unit));
-  }
-  // kWhole: windows that slide by whole positions, so that nothing is divided.
-  template <bool kWhole = false>
-  __device__ __forceinline__ int start(int o) const {
-    return max(low, kWhole ? o * whole + first : floored(o, first));
-  }
-  template <bool kWhole = false>
-  __device__ __forceinline__ int stop(int o) const {
-    return min(high, kWhole ? o * whole + last : floored(o, last));
-  }
-  template <bool kWhole = false>
-  __device__ __forceinline__ int size(int o) const {
-    return stop<kWhole>(o) - start<kWhole>(o);
-  }
 };
+
+// A negative bound is clamped to `low`, unless the unit is 1.
+__device__ __forceinline__ int window_bound(const WindowRange& range, int o, int add) {
+  if (range.by_unit.factor == 0) return o * range.whole + add;
+  const int whole_units = o * range.whole;
+  if (range.wide_factor != 0) {
+    const i64 n = static_cast<i64>(o) * range.step + add;
+    const u64 quotient = __umul64hi(static_cast<u64>(max(n, 0ll)), range.wide_factor) >> range.wide_shift;
+    return whole_units + static_cast<int>(quotient);
+  }
+  const int n = o * range.step + add;
+  return whole_units + (n <= 0 ? n : divide(n, range.by_unit));
+}
+// kWhole: windows that slide by whole positions, so that nothing is divided.
+template <bool kWhole = false>
+__device__ __forceinline__ int window_start(const WindowRange& range, int o) {
+  return max(range.low, kWhole ? o * range.whole + range.first : window_bound(range, o, range.first));
+}
+template <bool kWhole = false>
+__device__ __forceinline__ int window_stop(const WindowRange& range, int o) {
+  return min(range.high, kWhole ? o * range.whole + range.last : window_bound(range, o, range.last));
+}
+template <bool kWhole = false>
+__device__ __forceinline__ int window_size(const WindowRange& range, int o) {
+  return window_stop<kWhole>(range, o) - window_start<kWhole>(range, o);
+}
 
 // x is [batch, x_size, inner], y and indices are [batch, y_size, inner], all contiguous. Threads are
 // numbered within a chunk of the batch, which blockIdx.y selects, so that numbers fit in 31 bits.
@@ -62,8 +62,23 @@ struct WindowArgs {
   int by_outputs;                   // whether y's sums are divided by `counted`, else by `divisor`
   int lanes_log;  // log2: of a window's lanes along its last axis, of a line's or a row's threads
   int run;        // positions of y of a thread along an axis
+  int dilation[3];  // maxima and routes: distances of taps, which start at `first`
+  int dilated;
   double divisor, reciprocal;
 };
+
+// Position i less the first tap of window o along an axis, which may be outside the input. It is a tap if
+// this is a multiple of the dilation.
+__device__ __forceinline__ int window_reach(const WindowRange& range, int o, int i) {
+  return i - (o * range.whole + range.first);
+}
+// The first tap inside the input; windows with a dilation slide by whole positions.
+__device__ __forceinline__ int window_first(const WindowArgs& args, int axis, int o) {
+  const int start = window_start(args.window[axis], o), step = args.dilation[axis];
+  if (step == 1) return start;
+  const int beyond = window_reach(args.window[axis], o, start) % step;
+  return beyond == 0 ? start : start + step - beyond;
+}
 
 // What a thread computes: its coordinates among a chunk's threads.
 struct WindowItem {
@@ -107,8 +122,8 @@ struct DividedBy {
   S by, reciprocal;
   __device__ __forceinline__ DividedBy(const WindowArgs& args, int o0, int o1, int o2) {
     if (args.by_outputs) {
-      by = static_cast<S>(args.counted[0].size(o0)) * static_cast<S>(args.counted[1].size(o1)) *
-           static_cast<S>(args.counted[2].size(o2));
+      by = static_cast<S>(window_size(args.counted[0], o0)) * static_cast<S>(window_size(args.counted[1], o1)) *
+           static_cast<S>(window_size(args.counted[2], o2));
       reciprocal = S(1) / by;
     } else {
       by = static_cast<S>(args.divisor);
