@@ -45,21 +45,21 @@ using Gradients = Vector<T, WIDTH>;
 using Positions = Vector<T, ALONG ? kTaps * WIDTH : WIDTH>;
 
 struct Row {
-  T at[kTaps][WIDTH];
+  Positions vectors[ALONG ? 1 : kTaps];
+
+  __device__ __forceinline__ T at(int s, int v) const {
+    return ALONG ? vectors[0].at[v * kTaps + s] : vectors[ALONG ? 0 : s].at[v];
+  }
 
   // The positions from `w` on that are below `count` and inside the input.
   __device__ __forceinline__ void load(const T* from, int step, int w, int count, int width) {
     if constexpr (ALONG) {
-      const auto all = Positions::load(from);
-#pragma unroll
-      for (int e = 0; e < kTaps * WIDTH; ++e) at[e % kTaps][e / kTaps] = all.at[e];
+      vectors[0] = Positions::load(from);
     } else {
 #pragma unroll
       for (int s = 0; s < kTaps; ++s) {
-        if (s >= count || w + s < 0 || w + s >= width) continue;
-        const auto some = Positions::load(from + s * step);
-#pragma unroll
-        for (int v = 0; v < WIDTH; ++v) at[s][v] = some.at[v];
+        const bool there = s < count && w + s >= 0 && w + s < width;
+        if (there) vectors[s] = Positions::load(from + s * step);
       }
     }
   }
@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(128)
             if (!ALONG && (s0 + s >= kernel[2] || w < 0 || w >= args.x_size[2])) continue;
 #pragma unroll
             for (int v = 0; v < WIDTH; ++v) {
-              const ElementAccumulator<T> value = widen(values[row].at[s][v]);
+              const ElementAccumulator<T> value = widen(values[row].at(s, v));
               if (best[v] < 0 || value > most[v] || value != value) {
                 most[v] = value;
                 best[v] = (row0 + row) * kernel[2] + s0 + s;

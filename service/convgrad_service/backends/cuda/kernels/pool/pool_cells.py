@@ -11,6 +11,7 @@ from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS, linear_grid
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
+from convgrad_service.backends.cuda.kernels.pool.window_form import widths
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
@@ -144,11 +145,8 @@ class _Shape:
 
 
 def _widths(dtype: DType, *, along: bool = False) -> tuple[int, ...]:
-    """Return the widths of threads: vectors of 16 bytes, of 4, and single elements.
-
-    Along W, input rows are 16 or 8 bytes: 4 or 2 windows in 16-bit types.
-    """
+    """Return the widths of threads. Along W, their input rows have 16 or 8 bytes."""
     if along:
         widest = CHUNK_BYTES // 2 // dtype.itemsize
         return tuple(width for width in (widest, widest // 2) if width * dtype.itemsize * 2 >= 8)
-    return tuple(dict.fromkeys((CHUNK_BYTES // dtype.itemsize, max(1, 4 // dtype.itemsize), 1)))
+    return widths(dtype)

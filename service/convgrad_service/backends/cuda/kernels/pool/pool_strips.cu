@@ -189,13 +189,15 @@ extern "C" __global__ void __launch_bounds__(DEPTH == 1 ? 128 : 32 * MOST_PLANES
         const int j = KERNEL - STRIDE + i;
         take(keys[(base + j) % KERNEL], w + j, coming[i]);
       }
+#if DEPTH == 1
       W here[kWindows];
 #pragma unroll
       for (int p = 0; p < kWindows; ++p) here[p] = gradients[p];
-      if (DEPTH == 1 && q < q1) {
+      if (q < q1) {
         fetch(w + KERNEL, STRIDE);
         fetch_gradients(q + 1);
       }
+#endif
       u32 most[kReached];  // maximum of each row
 #pragma unroll
       for (int r = 0; r < kReached; ++r) {
@@ -214,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(DEPTH == 1 ? 128 : 32 * MOST_PLANES
         u32 plane = most[p * STRIDE];
 #pragma unroll
         for (int r = 1; r < KERNEL; ++r) plane = max_keys<PER>(plane, most[p * STRIDE + r]);
-        own[p * 32] = uint2{min_keys<PER>(plane, plane_nan), here[p].raw};
+        own[p * 32] = uint2{min_keys<PER>(plane, plane_nan), gradients[p].raw};
       }
       if (q < q1) {
         fetch(w + KERNEL, STRIDE);
@@ -223,55 +225,60 @@ extern "C" __global__ void __launch_bounds__(DEPTH == 1 ? 128 : 32 * MOST_PLANES
       __syncthreads();
       half = slots - half;
 #endif
-      // Route each window's gradient to this plane and to a row, then each row's to its positions.
-      float rows[ROWS][PER];
+      if (owned) {
+        // Route each window's gradient to this plane and to a row, then each row's to its positions.
+        float rows[ROWS][PER];
 #pragma unroll
-      for (int p = 0; p < kWindows && owned; ++p) {
-        float rest[PER];
-        here[p].get(rest);
-#if DEPTH > 1
-        const uint2 before = own[p * 32 - kPlane], after = own[p * 32 + kPlane];
-        const u32 centre = own[p * 32].x;
-        const u32 first_of = own[p * 32 - 2 * kPlane].x, last_of = own[p * 32 + 2 * kPlane].x;
-        bool kept[PER], as_first[PER], not_last[PER];
-        ge_keys<PER>(centre, max_keys_after<PER>(before.x, after.x), kept, unneeded);
-        ge_keys<PER>(centre, max_keys<PER>(after.x, last_of), as_first, unneeded);
-        ge_keys<PER>(max_keys<PER>(first_of, before.x), centre, not_last, unneeded);
-        float gave_before[PER], gave_after[PER];
-        W{static_cast<decltype(W::raw)>(before.y)}.get(gave_before);
-        W{static_cast<decltype(W::raw)>(after.y)}.get(gave_after);
+        for (int p = 0; p < kWindows; ++p) {
+          float rest[PER];
+#if DEPTH == 1
+          here[p].get(rest);
+#else
+          const uint2 before = own[p * 32 - kPlane], after = own[p * 32 + kPlane];
+          const uint2 here = own[p * 32];
+          const u32 centre = here.x;
+          W{static_cast<decltype(W::raw)>(here.y)}.get(rest);
+          const u32 first_of = own[p * 32 - 2 * kPlane].x, last_of = own[p * 32 + 2 * kPlane].x;
+          bool kept[PER], as_first[PER], not_last[PER];
+          ge_keys<PER>(centre, max_keys_after<PER>(before.x, after.x), kept, unneeded);
+          ge_keys<PER>(centre, max_keys<PER>(after.x, last_of), as_first, unneeded);
+          ge_keys<PER>(max_keys<PER>(first_of, before.x), centre, not_last, unneeded);
+          float gave_before[PER], gave_after[PER];
+          W{static_cast<decltype(W::raw)>(before.y)}.get(gave_before);
+          W{static_cast<decltype(W::raw)>(after.y)}.get(gave_after);
 #pragma unroll
-        for (int c = 0; c < PER; ++c) {
-          if (!kept[c]) rest[c] = 0;
-          if (as_first[c]) rest[c] += gave_after[c];
-          if (!not_last[c]) rest[c] += gave_before[c];
-        }
+          for (int c = 0; c < PER; ++c) {
+            if (!kept[c]) rest[c] = 0;
+            if (as_first[c]) rest[c] += gave_after[c];
+            if (!not_last[c]) rest[c] += gave_before[c];
+          }
 #endif
-        u32 of[KERNEL];
+          u32 of[KERNEL];
 #pragma unroll
-        for (int r = 0; r < KERNEL; ++r) of[r] = most[p * STRIDE + r];
-        route<PER>(of, 0, KERNEL, rest, unneeded, [&](int tap, int c, bool taken, float value) {
-          const int row = p * STRIDE + tap - kOwn;
-          if (row < 0 || row >= ROWS) return;
-          add_taken(p == 0 || tap + STRIDE >= KERNEL, taken, value, rows[row][c]);
-        });
-      }
-#pragma unroll
-      for (int r = 0; r < ROWS && owned; ++r) {
-        u32 of[KERNEL];
-#pragma unroll
-        for (int j = 0; j < KERNEL; ++j) {
-          of[j] = rank_nan<PER>(keys[(base + j) % KERNEL][kOwn + r], KERNEL - 1 - j);
+          for (int r = 0; r < KERNEL; ++r) of[r] = most[p * STRIDE + r];
+          route<PER>(of, 0, KERNEL, rest, unneeded, [&](int tap, int c, bool taken, float value) {
+            const int row = p * STRIDE + tap - kOwn;
+            if (row < 0 || row >= ROWS) return;
+            add_taken(p == 0 || tap + STRIDE >= KERNEL, taken, value, rows[row][c]);
+          });
         }
-        route<PER>(of, 0, KERNEL, rows[r], unneeded, [&](int tap, int c, bool taken, float value) {
-          add_taken(tap >= KERNEL - STRIDE, taken, value, sums[(base + tap) % KERNEL][r][c]);
-        });
-      }
 #pragma unroll
-      for (int i = 0; i < STRIDE; ++i) {
-        const u32 rows_here = w + i >= w0 && w + i < w1 ? own_rows : 0;
-        store_rows<W>(rows_here, grad_x + static_cast<i64>(w + i) * out_step, out_row, one,
-                      sums[(base + i) % KERNEL]);
+        for (int r = 0; r < ROWS; ++r) {
+          u32 of[KERNEL];
+#pragma unroll
+          for (int j = 0; j < KERNEL; ++j) {
+            of[j] = rank_nan<PER>(keys[(base + j) % KERNEL][kOwn + r], KERNEL - 1 - j);
+          }
+          route<PER>(of, 0, KERNEL, rows[r], unneeded, [&](int tap, int c, bool taken, float value) {
+            add_taken(tap >= KERNEL - STRIDE, taken, value, sums[(base + tap) % KERNEL][r][c]);
+          });
+        }
+#pragma unroll
+        for (int i = 0; i < STRIDE; ++i) {
+          const u32 rows_here = w + i >= w0 && w + i < w1 ? own_rows : 0;
+          store_rows<W>(rows_here, grad_x + static_cast<i64>(w + i) * out_step, out_row, one,
+                        sums[(base + i) % KERNEL]);
+        }
       }
       ++q;
     }

@@ -23,7 +23,15 @@ from convgrad_service.plans.cuda.program import (
 from convgrad_service.plans.cuda.works import WindowWork
 from convgrad_service.problems.windows import WindowAxis
 
-__all__ = ["WindowForm", "checked", "divider_of", "most_positions", "window_args", "window_grid"]
+__all__ = [
+    "WindowForm",
+    "checked",
+    "divider_of",
+    "most_positions",
+    "widths",
+    "window_args",
+    "window_grid",
+]
 
 Axes = tuple[WindowAxis, ...]
 LARGEST = 2**31 - 1
@@ -120,15 +128,20 @@ class WindowForm:
         """The average number of windows that contain a position of x."""
         return prod(axis.valid_taps / axis.input for axis in self.windows)
 
+    @property
+    def one_line(self) -> bool:
+        """Whether windows have positions along the last axis only."""
+        return self.x_size[:2] == (1, 1)
+
     def is_simple(self, *sides: Axes) -> bool:
         """Whether planes have one slice, and windows of these sides slide by whole positions."""
         flat = self.x_size[0] == self.y_size[0] == 1
         return flat and all(axis.unit == 1 for side in sides for axis in side)
 
     def width(self, dtype: DType) -> int:
-        """Return the elements of a thread along ``inner``: 16 bytes of them, or one."""
-        width = CHUNK_BYTES // dtype.itemsize
-        return width if self.last and self.inner % width == 0 else 1
+        """Return the elements of a thread along ``inner``, one of `widths`."""
+        inner = self.inner if self.last else 1
+        return next(width for width in widths(dtype) if inner % width == 0)
 
     def why_not(self) -> str | None:
         """Return why the kernels' 32-bit numbers do not suffice; None if they do."""
@@ -188,6 +201,11 @@ def most_positions(axis: WindowAxis) -> int:
     return max(1, min(axis.input, found))
 
 
+def widths(dtype: DType) -> tuple[int, ...]:
+    """Return the elements in a vector of 16 bytes, in one of 4, and one."""
+    return tuple(dict.fromkeys((CHUNK_BYTES // dtype.itemsize, max(1, 4 // dtype.itemsize), 1)))
+
+
 def window_args(form: WindowForm, width: int, items: Sequence[int]) -> Any:
     """Return the arguments of a launch.
 
@@ -207,6 +225,7 @@ def window_args(form: WindowForm, width: int, items: Sequence[int]) -> Any:
     args.chunk = max(1, min(form.batch, (LARGEST - 2**16) // each))
     args.threads = args.chunk * each
     args.dilation[:], args.dilated = form.dilation, form.dilated
+    args.one_line = form.one_line
     args.by_outputs = form.varying == "outputs"
     args.divisor, args.reciprocal = form.divisor, 1.0 / form.divisor
     return args

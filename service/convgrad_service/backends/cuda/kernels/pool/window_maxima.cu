@@ -99,6 +99,5 @@ extern "C" __global__ void __launch_bounds__(128, 4)
       (static_cast<i64>(item.at[0]) * args.y_size[1] + item.at[1]) * args.y_size[2] + item.at[2];
   const i64 to = (item.group * outputs + position) * args.inner + item.vector * WIDTH;
   if (args.y != nullptr) most.stored.store(static_cast<T*>(args.y) + to);
-  if (args.indices == nullptr) return;
-  store_positions(static_cast<INDEX*>(args.indices) + to, most.where, args.inner / WIDTH % 2 == 0);
+  store_positions(args, to, most.where, args.inner / WIDTH % 2 == 0);
 }

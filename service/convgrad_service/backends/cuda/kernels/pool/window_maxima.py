@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from convgrad.dtypes import FLOATING, INDEX, DType
+from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
-from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     WindowForm,
     most_positions,
+    widths,
     window_args,
     window_grid,
 )
@@ -42,8 +42,9 @@ class WindowMaxima:
         form = WindowForm.of(work)
         width = form.width(work.dtype)
         args = window_args(form, width, form.y_size)
+        args.wide_indices = work.index_dtype is DType.INT64
         launch = Launch(
-            _instance(work.dtype, work.index_dtype, width, _small(form)),
+            _instance(work.dtype, width, _small(form)),
             window_grid(args, BLOCK),
             (BLOCK, 1, 1),
             pack(args, x=work.x, y=work.y, indices=work.indices),
@@ -53,11 +54,10 @@ class WindowMaxima:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(dtype, index, width, small)
+            _instance(dtype, width, small)
             for dtype in FLOATING
-            for index in INDEX
             for small in (*SMALL, ANY)
-            for width in (CHUNK_BYTES // dtype.itemsize, 1)
+            for width in widths(dtype)
         ]
 
 
@@ -69,13 +69,12 @@ def _small(form: WindowForm) -> tuple[int, int]:
     return next(fitting, ANY)
 
 
-def _instance(dtype: DType, index: DType, width: int, small: tuple[int, int]) -> Instance:
+def _instance(dtype: DType, width: int, small: tuple[int, int]) -> Instance:
     rows, columns = small
     return Instance.of(
         "pool/window_maxima.cu",
         {
             "ELEMENT": CUDA_TYPES[dtype],
-            "INDEX": CUDA_TYPES[index],
             "WIDTH": width,
             "ROWS": rows,
             "COLUMNS": columns,

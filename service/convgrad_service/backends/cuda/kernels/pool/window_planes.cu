@@ -229,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
         const Part& part = total.of[p];
         const i64 own = to + p * outputs + position;
 #if MAXIMA
-        if (windows.indices != nullptr) static_cast<INDEX*>(windows.indices)[own] = part.where;
+        store_positions<1>(windows, own, {part.where});
         if (windows.y != nullptr) static_cast<T*>(windows.y)[own] = part.stored;
 #else
         static_cast<T*>(windows.y)[own] = narrow<T>(divided<T>(part.value, by, reciprocal));

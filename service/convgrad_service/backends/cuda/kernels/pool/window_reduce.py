@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import prod
 
-from convgrad.dtypes import FLOATING, INDEX, DType
+from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     WindowForm,
     most_positions,
+    widths,
     window_args,
     window_grid,
 )
@@ -49,7 +50,7 @@ class WindowReduce:
             return f"windows of fewer than {LEAST_WINDOW} positions"
         if form.overlap > MOST_OVERLAP:
             return f"positions in more than {MOST_OVERLAP} windows"
-        if not (form.last or _of_one_line(form) or form.most_window > LEAST_OF_LINES):
+        if not (form.last or form.one_line or form.most_window > LEAST_OF_LINES):
             return f"windows of lines, and at most {LEAST_OF_LINES} positions"
         return form.why_not()
 
@@ -62,10 +63,9 @@ class WindowReduce:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(dtype, DType.INT64, width, last, lanes, line, maxima=False)
+            _instance(dtype, width, last, lanes, maxima=False)
             for dtype in FLOATING
             for last, width, lanes in _variants(dtype, maxima=False)
-            for line in (False, True)
         ]
 
 
@@ -98,11 +98,9 @@ class WindowReduceMaxima:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(dtype, index, width, last, lanes, line, maxima=True)
+            _instance(dtype, width, last, lanes, maxima=True)
             for dtype in FLOATING
-            for index in INDEX
             for last, width, lanes in _variants(dtype, maxima=True)
-            for line in (False, True)
         ]
 
 
@@ -111,7 +109,7 @@ def _variants(dtype: DType, *, maxima: bool) -> list[tuple[bool, int, int]]:
     along = () if maxima else tuple(2**log for log in range(1, wide.bit_length()))
     return [
         *((False, width, lanes) for width in (1, *along) for lanes in LANES),
-        *((True, width, lanes) for width in (wide, 1) for lanes in LANES_LAST),
+        *((True, width, lanes) for width in widths(dtype) for lanes in LANES_LAST),
     ]
 
 
@@ -135,10 +133,6 @@ def _along(form: WindowForm, dtype: DType) -> int:
     return width
 
 
-def _of_one_line(form: WindowForm) -> bool:
-    return form.x_size[:2] == (1, 1)
-
-
 def _launch(work: WindowWork, form: WindowForm, lanes: int, along: int = 1) -> Launch:
     """Return the launch; ``along`` positions form a vector with channels first."""
     width = form.width(work.dtype)
@@ -146,28 +140,23 @@ def _launch(work: WindowWork, form: WindowForm, lanes: int, along: int = 1) -> L
     across = ceil_div(most_positions(form.windows[2]), along)
     width = max(width, along)
     args.lanes_log = min(lanes.bit_length() - 1, (across - 1).bit_length())
-    line = _of_one_line(form)
-    maxima = work.kind == "maxima"
+    args.wide_indices = work.index_dtype is DType.INT64
     return Launch(
-        _instance(work.dtype, work.index_dtype, width, form.last, lanes, line, maxima=maxima),
+        _instance(work.dtype, width, form.last, lanes, maxima=work.kind == "maxima"),
         window_grid(args, BLOCK // lanes),
         (BLOCK, 1, 1),
         pack(args, x=work.x, y=work.y, indices=work.indices),
     )
 
 
-def _instance(
-    dtype: DType, index: DType, width: int, last: bool, lanes: int, line: bool, *, maxima: bool
-) -> Instance:
+def _instance(dtype: DType, width: int, last: bool, lanes: int, *, maxima: bool) -> Instance:
     return Instance.of(
         "pool/window_reduce.cu",
         {
             "ELEMENT": CUDA_TYPES[dtype],
-            "INDEX": CUDA_TYPES[index],
             "WIDTH": width,
             "INNER": int(last),
             "LANES": lanes,
-            "LINE": int(line),
             "MAXIMA": int(maxima),
         },
     )

@@ -12,6 +12,7 @@ from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BY
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     WindowForm,
     checked,
+    widths,
     window_args,
     window_grid,
 )
@@ -75,7 +76,8 @@ def routes_instances(*, moves: bool) -> list[Instance]:
     found = []
     for dtype in FLOATING:
         most = CHUNK_BYTES // dtype.itemsize
-        vectors = [(most, 1), *((1, store) for store in (1, 2, 4) if store <= most)]
+        vectors = [(width, 1) for width in widths(dtype)]
+        vectors += [(1, store) for store in (2, 4) if store <= most]
         for index in INDEX:
             found += [_instance(dtype, index, vector, moves) for vector in vectors]
     return found

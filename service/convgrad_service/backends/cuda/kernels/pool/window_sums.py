@@ -10,11 +10,11 @@ from typing import Any
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
-from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     WindowForm,
     divider_of,
     most_positions,
+    widths,
     window_args,
     window_grid,
 )
@@ -127,7 +127,7 @@ class WindowSums:
             _Shape(width, *form, weighted).instance(dtype)
             for dtype in FLOATING
             for form in (*first, *last)
-            for width in ((1,) if form[0] == 1 else (CHUNK_BYTES // dtype.itemsize, 1))
+            for width in ((1,) if form[0] == 1 else widths(dtype))
             for weighted in (False, True)
         ]
 

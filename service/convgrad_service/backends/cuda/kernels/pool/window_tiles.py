@@ -16,6 +16,7 @@ from convgrad_service.backends.cuda.kernels.pool.window_form import (
     WindowForm,
     checked,
     divider_of,
+    widths,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -168,12 +169,12 @@ def tiles_instances(*, moves: bool) -> list[Instance]:
     found = []
     for dtype in FLOATING:
         wide = CHUNK_BYTES // dtype.itemsize
-        widths = [2**log for log in range(wide.bit_length())]
+        powers = [2**log for log in range(wide.bit_length())]
         for mode, indices in modes:
-            shapes = [(CHANNELS, 1, 0, 1), (CHANNELS, wide, 0, 1)]
+            shapes = [(CHANNELS, width, 0, 1) for width in widths(dtype)]
             if mode != ROUTE:
                 shapes.append((PLANES, wide, 0, 1))
-            sides = [(width, each) for width in widths for each in (0, *EACH) if width >= each]
+            sides = [(width, each) for width in powers for each in (0, *EACH) if width >= each]
             rows = {
                 (*side, _together(dtype, mode, *side, lines)) for side in sides for lines in (1, 2)
             }

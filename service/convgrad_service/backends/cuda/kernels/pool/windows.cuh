@@ -59,6 +59,8 @@ struct WindowArgs {
   int chunk;    // items of the batch in a chunk
   int threads;  // in a chunk
   Divider by_vectors, by_items[3];  // of threads: along inner and y's axes
+  int wide_indices;  // maxima: of 64 bits, else of 32
+  int one_line;      // whether windows have positions along the last axis only
   int by_outputs;                   // whether y's sums are divided by `counted`, else by `divisor`
   int lanes_log;  // log2: of a window's lanes along its last axis, of a line's or a row's threads
   int run;        // positions of y of a thread along an axis
@@ -150,7 +152,7 @@ __device__ __forceinline__ void count_missing(int matches, u64* missing, i64 win
 // Stores the positions of maxima in kWidth adjacent channels. With `pairs` lanes 2i and 2i + 1 of a warp
 // have adjacent vectors, and exchange so that each store writes whole sectors.
 template <class Index, int kWidth>
-__device__ __forceinline__ void store_positions(Index* to, const int (&where)[kWidth], bool pairs) {
+__device__ __forceinline__ void store_as(Index* to, const int (&where)[kWidth], bool pairs) {
   constexpr int kChunk = kWidth * sizeof(Index) >= 16 ? 16 / sizeof(Index) : kWidth;
   constexpr int kChunks = kWidth / kChunk;
   if (kChunks < 2 || !pairs) {
@@ -180,6 +182,17 @@ __device__ __forceinline__ void store_positions(Index* to, const int (&where)[kW
     Index* const own = to + (c + odd) * kChunk;
     first.store(own);
     second.store(own + kWidth);
+  }
+}
+
+template <int kWidth>
+__device__ __forceinline__ void store_positions(const WindowArgs& args, i64 to,
+                                                const int (&where)[kWidth], bool pairs = false) {
+  if (args.indices == nullptr) return;
+  if (args.wide_indices) {
+    store_as(static_cast<i64*>(args.indices) + to, where, pairs);
+  } else {
+    store_as(static_cast<int*>(args.indices) + to, where, pairs);
   }
 }
 
