@@ -91,9 +91,9 @@ TAKEN = {  # kernels, channels first and last
     "stacks_stride_2": ("pool_strips_through_channels_last", "pool_strips"),
     "strips_odd_channels": ("pool_strips_through_channels_last", "pool_strips"),
     "cells_smaller": ("pool_cells", "pool_cells"),
-    "any_9": ("pool_separable_through_channels_last", "pool_separable"),
-    "any_dilated": ("pool_separable_through_channels_last", "pool_separable"),
-    "any_3d_5": ("pool_separable_through_channels_last", "pool_separable"),
+    "any_9": ("pool_through_indices", "pool_through_indices"),
+    "any_dilated": ("pool_through_indices", "pool_through_indices"),
+    "any_3d_5": ("pool_through_indices", "pool_through_indices"),
     "other_padding": ("pool_strips_through_channels_last", "pool_strips"),
 }
 

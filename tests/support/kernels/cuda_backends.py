@@ -38,7 +38,7 @@ from convgrad_service.backends.cuda.kernels.fallback.gather_direct import Gather
 from convgrad_service.backends.cuda.kernels.fallback.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.fallback.weight_direct import WeightDirect
 from convgrad_service.backends.cuda.kernels.fallback.weight_tile import WeightTile
-from convgrad_service.backends.cuda.kernels.pool.pool_indices import PoolThroughIndices
+from convgrad_service.backends.cuda.kernels.pool.pool_stages import PoolThroughIndices
 from convgrad_service.backends.cuda.kernels.pool.window_maxima import WindowMaxima
 from convgrad_service.backends.cuda.kernels.pool.window_routes import WindowRoutes
 from convgrad_service.plans.cuda.device import CudaDevice

@@ -66,9 +66,8 @@ from convgrad_service.backends.cuda.kernels.layout.transpose import (
 )
 from convgrad_service.backends.cuda.kernels.pool.max_unpool import MaxUnpool
 from convgrad_service.backends.cuda.kernels.pool.pool_cells import PoolCells
-from convgrad_service.backends.cuda.kernels.pool.pool_indices import PoolThroughIndices
 from convgrad_service.backends.cuda.kernels.pool.pool_line_words import PoolLineWords
-from convgrad_service.backends.cuda.kernels.pool.pool_separable import PoolSeparable
+from convgrad_service.backends.cuda.kernels.pool.pool_stages import MaximaByAxes, PoolThroughIndices
 from convgrad_service.backends.cuda.kernels.pool.pool_strips import PoolStrips
 from convgrad_service.backends.cuda.kernels.pool.window_maxima import WindowMaxima
 from convgrad_service.backends.cuda.kernels.pool.window_planes import WindowPlanes
@@ -195,8 +194,9 @@ FUSED = (
     FusedThroughChannelsLast(HopperSeparable(), COPIES),
 )
 
-# Maxima over windows.
+# Maxima over windows, and their gradients from indices.
 MAXIMA = (WindowReduceMaxima(), WindowPlanes(), WindowMaxima())
+ROUTES = (WindowScatter(), WindowRoutes())
 
 FAMILIES = Families(
     fwd=(*DEPTHWISE, *GROUPED, *FIRST_FORWARD, *DENSE, *ODD, GatherTile(), GatherDirect()),
@@ -218,19 +218,17 @@ FAMILIES = Families(
         PoolStrips(),
         PoolThroughChannelsLast(PoolLineWords(), COPIES),
         PoolThroughChannelsLast(PoolStrips(), COPIES),
-        PoolSeparable(),
-        PoolThroughChannelsLast(PoolSeparable(), COPIES),
-        PoolThroughIndices(MAXIMA, (WindowRoutes(),)),
+        PoolThroughIndices(MAXIMA, ROUTES),
     ),
     windows=(
         WindowReduce(),
         WindowTiles(),
+        MaximaByAxes(MAXIMA),
         WindowReduceMaxima(),
         WindowPlanes(),
         WindowSums(),
         WindowMaxima(),
-        WindowScatter(),
-        WindowRoutes(),
+        *ROUTES,
     ),
     unpool=(MaxUnpool(),),
     copy=COPIES,

@@ -309,6 +309,8 @@ class WindowWork:
     None.
     ``routes``: y is the sum of x over those positions of its window whose index is y's position.
     With ``checked`` the kernel reports invalid indices.
+    ``carried`` (of ``maxima``) are 32-bit numbers of x's elements, which ``indices`` has instead of
+    positions. ``x_dtype`` (of ``routes``) is x's dtype if that is not ``dtype``.
     With a ``dilation`` (of ``maxima`` and ``routes``), windows are those of all positions between
     their taps.
 
@@ -330,6 +332,8 @@ class WindowWork:
     divisor: int | None = None
     checked: bool = False
     dilation: Size = ()
+    carried: str | None = None
+    x_dtype: DType | None = None
     prefix: str = ""
 
 

@@ -138,10 +138,10 @@ class WindowForm:
         flat = self.x_size[0] == self.y_size[0] == 1
         return flat and all(axis.unit == 1 for side in sides for axis in side)
 
-    def width(self, dtype: DType) -> int:
+    def width(self, *dtypes: DType) -> int:
         """Return the elements of a thread along ``inner``, one of `widths`."""
         inner = self.inner if self.last else 1
-        return next(width for width in widths(dtype) if inner % width == 0)
+        return next(width for width in widths(*dtypes) if inner % width == 0)
 
     def why_not(self) -> str | None:
         """Return why the kernels' 32-bit numbers do not suffice; None if they do."""
@@ -201,9 +201,10 @@ def most_positions(axis: WindowAxis) -> int:
     return max(1, min(axis.input, found))
 
 
-def widths(dtype: DType) -> tuple[int, ...]:
-    """Return the elements in a vector of 16 bytes, in one of 4, and one."""
-    return tuple(dict.fromkeys((CHUNK_BYTES // dtype.itemsize, max(1, 4 // dtype.itemsize), 1)))
+def widths(*dtypes: DType) -> tuple[int, ...]:
+    """Return the elements in vectors of at most 16 bytes, of at least 4, and one."""
+    sizes = [dtype.itemsize for dtype in dtypes]
+    return tuple(dict.fromkeys((CHUNK_BYTES // max(sizes), max(1, 4 // min(sizes)), 1)))
 
 
 def window_args(form: WindowForm, width: int, items: Sequence[int]) -> Any:

@@ -52,7 +52,8 @@ extern "C" __global__ void __launch_bounds__(128, 4)
   }
   const i64 row = static_cast<i64>(args.x_size[2]) * args.inner;
   const i64 x_plane = row * args.x_size[1] * args.x_size[0];
-  const T* const x = static_cast<const T*>(args.x) + item.group * x_plane + item.vector * WIDTH;
+  const i64 lead = item.group * x_plane + item.vector * WIDTH;
+  const T* const x = static_cast<const T*>(args.x) + lead;
   Most most;
 #if ROWS
   for (int i0 = start[0]; i0 < stop[0]; ++i0) {
@@ -99,5 +100,5 @@ extern "C" __global__ void __launch_bounds__(128, 4)
       (static_cast<i64>(item.at[0]) * args.y_size[1] + item.at[1]) * args.y_size[2] + item.at[2];
   const i64 to = (item.group * outputs + position) * args.inner + item.vector * WIDTH;
   if (args.y != nullptr) most.stored.store(static_cast<T*>(args.y) + to);
-  store_positions(args, to, most.where, args.inner / WIDTH % 2 == 0);
+  store_positions(args, lead, to, most.where, args.inner / WIDTH % 2 == 0);
 }

@@ -47,7 +47,7 @@ class WindowMaxima:
             _instance(work.dtype, width, _small(form)),
             window_grid(args, BLOCK),
             (BLOCK, 1, 1),
-            pack(args, x=work.x, y=work.y, indices=work.indices),
+            pack(args, x=work.x, y=work.y, indices=work.indices, carried=work.carried),
         )
         return Fragment(self.name, (launch,))
 

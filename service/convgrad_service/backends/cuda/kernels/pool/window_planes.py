@@ -47,7 +47,13 @@ class WindowPlanes:
             _instance(work.dtype, *_variant(work, form)),
             (tile.blocks(form), 1, 1),
             (BOX_BLOCK, 1, 1),
-            pack(tile.arguments(work, form), x=work.x, y=work.y, indices=work.indices),
+            pack(
+                tile.arguments(work, form),
+                x=work.x,
+                y=work.y,
+                indices=work.indices,
+                carried=work.carried,
+            ),
             tile.places(work, form).end,
         )
         return Fragment(self.name, (launch,))

@@ -103,8 +103,8 @@ extern "C" __global__ void __launch_bounds__(256, MAXIMA ? 2 : WIDTH == 8 ? 3 : 
 
   const i64 row = static_cast<i64>(args.x_size[2]) * args.inner;
   const i64 plane = row * args.x_size[1] * args.x_size[0];
-  const T* const x = static_cast<const T*>(args.x) + min(item.group, args.batch - 1) * plane +
-                     item.vector * WIDTH;
+  const i64 lead = min(item.group, args.batch - 1) * plane + item.vector * WIDTH;
+  const T* const x = static_cast<const T*>(args.x) + lead;
   int start[3], stop[3];
 #pragma unroll
   for (int axis = 0; axis < 3; ++axis) {
@@ -207,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(256, MAXIMA ? 2 : WIDTH == 8 ? 3 : 
   for (int v = 0; v < WIDTH; ++v) {
     values.at[v] = x[static_cast<i64>(whole.where[v]) * args.inner + v];
   }
-  store_positions(args, to, whole.where);
+  store_positions(args, lead, to, whole.where);
   if (args.y != nullptr) values.store(static_cast<T*>(args.y) + to);
 #else
   const DividedBy<T> division(args, item.at[0], item.at[1], item.at[2]);

@@ -145,7 +145,7 @@ def _launch(work: WindowWork, form: WindowForm, lanes: int, along: int = 1) -> L
         _instance(work.dtype, width, form.last, lanes, maxima=work.kind == "maxima"),
         window_grid(args, BLOCK // lanes),
         (BLOCK, 1, 1),
-        pack(args, x=work.x, y=work.y, indices=work.indices),
+        pack(args, x=work.x, y=work.y, indices=work.indices, carried=work.carried),
     )
 
 

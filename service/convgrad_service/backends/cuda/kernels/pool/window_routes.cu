@@ -22,6 +22,7 @@ namespace {
 using T = ELEMENT;
 using S = ElementAccumulator<T>;
 using Values = Vector<T, WIDTH>;
+using Given = Vector<SOURCE, WIDTH>;  // of x
 constexpr int kThreads = 128;
 
 // Positions of a plane as 32-bit numbers; -1 for indices that are not in any plane.
@@ -65,7 +66,7 @@ struct Route {
   }
   // A window with the positions [low, high) of those of this thread, which begin at `position`.
   template <class IsTap>
-  __device__ __forceinline__ void take(const Found& found, const Values& values, int position,
+  __device__ __forceinline__ void take(const Found& found, const Given& values, int position,
                                        int low, int high, IsTap is_tap) {
 #pragma unroll
     for (int v = 0; v < WIDTH; ++v) {
@@ -116,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     const int line = item.at[0] * args.y_size[1] + item.at[1];
     const int position = line * args.y_size[2] + column;
     const i64 lead = item.group * x_plane + item.vector * WIDTH;
-    const T* const x = static_cast<const T*>(args.x) + lead;
+    const SOURCE* const x = static_cast<const SOURCE*>(args.x) + lead;
     const INDEX* const indices = static_cast<const INDEX*>(args.indices) + lead;
     for (int o0 = start[0]; o0 < stop[0]; ++o0) {
       for (int o1 = start[1]; o1 < stop[1]; ++o1) {
@@ -134,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
                    window_reach(args.counted[1], o1, item.at[1]) % args.dilation[1] == 0 &&
                    window_reach(args.counted[2], o2, column + at) % args.dilation[2] == 0;
           };
-          route.take(Found(indices + from), Values::load(x + from), position, low, high, is_tap);
+          route.take(Found(indices + from), Given::load(x + from), position, low, high, is_tap);
         }
       }
     }

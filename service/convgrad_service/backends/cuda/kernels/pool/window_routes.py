@@ -60,11 +60,12 @@ def routes(work: WindowWork, bad: str | None = None, *, moves: bool = False) -> 
     ``moves``.
     """
     form = WindowForm.of(work)
-    width = form.width(work.dtype)
+    source = work.x_dtype or work.dtype
+    width = form.width(source, work.dtype)
     store = 1 if form.inner > 1 else gcd(form.y_size[2], SPAN, CHUNK_BYTES // work.dtype.itemsize)
     args = window_args(form, width, (*form.y_size[:2], ceil_div(form.y_size[2], SPAN)))
     return Launch(
-        _instance(work.dtype, work.index_dtype, (width, store), moves),
+        _instance((source, work.dtype), work.index_dtype, (width, store), moves),
         window_grid(args, BLOCK),
         (BLOCK, 1, 1),
         pack(args, x=work.x, y=work.y, indices=work.indices, bad=bad),
@@ -73,22 +74,30 @@ def routes(work: WindowWork, bad: str | None = None, *, moves: bool = False) -> 
 
 def routes_instances(*, moves: bool) -> list[Instance]:
     """Return every instance that `routes` uses."""
+    # Sums of one stage of a pooling are of wider types than its input.
+    dtypes = [(dtype, dtype, index) for dtype in FLOATING for index in INDEX]
+    if not moves:
+        halves = (DType.FLOAT16, DType.BFLOAT16)
+        mixed = [(half, DType.FLOAT32) for half in halves]
+        dtypes += [(*pair, DType.INT32) for one in mixed for pair in (one, one[::-1])]
     found = []
-    for dtype in FLOATING:
+    for source, dtype, index in dtypes:
         most = CHUNK_BYTES // dtype.itemsize
-        vectors = [(width, 1) for width in widths(dtype)]
+        vectors = [(width, 1) for width in widths(source, dtype)]
         vectors += [(1, store) for store in (2, 4) if store <= most]
-        for index in INDEX:
-            found += [_instance(dtype, index, vector, moves) for vector in vectors]
+        found += [_instance((source, dtype), index, vector, moves) for vector in vectors]
     return found
 
 
-def _instance(dtype: DType, index: DType, vector: tuple[int, int], moves: bool) -> Instance:
+def _instance(
+    dtypes: tuple[DType, DType], index: DType, vector: tuple[int, int], moves: bool
+) -> Instance:
     width, store = vector
     return Instance.of(
         "pool/window_routes.cu",
         {
-            "ELEMENT": CUDA_TYPES[dtype],
+            "SOURCE": CUDA_TYPES[dtypes[0]],
+            "ELEMENT": CUDA_TYPES[dtypes[1]],
             "INDEX": CUDA_TYPES[index],
             "WIDTH": width,
             "STORE": store,

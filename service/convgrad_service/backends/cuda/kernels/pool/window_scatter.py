@@ -25,6 +25,8 @@ class WindowScatter:
         """See `Family.why_not`."""
         if work.kind != "routes":
             return "no gradient of maxima"
+        if work.x_dtype not in (None, work.dtype):
+            return "sums of another type"
         form = WindowForm.of(work)
         return why_no_tile(work, form, device) or form.why_not()
 

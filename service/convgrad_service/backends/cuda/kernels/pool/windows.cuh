@@ -49,6 +49,7 @@ struct WindowArgs {
   const void* x;
   void* y;        // or null for maxima
   void* indices;  // or null, except for routes
+  const int* carried;  // maxima: numbers of x's elements, for `indices`; null: their positions
   u64* bad;       // routes: counts invalid indices; null if they are valid by construction
   WindowRange window[3];   // from positions of y to those of x
   WindowRange counted[3];  // sizes of windows: of y, of x (window_sums with WEIGHTED), of routes' x
@@ -185,10 +186,17 @@ __device__ __forceinline__ void store_as(Index* to, const int (&where)[kWidth], 
   }
 }
 
+// `from` is the first position of the planes in x, `to` that of the windows in y.
 template <int kWidth>
-__device__ __forceinline__ void store_positions(const WindowArgs& args, i64 to,
-                                                const int (&where)[kWidth], bool pairs = false) {
+__device__ __forceinline__ void store_positions(const WindowArgs& args, i64 from, i64 to,
+                                                int (&where)[kWidth], bool pairs = false) {
   if (args.indices == nullptr) return;
+  if (args.carried != nullptr) {
+#pragma unroll
+    for (int v = 0; v < kWidth; ++v) {
+      where[v] = args.carried[from + static_cast<i64>(where[v]) * args.inner + v];
+    }
+  }
   if (args.wide_indices) {
     store_as(static_cast<i64*>(args.indices) + to, where, pairs);
   } else {
