@@ -218,7 +218,7 @@ def window_args(form: WindowForm, width: int, items: Sequence[int]) -> Any:
         args.counted[i] = _range_of(form.counted[i])
         args.by_items[i] = divider_of(items[i])
     args.x_size[:], args.y_size[:] = form.x_size, form.y_size
-    args.inner, args.batch = form.inner, form.batch
+    args.x_plane, args.inner, args.batch = prod(form.x_size), form.inner, form.batch
     vectors = form.inner // width
     args.by_vectors = divider_of(vectors)
     each = vectors * prod(items)

@@ -229,9 +229,9 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
         const Part& part = total.of[p];
         const i64 own = to + p * outputs + position;
 #if MAXIMA
-        const i64 inputs = static_cast<i64>(windows.x_size[0]) * windows.x_size[1] * windows.x_size[2];
         int where[1] = {part.where};
-        store_positions(windows, (box.plane + plane + p) * inputs, own, where);
+        const i64 lead = static_cast<i64>(box.plane + plane + p) * windows.x_plane;
+        store_positions(windows, lead, own, where);
         if (windows.y != nullptr) static_cast<T*>(windows.y)[own] = part.stored;
 #else
         static_cast<T*>(windows.y)[own] = narrow<T>(divided<T>(part.value, by, reciprocal));

@@ -90,7 +90,7 @@ struct Part {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(256, MAXIMA ? 2 : WIDTH == 8 ? 3 : 4)
+extern "C" __global__ void __launch_bounds__(256, MAXIMA ? 2 : WIDTH == 8 || sizeof(T) == 8 ? 3 : 4)
     window_reduce(const __grid_constant__ WindowArgs args) {
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = INNER ? thread / kItems : thread % LANES;

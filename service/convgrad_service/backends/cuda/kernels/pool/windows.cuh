@@ -55,6 +55,7 @@ struct WindowArgs {
   WindowRange counted[3];  // sizes of windows: of y, of x (window_sums with WEIGHTED), of routes' x
   int x_size[3];
   int y_size[3];
+  int x_plane;  // positions of a plane of x
   int inner;
   int batch;
   int chunk;    // items of the batch in a chunk
