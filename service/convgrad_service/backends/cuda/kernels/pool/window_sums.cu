@@ -161,6 +161,7 @@ extern "C" __global__ void __launch_bounds__(128, TAPS > 3 ? 4 : WIDTH == 8 ? 5 
 namespace {
 
 constexpr int kOther = 3 - AXIS;
+constexpr int kLines = TAPS ? LINES : 1, kTaps = TAPS ? TAPS : WEIGHTED ? 1 : 4;
 
 // Adds a line's part of the windows to each window that contains the line.
 __device__ __forceinline__ void add_line(const WindowArgs& args, const S (&part)[WIDTH],
@@ -208,102 +209,79 @@ extern "C" __global__ void __launch_bounds__(128, 4)
   const i64 step[3] = {row * args.x_size[1], row, args.inner};
   const i64 x_plane = step[0] * args.x_size[0];
   const T* const x = static_cast<const T*>(args.x) + item.group * x_plane +
-                     item.vector * WIDTH + start * step[kOther];
+                     item.vector * WIDTH;
   S sum[RUN][WIDTH] = {};
-#if TAPS
-  S weight[TAPS];
+  S weight[kTaps];
 #pragma unroll
-  for (int t = 0; t < TAPS; ++t) {
+  for (int t = 0; t < kTaps; ++t) {
     weight[t] = S(1);
 #if WEIGHTED
-    if (start + t < stop) weight[t] = S(1) / static_cast<S>(window_size(args.counted[kOther], start + t));
+    if (TAPS && start + t < stop) weight[t] /= static_cast<S>(window_size(args.counted[kOther], start + t));
 #endif
   }
 #pragma unroll 1
-  for (int line = line_start[0]; line < line_stop[RUN - 1]; line += LINES) {
+  for (int line = line_start[0]; line < line_stop[RUN - 1]; line += kLines) {
+    S part[kLines][WIDTH] = {};
     for (int i0 = start0; i0 < stop0; ++i0) {
-      Values values[LINES][TAPS];
-#pragma unroll
-      for (int l = 0; l < LINES; ++l) {
-        const T* const from = x + i0 * step[0] + (line + l) * step[AXIS];
-#pragma unroll
-        for (int t = 0; t < TAPS; ++t) {
-          const bool there = line + l < line_stop[RUN - 1] && start + t < stop;
-          values[l][t] = there ? Values::load(from + t * step[kOther]) : Values::zero();
-        }
-      }
       S outer = S(1);
 #if WEIGHTED
-      outer = S(1) / static_cast<S>(window_size(args.counted[0], i0));
+      outer /= static_cast<S>(window_size(args.counted[0], i0));
 #endif
+      for (int first = start; first < (TAPS ? start + 1 : stop); first += kTaps) {
+        Values values[kLines][kTaps];
 #pragma unroll
-      for (int l = 0; l < LINES; ++l) {
-        S part[WIDTH] = {};
+        for (int l = 0; l < kLines; ++l) {
+          const T* const from = x + i0 * step[0] + (line + l) * step[AXIS] + first * step[kOther];
 #pragma unroll
-        for (int t = 0; t < TAPS; ++t) {
-#pragma unroll
-          for (int v = 0; v < WIDTH; ++v) {
-            const S value = widen(values[l][t].at[v]);
-            part[v] = WEIGHTED ? multiply_add(value, weight[t] * outer, part[v]) : part[v] + value;
+          for (int t = 0; t < kTaps; ++t) {
+            const bool there = line + l < line_stop[RUN - 1] && first + t < stop;
+            values[l][t] = there ? Values::load(from + t * step[kOther]) : Values::zero();
           }
         }
-        add_line(args, part, line + l, line_start, line_stop, sum);
-      }
-    }
-  }
-#else
-#pragma unroll 1
-  for (int line = line_start[0]; line < line_stop[RUN - 1]; ++line) {
-    S part[WIDTH] = {};
-    for (int i0 = start0; i0 < stop0; ++i0) {
-      const T* from = x + i0 * step[0] + line * step[AXIS];
-      S outer = S(1);
-#if WEIGHTED
-      outer = S(1) / static_cast<S>(window_size(args.counted[0], i0));
-#pragma unroll 1
-#else
-#pragma unroll 4
-#endif
-      for (int i = start; i < stop; ++i) {
-        S weight = outer;
-#if WEIGHTED
-        weight = outer / static_cast<S>(window_size(args.counted[kOther], i));
-#endif
-        const Values values = Values::load(from);
 #pragma unroll
-        for (int v = 0; v < WIDTH; ++v) {
-          const S value = widen(values.at[v]);
-          part[v] = WEIGHTED ? multiply_add(value, weight, part[v]) : part[v] + value;
+        for (int t = 0; t < kTaps; ++t) {
+          if (!TAPS && first + t >= stop) continue;
+          S own = weight[t] * outer;
+#if WEIGHTED
+          if (!TAPS) own = outer / static_cast<S>(window_size(args.counted[kOther], first + t));
+#endif
+#pragma unroll
+          for (int l = 0; l < kLines; ++l) {
+#pragma unroll
+            for (int v = 0; v < WIDTH; ++v) {
+              const S value = widen(values[l][t].at[v]);
+              part[l][v] = WEIGHTED ? multiply_add(value, own, part[l][v]) : part[l][v] + value;
+            }
+          }
         }
-        from += step[kOther];
+      }
+      // A slice's parts of small windows are added apart, those of others together.
+      if (TAPS || i0 + 1 == stop0) {
+#pragma unroll
+        for (int l = 0; l < kLines; ++l) {
+          add_line(args, part[l], line + l, line_start, line_stop, sum);
+#pragma unroll
+          for (int v = 0; v < WIDTH; ++v) part[l][v] = S(0);
+        }
       }
     }
-    add_line(args, part, line, line_start, line_stop, sum);
   }
-#endif
 
   const i64 y_row = static_cast<i64>(args.y_size[2]) * args.inner;
   const i64 y_step[3] = {y_row * args.y_size[1], y_row, args.inner};
   const i64 y_plane = y_step[0] * args.y_size[0];
   T* const y = static_cast<T*>(args.y) + item.group * y_plane + at[0] * y_step[0] + at[1] * y_step[1] +
                at[2] * y_step[2] + item.vector * WIDTH;
-  S by = static_cast<S>(args.divisor), reciprocal = static_cast<S>(args.reciprocal);
-  S across = S(1);
-  if (args.by_outputs) {
-    across = static_cast<S>(window_size(args.counted[0], at[0])) *
-             static_cast<S>(window_size(args.counted[kOther], at[kOther]));
-  }
 #pragma unroll
   for (int r = 0; r < RUN; ++r) {
     if (r >= run) break;
-    if (args.by_outputs) {
-      by = across * static_cast<S>(window_size(args.counted[AXIS], at[AXIS] + r));
-      reciprocal = S(1) / by;
-    }
+    int own[3] = {at[0], at[1], at[2]};
+    own[AXIS] += r;
+    const DividedBy<T> division(args, own[0], own[1], own[2]);
     Values values;
 #pragma unroll
     for (int v = 0; v < WIDTH; ++v) {
-      values.at[v] = narrow<T>(divided<T>(sum[r][v], by, reciprocal));
+      values.at[v] = narrow<T>(division(sum[r][v]));
     }
     values.store(y + r * y_step[AXIS]);
   }
