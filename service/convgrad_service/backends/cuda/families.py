@@ -66,9 +66,9 @@ from convgrad_service.backends.cuda.kernels.layout.transpose import (
 )
 from convgrad_service.backends.cuda.kernels.pool.max_unpool import MaxUnpool
 from convgrad_service.backends.cuda.kernels.pool.pool_cells import PoolCells
-from convgrad_service.backends.cuda.kernels.pool.pool_line_words import PoolLineWords
 from convgrad_service.backends.cuda.kernels.pool.pool_stages import MaximaByAxes, PoolThroughIndices
 from convgrad_service.backends.cuda.kernels.pool.pool_strips import PoolStrips
+from convgrad_service.backends.cuda.kernels.pool.pool_tiles import PoolTiles
 from convgrad_service.backends.cuda.kernels.pool.window_maxima import WindowMaxima
 from convgrad_service.backends.cuda.kernels.pool.window_planes import WindowPlanes
 from convgrad_service.backends.cuda.kernels.pool.window_reduce import (
@@ -214,9 +214,9 @@ FAMILIES = Families(
     channel_sums=(ChannelSumsKernel(),),
     pool_bwd=(
         PoolCells(),
-        PoolLineWords(),
+        PoolTiles(),
         PoolStrips(),
-        PoolThroughChannelsLast(PoolLineWords(), COPIES),
+        PoolThroughChannelsLast(PoolTiles(), COPIES),
         PoolThroughChannelsLast(PoolStrips(), COPIES),
         PoolThroughIndices(MAXIMA, ROUTES),
     ),

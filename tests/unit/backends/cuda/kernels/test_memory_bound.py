@@ -11,7 +11,7 @@ import pytest
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import chunk_rows
-from convgrad_service.backends.cuda.kernels.pool.pool_line_words import Shape
+from convgrad_service.backends.cuda.kernels.pool.pool_tiles import Shape
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.plans.cuda.program import CudaPlan, Launch
@@ -102,7 +102,7 @@ def test_pool_layers_take_a_fast_kernel(layer: dict[str, Any], dtype: DType, las
     kernel, through, _ = plan.kernel.partition("_through_channels_last")
     overlap = layer["kernel_size"] != layer["stride"]
     if overlap:
-        assert kernel in ("pool_strips", "pool_line_words")
+        assert kernel in ("pool_strips", "pool_tiles")
     else:
         assert kernel == "pool_cells"
     # Overlapping windows are copied around.
@@ -134,7 +134,7 @@ def test_chunks_are_some_of_the_rows(rows: int, work: int) -> None:
 @pytest.mark.parametrize("pad", range(5))
 def test_a_tile_has_all_windows_that_touch_it(kernel: int, pad: int) -> None:
     """Brute force: the windows over a tile, and the positions under those windows, fit the box."""
-    box = Shape.tiled(kernel, 2)
+    box = Shape(kernel, 28, False, DType.BFLOAT16, 8)
     for own in range(0, 4 * box.tile, box.tile):
         first = own + pad - kernel + 1
         touching = [

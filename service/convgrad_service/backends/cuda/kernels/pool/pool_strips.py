@@ -31,20 +31,10 @@ IN_PAIRS, OLDER_ROWS = (9, 0), 4
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a thread computes.
+    """What a thread computes: ``rows`` of its own, of windows of ``kernel`` positions along H and W
+    and ``depth`` along D, where the padding along H is ``phase`` modulo the stride.
 
-    Attributes
-    ----------
-    kernel, stride : int
-        Of a window along H and W.
-    depth : int
-        Of a window along D.
-    rows : int
-        Rows that a thread owns. More of them share more loads, and need more registers.
-    blocks : int
-        Blocks per multiprocessor.
-    phase : int
-        The padding along H modulo ``stride``.
+    More rows share more loads, and need more registers. ``blocks`` are those of a multiprocessor.
     """
 
     kernel: int
@@ -88,18 +78,18 @@ class Shape:
 # By channels in a word.
 SHAPES: Mapping[int, tuple[Shape, ...]] = {
     2: (
-        Shape(2, 1, 1, rows=8, blocks=4),
-        Shape(3, 1, 1, rows=4, blocks=4),
+        Shape(2, 1, 1, rows=8, blocks=3),
+        Shape(3, 1, 1, rows=8, blocks=3),
         Shape(3, 2, 1, rows=4, blocks=5),
         Shape(3, 1, 3, rows=7, blocks=1),
-        Shape(3, 2, 3, rows=6, blocks=1),
+        Shape(3, 2, 3, rows=8, blocks=1),
     ),
     1: (
         Shape(2, 1, 1, rows=8, blocks=4),
         Shape(3, 1, 1, rows=8, blocks=3),
         Shape(3, 2, 1, rows=8, blocks=4),
         Shape(3, 1, 3, rows=7, blocks=1),
-        Shape(3, 2, 3, rows=6, blocks=1),
+        Shape(3, 2, 3, rows=8, blocks=1),
     ),
 }
 

@@ -1,5 +1,5 @@
 // The gradient of max pooling from its input, for overlapping square windows of stride 1, channels
-// last, with a 32-bit word of channels per thread. The host's side is pool_line_words.py.
+// last, with a 32-bit word of channels per thread. The host's side is pool_tiles.py.
 //
 // grad_x[i] = sum of grad[o] over the windows o whose maximum is at i. The maximum of a window is the
 // maximum of its rows' maxima. Its gradient is routed back the same way: to the first row with that
@@ -54,7 +54,7 @@ struct alignas(4 * kPer) Sums {
   }
 };
 
-struct LineWordArgs {
+struct TileArgs {
   const void* x;
   const void* grad;
   void* grad_x;
@@ -73,7 +73,7 @@ struct LineWordArgs {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, blocks_here(BLOCKS))
-    pool_line_words(const __grid_constant__ LineWordArgs args) {
+    pool_tiles(const __grid_constant__ TileArgs args) {
   extern __shared__ __align__(16) unsigned char shared[];
   u32* const slots = reinterpret_cast<u32*>(shared);
 
