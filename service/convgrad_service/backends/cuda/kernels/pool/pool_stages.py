@@ -174,18 +174,18 @@ class PoolThroughIndices:
         )
         found: list[WindowWork] = []
         stages = _stages(whole.windows, whole.dilation)
+        values = whole.x
         for index, stage in enumerate(stages):
             elements = whole.batch * whole.channels * stage.outputs
             narrow = prod(axis.input for axis in stage.windows) <= LARGEST
             index_dtype = DType.INT32 if narrow else DType.INT64
+            indices = chain.workspace(f"indices{index}", elements, index_dtype)
             part = replace(
-                _maxima_of(whole, stage),
-                indices=chain.workspace(f"indices{index}", elements, index_dtype),
-                index_dtype=index_dtype,
-                x=found[-1].y if found else whole.x,
+                _maxima_of(whole, stage), x=values, indices=indices, index_dtype=index_dtype
             )
             if index + 1 < len(stages):
-                part = replace(part, y=chain.workspace(f"values{index}", elements, whole.dtype))
+                values = chain.workspace(f"values{index}", elements, whole.dtype)
+                part = replace(part, y=values)
             found.append(part)
         return found, chain
 
