@@ -62,6 +62,7 @@ POOLS = {
     "stacks_no_padding": Pool(1, 33, (9, 8, 9), 3, 2, 0),
     "stacks_stride_along_d": Pool(1, 64, (10, 6, 7), 3, (3, 1, 1), (1, 0, 1)),
     "stacks_ceil": Pool(1, 32, (6, 12, 12), 3, 2, 0, ceil_mode=True),
+    "stacks_ceil_with_halo": Pool(1, 32, (12, 6, 6), 3, 2, 0, ceil_mode=True),
     # any other windows
     "any_9": Pool(1, 16, (21, 33), 9, 1, 4),
     "any_13_beyond_the_input": Pool(2, 5, (9, 7), 13, 1, 6),
@@ -89,6 +90,7 @@ TAKEN = {  # kernels, channels first and last
     "lines_tiles_5": ("pool_tiles_through_channels_last", "pool_tiles"),
     "stacks": ("pool_strips_through_channels_last", "pool_strips"),
     "stacks_stride_2": ("pool_strips_through_channels_last", "pool_strips"),
+    "stacks_ceil": ("pool_strips_through_channels_last", "pool_strips"),
     "strips_odd_channels": ("pool_strips_through_channels_last", "pool_strips"),
     "cells_smaller": ("pool_cells", "pool_cells"),
     "any_9": ("pool_through_indices", "pool_through_indices"),

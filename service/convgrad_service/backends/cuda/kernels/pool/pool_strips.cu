@@ -13,12 +13,12 @@
 // DEPTH 1: 128 threads; the warps of a block have adjacent tiles along H, whose common rows are in the L1
 // cache. Grid: ceil(threads / 128). Shared memory: none.
 // DEPTH 3: a block processes a stack of planes, one warp each, at most MOST_PLANES; if not all planes of
-// the image fit, the outermost ones are halo. At each step warps exchange, through shared memory, the
+// the image fit, the outermost ones are halo. Planes after the image may have windows centred on them. At
+// each step warps exchange, through shared memory, the
 // maxima of their planes and the gradients of the windows centred on them: two steps of (warps + 4) *
 // windows * 32 * 8 bytes.
 // Relies on its launcher for contiguous channels in whole words, strips and tiles that start at multiples
-// of STRIDE, a padding along H that is PHASE modulo STRIDE, windows centred on planes of the input, and an
-// image's extent below 2^31 bytes. Deterministic, no atomics, sums in float32.
+// of STRIDE, a padding along H that is PHASE modulo STRIDE, and an image's extent below 2^31 bytes. Deterministic, no atomics, sums in float32.
 #include "pool/pool_words.cuh"
 
 using namespace convgrad;
@@ -40,6 +40,11 @@ constexpr int kPlane = kWindows * 32;  // what a warp exchanges
 static_assert(DEPTH == 1 || DEPTH == 3, "a window's centre is a plane");
 static_assert(ROWS % STRIDE == 0 && kReached < 32, "rows are bits of a word");
 static_assert(kReached + MOST_PLANES <= 127, "NaN has so many keys");
+
+// Rounds down.
+__device__ __forceinline__ int by_stride(int position) {
+  return (position < 0 ? position - STRIDE + 1 : position) / STRIDE;
+}
 
 struct StripArgs {
   const void* x;
@@ -95,16 +100,16 @@ extern "C" __global__ void __launch_bounds__(DEPTH == 1 ? 128 : 32 * MOST_PLANES
   const int window_d = (d - args.centre) / args.plane_step;
   const bool there = word < args.words && d >= 0 && d < args.x_size[0];
   const bool owned = there && warp >= args.halo && warp < args.halo + args.planes;
-  const bool centred = there && window_d * args.plane_step + args.centre == d && d >= args.centre &&
-                       window_d < args.y_size[0];
+  const bool centred = word < args.words && d >= args.centre && window_d < args.y_size[0] &&
+                       window_d * args.plane_step + args.centre == d;
 #endif
 
   const int h0 = static_cast<int>(tile) * ROWS, w0 = static_cast<int>(strip) * args.strip;
   const int w1 = min(w0 + args.strip, args.x_size[2]);
-  const int p0 = h0 / STRIDE + args.pad[0] / STRIDE + kFirstWindow;
+  const int p0 = h0 / STRIDE + by_stride(args.pad[0]) + kFirstWindow;
   // The first window that overlaps column w0: ceil((w0 + pad - (KERNEL - 1)) / STRIDE).
-  const int q0 = w0 / STRIDE + (args.pad[1] + KERNEL * (STRIDE - 1) + STRIDE) / STRIDE - KERNEL;
-  const int q1 = (w1 - 1 + args.pad[1]) / STRIDE;
+  const int q0 = w0 / STRIDE + by_stride(args.pad[1] - KERNEL + STRIDE);
+  const int q1 = by_stride(w1 - 1 + args.pad[1]);
   const int one = opaque_one(args.words);
   // Strides in bytes.
   const int x_row = static_cast<int>(args.x_stride[2] * kBytes);

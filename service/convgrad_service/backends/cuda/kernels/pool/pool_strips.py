@@ -117,9 +117,8 @@ class PoolStrips:
         if image_elements(work) * work.dtype.itemsize >= 2**31:
             return "an image of more than 2^31 bytes"
         if shape.depth > 1:
-            centre, last = _centres(work)
-            if centre < 0 or last >= work.input[0]:
-                return "windows whose middle plane is outside the input"
+            if _centre(work) < 0:
+                return "windows centred before the first plane"
             if _words(work) < LANES // 2:
                 return f"{work.channels} channels fill less than half of a warp"
         elif work.stride[0] != 1 or work.pad[0] != 0 or work.input[0] != work.output[0]:
@@ -141,8 +140,8 @@ class PoolStrips:
         args.words, args.groups = _words(work), ceil_div(_words(work), LANES)
         args.x_size[:], args.y_size[:], args.pad[:] = work.input, work.output, work.pad[1:]
         args.planes, args.halo = _planes(work)
-        args.plane_step, args.centre = work.stride[0], _centres(work)[0]
-        args.stacks = ceil_div(work.input[0], args.planes)
+        args.plane_step, args.centre = work.stride[0], _centre(work)
+        args.stacks = ceil_div(_extent(work), args.planes)
         args.tiles = ceil_div(work.input[1], shape.rows)
         args.strip = _strip(work, shape, device)
         args.strips = ceil_div(work.input[2], args.strip)
@@ -214,18 +213,22 @@ def _words(work: PoolWork) -> int:
     return work.channels // channels_per_word(work)
 
 
-def _centres(work: PoolWork) -> tuple[int, int]:
-    """Return the middle planes of the first and the last window along D."""
-    first = (work.kernel[0] - 1) // 2 - work.pad[0]
-    return first, first + (work.output[0] - 1) * work.stride[0]
+def _centre(work: PoolWork) -> int:
+    """Return the middle plane of the first window along D."""
+    return (work.kernel[0] - 1) // 2 - work.pad[0]
+
+
+def _extent(work: PoolWork) -> int:
+    """Return the planes of the input, and after it to the last middle one of a window."""
+    return max(work.input[0], _centre(work) + (work.output[0] - 1) * work.stride[0] + 1)
 
 
 def _planes(work: PoolWork) -> tuple[int, int]:
     """Return the planes that a block owns, and those of halo on each side: none if all fit."""
     if work.kernel[0] == 1:
         return 1, 0
-    if work.input[0] <= MOST_PLANES:
-        return work.input[0], 0
+    if _extent(work) <= MOST_PLANES:
+        return _extent(work), 0
     halo = work.kernel[0] - 1
     return MOST_PLANES - 2 * halo, halo
 
@@ -235,7 +238,7 @@ def _lines(work: PoolWork, shape: Shape) -> int:
     tiles = ceil_div(work.input[1], shape.rows)
     if shape.depth == 1:
         return work.batch * work.input[0] * tiles * _words(work)
-    stacks = ceil_div(work.input[0], _planes(work)[0])
+    stacks = ceil_div(_extent(work), _planes(work)[0])
     return work.batch * stacks * ceil_div(_words(work), LANES) * tiles
 
 
