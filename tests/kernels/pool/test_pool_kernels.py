@@ -12,9 +12,11 @@ from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.problems import problem_from
+from convgrad_service.problems.pieces import run_in_pieces
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.support.kernels.harness import answers, check, with_layouts
-from tests.support.numerics.arrays import DTYPES, draw, integers, request_arrays, rng_for
+from tests.support.kernels.harness import answers, check, problem_and_tensors, with_layouts
+from tests.support.numerics.arrays import DTYPES, draw, integers, normals, request_arrays, rng_for
+from tests.support.numerics.bounds import assert_same_bits
 from tests.support.numerics.cases import Case, maxpool_bwd, maxpool_fwd
 from tests.support.numerics.geometries import Pool
 from tests.support.numerics.oracle import expected
@@ -79,6 +81,18 @@ POOLS = {
     "channels_32_3d": Pool(1, 32, (4, 5, 6), 3, 2, 1),
 }
 CASES = [make(name, pool) for name, pool in POOLS.items() for make in (maxpool_fwd, maxpool_bwd)]
+IN_PIECES = (
+    "strips_stride_2",
+    "strips_no_padding",
+    "lines_28",
+    "lines_tiles_5",
+    "stacks_with_halo",
+    "stacks_stride_2",
+    "stacks_ceil",
+    "any_9",
+    "any_7_stride_2",
+    "any_3d_5",
+)
 TAKEN = {  # kernels, channels first and last
     "cells": ("pool_cells", "pool_cells"),
     "cells_3d": ("pool_cells", "pool_cells"),
@@ -126,6 +140,19 @@ def test_every_backend(backend: Backend, seed: int, case: Case, dtype: str, odd:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_emulated(seed: int, case: Case, odd: bool) -> None:
     _compare(EmulatedBackend(FAMILIES), seed, case, "bfloat16", odd=odd)
+
+
+@pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+@pytest.mark.parametrize("name", IN_PIECES)
+def test_emulated_pieces_are_the_whole(seed: int, name: str) -> None:
+    """Rows of a gradient do not depend on what is computed with them."""
+    backend, case = EmulatedBackend(FAMILIES), maxpool_bwd(name, POOLS[name])
+    tensors = draw(case, rng_for(seed, name), DTYPES["float32"], normals)
+    for layout in with_layouts(case.ndim, grouped=False)[-2:]:
+        problem, arrays = problem_and_tensors(case, tensors, layout)
+        whole = backend.run(problem, arrays).outputs
+        found = run_in_pieces(problem, arrays, 5, lambda p, t: backend.run(p, t).outputs)
+        assert_same_bits(found["grad_input"], whole["grad_input"], f"seed {seed}, {name} {layout}")
 
 
 @pytest.mark.parametrize("name", TAKEN)
