@@ -71,10 +71,7 @@ from convgrad_service.backends.cuda.kernels.pool.pool_strips import PoolStrips
 from convgrad_service.backends.cuda.kernels.pool.pool_tiles import PoolTiles
 from convgrad_service.backends.cuda.kernels.pool.window_maxima import WindowMaxima
 from convgrad_service.backends.cuda.kernels.pool.window_planes import WindowPlanes
-from convgrad_service.backends.cuda.kernels.pool.window_reduce import (
-    WindowReduce,
-    WindowReduceMaxima,
-)
+from convgrad_service.backends.cuda.kernels.pool.window_reduce import WindowReduce
 from convgrad_service.backends.cuda.kernels.pool.window_routes import WindowRoutes
 from convgrad_service.backends.cuda.kernels.pool.window_scatter import WindowScatter
 from convgrad_service.backends.cuda.kernels.pool.window_sums import WindowSums
@@ -195,7 +192,7 @@ FUSED = (
 )
 
 # Maxima over windows, and their gradients from indices.
-MAXIMA = (WindowReduceMaxima(), WindowPlanes(), WindowMaxima())
+MAXIMA = (WindowReduce(), WindowPlanes(), WindowMaxima())
 ROUTES = (WindowScatter(), WindowRoutes())
 
 FAMILIES = Families(
@@ -221,10 +218,9 @@ FAMILIES = Families(
         PoolThroughIndices(MAXIMA, ROUTES),
     ),
     windows=(
+        MaximaByAxes(MAXIMA),
         WindowReduce(),
         WindowTiles(),
-        MaximaByAxes(MAXIMA),
-        WindowReduceMaxima(),
         WindowPlanes(),
         WindowSums(),
         WindowMaxima(),

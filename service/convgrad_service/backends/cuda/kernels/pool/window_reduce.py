@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import product
 from math import prod
 
 from convgrad.dtypes import FLOATING, DType
@@ -20,7 +21,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import WindowWork
 
-__all__ = ["WindowReduce", "WindowReduceMaxima"]
+__all__ = ["WindowReduce"]
 
 BLOCK = 256
 # With smaller windows one thread per window is faster; with more overlap, sums of lines are.
@@ -35,85 +36,63 @@ ENOUGH_THREADS = 1024
 
 
 class WindowReduce:
-    """Averages over large windows with little overlap."""
+    """Averages over large windows with little overlap, and maxima of few of these."""
 
     name = "window_reduce"
 
     def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
-        if work.kind != "sums":
-            return "no average"
+        if work.kind == "routes":
+            return "a gradient of maxima"
         form = WindowForm.of(work)
         if form.varying == "inputs":
             return "a gradient whose windows differ in size"
-        if form.most_window < LEAST_WINDOW:
-            return f"windows of fewer than {LEAST_WINDOW} positions"
-        if form.overlap > MOST_OVERLAP:
-            return f"positions in more than {MOST_OVERLAP} windows"
-        if not (form.last or form.one_line or form.most_window > LEAST_OF_LINES):
-            return f"windows of lines, and at most {LEAST_OF_LINES} positions"
-        return form.why_not()
-
-    def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
-        form = WindowForm.of(work)
-        width = _along(form, work.dtype)
-        return Fragment(self.name, (_launch(work, form, _lanes(form, width), width),))
-
-    def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
-        return [
-            _instance(dtype, width, last, lanes, maxima=False)
-            for dtype in FLOATING
-            for last, width, lanes in _variants(dtype, maxima=False)
-        ]
-
-
-class WindowReduceMaxima:
-    """Maxima of large windows with little overlap, with or without indices."""
-
-    name = "window_reduce_maxima"
-
-    def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
-        if work.kind != "maxima":
-            return "no maxima"
-        form = WindowForm.of(work)
         if form.dilated:
             return "dilated"
         if form.most_window < LEAST_WINDOW:
             return f"windows of fewer than {LEAST_WINDOW} positions"
         if form.overlap > MOST_OVERLAP:
             return f"positions in more than {MOST_OVERLAP} windows"
+        large = form.last or form.one_line or form.most_window > LEAST_OF_LINES
+        if work.kind == "sums" and not large:
+            return f"windows of lines, and at most {LEAST_OF_LINES} positions"
+        # Of maxima, the order does not matter.
         threads = form.batch * prod(form.y_size) * (form.inner // form.width(work.dtype))
-        if form.last and threads >= ENOUGH_THREADS * device.multiprocessors:
+        busy = form.last and threads >= ENOUGH_THREADS * device.multiprocessors
+        if work.kind == "maxima" and busy:
             return "as many windows as keep the device busy"
         return form.why_not()
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        form = WindowForm.of(work)
-        return Fragment(self.name, (_launch(work, form, _lanes(form)),))
+        form, maxima = WindowForm.of(work), work.kind == "maxima"
+        along = 1 if maxima else _along(form, work.dtype)
+        lanes, width = _lanes(form, along), form.width(work.dtype)
+        args = window_args(form, width, form.y_size)
+        across = ceil_div(most_positions(form.windows[2]), along)
+        args.lanes_log = min(lanes.bit_length() - 1, (across - 1).bit_length())
+        args.wide_indices = work.index_dtype is DType.INT64
+        launch = Launch(
+            _instance(work.dtype, max(width, along), form.last, lanes, maxima=maxima),
+            window_grid(args, BLOCK // lanes),
+            (BLOCK, 1, 1),
+            pack(args, x=work.x, y=work.y, indices=work.indices, carried=work.carried),
+        )
+        return Fragment(self.name, (launch,))
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
-        return [
-            _instance(dtype, width, last, lanes, maxima=True)
-            for dtype in FLOATING
-            for last, width, lanes in _variants(dtype, maxima=True)
-        ]
+        for dtype in FLOATING:
+            wide = CHUNK_BYTES // dtype.itemsize
+            along = [2**log for log in range(wide.bit_length())]
+            for maxima in (False, True):
+                for width, lanes in product((1,) if maxima else along, LANES):
+                    yield _instance(dtype, width, False, lanes, maxima=maxima)
+                for width, lanes in product(widths(dtype), LANES_LAST):
+                    yield _instance(dtype, width, True, lanes, maxima=maxima)
 
 
-def _variants(dtype: DType, *, maxima: bool) -> list[tuple[bool, int, int]]:
-    wide = CHUNK_BYTES // dtype.itemsize
-    along = () if maxima else tuple(2**log for log in range(1, wide.bit_length()))
-    return [
-        *((False, width, lanes) for width in (1, *along) for lanes in LANES),
-        *((True, width, lanes) for width in widths(dtype) for lanes in LANES_LAST),
-    ]
-
-
-def _lanes(form: WindowForm, width: int = 1) -> int:
+def _lanes(form: WindowForm, width: int) -> int:
     """Return the threads of a window: at least four positions, or eight vectors, for each."""
     choices = LANES_LAST if form.last else LANES
     each = 4 if form.last else 8 * width
@@ -131,22 +110,6 @@ def _along(form: WindowForm, dtype: DType) -> int:
     while any(extent % width for extent in (axis.input, axis.step, axis.uniform_size)):
         width //= 2
     return width
-
-
-def _launch(work: WindowWork, form: WindowForm, lanes: int, along: int = 1) -> Launch:
-    """Return the launch; ``along`` positions form a vector with channels first."""
-    width = form.width(work.dtype)
-    args = window_args(form, width, form.y_size)
-    across = ceil_div(most_positions(form.windows[2]), along)
-    width = max(width, along)
-    args.lanes_log = min(lanes.bit_length() - 1, (across - 1).bit_length())
-    args.wide_indices = work.index_dtype is DType.INT64
-    return Launch(
-        _instance(work.dtype, width, form.last, lanes, maxima=work.kind == "maxima"),
-        window_grid(args, BLOCK // lanes),
-        (BLOCK, 1, 1),
-        pack(args, x=work.x, y=work.y, indices=work.indices, carried=work.carried),
-    )
 
 
 def _instance(dtype: DType, width: int, last: bool, lanes: int, *, maxima: bool) -> Instance:
