@@ -83,7 +83,7 @@ class MaxUnpool:
                 for kind in ("scatter", "gather")
                 for dtype in FLOATING
                 for index in INDEX
-                for last in (False, True)
+                for last in ((False, True) if kind == "scatter" else (False,))
             ),
         ]
 
@@ -141,7 +141,7 @@ def _instance(kind: str, dtype: DType, index: DType, last: bool) -> Instance:
         {
             "ELEMENT": CUDA_TYPES[dtype],
             "INDEX": CUDA_TYPES[index],
-            "INNER": int(last),
+            "INNER": int(last and kind == "scatter"),
             "SCATTER": int(kind == "scatter"),
         },
     )

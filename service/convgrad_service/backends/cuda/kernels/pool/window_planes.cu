@@ -145,8 +145,6 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
   const int groups = (box.planes + kTogether - 1) / kTogether;
   const int items = groups * args.tile[0] * runs * args.tile[2];
   const i64 outputs = static_cast<i64>(windows.y_size[0]) * windows.y_size[1] * windows.y_size[2];
-  [[maybe_unused]] S by = static_cast<S>(windows.divisor);
-  [[maybe_unused]] S reciprocal = static_cast<S>(windows.reciprocal);
   for (int item = static_cast<int>(threadIdx.x); item < items; item += kBoxThreads) {
     const int above = divide(item, args.by_tile[2]), at2 = item - above * args.tile[2];
     const int outer = divide(above, args.by_tile[1]), at1 = (above - outer * runs) * windows.run;
@@ -175,13 +173,6 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
     const int end = min(at1 + windows.run, box.count[1]);
     int position = (o0 * windows.y_size[1] + box.base[1] + at1) * windows.y_size[2] + o2;
     const i64 to = (box.plane + plane) * outputs;
-#if !MAXIMA
-    S across = S(1);
-    if (windows.by_outputs) {
-      across = static_cast<S>(window_size<SIMPLE>(windows.counted[0], o0)) *
-               static_cast<S>(window_size<SIMPLE>(windows.counted[2], o2));
-    }
-#endif
 #if LINES
     Parts kept[LINES];
     int next = 0;
@@ -218,10 +209,7 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
       }
 #endif
 #if !MAXIMA
-      if (windows.by_outputs) {
-        by = across * static_cast<S>(window_size<SIMPLE>(windows.counted[1], box.base[1] + i));
-        reciprocal = S(1) / by;
-      }
+      const DividedBy<T, SIMPLE> division(windows, o0, box.base[1] + i, o2);
 #endif
 #pragma unroll
       for (int p = 0; p < kTogether; ++p) {
@@ -234,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
         store_positions(windows, lead, own, where);
         if (windows.y != nullptr) static_cast<T*>(windows.y)[own] = part.stored;
 #else
-        static_cast<T*>(windows.y)[own] = narrow<T>(divided<T>(part.value, by, reciprocal));
+        static_cast<T*>(windows.y)[own] = narrow<T>(division(part.value));
 #endif
       }
     }

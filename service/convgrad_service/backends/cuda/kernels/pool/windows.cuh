@@ -120,14 +120,14 @@ __device__ __forceinline__ S divided(S sum, S by, S reciprocal) {
 }
 
 // The divisor of a window of y, and its reciprocal.
-template <class T>
+template <class T, bool kWhole = false>
 struct DividedBy {
   using S = ElementAccumulator<T>;
   S by, reciprocal;
   __device__ __forceinline__ DividedBy(const WindowArgs& args, int o0, int o1, int o2) {
     if (args.by_outputs) {
-      by = static_cast<S>(window_size(args.counted[0], o0)) * static_cast<S>(window_size(args.counted[1], o1)) *
-           static_cast<S>(window_size(args.counted[2], o2));
+      by = static_cast<S>(window_size<kWhole>(args.counted[0], o0)) * static_cast<S>(window_size<kWhole>(args.counted[1], o1)) *
+           static_cast<S>(window_size<kWhole>(args.counted[2], o2));
       reciprocal = S(1) / by;
     } else {
       by = static_cast<S>(args.divisor);
