@@ -80,7 +80,7 @@ SHAPES: Mapping[int, tuple[Shape, ...]] = {
     2: (
         Shape(2, 1, 1, rows=8, blocks=3),
         Shape(3, 1, 1, rows=8, blocks=3),
-        Shape(3, 2, 1, rows=4, blocks=5),
+        Shape(3, 2, 1, rows=6, blocks=4),
         Shape(3, 1, 3, rows=7, blocks=1),
         Shape(3, 2, 3, rows=8, blocks=1),
     ),
@@ -182,8 +182,13 @@ StripArgs = structure("pool/pool_strips.cu", "StripArgs")
 
 
 def channels_per_word(work: PoolWork) -> int:
-    """Return the channels of a thread: as many as fill 32 bits, or one."""
+    """Return the channels of a thread: as many as fill 32 bits, or one.
+
+    Windows with a depth have a warp for each plane, which few channels do not fill.
+    """
     per = 4 // work.dtype.itemsize
+    if work.kernel[0] > 1 and work.channels < per * LANES // 2:
+        return 1
     sides = (work.source, work.input), (work.x, work.input), (work.y, work.output)
     whole = all(
         in_words(operand, (work.batch, *size), work.channels, per) for operand, size in sides

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
-from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
@@ -152,7 +151,6 @@ class Tile:
         """Return the arguments of a launch."""
         args = BoxArgs()
         args.windows = window_args(form, 1, form.y_size)
-        args.wide_indices = work.index_dtype is DType.INT64
         args.tile[:], args.box[:], args.tiles[:] = self.size, self.box, self.tiles(form)
         args.planes, args.run = self.planes, self.run(work)
         args.whole, args.by_lines = self.whole, self.by_lines

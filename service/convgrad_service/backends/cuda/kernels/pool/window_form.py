@@ -232,7 +232,6 @@ def window_args(form: WindowForm, width: int, items: Sequence[int]) -> Any:
     args.chunk = max(1, min(form.batch, (LARGEST - 2**16) // each))
     args.threads = args.chunk * each
     args.dilation[:], args.dilated = form.dilation, form.dilated
-    args.one_line = form.one_line
     args.by_outputs = form.varying == "outputs"
     args.divisor, args.reciprocal = form.divisor, 1.0 / form.divisor
     return args

@@ -211,15 +211,23 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
 #if !MAXIMA
       const DividedBy<T, SIMPLE> division(windows, o0, box.base[1] + i, o2);
 #endif
+#if MAXIMA
+      if (windows.carried != nullptr) {
+#pragma unroll
+        for (int p = 0; p < kTogether; ++p) {
+          if (plane + p >= box.planes) break;
+          const i64 lead = static_cast<i64>(box.plane + plane + p) * windows.x_plane;
+          total.of[p].where = windows.carried[lead + total.of[p].where];
+        }
+      }
+#endif
 #pragma unroll
       for (int p = 0; p < kTogether; ++p) {
         if (plane + p >= box.planes) break;
         const Part& part = total.of[p];
         const i64 own = to + p * outputs + position;
 #if MAXIMA
-        int where[1] = {part.where};
-        const i64 lead = static_cast<i64>(box.plane + plane + p) * windows.x_plane;
-        store_positions(windows, lead, own, where);
+        if (windows.indices != nullptr) static_cast<INDEX*>(windows.indices)[own] = part.where;
         if (windows.y != nullptr) static_cast<T*>(windows.y)[own] = part.stored;
 #else
         static_cast<T*>(windows.y)[own] = narrow<T>(division(part.value));

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from convgrad.dtypes import FLOATING, DType
+from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.pool.window_box import BOX_BLOCK, Tile, why_no_tile
@@ -44,7 +44,7 @@ class WindowPlanes:
         if tile is None:
             raise ValueError("windows that do not fit into shared memory")
         launch = Launch(
-            _instance(work.dtype, *_variant(work, form)),
+            _instance(work.dtype, work.index_dtype, *_variant(work, form)),
             (tile.blocks(form), 1, 1),
             (BOX_BLOCK, 1, 1),
             pack(
@@ -61,11 +61,14 @@ class WindowPlanes:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(dtype, shape, simple, maxima, weighted)
+            _instance(dtype, index, shape, simple, maxima, weighted)
             for dtype in FLOATING
             for shape in (*SHAPES, ANY)
             for simple in (True, False)
-            for maxima, weighted in ((True, False), (False, False), (False, True))
+            for index, maxima, weighted in (
+                *((index, True, False) for index in INDEX),
+                *((DType.INT64, False, weighted) for weighted in (False, True)),
+            )
         ]
 
 
@@ -80,12 +83,13 @@ def _variant(work: WindowWork, form: WindowForm) -> tuple[tuple[int, int], bool,
 
 
 def _instance(
-    dtype: DType, shape: tuple[int, int], simple: bool, maxima: bool, weighted: bool
+    dtype: DType, index: DType, shape: tuple[int, int], simple: bool, maxima: bool, weighted: bool
 ) -> Instance:
     return Instance.of(
         "pool/window_planes.cu",
         {
             "ELEMENT": CUDA_TYPES[dtype],
+            "INDEX": CUDA_TYPES[index],
             "LINES": shape[0],
             "TAPS": shape[1],
             "SIMPLE": int(simple),

@@ -31,8 +31,6 @@ MOST_OVERLAP = 4
 LEAST_OF_LINES = 128
 LANES = (8, 16, 32, 256)
 LANES_LAST = (8, 16, 32)
-# Threads that keep a multiprocessor busy, for maxima.
-ENOUGH_THREADS = 1024
 
 
 class WindowReduce:
@@ -54,13 +52,10 @@ class WindowReduce:
         if form.overlap > MOST_OVERLAP:
             return f"positions in more than {MOST_OVERLAP} windows"
         large = form.last or form.one_line or form.most_window > LEAST_OF_LINES
-        if work.kind == "sums" and not large:
+        if not large:
             return f"windows of lines, and at most {LEAST_OF_LINES} positions"
-        # Of maxima, the order does not matter.
-        threads = form.batch * prod(form.y_size) * (form.inner // form.width(work.dtype))
-        busy = form.last and threads >= ENOUGH_THREADS * device.multiprocessors
-        if work.kind == "maxima" and busy:
-            return "as many windows as keep the device busy"
+        if work.kind == "maxima" and form.last and prod(form.y_size) > 1:
+            return "several windows of a plane"
         return form.why_not()
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
@@ -73,7 +68,9 @@ class WindowReduce:
         args.lanes_log = min(lanes.bit_length() - 1, (across - 1).bit_length())
         args.wide_indices = work.index_dtype is DType.INT64
         launch = Launch(
-            _instance(work.dtype, max(width, along), form.last, lanes, maxima=maxima),
+            _instance(
+                work.dtype, max(width, along), form.last, lanes, form.one_line, maxima=maxima
+            ),
             window_grid(args, BLOCK // lanes),
             (BLOCK, 1, 1),
             pack(args, x=work.x, y=work.y, indices=work.indices, carried=work.carried),
@@ -85,11 +82,11 @@ class WindowReduce:
         for dtype in FLOATING:
             wide = CHUNK_BYTES // dtype.itemsize
             along = [2**log for log in range(wide.bit_length())]
-            for maxima in (False, True):
+            for maxima, line in product((False, True), (False, True)):
                 for width, lanes in product((1,) if maxima else along, LANES):
-                    yield _instance(dtype, width, False, lanes, maxima=maxima)
+                    yield _instance(dtype, width, False, lanes, line, maxima=maxima)
                 for width, lanes in product(widths(dtype), LANES_LAST):
-                    yield _instance(dtype, width, True, lanes, maxima=maxima)
+                    yield _instance(dtype, width, True, lanes, line, maxima=maxima)
 
 
 def _lanes(form: WindowForm, width: int) -> int:
@@ -112,7 +109,9 @@ def _along(form: WindowForm, dtype: DType) -> int:
     return width
 
 
-def _instance(dtype: DType, width: int, last: bool, lanes: int, *, maxima: bool) -> Instance:
+def _instance(
+    dtype: DType, width: int, last: bool, lanes: int, line: bool, *, maxima: bool
+) -> Instance:
     return Instance.of(
         "pool/window_reduce.cu",
         {
@@ -120,6 +119,7 @@ def _instance(dtype: DType, width: int, last: bool, lanes: int, *, maxima: bool)
             "WIDTH": width,
             "INNER": int(last),
             "LANES": lanes,
+            "LINE": int(line),
             "MAXIMA": int(maxima),
         },
     )

@@ -5,8 +5,8 @@
 // them, bit by bit. It is a gather without atomics, in the order of the windows.
 // If `bad` is given, bad[MOVE] is increased by the number of windows whose index is not in them: all
 // windows less those that a position matches.
-// Windows with a dilation are those of all positions between their taps, and only `bad` tells these apart:
-// an index of a maximum is a tap.
+// Windows with a dilation are those of all positions between their taps. With DILATED, an index that is
+// none of these does not match.
 // A thread computes SPAN adjacent positions along the last axis, in WIDTH adjacent elements of `inner`,
 // and reads each window that contains any of them once. If `inner` is 1, it stores STORE adjacent
 // positions at once. Block: 128 threads; shared memory: 4 bytes. Deterministic.
@@ -129,8 +129,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
             low = max(0, window_start(args.counted[2], o2) - column);
             high = min(columns, window_stop(args.counted[2], o2) - column);
           }
-          const auto is_tap = [&](int at) {
-            if (!args.dilated || args.bad == nullptr) return true;
+          const auto is_tap = [&]([[maybe_unused]] int at) {
+            if (!DILATED) return true;
             return window_reach(args.counted[0], o0, item.at[0]) % args.dilation[0] == 0 &&
                    window_reach(args.counted[1], o1, item.at[1]) % args.dilation[1] == 0 &&
                    window_reach(args.counted[2], o2, column + at) % args.dilation[2] == 0;

@@ -61,11 +61,15 @@ def routes(work: WindowWork, bad: str | None = None, *, moves: bool = False) -> 
     """
     form = WindowForm.of(work)
     source = work.x_dtype or work.dtype
-    width = form.width(source, work.dtype)
-    store = 1 if form.inner > 1 else gcd(form.y_size[2], SPAN, CHUNK_BYTES // work.dtype.itemsize)
-    args = window_args(form, width, (*form.y_size[:2], ceil_div(form.y_size[2], SPAN)))
+    # Whether an index that is not a tap must be found.
+    dilated = form.dilated and bad is not None
+    width = 1 if dilated else form.width(source, work.dtype)
+    span = 1 if form.windows[2].is_identity or dilated else SPAN
+    most = CHUNK_BYTES // work.dtype.itemsize
+    store = 1 if form.inner > 1 else gcd(form.y_size[2], span, most)
+    args = window_args(form, width, (*form.y_size[:2], ceil_div(form.y_size[2], span)))
     return Launch(
-        _instance((source, work.dtype), work.index_dtype, (width, store), moves),
+        _instance((source, work.dtype), work.index_dtype, (width, store, span), moves, dilated),
         window_grid(args, BLOCK),
         (BLOCK, 1, 1),
         pack(args, x=work.x, y=work.y, indices=work.indices, bad=bad),
@@ -83,16 +87,22 @@ def routes_instances(*, moves: bool) -> list[Instance]:
     found = []
     for source, dtype, index in dtypes:
         most = CHUNK_BYTES // dtype.itemsize
-        vectors = [(width, 1) for width in widths(source, dtype)]
-        vectors += [(1, store) for store in (2, 4) if store <= most]
-        found += [_instance((source, dtype), index, vector, moves) for vector in vectors]
+        vectors = [(width, 1, span) for width in widths(source, dtype) for span in (1, SPAN)]
+        vectors += [(1, store, SPAN) for store in (2, 4) if store <= most]
+        found += [_instance((source, dtype), index, vector, moves, False) for vector in vectors]
+        if source is dtype and not moves:
+            found.append(_instance((source, dtype), index, (1, 1, 1), moves, True))
     return found
 
 
 def _instance(
-    dtypes: tuple[DType, DType], index: DType, vector: tuple[int, int], moves: bool
+    dtypes: tuple[DType, DType],
+    index: DType,
+    vector: tuple[int, int, int],
+    moves: bool,
+    dilated: bool,
 ) -> Instance:
-    width, store = vector
+    width, store, span = vector
     return Instance.of(
         "pool/window_routes.cu",
         {
@@ -101,7 +111,8 @@ def _instance(
             "INDEX": CUDA_TYPES[index],
             "WIDTH": width,
             "STORE": store,
-            "SPAN": SPAN,
+            "SPAN": span,
             "MOVE": int(moves),
+            "DILATED": int(dilated),
         },
     )

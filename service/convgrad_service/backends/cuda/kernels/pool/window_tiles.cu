@@ -11,6 +11,7 @@
 // Channels first: WIDTH adjacent positions of a row, in all rows of their windows, in TOGETHER planes.
 // With EACH every window has as many positions of a row, of which WIDTH is a multiple, and windows are
 // loaded as vectors; 0 for any.
+// JOINED, of planes with one window: WIDTH adjacent elements of all planes, which are contiguous.
 // Block: 128 threads; shared memory: none. Deterministic: nothing is added. Relies on its launcher for
 // the grid (chunks of the batch along y) and aligned vectors.
 // Index limits: planes and a chunk's threads below 2^31; offsets in 64 bits.
@@ -93,6 +94,41 @@ __device__ __forceinline__ void load_windows(const TilesArgs& args, i64 at, Give
 
 }  // namespace
 
+#if JOINED
+extern "C" __global__ void __launch_bounds__(128)
+    window_tiles(const __grid_constant__ TilesArgs args) {
+  const int thread = static_cast<int>(blockIdx.x) * 128 + static_cast<int>(threadIdx.x);
+  const i64 first = static_cast<i64>(blockIdx.y) * args.chunk;
+  const int plane = args.tile[2];
+  const i64 end = min(static_cast<i64>(args.chunk), args.batch - first) * plane;
+  const i64 element = static_cast<i64>(thread) * WIDTH;
+  if (element >= end) return;
+  int image = divide(static_cast<int>(element), args.by_tile);
+  int position = static_cast<int>(element) - image * plane;
+  const T* const x = static_cast<const T*>(args.x) + first;
+  Given now = {x[image]};
+  Values values;
+#pragma unroll
+  for (int e = 0; e < WIDTH; ++e) {
+    if (position == plane) {
+      position = 0;
+      ++image;
+      if (first + image < args.batch) now.value = x[image];
+    }
+    values.at[e] = now.at(args, position);
+    ++position;
+  }
+  T* const y = static_cast<T*>(args.y) + first * plane + element;
+  if (element + WIDTH <= end) {
+    values.store(y);
+    return;
+  }
+#pragma unroll
+  for (int e = 0; e < WIDTH; ++e) {
+    if (element + e < end) y[e] = values.at[e];
+  }
+}
+#else
 extern "C" __global__ void __launch_bounds__(128)
     window_tiles(const __grid_constant__ TilesArgs args) {
   const int thread = static_cast<int>(blockIdx.x) * 128 + static_cast<int>(threadIdx.x);
@@ -126,6 +162,7 @@ extern "C" __global__ void __launch_bounds__(128)
   }
   const int row = min(item.at[0], args.x_size[0] - 1) * args.x_size[1] +
                   min(item.at[1], args.x_size[1] - 1);
+  const i64 inner = INNER ? args.inner : 1;
   const i64 sources = static_cast<i64>(args.x_size[0]) * args.x_size[1] * args.x_size[2];
   const i64 from = first * sources + static_cast<i64>(row) * args.x_size[2];
   // All loads first, because of their latency.
@@ -134,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(128)
   for (int p = 0; p < TOGETHER; ++p) {
     const i64 plane = from + min(p, planes - 1) * sources;
     if constexpr (INNER || EACH) {
-      load_windows(args, (plane + window[0]) * args.inner + item.vector * (INNER ? WIDTH : 0), found[p]);
+      load_windows(args, (plane + window[0]) * inner + (INNER ? item.vector * WIDTH : 0), found[p]);
     } else {
 #pragma unroll
       for (int e = 0; e < kWindows; ++e) {
@@ -157,8 +194,8 @@ extern "C" __global__ void __launch_bounds__(128)
 
   const int columns =
       INNER ? min(min(args.part, args.tile[2] - before), args.y_size[2] - column) : 1;
-  const i64 plane = static_cast<i64>(args.y_size[0]) * args.y_size[1] * args.y_size[2] * args.inner;
-  T* const y = static_cast<T*>(args.y) + first * plane + item.vector * (INNER ? WIDTH : 0);
+  const i64 plane = static_cast<i64>(args.y_size[0]) * args.y_size[1] * args.y_size[2] * inner;
+  T* const y = static_cast<T*>(args.y) + first * plane + (INNER ? item.vector * WIDTH : 0);
   const int stop0 = min(args.tile[0], args.y_size[0] - item.at[0] * args.tile[0]);
   const int stop1 = min(args.tile[1], args.y_size[1] - item.at[1] * args.tile[1]);
   for (int i0 = 0; i0 < stop0; ++i0) {
@@ -176,9 +213,10 @@ extern "C" __global__ void __launch_bounds__(128)
           for (int e = 0; e < WIDTH; ++e) {
             values.at[e] = found[p][e / kEach].at(args, position + (INNER ? 0 : e));
           }
-          values.store(y + p * plane + position * args.inner);
+          values.store(y + p * plane + position * inner);
         }
       }
     }
   }
 }
+#endif

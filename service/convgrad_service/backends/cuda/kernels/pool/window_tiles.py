@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd, prod
 from typing import Any
 
@@ -52,16 +52,8 @@ class Tiles:
     tile: tuple[int, ...]
 
     @classmethod
-    def of(cls, form: WindowForm, *, joined: bool = False) -> Tiles | None:
-        """Return None if windows overlap, have gaps or differ in size.
-
-        Planes that are one row of one window each make one row together, if ``joined``.
-        """
-        elements = form.batch * prod(form.y_size)
-        if joined and form.is_one_window and elements <= LARGEST - 2**16:
-            extent = form.y_size[2]
-            axis = WindowAxis.sliding(elements, form.batch, extent, extent, 0).transposed()
-            form = replace(form, batch=1, windows=(*form.windows[:2], axis))
+    def of(cls, form: WindowForm) -> Tiles | None:
+        """Return None if windows overlap, have gaps or differ in size."""
         sizes = [_tile_of(axis) for axis in form.windows]
         if form.dilated or form.varying is not None or any(size is None for size in sizes):
             return None
@@ -119,12 +111,14 @@ class WindowTiles:
 def tiles(work: WindowWork, bad: str | None, *, moves: bool = False) -> Launch:
     """Return the launch for work that has `Tiles`; ``moves`` is for max unpooling."""
     form = WindowForm.of(work)
-    found = Tiles.of(form, joined=work.kind == "sums")
+    found, last = Tiles.of(form), form.last
     if found is None:
         raise ValueError("windows that are not adjacent")
-    form, last = found.form, found.form.last
-    width = found.width(work.dtype)
-    each = 0 if last else found.each(width)
+    most = CHUNK_BYTES // work.dtype.itemsize
+    # Planes whose chunks would not start at whole vectors are too large anyway.
+    joined = form.is_one_window and work.kind == "sums" and most <= form.y_size[2] <= LARGEST // 32
+    width = most if joined else found.width(work.dtype)
+    each = 0 if last or joined else found.each(width)
     args = TilesArgs()
     args.tile[:], args.x_size[:], args.y_size[:] = found.tile, form.x_size, form.y_size
     items = [ceil_div(size, tile) for size, tile in zip(form.y_size, found.tile, strict=True)]
@@ -139,18 +133,20 @@ def tiles(work: WindowWork, bad: str | None, *, moves: bool = False) -> Launch:
         args.by_items[i], args.by_size[i] = divider_of(items[i]), divider_of(form.y_size[i])
     args.inner, args.batch = form.inner, form.batch
     args.by_vectors, args.by_tile = divider_of(vectors), divider_of(found.tile[2])
-    threads = vectors * prod(items)
+    threads = form.y_size[2] if joined else vectors * prod(items)
     mode = SPREAD if work.kind == "sums" else MOVE if moves else ROUTE
     lines = prod(found.tile[:2])
-    together = 1 if last else _together(work.dtype, mode, width, each, lines, form.batch)
+    together = 1 if last or joined else _together(work.dtype, mode, width, each, lines)
     batch = ceil_div(form.batch, together)
     args.chunk = min(batch, (LARGEST - 2**16) // threads)
-    args.threads = args.chunk * threads
+    if 16 <= args.chunk < batch:
+        args.chunk -= args.chunk % 16  # chunks of planes start at whole vectors
+    args.threads = ceil_div(args.chunk * threads, width) if joined else args.chunk * threads
     args.divisor, args.reciprocal = form.divisor, 1.0 / form.divisor
     grid = ceil_div(args.threads, BLOCK), ceil_div(batch, args.chunk), parts
     indices = None if mode == SPREAD else work.indices
     return Launch(
-        _instance(work.dtype, work.index_dtype, (last, width, each, together), mode),
+        _instance(work.dtype, work.index_dtype, (last, joined, width, each, together), mode),
         grid,
         (BLOCK, 1, 1),
         pack(args, x=work.x, y=work.y, indices=indices, bad=bad),
@@ -165,22 +161,20 @@ def tiles_instances(*, moves: bool) -> list[Instance]:
         wide = CHUNK_BYTES // dtype.itemsize
         powers = [2**log for log in range(wide.bit_length())]
         for mode, indices in modes:
-            shapes = [(True, width, 0, 1) for width in widths(dtype)]
+            shapes = [(True, False, width, 0, 1) for width in widths(dtype)]
+            if mode == SPREAD:
+                shapes.append((False, True, wide, 0, 1))
             sides = [(width, each) for width in powers for each in (0, *EACH) if width >= each]
             rows = {
-                (*side, _together(dtype, mode, *side, lines, batch))
-                for side in sides
-                for lines, batch in ((1, 1), (1, 2), (2, 2))
+                (*side, _together(dtype, mode, *side, lines)) for side in sides for lines in (1, 2)
             }
-            shapes += [(False, *row) for row in sorted(rows)]
+            shapes += [(False, False, *row) for row in sorted(rows)]
             found += [_instance(dtype, index, shape, mode) for index in indices for shape in shapes]
     return found
 
 
-def _together(dtype: DType, mode: int, width: int, each: int, lines: int, batch: int) -> int:
+def _together(dtype: DType, mode: int, width: int, each: int, lines: int) -> int:
     """Return the planes of a thread that computes rows of windows of so many lines."""
-    if batch == 1 and mode == SPREAD:
-        return 1
     chunks = width * dtype.itemsize == CHUNK_BYTES
     streams = chunks and each > 0 and dtype.itemsize > 2
     if mode == SPREAD:
@@ -188,14 +182,17 @@ def _together(dtype: DType, mode: int, width: int, each: int, lines: int, batch:
     return 1 if streams and lines > 1 else TOGETHER
 
 
-def _instance(dtype: DType, index: DType, shape: tuple[bool, int, int, int], mode: int) -> Instance:
-    last, width, each, together = shape
+def _instance(
+    dtype: DType, index: DType, shape: tuple[bool, bool, int, int, int], mode: int
+) -> Instance:
+    last, joined, width, each, together = shape
     return Instance.of(
         "pool/window_tiles.cu",
         {
             "ELEMENT": CUDA_TYPES[dtype],
             "INDEX": CUDA_TYPES[index],
             "INNER": int(last),
+            "JOINED": int(joined),
             "WIDTH": width,
             "MODE": mode,
             "EACH": each,

@@ -62,7 +62,6 @@ struct WindowArgs {
   int threads;  // in a chunk
   Divider by_vectors, by_items[3];  // of threads: along inner and y's axes
   int wide_indices;  // maxima: of 64 bits, else of 32
-  int one_line;      // whether windows have positions along the last axis only
   int by_outputs;                   // whether y's sums are divided by `counted`, else by `divisor`
   int lanes_log;  // log2: of a window's lanes along its last axis, of a line's or a row's threads
   int run;        // positions of y of a thread along an axis
