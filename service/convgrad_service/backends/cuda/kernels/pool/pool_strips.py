@@ -17,9 +17,9 @@ from convgrad_service.plans.cuda.device import (
     with_shared_bytes,
 )
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
-from convgrad_service.plans.cuda.works import Operand, PoolWork
+from convgrad_service.plans.cuda.works import PoolWork
 
-__all__ = ["DTYPES", "PoolStrips", "Shape", "channels_per_word", "in_words"]
+__all__ = ["DTYPES", "PoolStrips", "Shape"]
 
 BLOCK, LANES = 128, 32
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
@@ -148,7 +148,7 @@ class PoolStrips:
         args.threads = _lines(work, shape) * args.strips
         warps = args.planes + 2 * args.halo
         launch = Launch(
-            shape.instance(work.dtype, channels_per_word(work)),
+            shape.instance(work.dtype, _channels_per_word(work)),
             _grid(work, shape, device),
             (BLOCK if shape.depth == 1 else LANES * warps, 1, 1),
             pack(args, x=work.source, grad=work.y, grad_x=work.x),
@@ -170,7 +170,7 @@ class PoolStrips:
 
     def _shape(self, work: PoolWork, device: CudaDevice) -> Shape | None:
         depth, *kernel = work.kernel
-        for shape in self._shapes[channels_per_word(work)]:
+        for shape in self._shapes[_channels_per_word(work)]:
             same = kernel == [shape.kernel] * 2 and work.stride[1:] == (shape.stride,) * 2
             if same and depth == shape.depth:
                 own = _older(shape) if device.capability < IN_PAIRS else shape
@@ -181,33 +181,14 @@ class PoolStrips:
 StripArgs = structure("pool/pool_strips.cu", "StripArgs")
 
 
-def channels_per_word(work: PoolWork) -> int:
+def _channels_per_word(work: PoolWork) -> int:
     """Return the channels of a thread: as many as fill 32 bits, or one.
 
     Windows with a depth have a warp for each plane, which few channels do not fill.
     """
     per = 4 // work.dtype.itemsize
-    if work.kernel[0] > 1 and work.channels < per * LANES // 2:
-        return 1
-    sides = (work.source, work.input), (work.x, work.input), (work.y, work.output)
-    whole = all(
-        in_words(operand, (work.batch, *size), work.channels, per) for operand, size in sides
-    )
-    return per if whole else 1
-
-
-def in_words(operand: Operand, extents: tuple[int, ...], channels: int, per: int) -> bool:
-    """Whether a position's channels are contiguous, aligned, whole words."""
-    n, _, c, *rest = operand.strides
-    return (
-        c == 1
-        and channels % per == 0
-        and all(
-            stride % per == 0
-            for stride, extent in zip((n, *rest), extents, strict=True)
-            if extent > 1
-        )
-    )
+    fills = work.kernel[0] == 1 or work.channels >= per * LANES // 2
+    return per if fills and work.channels % per == 0 else 1
 
 
 def _older(shape: Shape) -> Shape:
@@ -215,7 +196,7 @@ def _older(shape: Shape) -> Shape:
 
 
 def _words(work: PoolWork) -> int:
-    return work.channels // channels_per_word(work)
+    return work.channels // _channels_per_word(work)
 
 
 def _centre(work: PoolWork) -> int:
