@@ -24,9 +24,8 @@ struct CellArgs {
   const void* x;
   const void* grad;
   void* grad_x;
-  i64 x_stride[5];  // N C D H W, in elements
+  i64 x_stride[5];  // N C D H W, in elements; of grad_x too
   i64 grad_stride[5];
-  i64 grad_x_stride[5];
   i64 threads;
   int vectors;  // along the channels: of channels, or channels
   int x_size[3];
@@ -87,9 +86,9 @@ extern "C" __global__ void __launch_bounds__(128)
   for (int dim = 0; dim < 3; ++dim) {
     first[dim] = static_cast<int>(at[dim]) * stride[dim] - (ALONG ? 0 : args.pad[dim]);
   }
-  const T* const x = static_cast<const T*>(args.x) + index * args.x_stride[0] + c * args.x_stride[1];
-  T* const grad_x =
-      static_cast<T*>(args.grad_x) + index * args.grad_x_stride[0] + c * args.grad_x_stride[1];
+  const i64 lead = index * args.x_stride[0] + c * args.x_stride[1];
+  const T* const x = static_cast<const T*>(args.x) + lead;
+  T* const grad_x = static_cast<T*>(args.grad_x) + lead;
   const auto inside = [&](int d, int h) {
     return d >= 0 && d < args.x_size[0] && h >= 0 && h < args.x_size[1];
   };
@@ -148,9 +147,9 @@ extern "C" __global__ void __launch_bounds__(128)
     for (int b = 0; b < stride[1]; ++b) {
       const int d = first[0] + a, h = first[1] + b;
       if (!inside(d, h)) continue;
-      T* const to = grad_x + (d * static_cast<int>(args.grad_x_stride[2]) +
-                              h * static_cast<int>(args.grad_x_stride[3]) +
-                              first[2] * static_cast<int>(args.grad_x_stride[4]));
+      T* const to = grad_x + (d * static_cast<int>(args.x_stride[2]) +
+                              h * static_cast<int>(args.x_stride[3]) +
+                              first[2] * x_step);
       const bool reached = a < kernel[0] && b < kernel[1];
       const int tap = (a * kernel[1] + b) * kernel[2];
       if constexpr (ALONG) {
@@ -169,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(128)
           for (int v = 0; v < WIDTH; ++v) {
             if (reached && s < kernel[2] && best[v] == tap + s) routed.at[v] = grad.at[v];
           }
-          routed.store(to + s * static_cast<int>(args.grad_x_stride[4]));
+          routed.store(to + s * x_step);
         }
       }
     }

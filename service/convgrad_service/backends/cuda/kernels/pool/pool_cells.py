@@ -36,14 +36,14 @@ CellArgs = structure("pool/pool_cells.cu", "CellArgs")
 
 def fill_strides(args: Any, work: PoolWork, first: int) -> None:
     """Fill in the strides of N and of the axes from ``first`` on, of a gradient from the input."""
-    for field, operand in (("x", work.source), ("grad", work.y), ("grad_x", work.x)):
+    for field, operand in (("x", work.x), ("grad", work.y)):
         strides = (operand.strides[0], *operand.strides[first:])
         getattr(args, f"{field}_stride")[:] = strides
 
 
 def image_elements(work: PoolWork) -> int:
     """Return the end of the offsets in a channel of an image, of the largest tensor."""
-    operands = [(work.x, work.input), (work.source, work.input), (work.y, work.output)]
+    operands = [(work.x, work.input), (work.y, work.output)]
     return max(
         sum(stride * extent for stride, extent in zip(operand.strides[3:], size, strict=True))
         for operand, size in operands

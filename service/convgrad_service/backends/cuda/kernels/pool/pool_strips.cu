@@ -50,9 +50,8 @@ struct StripArgs {
   const void* x;
   const void* grad;
   void* grad_x;
-  i64 x_stride[4];  // N D H W, in elements
+  i64 x_stride[4];  // N D H W, in elements; of grad_x too
   i64 grad_stride[4];
-  i64 grad_x_stride[4];
   i64 threads;  // DEPTH 1
   int words;    // of channels
   int groups;   // of 32 words
@@ -116,8 +115,6 @@ extern "C" __global__ void __launch_bounds__(DEPTH == 1 ? 128 : 32 * MOST_PLANES
   const int x_step = static_cast<int>(args.x_stride[3] * kBytes);
   const int grad_row = static_cast<int>(args.grad_stride[2] * kBytes);
   const int grad_step = static_cast<int>(args.grad_stride[3] * kBytes);
-  const int out_row = static_cast<int>(args.grad_x_stride[2] * kBytes);
-  const int out_step = static_cast<int>(args.grad_x_stride[3] * kBytes);
   // Addresses of the first row read and the first row of windows; may be outside.
   const char* const x =
       reinterpret_cast<const char*>(static_cast<const T*>(args.x) + n * args.x_stride[0] +
@@ -128,9 +125,9 @@ extern "C" __global__ void __launch_bounds__(DEPTH == 1 ? 128 : 32 * MOST_PLANES
                                     window_d * args.grad_stride[1] + word * PER) +
       static_cast<i64>(p0) * grad_row;
   char* const grad_x =
-      reinterpret_cast<char*>(static_cast<T*>(args.grad_x) + n * args.grad_x_stride[0] +
-                              d * args.grad_x_stride[1] + word * PER) +
-      static_cast<i64>(h0) * out_row;
+      reinterpret_cast<char*>(static_cast<T*>(args.grad_x) + n * args.x_stride[0] +
+                              d * args.x_stride[1] + word * PER) +
+      static_cast<i64>(h0) * x_row;
   // Valid rows: of those read, of windows, and of this thread's own.
   const int top = h0 + kFirstRow;
   const u32 x_rows = there ? bits_between(-top, min(args.x_size[1] - top, kReached)) : 0;
@@ -281,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(DEPTH == 1 ? 128 : 32 * MOST_PLANES
 #pragma unroll
         for (int i = 0; i < STRIDE; ++i) {
           const u32 rows_here = w + i >= w0 && w + i < w1 ? own_rows : 0;
-          store_rows<W>(rows_here, grad_x + static_cast<i64>(w + i) * out_step, out_row, one,
+          store_rows<W>(rows_here, grad_x + static_cast<i64>(w + i) * x_step, x_row, one,
                         sums[(base + i) % KERNEL]);
         }
       }

@@ -58,9 +58,8 @@ struct TileArgs {
   const void* x;
   const void* grad;
   void* grad_x;
-  i64 x_stride[4];  // N D H W, in elements
+  i64 x_stride[4];  // N D H W, in elements; of grad_x too
   i64 grad_stride[4];
-  i64 grad_x_stride[4];
   int channel_tiles;
   int planes;      // in an image
   int x_size[2];   // H W
@@ -215,10 +214,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, blocks_here(BLOCKS))
   const bool owned = line < LINES && h >= own_h && h < own_h + TILE && h < args.x_size[0];
   if (!owned) return;
   char* to = reinterpret_cast<char*>(
-      static_cast<T*>(args.grad_x) + n * args.grad_x_stride[0] + d * args.grad_x_stride[1] +
-      channel + static_cast<i64>(h) * args.grad_x_stride[2] +
-      static_cast<i64>(box_w) * args.grad_x_stride[3]);
-  const int step = static_cast<int>(args.grad_x_stride[3] * kBytes);
+      static_cast<T*>(args.grad_x) + n * args.x_stride[0] + d * args.x_stride[1] +
+      channel + static_cast<i64>(h) * args.x_stride[2] +
+      static_cast<i64>(box_w) * args.x_stride[3]);
+  const int step = static_cast<int>(args.x_stride[3] * kBytes);
   const int first = kFull ? 0 : own_w - box_w;
   const int last = min(own_w + TILE, args.x_size[1]) - box_w;
   float sums[LINES][kPer];
