@@ -149,12 +149,15 @@ class WindowForm:
         inner = self.inner if self.last else 1
         return next(width for width in widths(*dtypes) if inner % width == 0)
 
-    def why_not(self) -> str | None:
-        """Return why the kernels' 32-bit numbers do not suffice; None if they do."""
+    def why_not(self, width: int = 1) -> str | None:
+        """Return why the kernels' 32-bit numbers do not suffice; None if they do.
+
+        Threads have ``width`` elements of ``inner``.
+        """
         if prod(self.x_size) > LARGEST or prod(self.y_size) > LARGEST:
             return f"a plane of more than {LARGEST} positions"
-        if max(self.batch, self.inner, prod(self.y_size) * self.inner) > LARGEST:
-            return f"more than {LARGEST} images, channels or elements of an image"
+        if max(self.batch, self.inner, prod(self.y_size) * self.inner // width) > LARGEST:
+            return f"more than {LARGEST} images, channels or vectors of an image"
         return None
 
 

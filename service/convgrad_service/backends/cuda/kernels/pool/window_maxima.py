@@ -35,7 +35,8 @@ class WindowMaxima:
         """See `Family.why_not`."""
         if work.kind != "maxima":
             return "no maxima"
-        return WindowForm.of(work).why_not()
+        form = WindowForm.of(work)
+        return form.why_not(form.width(work.dtype))
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""

@@ -41,7 +41,8 @@ class WindowRoutes:
         """See `Family.why_not`."""
         if work.kind != "routes":
             return "no gradient of maxima"
-        return WindowForm.of(work).why_not()
+        form = WindowForm.of(work)
+        return form.why_not(_width(work, form, dilated=form.dilated and work.checked))
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
@@ -60,10 +61,9 @@ def routes(work: WindowWork, bad: str | None = None, *, moves: bool = False) -> 
     ``moves``.
     """
     form = WindowForm.of(work)
-    source = work.x_dtype or work.dtype
     # Whether an index that is not a tap must be found.
     dilated = form.dilated and bad is not None
-    width = 1 if dilated else form.width(source, work.dtype)
+    source, width = work.x_dtype or work.dtype, _width(work, form, dilated=dilated)
     span = 1 if form.windows[2].is_identity or dilated else SPAN
     most = CHUNK_BYTES // work.dtype.itemsize
     store = 1 if form.inner > 1 else gcd(form.y_size[2], span, most)
@@ -74,6 +74,10 @@ def routes(work: WindowWork, bad: str | None = None, *, moves: bool = False) -> 
         (BLOCK, 1, 1),
         pack(args, x=work.x, y=work.y, indices=work.indices, bad=bad),
     )
+
+
+def _width(work: WindowWork, form: WindowForm, *, dilated: bool) -> int:
+    return 1 if dilated else form.width(work.x_dtype or work.dtype, work.dtype)
 
 
 def routes_instances(*, moves: bool) -> list[Instance]:
