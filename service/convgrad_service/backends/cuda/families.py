@@ -196,7 +196,8 @@ FUSED = (
 )
 
 # Maxima over windows, and their gradients from indices.
-MAXIMA = (WindowReduce(), WindowPlanes(), WindowMaxima())
+AT_ONCE = (WindowReduce(), WindowPlanes(), WindowMaxima())
+MAXIMA = (MaximaByAxes(AT_ONCE), *AT_ONCE)
 ROUTES = (WindowScatter(), WindowRoutes())
 
 LAST_GATHERS = (*DENSE, *ODD, GatherTile(), GatherDirect())
@@ -224,7 +225,7 @@ FAMILIES = Families(
         PoolThroughIndices(MAXIMA, ROUTES),
     ),
     windows=(
-        MaximaByAxes(MAXIMA),
+        MaximaByAxes(AT_ONCE),
         WindowReduce(),
         WindowTiles(),
         WindowPlanes(),
