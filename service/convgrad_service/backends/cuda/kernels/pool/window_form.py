@@ -133,12 +133,6 @@ class WindowForm:
         """Whether windows have positions along the last axis only."""
         return self.x_size[:2] == (1, 1)
 
-    @property
-    def is_one_window(self) -> bool:
-        """Whether planes, channels first, are one row, and each position has the same window."""
-        one = prod(self.x_size) == 1 and self.y_size[:2] == (1, 1)
-        return one and not self.last and self.windows[2].is_broadcast
-
     def is_simple(self, *sides: Axes) -> bool:
         """Whether planes have one slice, and windows of these sides slide by whole positions."""
         flat = self.x_size[0] == self.y_size[0] == 1

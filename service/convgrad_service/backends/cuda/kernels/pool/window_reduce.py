@@ -31,6 +31,8 @@ MOST_OVERLAP = 4
 LEAST_OF_LINES = 128
 LANES = (8, 16, 32, 256)
 LANES_LAST = (8, 16, 32)
+# Channels last, maxima of smaller windows have one thread if these are enough for a multiprocessor.
+LARGE_WINDOW, BUSY_THREADS = 256, 64
 
 
 class WindowReduce:
@@ -54,8 +56,11 @@ class WindowReduce:
         large = form.last or form.one_line or form.most_window > LEAST_OF_LINES
         if not large:
             return f"windows of lines, and at most {LEAST_OF_LINES} positions"
-        if work.kind == "maxima" and form.last and prod(form.y_size) > 1:
-            return "several windows of a plane"
+        threads = form.batch * prod(form.y_size) * (form.inner // form.width(work.dtype))
+        busy = threads >= BUSY_THREADS * device.multiprocessors
+        several = prod(form.y_size) > 1 and form.most_window <= LARGE_WINDOW
+        if work.kind == "maxima" and form.last and several and busy:
+            return "as many windows as keep the device busy"
         return form.why_not()
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import gcd, prod
+from math import prod
 from typing import Any
 
 from convgrad.dtypes import FLOATING, INDEX, DType
@@ -34,6 +34,7 @@ __all__ = ["Tiles", "WindowTiles", "tiles", "tiles_instances"]
 BLOCK = 128
 # Positions along the last axis that a thread stores to, channels last.
 PART = 16
+CHANNELS, ROWS, PLANES = 0, 1, 2
 SPREAD, ROUTE, MOVE = 0, 1, 2
 # Positions of a row in a window for which windows are loaded as vectors.
 EACH = (2, 4)
@@ -65,11 +66,20 @@ class Tiles:
         fits = each in EACH and width % each == 0
         return each if fits and self.form.x_size[2] * each == self.form.y_size[2] else 0
 
-    def width(self, dtype: DType) -> int:
-        """Return the elements of a vector."""
-        if self.form.last:
-            return self.form.width(dtype)
-        return gcd(self.form.y_size[2], CHUNK_BYTES // dtype.itemsize)
+    def shape(self, dtype: DType) -> tuple[int, int]:
+        """Return the kind of kernel, and the elements of a vector."""
+        form, most = self.form, CHUNK_BYTES // dtype.itemsize
+        if form.last:
+            return CHANNELS, form.width(dtype)
+        extent = form.y_size[2]
+        # Planes whose chunks would not start at whole vectors are too large anyway.
+        whole = prod(form.x_size) == 1 and self.tile == form.y_size and form.y_size[:2] == (1, 1)
+        if whole and most <= extent <= LARGEST // 32:
+            return PLANES, most
+        width = most
+        while extent % width:
+            width //= 2
+        return ROWS, width
 
 
 def _tile_of(axis: WindowAxis) -> int | None:
@@ -92,11 +102,12 @@ class WindowTiles:
         found = Tiles.of(form)
         if found is None:
             return "windows that overlap, leave gaps or differ in size"
-        if work.kind == "routes" and not form.last:
-            if form.is_one_window:
-                return "one element of each plane"
-            if prod(found.tile[:2]) == 1 and found.width(work.dtype) == 1:
-                return "windows of one line, which has no vectors"
+        kind, width = found.shape(work.dtype)
+        if work.kind == "routes" and kind == PLANES:
+            return "one element of each plane"
+        lines = prod(found.tile[:2]) == 1 and width == 1
+        if work.kind == "routes" and kind == ROWS and lines:
+            return "windows of one line, which has no vectors"
         return form.why_not()
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
@@ -111,19 +122,16 @@ class WindowTiles:
 def tiles(work: WindowWork, bad: str | None, *, moves: bool = False) -> Launch:
     """Return the launch for work that has `Tiles`; ``moves`` is for max unpooling."""
     form = WindowForm.of(work)
-    found, last = Tiles.of(form), form.last
+    found = Tiles.of(form)
     if found is None:
         raise ValueError("windows that are not adjacent")
-    most = CHUNK_BYTES // work.dtype.itemsize
-    # Planes whose chunks would not start at whole vectors are too large anyway.
-    joined = form.is_one_window and work.kind == "sums" and most <= form.y_size[2] <= LARGEST // 32
-    width = most if joined else found.width(work.dtype)
-    each = 0 if last or joined else found.each(width)
+    kind, width = found.shape(work.dtype)
+    each = found.each(width) if kind == ROWS else 0
     args = TilesArgs()
     args.tile[:], args.x_size[:], args.y_size[:] = found.tile, form.x_size, form.y_size
     items = [ceil_div(size, tile) for size, tile in zip(form.y_size, found.tile, strict=True)]
-    vectors, parts = form.inner // width if last else 1, 1
-    if last:
+    vectors, parts = form.inner // width if kind == CHANNELS else 1, 1
+    if kind == CHANNELS:
         args.part = min(PART, found.tile[2])
         parts = ceil_div(found.tile[2], args.part)
     else:
@@ -133,20 +141,22 @@ def tiles(work: WindowWork, bad: str | None, *, moves: bool = False) -> Launch:
         args.by_items[i], args.by_size[i] = divider_of(items[i]), divider_of(form.y_size[i])
     args.inner, args.batch = form.inner, form.batch
     args.by_vectors, args.by_tile = divider_of(vectors), divider_of(found.tile[2])
-    threads = form.y_size[2] if joined else vectors * prod(items)
+    threads = form.y_size[2] if kind == PLANES else vectors * prod(items)
     mode = SPREAD if work.kind == "sums" else MOVE if moves else ROUTE
     lines = prod(found.tile[:2])
-    together = 1 if last or joined else _together(work.dtype, mode, width, each, lines)
+    together = _together(work.dtype, mode, width, each, lines) if kind == ROWS else 1
     batch = ceil_div(form.batch, together)
     args.chunk = min(batch, (LARGEST - 2**16) // threads)
     if 16 <= args.chunk < batch:
         args.chunk -= args.chunk % 16  # chunks of planes start at whole vectors
-    args.threads = ceil_div(args.chunk * threads, width) if joined else args.chunk * threads
+    args.threads = args.chunk * threads
+    if kind == PLANES:
+        args.threads = ceil_div(args.threads, width)
     args.divisor, args.reciprocal = form.divisor, 1.0 / form.divisor
     grid = ceil_div(args.threads, BLOCK), ceil_div(batch, args.chunk), parts
     indices = None if mode == SPREAD else work.indices
     return Launch(
-        _instance(work.dtype, work.index_dtype, (last, joined, width, each, together), mode),
+        _instance(work.dtype, work.index_dtype, (kind, width, each, together), mode),
         grid,
         (BLOCK, 1, 1),
         pack(args, x=work.x, y=work.y, indices=indices, bad=bad),
@@ -161,14 +171,14 @@ def tiles_instances(*, moves: bool) -> list[Instance]:
         wide = CHUNK_BYTES // dtype.itemsize
         powers = [2**log for log in range(wide.bit_length())]
         for mode, indices in modes:
-            shapes = [(True, False, width, 0, 1) for width in widths(dtype)]
-            if mode == SPREAD:
-                shapes.append((False, True, wide, 0, 1))
+            shapes = [(CHANNELS, width, 0, 1) for width in widths(dtype)]
+            if mode != ROUTE:
+                shapes.append((PLANES, wide, 0, 1))
             sides = [(width, each) for width in powers for each in (0, *EACH) if width >= each]
             rows = {
                 (*side, _together(dtype, mode, *side, lines)) for side in sides for lines in (1, 2)
             }
-            shapes += [(False, False, *row) for row in sorted(rows)]
+            shapes += [(ROWS, *row) for row in sorted(rows)]
             found += [_instance(dtype, index, shape, mode) for index in indices for shape in shapes]
     return found
 
@@ -182,17 +192,14 @@ def _together(dtype: DType, mode: int, width: int, each: int, lines: int) -> int
     return 1 if streams and lines > 1 else TOGETHER
 
 
-def _instance(
-    dtype: DType, index: DType, shape: tuple[bool, bool, int, int, int], mode: int
-) -> Instance:
-    last, joined, width, each, together = shape
+def _instance(dtype: DType, index: DType, shape: tuple[int, ...], mode: int) -> Instance:
+    kind, width, each, together = shape
     return Instance.of(
         "pool/window_tiles.cu",
         {
             "ELEMENT": CUDA_TYPES[dtype],
             "INDEX": CUDA_TYPES[index],
-            "INNER": int(last),
-            "JOINED": int(joined),
+            "KIND": kind,
             "WIDTH": width,
             "MODE": mode,
             "EACH": each,
