@@ -3,7 +3,8 @@
 // Averages: y[o] = (sum of x[i] over the window of o) / divisor(o); with WEIGHTED the terms are
 // x[i] / size(i), for gradients of windows that differ in size.
 // MAXIMA: y[o] = the maximum, indices[o] = its flat position in the plane. Of equal maxima the first
-// wins; a NaN wins over any number, and of several NaNs the last.
+// wins; a NaN wins over any number, and of several NaNs the last. With LINES 0, x's elements may have other
+// numbers than their positions.
 //
 // A block computes a tile of y from the box of x that its windows cover (window_box.cuh). A thread
 // computes `run` adjacent positions of y along axis 1 in kTogether planes. If windows have at most
@@ -211,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
 #if !MAXIMA
       const DividedBy<T, SIMPLE> division(windows, o0, box.base[1] + i, o2);
 #endif
-#if MAXIMA
+#if MAXIMA && !LINES
       if (windows.carried != nullptr) {
 #pragma unroll
         for (int p = 0; p < kTogether; ++p) {

@@ -77,7 +77,8 @@ def _variant(work: WindowWork, form: WindowForm) -> tuple[tuple[int, int], bool,
     slices, lines, taps = map(most_positions, form.windows)
     maxima = work.kind == "maxima"
     fitting = (shape for shape in SHAPES if lines <= shape[0] and taps <= shape[1])
-    shape = ANY if maxima and slices > 1 else next(fitting, ANY)
+    whole = maxima and (slices > 1 or work.carried is not None)
+    shape = ANY if whole else next(fitting, ANY)
     simple = form.is_simple(form.windows, form.counted)
     return shape, simple, maxima, form.varying == "inputs"
 
