@@ -65,22 +65,14 @@ from convgrad_service.backends.cuda.kernels.layout.transpose import (
     RowPack,
     Transpose,
 )
-from convgrad_service.backends.cuda.kernels.pool.max_pool import MaxPoolBackward, MaxPoolForward
 from convgrad_service.backends.cuda.kernels.pool.max_unpool import MaxUnpool
-from convgrad_service.backends.cuda.kernels.pool.pool_cell_rows import PoolCellRows
 from convgrad_service.backends.cuda.kernels.pool.pool_cells import PoolCells
-from convgrad_service.backends.cuda.kernels.pool.pool_line_words import PoolLineWords
-from convgrad_service.backends.cuda.kernels.pool.pool_lines import PoolLines
-from convgrad_service.backends.cuda.kernels.pool.pool_separable import PoolSeparable
-from convgrad_service.backends.cuda.kernels.pool.pool_stacks import PoolStacks
+from convgrad_service.backends.cuda.kernels.pool.pool_stages import MaximaByAxes, PoolThroughIndices
 from convgrad_service.backends.cuda.kernels.pool.pool_strips import PoolStrips
-from convgrad_service.backends.cuda.kernels.pool.pool_windows import PoolWindows
+from convgrad_service.backends.cuda.kernels.pool.pool_tiles import PoolTiles
 from convgrad_service.backends.cuda.kernels.pool.window_maxima import WindowMaxima
 from convgrad_service.backends.cuda.kernels.pool.window_planes import WindowPlanes
-from convgrad_service.backends.cuda.kernels.pool.window_reduce import (
-    WindowReduce,
-    WindowReduceMaxima,
-)
+from convgrad_service.backends.cuda.kernels.pool.window_reduce import WindowReduce
 from convgrad_service.backends.cuda.kernels.pool.window_routes import WindowRoutes
 from convgrad_service.backends.cuda.kernels.pool.window_scatter import WindowScatter
 from convgrad_service.backends.cuda.kernels.pool.window_sums import WindowSums
@@ -217,6 +209,11 @@ FUSED = (
     FusedThroughChannelsLast(HopperSeparable(), COPIES),
 )
 
+# Maxima over windows, and their gradients from indices.
+AT_ONCE = (WindowReduce(), WindowPlanes(), WindowMaxima())
+MAXIMA = (MaximaByAxes(AT_ONCE), *AT_ONCE)
+ROUTES = (WindowScatter(), WindowRoutes())
+
 LAST_GATHERS = (*DENSE, *ODD, GatherTile(), GatherDirect())
 
 FAMILIES = Families(
@@ -233,31 +230,22 @@ FAMILIES = Families(
     ),
     fused=FUSED,
     channel_sums=(ChannelSumsKernel(),),
-    pool_fwd=(PoolWindows(), MaxPoolForward()),
     pool_bwd=(
-        PoolCellRows(),
         PoolCells(),
+        PoolTiles(),
         PoolStrips(),
-        PoolLineWords(),
-        PoolStacks(),
+        PoolThroughChannelsLast(PoolTiles(), COPIES),
         PoolThroughChannelsLast(PoolStrips(), COPIES),
-        PoolThroughChannelsLast(PoolLineWords(), COPIES),
-        PoolThroughChannelsLast(PoolStacks(), COPIES),
-        PoolThroughChannelsLast(PoolLines(), COPIES),
-        PoolLines(),
-        PoolSeparable(),
-        PoolThroughChannelsLast(PoolSeparable(), COPIES),
-        MaxPoolBackward(),
+        PoolThroughIndices(MAXIMA, ROUTES),
     ),
     windows=(
+        MaximaByAxes(AT_ONCE),
         WindowReduce(),
         WindowTiles(),
         WindowPlanes(),
         WindowSums(),
         WindowMaxima(),
-        WindowReduceMaxima(),
-        WindowScatter(),
-        WindowRoutes(),
+        *ROUTES,
     ),
     unpool=(MaxUnpool(),),
     copy=COPIES,
