@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import gcd, prod
+from math import gcd, inf, prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
@@ -56,8 +56,6 @@ SUM = DType.FLOAT32
 THREADS = 256
 # The most channels of a result, by instance.
 CHANNELS = (1, 2, 3, 4, 8)
-# Bytes of columns written and read, over the bytes of the source.
-MOST_TRAFFIC = 2.0
 MAX_PIXELS = 2**31 - THREADS
 
 Col2imArgs = structure("conv/col2im.cu", "Col2imArgs")
@@ -73,7 +71,8 @@ class Col2im:
         narrow: Sequence[Family[ConvWork]],
         wide: Sequence[Family[ConvWork]],
         *,
-        most_traffic: float = MOST_TRAFFIC,
+        most_columns: float = inf,
+        least_gathered_bytes: float = 0.0,
     ) -> None:
         """Create the family.
 
@@ -83,10 +82,13 @@ class Col2im:
             Families for the GEMM of 16-bit types, which write a result in float32.
         wide
             Those for float32.
-        most_traffic
-            The most traffic of the columns, in bytes per byte of the source.
+        most_columns
+            The most columns for each channel of the source.
+        least_gathered_bytes
+            The fewest bytes of the source that an implicit GEMM would read, taps included.
         """
-        self._narrow, self._wide, self._most_traffic = narrow, wide, most_traffic
+        self._narrow, self._wide = narrow, wide
+        self._most_columns, self._least_gathered_bytes = most_columns, least_gathered_bytes
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`. Splitting along N, D or H does not change the answer."""
@@ -105,10 +107,13 @@ class Col2im:
             return "products of pixels between the strides"
         if work.accumulate is not None and work.accumulate.strides != work.result.strides:
             return "accumulate does not lie as the result does"
-        columns_bytes = 2 * work.taps * channels * SUM.itemsize
-        if columns_bytes > self._most_traffic * source * work.dtype.itemsize:
-            return f"{columns_bytes} bytes of columns for each pixel of {source} channels"
-        if max(work.batch * prod(size) for size in work.sizes) > MAX_PIXELS:
+        columns = work.taps * channels
+        if columns > self._most_columns * source:
+            return f"{columns} columns of products with {source} channels"
+        pixels = [work.batch * prod(size) for size in work.sizes]
+        if pixels[0] * work.taps * source * work.dtype.itemsize < self._least_gathered_bytes:
+            return f"{work.taps} taps at {pixels[0]} pixels: an implicit GEMM starts faster"
+        if max(pixels) > MAX_PIXELS:
             return f"more than {MAX_PIXELS} pixels"
         reason = why_not_32bit_positions(work)
         if reason is not None:
@@ -157,8 +162,9 @@ class Col2im:
 class _Gemm:
     """The product of all taps and the source's pixels, and its operands.
 
-    It is a pointwise convolution whose pixels are the taps and whose output channels are the pixels
-    of the source, so that the products of one tap with adjacent pixels are adjacent.
+    It is a pointwise convolution whose result has a plane of pixels for each column. In float32,
+    for which kernels write rows of channels, the taps are its pixels, and the pixels of the source
+    its output channels.
     """
 
     work: ConvWork
@@ -189,13 +195,20 @@ class _Gemm:
         rows, pixels = work.taps * work.channels[1], work.batch * prod(size)
         lead = f"{work.prefix}{work.direction}."
         weight = _weight(work, channels, f"{lead}taps", device)
+        taps = weight.operand
+        read = replace(source.operand, strides=(pixels * pixel, pixel, 1, 0, 0, pixel))
+        columns = Operand(f"{lead}columns", SUM, (rows * pixels, 0, pixels, 0, 0, 1))
+        x, w, outputs, positions = read, taps, rows, pixels
+        if work.dtype is SUM:
+            columns = replace(columns, strides=(rows * pixels, 0, 1, 0, 0, pixels))
+            x, w, outputs, positions = taps, read, pixels, rows
         conv = replace(
             work.conv,
             batch=1,
             in_channels=channels,
-            out_channels=pixels,
-            input_size=(rows,),
-            output_size=(rows,),
+            out_channels=outputs,
+            input_size=(positions,),
+            output_size=(positions,),
             kernel_size=(1,),
             stride=(1,),
             dilation=(1,),
@@ -206,9 +219,9 @@ class _Gemm:
             direction="fwd",
             conv=conv,
             result_dtype=SUM,
-            x=weight.operand,
-            w=replace(source.operand, strides=(pixels * pixel, pixel, 1, 0, 0, 0)),
-            y=Operand(f"{lead}columns", SUM, (rows * pixels, pixels, 1, 0, 0, pixels)),
+            x=x,
+            w=replace(w, strides=(*w.strides[:3], 0, 0, 0)),
+            y=columns,
             accumulate=None,
             bias=None,
             alpha=1.0,
@@ -260,7 +273,7 @@ def _col2im(work: ConvWork, columns: Operand) -> Launch:
         axis.offset, axis.step = (pad, -dilation) if backward else (-pad, dilation)
         axis.tap_step = stride // gcd(stride, dilation)
     args.pixels = work.batch * prod(size)
-    args.column_stride = columns.strides[5]
+    args.column_stride = max(columns.strides[2], columns.strides[5])
     args.channels, args.activation = channels, ACTIVATIONS[work.activation]
     args.alpha, args.beta = work.alpha, work.beta
     pointers = {"columns": columns.buffer, "result": result.buffer}
