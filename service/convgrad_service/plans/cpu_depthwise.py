@@ -22,6 +22,8 @@ SCRATCH_LIMIT_BYTES = 8 * 1024 * 1024
 WEIGHT_LIMIT_BYTES = 1024 * 1024
 # Maximum channel vectors per task, and minimum tile rows of a task with more than one.
 VECTORS, ROWS = 8, 4
+# Target size of the source rows that meet one row of a weight gradient's vectors, for the L1 cache.
+ROWS_BYTES = 48 * 1024
 # The least columns that a tile is cut to.
 LEAST_COLUMNS = 32
 # Maximum splits of a weight gradient's sum, independent of the number of threads.
@@ -88,6 +90,9 @@ def depthwise_tiles(
         return tile
 
     vectors = -(-channels // -(-channels // VECTORS))
+    if weight:
+        rows_bytes = (high[1] - low[1] + 1) * plan.src_size[2] * vector_bytes
+        vectors = max(1, min(vectors, ROWS_BYTES // rows_bytes))
     tile = shrunk(vectors)
     while vectors > 1 and tile[1] < min(extent[1], ROWS):
         vectors //= 2
