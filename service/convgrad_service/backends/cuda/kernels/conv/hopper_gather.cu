@@ -33,6 +33,10 @@
 
 using namespace convgrad;
 
+#ifdef TRACE
+extern "C" __device__ unsigned long long convgrad_trace[132 * 4 * 16] = {};
+#endif
+
 namespace {
 
 constexpr Major kWeights = ACROSS ? kMajorMn : kMajorK;
@@ -110,6 +114,7 @@ __device__ __forceinline__ int mainloop(const HopperGatherArgs& args, const Shar
 #pragma unroll 1
     for (; i < end; ++i) {
       mbarrier_wait(smem.full_barrier(state.index), state.parity);
+      if (i == 0 && threadIdx.x == 128) TRACED(3);
       wgmma_fence();
       const u32 rows = smem.stage(state.index) + first_row * kRowBytes;
       issue_k_tile<mmas.value>(accum, rows, smem.stage(state.index) + kABytes, i > 0);
@@ -148,6 +153,7 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Shar
 #pragma unroll
     for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
     if (steps > 0) release_stage(smem, last);
+    if (threadIdx.x == 128) TRACED(4);
     if constexpr (SPLIT > 1) {
       // The stages are reused for partial sums once no wgmma of the cluster reads them.
       named_barrier_sync(1, CONSUMERS * 128);
@@ -245,12 +251,15 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Shar
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
+extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), BLOCKS)
 #if CLUSTER > 1
     __cluster_dims__(CLUSTER, 1, 1)
 #endif
         hopper_gather(const __grid_constant__ HopperGatherArgs args) {
   extern __shared__ uint4 shared[];
+#ifdef TRACE
+  if (threadIdx.x == 0) trace(0);
+#endif
   SharedLayout smem;
   const u32 padding = -shared_address(shared) & 1023;
   smem.ring = shared_address(shared) + padding;
@@ -258,6 +267,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   smem.barriers = smem.staging + CONSUMERS * kStagingBytes;
   char* const after = reinterpret_cast<char*>(shared) + (smem.barriers - smem.ring) + padding;
   smem.queue = reinterpret_cast<QueuedTile*>(after + kBarriers * 8);
+  smem.tables = smem.barriers + kBarriers * 8 + sizeof(QueuedTile) * kTileQueue;
   const int rank = CLUSTER > 1 ? static_cast<int>(cluster_rank()) : 0;
   smem.row = rank % SHARING, smem.part = rank / SHARING;
   const TileSchedule schedule = {static_cast<int>(blockIdx.x) / CLUSTER,
@@ -293,6 +303,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   } else {
     __syncthreads();
   }
+  if (threadIdx.x == 0) TRACED(1);
   // The scheduler warp reads arguments only.
   if (warp != 2) wait_on_dependent_grids();
   if (threadIdx.x < 128) {
@@ -321,16 +332,19 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
       fence_proxy_async();
       named_barrier_sync(1, CONSUMERS * 128);
       cluster_wait();
+      if (threadIdx.x == 128) TRACED(5);
       Partials::send(smem.ring, smem.reduce_barrier(), smem.part, threadIdx.x - 128);
       GatherTile tile;
       tile_at<BM, BN>(args, schedule.smem(0), schedule.all, tile);
       const Results<T, kMmasM, kFragmentsN> results(args, tile, smem.staging);
       mbarrier_wait(smem.reduce_barrier(), 0);
+      if (threadIdx.x == 128) TRACED(6);
       cluster_arrive();
       results.template store_reduced<BM, BN, SPLIT, CONSUMERS * 128>(smem.ring, smem.part);
       cluster_wait();
     }
   }
+  if (threadIdx.x == 128) TRACED(11);
   // A block must not exit while others of its cluster may still access its shared memory.
   if constexpr (SHARING > 1) cluster_sync();
 }

@@ -5,6 +5,20 @@
 #include "ptx/tma.cuh"
 #include "ptx/pdl.cuh"
 
+#ifdef TRACE
+extern "C" __device__ unsigned long long convgrad_trace[132 * 4 * 16];
+__device__ __forceinline__ void trace(int i) {
+  unsigned long long ns;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+  unsigned long long cycles;
+  asm volatile("mov.u64 %0, %%clock64;" : "=l"(cycles));
+  convgrad_trace[blockIdx.x % 528 * 16 + i] = (ns << 32) | (cycles & 0xffffffff);
+}
+#define TRACED(i) if (true) trace(i)
+#else
+#define TRACED(i)
+#endif
+
 namespace convgrad {
 
 // One dimension of a phase, see hopper_gather.cu. `low` is the first source position.
@@ -43,6 +57,7 @@ struct HopperGatherArgs {
   int slots;          // tiles of a round: of all phases, over pixels and channels
   int channel_tiles;
   int phases;
+  int cluster, owned, stages;  // hopper_gather_single.cu: blocks that split K; SplitKReduce; of the pipeline
   int x_size[3];
   int x_step[3];
   int x_tap[3];
@@ -137,6 +152,9 @@ struct QueuedTile {
   int first_step, end_step;               // SPLIT: this block's range of k-tiles, skipped ones included
   u32 taps[3];                            // bit masks of the taps along D, H and W
   int at[3], image;                       // source coordinates of the first pixel that this block loads
+#if defined(LEAN) && LEAN
+  int kept, first_index, first_chunk;
+#endif
 };
 
 // Warp: the number of k-tiles in [first_step, end_step) whose taps are not skipped.

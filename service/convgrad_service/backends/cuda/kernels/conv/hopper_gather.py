@@ -124,9 +124,9 @@ class HopperGather:
             schedule = replace(schedule, images_first=False)
         planes = stores_planes(work)
         if planes:
-            schedule = replace(schedule, images_first=False, tile=replace(schedule.tile, split=1))
-        if schedule.tile.split > 1 and not may_split(work, axes, device, schedule.tile):
-            schedule = replace(schedule, tile=replace(schedule.tile, split=1))
+            schedule = replace(schedule, images_first=False, tile=replace(schedule.tile, split=1, single=False))
+        if (schedule.tile.split > 1 or schedule.tile.single) and not may_split(work, axes, device, schedule.tile):
+            schedule = replace(schedule, tile=replace(schedule.tile, split=1, single=False))
         tile = schedule.tile
         if tile.pingpong and not (
             may_pingpong(work, axes) and (work.epilogue_free or tile.has_epilogue)
@@ -183,7 +183,9 @@ class HopperGather:
                 sides.source_map(axes, phase, tile, schedule.images_first),
             )
         args.slots = shares * args.channel_tiles
-        blocks = min(tile.clusters(device), args.slots * args.rounds) * tile.cluster
+        if tile.single:
+            args.cluster, args.owned, args.stages = tile.split, tile.owned, stages
+        blocks = args.slots * tile.split if tile.single else min(tile.clusters(device), args.slots * args.rounds) * tile.cluster
         launch = Launch(
             _instance(tile, work.dtype, sides.across, maps, stages, planes, finished),
             (blocks, 1, 1),
@@ -191,6 +193,7 @@ class HopperGather:
             pack_maps(args, given, y=result, accumulate=work.accumulate, bias=work.bias),
             tile.shared_bytes(stages),
             overlaps=bool(sides.steps) or work.follows,
+            cluster=tile.split if tile.single else 1,
         )
         if time_s is None or schedule != chosen:
             time_s = launch_s(expected_s(work, axes, device, schedule))
@@ -256,4 +259,7 @@ def _instance(
     defines = tile.defines(dtype, across, maps, stages, planes)
     if finished:
         defines["EPILOGUE"] = 1
-    return Instance.of("conv/hopper_gather.cu", defines, HOPPER)
+    import os
+    if os.environ.get("TRACE"):
+        defines["TRACE"] = 1
+    return Instance.of("conv/hopper_gather_single.cu" if tile.single else "conv/hopper_gather.cu", defines, HOPPER)

@@ -114,7 +114,8 @@ def may_start_with_images(work: ConvWork, axes: Sequence[Axis]) -> bool:
 
 def may_split(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, tile: HopperTile) -> bool:
     """Return whether all tiles can run at once, one cluster each."""
-    return count_tiles(work, axes, tile) <= tile.clusters(device)
+    waves = 3 if tile.single and tile.split == 1 else 1
+    return count_tiles(work, axes, tile) <= tile.clusters(device) * waves
 
 
 def is_plain(work: ConvWork) -> bool:
@@ -229,6 +230,7 @@ def choose_schedule(
     every = [
         (launch_s(expected_s(work, axes, device, schedule)), schedule)
         for schedule in candidates(work, axes, device)
+        if not (schedule.tile.single or schedule.tile.lean or schedule.tile.blocks > 1)
     ]
     found = sorted(every, key=lambda one: one[0])[:MOST_CORRECTED]
     correction = correction_of("hopper_gather", device)
@@ -299,9 +301,11 @@ def candidates(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Iter
             continue
         if tile.n - written >= 64 and tile.n > 64:
             continue
-        if tile.split > 1:
+        if tile.split > 1 or tile.single:
             if not planes and may_split(work, axes, device, tile):
                 yield Schedule(tile)
+                if tile.single and pads and work.batch >= 4 and may_start_with_images(work, axes):
+                    yield Schedule(tile, True)
             continue
         rounds = 1
         if len(phases) > 1:

@@ -52,11 +52,12 @@ struct SplitReduce {
   }
   // By the consumer threads: one warp for each of the other blocks.
   __device__ __forceinline__ static void send(u32 sums, u32 reduce_barrier, int block, int thread) {
-    const int mode = thread / 32 + 1;
-    if (thread % 32 != 0 || mode >= kBlocks) return;
-    const int other = block + mode < kBlocks ? block + mode : block + mode - kBlocks;
-    bulk_copy_to_peer(partial_address(sums, other, block), sums + first_row(other) * kRowBytes,
-                      partial_bytes(other), reduce_barrier, other);
+    if (thread % 32 != 0) return;
+    for (int mode = thread / 32 + 1; mode < kBlocks; mode += CONSUMERS * 4) {
+      const int other = block + mode < kBlocks ? block + mode : block + mode - kBlocks;
+      bulk_copy_to_peer(partial_address(sums, other, block), sums + first_row(other) * kRowBytes,
+                        partial_bytes(other), reduce_barrier, other);
+    }
   }
   // The address, in block `block`, of its partial tile of block `from`'s sums.
   __device__ __forceinline__ static u32 partial_address(u32 sums, int block, int from) {
@@ -293,6 +294,31 @@ struct Results {
       if (row_start < 0 || channel + column >= args.out_channels) continue;
       const float value = __uint_as_float(ld_shared_u32(staging_address(staging_rows, row, column)));
       static_cast<T*>(args.y)[at] = narrow<T>(finished(value, at, channel + column));
+    }
+  }
+
+  // Finishes and stores eight sums of a pixel, channels `channel` on, of which the first lies at `at`.
+  __device__ __forceinline__ void store_eight(i64 at, int channel, const float (&sums)[8]) const {
+    using Chunk = Vector<T, kChunk>;
+    if (args.wide_stores) {
+#pragma unroll
+      for (int first = 0; first < 8; first += kChunk) {
+        if (channel + first >= args.out_channels) return;
+        Chunk chunk;
+#pragma unroll
+        for (int e = 0; e < kChunk; ++e) {
+          const float sum = sums[first + e];
+          chunk.at[e] = narrow<T>(args.plain && !EPILOGUE ? sum : finished(sum, at + first + e, channel + first + e));
+        }
+        chunk.store(static_cast<T*>(args.y) + at + first);
+      }
+      return;
+    }
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      if (channel + e >= args.out_channels) return;
+      const i64 here = at + e * args.y_stride[2];
+      static_cast<T*>(args.y)[here] = narrow<T>(finished(sums[e], here, channel + e));
     }
   }
 

@@ -35,7 +35,7 @@ MOST_SUMS = 128 * 256
 CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15}
 """Concurrent clusters of an H200 by cluster size, with one block per SM."""
 # Registers per thread of producers and consumers, by the number of consumer warpgroups.
-REGISTERS = {2: (56, 224), 3: (56, 152)}
+REGISTERS = {1: (40, 216), 2: (56, 224), 3: (56, 152)}
 MOST_SUMS_OF_FEW, REGISTERS_OF_MANY = 128 * 160, (40, 232)
 
 
@@ -64,12 +64,18 @@ class HopperTile:
     sharing: int = 1
     split: int = 1
     pingpong: bool = False
+    blocks: int = 1
+    lean: int = 0
+    single: bool = False
 
     def __str__(self) -> str:
         sharing = f"_x{self.sharing}" if self.sharing > 1 else ""
         split = f"_k{self.split}" if self.split > 1 else ""
         way = "a" if self.pingpong else f"w{self.warpgroups}"
-        return f"{self.m}x{self.n}{way}{sharing}{split}"
+        if self.single:
+            way = "s" if self.warpgroups * 64 == min(self.m, 128) else f"s{self.warpgroups}"
+        blocks = (f"_b{self.blocks}" if self.blocks > 1 else "") + ("_lean" if self.lean else "")
+        return f"{self.m}x{self.n}{way}{sharing}{split}{blocks}"
 
     @property
     def cluster(self) -> int:
@@ -110,6 +116,8 @@ class HopperTile:
 
     @property
     def threads(self) -> int:
+        if self.single:
+            return self.warpgroups * WARPGROUP + 64
         return (self.warpgroups + 1) * WARPGROUP
 
     @property
@@ -124,7 +132,7 @@ class HopperTile:
 
     def clusters(self, device: CudaDevice) -> int:
         """Return the number of concurrent clusters, which can leave SMs of a GPC idle."""
-        return device.multiprocessors * CLUSTERS[self.cluster] // MULTIPROCESSORS
+        return self.blocks * (device.multiprocessors * CLUSTERS[self.cluster] // MULTIPROCESSORS)
 
     def weight_rows(self, depth: int | None) -> int:
         """Return the rows of weights that one block loads per k-tile.
@@ -138,20 +146,46 @@ class HopperTile:
     def stages(self, device: CudaDevice) -> int:
         """Return the number of pipeline stages that fit."""
         room = device.shared_bytes_per_block - self.shared_bytes(0)
+        if self.blocks > 1:
+            room = device.shared_bytes_per_multiprocessor // self.blocks - 1024 - self.shared_bytes(0)
         return min(8, room // (self.stage_bytes + 2 * BARRIER_BYTES))
 
     def shared_bytes(self, stages: int) -> int:
         ring = stages * (self.stage_bytes + 2 * BARRIER_BYTES)
+        if self.single:
+            reduce = self.warpgroups * STAGING_BYTES
+            if self.split > 1:
+                reduce = self.split * self.owned * self.warpgroups * 4 * 512
+            return ALIGNMENT + ring + reduce + 16 + 2 * 512
         turns = BARRIER_BYTES * (self.warpgroups if self.pingpong else int(self.split > 1))
-        return ALIGNMENT + ring + self.warpgroups * STAGING_BYTES + QUEUE_BYTES + turns
+        return 2048 * self.lean + ALIGNMENT + ring + self.warpgroups * STAGING_BYTES + QUEUE_BYTES + turns
+
+    @property
+    def owned(self) -> int:
+        return ceil_div(self.m // self.warpgroups // 64 * (self.n // 8), self.split)
 
     def defines(
         self, dtype: DType, across: bool, maps: int, stages: int, planes: bool = False
     ) -> dict[str, object]:
         """Return the preprocessor macros of an instance."""
+        if self.single:
+            return {
+                "ELEMENT": CUDA_TYPES[dtype],
+                "ACROSS": int(across),
+                "MAPS": maps,
+                "BM": self.m,
+                "BN": self.n,
+                "CONSUMERS": self.warpgroups,
+                "SPLIT": int(self.split > 1),
+                "BLOCKS": self.blocks,
+            }
         producer, consumer = REGISTERS[self.warpgroups]
         if self.pingpong and self.m * self.n > MOST_SUMS_OF_FEW:
             producer, consumer = REGISTERS_OF_MANY
+        if self.blocks > 1:
+            pool = 65536 // self.blocks // self.threads // 8 * 8 * (self.warpgroups + 1)
+            producer = 40 if self.warpgroups == 1 else 24
+            consumer = min(232, (pool - producer) // self.warpgroups // 8 * 8)
         return {
             "ELEMENT": CUDA_TYPES[dtype],
             "ACROSS": int(across),
@@ -164,13 +198,15 @@ class HopperTile:
             "SHARING": self.sharing,
             "SPLIT": self.split,
             "STAGES": stages,
+            "BLOCKS": self.blocks,
+            "LEAN": self.lean,
             "PRODUCER_REGISTERS": producer,
             "CONSUMER_REGISTERS": consumer,
             **({"PLANES": 1} if planes else {}),
         }
 
 
-TILES = (
+_OLD = (
     HopperTile(128, 256),
     HopperTile(128, 256, sharing=2),
     HopperTile(256, 128),
@@ -186,6 +222,28 @@ TILES = (
         for m, n in ((192, 128), (128, 128), (128, 160), (256, 64), (128, 64), (256, 32))
     ),
 )
+from convgrad_service.plans.cuda.device import H200 as _H
+def _fits(t):
+    if t.split == 1: return True
+    rows = t.m + (t.split-1)*ceil_div(t.m, t.split)
+    return rows*(t.n+8)*4 <= t.stages(_H)*t.stage_bytes
+from dataclasses import replace as _r
+_NEW = tuple(t for t in (
+    *(HopperTile(64, n, 1, split=split, blocks=blocks) for n, blocks in ((64, 2), (64, 3), (128, 2), (128, 1), (256, 1)) for split in (1, 2, 3, 4, 6, 8)),
+    *(HopperTile(128, n, 2, split=split, blocks=2) for n in (64, 128) for split in (1, 2, 3, 4, 6, 8)),
+) if _fits(t))
+_SINGLE = tuple(
+    HopperTile(m, n, wg, split=split, blocks=blocks, single=True)
+    for m, n, wg, bs in ((64, 64, 1, (1, 2, 3)), (64, 128, 1, (1, 2)), (64, 192, 1, (1,)), (64, 256, 1, (1,)), (128, 64, 2, (1, 2)), (128, 128, 2, (1,2)), (128, 192, 2, (1,)), (128, 256, 2, (1,)), (128, 64, 1, (1,2)), (256, 64, 2, (1,)), (256, 128, 2, (1,)))
+    for blocks in bs for split in (1, 2, 3, 4, 6, 8))
+_SINGLE = tuple(t for t in _SINGLE if t.stages(_H) >= 3 and not (t.split > 1 and t.m*t.n > 128*192))
+import os as _os
+TILES = {
+ "old": _OLD,
+ "new": (*_OLD, *_NEW),
+ "all": (*_OLD, *_SINGLE, *(_r(t, lean=1) for t in _OLD if t.m*t.n <= 128*128)),
+ "all3": (*_OLD, *_NEW, *(_r(t, lean=1) for t in (*_OLD, *_NEW) if t.m*t.n <= 128*128)),
+}[_os.environ.get("C3", "all")]
 """Tile shapes that were the fastest for some layer."""
 
 
