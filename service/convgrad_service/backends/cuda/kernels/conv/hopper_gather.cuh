@@ -5,19 +5,7 @@
 #include "ptx/tma.cuh"
 #include "ptx/pdl.cuh"
 
-#ifdef TRACE
-extern "C" __device__ unsigned long long convgrad_trace[132 * 4 * 16];
-__device__ __forceinline__ void trace(int i) {
-  unsigned long long ns;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
-  unsigned long long cycles;
-  asm volatile("mov.u64 %0, %%clock64;" : "=l"(cycles));
-  convgrad_trace[blockIdx.x % 528 * 16 + i] = (ns << 32) | (cycles & 0xffffffff);
-}
-#define TRACED(i) if (true) trace(i)
-#else
-#define TRACED(i)
-#endif
+#include "core/trace.cuh"
 
 namespace convgrad {
 
@@ -57,7 +45,11 @@ struct HopperGatherArgs {
   int slots;          // tiles of a round: of all phases, over pixels and channels
   int channel_tiles;
   int phases;
-  int cluster, owned, stages;  // hopper_gather_single.cu: blocks that split K; SplitKReduce; of the pipeline
+  // hopper_gather_single.cu: blocks that split K; see SplitKReduce; pipeline stages; shared memory for results;
+  // whether any tile skips taps; the weights, of which each block prefetches `warm_bytes`.
+  int cluster, owned, stages, reduce_bytes, skips;
+  u32 warm_bytes, weight_bytes;
+  const void* weight_data;
   int x_size[3];
   int x_step[3];
   int x_tap[3];

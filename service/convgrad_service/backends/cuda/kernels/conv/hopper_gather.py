@@ -25,6 +25,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
     may_split,
     may_start_with_images,
     pixels_beside,
+    skips_taps,
     stores_planes,
 )
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
@@ -183,14 +184,23 @@ class HopperGather:
                 sides.source_map(axes, phase, tile, schedule.images_first),
             )
         args.slots = shares * args.channel_tiles
+        grid = (min(tile.clusters(device), args.slots * args.rounds) * tile.cluster, 1, 1)
+        weight: Operand | None = None
         if tile.single:
+            grid = (tile.split, args.channel_tiles, shares)
             args.cluster, args.owned, args.stages = tile.split, tile.owned, stages
-        blocks = args.slots * tile.split if tile.single else min(tile.clusters(device), args.slots * args.rounds) * tile.cluster
+            args.reduce_bytes = tile.reduce_bytes
+            args.skips = skips_taps(work, axes, tile, schedule.images_first)
+            size_bytes = sides.weight_bytes
+            if size_bytes < 2**31 and tile.variant != "_cold":
+                weight = sides.w
+                args.weight_bytes = size_bytes // 16 * 16
+                args.warm_bytes = ceil_div(size_bytes, 16 * prod(grid)) * 16
         launch = Launch(
             _instance(tile, work.dtype, sides.across, maps, stages, planes, finished),
-            (blocks, 1, 1),
+            grid,
             (tile.threads, 1, 1),
-            pack_maps(args, given, y=result, accumulate=work.accumulate, bias=work.bias),
+            pack_maps(args, given, weight_data=weight, y=result, accumulate=work.accumulate, bias=work.bias),
             tile.shared_bytes(stages),
             overlaps=bool(sides.steps) or work.follows,
             cluster=tile.split if tile.single else 1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import ROW_BYTES, HopperTile
@@ -60,6 +61,15 @@ class Sides:
     def _dims(self) -> int:
         """Spatial dimensions of the maps."""
         return self.work.conv.ndim
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weight if it has no gaps, else 0."""
+        work = self.work
+        extents = (1, work.out_channels, work.in_channels, *work.kernel)
+        used = [(size, stride) for size, stride in zip(extents, self.w.strides, strict=True) if size > 1]
+        reach = 1 + sum((size - 1) * stride for size, stride in used)
+        return reach * self.w.dtype.itemsize if reach == prod(extents) else 0
 
     def source_map(
         self, axes: Sequence[Axis], phase: Combined, tile: HopperTile, images_first: bool

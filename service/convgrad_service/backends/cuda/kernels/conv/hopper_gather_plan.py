@@ -220,6 +220,23 @@ def _taps_of_tiles(
     )
 
 
+def skips_taps(
+    work: ConvWork, axes: Sequence[Axis], tile: HopperTile, images_first: bool
+) -> bool:
+    """Return whether some tile does not read the source with all taps of its phase."""
+    taps = _taps_of_tiles(tuple(axes), work.batch, tile.pixels, images_first)
+    every = np.concatenate(
+        [
+            np.full(
+                ceil_div(work.batch * prod(along.count for along in phase), tile.pixels),
+                prod(along.taps for along in phase),
+            )
+            for phase in combined(axes)
+        ]
+    )
+    return bool(np.any(taps < every))
+
+
 def choose_schedule(
     work: ConvWork, axes: Sequence[Axis], device: CudaDevice
 ) -> tuple[float, Schedule]:

@@ -38,7 +38,7 @@ constexpr int kBoxBytes = kTileK * kRowBytes;
 constexpr Major kWeights = ACROSS ? kMajorMn : kMajorK;
 constexpr int kConsumers = CONSUMERS * 128, kThreads = kConsumers + 64;
 constexpr int kMaxTaps = 128;
-constexpr u32 kReduceBytes = SPLIT ? 0 : CONSUMERS * kStagingBytes;
+constexpr int kArgumentWords = (sizeof(HopperGatherArgs) - sizeof(TensorMap) * (MAPS + 1)) / 4 - 1;
 using Accumulators = float[kMmasM][kFragmentsN][4];
 using Reduce = SplitKReduce<kMmasM * kFragmentsN, CONSUMERS * 4>;
 
@@ -52,27 +52,60 @@ struct SharedLayout {
   __device__ __forceinline__ u32 full_barrier(int i) const { return barriers + i * 8; }
   __device__ __forceinline__ u32 empty_barrier(int i) const { return barriers + (stages + i) * 8; }
   __device__ __forceinline__ u32 reduce_barrier() const { return barriers + 2 * stages * 8; }
-  __device__ __forceinline__ u32 steps() const { return reduce_barrier() + 8; }
-  __device__ __forceinline__ u32 taps(int producer) const { return steps() + 8 + producer * kMaxTaps * 4; }
+  // The list of k-tiles is complete.
+  __device__ __forceinline__ u32 list_barrier() const { return reduce_barrier() + 8; }
+  __device__ __forceinline__ u32 walk() const { return reduce_barrier() + 16; }
+  __device__ __forceinline__ u32 taps() const { return walk() + 16; }
 };
 
-// The block's k-tiles: `steps` of them, from the tap at `index` of the list of `kept` taps and the chunk of
-// channels `chunk` on; taps are the inner loop.
-struct KTiles {
-  int steps, kept, index, chunk;
+// The tile of a block, and its k-tiles [first, end), numbered with taps as the inner loop.
+struct Place {
+  GatherTile tile;
+  int part;  // rank in the cluster
+  int first, end, taps;
+
+  __device__ __forceinline__ explicit Place(const HopperGatherArgs& args) {
+    part = SPLIT ? static_cast<int>(cluster_rank()) : 0;
+    int phase = 0, row = blockIdx.z;
+    if (MAPS > 1) {
+      while (row >= args.phase[phase].tiles) row -= args.phase[phase++].tiles;
+    }
+    tile = {phase, row * BM, static_cast<int>(blockIdx.y) * BN};
+    const GatherPhase& of = phase_of(args, phase);
+    taps = of.axis[0].taps * of.axis[1].taps * of.axis[2].taps;
+    const int all = (args.in_channels + kTileK - 1) / kTileK * taps;
+    first = 0, end = all;
+    if (SPLIT) {
+      const u32 parts = args.cluster;
+      first = static_cast<u32>(all * part) / parts, end = static_cast<u32>(all * (part + 1)) / parts;
+    }
+  }
 };
 
-// Warp: lists the taps of a tile that are not skipped, t, r and s eight bits each, and finds the k-tiles of
-// part `part` of `parts`.
-__device__ __forceinline__ KTiles list_taps(const HopperGatherArgs& args, const GatherPhase& phase,
-                                            const u32 (&inside)[3], int part, int parts, u32 list) {
-  const int taps1 = phase.axis[1].taps, taps2 = phase.axis[2].taps, lane = threadIdx.x & 31;
-  const int taps = phase.axis[0].taps * taps1 * taps2, chunks = (args.in_channels + kTileK - 1) / kTileK;
-  const int all = chunks * taps, first = SPLIT ? all * part / parts : 0, end = SPLIT ? all * (part + 1) / parts : all;
-  KTiles found = {};
-  if (taps == 0) return found;
-  found.chunk = first / taps;
-  const int end_chunk = end / taps, first_tap = first - found.chunk * taps, end_tap = end - end_chunk * taps;
+// The number of k-tiles after the first one, and where they start: in the list of `kept` taps, and of channels.
+struct Walk {
+  int steps, kept, index, channel;
+};
+
+// Warp: lists the taps that some pixel of the tile reads inside the source, eight bits each for t, r and s,
+// and counts the k-tiles after the first one, which is loaded in any case.
+__device__ __forceinline__ Walk list_taps(const HopperGatherArgs& args, const Place& place, const PixelAt& first,
+                                          u32 list) {
+  const GatherPhase& phase = phase_of(args, place.tile.phase);
+  u32 inside[3] = {~0u, ~0u, ~0u};
+  if (args.skips) {
+    const PixelAt last = pixel_at(phase, min(place.tile.first_pixel + BM, phase.pixels) - 1);
+#pragma unroll
+    for (int d = 0; d < 3; ++d) inside[d] = taps_inside(args, phase, first, last, d);
+  }
+  const u32 taps1 = phase.axis[1].taps, taps2 = phase.axis[2].taps, lane = threadIdx.x & 31;
+  const int taps = place.taps, next = place.first + 1;
+  int chunk = 0, end_chunk = (args.in_channels + kTileK - 1) / kTileK, end_tap = 0, next_tap = 1;
+  if (SPLIT) {
+    chunk = static_cast<u32>(next) / taps, next_tap = next - chunk * taps;
+    end_chunk = static_cast<u32>(place.end) / taps, end_tap = place.end - end_chunk * taps;
+  }
+  Walk walk = {0, 0, 0, 0};
   int below_end = 0;
 #pragma unroll 1
   for (int from = 0; from < taps; from += 32) {
@@ -80,60 +113,38 @@ __device__ __forceinline__ KTiles list_taps(const HopperGatherArgs& args, const 
               r = outer - t * taps1;
     const bool in = tap < taps && (inside[0] >> t & inside[1] >> r & inside[2] >> s & 1);
     const u32 mask = __ballot_sync(~0u, in);
-    if (in) st_shared_u32(list + (found.kept + __popc(mask & ((1u << lane) - 1))) * 4, t | r << 8 | s << 16);
-    found.index += __popc(__ballot_sync(~0u, in && static_cast<int>(tap) < first_tap));
-    below_end += __popc(__ballot_sync(~0u, in && static_cast<int>(tap) < end_tap));
-    found.kept += __popc(mask);
+    if (in) st_shared_u32(list + (walk.kept + __popc(mask & ((1u << lane) - 1))) * 4, t | r << 8 | s << 16);
+    walk.index += __popc(__ballot_sync(~0u, in && static_cast<int>(tap) < next_tap));
+    if (SPLIT) below_end += __popc(__ballot_sync(~0u, in && static_cast<int>(tap) < end_tap));
+    walk.kept += __popc(mask);
   }
-  found.steps = (end_chunk - found.chunk) * found.kept + below_end - found.index;
-  if (found.index == found.kept) found.index = 0, ++found.chunk;
-  __syncwarp();
-  return found;
+  walk.steps = (end_chunk - chunk) * walk.kept + below_end - walk.index;
+  if (walk.index == walk.kept) walk.index = 0, ++chunk;
+  walk.channel = chunk * kTileK;
+  return walk;
 }
 
-struct Place {
-  GatherTile tile;
-  PixelAt first;
-  KTiles k;
-};
-
-// Warp.
-__device__ __forceinline__ Place place_of(const HopperGatherArgs& args, int part, int parts, u32 list) {
-  Place place;
-  tile_at<BM, BN>(args, blockIdx.x / parts, args.slots, place.tile);
-  const GatherPhase& phase = phase_of(args, place.tile.phase);
-  place.first = pixel_at(phase, place.tile.first_pixel);
-  const PixelAt last = pixel_at(phase, min(place.tile.first_pixel + BM, phase.pixels) - 1);
-  u32 inside[3];
-#pragma unroll
-  for (int d = 0; d < 3; ++d) inside[d] = taps_inside(args, phase, place.first, last, d);
-  place.k = list_taps(args, phase, inside, part, parts, list);
-  return place;
-}
-
-// Walks through a block's k-tiles.
-struct Walk {
-  int channel, index, kept;
+// Walks through the list.
+struct Steps {
+  Walk walk;
   u32 list, entry;
-  __device__ __forceinline__ Walk(const KTiles& k, u32 list)
-      : channel(k.chunk * kTileK), index(k.index), kept(k.kept), list(list), entry(ld_shared_u32(list + k.index * 4)) {}
+  __device__ __forceinline__ Steps(const Walk& walk, u32 list)
+      : walk(walk), list(list), entry(ld_shared_u32(list + walk.index * 4)) {}
   __device__ __forceinline__ void next() {
-    if (++index == kept) index = 0, channel += kTileK;
-    entry = ld_shared_u32(list + index * 4);
+    if (++walk.index == walk.kept) walk.index = 0, walk.channel += kTileK;
+    entry = ld_shared_u32(list + walk.index * 4);
   }
 };
 
-template <int kDims, bool kImages>
-__device__ __forceinline__ void load_pixels(const HopperGatherArgs& args, const SharedLayout& smem, u32 to, u32 barrier,
-                                            const TensorMap& map, const int (&at)[4], int channel, int dd, int dh, int dw) {
-  const int n = at[3], d = at[0], h = at[1], w = at[2];
-  // The slowest dimension has no im2col offset: its displacement is added to the coordinate.
-  if constexpr (kDims == 3 && !kImages) tma_load_im2col<3>(to, map, barrier, {channel, w, n}, {dw});
-  if constexpr (kDims == 4 && !kImages) tma_load_im2col<4>(to, map, barrier, {channel, w, h, n}, {dw, dh});
-  if constexpr (kDims == 5 && !kImages) tma_load_im2col<5>(to, map, barrier, {channel, w, h, d, n}, {dw, dh, dd});
-  if constexpr (kDims == 3 && kImages) tma_load_im2col<3>(to, map, barrier, {channel, n, w + dw}, {0});
-  if constexpr (kDims == 4 && kImages) tma_load_im2col<4>(to, map, barrier, {channel, n, w, h + dh}, {0, dw});
-  if constexpr (kDims == 5 && kImages) tma_load_im2col<5>(to, map, barrier, {channel, n, w, h, d + dd}, {0, dw, dh});
+// t, r and s of the block's first k-tile, as in the list, and its channel.
+__device__ __forceinline__ u32 first_entry(const HopperGatherArgs& args, const Place& place, int& channel) {
+  channel = 0;
+  if (!SPLIT) return 0;
+  const GatherPhase& phase = phase_of(args, place.tile.phase);
+  const u32 chunk = static_cast<u32>(place.first) / place.taps, tap = place.first - chunk * place.taps;
+  const u32 outer = tap / phase.axis[2].taps, t = outer / phase.axis[1].taps;
+  channel = chunk * kTileK;
+  return t | (outer - t * phase.axis[1].taps) << 8 | (tap - outer * phase.axis[2].taps) << 16;
 }
 
 // All threads, between the initialisation of the mbarriers and their use.
@@ -144,90 +155,112 @@ __device__ __forceinline__ void sync_block() {
 }
 
 template <int kDims, bool kImages>
-__device__ __forceinline__ void produce_pixels(const HopperGatherArgs& args, const SharedLayout& smem, int part) {
-  const bool elected = elect_one();
-  if (elected) {
-    for (int i = 0; i < smem.stages; ++i) {
-      mbarrier_init(smem.full_barrier(i), 2);
-      mbarrier_init(smem.empty_barrier(i), CONSUMERS * 4);
-    }
-    fence_mbarrier_init();
-    fence_proxy_async();
-  }
-  __syncwarp();
-  const Place place = place_of(args, part, SPLIT ? args.cluster : 1, smem.taps(0));
+__device__ __forceinline__ void load_pixels(u32 to, u32 barrier, const TensorMap& map, const int (&at)[4], int channel,
+                                            int dd, int dh, int dw) {
+  const int n = at[3], d = at[0], h = at[1], w = at[2];
+  // The slowest dimension has no im2col offset: its displacement is added to the coordinate.
+  if constexpr (kDims == 3 && !kImages) tma_load_im2col<3>(to, map, barrier, {channel, w, n}, {dw});
+  if constexpr (kDims == 4 && !kImages) tma_load_im2col<4>(to, map, barrier, {channel, w, h, n}, {dw, dh});
+  if constexpr (kDims == 5 && !kImages) tma_load_im2col<5>(to, map, barrier, {channel, w, h, d, n}, {dw, dh, dd});
+  if constexpr (kDims == 3 && kImages) tma_load_im2col<3>(to, map, barrier, {channel, n, w + dw}, {0});
+  if constexpr (kDims == 4 && kImages) tma_load_im2col<4>(to, map, barrier, {channel, n, w, h + dh}, {0, dw});
+  if constexpr (kDims == 5 && kImages) tma_load_im2col<5>(to, map, barrier, {channel, n, w, h, d + dd}, {0, dw, dh});
+}
+
+template <int kDims, bool kImages>
+__device__ __forceinline__ void produce_pixels(const HopperGatherArgs& args, const SharedLayout& smem) {
+  const Place place(args);
   const GatherPhase& phase = phase_of(args, place.tile.phase);
   const TensorMap& map = args.source[MAPS == 1 ? 0 : place.tile.phase];
-  int at[4], base[3];
+  const PixelAt first = pixel_at(phase, place.tile.first_pixel);
+  int at[4], base[3], tap[3];
 #pragma unroll
   for (int d = 0; d < 3; ++d) {
-    at[d] = phase.axis[d].low + position(place.first, d, args.images_first) * args.x_step[d];
-    base[d] = phase.axis[d].x0 - phase.axis[d].low;
+    at[d] = phase.axis[d].low + position(first, d, args.images_first) * args.x_step[d];
+    base[d] = phase.axis[d].x0 - phase.axis[d].low, tap[d] = args.x_tap[d];
   }
-  at[3] = image(place.first, args.images_first);
-  if (elected) st_shared_u32(smem.steps(), place.k.steps);
-  Walk walk(place.k, smem.taps(0));
+  at[3] = image(first, args.images_first);
+  const bool elected = elect_one(), any = place.end > place.first;
   PipelineState state{0, 1};
-  auto load = [&]() {
-    const int t = walk.entry & 255, r = walk.entry >> 8 & 255, s = walk.entry >> 16;
+  auto load = [&](u32 entry, int channel) {
+    const int t = entry & 255, r = entry >> 8 & 255, s = entry >> 16;
     const u32 barrier = smem.full_barrier(state.index);
     mbarrier_arrive_expect_tx(barrier, kABytes);
-    load_pixels<kDims, kImages>(args, smem, smem.stage(state.index), barrier, map, at, walk.channel,
-                                base[0] + t * args.x_tap[0], base[1] + r * args.x_tap[1], base[2] + s * args.x_tap[2]);
-    walk.next();
+    load_pixels<kDims, kImages>(smem.stage(state.index), barrier, map, at, channel, base[0] + t * tap[0],
+                                base[1] + r * tap[1], base[2] + s * tap[2]);
     state.advance(smem.stages);
   };
   if (elected) {
     wait_on_dependent_grids();
-    if (place.k.steps > 0) load();
+    int channel;
+    const u32 entry = first_entry(args, place, channel);
+    if (any) load(entry, channel);
     TRACED(7);
   }
-  sync_block();
-  if (elected) {
-#pragma unroll 1
-    for (int i = 1; i < place.k.steps; ++i) {
-      mbarrier_wait(smem.empty_barrier(state.index), state.parity);
-      load();
-    }
-    TRACED(10);
-  }
   __syncwarp();
-  if (SPLIT) cluster_wait();
+  if (any) {
+    const Walk walk = list_taps(args, place, first, smem.taps());
+    __syncwarp();
+    if (elected) {
+      st_shared_v4(smem.walk(), {static_cast<u32>(walk.steps), static_cast<u32>(walk.kept),
+                                 static_cast<u32>(walk.index), static_cast<u32>(walk.channel)});
+      mbarrier_arrive(smem.list_barrier());
+      TRACED(8);
+      Steps at_step(walk, smem.taps());
+#pragma unroll 1
+      for (int i = 0; i < walk.steps; ++i) {
+        const u32 entry = at_step.entry;
+        const int channel = at_step.walk.channel;
+        at_step.next();
+        mbarrier_wait(smem.empty_barrier(state.index), state.parity);
+        load(entry, channel);
+      }
+      TRACED(10);
+    }
+  }
 }
 
-__device__ __forceinline__ void produce_weights(const HopperGatherArgs& args, const SharedLayout& smem, int part) {
-  const bool elected = elect_one();
-  if (elected) prefetch_tensor_map(args.weight);
-  const Place place = place_of(args, part, SPLIT ? args.cluster : 1, smem.taps(1));
+__device__ __forceinline__ void produce_weights(const HopperGatherArgs& args, const SharedLayout& smem) {
+  const Place place(args);
   const GatherPhase& phase = phase_of(args, place.tile.phase);
-  Walk walk(place.k, smem.taps(1));
+  const int r0[3] = {phase.axis[0].r0, phase.axis[1].r0, phase.axis[2].r0};
+  const int step[3] = {args.r_step[0], args.r_step[1], args.r_step[2]};
   PipelineState state{0, 1};
-  if (elected) wait_on_dependent_grids();
-  sync_block();
-  if (elected) {
-#pragma unroll 1
-    for (int i = 0; i < place.k.steps; ++i) {
-      const int t = phase.axis[0].r0 + (walk.entry & 255) * args.r_step[0],
-                r = phase.axis[1].r0 + (walk.entry >> 8 & 255) * args.r_step[1],
-                s = phase.axis[2].r0 + (walk.entry >> 16) * args.r_step[2], channel = walk.channel;
-      walk.next();
-      mbarrier_wait(smem.empty_barrier(state.index), state.parity);
-      const u32 barrier = smem.full_barrier(state.index), to = smem.stage(state.index) + kABytes;
-      mbarrier_arrive_expect_tx(barrier, ACROSS ? kBBytes : BN * kRowBytes);
-      if constexpr (ACROSS) {
+  auto load = [&](u32 entry, int channel) {
+    const int t = r0[0] + (entry & 255) * step[0], r = r0[1] + (entry >> 8 & 255) * step[1],
+              s = r0[2] + (entry >> 16) * step[2];
+    const u32 barrier = smem.full_barrier(state.index), to = smem.stage(state.index) + kABytes;
+    mbarrier_arrive_expect_tx(barrier, ACROSS ? kBBytes : BN * kRowBytes);
+    if constexpr (ACROSS) {
 #pragma unroll
-        for (int box = 0; box < kBoxes; ++box) {
-          tma_load<5>(to + box * kBoxBytes, args.weight, barrier,
-                      {place.tile.first_channel + box * kBoxColumns, s, r, t, channel}, kEvictLast);
-        }
-      } else {
-        tma_load<5>(to, args.weight, barrier, {channel, s, r, t, place.tile.first_channel}, kEvictLast);
+      for (int box = 0; box < kBoxes; ++box) {
+        tma_load<5>(to + box * kBoxBytes, args.weight, barrier,
+                    {place.tile.first_channel + box * kBoxColumns, s, r, t, channel}, kEvictLast);
       }
-      state.advance(smem.stages);
+    } else {
+      tma_load<5>(to, args.weight, barrier, {channel, s, r, t, place.tile.first_channel}, kEvictLast);
+    }
+    state.advance(smem.stages);
+  };
+  if (elect_one() && place.end > place.first) {
+    wait_on_dependent_grids();
+    int channel;
+    const u32 entry = first_entry(args, place, channel);
+    load(entry, channel);
+    mbarrier_wait(smem.list_barrier(), 0);
+    u32 words[4];
+    ld_shared_v4(words, smem.walk());
+    Steps at_step({static_cast<int>(words[0]), static_cast<int>(words[1]), static_cast<int>(words[2]),
+                   static_cast<int>(words[3])}, smem.taps());
+#pragma unroll 1
+    for (int i = 0; i < at_step.walk.steps; ++i) {
+      const u32 next_entry = at_step.entry;
+      const int next_channel = at_step.walk.channel;
+      at_step.next();
+      mbarrier_wait(smem.empty_barrier(state.index), state.parity);
+      load(next_entry, next_channel);
     }
   }
-  __syncwarp();
-  if (SPLIT) cluster_wait();
 }
 
 // This warpgroup's accumulators over `steps` k-tiles.
@@ -293,53 +326,87 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #ifdef TRACE
   if (threadIdx.x == 0) trace(0);
 #endif
+  const int warp = threadIdx.x / 32;
+  // Each warp prefetches a part of the kernel parameters into the constant cache.
+  const int prefetched = reinterpret_cast<const int*>(&args.y)[min(warp * 16, kArgumentWords)];
   SharedLayout smem;
   const u32 padding = -shared_address(shared) & 1023;
   smem.ring = shared_address(shared) + padding;
   smem.base = reinterpret_cast<char*>(shared) + padding;
   smem.stages = args.stages;
   smem.reduce = smem.stage(args.stages);
-  smem.barriers = smem.reduce + (SPLIT ? args.cluster * args.owned * CONSUMERS * 4 * 512 : CONSUMERS * kStagingBytes);
+  smem.barriers = smem.reduce + args.reduce_bytes;
+  if (warp == CONSUMERS * 4 + 1 && elect_one()) {
+    prefetch_tensor_map(args.weight);
+    if (MAPS == 1) prefetch_tensor_map(args.source[0]);
+  }
+  if (warp == CONSUMERS * 4 && elect_one()) {
+    for (int i = 0; i < smem.stages; ++i) {
+      mbarrier_init(smem.full_barrier(i), 2);
+      mbarrier_init(smem.empty_barrier(i), CONSUMERS * 4);
+    }
+    mbarrier_init(smem.list_barrier(), 1);
+    fence_mbarrier_init();
+    fence_proxy_async();
+  }
   const int part = SPLIT ? static_cast<int>(cluster_rank()) : 0;
-  const int warp = threadIdx.x / 32;
+  const Reduce reduce(smem.pointer(smem.reduce), smem.reduce_barrier(), part, SPLIT ? args.cluster : 1, args.owned);
+  if (SPLIT && threadIdx.x == 0) reduce.prepare();
+  opaque_use(prefetched);
+  sync_block();
+  if (threadIdx.x == 0) TRACED(1);
   if (warp == CONSUMERS * 4) {
     switch (args.dims + (args.images_first ? 3 : 0)) {
-      case 3: produce_pixels<3, false>(args, smem, part); break;
-      case 4: produce_pixels<4, false>(args, smem, part); break;
-      case 5: produce_pixels<5, false>(args, smem, part); break;
-      case 6: produce_pixels<3, true>(args, smem, part); break;
-      case 7: produce_pixels<4, true>(args, smem, part); break;
-      default: produce_pixels<5, true>(args, smem, part);
+      case 3: produce_pixels<3, false>(args, smem); break;
+      case 4: produce_pixels<4, false>(args, smem); break;
+      case 5: produce_pixels<5, false>(args, smem); break;
+      case 6: produce_pixels<3, true>(args, smem); break;
+      case 7: produce_pixels<4, true>(args, smem); break;
+      default: produce_pixels<5, true>(args, smem);
     }
+    __syncwarp();
+    if (SPLIT) cluster_wait();
   } else if (warp == CONSUMERS * 4 + 1) {
-    produce_weights(args, smem, part);
+    produce_weights(args, smem);
+    __syncwarp();
+    if (SPLIT) cluster_wait();
   } else {
-    const Reduce reduce(smem.pointer(smem.reduce), smem.reduce_barrier(), part, SPLIT ? args.cluster : 1, args.owned);
-    if (SPLIT && threadIdx.x == 0) reduce.prepare();
-    sync_block();
-    if (threadIdx.x == 0) TRACED(1);
+    if (threadIdx.x == 0 && args.warm_bytes > 0) {
+      // All blocks bring the weights into the L2 cache, a part each, since the mainloops read them in step.
+      const u32 block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+      const u32 from = block * args.warm_bytes;
+      if (from < args.weight_bytes) {
+        bulk_prefetch(static_cast<const char*>(args.weight_data) + from, min(args.warm_bytes, args.weight_bytes - from));
+      }
+    }
     wait_on_dependent_grids();
-    const int steps = ld_shared_u32(smem.steps());
+    const Place place(args);
+    int steps = 0;
+    if (place.end > place.first) {
+      mbarrier_wait(smem.list_barrier(), 0);
+      steps = 1 + ld_shared_u32(smem.walk());
+    }
     Accumulators accum;
     mainloop(smem, steps, accum);
     if (threadIdx.x == 0) TRACED(4);
     if (steps == 0) {
 #pragma unroll
-      for (int i = 0; i < kMmasM; ++i)
+      for (int i = 0; i < kMmasM; ++i) {
 #pragma unroll
-        for (int j = 0; j < kFragmentsN; ++j)
+        for (int j = 0; j < kFragmentsN; ++j) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) accum[i][j][e] = 0.0f;
+        }
+      }
     }
-    GatherTile tile;
-    tile_at<BM, BN>(args, blockIdx.x / (SPLIT ? args.cluster : 1), args.slots, tile);
     if constexpr (SPLIT) {
       cluster_wait();
       if (threadIdx.x == 0) TRACED(5);
       reduce.exchange(accum);
       if (threadIdx.x == 0) TRACED(6);
-      store_owned(args, tile, reduce);
+      store_owned(args, place.tile, reduce);
     } else {
+      GatherTile tile = place.tile;
       tile.first_pixel += threadIdx.x / 128 * kWarpgroupRows;
       const Results<T, kMmasM, kFragmentsN> results(args, tile, smem.reduce + threadIdx.x / 128 * kStagingBytes);
       results.store(accum);

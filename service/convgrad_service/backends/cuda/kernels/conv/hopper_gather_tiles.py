@@ -67,6 +67,7 @@ class HopperTile:
     blocks: int = 1
     lean: int = 0
     single: bool = False
+    variant: str = ""
 
     def __str__(self) -> str:
         sharing = f"_x{self.sharing}" if self.sharing > 1 else ""
@@ -75,7 +76,7 @@ class HopperTile:
         if self.single:
             way = "s" if self.warpgroups * 64 == min(self.m, 128) else f"s{self.warpgroups}"
         blocks = (f"_b{self.blocks}" if self.blocks > 1 else "") + ("_lean" if self.lean else "")
-        return f"{self.m}x{self.n}{way}{sharing}{split}{blocks}"
+        return f"{self.m}x{self.n}{way}{sharing}{split}{blocks}{self.variant}"
 
     @property
     def cluster(self) -> int:
@@ -148,17 +149,21 @@ class HopperTile:
         room = device.shared_bytes_per_block - self.shared_bytes(0)
         if self.blocks > 1:
             room = device.shared_bytes_per_multiprocessor // self.blocks - 1024 - self.shared_bytes(0)
-        return min(8, room // (self.stage_bytes + 2 * BARRIER_BYTES))
+        most = 16 if self.single and self.variant != "_s8" else 8
+        return min(most, room // (self.stage_bytes + 2 * BARRIER_BYTES))
 
     def shared_bytes(self, stages: int) -> int:
         ring = stages * (self.stage_bytes + 2 * BARRIER_BYTES)
         if self.single:
-            reduce = self.warpgroups * STAGING_BYTES
-            if self.split > 1:
-                reduce = self.split * self.owned * self.warpgroups * 4 * 512
-            return ALIGNMENT + ring + reduce + 16 + 2 * 512
+            return ALIGNMENT + ring + self.reduce_bytes + 32 + 512
         turns = BARRIER_BYTES * (self.warpgroups if self.pingpong else int(self.split > 1))
         return 2048 * self.lean + ALIGNMENT + ring + self.warpgroups * STAGING_BYTES + QUEUE_BYTES + turns
+
+    @property
+    def reduce_bytes(self) -> int:
+        if self.split > 1:
+            return self.split * self.owned * self.warpgroups * 4 * 512
+        return self.warpgroups * STAGING_BYTES
 
     @property
     def owned(self) -> int:
@@ -234,14 +239,16 @@ _NEW = tuple(t for t in (
 ) if _fits(t))
 _SINGLE = tuple(
     HopperTile(m, n, wg, split=split, blocks=blocks, single=True)
-    for m, n, wg, bs in ((64, 64, 1, (1, 2, 3)), (64, 128, 1, (1, 2)), (64, 192, 1, (1,)), (64, 256, 1, (1,)), (128, 64, 2, (1, 2)), (128, 128, 2, (1,2)), (128, 192, 2, (1,)), (128, 256, 2, (1,)), (128, 64, 1, (1,2)), (256, 64, 2, (1,)), (256, 128, 2, (1,)))
+    for m, n, wg, bs in ((64, 64, 1, (1, 2)), (64, 128, 1, (1, 2)), (64, 192, 1, (1,)), (64, 256, 1, (1,)), (128, 64, 2, (1,)), (128, 128, 2, (1,)), (128, 192, 2, (1,)), (128, 256, 2, (1,)), (128, 64, 1, (1,2)), (256, 64, 2, (1,)), (256, 128, 2, (1,)))
     for blocks in bs for split in (1, 2, 3, 4, 6, 8))
 _SINGLE = tuple(t for t in _SINGLE if t.stages(_H) >= 3 and not (t.split > 1 and t.m*t.n > 128*192))
+_SINGLE = (*_SINGLE, *(HopperTile(m, n, 1, split=split, single=True, variant=v) for m, n in ((64, 64), (64, 128), (128, 64)) for split in (1, 2) for v in ("_cold", "_s8")))
+_SHARE = tuple(HopperTile(m, n, wg, sharing=x) for m, n, wg in ((64, 64, 1), (64, 128, 1), (128, 64, 2), (128, 128, 2)) for x in (1, 2, 4))
 import os as _os
 TILES = {
  "old": _OLD,
  "new": (*_OLD, *_NEW),
- "all": (*_OLD, *_SINGLE, *(_r(t, lean=1) for t in _OLD if t.m*t.n <= 128*128)),
+ "all": (*_OLD, *_SINGLE, *(t for t in _SHARE if t not in _OLD)),
  "all3": (*_OLD, *_NEW, *(_r(t, lean=1) for t in (*_OLD, *_NEW) if t.m*t.n <= 128*128)),
 }[_os.environ.get("C3", "all")]
 """Tile shapes that were the fastest for some layer."""
