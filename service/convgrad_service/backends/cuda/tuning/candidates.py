@@ -13,6 +13,10 @@ from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.conv.hopper_halo import HopperHalo
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight, reachable
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_single import (
+    HopperWeightSingle,
+    single_configs,
+)
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import (
     ImplicitGemm,
     gathering,
@@ -79,6 +83,11 @@ def candidates(work: ConvWork, device: CudaDevice) -> Iterator[list[Candidate]]:
                     weight.launch_s(weight.expected_s(cut, device)),
                 )
                 for cut in reachable(work, device)
+            )
+        if HopperWeightSingle().why_not(work, device) is None:
+            yield _sorted(
+                Candidate(HopperWeightSingle(config), str(config), None)
+                for config in single_configs(work, device)
             )
         if DenseWeight().why_not(work, device) is None:
             yield [Candidate(DenseWeight(), "", None)]

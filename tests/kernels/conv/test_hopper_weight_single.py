@@ -1,0 +1,65 @@
+"""hopper_weight_single, emulated: every geometry, tile and cluster size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_single import (
+    HopperWeightSingle,
+    SingleConfig,
+)
+from convgrad_service.backends.cuda.kernels.fallback.weight_direct import WeightDirect
+from convgrad_service.plans.cuda.families import Families
+from tests.emulator.backend import EmulatedBackend, works_here
+from tests.kernels.conv.test_hopper_weight import CASES, EPILOGUE, NONFINITE
+from tests.support.kernels.harness import gates, with_layouts
+from tests.support.numerics.cases import Case
+from tests.support.numerics.nonfinite import check_rule
+
+pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+
+# One block, a cluster whose size is not a power of two, and one with more blocks than some sums have
+# k-tiles.
+CONFIGS = (
+    SingleConfig(64, 64, 1, 2),
+    SingleConfig(64, 192, 1, cluster=3),
+    SingleConfig(128, 128, 2, cluster=8),
+)
+
+
+def alone(config: SingleConfig) -> Families:
+    return replace(FAMILIES, bwd_weight=(HopperWeightSingle(config), WeightDirect()))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_gates(seed: int, name: str, config: SingleConfig) -> None:
+    layouts = with_layouts(CASES[name].ndim, grouped=False)
+    gates(EmulatedBackend(alone(config)), seed, CASES[name], "bfloat16", layouts[-1:])
+
+
+def test_float16(seed: int) -> None:
+    case = CASES["3d_strided"]
+    layouts = with_layouts(case.ndim, grouped=False)
+    gates(EmulatedBackend(alone(CONFIGS[0])), seed, case, "float16", layouts)
+
+
+@pytest.mark.parametrize("name", NONFINITE)
+def test_nonfinite(seed: int, name: str) -> None:
+    layout = with_layouts(CASES[name].ndim, grouped=False)[-1]
+    check_rule(EmulatedBackend(alone(CONFIGS[1])), seed, CASES[name], "bfloat16", layout)
+
+
+@pytest.mark.parametrize("case", EPILOGUE, ids=lambda case: case.id)
+def test_epilogues(seed: int, case: Case) -> None:
+    wide = (
+        case.with_params("wide", weight_dtype="float32")
+        if "accumulate" not in case.shapes
+        else case
+    )
+    for asked in (case, wide):
+        layouts = with_layouts(case.ndim, grouped=False)
+        gates(EmulatedBackend(alone(CONFIGS[1])), seed, asked, "bfloat16", layouts[-1:])
