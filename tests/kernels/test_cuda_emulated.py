@@ -115,13 +115,11 @@ def test_tensor_cores(seed: int, case: Case, dtype: str, precision: str, gate: s
 # A single block, a cluster that shares operands, one that shares a reduction; phases at once and in
 # turn; both orders of pixels.
 HOPPER = {
-    "p0": ("bfloat16", Schedule(HopperTile(64, 128, 1, split=3, blocks=2, lean=1))),
-    "p1": ("bfloat16", Schedule(HopperTile(128, 64, 2, pingpong=True, lean=1), True)),
-    "p2": ("bfloat16", Schedule(HopperTile(64, 64, 1, split=8, blocks=2))),
+    "p7": ("bfloat16", Schedule(HopperTile(64, 64, 1, single=True, taps=3))),
+    "p8": ("bfloat16", Schedule(HopperTile(128, 64, 2, split=3, single=True, taps=3))),
     "p4": ("bfloat16", Schedule(HopperTile(64, 64, 1, split=3, blocks=2, single=True))),
     "p5": ("bfloat16", Schedule(HopperTile(128, 64, 1, single=True), True)),
     "p6": ("bfloat16", Schedule(HopperTile(128, 128, 2, split=4, single=True))),
-    "p3": ("bfloat16", Schedule(HopperTile(64, 256, 1, split=1, blocks=1, lean=1))),
     "block": ("float32", Schedule(HopperTile(128, 96))),
     "sharing": ("bfloat16", Schedule(HopperTile(128, 192, sharing=2), True, 2)),
     "split": ("bfloat16", Schedule(HopperTile(128, 64, split=2))),

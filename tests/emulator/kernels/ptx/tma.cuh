@@ -71,9 +71,6 @@ static inline void tma_load_im2col(u32 to, const TensorMap& map, u32 barrier, co
                                const int (&by)[kDims - 2], u64 = kEvictNormal) {
   tma_load_im2col_multicast(1u << emulator::current_block(), to, map, barrier, at, by);
 }
-static inline void bulk_prefetch(const void*, u32 bytes) {
-  if (bytes % 16 != 0) emulator::fail("a prefetch of no multiple of 16 bytes");
-}
 static inline void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   emulator::Transfer load = {emulator::Kind::kBytes};
   if (bytes % 16 != 0) emulator::fail("a copy of no multiple of 16 bytes");

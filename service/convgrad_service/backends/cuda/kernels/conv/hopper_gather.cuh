@@ -45,11 +45,9 @@ struct HopperGatherArgs {
   int slots;          // tiles of a round: of all phases, over pixels and channels
   int channel_tiles;
   int phases;
-  // hopper_gather_single.cu: blocks that split K; see SplitKReduce; pipeline stages; shared memory for results;
-  // whether any tile skips taps; the weights, of which each block prefetches `warm_bytes`.
-  int cluster, owned, stages, reduce_bytes, skips;
-  u32 warm_bytes, weight_bytes;
-  const void* weight_data;
+  // hopper_gather_single.cu: blocks that split K; see SplitKReduce; pipeline stages; bytes for results and of
+  // a box of pixels; whether any tile skips taps.
+  int cluster, owned, stages, reduce_bytes, a_bytes, skips;
   int x_size[3];
   int x_step[3];
   int x_tap[3];

@@ -25,10 +25,12 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
     may_split,
     may_start_with_images,
     pixels_beside,
+    shares_rows,
     skips_taps,
     stores_planes,
 )
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
+    ROW_BYTES,
     TILES,
     HopperTile,
     tiles_of,
@@ -125,9 +127,12 @@ class HopperGather:
             schedule = replace(schedule, images_first=False)
         planes = stores_planes(work)
         if planes:
-            schedule = replace(schedule, images_first=False, tile=replace(schedule.tile, split=1, single=False))
-        if (schedule.tile.split > 1 or schedule.tile.single) and not may_split(work, axes, device, schedule.tile):
-            schedule = replace(schedule, tile=replace(schedule.tile, split=1, single=False))
+            schedule = replace(schedule, images_first=False, tile=replace(schedule.tile, split=1, single=False, taps=1))
+        if (schedule.tile.split > 1 or schedule.tile.single) and not (
+            may_split(work, axes, device, schedule.tile)
+            and (schedule.tile.taps == 1 or shares_rows(axes, schedule.tile))
+        ):
+            schedule = replace(schedule, tile=replace(schedule.tile, split=1, single=False, taps=1))
         tile = schedule.tile
         if tile.pingpong and not (
             may_pingpong(work, axes) and (work.epilogue_free or tile.has_epilogue)
@@ -167,6 +172,7 @@ class HopperGather:
                     along.taps, along.r0, along.x0, along.y0, along.count, lowest(axes[dim], along)
                 )
             counts = [along.count for along in reversed(phase)]
+            counts[0] += tile.halo(axes[2], phase[2])
             extents = counts
             if schedule.images_first:
                 # The slowest coordinate may exceed its extent; nothing is stored there.
@@ -185,22 +191,17 @@ class HopperGather:
             )
         args.slots = shares * args.channel_tiles
         grid = (min(tile.clusters(device), args.slots * args.rounds) * tile.cluster, 1, 1)
-        weight: Operand | None = None
         if tile.single:
             grid = (tile.split, args.channel_tiles, shares)
             args.cluster, args.owned, args.stages = tile.split, tile.owned, stages
             args.reduce_bytes = tile.reduce_bytes
+            args.a_bytes = (tile.m + tile.halo(axes[2], phases[0][2])) * ROW_BYTES
             args.skips = skips_taps(work, axes, tile, schedule.images_first)
-            size_bytes = sides.weight_bytes
-            if size_bytes < 2**31 and tile.variant != "_cold":
-                weight = sides.w
-                args.weight_bytes = size_bytes // 16 * 16
-                args.warm_bytes = ceil_div(size_bytes, 16 * prod(grid)) * 16
         launch = Launch(
             _instance(tile, work.dtype, sides.across, maps, stages, planes, finished),
             grid,
             (tile.threads, 1, 1),
-            pack_maps(args, given, weight_data=weight, y=result, accumulate=work.accumulate, bias=work.bias),
+            pack_maps(args, given, y=result, accumulate=work.accumulate, bias=work.bias),
             tile.shared_bytes(stages),
             overlaps=bool(sides.steps) or work.follows,
             cluster=tile.split if tile.single else 1,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import ROW_BYTES, HopperTile
@@ -62,26 +61,19 @@ class Sides:
         """Spatial dimensions of the maps."""
         return self.work.conv.ndim
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weight if it has no gaps, else 0."""
-        work = self.work
-        extents = (1, work.out_channels, work.in_channels, *work.kernel)
-        used = [(size, stride) for size, stride in zip(extents, self.w.strides, strict=True) if size > 1]
-        reach = 1 + sum((size - 1) * stride for size, stride in used)
-        return reach * self.w.dtype.itemsize if reach == prod(extents) else 0
-
     def source_map(
         self, axes: Sequence[Axis], phase: Combined, tile: HopperTile, images_first: bool
     ) -> Im2colMap:
         """Return the tensor map of the pixels that a phase reads with its lowest tap."""
         x, channels = self.x, self.work.channels[0]
-        item = x.dtype.itemsize
+        item, halo = x.dtype.itemsize, tile.halo(axes[2], phase[2])
         dims = []  # size, stride, step, corners
         for dim in (2, 1, 0)[: self._dims]:
             axis, along = axes[dim], phase[dim]
             low = lowest(axis, along)
             high = (along.count - 1) * axis.x_step + low + 1 - axis.x_size
+            if dim == 2:
+                high += halo
             if not all(each.taps for each in phase):
                 low = high = 0  # a phase without taps reads nothing
             dims.append((axis.x_size, x.strides[3 + dim] * item, axis.x_step, low, high))
@@ -97,7 +89,7 @@ class Sides:
             lower=tuple(low for *_, low, _ in dims[:-1]),
             upper=tuple(high for *_, high in dims[:-1]),
             channels=ROW_BYTES // item,
-            pixels=tile.m,
+            pixels=tile.m + halo,
         )
 
     def weight_map(self, tile: HopperTile) -> TiledMap:

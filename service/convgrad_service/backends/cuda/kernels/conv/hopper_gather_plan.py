@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import Combined, combined
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
+    MOST_HALO,
     ROW_BYTES,
     HopperTile,
     tiles_of,
@@ -155,8 +156,8 @@ def may_pingpong(work: ConvWork, axes: Sequence[Axis]) -> bool:
 def count_tiles(work: ConvWork, axes: Sequence[Axis], tile: HopperTile) -> int:
     """Return the number of cluster tiles over all phases."""
     pixels = [
-        ceil_div(work.batch * prod(along.count for along in phase), tile.pixels)
-        for phase in combined(axes)
+        ceil_div(work.batch * d.count * h.count * (w.count + tile.halo(axes[2], w)), tile.pixels)
+        for d, h, w in combined(axes)
     ]
     return sum(pixels) * ceil_div(work.channels[1], tile.n)
 
@@ -220,10 +221,24 @@ def _taps_of_tiles(
     )
 
 
+def shares_rows(axes: Sequence[Axis], tile: HopperTile) -> bool:
+    """Return whether all taps of a kernel row can share a tile's pixels."""
+    phases, axis = combined(axes), axes[2]
+    along = axis.phases[0]
+    return (
+        len(phases) == 1
+        and along.taps == tile.taps
+        and axis.x_step == 1
+        and tile.halo(axis, along) <= MOST_HALO
+    )
+
+
 def skips_taps(
     work: ConvWork, axes: Sequence[Axis], tile: HopperTile, images_first: bool
 ) -> bool:
     """Return whether some tile does not read the source with all taps of its phase."""
+    if tile.taps > 1:
+        return True
     taps = _taps_of_tiles(tuple(axes), work.batch, tile.pixels, images_first)
     every = np.concatenate(
         [
@@ -319,9 +334,11 @@ def candidates(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Iter
         if tile.n - written >= 64 and tile.n > 64:
             continue
         if tile.split > 1 or tile.single:
+            if tile.taps > 1 and not shares_rows(axes, tile):
+                continue
             if not planes and may_split(work, axes, device, tile):
                 yield Schedule(tile)
-                if tile.single and pads and work.batch >= 4 and may_start_with_images(work, axes):
+                if tile.single and tile.taps == 1 and pads and work.batch >= 4 and may_start_with_images(work, axes):
                     yield Schedule(tile, True)
             continue
         rounds = 1

@@ -11,7 +11,17 @@
 #define EPILOGUE 0
 #endif
 
+// The taps of a kernel row that share a tile's pixels. If there are several, rows of pixels extend beyond the
+// result's, so that pixels that are adjacent in a tile are adjacent in the source.
+#ifndef TAPS
+#define TAPS 1
+#endif
+
 namespace convgrad {
+
+__device__ __forceinline__ bool is_result(const GatherPhase& phase, const PixelAt& pixel) {
+  return TAPS == 1 || pixel.at[0] < phase.axis[2].count;
+}
 
 // Staging buffer per warp: 16 rows of 128 bytes.
 constexpr u32 kWarpStagingBytes = 16 * 128, kStagingBytes = 4 * kWarpStagingBytes;
@@ -91,7 +101,8 @@ struct Results {
         staging(staging) {
     static_assert(kMmasM <= 2, "a lane for each of a warp's rows");
     const int pixel = first_pixel + lane / 16 % kMmasM * 64 + warp * 16 + lane % 16;
-    row_at = pixel < phase.pixels ? result_at(pixel_at(phase, pixel)) : -1;
+    const PixelAt found = pixel_at(phase, pixel);
+    row_at = pixel < phase.pixels && is_result(phase, found) ? result_at(found) : -1;
   }
 
   // Element offset of channel 0 of one of the warp's 16 rows; negative past the last pixel.

@@ -31,8 +31,9 @@ using T = ELEMENT;
 constexpr int kRowBytes = 128, kTileK = kRowBytes / static_cast<int>(sizeof(T));
 constexpr int kMmaK = 32 / static_cast<int>(sizeof(T)), kMmasK = kTileK / kMmaK;
 constexpr int kBoxColumns = 64, kBoxes = (BN + kBoxColumns - 1) / kBoxColumns;
-constexpr u32 kABytes = BM * kRowBytes, kBBytes = kBoxes * kBoxColumns * kRowBytes;
-constexpr u32 kStageBytes = kABytes + kBBytes;
+// With TAPS > 1 a stage has the pixels for all taps of a kernel row, at most eight more than the tile's.
+constexpr u32 kABytes = (BM + (TAPS > 1 ? 8 : 0)) * kRowBytes, kBBytes = kBoxes * kBoxColumns * kRowBytes;
+constexpr u32 kStageBytes = kABytes + TAPS * kBBytes;
 constexpr int kWarpgroupRows = BM / CONSUMERS, kMmasM = kWarpgroupRows / 64, kFragmentsN = BN / 8;
 constexpr int kBoxBytes = kTileK * kRowBytes;
 constexpr Major kWeights = ACROSS ? kMajorMn : kMajorK;
@@ -72,7 +73,7 @@ struct Place {
     }
     tile = {phase, row * BM, static_cast<int>(blockIdx.y) * BN};
     const GatherPhase& of = phase_of(args, phase);
-    taps = of.axis[0].taps * of.axis[1].taps * of.axis[2].taps;
+    taps = of.axis[0].taps * of.axis[1].taps * (TAPS > 1 ? 1 : of.axis[2].taps);
     const int all = (args.in_channels + kTileK - 1) / kTileK * taps;
     first = 0, end = all;
     if (SPLIT) {
@@ -96,9 +97,9 @@ __device__ __forceinline__ Walk list_taps(const HopperGatherArgs& args, const Pl
   if (args.skips) {
     const PixelAt last = pixel_at(phase, min(place.tile.first_pixel + BM, phase.pixels) - 1);
 #pragma unroll
-    for (int d = 0; d < 3; ++d) inside[d] = taps_inside(args, phase, first, last, d);
+    for (int d = 0; d < (TAPS > 1 ? 2 : 3); ++d) inside[d] = taps_inside(args, phase, first, last, d);
   }
-  const u32 taps1 = phase.axis[1].taps, taps2 = phase.axis[2].taps, lane = threadIdx.x & 31;
+  const u32 taps1 = phase.axis[1].taps, taps2 = TAPS > 1 ? 1 : phase.axis[2].taps, lane = threadIdx.x & 31;
   const int taps = place.taps, next = place.first + 1;
   int chunk = 0, end_chunk = (args.in_channels + kTileK - 1) / kTileK, end_tap = 0, next_tap = 1;
   if (SPLIT) {
@@ -142,9 +143,9 @@ __device__ __forceinline__ u32 first_entry(const HopperGatherArgs& args, const P
   if (!SPLIT) return 0;
   const GatherPhase& phase = phase_of(args, place.tile.phase);
   const u32 chunk = static_cast<u32>(place.first) / place.taps, tap = place.first - chunk * place.taps;
-  const u32 outer = tap / phase.axis[2].taps, t = outer / phase.axis[1].taps;
+  const u32 taps2 = TAPS > 1 ? 1 : phase.axis[2].taps, outer = tap / taps2, t = outer / phase.axis[1].taps;
   channel = chunk * kTileK;
-  return t | (outer - t * phase.axis[1].taps) << 8 | (tap - outer * phase.axis[2].taps) << 16;
+  return t | (outer - t * phase.axis[1].taps) << 8 | (tap - outer * taps2) << 16;
 }
 
 // All threads, between the initialisation of the mbarriers and their use.
@@ -178,6 +179,7 @@ __device__ __forceinline__ void produce_pixels(const HopperGatherArgs& args, con
   for (int d = 0; d < 3; ++d) {
     at[d] = phase.axis[d].low + position(first, d, args.images_first) * args.x_step[d];
     base[d] = phase.axis[d].x0 - phase.axis[d].low, tap[d] = args.x_tap[d];
+    if (TAPS > 1 && d == 2) base[d] = tap[d] = 0;
   }
   at[3] = image(first, args.images_first);
   const bool elected = elect_one(), any = place.end > place.first;
@@ -185,7 +187,7 @@ __device__ __forceinline__ void produce_pixels(const HopperGatherArgs& args, con
   auto load = [&](u32 entry, int channel) {
     const int t = entry & 255, r = entry >> 8 & 255, s = entry >> 16;
     const u32 barrier = smem.full_barrier(state.index);
-    mbarrier_arrive_expect_tx(barrier, kABytes);
+    mbarrier_arrive_expect_tx(barrier, args.a_bytes);
     load_pixels<kDims, kImages>(smem.stage(state.index), barrier, map, at, channel, base[0] + t * tap[0],
                                 base[1] + r * tap[1], base[2] + s * tap[2]);
     state.advance(smem.stages);
@@ -230,15 +232,20 @@ __device__ __forceinline__ void produce_weights(const HopperGatherArgs& args, co
     const int t = r0[0] + (entry & 255) * step[0], r = r0[1] + (entry >> 8 & 255) * step[1],
               s = r0[2] + (entry >> 16) * step[2];
     const u32 barrier = smem.full_barrier(state.index), to = smem.stage(state.index) + kABytes;
-    mbarrier_arrive_expect_tx(barrier, ACROSS ? kBBytes : BN * kRowBytes);
-    if constexpr (ACROSS) {
+    mbarrier_arrive_expect_tx(barrier, TAPS * (ACROSS ? kBBytes : BN * kRowBytes));
 #pragma unroll
-      for (int box = 0; box < kBoxes; ++box) {
-        tma_load<5>(to + box * kBoxBytes, args.weight, barrier,
-                    {place.tile.first_channel + box * kBoxColumns, s, r, t, channel}, kEvictLast);
+    for (int tap = 0; tap < TAPS; ++tap) {
+      const int s_tap = s + tap * step[2];
+      if constexpr (ACROSS) {
+#pragma unroll
+        for (int box = 0; box < kBoxes; ++box) {
+          tma_load<5>(to + tap * kBBytes + box * kBoxBytes, args.weight, barrier,
+                      {place.tile.first_channel + box * kBoxColumns, s_tap, r, t, channel}, kEvictLast);
+        }
+      } else {
+        tma_load<5>(to + tap * kBBytes, args.weight, barrier, {channel, s_tap, r, t, place.tile.first_channel},
+                    kEvictLast);
       }
-    } else {
-      tma_load<5>(to, args.weight, barrier, {channel, s, r, t, place.tile.first_channel}, kEvictLast);
     }
     state.advance(smem.stages);
   };
@@ -263,8 +270,9 @@ __device__ __forceinline__ void produce_weights(const HopperGatherArgs& args, co
   }
 }
 
-// This warpgroup's accumulators over `steps` k-tiles.
-__device__ __forceinline__ void mainloop(const SharedLayout& smem, int steps, Accumulators& accum) {
+// This warpgroup's accumulators over `steps` k-tiles, whose taps of a row start at pixel `first_shift`, + `shift`.
+__device__ __forceinline__ void mainloop(const SharedLayout& smem, int steps, int first_shift, int shift,
+                                         Accumulators& accum) {
   const int first_row = CONSUMERS == 1 ? 0 : static_cast<int>(threadIdx.x / 128) * kWarpgroupRows;
   const int lane = threadIdx.x & 31;
   PipelineState state;
@@ -276,13 +284,17 @@ __device__ __forceinline__ void mainloop(const SharedLayout& smem, int steps, Ac
     const u32 rows = smem.stage(state.index) + first_row * kRowBytes, weights = smem.stage(state.index) + kABytes;
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kMmasK; ++i) {
-      const u64 b = ACROSS ? advance_descriptor(mn_major_descriptor<128>(weights, kBoxBytes), i * kMmaK * kRowBytes)
-                           : advance_descriptor(k_major_descriptor<128>(weights), i * 32);
+    for (int tap = 0; tap < TAPS; ++tap) {
+      const u32 at = TAPS > 1 ? rows + (first_shift + tap * shift) * kRowBytes : rows, to = weights + tap * kBBytes;
 #pragma unroll
-      for (int part = 0; part < kMmasM; ++part) {
-        const u64 a = advance_descriptor(k_major_descriptor<128>(rows + part * 64 * kRowBytes), i * 32);
-        wgmma<T, kMajorK, kWeights>(accum[part], a, b, i > 0 || step > 0);
+      for (int i = 0; i < kMmasK; ++i) {
+        const u64 b = ACROSS ? advance_descriptor(mn_major_descriptor<128>(to, kBoxBytes), i * kMmaK * kRowBytes)
+                             : advance_descriptor(k_major_descriptor<128>(to), i * 32);
+#pragma unroll
+        for (int part = 0; part < kMmasM; ++part) {
+          const u64 a = advance_descriptor(k_major_descriptor<128>(at + part * 64 * kRowBytes), i * 32);
+          wgmma<T, kMajorK, kWeights>(accum[part], a, b, i > 0 || tap > 0 || step > 0);
+        }
       }
     }
     wgmma_commit();
@@ -312,8 +324,9 @@ __device__ __forceinline__ void store_owned(const HopperGatherArgs& args, const 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (pixel + half * 8 >= phase.pixels) continue;
-      const i64 at = results.result_at(pixel_at(phase, pixel + half * 8)) + channel * args.y_stride[2];
-      results.store_eight(at, channel, sums[half]);
+      const PixelAt found = pixel_at(phase, pixel + half * 8);
+      if (!is_result(phase, found)) continue;
+      results.store_eight(results.result_at(found) + channel * args.y_stride[2], channel, sums[half]);
     }
   }
 }
@@ -371,14 +384,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     __syncwarp();
     if (SPLIT) cluster_wait();
   } else {
-    if (threadIdx.x == 0 && args.warm_bytes > 0) {
-      // All blocks bring the weights into the L2 cache, a part each, since the mainloops read them in step.
-      const u32 block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
-      const u32 from = block * args.warm_bytes;
-      if (from < args.weight_bytes) {
-        bulk_prefetch(static_cast<const char*>(args.weight_data) + from, min(args.warm_bytes, args.weight_bytes - from));
-      }
-    }
     wait_on_dependent_grids();
     const Place place(args);
     int steps = 0;
@@ -387,7 +392,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       steps = 1 + ld_shared_u32(smem.walk());
     }
     Accumulators accum;
-    mainloop(smem, steps, accum);
+    const GatherAxis& row = phase_of(args, place.tile.phase).axis[2];
+    mainloop(smem, steps, row.x0 - row.low, args.x_tap[2], accum);
     if (threadIdx.x == 0) TRACED(4);
     if (steps == 0) {
 #pragma unroll

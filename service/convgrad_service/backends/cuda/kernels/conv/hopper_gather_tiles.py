@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, Phase
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 
@@ -20,6 +21,8 @@ ALIGNMENT, BARRIER_BYTES = 1024, 8
 # The tile queue: four entries, with two mbarriers each.
 QUEUE_BYTES = 4 * (2 * BARRIER_BYTES + 52)
 WARPGROUP = 128
+# The most pixels beside a tile that taps of a row share.
+MOST_HALO = 8
 # Rates of an H200, fitted to tests/perf's dense layers: FLOP/s in 16-bit types (TF32 takes as long
 # per byte), bytes/s from the L2 cache to all SMs (sharing weights gains little: SHARED), and the
 # time of a tile outside its mainloop: fixed, per result byte, and of a split-K reduction.
@@ -67,7 +70,7 @@ class HopperTile:
     blocks: int = 1
     lean: int = 0
     single: bool = False
-    variant: str = ""
+    taps: int = 1
 
     def __str__(self) -> str:
         sharing = f"_x{self.sharing}" if self.sharing > 1 else ""
@@ -76,7 +79,7 @@ class HopperTile:
         if self.single:
             way = "s" if self.warpgroups * 64 == min(self.m, 128) else f"s{self.warpgroups}"
         blocks = (f"_b{self.blocks}" if self.blocks > 1 else "") + ("_lean" if self.lean else "")
-        return f"{self.m}x{self.n}{way}{sharing}{split}{blocks}{self.variant}"
+        return f"{self.m}x{self.n}{way}{sharing}{split}{blocks}{'_row' if self.taps > 1 else ''}"
 
     @property
     def cluster(self) -> int:
@@ -129,7 +132,12 @@ class HopperTile:
 
     @property
     def stage_bytes(self) -> int:
-        return (self.m + ceil_div(self.n, BOX_ROWS) * BOX_ROWS) * ROW_BYTES
+        rows = self.taps * ceil_div(self.n, BOX_ROWS) * BOX_ROWS
+        return (self.m + (MOST_HALO if self.taps > 1 else 0) + rows) * ROW_BYTES
+
+    def halo(self, axis: Axis, phase: Phase) -> int:
+        """Return the pixels by which rows extend beyond the result's."""
+        return (phase.taps - 1) * abs(axis.x_tap) if self.taps > 1 else 0
 
     def clusters(self, device: CudaDevice) -> int:
         """Return the number of concurrent clusters, which can leave SMs of a GPC idle."""
@@ -149,7 +157,7 @@ class HopperTile:
         room = device.shared_bytes_per_block - self.shared_bytes(0)
         if self.blocks > 1:
             room = device.shared_bytes_per_multiprocessor // self.blocks - 1024 - self.shared_bytes(0)
-        most = 16 if self.single and self.variant != "_s8" else 8
+        most = 16 if self.single else 8
         return min(most, room // (self.stage_bytes + 2 * BARRIER_BYTES))
 
     def shared_bytes(self, stages: int) -> int:
@@ -183,6 +191,7 @@ class HopperTile:
                 "CONSUMERS": self.warpgroups,
                 "SPLIT": int(self.split > 1),
                 "BLOCKS": self.blocks,
+                "TAPS": self.taps,
             }
         producer, consumer = REGISTERS[self.warpgroups]
         if self.pingpong and self.m * self.n > MOST_SUMS_OF_FEW:
@@ -242,13 +251,17 @@ _SINGLE = tuple(
     for m, n, wg, bs in ((64, 64, 1, (1, 2)), (64, 128, 1, (1, 2)), (64, 192, 1, (1,)), (64, 256, 1, (1,)), (128, 64, 2, (1,)), (128, 128, 2, (1,)), (128, 192, 2, (1,)), (128, 256, 2, (1,)), (128, 64, 1, (1,2)), (256, 64, 2, (1,)), (256, 128, 2, (1,)))
     for blocks in bs for split in (1, 2, 3, 4, 6, 8))
 _SINGLE = tuple(t for t in _SINGLE if t.stages(_H) >= 3 and not (t.split > 1 and t.m*t.n > 128*192))
-_SINGLE = (*_SINGLE, *(HopperTile(m, n, 1, split=split, single=True, variant=v) for m, n in ((64, 64), (64, 128), (128, 64)) for split in (1, 2) for v in ("_cold", "_s8")))
-_SHARE = tuple(HopperTile(m, n, wg, sharing=x) for m, n, wg in ((64, 64, 1), (64, 128, 1), (128, 64, 2), (128, 128, 2)) for x in (1, 2, 4))
+_ROW = tuple(
+    HopperTile(m, n, wg, split=split, single=True, taps=taps, blocks=blocks)
+    for m, n, wg, blocks, many in ((64, 64, 1, 1, (3, 5, 7)), (64, 64, 1, 2, (3,)), (64, 128, 1, 1, (3,)), (128, 64, 2, 1, (3, 5, 7)), (128, 64, 1, 1, (3,)), (128, 128, 2, 1, (3,)), (192, 64, 3, 1, (3,)), (256, 64, 2, 1, (3,)))
+    for taps in many
+    for split in (1, 2, 3, 4, 6, 8))
+_SINGLE = (*_SINGLE, *(t for t in _ROW if t.stages(_H) >= 3))
 import os as _os
 TILES = {
  "old": _OLD,
  "new": (*_OLD, *_NEW),
- "all": (*_OLD, *_SINGLE, *(t for t in _SHARE if t not in _OLD)),
+ "all": (*_OLD, *_SINGLE),
  "all3": (*_OLD, *_NEW, *(_r(t, lean=1) for t in (*_OLD, *_NEW) if t.m*t.n <= 128*128)),
 }[_os.environ.get("C3", "all")]
 """Tile shapes that were the fastest for some layer."""

@@ -205,12 +205,6 @@ __device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u
       : "memory");
 }
 
-// Starts to bring `bytes` contiguous bytes into the L2 cache; both are multiples of 16.
-__device__ __forceinline__ void bulk_prefetch(const void* from, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "r"(bytes)
-               : "memory");
-}
-
 // ---- Copies from shared memory. Threads that wrote the data call fence_proxy_async and synchronise with
 // the thread that starts the copy.
 
