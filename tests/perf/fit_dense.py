@@ -27,10 +27,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convgrad_service.backends.cuda.kernels.conv import (
-    hopper_gather_plan,
+    hopper_gather_model,
     hopper_weight_model,
     implicit_gemm_model,
     pointwise_gemm_model,
+)
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
+    candidates as gather_candidates,
 )
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import reachable
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import gathering, gemm_of
@@ -123,7 +126,7 @@ class Lines:
             return model, implicit_gemm_model.lines(gemm, work.dtype, device, found)[0]
         if family == "hopper_gather":
             found = [(s, self._find(family, name))]
-            return family, hopper_gather_plan.lines(work, axes, device, found)[0]
+            return family, hopper_gather_model.lines(work, axes, device, found)[0]
         if family == "hopper_weight":
             found = [(s, self._find(family, name))]
             return family, hopper_weight_model.lines(work, device, found)[0]
@@ -141,7 +144,7 @@ class Lines:
                 gemm = gemm_of(work, self._axes)
                 every = implicit_gemm_model.candidate_configs(gemm, work.dtype, device, COUNTERS)
             elif family == "hopper_gather":
-                every = hopper_gather_plan.candidates(work, self._axes, device)
+                every = gather_candidates(work, self._axes, device)
             else:
                 every = reachable(work, device)
             self._named[family] = {str(one): one for one in every}

@@ -23,6 +23,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGath
 from convgrad_service.backends.cuda.kernels.conv.hopper_halo import HopperHalo
 from convgrad_service.backends.cuda.kernels.conv.hopper_pointwise import HopperPointwise
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_single import HopperWeightSingle
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGemm
 from convgrad_service.backends.cuda.kernels.conv.padded_result import PaddedResult
 from convgrad_service.backends.cuda.kernels.conv.patch_products import PatchProducts
@@ -133,6 +134,7 @@ LARGE = (
 LARGE_WEIGHT = (
     ResultThroughChannelsLast(HopperWeight(), COPIES),
     HopperWeight(),
+    HopperWeightSingle(),
     PlanesWeight(),
     ResultThroughChannelsLast(Bf16x3Weight(), COPIES),
     Bf16x3Weight(),
@@ -147,6 +149,7 @@ OVERHEADS = {
     "hopper_gather": Overhead(0.0),
     "hopper_halo": Overhead(6.6e-6, 1.12),
     "hopper_weight": Overhead(0.0),
+    "hopper_weight_single": Overhead(0.0),
     "dense_gather": Overhead(4.7e-6, 1.09, 4.9e-6),
     "dense_weight": Overhead(8.0e-6, 0.91, 3e-6),
     "bf16x3_weight": Overhead(0.0),
@@ -166,7 +169,7 @@ WHOLE = (
     FastestExpected(LARGE, PRODUCTS, overheads=OVERHEADS),
 )
 WHOLE_WEIGHT = (
-    Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperWeight(), DenseWeight())),
+    Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperWeight(), HopperWeightSingle(), DenseWeight())),
     SHORT_PRODUCTS,
     FastestExpected(LARGE_WEIGHT, PRODUCTS, overheads=OVERHEADS),
 )

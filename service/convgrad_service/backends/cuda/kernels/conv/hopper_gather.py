@@ -13,19 +13,18 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import (
     lowest,
     sides_of,
 )
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_model import (
+    choose_schedule,
+    expected_s,
+)
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
     Schedule,
     candidates,
-    choose_schedule,
-    expected_s,
     finishes_rows,
     is_plain,
-    launch_s,
-    may_pingpong,
-    may_split,
     may_start_with_images,
     pixels_beside,
-    shares_rows,
+    possible,
     skips_taps,
     stores_planes,
 )
@@ -127,16 +126,8 @@ class HopperGather:
             schedule = replace(schedule, images_first=False)
         planes = stores_planes(work)
         if planes:
-            schedule = replace(schedule, images_first=False, tile=replace(schedule.tile, split=1, single=False, taps=1))
-        if (schedule.tile.split > 1 or schedule.tile.single) and not (
-            may_split(work, axes, device, schedule.tile)
-            and (schedule.tile.taps == 1 or shares_rows(axes, schedule.tile))
-        ):
-            schedule = replace(schedule, tile=replace(schedule.tile, split=1, single=False, taps=1))
-        tile = schedule.tile
-        if tile.pingpong and not (
-            may_pingpong(work, axes) and (work.epilogue_free or tile.has_epilogue)
-        ):
+            schedule = replace(schedule, images_first=False)
+        if not possible(work, axes, device, schedule):
             schedule = replace(schedule, tile=TILES[0])
         tile = schedule.tile
         stages = tile.stages(device)
@@ -190,11 +181,11 @@ class HopperGather:
                 sides.source_map(axes, phase, tile, schedule.images_first),
             )
         args.slots = shares * args.channel_tiles
-        grid = (min(tile.clusters(device), args.slots * args.rounds) * tile.cluster, 1, 1)
+        grid = (min(tile.clusters(device), args.slots * args.rounds) * tile.sharing, 1, 1)
         if tile.single:
-            grid = (tile.split, args.channel_tiles, shares)
+            grid = tile.split, args.channel_tiles, shares
             args.cluster, args.owned, args.stages = tile.split, tile.owned, stages
-            args.reduce_bytes = tile.reduce_bytes
+            args.reduce_bytes = tile.epilogue_bytes
             args.a_bytes = (tile.m + tile.halo(axes[2], phases[0][2])) * ROW_BYTES
             args.skips = skips_taps(work, axes, tile, schedule.images_first)
         launch = Launch(
@@ -204,16 +195,16 @@ class HopperGather:
             pack_maps(args, given, y=result, accumulate=work.accumulate, bias=work.bias),
             tile.shared_bytes(stages),
             overlaps=bool(sides.steps) or work.follows,
-            cluster=tile.split if tile.single else 1,
+            cluster=tile.split,
         )
         if time_s is None or schedule != chosen:
-            time_s = launch_s(expected_s(work, axes, device, schedule))
+            time_s = expected_s(work, axes, device, schedule)
         return Fragment(
             f"{self.name}_{work.direction}_{schedule}{'_planes' if planes else ''}",
             (*sides.steps, launch),
             sides.workspace,
             expected_s=time_s,
-            order=f"split {tile.split}" if tile.split > 1 else "",
+            order=f"split {tile.split}/{tile.taps}" if tile.split > 1 else "",
         )
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> HopperGather | None:
@@ -230,8 +221,12 @@ class HopperGather:
             for dtype in DTYPES
             for tile in tiles_of(dtype)
             for across in ((False, True) if dtype.itemsize == 2 else (False,))
-            for maps in (MAPS if across or dtype is DType.FLOAT32 else MAPS[:1])
-            for planes in ((False, True) if tile.split == 1 and not tile.pingpong else (False,))
+            for maps in (
+                MAPS
+                if tile.taps == 1 and (across or dtype is DType.FLOAT32)
+                else MAPS[:1]
+            )
+            for planes in ((False,) if tile.single or tile.pingpong else (False, True))
             for finished in (
                 (False, True)
                 if tile.has_epilogue and maps == 1 and dtype.itemsize == 2 and not planes
@@ -270,7 +265,4 @@ def _instance(
     defines = tile.defines(dtype, across, maps, stages, planes)
     if finished:
         defines["EPILOGUE"] = 1
-    import os
-    if os.environ.get("TRACE"):
-        defines["TRACE"] = 1
-    return Instance.of("conv/hopper_gather_single.cu" if tile.single else "conv/hopper_gather.cu", defines, HOPPER)
+    return Instance.of("conv/hopper_gather.cu", defines, HOPPER)

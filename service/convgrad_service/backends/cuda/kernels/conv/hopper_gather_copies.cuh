@@ -3,7 +3,6 @@
 
 #include "conv/hopper_gather.cuh"
 #include "core/pipeline_state.cuh"
-#include "ptx/load_store.cuh"
 
 namespace convgrad {
 namespace {
@@ -33,21 +32,17 @@ constexpr int kLoadedK = kWholeBoxes ? kTileK : kTileK / SHARING;
 
 static_assert(kWarpgroupRows % 64 == 0 && kWarpgroupRows * kWarpgroupsPerTile == BM,
               "whole products for each");
-static_assert(!PINGPONG || (CONSUMERS == 2 && SPLIT == 1), "two take turns, with whole tiles");
-static_assert(CLUSTER == SHARING * SPLIT && (SPLIT == 1 || SHARING == 1),
-              "blocks of a cluster share operands, or a reduction");
+static_assert(!PINGPONG || CONSUMERS == 2, "two take turns");
 static_assert(BN % 32 == 0 && (ACROSS || kLoadedChannels % 8 == 0), "whole boxes for each");
 
 // Entries of the tile queue.
 constexpr int kTileQueue = 4;
-// mbarriers: full and empty per stage and per queue entry; with PINGPONG one per warpgroup; with SPLIT one.
-constexpr int kBarriers = 2 * STAGES + 2 * kTileQueue + (PINGPONG ? CONSUMERS : SPLIT > 1 ? 1 : 0);
+// mbarriers: full and empty per stage and per queue entry; with PINGPONG one per warpgroup.
+constexpr int kBarriers = 2 * STAGES + 2 * kTileQueue + (PINGPONG ? CONSUMERS : 0);
 struct SharedLayout {
   u32 ring, staging, barriers;  // shared addresses
   QueuedTile* queue;
-  u32 tables;
-  int row;   // which of the cluster's pixels this block has (SHARING)
-  int part;  // which part of K (SPLIT)
+  int row;  // which of the cluster's pixels this block has
 
   __device__ __forceinline__ u32 stage(int i) const { return ring + i * kStageBytes; }
   // mbarriers of a stage and of an entry of the tile queue.
@@ -56,10 +51,6 @@ struct SharedLayout {
   __device__ __forceinline__ u32 tile_full_barrier(int i) const { return barriers + (2 * STAGES + i) * 8; }
   __device__ __forceinline__ u32 tile_empty_barrier(int i) const {
     return barriers + (2 * STAGES + kTileQueue + i) * 8;
-  }
-  // SPLIT: the other blocks' partial sums of this block's rows have arrived.
-  __device__ __forceinline__ u32 reduce_barrier() const {
-    return barriers + (2 * STAGES + 2 * kTileQueue) * 8;
   }
   // PINGPONG: this warpgroup may start its mainloop.
   __device__ __forceinline__ u32 order_barrier(int warpgroup) const {
@@ -84,9 +75,6 @@ __device__ __forceinline__ void schedule_tiles(const HopperGatherArgs& args, con
   PipelineState queue_state{0, 1};
   const int chunks = (args.in_channels + kTileK - 1) / kTileK;
   auto enqueue = [&](const QueuedTile& queued) {
-#if LEAN
-    if (queued.steps < 0)
-#endif
     mbarrier_wait(smem.tile_empty_barrier(queue_state.index), queue_state.parity);
     if ((threadIdx.x & 31) == 0) {
       smem.queue[queue_state.index] = queued;
@@ -116,39 +104,6 @@ __device__ __forceinline__ void schedule_tiles(const HopperGatherArgs& args, con
     }
     queued.image = image(own, args.images_first);
     queued.steps = steps;
-#if LEAN
-    mbarrier_wait(smem.tile_empty_barrier(queue_state.index), queue_state.parity);
-    {
-      const int taps1 = phase.axis[1].taps, taps2 = phase.axis[2].taps;
-      const int taps = phase.axis[0].taps * taps1 * taps2, lane = threadIdx.x & 31;
-      const int all = chunks * taps;
-      queued.first_step = all * smem.part / SPLIT, queued.end_step = all * (smem.part + 1) / SPLIT;
-      queued.first_chunk = taps ? queued.first_step / taps : 0;
-      const int first_tap = queued.first_step - queued.first_chunk * taps;
-      const int end_chunk = taps ? queued.end_step / taps : 0, end_tap = queued.end_step - end_chunk * taps;
-      int kept = 0, below_first = 0, below_end = 0;
-      for (int from = 0; from < taps; from += 32) {
-        const u32 tap = from + lane, t = tap / (taps1 * taps2), r = tap / taps2 % taps1, s = tap % taps2;
-        const bool in = tap < taps && (queued.taps[0] >> t & queued.taps[1] >> r & queued.taps[2] >> s & 1);
-        const u32 mask = __ballot_sync(~0u, in);
-        const int index = kept + __popc(mask & ((1u << lane) - 1));
-        if (in) st_shared_u32(smem.tables + (queue_state.index * 128 + index) * 4, t | r << 8 | s << 16);
-        below_first += __popc(__ballot_sync(~0u, in && tap < first_tap));
-        below_end += __popc(__ballot_sync(~0u, in && tap < end_tap));
-        kept += __popc(mask);
-      }
-      queued.kept = kept, queued.first_index = below_first;
-      if (below_first == kept) queued.first_index = 0, ++queued.first_chunk;
-      queued.steps = end_chunk * kept + below_end - ((queued.first_step / (taps ? taps : 1)) * kept + below_first);
-      __syncwarp();
-    }
-#else
-    if constexpr (SPLIT > 1) {
-      const int all = chunks * phase.axis[0].taps * phase.axis[1].taps * phase.axis[2].taps;
-      queued.first_step = all * smem.part / SPLIT, queued.end_step = all * (smem.part + 1) / SPLIT;
-      queued.steps = count_steps(phase, queued);
-    }
-#endif
     enqueue(queued);
   }
   queued.steps = -1;
@@ -156,113 +111,24 @@ __device__ __forceinline__ void schedule_tiles(const HopperGatherArgs& args, con
 }
 
 // Calls load(channel, t, r, s) for each k-tile of this block: chunks of channels (outer) and taps that are not
-// skipped (inner). With SPLIT it starts at the block's first k-tile directly: iterating up to it would take
-// 80 ns per k-tile.
+// skipped (inner).
 template <class Copy>
-__device__ __forceinline__ void for_each_step(const GatherPhase& phase, const QueuedTile& tile,
-                                              int channels, const Copy& copy) {
-  const int taps1 = phase.axis[1].taps, taps2 = phase.axis[2].taps;
-  const int taps = phase.axis[0].taps * taps1 * taps2;
-  // The first tap of the first chunk; later chunks start at tap 0.
-  int first = 0, first_t = 0, first_r = 0, first_s = 0;
-  if constexpr (SPLIT > 1) {
-    if (tile.steps == 0) return;
-    first = tile.first_step / taps;
-    const int tap = tile.first_step - first * taps, outer = tap / taps2;
-    first_t = outer / taps1, first_r = outer - first_t * taps1, first_s = tap - outer * taps2;
-  }
+__device__ __forceinline__ void for_each_step(const QueuedTile& tile, int channels, const Copy& copy) {
 #pragma unroll 1
-  for (int channel = first * kTileK; channel < channels; channel += kTileK) {
+  for (int channel = 0; channel < channels; channel += kTileK) {
 #pragma unroll 1
-    for (int t = next_bit(tile.taps[0], first_t - 1); t < 32; t = next_bit(tile.taps[0], t)) {
-      if (t != first_t) first_r = first_s = 0;
+    for (int t = next_bit(tile.taps[0], -1); t < 32; t = next_bit(tile.taps[0], t)) {
 #pragma unroll 1
-      for (int r = next_bit(tile.taps[1], first_r - 1); r < 32; r = next_bit(tile.taps[1], r)) {
-        if (r != first_r) first_s = 0;
+      for (int r = next_bit(tile.taps[1], -1); r < 32; r = next_bit(tile.taps[1], r)) {
 #pragma unroll 1
-        for (int s = next_bit(tile.taps[2], first_s - 1); s < 32; s = next_bit(tile.taps[2], s)) {
-          if constexpr (SPLIT > 1) {
-            const int step = channel / kTileK * taps + (t * taps1 + r) * taps2 + s;
-            if (step >= tile.end_step) return;
-          }
+        for (int s = next_bit(tile.taps[2], -1); s < 32; s = next_bit(tile.taps[2], s)) {
           copy(channel, t, r, s);
         }
-        first_s = 0;
       }
-      first_r = first_s = 0;
     }
-    // Needed where all taps from the first one on are skipped.
-    first_t = first_r = first_s = 0;
   }
 }
 
-#if LEAN
-// Calls load(channel, t, r, s) for each k-tile.
-template <bool kTrace, class Load>
-__device__ __forceinline__ void for_each_lean(const QueuedTile& tile, u32 table, Load load) {
-  int channel = tile.first_chunk * kTileK, index = tile.first_index;
-  u32 entry = ld_shared_u32(table + index * 4);
-  if (kTrace) TRACED(7);
-#pragma unroll 1
-  for (int i = 0; i < tile.steps; ++i) {
-    if (kTrace && i == 1) TRACED(8);
-    if (kTrace && i == STAGES) TRACED(9);
-    if (kTrace && i == tile.steps - 1) TRACED(10);
-    const int t = entry & 255, r = entry >> 8 & 255, s = entry >> 16, now = channel;
-    if (++index == tile.kept) index = 0, channel += kTileK;
-    entry = ld_shared_u32(table + index * 4);
-    load(now, t, r, s);
-  }
-}
-template <int kDims, bool kImages>
-__device__ __forceinline__ void load_pixels_of(const HopperGatherArgs& args, const SharedLayout& smem) {
-  PipelineState queue_state;
-  PipelineState state{0, 1};
-  const int x_tap[3] = {args.x_tap[0], args.x_tap[1], args.x_tap[2]};
-#pragma unroll 1
-  for (;;) {
-    mbarrier_wait(smem.tile_full_barrier(queue_state.index), queue_state.parity);
-    const QueuedTile tile = smem.queue[queue_state.index];
-    if (tile.steps < 0) return;
-    const GatherPhase& phase = phase_of(args, tile.phase);
-    const TensorMap& map = args.source[MAPS == 1 ? 0 : tile.phase];
-    const int d = tile.at[0], h = tile.at[1], w = tile.at[2], n = tile.image;
-    int base_offset[3];
-#pragma unroll
-    for (int axis = 0; axis < 3; ++axis) base_offset[axis] = phase.axis[axis].x0 - phase.axis[axis].low;
-    for_each_lean<true>(tile, smem.tables + queue_state.index * 512, [&](int channel, int t, int r, int s) {
-      const int dd = base_offset[0] + t * x_tap[0], dh = base_offset[1] + r * x_tap[1],
-                dw = base_offset[2] + s * x_tap[2];
-      const u32 barrier = smem.full_barrier(state.index), to = smem.stage(state.index);
-      mbarrier_wait(smem.empty_barrier(state.index), state.parity);
-      mbarrier_arrive_expect_tx(barrier, kABytes);
-      // The slowest dimension has no im2col offset: its displacement is added to the coordinate.
-      if constexpr (kDims == 3 && !kImages) tma_load_im2col<3>(to, map, barrier, {channel, w, n}, {dw});
-      if constexpr (kDims == 4 && !kImages) tma_load_im2col<4>(to, map, barrier, {channel, w, h, n}, {dw, dh});
-      if constexpr (kDims == 5 && !kImages)
-        tma_load_im2col<5>(to, map, barrier, {channel, w, h, d, n}, {dw, dh, dd});
-      if constexpr (kDims == 3 && kImages) tma_load_im2col<3>(to, map, barrier, {channel, n, w + dw}, {0});
-      if constexpr (kDims == 4 && kImages)
-        tma_load_im2col<4>(to, map, barrier, {channel, n, w, h + dh}, {0, dw});
-      if constexpr (kDims == 5 && kImages)
-        tma_load_im2col<5>(to, map, barrier, {channel, n, w, h, d + dd}, {0, dw, dh});
-      state.advance(STAGES);
-    });
-    mbarrier_arrive(smem.tile_empty_barrier(queue_state.index));
-    queue_state.advance(kTileQueue);
-  }
-}
-__device__ __forceinline__ void load_pixels(const HopperGatherArgs& args, const SharedLayout& smem) {
-  switch (args.dims + (args.images_first ? 3 : 0)) {
-    case 3: load_pixels_of<3, false>(args, smem); break;
-    case 4: load_pixels_of<4, false>(args, smem); break;
-    case 5: load_pixels_of<5, false>(args, smem); break;
-    case 6: load_pixels_of<3, true>(args, smem); break;
-    case 7: load_pixels_of<4, true>(args, smem); break;
-    default: load_pixels_of<5, true>(args, smem);
-  }
-}
-#else
 // Producer thread of the source pixels.
 __device__ __forceinline__ void load_pixels(const HopperGatherArgs& args, const SharedLayout& smem) {
   PipelineState queue_state;
@@ -282,7 +148,7 @@ __device__ __forceinline__ void load_pixels(const HopperGatherArgs& args, const 
     int base_offset[3];
 #pragma unroll
     for (int axis = 0; axis < 3; ++axis) base_offset[axis] = phase.axis[axis].x0 - phase.axis[axis].low;
-    for_each_step(phase, tile, channels, [&](int channel, int t, int r, int s) {
+    for_each_step(tile, channels, [&](int channel, int t, int r, int s) {
       mbarrier_wait(smem.empty_barrier(state.index), state.parity);
       const u32 barrier = smem.full_barrier(state.index), to = smem.stage(state.index);
       mbarrier_arrive_expect_tx(barrier, kABytes);
@@ -302,8 +168,6 @@ __device__ __forceinline__ void load_pixels(const HopperGatherArgs& args, const 
   }
 }
 
-#endif
-
 // Producer thread of this block's part of the weights, multicast to the blocks that share them.
 __device__ __forceinline__ void load_weights(const HopperGatherArgs& args, const SharedLayout& smem) {
   PipelineState queue_state;
@@ -314,18 +178,12 @@ __device__ __forceinline__ void load_weights(const HopperGatherArgs& args, const
   for (;;) {
     mbarrier_wait(smem.tile_full_barrier(queue_state.index), queue_state.parity);
     const QueuedTile tile = smem.queue[queue_state.index];
-#if !LEAN
     mbarrier_arrive(smem.tile_empty_barrier(queue_state.index));
     queue_state.advance(kTileQueue);
-#endif
     if (tile.steps < 0) return;
     const GatherPhase& phase = phase_of(args, tile.phase);
     const int r0[3] = {phase.axis[0].r0, phase.axis[1].r0, phase.axis[2].r0};
-#if LEAN
-    for_each_lean<false>(tile, smem.tables + queue_state.index * 512, [&](int channel, int j0, int j1, int j2) {
-#else
-    for_each_step(phase, tile, channels, [&](int channel, int j0, int j1, int j2) {
-#endif
+    for_each_step(tile, channels, [&](int channel, int j0, int j1, int j2) {
       mbarrier_wait(smem.empty_barrier(state.index), state.parity);
       const u32 barrier = smem.full_barrier(state.index), to = smem.stage(state.index) + kABytes;
       mbarrier_arrive_expect_tx(barrier, kTransactionBytes - kABytes);
@@ -351,10 +209,6 @@ __device__ __forceinline__ void load_weights(const HopperGatherArgs& args, const
       }
       state.advance(STAGES);
     });
-#if LEAN
-    mbarrier_arrive(smem.tile_empty_barrier(queue_state.index));
-    queue_state.advance(kTileQueue);
-#endif
   }
 }
 

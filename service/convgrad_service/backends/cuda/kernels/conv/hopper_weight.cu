@@ -32,9 +32,6 @@
 #include "ptx/warpgroup.cuh"
 
 using namespace convgrad;
-#ifdef TRACE
-extern "C" __device__ unsigned long long convgrad_trace[132 * 4 * 16] = {};
-#endif
 
 namespace {
 
@@ -61,7 +58,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
   extern __shared__ uint4 shared[];
   __shared__ u64 barriers[2 * kMaxStages + (kReduces ? Sums::kMaxQuads : 0)];
   __shared__ LoadedBox loaded_boxes[kProducers][kMaxCopied];  // per producer thread
-  if (threadIdx.x == 0) TRACED(0);
   const int thread = threadIdx.x, warpgroup = thread / 128, warp = thread / 32, lane = thread & 31;
   const WeightResult& of = args.result;
   // Each warp prefetches a part of the kernel parameters into the constant cache.
@@ -99,7 +95,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
   } else {
     __syncthreads();
   }
-  if (threadIdx.x == 0) TRACED(1);
   launch_dependent_grids();
   wait_on_dependent_grids();
   const int steps = steps_of(args);
@@ -174,7 +169,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
           a = mn_major_descriptor<128>(y_at), b = mn_major_descriptor<kRowBytes>(x_at, next_box);
         }
         mbarrier_wait(pipeline.full_barrier(pipeline.stage), pipeline.parity);
-        if (threadIdx.x == 0 && step == 0) TRACED(3);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kPixels / kMmaK; ++k) {
@@ -197,7 +191,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
       }
       wgmma_wait<0>();
       fence_all();
-      if (threadIdx.x == 0) TRACED(4);
       if (!(kReduces && kMulticasts)) release(last);
       // Recomputed, to save registers during the mainloop.
       const Unit finished = unit_of(opaque_value(index));
@@ -213,7 +206,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
       } else {
         store_accumulators<T>(args, finished, warpgroup, thread % 128, boxes[parity_index], sum);
       }
-      if (threadIdx.x == 0) TRACED(5);
     }
     if (reduces_in_grid && !last_unit().whole) {
       reduce_in_grid<ROWS, PRODUCTS, kFragments>(args, last_unit(), boxes[parity_index],
@@ -223,7 +215,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
       Sums::add(args, unit_of(blockIdx.x / CLUSTER),
                 reinterpret_cast<const float4*>(base), reduce_barriers, reduce_rank, boxes[parity_index]);
     }
-    if (threadIdx.x == 0) TRACED(11);
   } else {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (elect_one()) {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "conv/hopper_weight_units.cuh"
-#include "core/trace.cuh"
 
 
 namespace convgrad {
@@ -71,9 +70,6 @@ __device__ __forceinline__ void load_unit(const HopperWeightArgs& args, const Un
     const Pixel corner = corner_of(args, walk.at);
     mbarrier_wait(pipeline.empty_barrier(pipeline.stage), pipeline.parity ^ 1);
     if (parity_index == 0) mbarrier_arrive_expect_tx(arrived, args.step_bytes);
-    if (parity_index == 0 && step == 0) TRACED(7);
-    if (parity_index == 0 && step == 1) TRACED(8);
-    if (parity_index == 0 && step == unit.steps - 1) TRACED(10);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       const LoadedBox one = own[i];

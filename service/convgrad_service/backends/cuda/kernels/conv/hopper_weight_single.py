@@ -8,32 +8,45 @@ from math import prod
 from typing import Any
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.conv.hopper_weight import _maps as im2col_maps
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight import (
+    im2col_maps,
+    why_not_im2col,
+)
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight_args import beside, dims_of
-from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import TILES as WIDE_TILES, Cut
+from convgrad_service.backends.cuda.kernels.conv.single_model import Rates, SingleWave, single_s
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import overlapping, prepare_side
 from convgrad_service.backends.cuda.structures import structure
-from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
+from convgrad_service.plans.cuda.device import HOPPER, RESERVED_BYTES, CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["HopperWeightSingle", "SingleConfig", "single_configs"]
+__all__ = ["HopperWeightSingle", "SingleConfig", "configs", "expected_s"]
 
 HopperWeightSingleArgs = structure("conv/hopper_weight_single.cuh", "HopperWeightSingleArgs")
-# The boxes of 64 channels x 64 pixels.
-BOX_CUT = Cut(WIDE_TILES[3], 1, 0, 1, 1, 1, 1, 1)
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 BOX, PIXELS, ROW_BYTES = 64, 64, 128
 ALIGNMENT, BARRIER_BYTES, FRAGMENT_BYTES = 1024, 8, 512
 MOST_STAGES, LEAST_STAGES, PRODUCERS = 16, 3, 64
 CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
-LEAST_CHANNELS, MOST_STEP = 16, 8
-MAX_PIXELS = 2**31 - 2**16
-# The largest im2col offset of a window's pixel, by the number of spatial dimensions.
-MOST_SHIFT = {1: 65535, 2: 255, 3: 31}
+LEAST_CHANNELS, MAX_GRID_YZ = 16, 65535
+RATES = Rates(
+    start=4.9,
+    copied=125.0,
+    l2=11400.0,
+    products=1.1,
+    step=0.06,
+    apart_a=1.4,
+    apart_b=1.35,
+    tile=0.6,
+    tile_size=0.02,
+    join=1.75,
+    joined=0.06,
+    memory=4500.0,
+    beside=0.5,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +87,7 @@ class SingleConfig:
 
     def stages(self, device: CudaDevice) -> int:
         """Return the number of pipeline stages that fit."""
-        room = device.shared_bytes_per_multiprocessor // self.blocks - 1024
+        room = device.shared_bytes_per_multiprocessor // self.blocks - RESERVED_BYTES
         room = min(room, device.shared_bytes_per_block) - self.shared_bytes(0)
         return min(MOST_STAGES, room // (self.stage_bytes + 2 * BARRIER_BYTES))
 
@@ -105,7 +118,7 @@ TILES = tuple(
 )
 
 
-def single_configs(work: ConvWork, device: CudaDevice) -> Iterator[SingleConfig]:
+def configs(work: ConvWork, device: CudaDevice) -> Iterator[SingleConfig]:
     """Yield the configurations whose clusters run at once, with a k-tile for each block."""
     steps = ceil_div(work.pixels, PIXELS)
     for tile in TILES:
@@ -113,7 +126,8 @@ def single_configs(work: ConvWork, device: CudaDevice) -> Iterator[SingleConfig]
             one = SingleConfig(tile.m, tile.n, tile.warpgroups, tile.blocks, cluster)
             if one.stages(device) < LEAST_STAGES or cluster > steps:
                 continue
-            if prod(one.tiles(work)) <= one.clusters(device):
+            tiles = one.tiles(work)
+            if prod(tiles) <= one.clusters(device) and max(tiles) <= MAX_GRID_YZ:
                 yield one
 
 
@@ -138,20 +152,12 @@ class HopperWeightSingle:
             return f"{work.split_k} shares were asked for"
         if min(work.in_channels, work.out_channels) < LEAST_CHANNELS:
             return f"{work.in_channels} channels to {work.out_channels} would leave most of a tile"
-        dims = dims_of(work)
-        for dim in range(3 - dims, 3):
-            shift = (work.kernel[dim] - 1) * work.dilation[dim]
-            if shift > MOST_SHIFT[dims]:
-                return f"taps reach over {shift} pixels; expected at most {MOST_SHIFT[dims]}"
-        if max(work.stride) > MOST_STEP:
-            return f"a stride of {max(work.stride)}; expected at most {MOST_STEP}"
-        if work.pixels > MAX_PIXELS:
-            return f"{work.pixels} pixels; expected at most {MAX_PIXELS}"
-        if work.accumulate is not None and work.accumulate.strides != work.w.strides:
-            return "accumulate does not lie as the result does"
-        if next(single_configs(work, device), None) is None:
+        reason = why_not_im2col(work)
+        if reason is not None:
+            return reason
+        if next(configs(work, device), None) is None:
             return "more tiles than fit on the device at once"
-        for one in im2col_maps(work, BOX_CUT):
+        for one in im2col_maps(work, BOX, 0):
             reason = one.why_not()
             if reason is not None:
                 return reason
@@ -159,14 +165,16 @@ class HopperWeightSingle:
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        time_s, config = 0.0, self._config
+        config = self._config
         if config is None:
-            time_s, config = choose_single(work, device)
+            time_s, config = _chosen(work, device)
+        else:
+            time_s = expected_s(work, device, config)
         x, y = (
             prepare_side(work, name, device) for name in ("input", "grad_output")
         )
         steps = overlapping((*x.steps, *y.steps), device)
-        x_map, y_map = im2col_maps(work, BOX_CUT, x.operand, y.operand)
+        x_map, y_map = im2col_maps(work, BOX, 0, x.operand, y.operand)
         rows, columns = config.tiles(work)
         stages = config.stages(device)
         launch = Launch(
@@ -188,11 +196,12 @@ class HopperWeightSingle:
             (*steps, launch),
             (*x.workspace, *y.workspace),
             expected_s=time_s,
+            order=f"split {config.cluster}" if config.cluster > 1 else "",
         )
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> HopperWeightSingle | None:
         """See `Tunable.tuned`."""
-        found = next((one for one in single_configs(work, device) if str(one) == config), None)
+        found = next((one for one in configs(work, device) if str(one) == config), None)
         return None if found is None else HopperWeightSingle(found)
 
     def instances(self) -> Iterable[Instance]:
@@ -200,9 +209,36 @@ class HopperWeightSingle:
         return [tile.instance(dtype) for dtype in DTYPES for tile in TILES]
 
 
-def choose_single(work: ConvWork, device: CudaDevice) -> tuple[float, SingleConfig]:
-    one = next(single_configs(work, device))
-    return 1.0, one
+def expected_s(work: ConvWork, device: CudaDevice, config: SingleConfig) -> float:
+    """Return the expected seconds of a launch in a graph."""
+    steps = ceil_div(work.pixels, PIXELS)
+    elements = work.batch * (
+        work.in_channels * prod(work.input) + work.out_channels * prod(work.output)
+    )
+    elements += work.taps * work.in_channels * work.out_channels
+    return single_s(
+        SingleWave(
+            m=config.m,
+            n=config.n,
+            tiles=prod(config.tiles(work)),
+            steps=steps,
+            mean_steps=steps,
+            split=config.cluster,
+            blocks=config.blocks,
+            slots=config.clusters(device) * config.cluster,
+            a_rows=config.m,
+            taps=1,
+            apart=(work.out_channels % BOX != 0, work.in_channels % BOX != 0),
+            moved_bytes=elements * work.dtype.itemsize,
+        ),
+        RATES,
+    )
+
+
+def _chosen(work: ConvWork, device: CudaDevice) -> tuple[float, SingleConfig]:
+    """Return the configuration with the least expected time, and that in seconds."""
+    every = [(expected_s(work, device, one), one) for one in configs(work, device)]
+    return min(every, key=lambda found: found[0])
 
 
 def _arguments(work: ConvWork, config: SingleConfig, stages: int) -> Any:

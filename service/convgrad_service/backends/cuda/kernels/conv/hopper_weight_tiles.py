@@ -139,9 +139,6 @@ class WeightTile:
         )
         if planes:
             defines = (*defines, ("PLANES", "1"))
-        import os
-        if os.environ.get("TRACE"):
-            defines = (*defines, ("TRACE", "1"))
         return Instance("conv/hopper_weight.cu", "hopper_weight", defines, HOPPER)
 
 

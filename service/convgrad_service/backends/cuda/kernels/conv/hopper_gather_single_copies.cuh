@@ -1,30 +1,13 @@
-// Dense convolution on Hopper, fprop or dgrad, as an implicit GEMM of a single wave of tiles: one tile per
-// block, or per cluster whose blocks split K. Launched by hopper_gather.py. Needs sm_90a.
-//
-// The GEMM, its phases and taps are those of hopper_gather.cu. Here a block has no queue of tiles, which
-// would delay its first loads: the producer warps compute the block's tile themselves.
-// Grid: tiles x `cluster`. Block: CONSUMERS warpgroups of BM / CONSUMERS pixels each and two producer warps,
-//   one for source pixels (im2col), one for weights. The former initialises the pipeline's mbarriers and
-//   issues its first load before the block synchronises.
-// Cluster: with SPLIT its blocks divide the k-tiles of one tile and reduce through distributed shared memory
-//   (SplitKReduce); all tiles of a phase are split at the same k-tiles, whatever taps they skip.
-// Shared memory (dynamic): 1,024 bytes of alignment; `stages` stages of BM rows of 128 bytes and of the
-//   weights' 64-row boxes; partial sums (SPLIT) or 8 KB of staging per warpgroup; mbarriers; two lists of taps.
-// Preconditions: as hopper_gather.cu; at most 128 taps of a phase.
-// Determinism: one order of additions per result, whatever the tile shape; with SPLIT, per number of blocks.
-// Limits: those of hopper_gather.cu.
+// hopper_gather_single.cuh's tile shapes and shared-memory layout, the k-tiles of a block, and its producer
+// warps.
+#pragma once
+
 #include "conv/hopper_gather.cuh"
 #include "conv/hopper_gather_result.cuh"
-#include "core/opaque.cuh"
 #include "core/pipeline_state.cuh"
 #include "core/split_k_reduce.cuh"
 
-using namespace convgrad;
-
-#ifdef TRACE
-extern "C" __device__ unsigned long long convgrad_trace[132 * 4 * 16] = {};
-#endif
-
+namespace convgrad {
 namespace {
 
 using T = ELEMENT;
@@ -156,8 +139,8 @@ __device__ __forceinline__ void sync_block() {
 }
 
 template <int kDims, bool kImages>
-__device__ __forceinline__ void load_pixels(u32 to, u32 barrier, const TensorMap& map, const int (&at)[4], int channel,
-                                            int dd, int dh, int dw) {
+__device__ __forceinline__ void load_pixels(u32 to, u32 barrier, const TensorMap& map, const int (&at)[4],
+                                            int channel, int dd, int dh, int dw) {
   const int n = at[3], d = at[0], h = at[1], w = at[2];
   // The slowest dimension has no im2col offset: its displacement is added to the coordinate.
   if constexpr (kDims == 3 && !kImages) tma_load_im2col<3>(to, map, barrier, {channel, w, n}, {dw});
@@ -197,7 +180,6 @@ __device__ __forceinline__ void produce_pixels(const HopperGatherArgs& args, con
     int channel;
     const u32 entry = first_entry(args, place, channel);
     if (any) load(entry, channel);
-    TRACED(7);
   }
   __syncwarp();
   if (any) {
@@ -207,7 +189,6 @@ __device__ __forceinline__ void produce_pixels(const HopperGatherArgs& args, con
       st_shared_v4(smem.walk(), {static_cast<u32>(walk.steps), static_cast<u32>(walk.kept),
                                  static_cast<u32>(walk.index), static_cast<u32>(walk.channel)});
       mbarrier_arrive(smem.list_barrier());
-      TRACED(8);
       Steps at_step(walk, smem.taps());
 #pragma unroll 1
       for (int i = 0; i < walk.steps; ++i) {
@@ -217,7 +198,6 @@ __device__ __forceinline__ void produce_pixels(const HopperGatherArgs& args, con
         mbarrier_wait(smem.empty_barrier(state.index), state.parity);
         load(entry, channel);
       }
-      TRACED(10);
     }
   }
 }
@@ -270,153 +250,5 @@ __device__ __forceinline__ void produce_weights(const HopperGatherArgs& args, co
   }
 }
 
-// This warpgroup's accumulators over `steps` k-tiles, whose taps of a row start at pixel `first_shift`, + `shift`.
-__device__ __forceinline__ void mainloop(const SharedLayout& smem, int steps, int first_shift, int shift,
-                                         Accumulators& accum) {
-  const int first_row = CONSUMERS == 1 ? 0 : static_cast<int>(threadIdx.x / 128) * kWarpgroupRows;
-  const int lane = threadIdx.x & 31;
-  PipelineState state;
-  int previous = -1;  // the stage that wgmmas in flight read
-#pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    mbarrier_wait(smem.full_barrier(state.index), state.parity);
-    if (step == 0 && threadIdx.x == 0) TRACED(3);
-    const u32 rows = smem.stage(state.index) + first_row * kRowBytes, weights = smem.stage(state.index) + kABytes;
-    wgmma_fence();
-#pragma unroll
-    for (int tap = 0; tap < TAPS; ++tap) {
-      const u32 at = TAPS > 1 ? rows + (first_shift + tap * shift) * kRowBytes : rows, to = weights + tap * kBBytes;
-#pragma unroll
-      for (int i = 0; i < kMmasK; ++i) {
-        const u64 b = ACROSS ? advance_descriptor(mn_major_descriptor<128>(to, kBoxBytes), i * kMmaK * kRowBytes)
-                             : advance_descriptor(k_major_descriptor<128>(to), i * 32);
-#pragma unroll
-        for (int part = 0; part < kMmasM; ++part) {
-          const u64 a = advance_descriptor(k_major_descriptor<128>(at + part * 64 * kRowBytes), i * 32);
-          wgmma<T, kMajorK, kWeights>(accum[part], a, b, i > 0 || tap > 0 || step > 0);
-        }
-      }
-    }
-    wgmma_commit();
-    wgmma_wait<1>();
-    if (previous >= 0 && lane == 0) mbarrier_arrive(smem.empty_barrier(previous));
-    previous = state.index;
-    state.advance(smem.stages);
-  }
-  wgmma_wait<0>();
-#pragma unroll
-  for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
-}
-
-// Finishes and stores the fragments that this block owns.
-__device__ __forceinline__ void store_owned(const HopperGatherArgs& args, const GatherTile& tile, const Reduce& reduce) {
-  const Results<T, 1, 4> results(args, tile, 0);
-  const GatherPhase& phase = phase_of(args, tile.phase);
-  const int warp = threadIdx.x / 32;
-#pragma unroll 1
-  for (int i = threadIdx.x & 31; i < reduce.fragment_count() * 8; i += 32) {
-    const int row = i & 7, fragment = i >> 3, f = reduce.first_fragment() + fragment;
-    float sums[2][8];
-    reduce.load_rows(fragment, row, sums);
-    const int channel = tile.first_channel + f % kFragmentsN * 8;
-    const int pixel = tile.first_pixel + warp / 4 * kWarpgroupRows + f / kFragmentsN * 64 + warp % 4 * 16 + row;
-    if (channel >= args.out_channels) continue;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (pixel + half * 8 >= phase.pixels) continue;
-      const PixelAt found = pixel_at(phase, pixel + half * 8);
-      if (!is_result(phase, found)) continue;
-      results.store_eight(results.result_at(found) + channel * args.y_stride[2], channel, sums[half]);
-    }
-  }
-}
-
 }  // namespace
-
-extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
-    hopper_gather_single(const __grid_constant__ HopperGatherArgs args) {
-  extern __shared__ uint4 shared[];
-#ifdef TRACE
-  if (threadIdx.x == 0) trace(0);
-#endif
-  const int warp = threadIdx.x / 32;
-  // Each warp prefetches a part of the kernel parameters into the constant cache.
-  const int prefetched = reinterpret_cast<const int*>(&args.y)[min(warp * 16, kArgumentWords)];
-  SharedLayout smem;
-  const u32 padding = -shared_address(shared) & 1023;
-  smem.ring = shared_address(shared) + padding;
-  smem.base = reinterpret_cast<char*>(shared) + padding;
-  smem.stages = args.stages;
-  smem.reduce = smem.stage(args.stages);
-  smem.barriers = smem.reduce + args.reduce_bytes;
-  if (warp == CONSUMERS * 4 + 1 && elect_one()) {
-    prefetch_tensor_map(args.weight);
-    if (MAPS == 1) prefetch_tensor_map(args.source[0]);
-  }
-  if (warp == CONSUMERS * 4 && elect_one()) {
-    for (int i = 0; i < smem.stages; ++i) {
-      mbarrier_init(smem.full_barrier(i), 2);
-      mbarrier_init(smem.empty_barrier(i), CONSUMERS * 4);
-    }
-    mbarrier_init(smem.list_barrier(), 1);
-    fence_mbarrier_init();
-    fence_proxy_async();
-  }
-  const int part = SPLIT ? static_cast<int>(cluster_rank()) : 0;
-  const Reduce reduce(smem.pointer(smem.reduce), smem.reduce_barrier(), part, SPLIT ? args.cluster : 1, args.owned);
-  if (SPLIT && threadIdx.x == 0) reduce.prepare();
-  opaque_use(prefetched);
-  sync_block();
-  if (threadIdx.x == 0) TRACED(1);
-  if (warp == CONSUMERS * 4) {
-    switch (args.dims + (args.images_first ? 3 : 0)) {
-      case 3: produce_pixels<3, false>(args, smem); break;
-      case 4: produce_pixels<4, false>(args, smem); break;
-      case 5: produce_pixels<5, false>(args, smem); break;
-      case 6: produce_pixels<3, true>(args, smem); break;
-      case 7: produce_pixels<4, true>(args, smem); break;
-      default: produce_pixels<5, true>(args, smem);
-    }
-    __syncwarp();
-    if (SPLIT) cluster_wait();
-  } else if (warp == CONSUMERS * 4 + 1) {
-    produce_weights(args, smem);
-    __syncwarp();
-    if (SPLIT) cluster_wait();
-  } else {
-    wait_on_dependent_grids();
-    const Place place(args);
-    int steps = 0;
-    if (place.end > place.first) {
-      mbarrier_wait(smem.list_barrier(), 0);
-      steps = 1 + ld_shared_u32(smem.walk());
-    }
-    Accumulators accum;
-    const GatherAxis& row = phase_of(args, place.tile.phase).axis[2];
-    mainloop(smem, steps, row.x0 - row.low, args.x_tap[2], accum);
-    if (threadIdx.x == 0) TRACED(4);
-    if (steps == 0) {
-#pragma unroll
-      for (int i = 0; i < kMmasM; ++i) {
-#pragma unroll
-        for (int j = 0; j < kFragmentsN; ++j) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) accum[i][j][e] = 0.0f;
-        }
-      }
-    }
-    if constexpr (SPLIT) {
-      cluster_wait();
-      if (threadIdx.x == 0) TRACED(5);
-      reduce.exchange(accum);
-      if (threadIdx.x == 0) TRACED(6);
-      store_owned(args, place.tile, reduce);
-    } else {
-      GatherTile tile = place.tile;
-      tile.first_pixel += threadIdx.x / 128 * kWarpgroupRows;
-      const Results<T, kMmasM, kFragmentsN> results(args, tile, smem.reduce + threadIdx.x / 128 * kStagingBytes);
-      results.store(accum);
-    }
-    if (threadIdx.x == 0) TRACED(11);
-  }
-}
+}  // namespace convgrad
