@@ -131,6 +131,24 @@ __device__ __forceinline__ void store_rows(const PointwiseGemmArgs& args, u32 st
   }
 }
 
+// Stores 16 rows of a warp in float32, to columns whose rows are contiguous: eight rows are a sector.
+__device__ __forceinline__ void store_wide(const PointwiseGemmArgs& args, int row, int column,
+                                           const float (&accum)[kFragmentsN][4]) {
+  const int lane = threadIdx.x & 31;
+  row += lane / 4;
+  column += lane % 4 * 2;
+  float* to = static_cast<float*>(args.result) + column * args.column_stride + row;
+#pragma unroll
+  for (int j = 0; j < kFragmentsN; ++j, to += 8 * args.column_stride) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (column + j * 8 + e % 2 < args.columns && row + e / 2 * 8 < args.rows) {
+        to[e % 2 * args.column_stride + e / 2 * 8] = accum[j][e];
+      }
+    }
+  }
+}
+
 __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args, const SharedLayout& smem,
                                               const BlockWork& work) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
@@ -150,6 +168,14 @@ __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args,
     Accumulators accum;
     mainloop(smem, state, work.steps, accum);
     if (!args.plain) apply_alpha_bias(args, work.column, accum);
+    if (args.wide_result) {
+#pragma unroll
+      for (int part = 0; part < kMmasM; ++part) {
+        store_wide(args, tile * BM + warp / 4 * kWarpgroupRows + part * 64 + warp % 4 * 16, work.column,
+                   accum[part]);
+      }
+      continue;
+    }
     if (lane == 0) tma_store_wait_read<(BUFFERS - 1) * kMmasM>();
     __syncwarp();
 #pragma unroll

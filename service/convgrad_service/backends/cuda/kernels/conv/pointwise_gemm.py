@@ -158,6 +158,7 @@ class PointwiseGemm:
         a_map = a, _map(work.dtype, product, config, product.a, config.m)
         b_map = b, _map(work.dtype, product, config, product.b, config.n)
         d_map = result, _result_map(work.dtype, product, config)
+        by_tma = not config.reduces and result.dtype is work.dtype
         stages = config.stages(product, device)
         launch = Launch(
             _instance(work.dtype, config, product),
@@ -166,7 +167,7 @@ class PointwiseGemm:
             pack_maps(
                 _arguments(work, product, config, stages),
                 # Only TMA stores need a tensor map of the result, which not every result can have.
-                {"a_map": a_map, "b_map": b_map, "d_map": a_map if config.reduces else d_map},
+                {"a_map": a_map, "b_map": b_map, "d_map": d_map if by_tma else a_map},
                 b=b,
                 result=result,
                 accumulate=work.accumulate,
@@ -253,6 +254,10 @@ def products_of(work: ConvWork) -> tuple[Product, ...]:
     x, y = _pitch(work.x, work.batch, work.input), _pitch(work.y, work.batch, work.output)
     _, k, c, *_ = work.w.strides
     inputs, outputs, pixels = work.in_channels, work.out_channels, work.pixels
+    if x is not None and _writes_planes(work):
+        a, b = Matrix(pixels, x, mn=False), Matrix(outputs, k, mn=False)
+        whole = x % CHUNK == k % CHUNK == 0
+        return (Product(a, b, inputs, 1, work.y.strides[2], stores=True),) if whole else ()
     if x is None or y is None or (c != 1 and inputs > 1):
         return ()
     if work.direction == "bwd_weight":
@@ -270,6 +275,17 @@ def products_of(work: ConvWork) -> tuple[Product, ...]:
     a = Matrix(pixels, read, mn=False)
     b = Matrix(inputs if backward else outputs, k, mn=backward)
     return (Product(a, b, depth, written, 1, _stores(work, written)),)
+
+
+def _writes_planes(work: ConvWork) -> bool:
+    """Whether a forward pass of one row of pixels writes float32 planes: the products of col2im."""
+    return (
+        work.direction == "fwd"
+        and work.result_dtype is not work.dtype
+        and work.epilogue_free
+        and work.pixels == work.output[2]
+        and work.y.strides[5] == 1
+    )
 
 
 def _stores(work: ConvWork, pitch: int) -> bool:
