@@ -23,17 +23,13 @@
 // Determinism: one order of additions per result, whatever the tile shape.
 // Limits: pixels of a phase and tiles below 2^31; 64-bit offsets. PINGPONG addresses results in 32-bit counts
 //   of 16 bytes: below 64 GiB (hopper_gather_plan.py: may_alternate).
-#ifndef SINGLE
-#define SINGLE 0
-#endif
-
-#if SINGLE
-#include "conv/hopper_gather_single.cuh"
-#else
 #include "conv/hopper_gather_copies.cuh"
 #include "conv/hopper_gather_pingpong.cuh"
 #include "conv/hopper_gather_planes.cuh"
+#include "conv/hopper_gather_single.cuh"
 #include "core/opaque.cuh"
+
+#if !SINGLE
 
 using namespace convgrad;
 

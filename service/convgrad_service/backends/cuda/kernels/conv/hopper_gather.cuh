@@ -1,9 +1,15 @@
 // Kernel parameters of hopper_gather.cu, its tile schedule, and the taps of a tile.
 #pragma once
 
+#include "core/divider.cuh"
 #include "core/epilogue.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/pdl.cuh"
+
+// Whether each block has one tile: hopper_gather_single.cuh.
+#ifndef SINGLE
+#define SINGLE 0
+#endif
 
 namespace convgrad {
 
@@ -20,6 +26,7 @@ struct GatherPhase {
   int extent[3];   // extents of the pixels' three fastest coordinates
   u32 factor[3];   // for division by them, see core/divider.cuh
   int shift[3];
+  Divider by_taps, by_plane, by_row;  // hopper_gather_single.cuh: a k-tile's taps, those of a plane and of a row
 };
 
 struct HopperGatherArgs {
@@ -46,6 +53,7 @@ struct HopperGatherArgs {
   // hopper_gather_single.cuh: blocks that split K; see SplitKReduce; pipeline stages; bytes for results and of
   // a box of pixels; whether any tile skips taps.
   int cluster, owned, stages, reduce_bytes, a_bytes, skips;
+  Divider by_cluster;
   int x_size[3];
   int x_step[3];
   int x_tap[3];

@@ -172,6 +172,10 @@ class HopperGather:
                     extents[work.conv.ndim] = UNBOUNDED
             here.extent[:] = extents
             here.factor[:], here.shift[:] = zip(*map(divider, extents), strict=True)
+            d, h, w = (along.taps if tile.taps == 1 or i < 2 else 1 for i, along in enumerate(phase))
+            here.by_taps, here.by_plane, here.by_row = (
+                divider(max(1, count)) for count in (d * h * w, h * w, w)
+            )
             here.pixels = work.batch * prod(counts)
             here.tiles = ceil_div(here.pixels, tile.pixels)
             here.share = ceil_div(here.tiles, schedule.rounds)
@@ -185,6 +189,7 @@ class HopperGather:
         if tile.single:
             grid = tile.split, args.channel_tiles, shares
             args.cluster, args.owned, args.stages = tile.split, tile.owned, stages
+            args.by_cluster = divider(tile.split)
             args.reduce_bytes = tile.epilogue_bytes
             args.a_bytes = (tile.m + tile.halo(axes[2], phases[0][2])) * ROW_BYTES
             args.skips = skips_taps(work, axes, tile, schedule.images_first)

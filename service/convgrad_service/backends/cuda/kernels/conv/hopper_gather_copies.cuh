@@ -4,6 +4,7 @@
 #include "conv/hopper_gather.cuh"
 #include "core/pipeline_state.cuh"
 
+#if !SINGLE
 namespace convgrad {
 namespace {
 
@@ -214,3 +215,4 @@ __device__ __forceinline__ void load_weights(const HopperGatherArgs& args, const
 
 }  // namespace
 }  // namespace convgrad
+#endif

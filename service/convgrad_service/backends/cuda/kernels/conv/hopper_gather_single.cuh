@@ -22,6 +22,7 @@
 #include "conv/hopper_gather_single_copies.cuh"
 #include "core/opaque.cuh"
 
+#if SINGLE
 namespace convgrad {
 namespace {
 
@@ -62,26 +63,32 @@ __device__ __forceinline__ void mainloop(const SharedLayout& smem, int steps, in
   for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
 }
 
-// Finishes and stores the fragments that this block owns.
-__device__ __forceinline__ void store_owned(const HopperGatherArgs& args, const GatherTile& tile,
-                                            const Reduce& reduce) {
-  const Results<T, 1, 4> results(args, tile, 0);
-  const GatherPhase& phase = phase_of(args, tile.phase);
-  const int warp = threadIdx.x / 32;
+// Where the results of this warpgroup lie.
+struct TileRows : Results<T, kMmasM, kFragmentsN> {
+  __device__ __forceinline__ TileRows(const HopperGatherArgs& args, const GatherTile& tile, u32 staging)
+      : Results(args, of_warpgroup(tile), staging + threadIdx.x / 128 * kStagingBytes) {}
+  __device__ __forceinline__ static GatherTile of_warpgroup(GatherTile tile) {
+    tile.first_pixel += threadIdx.x / 128 * kWarpgroupRows;
+    return tile;
+  }
+};
+
+// Warp: finishes and stores the fragments that this block owns.
+__device__ __forceinline__ void store_owned(const TileRows& tile, const Reduce& reduce) {
 #pragma unroll 1
-  for (int i = threadIdx.x & 31; i < reduce.fragment_count() * 8; i += 32) {
-    const int row = i & 7, fragment = i >> 3, f = reduce.first_fragment() + fragment;
+  for (int first = 0; first < reduce.fragment_count(); first += 4) {
+    const int fragment = first + tile.lane / 8, row = tile.lane % 8, f = reduce.first_fragment() + fragment;
+    const int part = kMmasM == 1 ? 0 : f / kFragmentsN, channel = tile.first_channel + f % kFragmentsN * 8;
+    const bool own = fragment < reduce.fragment_count() && channel < tile.args.out_channels;
     float sums[2][8];
-    reduce.load_rows(fragment, row, sums);
-    const int channel = tile.first_channel + f % kFragmentsN * 8;
-    const int pixel = tile.first_pixel + warp / 4 * kWarpgroupRows + f / kFragmentsN * 64 + warp % 4 * 16 + row;
-    if (channel >= args.out_channels) continue;
-#pragma unroll
+    if (own) reduce.load_rows(fragment, row, sums);
+#pragma unroll 1
     for (int half = 0; half < 2; ++half) {
-      if (pixel + half * 8 >= phase.pixels) continue;
-      const PixelAt found = pixel_at(phase, pixel + half * 8);
-      if (!is_result(phase, found)) continue;
-      results.store_eight(results.result_at(found) + channel * args.y_stride[2], channel, sums[half]);
+      const i64 at = tile.row_of(part, row + half * 8);
+      float one[8];
+#pragma unroll
+      for (int e = 0; e < 8; ++e) one[e] = half == 0 ? sums[0][e] : sums[1][e];
+      if (own && at >= 0) tile.store_eight(at + channel * tile.args.y_stride[2], channel, one);
     }
   }
 }
@@ -146,6 +153,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       mbarrier_wait(smem.list_barrier(), 0);
       steps = 1 + ld_shared_u32(smem.walk());
     }
+    // While the first k-tile is copied.
+    const TileRows tile(args, place.tile, smem.reduce);
     Accumulators accum;
     const GatherAxis& row = phase_of(args, place.tile.phase).axis[2];
     mainloop(smem, steps, row.x0 - row.low, args.x_tap[2], accum);
@@ -162,12 +171,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     if constexpr (SPLIT) {
       cluster_wait();
       reduce.exchange(accum);
-      store_owned(args, place.tile, reduce);
+      store_owned(tile, reduce);
     } else {
-      GatherTile tile = place.tile;
-      tile.first_pixel += threadIdx.x / 128 * kWarpgroupRows;
-      const Results<T, kMmasM, kFragmentsN> results(args, tile, smem.reduce + threadIdx.x / 128 * kStagingBytes);
-      results.store(accum);
+      tile.store(accum);
     }
   }
 }
+#endif

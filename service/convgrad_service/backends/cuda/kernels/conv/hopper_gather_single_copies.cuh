@@ -7,6 +7,7 @@
 #include "core/pipeline_state.cuh"
 #include "core/split_k_reduce.cuh"
 
+#if SINGLE
 namespace convgrad {
 namespace {
 
@@ -59,20 +60,23 @@ struct Place {
     taps = of.axis[0].taps * of.axis[1].taps * (TAPS > 1 ? 1 : of.axis[2].taps);
     const int all = (args.in_channels + kTileK - 1) / kTileK * taps;
     first = 0, end = all;
-    if (SPLIT) {
-      const u32 parts = args.cluster;
-      first = static_cast<u32>(all * part) / parts, end = static_cast<u32>(all * (part + 1)) / parts;
-    }
+    if (SPLIT) first = divide(all * part, args.by_cluster), end = divide(all * (part + 1), args.by_cluster);
   }
 };
+
+// t, r and s of a tap, eight bits each.
+__device__ __forceinline__ u32 tap_of(const GatherPhase& phase, int tap) {
+  const int outer = divide(tap, phase.by_row), t = divide(tap, phase.by_plane);
+  const int s = TAPS > 1 ? 0 : tap - outer * phase.axis[2].taps;
+  return t | (outer - t * phase.axis[1].taps) << 8 | s << 16;
+}
 
 // The number of k-tiles after the first one, and where they start: in the list of `kept` taps, and of channels.
 struct Walk {
   int steps, kept, index, channel;
 };
 
-// Warp: lists the taps that some pixel of the tile reads inside the source, eight bits each for t, r and s,
-// and counts the k-tiles after the first one, which is loaded in any case.
+// Warp: lists the taps that some pixel of the tile reads inside the source (`tap_of`), and counts the k-tiles after the first one, which is loaded in any case.
 __device__ __forceinline__ Walk list_taps(const HopperGatherArgs& args, const Place& place, const PixelAt& first,
                                           u32 list) {
   const GatherPhase& phase = phase_of(args, place.tile.phase);
@@ -82,24 +86,23 @@ __device__ __forceinline__ Walk list_taps(const HopperGatherArgs& args, const Pl
 #pragma unroll
     for (int d = 0; d < (TAPS > 1 ? 2 : 3); ++d) inside[d] = taps_inside(args, phase, first, last, d);
   }
-  const u32 taps1 = phase.axis[1].taps, taps2 = TAPS > 1 ? 1 : phase.axis[2].taps, lane = threadIdx.x & 31;
-  const int taps = place.taps, next = place.first + 1;
+  const int taps = place.taps, next = place.first + 1, lane = threadIdx.x & 31;
   int chunk = 0, end_chunk = (args.in_channels + kTileK - 1) / kTileK, end_tap = 0, next_tap = 1;
   if (SPLIT) {
-    chunk = static_cast<u32>(next) / taps, next_tap = next - chunk * taps;
-    end_chunk = static_cast<u32>(place.end) / taps, end_tap = place.end - end_chunk * taps;
+    chunk = divide(next, phase.by_taps), next_tap = next - chunk * taps;
+    end_chunk = divide(place.end, phase.by_taps), end_tap = place.end - end_chunk * taps;
   }
   Walk walk = {0, 0, 0, 0};
   int below_end = 0;
 #pragma unroll 1
   for (int from = 0; from < taps; from += 32) {
-    const u32 tap = from + lane, outer = tap / taps2, s = tap - outer * taps2, t = outer / taps1,
-              r = outer - t * taps1;
+    const int tap = from + lane;
+    const u32 entry = tap_of(phase, tap), t = entry & 255, r = entry >> 8 & 255, s = entry >> 16;
     const bool in = tap < taps && (inside[0] >> t & inside[1] >> r & inside[2] >> s & 1);
     const u32 mask = __ballot_sync(~0u, in);
-    if (in) st_shared_u32(list + (walk.kept + __popc(mask & ((1u << lane) - 1))) * 4, t | r << 8 | s << 16);
-    walk.index += __popc(__ballot_sync(~0u, in && static_cast<int>(tap) < next_tap));
-    if (SPLIT) below_end += __popc(__ballot_sync(~0u, in && static_cast<int>(tap) < end_tap));
+    if (in) st_shared_u32(list + (walk.kept + __popc(mask & ((1u << lane) - 1))) * 4, entry);
+    walk.index += __popc(__ballot_sync(~0u, in && tap < next_tap));
+    if (SPLIT) below_end += __popc(__ballot_sync(~0u, in && tap < end_tap));
     walk.kept += __popc(mask);
   }
   walk.steps = (end_chunk - chunk) * walk.kept + below_end - walk.index;
@@ -120,15 +123,14 @@ struct Steps {
   }
 };
 
-// t, r and s of the block's first k-tile, as in the list, and its channel.
+// The tap of the block's first k-tile, and its channel.
 __device__ __forceinline__ u32 first_entry(const HopperGatherArgs& args, const Place& place, int& channel) {
   channel = 0;
   if (!SPLIT) return 0;
   const GatherPhase& phase = phase_of(args, place.tile.phase);
-  const u32 chunk = static_cast<u32>(place.first) / place.taps, tap = place.first - chunk * place.taps;
-  const u32 taps2 = TAPS > 1 ? 1 : phase.axis[2].taps, outer = tap / taps2, t = outer / phase.axis[1].taps;
+  const int chunk = divide(place.first, phase.by_taps);
   channel = chunk * kTileK;
-  return t | (outer - t * phase.axis[1].taps) << 8 | (tap - outer * taps2) << 16;
+  return tap_of(phase, place.first - chunk * place.taps);
 }
 
 // All threads, between the initialisation of the mbarriers and their use.
@@ -252,3 +254,4 @@ __device__ __forceinline__ void produce_weights(const HopperGatherArgs& args, co
 
 }  // namespace
 }  // namespace convgrad
+#endif

@@ -207,14 +207,14 @@ class HopperTile:
         }
 
 
-# Single tiles: pixels, channels, warpgroups, blocks per SM, and taps of a kernel row that share pixels.
-SINGLE = (
-    (64, 64, 1, (1, 2), (1,)),
-    (64, 64, 1, (1,), (3,)),
-    (64, 128, 1, (1, 2), (1,)),
-    (128, 64, 2, (1,), (1, 3)),
-    (128, 128, 2, (1,), (1,)),
+# Single tiles: pixels, channels, warpgroups, blocks per SM, and taps of a kernel row that share pixels;
+# those that may be split, and others.
+SPLIT = (
+    *((64, 64, 1, 1, 1), (64, 64, 1, 2, 1), (64, 64, 1, 1, 3), (64, 128, 1, 1, 1)),
+    *((64, 128, 1, 2, 1), (64, 192, 1, 1, 1), (128, 64, 1, 1, 1), (128, 64, 1, 2, 1)),
+    *((128, 64, 2, 1, 3), (128, 128, 2, 1, 1)),
 )
+WHOLE = ((64, 64, 1, 2, 3), (128, 64, 2, 2, 3), (256, 64, 2, 1, 1), (256, 64, 2, 1, 3))
 SPLITS = (1, 2, 3, 4, 6, 8)
 TILES = (
     HopperTile(128, 256),
@@ -231,11 +231,9 @@ TILES = (
         for m, n in ((192, 128), (128, 128), (128, 160), (256, 64), (128, 64), (256, 32))
     ),
     *(
-        HopperTile(m, n, warpgroups, split=split, single=True, blocks=count, taps=shared)
-        for m, n, warpgroups, blocks, taps in SINGLE
-        for count in blocks
-        for shared in taps
-        for split in SPLITS
+        HopperTile(m, n, warpgroups, split=split, single=True, blocks=blocks, taps=taps)
+        for m, n, warpgroups, blocks, taps in (*SPLIT, *WHOLE)
+        for split in (SPLITS if (m, n, warpgroups, blocks, taps) in SPLIT else (1,))
     ),
 )
 """Tile shapes that were the fastest for some layer."""

@@ -151,10 +151,13 @@ __device__ __forceinline__ void store_owned(const HopperWeightSingleArgs& args, 
     const int c = box.c + column % kBoxChannels, left = args.in_channels - c;
     if (left <= 0) continue;
     const i64 at = c * args.w_stride[2] + box.t * args.w_stride[3] + box.r * args.w_stride[4] + box.s * args.w_stride[5];
-#pragma unroll
+#pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       const int k = first_row + f / kFragments * 64 + row + half * 8;
-      if (k < args.out_channels) store_run<T, 8>(args, at + k * args.w_stride[1], args.w_stride[2], left, 0, sums[half]);
+      float one[8];
+#pragma unroll
+      for (int e = 0; e < 8; ++e) one[e] = half == 0 ? sums[0][e] : sums[1][e];
+      if (k < args.out_channels) store_run<T, 8>(args, at + k * args.w_stride[1], args.w_stride[2], left, 0, one);
     }
   }
 }

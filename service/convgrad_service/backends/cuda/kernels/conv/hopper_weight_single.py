@@ -113,7 +113,7 @@ class SingleConfig:
 
 TILES = tuple(
     SingleConfig(m, n, m // 64, blocks)
-    for m, n, most in ((64, 64, 2), (64, 128, 2), (64, 192, 1), (128, 64, 1), (128, 128, 1))
+    for m, n, most in ((64, 64, 2), (64, 128, 1), (128, 64, 1), (128, 128, 1))
     for blocks in range(1, most + 1)
 )
 
