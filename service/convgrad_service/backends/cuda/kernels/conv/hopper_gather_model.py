@@ -40,19 +40,19 @@ START_S, SCALE = 5.9e-6, 1.09
 # Bytes of a row that a wgmma multiplies.
 MMA_BYTES = 32
 SINGLE = Rates(
-    start=4.9,
-    copied=125.0,
-    l2=11400.0,
-    products=1.1,
-    step=0.06,
-    apart_a=1.4,
-    apart_b=1.35,
-    tile=0.6,
-    tile_size=0.02,
-    join=1.75,
-    joined=0.06,
-    memory=4500.0,
-    beside=0.5,
+    start=4.345,
+    copied=141.6,
+    l2=11210.0,
+    products=1.147,
+    step=0.1355,
+    apart_a=1.395,
+    apart_b=1.287,
+    tile=1.242,
+    tile_size=0.02536,
+    join=1.626,
+    joined=0.0632,
+    memory=4415.0,
+    beside=0.8798,
 )
 
 

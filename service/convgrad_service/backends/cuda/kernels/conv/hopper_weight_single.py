@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import (
@@ -19,11 +22,13 @@ from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import overlapping, prepare_side
 from convgrad_service.backends.cuda.structures import structure
+from convgrad_service.backends.cuda.tuning.correction import MOST_CORRECTED, correction_of
+from convgrad_service.backends.cuda.tuning.features import features
 from convgrad_service.plans.cuda.device import HOPPER, RESERVED_BYTES, CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["HopperWeightSingle", "SingleConfig", "configs", "expected_s"]
+__all__ = ["HopperWeightSingle", "SingleConfig", "configs", "expected_s", "lines"]
 
 HopperWeightSingleArgs = structure("conv/hopper_weight_single.cuh", "HopperWeightSingleArgs")
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
@@ -33,19 +38,19 @@ MOST_STAGES, LEAST_STAGES, PRODUCERS = 16, 3, 64
 CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
 LEAST_CHANNELS, MAX_GRID_YZ = 16, 65535
 RATES = Rates(
-    start=4.9,
-    copied=125.0,
-    l2=11400.0,
-    products=1.1,
-    step=0.06,
-    apart_a=1.4,
-    apart_b=1.35,
-    tile=0.6,
-    tile_size=0.02,
-    join=1.75,
-    joined=0.06,
-    memory=4500.0,
-    beside=0.5,
+    start=5.094,
+    copied=138.1,
+    l2=10140.0,
+    products=1.15,
+    step=0.1417,
+    apart_a=1.371,
+    apart_b=1.208,
+    tile=0.792,
+    tile_size=0.05833,
+    join=0.1,
+    joined=0.03976,
+    memory=3039.0,
+    beside=0.4331,
 )
 
 
@@ -212,10 +217,6 @@ class HopperWeightSingle:
 def expected_s(work: ConvWork, device: CudaDevice, config: SingleConfig) -> float:
     """Return the expected seconds of a launch in a graph."""
     steps = ceil_div(work.pixels, PIXELS)
-    elements = work.batch * (
-        work.in_channels * prod(work.input) + work.out_channels * prod(work.output)
-    )
-    elements += work.taps * work.in_channels * work.out_channels
     return single_s(
         SingleWave(
             m=config.m,
@@ -229,7 +230,7 @@ def expected_s(work: ConvWork, device: CudaDevice, config: SingleConfig) -> floa
             a_rows=config.m,
             taps=1,
             apart=(work.out_channels % BOX != 0, work.in_channels % BOX != 0),
-            moved_bytes=elements * work.dtype.itemsize,
+            moved_bytes=_moved_bytes(work),
         ),
         RATES,
     )
@@ -238,7 +239,45 @@ def expected_s(work: ConvWork, device: CudaDevice, config: SingleConfig) -> floa
 def _chosen(work: ConvWork, device: CudaDevice) -> tuple[float, SingleConfig]:
     """Return the configuration with the least expected time, and that in seconds."""
     every = [(expected_s(work, device, one), one) for one in configs(work, device)]
-    return min(every, key=lambda found: found[0])
+    found = sorted(every, key=lambda one: one[0])[:MOST_CORRECTED]
+    correction = correction_of("hopper_weight_single", device)
+    if correction is None:
+        return found[0]
+    factors = correction.factors(lines(work, device, found))
+    times = [time_s * float(factor) for (time_s, _), factor in zip(found, factors, strict=True)]
+    best = int(np.argmin(times))
+    return times[best], found[best][1]
+
+
+def lines(
+    work: ConvWork, device: CudaDevice, found: Sequence[tuple[float, SingleConfig]]
+) -> NDArray[np.float64]:
+    """Return the `features` of configurations with their expected seconds."""
+    every = [config for _, config in found]
+    return features(
+        expected_s=[time_s for time_s, _ in found],
+        rows=work.out_channels,
+        columns=work.taps * work.in_channels,
+        depth=work.pixels,
+        m=[config.m for config in every],
+        n=[config.n for config in every],
+        k=PIXELS,
+        inner=[config.cluster for config in every],
+        outer=1,
+        workers=[config.clusters(device) * config.cluster for config in every],
+        moved=_moved_bytes(work),
+        kind=[config.blocks for config in every],
+        order=0,
+    )
+
+
+def _moved_bytes(work: ConvWork) -> int:
+    """Return the bytes that must be read and written."""
+    elements = work.batch * (
+        work.in_channels * prod(work.input) + work.out_channels * prod(work.output)
+    )
+    elements += work.taps * work.in_channels * work.out_channels
+    return elements * work.dtype.itemsize
 
 
 def _arguments(work: ConvWork, config: SingleConfig, stages: int) -> Any:
