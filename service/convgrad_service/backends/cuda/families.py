@@ -134,7 +134,6 @@ LARGE = (
 LARGE_WEIGHT = (
     ResultThroughChannelsLast(HopperWeight(), COPIES),
     HopperWeight(),
-    HopperWeightSingle(),
     PlanesWeight(),
     ResultThroughChannelsLast(Bf16x3Weight(), COPIES),
     Bf16x3Weight(),
@@ -171,7 +170,7 @@ WHOLE = (
 WHOLE_WEIGHT = (
     Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperWeight(), HopperWeightSingle(), DenseWeight())),
     SHORT_PRODUCTS,
-    FastestExpected(LARGE_WEIGHT, PRODUCTS, overheads=OVERHEADS),
+    FastestExpected(LARGE_WEIGHT, (HopperWeightSingle(),), PRODUCTS, overheads=OVERHEADS),
 )
 # Channels that are not whole chunks of 16 bytes.
 DENSE = (PaddedResult(WHOLE, COPIES), *WHOLE)

@@ -20,7 +20,7 @@ from convgrad_service.backends.cuda.kernels.conv.single_model import Rates, Sing
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import pack_maps
-from convgrad_service.backends.cuda.kernels.layout.channels_last import overlapping, prepare_side
+from convgrad_service.backends.cuda.kernels.layout.channels_last import Prepared, prepare_side
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.backends.cuda.tuning.correction import MOST_CORRECTED, correction_of
 from convgrad_service.backends.cuda.tuning.features import features
@@ -160,6 +160,8 @@ class HopperWeightSingle:
         reason = why_not_im2col(work)
         if reason is not None:
             return reason
+        if work.w.strides[2] != 1 or any(side.steps for side in _sides(work, device)):
+            return "operands are not channels last, in whole chunks"
         if next(configs(work, device), None) is None:
             return "more tiles than fit on the device at once"
         for one in im2col_maps(work, BOX, 0):
@@ -175,11 +177,7 @@ class HopperWeightSingle:
             time_s, config = _chosen(work, device)
         else:
             time_s = expected_s(work, device, config)
-        x, y = (
-            prepare_side(work, name, device) for name in ("input", "grad_output")
-        )
-        steps = overlapping((*x.steps, *y.steps), device)
-        x_map, y_map = im2col_maps(work, BOX, 0, x.operand, y.operand)
+        x_map, y_map = im2col_maps(work, BOX, 0, work.x, work.y)
         rows, columns = config.tiles(work)
         stages = config.stages(device)
         launch = Launch(
@@ -188,18 +186,16 @@ class HopperWeightSingle:
             (config.threads, 1, 1),
             pack_maps(
                 _arguments(work, config, stages),
-                {"x_map": (x.operand, x_map), "y_map": (y.operand, y_map)},
+                {"x_map": (work.x, x_map), "y_map": (work.y, y_map)},
                 result=work.w,
                 accumulate=work.accumulate,
             ),
             config.shared_bytes(stages),
-            overlaps=bool(steps),
             cluster=config.cluster,
         )
         return Fragment(
             f"{self.name}_{config}",
-            (*steps, launch),
-            (*x.workspace, *y.workspace),
+            (launch,),
             expected_s=time_s,
             order=f"split {config.cluster}" if config.cluster > 1 else "",
         )
@@ -234,6 +230,10 @@ def expected_s(work: ConvWork, device: CudaDevice, config: SingleConfig) -> floa
         ),
         RATES,
     )
+
+
+def _sides(work: ConvWork, device: CudaDevice) -> Iterator[Prepared]:
+    return (prepare_side(work, name, device) for name in ("input", "grad_output"))
 
 
 def _chosen(work: ConvWork, device: CudaDevice) -> tuple[float, SingleConfig]:

@@ -226,9 +226,8 @@ def test_narrow_layers() -> None:
 
 
 @pytest.mark.usefixtures("uncorrected")
-@pytest.mark.parametrize("batch", [1, 8])
-def test_few_tiles_are_split_over_clusters(batch: int) -> None:
-    work = work_of("bwd_data", batch=batch, channels=(512, 512), size=7)
+def test_few_tiles_are_split_over_clusters() -> None:
+    work = work_of("bwd_data", batch=1, channels=(512, 512), size=7)
     _, chosen = choose_schedule(work, axes_of(work), H200)
     assert chosen.tile.single
     assert chosen.tile.split > 1
