@@ -21,8 +21,8 @@ from tests.support.numerics.nonfinite import check_rule
 
 pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
-# One block, a cluster whose size is not a power of two, and one with more blocks than some sums have
-# k-tiles.
+# One block, a cluster whose size is not a power of two, and one with more blocks than some sums
+# have k-tiles.
 CONFIGS = (
     SingleConfig(64, 64, 1, 2),
     SingleConfig(64, 192, 1, cluster=3),

@@ -172,7 +172,9 @@ class HopperGather:
                     extents[work.conv.ndim] = UNBOUNDED
             here.extent[:] = extents
             here.factor[:], here.shift[:] = zip(*map(divider, extents), strict=True)
-            d, h, w = (along.taps if tile.taps == 1 or i < 2 else 1 for i, along in enumerate(phase))
+            d, h, w = (
+                along.taps if tile.taps == 1 or i < 2 else 1 for i, along in enumerate(phase)
+            )
             here.by_taps, here.by_plane, here.by_row = (
                 divider(max(1, count)) for count in (d * h * w, h * w, w)
             )
@@ -227,9 +229,7 @@ class HopperGather:
             for tile in tiles_of(dtype)
             for across in ((False, True) if dtype.itemsize == 2 else (False,))
             for maps in (
-                MAPS
-                if tile.taps == 1 and (across or dtype is DType.FLOAT32)
-                else MAPS[:1]
+                MAPS if tile.taps == 1 and (across or dtype is DType.FLOAT32) else MAPS[:1]
             )
             for planes in ((False,) if tile.single or tile.pingpong else (False, True))
             for finished in (

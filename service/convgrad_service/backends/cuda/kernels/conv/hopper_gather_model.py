@@ -168,9 +168,7 @@ def _single_s(
     )
 
 
-def _busy_s(
-    work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: Schedule
-) -> float:
+def _busy_s(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: Schedule) -> float:
     """Return the expected seconds of the busiest SM, or cluster."""
     tile = schedule.tile
     read, written = work.channels

@@ -101,9 +101,7 @@ def may_start_with_images(work: ConvWork, axes: Sequence[Axis]) -> bool:
     return axes[3 - work.conv.ndim].x_step == 1
 
 
-def possible(
-    work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: Schedule
-) -> bool:
+def possible(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: Schedule) -> bool:
     """Return whether the kernel of a schedule's tile can compute the work.
 
     Single tiles must run at once, one cluster each if K is split, or in a few waves.
@@ -228,9 +226,7 @@ def taps_of_tiles(
     )
 
 
-def skips_taps(
-    work: ConvWork, axes: Sequence[Axis], tile: HopperTile, images_first: bool
-) -> bool:
+def skips_taps(work: ConvWork, axes: Sequence[Axis], tile: HopperTile, images_first: bool) -> bool:
     """Return whether some tile does not read the source with all taps of its phase."""
     if tile.taps > 1:
         return True  # not known, as its pixels are others
@@ -254,10 +250,7 @@ def candidates(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Iter
         for j in range(along.taps)
     )
     by_image = (
-        pads
-        and not stores_planes(work)
-        and work.batch >= 4
-        and may_start_with_images(work, axes)
+        pads and not stores_planes(work) and work.batch >= 4 and may_start_with_images(work, axes)
     )
     for tile in tiles_of(work.dtype):
         if tile.n - written >= 64 and tile.n > 64:

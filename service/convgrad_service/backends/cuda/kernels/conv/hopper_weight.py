@@ -132,7 +132,11 @@ class HopperWeight:
         steps: list[Step] = [*overlapping((*x.steps, *y.steps), device)]
         workspace = [*x.workspace, *y.workspace]
         read = x.operand, y.operand
-        x_map, y_map = _plane_maps(work, cut) if planes else im2col_maps(work, cut.tile.channels, cut.halo, *read)
+        x_map, y_map = (
+            _plane_maps(work, cut)
+            if planes
+            else im2col_maps(work, cut.tile.channels, cut.halo, *read)
+        )
         partials = f"{work.prefix}partials" if cut.parted else None
         steps.append(
             Launch(
@@ -232,7 +236,11 @@ def reachable(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
             continue
         read = cut.tile.channels, cut.box_pixels, cut.halo
         if read not in taken:
-            maps = _plane_maps(planes, cut) if planes else im2col_maps(work, cut.tile.channels, cut.halo)
+            maps = (
+                _plane_maps(planes, cut)
+                if planes
+                else im2col_maps(work, cut.tile.channels, cut.halo)
+            )
             taken[read] = all(one.why_not() is None for one in maps)
         if taken[read]:
             yield cut
