@@ -172,11 +172,10 @@ class HopperGather:
                     extents[work.conv.ndim] = UNBOUNDED
             here.extent[:] = extents
             here.factor[:], here.shift[:] = zip(*map(divider, extents), strict=True)
-            d, h, w = (
-                along.taps if tile.taps == 1 or i < 2 else 1 for i, along in enumerate(phase)
-            )
+            d, h, w = (along.taps for along in phase)
+            row = w if tile.taps == 1 else 1
             here.by_taps, here.by_plane, here.by_row = (
-                divider(max(1, count)) for count in (d * h * w, h * w, w)
+                divider(max(1, count)) for count in (d * h * row, h * row, row)
             )
             here.pixels = work.batch * prod(counts)
             here.tiles = ceil_div(here.pixels, tile.pixels)

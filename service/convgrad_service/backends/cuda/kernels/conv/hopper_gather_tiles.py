@@ -207,8 +207,8 @@ class HopperTile:
         }
 
 
-# Single tiles: pixels, channels, warpgroups, blocks per SM, and taps of a kernel row that share pixels;
-# those that may be split, and others.
+# Single tiles: pixels, channels, warpgroups, blocks per SM, and taps of a kernel row that share
+# pixels; those that may be split, and others.
 SPLIT = (
     *((64, 64, 1, 1, 1), (64, 64, 1, 2, 1), (64, 64, 1, 1, 3), (64, 128, 1, 1, 1)),
     *((64, 128, 1, 2, 1), (64, 192, 1, 1, 1), (128, 64, 1, 1, 1), (128, 64, 1, 2, 1)),
