@@ -49,7 +49,7 @@ MOST_CHUNKS = 2**32 - 1
 # With a larger stride, pixels of a phase are not contiguous in the result.
 MOST_STRIDE = 1
 # Single tiles: the most taps of a phase, waves of blocks that do not split K, and tiles of pixels.
-MOST_LISTED, MOST_WAVES, MOST_ROWS = 128, 64, 65535
+MOST_LISTED, MOST_WAVES, MOST_ROWS = 128, 3, 65535
 
 
 @dataclass(frozen=True, slots=True)
