@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,11 @@ from convgrad_service.backends.cuda.kernels.conv.col2im import Col2im
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGemm
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm
 from convgrad_service.backends.cuda.kernels.fallback.gather_direct import GatherDirect
+from convgrad_service.plans.cuda.device import H200
+from convgrad_service.plans.cuda.planner import plan_for
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.support.kernels.harness import answers, check, drawn, with_layouts
+from tests.support.kernels.plans import problem_of
 from tests.support.numerics.cases import Case, conv_bwd_data, conv_fwd, conv_transpose_fwd
 from tests.support.numerics.geometries import Conv
 from tests.support.numerics.nonfinite import check_rule
@@ -43,7 +47,7 @@ pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is writte
 
 @pytest.fixture(scope="module")
 def emulated() -> EmulatedBackend:
-    family = Col2im((PointwiseGemm(), ImplicitGemm()), (GatherDirect(),), most_traffic=1e9)
+    family = Col2im((PointwiseGemm(), ImplicitGemm()), (GatherDirect(),))
     return EmulatedBackend(replace(FAMILIES, bwd_data=[family], fwd=[family]))
 
 
@@ -62,7 +66,7 @@ def test_both_gates(
 
 @pytest.mark.parametrize("conv", list(BACKWARD.values())[:3])
 def test_without_products_of_warpgroups(seed: int, conv: Conv) -> None:
-    family = Col2im((ImplicitGemm(),), (GatherDirect(),), most_traffic=1e9)
+    family = Col2im((ImplicitGemm(),), (GatherDirect(),))
     backend = EmulatedBackend(replace(FAMILIES, bwd_data=[family]))
     case = conv_bwd_data("implicit_gemm", conv)
     tensors, wanted = drawn(seed, case, "bfloat16", "exact")
@@ -72,3 +76,22 @@ def test_without_products_of_warpgroups(seed: int, conv: Conv) -> None:
 @pytest.mark.parametrize("case", CASES[::5], ids=lambda case: case.id)
 def test_nonfinite(emulated: EmulatedBackend, seed: int, case: Case) -> None:
     check_rule(emulated, seed, case, "bfloat16", None)
+
+
+def planned(op: str, dtype: str, conv: Conv, **params: Any) -> str:
+    make = {"conv_bwd_data": conv_bwd_data, "conv_fwd": conv_fwd}[op]
+    case = make("planned", conv).with_params("", **params)
+    layout = with_layouts(conv.ndim, grouped=False)[2]
+    return plan_for(problem_of(case, dtype, layout), H200, FAMILIES).kernel
+
+
+def test_it_takes_what_it_was_faster_at() -> None:
+    last_of_gan = Conv(128, 3, 128, (64, 64), (4, 4), 2, 1)
+    stem_of_3d = Conv(8, 3, 64, (8, 112, 112), (3, 7, 7), (1, 2, 2), (1, 3, 3))
+    segmentation = Conv(16, 128, 4, (64, 64), (3, 3), 1, 1)
+    small = Conv(1, 64, 3, (64, 64), (7, 7), 1, 3)
+    for dtype, params in (("bfloat16", {}), ("float32", {"precision": "high"}), ("float32", {})):
+        assert planned("conv_bwd_data", dtype, last_of_gan, **params).endswith("_col2im")
+        assert planned("conv_fwd", dtype, segmentation, **params).endswith("_col2im")
+    assert planned("conv_bwd_data", "bfloat16", stem_of_3d) == "first_data"
+    assert planned("conv_fwd", "bfloat16", small).startswith("implicit_gemm")

@@ -71,6 +71,7 @@ extern "C" __global__ void __launch_bounds__(256)
   const Col2imAxis &depth = args.axis[0], &height = args.axis[1], &width = args.axis[2];
   const i64 image = n * depth.source * height.source * width.source;
   const i64 column = args.column_stride;
+  const i64 next_tap = width.tap_step * args.channels * column + advance[2];
   float sums[CHANNELS] = {};
   for (int t = first[0], d = from[0]; t < depth.taps; t += depth.tap_step, d += advance[0]) {
     if (static_cast<u32>(d) >= static_cast<u32>(depth.source)) continue;
@@ -78,13 +79,16 @@ extern "C" __global__ void __launch_bounds__(256)
       if (static_cast<u32>(h) >= static_cast<u32>(height.source)) continue;
       const i64 row = image + (d * height.source + h) * width.source;
       const int tap = (t * height.taps + r) * width.taps;
+      const float* products = args.columns + (tap + first[2]) * args.channels * column + row + from[2];
+      // Loads of several taps in flight: none depends on whether another one's pixel exists.
+#pragma unroll 4
       for (int s = first[2], w = from[2]; s < width.taps; s += width.tap_step, w += advance[2]) {
-        if (static_cast<u32>(w) >= static_cast<u32>(width.source)) continue;
-        const float* products = args.columns + (tap + s) * args.channels * column + row + w;
+        const bool exists = static_cast<u32>(w) < static_cast<u32>(width.source);
 #pragma unroll
         for (int c = 0; c < CHANNELS; ++c) {
-          if (c < args.channels) sums[c] += products[c * column];
+          sums[c] += exists && c < args.channels ? products[c * column] : 0.0f;
         }
+        products += next_tap;
       }
     }
   }

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import gcd, prod
+from math import gcd, inf, prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
@@ -56,8 +56,6 @@ SUM = DType.FLOAT32
 THREADS = 256
 # The most channels of a result, by instance.
 CHANNELS = (1, 2, 3, 4, 8)
-# Bytes of columns written and read, over the bytes of the source.
-MOST_TRAFFIC = 2.0
 MAX_PIXELS = 2**31 - THREADS
 
 Col2imArgs = structure("conv/col2im.cu", "Col2imArgs")
@@ -73,7 +71,8 @@ class Col2im:
         narrow: Sequence[Family[ConvWork]],
         wide: Sequence[Family[ConvWork]],
         *,
-        most_traffic: float = MOST_TRAFFIC,
+        most_columns: float = inf,
+        least_gathered_bytes: float = 0.0,
     ) -> None:
         """Create the family.
 
@@ -83,10 +82,13 @@ class Col2im:
             Families for the GEMM of 16-bit types, which write a result in float32.
         wide
             Those for float32.
-        most_traffic
-            The most traffic of the columns, in bytes per byte of the source.
+        most_columns
+            The most columns for each channel of the source.
+        least_gathered_bytes
+            The fewest bytes of the source that an implicit GEMM would read, taps included.
         """
-        self._narrow, self._wide, self._most_traffic = narrow, wide, most_traffic
+        self._narrow, self._wide = narrow, wide
+        self._most_columns, self._least_gathered_bytes = most_columns, least_gathered_bytes
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`. Splitting along N, D or H does not change the answer."""
@@ -105,10 +107,13 @@ class Col2im:
             return "products of pixels between the strides"
         if work.accumulate is not None and work.accumulate.strides != work.result.strides:
             return "accumulate does not lie as the result does"
-        columns_bytes = 2 * work.taps * channels * SUM.itemsize
-        if columns_bytes > self._most_traffic * source * work.dtype.itemsize:
-            return f"{columns_bytes} bytes of columns for each pixel of {source} channels"
-        if max(work.batch * prod(size) for size in work.sizes) > MAX_PIXELS:
+        columns = work.taps * channels
+        if columns > self._most_columns * source:
+            return f"{columns} columns of products with {source} channels"
+        pixels = [work.batch * prod(size) for size in work.sizes]
+        if pixels[0] * work.taps * source * work.dtype.itemsize < self._least_gathered_bytes:
+            return f"{work.taps} taps at {pixels[0]} pixels: an implicit GEMM starts faster"
+        if max(pixels) > MAX_PIXELS:
             return f"more than {MAX_PIXELS} pixels"
         reason = why_not_32bit_positions(work)
         if reason is not None:
