@@ -14,8 +14,8 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_weight_single import (
 from convgrad_service.backends.cuda.kernels.fallback.weight_direct import WeightDirect
 from convgrad_service.plans.cuda.families import Families
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.kernels.conv.test_hopper_weight import CASES, EPILOGUE, NONFINITE
 from tests.support.kernels.harness import gates, with_layouts
+from tests.support.kernels.weight_cases import CASES, EPILOGUE, NONFINITE
 from tests.support.numerics.cases import Case
 from tests.support.numerics.nonfinite import check_rule
 
