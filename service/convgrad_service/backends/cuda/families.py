@@ -165,7 +165,7 @@ SHORT_PRODUCTS, PRODUCTS = PointwiseGemm(most_s=25e-6), (PointwiseGemm(), IMPLIC
 WHOLE = (
     Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperGather(), HopperHalo())),
     SHORT_PRODUCTS,
-    FastestExpected(LARGE, PRODUCTS, overheads=OVERHEADS),
+    FastestExpected(LARGE, (HopperGather(direct=True),), PRODUCTS, overheads=OVERHEADS),
 )
 WHOLE_WEIGHT = (
     Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperWeight(), HopperWeightSingle(), DenseWeight())),

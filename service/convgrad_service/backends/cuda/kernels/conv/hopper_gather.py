@@ -69,7 +69,13 @@ class HopperGather:
 
     name = "hopper_gather"
 
-    def __init__(self, everything: bool = False, schedule: Schedule | None = None) -> None:
+    def __init__(
+        self,
+        everything: bool = False,
+        schedule: Schedule | None = None,
+        *,
+        direct: bool = False,
+    ) -> None:
         """Create the family.
 
         Parameters
@@ -78,9 +84,13 @@ class HopperGather:
             Take all work that the kernel can compute, even if another is faster.
         schedule
             Overrides the chosen schedule.
+        direct
+            Take only operands and results that are channels last, so that the expected time is that
+            of one launch.
         """
         self._everything = everything
         self._schedule = schedule
+        self._direct = direct
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
@@ -108,7 +118,10 @@ class HopperGather:
             return "accumulate does not lie as the result does"
         if work.batch * max(prod(work.input), prod(work.output)) > MAX_PIXELS:
             return f"the pixels are more than {MAX_PIXELS}"
-        return sides_of(work, device).why_not(axes, TILES[0])
+        sides = sides_of(work, device)
+        if self._direct and (sides.steps or work.result.strides[2] != 1):
+            return "operands are not channels last, in whole chunks"
+        return sides.why_not(axes, TILES[0])
 
     def launches(
         self, work: ConvWork, device: CudaDevice, schedule: Schedule | None = None
