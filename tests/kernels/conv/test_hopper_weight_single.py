@@ -1,11 +1,15 @@
-"""hopper_weight_single, emulated: every geometry, tile and cluster size."""
+"""hopper_weight_single in the emulator and on a GPU: geometries, tiles and cluster sizes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from convgrad_service.backends.base import Backend
+from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight_single import (
     HopperWeightSingle,
@@ -19,7 +23,12 @@ from tests.support.kernels.weight_cases import CASES, EPILOGUE, NONFINITE
 from tests.support.numerics.cases import Case
 from tests.support.numerics.nonfinite import check_rule
 
-pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+emulated = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+PLACES = [
+    pytest.param(EmulatedBackend, marks=emulated, id="emulated"),
+    pytest.param(partial(CudaBackend, poison=True), marks=pytest.mark.gpu, id="gpu"),
+]
+Place = Callable[..., Backend]
 
 # One block, a cluster whose size is not a power of two, and one with more blocks than some sums
 # have k-tiles.
@@ -34,25 +43,29 @@ def alone(config: SingleConfig) -> Families:
     return replace(FAMILIES, bwd_weight=(HopperWeightSingle(config), WeightDirect()))
 
 
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_gates(seed: int, name: str, config: SingleConfig) -> None:
+def test_gates(place: Place, seed: int, name: str, config: SingleConfig) -> None:
     layouts = with_layouts(CASES[name].ndim, grouped=False)
-    gates(EmulatedBackend(alone(config)), seed, CASES[name], "bfloat16", layouts[-1:])
+    gates(place(families=alone(config)), seed, CASES[name], "bfloat16", layouts[-1:])
 
 
+@emulated
 def test_float16(seed: int) -> None:
     case = CASES["3d_strided"]
     layouts = with_layouts(case.ndim, grouped=False)
     gates(EmulatedBackend(alone(CONFIGS[0])), seed, case, "float16", layouts)
 
 
+@emulated
 @pytest.mark.parametrize("name", NONFINITE)
 def test_nonfinite(seed: int, name: str) -> None:
     layout = with_layouts(CASES[name].ndim, grouped=False)[-1]
     check_rule(EmulatedBackend(alone(CONFIGS[1])), seed, CASES[name], "bfloat16", layout)
 
 
+@emulated
 @pytest.mark.parametrize("case", EPILOGUE, ids=lambda case: case.id)
 def test_epilogues(seed: int, case: Case) -> None:
     wide = (
