@@ -171,9 +171,10 @@ def as_tensor(name: str, value: Any) -> NDArray[Any]:
     MalformedRequest
         NumPy cannot convert it, or no operation accepts its dtype.
     """
+    bfloat16 = not isinstance(value, np.ndarray) and _is_torch_bfloat16(value)
     try:
-        array: NDArray[Any] = np.asarray(_without_bfloat16(value), order="C")
-        if array is not value and str(getattr(value, "dtype", "")) == "torch.bfloat16":
+        array: NDArray[Any] = np.asarray(_as_int16(value) if bfloat16 else value, order="C")
+        if bfloat16:
             array = array.view(DType.BFLOAT16.numpy)
     # torch raises RuntimeError for a tensor that requires grad or is not on the CPU.
     except (TypeError, ValueError, RuntimeError) as refused:
@@ -188,7 +189,11 @@ def as_tensor(name: str, value: Any) -> NDArray[Any]:
     return array
 
 
-def _without_bfloat16(value: Any) -> Any:
+def _is_torch_bfloat16(value: Any) -> bool:
+    return str(getattr(value, "dtype", "")) == "torch.bfloat16"
+
+
+def _as_int16(value: Any) -> Any:
     """View a bfloat16 PyTorch tensor, which NumPy cannot convert, as int16.
 
     Raises
@@ -196,8 +201,6 @@ def _without_bfloat16(value: Any) -> Any:
     RuntimeError
         It requires a gradient, which the view would drop; PyTorch refuses other dtypes itself.
     """
-    if str(getattr(value, "dtype", "")) != "torch.bfloat16":
-        return value
     if value.requires_grad:
         raise RuntimeError("it requires grad; pass tensor.detach()")
     return value.contiguous().view(sys.modules["torch"].int16)

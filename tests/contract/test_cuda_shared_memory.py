@@ -207,7 +207,7 @@ def test_an_output_where_an_input_lies_is_refused(server: OipServer) -> None:
         given[1].set_shared_memory("gpu", 4, 4)
         wanted = http_client.InferRequestedOutput("grad_input")
         wanted.set_shared_memory("gpu", 4, 4)
-        with pytest.raises(InferenceServerException, match="where another tensor"):
+        with pytest.raises(InferenceServerException, match="overlaps another tensor"):
             client.infer("conv_bwd_data", given, outputs=[wanted])
 
 
@@ -259,7 +259,7 @@ def test_a_region_is_its_owners_alone() -> None:
         await regions.unregister("ada", "")  # of the other kind
         (place,) = regions.acquire([RegionPart("ada", "gpu", 32, 32)])
         assert (place.offset, place.device) == (32, 0)
-        with pytest.raises(InvalidProblem, match="it has 64"):
+        with pytest.raises(InvalidProblem, match="which has 64"):
             regions.acquire([RegionPart("ada", "gpu", 33, 32)])
         leaving = asyncio.ensure_future(regions.unregister("ada", "", on_device=True))
         await asyncio.sleep(0)

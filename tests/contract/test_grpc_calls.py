@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import socket
 import time
@@ -255,6 +256,22 @@ def test_a_client_that_vanishes_frees_the_memory() -> None:
         assert backend.ended.acquire(timeout=60)
         assert backend.cancelled == 1
         wait_until_idle(server)
+
+
+def test_callers_that_leave_while_they_are_answered_are_not_logged(
+    server: OipServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their answers cannot be written, of which asyncio would log a traceback each."""
+    body = pool_request()
+    with grpc.insecure_channel(server.grpc) as channel:
+        stream = channel.stream_stream(STREAM_INFER)
+        for _ in range(200):
+            answers = stream(iter([body] * 3), timeout=60)
+            next(answers)
+            answers.cancel()
+        channel.unary_unary(INFER)(body)
+    gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 def test_draining_finishes_what_is_served_and_refuses_what_is_new() -> None:

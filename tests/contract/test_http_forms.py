@@ -109,6 +109,7 @@ def test_what_cannot_be_read_is_415(live: LiveServer, headers: dict[str, str]) -
     answer = live.post(headers=headers)
     assert answer.status_code == 415
     assert answer.json()["code"] == "unsupported-media-type"
+    assert answer.headers["Accept-Encoding"] == "identity"
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])

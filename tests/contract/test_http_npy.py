@@ -230,7 +230,7 @@ def test_curl_puts_a_file(live: LiveServer, client: Client, tmp_path: Path) -> N
         (npy(WEIGHT)[:40], "ends inside its header"),
         (npy(WEIGHT)[:5], "not a .npy file"),
         (npy(np.array([{}])), "pickled objects"),
-        (npy(np.zeros((0, 4), "f")), "holds nothing to keep"),
+        (npy(np.zeros((0, 4), "f")), "is empty"),
         (npy(WEIGHT.astype(ml_dtypes.bfloat16)), "2-byte items of no type"),
     ],
 )

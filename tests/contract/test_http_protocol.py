@@ -34,6 +34,11 @@ HEADS = {
     "a Host with a space": (400, POST + b"Host: x y\r\n" + BODY),
     "a Host with a path": (400, POST + b"Host: x/y\r\n" + BODY),
     "HTTP/1.0 without Host": (200, b"POST /conv_bwd_data HTTP/1.0\r\n" + BODY),
+    "HTTP/1.0 that expects a 100": (
+        200,
+        b"POST /conv_bwd_data HTTP/1.0\r\nExpect: 100-continue\r\n" + BODY,
+    ),
+    "a line over the limit": (431, b"POST /%s HTTP/1.1\r\nHost: x\r\n\r\n" % (b"a" * 20_000)),
     "HTTP/1.0 in chunks": (
         400,
         b"POST /conv_bwd_data HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n" + CHUNKED,

@@ -133,6 +133,21 @@ def test_a_client_that_leaves_frees_its_place(summing: LiveServer) -> None:
         assert answered(connection) == expected
 
 
+def test_a_client_that_left_before_its_body_had_a_place_takes_none() -> None:
+    part = safetensors_request(body_and_sum(1)[0])[: 4 * MIB]
+    limits = {"max_inflight_bytes": "40MiB", "max_memory_wait_s": 30.0}
+    with serving(Sums(), **limits) as server:
+        connections = server.server.server_state.connections
+        with server.connect() as first:
+            first.sendall(part)
+            until(lambda: server.held_bytes > 20 * MIB)
+            with server.connect() as second:
+                second.sendall(part[:20_000])  # few enough that it keeps reading
+                until(lambda: server.hub.memory.waiting == 1)
+            until(lambda: len(connections) == 1)
+        server.wait_until_idle(5)
+
+
 def received(server: LiveServer) -> float:
     """Bytes of bodies, as the server counts them."""
     name = 'convgrad_received_bytes_total{operation="conv_bwd_data",transport="http"} '

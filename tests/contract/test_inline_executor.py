@@ -61,7 +61,7 @@ def test_workers_compute_no_more_than_the_first_of_all_alike(
     tree: TreeServer, submitted: list[object], transport: str, size: int
 ) -> None:
     def counted() -> int:
-        found = tree.tree.hub.inferences.all().get("maxpool2d_fwd")
+        found = tree.tree.hub.requests.statistics().get("maxpool2d_fwd")
         return 0 if found is None else found.success.count
 
     held, before = tree.settled_bytes(), counted()

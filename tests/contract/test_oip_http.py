@@ -283,7 +283,7 @@ def test_repository(client: httpx.Client) -> None:
     refused(client.post("/v2/repository/index", content=bytes(10_000)), "payload-too-large")
     for action in ("load", "unload"):
         answer = client.post(f"/v2/repository/models/conv_fwd/{action}")
-        refused(answer, "unsupported-problem", "none is loaded or unloaded")
+        refused(answer, "unsupported-problem", "cannot be loaded or unloaded")
 
 
 def test_shared_memory_is_not_enabled(client: httpx.Client) -> None:

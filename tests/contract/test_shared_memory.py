@@ -186,7 +186,8 @@ def test_refusals(computing: OipServer, way: str) -> None:
 
         register = client.register_system_shared_memory
         refused("no region", lambda: pool(client, module, (name, 0)))
-        refused("is not in it", lambda: register(name, f"/{name}", PAGE + 1))
+        refused("expected at least", lambda: register(name, f"/{name}", PAGE + 1))
+        refused("has 0 bytes", lambda: register(name, f"/{name}", 0))
         refused("is not the name", lambda: register(name, "/../etc/passwd", 1))
         refused("cannot be opened", lambda: register(name, "/convgrad_not_there", 1))
         register(name, f"/{name}", 512)

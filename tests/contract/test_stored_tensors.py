@@ -161,7 +161,7 @@ def test_indices_are_checked_when_they_are_stored_too(client: httpx.Client) -> N
     [
         ({"input": {"stored": "none"}}, "not-found", 'no stored tensor "none"'),
         ({"input": {"stored": 7}}, "malformed-request", '"stored" to be the name'),
-        ({"input": {"stored": "x", "dtype": "float32"}}, "malformed-request", "stand alone"),
+        ({"input": {"stored": "x", "dtype": "float32"}}, "malformed-request", "no other key"),
         ({"stored": {"inptu": "x"}}, "malformed-request", 'no tensor "inptu"'),
         ({"stored": ["x"]}, "malformed-request", "an object of names"),
         ({"input": {"stored": "x"}, "store": {"ouptut": "y"}}, "invalid-problem", '"ouptut"'),

@@ -19,6 +19,7 @@ from convgrad.contract.timing import PlanExplained, TimedPlan
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.security.keys import hash_of, new_key
 from tests.support.http_server import LiveServer, serving
+from tests.support.raw_http import read_all
 
 LAYER = "mb2ic8ih9oc8oh9kh3ph1"
 SMALL = {"budget_s": 0.05, "peers": "none", "standard_error": 0.5}
@@ -80,8 +81,25 @@ def test_layers_are_said_in_every_dialect(http: httpx.Client) -> None:
     assert http.get("/layers", params={"layer": "x"}).status_code == 400
     other = http.get("/layers", params={"layer": LAYER, "batch": 5}).json()
     assert other["batch"] == 5
+    pooling = {"layer": "AdaptiveAvgPool2d(output_size=(7, 3)) on 1x5x14x14"}
+    assert http.get("/layers", params=pooling).json()["adaptive_size"] == [7, 3]
     refused = http.get("/layers", params={"layer": LAYER, "batch": "many"})
     assert "batch is 'many'; expected a number" in refused.json()["detail"]
+
+
+def test_http_1_0_gets_no_events(server: LiveServer) -> None:
+    """It has no chunked coding, without which events cannot be sent."""
+    operation = "maxpool2d_fwd"
+    body = json.dumps({**TIMINGS[operation].example, **SMALL}).encode()
+    for accept, status in ((b"text/event-stream", 406), (b"text/event-stream, */*", 200)):
+        with server.connect(60) as connection:
+            connection.sendall(
+                b"POST /time/%s HTTP/1.0\r\nContent-Type: application/json\r\nAccept: %s\r\n"
+                b"Content-Length: %d\r\n\r\n%s" % (operation.encode(), accept, len(body), body)
+            )
+            answer = read_all(connection)
+        assert answer.startswith(b"HTTP/1.1 %d " % status), answer
+        assert b"transfer-encoding" not in answer
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

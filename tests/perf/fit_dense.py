@@ -119,7 +119,7 @@ class Lines:
                 raise ValueError(f"no configuration {name}")
             products = products_of(work)
             product = products[name.endswith(SWAPPED) and len(products) > 1]
-            model = f"{family}_{'weight' if product.a.mn else 'gather'}"
+            model = f"{family}_{product.kind}"
             return model, pointwise_gemm_model.line_of(product, device, config, s)
         if family == "implicit_gemm":
             gemm = gemm_of(work, axes)
@@ -128,7 +128,8 @@ class Lines:
             return model, implicit_gemm_model.lines(gemm, work.dtype, device, found)[0]
         if family == "hopper_gather":
             found = [(s, self._find(family, name))]
-            return family, hopper_gather_model.lines(work, axes, device, found)[0]
+            model = hopper_gather_model.correction_name(work)
+            return model, hopper_gather_model.lines(work, axes, device, found)[0]
         if family == "hopper_weight":
             found = [(s, self._find(family, name))]
             return family, hopper_weight_model.lines(work, device, found)[0]

@@ -119,6 +119,10 @@ def _from_npy(tensor: Mapping[str, Any], name: str, b64decode: Decode) -> NDArra
 
 
 def _from_data(tensor: Mapping[str, Any], name: str, b64decode: Decode) -> NDArray[Any]:
+    if isinstance(tensor["data"], list):
+        raise MalformedRequest(
+            f'{name}: "data" is base64 text; expected a list of numbers in "values"'
+        )
     for key in ("dtype", "shape"):
         if key not in tensor:
             raise MalformedRequest(f'{name}: missing "{key}" beside "data"')

@@ -38,11 +38,11 @@ def loads(
     def unique(pairs: Pairs) -> dict[str, Any]:
         found = dict(pairs) if pairs_hook is None else pairs_hook(pairs)
         if len(found) != len(pairs):
-            raise MalformedRequest(f"{what}: the key {shown(_twice(pairs))} stands there twice")
+            raise MalformedRequest(f"{what}: the key {shown(_twice(pairs))} is repeated")
         return found
 
     def no_constant(name: str) -> Any:
-        raise MalformedRequest(f'{what}: {name} is no JSON; write it as the string "{name}"')
+        raise MalformedRequest(f'{what}: {name} is not valid JSON; write it as the string "{name}"')
 
     try:
         decoded = text if isinstance(text, str) else str(text, "utf-8")

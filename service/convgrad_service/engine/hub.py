@@ -26,8 +26,8 @@ from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionR
 from convgrad_service.engine.shm.stored import TensorStore
 from convgrad_service.engine.status import Status
 from convgrad_service.engine.submissions import Submissions
-from convgrad_service.engine.telemetry.record import Record, RequestCounter
-from convgrad_service.engine.telemetry.statistics import Statistics
+from convgrad_service.engine.telemetry.record import Record
+from convgrad_service.engine.telemetry.request_metrics import RequestMetrics
 from convgrad_service.engine.workers.child_process import Children
 from convgrad_service.engine.workers.execute import Job
 from convgrad_service.engine.workers.inline_executor import InlineBackend, InlineExecutor
@@ -160,8 +160,8 @@ def call_hub(
 ) -> Coroutine[Any, Any, Any]:
     """Call a method of a hub's service wherever the hub is.
 
-    ``method`` is a plain method of `TensorStore`, `RegionRegistry`, `Submissions`, `Statistics` or
-    `Hub` itself, such as ``TensorStore.find``. Arguments and result must be picklable.
+    ``method`` is a plain method of `TensorStore`, `RegionRegistry`, `Submissions`, `RequestMetrics`
+    or `Hub` itself, such as ``TensorStore.find``. Arguments and result must be picklable.
     """
     service, name = method.__qualname__.split(".")
     return engine.invoke(service, name, arguments, options)
@@ -185,8 +185,9 @@ class Hub:
         """Not ready any more, so that load balancers send no new requests."""
         self.draining = False
         """New requests are refused; those in flight are finished."""
-        self.counts: RequestCounter | None = None
-        self.inferences = Statistics()
+        self.requests = RequestMetrics()
+        self.metrics: Callable[[], bytes] = bytes
+        """Returns all metrics in Prometheus' text format."""
         self.quotas = Quotas()
         self.submissions = Submissions()
         self.vitals: Callable[[], Mapping[int, Vitals]] = dict
@@ -200,7 +201,7 @@ class Hub:
             budget_bytes=options.stored_bytes,
             longest_s=options.stored_longest_s,
         )
-        services = (self, self.tensors, self.regions, self.submissions, self.inferences)
+        services = (self, self.tensors, self.regions, self.submissions, self.requests)
         self._services = {type(service).__name__: service for service in services}
         self.on_close: list[Callable[[], None]] = [self.regions.close]
         self.watchers: list[Callable[[Status], None]] = []
@@ -343,10 +344,7 @@ class Hub:
         self.scheduler.lines[self] = length
 
     def observe(self, record: Record) -> None:
-        if record.operation:
-            self.inferences.count(record)
-        if self.counts is not None:
-            self.counts.count(record)
+        self.requests.count(record)
 
     async def invoke(
         self, service: str, method: str, arguments: tuple[Any, ...], options: Mapping[str, Any]
@@ -360,7 +358,7 @@ class Hub:
 
     def exposition(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        return b"" if self.counts is None else self.counts.exposition()
+        return self.metrics()
 
     async def register_region(self, owner: str, info: RegionInfo) -> None:
         """Register a region; device memory is refused if the device's worker cannot open it.

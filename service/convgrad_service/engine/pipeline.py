@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 from convgrad.contract import Operation, Request, validate
-from convgrad.errors import Overloaded
+from convgrad.errors import DeviceUnavailable, Overloaded
 from convgrad_service.engine.admission_gate import Admission, AdmissionGate
 from convgrad_service.engine.deadline import CancelScope, Deadline
 from convgrad_service.engine.execution import Execution, PreparedRequest, abandon
@@ -130,6 +130,15 @@ class Pipeline:
     def require_ready(self) -> None:
         """Raise DeviceUnavailable unless a device works and the server is not shutting down."""
         self.engine.status._replace(draining=self.draining).require_ready()
+
+    @property
+    def unready_reason(self) -> str | None:
+        """Why `require_ready` raises; None if it does not."""
+        try:
+            self.require_ready()
+        except DeviceUnavailable as error:
+            return error.detail
+        return None
 
     def admit(self) -> None:
         """Raise if a request would be refused, before its body is read.

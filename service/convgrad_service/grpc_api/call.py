@@ -46,7 +46,9 @@ class Call:
         self.caller = ANYBODY
         self.cut_by: ServiceError | None = None
         self._metadata = rpc.invocation_metadata()
-        self._peer: str | None = None
+        # Read now: once a call has ended, grpcio crashes the process when it is asked.
+        self.peer: str = rpc.peer()
+        """The connection's remote end, such as ``ipv4:127.0.0.1:40000``."""
         self._aborting: asyncio.Task[None] | None = None
         self.context = RequestContext.begin(self.metadata(_REQUEST_ID))
 
@@ -69,13 +71,6 @@ class Call:
         """Seconds until the caller's deadline; infinite without one."""
         remaining_s: float | None = self.rpc.time_remaining()
         return math.inf if remaining_s is None else remaining_s
-
-    @property
-    def peer(self) -> str:
-        """The connection's remote end, such as ``ipv4:127.0.0.1:40000``."""
-        if self._peer is None:
-            self._peer = self.rpc.peer()
-        return self._peer
 
     @property
     def address(self) -> str:

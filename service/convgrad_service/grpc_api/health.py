@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import grpc
 from grpc_health.v1 import health_pb2
 
-from convgrad.errors import DeviceUnavailable, NotFound, Overloaded
+from convgrad.errors import NotFound, Overloaded
 from convgrad.wire.sentences import shown
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.grpc_api.call import Call
@@ -52,7 +52,7 @@ class HealthMethods:
     async def _watch(self, call: Call) -> None:
         if self._watches >= _MAX_WATCHES:
             raise Overloaded(
-                f"{self._watches} clients watch this server's health, and no more may",
+                f"{self._watches} clients watch this server's health, the maximum",
                 retry_after_s=60.0,
             )
         request = parsed(await self._exchanges.open_arrivals.message(call), _Request)
@@ -94,11 +94,8 @@ class HealthMethods:
     def _status(self, service: str) -> int:
         if service not in ("", SERVICE.full_name):
             return int(_Response.SERVICE_UNKNOWN)
-        try:
-            self._pipeline.require_ready()
-        except DeviceUnavailable:
-            return int(_Response.NOT_SERVING)
-        return int(_Response.SERVING)
+        ready = self._pipeline.unready_reason is None
+        return int(_Response.SERVING if ready else _Response.NOT_SERVING)
 
 
 def _answer(status: int) -> bytes:

@@ -114,7 +114,9 @@ class InferMethods:
             counted = await self._exchanges.answers.counted(call, sum(map(len, parts)))
             try:
                 # A cancelled write would leak its message in grpcio.
-                await asyncio.shield(call.rpc.write(b"".join(parts)))
+                writing = asyncio.ensure_future(call.rpc.write(b"".join(parts)))
+                writing.add_done_callback(_retrieved)
+                await asyncio.shield(writing)
             finally:
                 counted.left()
 
@@ -159,3 +161,9 @@ class InferMethods:
             await self._pipeline.run(transport.request, transport)
         finally:
             transport.close()
+
+
+def _retrieved(done: asyncio.Future[None]) -> None:
+    """Mark an error as retrieved: whoever awaited it may be gone, and asyncio would log it."""
+    if not done.cancelled():
+        done.exception()

@@ -42,7 +42,7 @@ MAX_MESSAGE_BYTES = 2**31 - 1
 
 _ID = 0x1A  # the tag of a response's id
 _DOUBLE = struct.Struct("<d")
-# Room for names, shapes and the report beside an answer's tensors.
+# Room for names, shapes and the report in addition to an answer's tensors.
 _HEAD_BYTES = 64 * 1024
 
 Send = Callable[[list[Part]], Awaitable[None]]

@@ -155,10 +155,10 @@ def _field_at(body: bytes, at: int) -> tuple[bool, int, int]:
 
 
 def _refuse_long_head(size: int) -> None:
-    """Raise MalformedRequest if the bytes beside raw_input_contents are too many to parse."""
+    """Raise MalformedRequest if the bytes besides raw_input_contents are too many to parse."""
     if size > _MAX_PARSED_BYTES:
         raise MalformedRequest(
-            f"the message holds more than {_MAX_PARSED_BYTES:,} bytes beside its "
+            f"the message holds more than {_MAX_PARSED_BYTES:,} bytes besides its "
             "raw_input_contents; send large tensors there"
         )
 
@@ -266,7 +266,7 @@ def _input(tensor: Any, spans: Iterator[Span] | None) -> InferInput:
     if has_contents:
         if spans is not None:
             raise MalformedRequest(
-                f"{name}: contents must not be used beside raw_input_contents; expected all "
+                f"{name}: contents must not be used together with raw_input_contents; expected all "
                 "inputs in one of the two"
             )
         return InferInput(name, dtype, shape, _contents(tensor.contents, dtype, shape, name))

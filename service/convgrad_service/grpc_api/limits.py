@@ -64,7 +64,7 @@ class Arrivals:
             if message is EOF:
                 raise MalformedRequest("the call ended without its message")
             if await call.rpc.read() is not EOF:
-                raise MalformedRequest("the call holds a second message; its method takes one")
+                raise MalformedRequest("the call has a second message; expected one")
         return bytes(message)
 
     @contextmanager

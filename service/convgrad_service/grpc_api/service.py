@@ -14,7 +14,7 @@ from convgrad.errors import DeviceUnavailable, NotFound, UnsupportedProblem
 from convgrad.wire.sentences import shown
 from convgrad_service.engine.hub import call_hub
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.telemetry.statistics import Statistics
+from convgrad_service.engine.telemetry.request_metrics import RequestMetrics
 from convgrad_service.grpc_api.messages import message
 from convgrad_service.oip.fields import operation_named
 from convgrad_service.oip.models import (
@@ -66,7 +66,7 @@ class DescribingMethods:
         return message("ServerLiveResponse")(live=True)
 
     async def _server_ready(self, _: Any, __: str) -> Any:
-        return message("ServerReadyResponse")(ready=self._not_ready() is None)
+        return message("ServerReadyResponse")(ready=self._pipeline.unready_reason is None)
 
     async def _server_metadata(self, _: Any, __: str) -> Any:
         metadata = server_metadata(self._memory.extensions)
@@ -79,7 +79,7 @@ class DescribingMethods:
                 operation_named(request.name, request.version)
         except NotFound:
             return message("ModelReadyResponse")(ready=False)
-        return message("ModelReadyResponse")(ready=self._not_ready() is None)
+        return message("ModelReadyResponse")(ready=self._pipeline.unready_reason is None)
 
     async def _model_metadata(self, request: Any, __: str) -> Any:
         operation = operation_named(request.name, request.version)
@@ -97,22 +97,22 @@ class DescribingMethods:
         names = (
             [operation_named(request.name, request.version).name] if request.name else OPERATIONS
         )
+        counts = await call_hub(self._pipeline.engine, RequestMetrics.statistics)
         answer = message("ModelStatisticsResponse")()
-        counted = model_statistics(await call_hub(self._pipeline.engine, Statistics.all), names)
-        return ParseDict(counted, answer, ignore_unknown_fields=True)
+        return ParseDict(model_statistics(counts, names), answer, ignore_unknown_fields=True)
 
     async def _repository_index(self, request: Any, __: str) -> Any:
         if request.repository_name:
             raise NotFound(
                 f"there is no repository {shown(request.repository_name)}; the only one has no name"
             )
-        reason = self._not_ready()
-        index = repository_index(ready=reason is None, reason=reason or "")
-        wanted = [model for model in index if reason is None or not request.ready]
-        return message("RepositoryIndexResponse")(models=wanted)
+        index = repository_index(self._pipeline.unready_reason, only_ready=request.ready)
+        return message("RepositoryIndexResponse")(models=index)
 
     async def _refuse_control(self, _: Any, __: str) -> Any:
-        raise UnsupportedProblem("models are this server's operations: none is loaded or unloaded")
+        raise UnsupportedProblem(
+            "models are this server's operations, which cannot be loaded or unloaded"
+        )
 
     async def _region_status(self, kind: Kind, request: Any, owner: str) -> Any:
         answer = _shared_memory_response(kind, "Status")
@@ -137,14 +137,6 @@ class DescribingMethods:
     async def _unregister_region(self, kind: Kind, request: Any, owner: str) -> Any:
         await self._memory.unregister(owner, kind, request.name)
         return _shared_memory_response(kind, "Unregister")
-
-    def _not_ready(self) -> str | None:
-        """Return why the server is not ready, or None."""
-        try:
-            self._pipeline.require_ready()
-        except DeviceUnavailable as error:
-            return error.detail
-        return None
 
 
 def _shared_memory_response(kind: Kind, method: str) -> Any:

@@ -18,7 +18,7 @@ from convgrad.errors import MalformedRequest
 from convgrad.wire.json_tensors import Base64Text
 from convgrad_service.engine.request import SMALL_BYTES, blank
 
-__all__ = ["DeferredBase64", "EncodedLater", "b64decode", "encoded_later"]
+__all__ = ["DeferredBase64", "DeferredTensor", "EncodedLater", "b64decode", "encoded_later"]
 
 # Fits the cache, and is a multiple of four characters (three bytes).
 _BLOCK_BYTES = 3 * 2**18
@@ -36,41 +36,47 @@ def b64decode(text: Base64Text) -> bytes:
         return pybase64.b64decode(json.loads(b'"' + escaped + b'"'), validate=True)
 
 
-class DeferredBase64:
-    """Long base64 that is measured now and decoded once its destination is known.
+class DeferredTensor:
+    """A tensor's data, which subclasses read once its destination is known.
 
-    See `convgrad.wire.shapes.Deferred`. The size of invalid base64 may be wrong; then it does not
-    match the shape, or `fill` refuses it.
+    See `convgrad.wire.shapes.Deferred`.
     """
 
-    def __init__(self, text: memoryview, name: str) -> None:
-        self._text, self._name = text, name
+    def __init__(self, data: memoryview, name: str) -> None:
+        self._data, self._name = data, name
         self._offset: int | None = None
-
-    @staticmethod
-    def worth(text: memoryview) -> bool:
-        """Whether a text is long enough to be deferred, and may be base64."""
-        return len(text) > SMALL_BYTES and len(text) % 4 == 0
 
     @property
     def used(self) -> bool:
         """Whether a tensor refers to it."""
         return self._offset is not None
 
-    def __len__(self) -> int:
-        return len(self._text) // 4 * 3 - bytes(self._text[-2:]).count(b"=")
-
-    def __getitem__(self, part: slice) -> bytes:
-        start, stop, _ = part.indices(len(self))
-        first = start // 3
-        return b64decode(self._text[first * 4 : -(-stop // 3) * 4])[start - 3 * first :][
-            : max(stop - start, 0)
-        ]
-
     def later(self, dtype: DType, shape: tuple[int, ...], offset: int) -> NDArray[Any]:
         """See `Deferred.later`."""
         self._offset = offset
         return blank(shape, dtype, name=self._name)
+
+
+class DeferredBase64(DeferredTensor):
+    """Long base64, not decoded yet.
+
+    The size of invalid base64 may be wrong; then it does not match the shape, or `fill` refuses it.
+    """
+
+    @staticmethod
+    def worth(text: memoryview) -> bool:
+        """Whether a text is long enough to be deferred, and may be base64."""
+        return len(text) > SMALL_BYTES and len(text) % 4 == 0
+
+    def __len__(self) -> int:
+        return len(self._data) // 4 * 3 - bytes(self._data[-2:]).count(b"=")
+
+    def __getitem__(self, part: slice) -> bytes:
+        start, stop, _ = part.indices(len(self))
+        first = start // 3
+        return b64decode(self._data[first * 4 : -(-stop // 3) * 4])[start - 3 * first :][
+            : max(stop - start, 0)
+        ]
 
     def fill(self, target: NDArray[Any]) -> None:
         """Decode what follows the offset into a contiguous array of the same size."""
@@ -78,7 +84,7 @@ class DeferredBase64:
         place = target.reshape(-1).view(np.uint8).data
         # Blocks start at whole groups; skip what precedes the tensor in the first one.
         before = self._offset % 3
-        text = self._text[self._offset // 3 * 4 :]
+        text = self._data[self._offset // 3 * 4 :]
         end = 0
         for start in range(0, len(text), _BLOCK_CHARACTERS):
             block = text[start : start + _BLOCK_CHARACTERS]

@@ -285,7 +285,7 @@ class Body:
 
 
 class TextReader:
-    """See `Reader`: the whole body lies in the arena until its tensors have been read from it."""
+    """See `Reader`: the whole body is in the arena until its tensors have been read from it."""
 
     def __init__(self, content_type: str) -> None:
         self._content_type = content_type

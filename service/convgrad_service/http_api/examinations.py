@@ -25,6 +25,7 @@ from convgrad_service.http_api.context import context_of
 from convgrad_service.http_api.negotiation import choose_accepted
 from convgrad_service.http_api.problem_details import problem_details
 from convgrad_service.http_api.transport import BodyTransport, HttpTransport
+from convgrad_service.long_json import dumps
 from convgrad_service.oip.request import Region
 from convgrad_service.oip.shared_memory import SharedMemory
 from convgrad_service.problems import Problem
@@ -67,7 +68,7 @@ class _ExaminationTransport(BodyTransport):
 
     async def send(self, execution: Execution, result: Result) -> None:
         content = json.loads(result.job_result.words)
-        await self.respond(_JSON_HEADERS, [_text(content["answer"])])
+        await self.respond(_JSON_HEADERS, [dumps(content["answer"])])
 
 
 class VerifyTransport(_ExaminationTransport):
@@ -130,7 +131,7 @@ class VerifyTransport(_ExaminationTransport):
                 first_difference=found[3],
             )
             answer["outputs"][name]["bits"]["earlier"] = described.model_dump(mode="json")
-        await self.respond(_JSON_HEADERS, [_text(answer)])
+        await self.respond(_JSON_HEADERS, [dumps(answer)])
 
 
 def _smaller(problem: Verify, share: float) -> str:
@@ -156,7 +157,8 @@ class TimeTransport(_ExaminationTransport):
             self.request.submitted = self._submitted
 
     def _choose_answer(self, accept: str) -> None:
-        forms = (JSON, EVENT_STREAM)
+        # Events have no Content-Length, so they are sent in chunks, which HTTP/1.0 does not have.
+        forms = (JSON,) if self._scope["http_version"] == "1.0" else (JSON, EVENT_STREAM)
         self._streams_events = choose_accepted(accept, forms, JSON) == EVENT_STREAM
 
     async def head(self) -> Hashable | None:
@@ -232,7 +234,7 @@ class TimeTransport(_ExaminationTransport):
             await asyncio.sleep(_POSITION_S)
 
     async def _event(self, name: str, data: Any) -> None:
-        await self._more(b"event: " + name.encode() + b"\ndata: " + _text(data) + b"\n\n")
+        await self._more(b"event: " + name.encode() + b"\ndata: " + dumps(data) + b"\n\n")
 
     async def _more(self, body: bytes, *, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
@@ -292,7 +294,7 @@ class PlanTransport(HttpTransport):
         await execution.fill({})
 
     async def send(self, execution: Execution, result: Result) -> None:
-        await self.respond(_JSON_HEADERS, [_text(json.loads(result.job_result.words)["answer"])])
+        await self.respond(_JSON_HEADERS, [dumps(json.loads(result.job_result.words)["answer"])])
 
 
 def query_fields(query: bytes, operation: Operation) -> dict[str, Any]:
@@ -323,7 +325,3 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
-
-
-def _text(value: Any) -> bytes:
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()

@@ -5,7 +5,6 @@ pybase64 encodes straight from the arrays' memory; the base64 never becomes a Py
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -17,14 +16,13 @@ from convgrad.errors import ProblemTooLarge
 from convgrad.wire.json_tensors import Form, encode_tensor
 from convgrad.wire.shapes import dtype_of
 from convgrad_service.http_api.base64_tensors import EncodedLater, encoded_later
+from convgrad_service.long_json import blocks_of, dumps
 
-__all__ = ["encode_json_answer", "json_answer", "refuse_endless_values", "stored_tensor"]
+__all__ = ["json_answer", "refuse_endless_values", "stored_tensor"]
 
 # This form is for human readers: an element takes some twenty characters and a microsecond, against
 # five characters in base64.
 _MAX_VALUES = 2**20
-# json.dumps holds the interpreter's lock throughout: this many numbers take a few milliseconds.
-_VALUES_AT_ONCE = 4096
 
 
 def json_answer(
@@ -40,24 +38,14 @@ def json_answer(
     """
     chunks: list[bytes | memoryview | EncodedLater] = [b"{"]
     for name, array in outputs.items():
-        chunks.append(_text(name) + b":{")
+        chunks.append(dumps(name) + b":{")
         if name in store:
-            chunks.append(_text(stored_tensor(array, store[name]))[1:-1])
+            chunks.append(dumps(stored_tensor(array, store[name]))[1:-1])
         else:
             chunks.extend(_members(encode_tensor(array, form, b64encode=_Base64)))
         chunks.append(b"},")
     chunks.append(b'"report":' + report.model_dump_json().encode() + b"}")
     return chunks
-
-
-def encode_json_answer(
-    outputs: Mapping[str, NDArray[Any]], report: Report, form: Form
-) -> list[bytes | memoryview]:
-    """Encode all of `json_answer` at once."""
-    return [
-        chunk.encoded() if isinstance(chunk, EncodedLater) else chunk
-        for chunk in json_answer(outputs, report, form)
-    ]
 
 
 def stored_tensor(array: NDArray[Any], name: str) -> dict[str, Any]:
@@ -75,41 +63,14 @@ class _Base64:
 def _members(encoded: Mapping[str, Any]) -> Iterator[bytes | EncodedLater]:
     separator = b""
     for key, value in encoded.items():
-        yield separator + _text(key) + b":"
+        yield separator + dumps(key) + b":"
         if isinstance(value, _Base64):
             yield b'"'
             yield from value.chunks
             yield b'"'
         else:
-            yield b"".join(_in_blocks(value))
+            yield b"".join(blocks_of(value))
         separator = b","
-
-
-def _in_blocks(value: Any) -> Iterator[bytes]:
-    """Yield the JSON of a value, with rectangular nested lists in blocks."""
-    items = _count(value)
-    if items <= _VALUES_AT_ONCE:
-        yield _text(value)
-        return
-    step = _VALUES_AT_ONCE * len(value) // items
-    separator = b"["
-    for start in range(0, len(value), max(1, step)):
-        yield separator
-        if step:
-            yield _text(value[start : start + step])[1:-1]
-        else:
-            yield from _in_blocks(value[start])
-        separator = b","
-    yield b"]"
-
-
-def _count(value: Any) -> int:
-    """Count the numbers in rectangular nested lists."""
-    return len(value) * _count(value[0]) if isinstance(value, list) and value else 1
-
-
-def _text(value: Any) -> bytes:
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
 def refuse_endless_values(elements: int, form: Form) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import Request
@@ -45,25 +46,8 @@ def _number(name: str, text: str) -> int:
 def _described(layer: layers.Layer) -> dict[str, Any]:
     return {
         "title": layer.title,
-        "name": layer.name,
-        "kind": layer.kind,
-        "batch": layer.batch,
-        "in_channels": layer.in_channels,
-        "out_channels": layer.out_channels,
-        "groups": layer.groups,
-        "input_size": list(layer.input_size),
-        "output_size": list(layer.output_size),
-        "kernel_size": list(layer.kernel_size),
-        "stride": list(layer.stride),
-        "padding": [list(pair) for pair in layer.padding],
-        "dilation": list(layer.dilation),
-        "output_padding": list(layer.output_padding),
-        "ceil_mode": layer.ceil_mode,
-        "count_include_pad": layer.count_include_pad,
-        "bias": layer.bias,
-        "dtype": layer.dtype,
-        "layout": layer.layout,
-        "operation": layer.operation,
-        "operations": list(layers.operations_of(layer)),
+        **asdict(layer),
+        "output_size": layer.output_size,
+        "operations": layers.operations_of(layer),
         "spellings": layers.spellings(layer),
     }

@@ -178,7 +178,8 @@ class _Exchange:
         self._declared_bytes = int(length) if length.isdigit() else 0
         self._body_unread = self._declared_bytes > 0 or b"transfer-encoding" in headers
         # A client that waits for "100 Continue" sends nothing before our first receive.
-        self._body_withheld = headers.get(b"expect", b"").lower() == b"100-continue"
+        expects = headers.get(b"expect", b"").lower() == b"100-continue"
+        self._body_withheld = expects and scope["http_version"] != "1.0"
         self._linger = False
         self._connection = connection_of(scope)
         self._dropping: ReceiveInto | None = None

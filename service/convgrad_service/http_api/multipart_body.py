@@ -1,7 +1,7 @@
 """A form (multipart/form-data) with .npy files, as ``curl -F weight=@w.npy -F stride=2`` sends it.
 
 A field that is named like a tensor is a .npy file. Any other is a parameter: JSON where it is JSON
-(2, [1, 1], true), else the text itself (NHWC). The body lies in the arena, and python-multipart
+(2, [1, 1], true), else the text itself (NHWC). The body is in the arena, and python-multipart
 says where in it each field is; the tensors are then copied from there to their places.
 """
 
@@ -22,7 +22,8 @@ from convgrad.errors import MalformedRequest
 from convgrad.wire import npy, strict_json
 from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import checked_dtype
-from convgrad_service.engine.request import Fields, blank
+from convgrad_service.engine.request import Fields
+from convgrad_service.http_api.base64_tensors import DeferredTensor
 from convgrad_service.http_api.body import TextReader
 from convgrad_service.http_api.negotiation import content_type_parameters
 
@@ -177,28 +178,14 @@ class _Splitter:
         self.ended = True
 
 
-class _File:
-    """The bytes of a file, copied once their destination is known; see `Deferred`."""
-
-    def __init__(self, data: memoryview, name: str) -> None:
-        self._data, self._name = data, name
-        self._offset: int | None = None
-
-    @property
-    def used(self) -> bool:
-        """Whether a tensor refers to it that has not been filled."""
-        return self._offset is not None
+class _File(DeferredTensor):
+    """The bytes of a file, not copied yet."""
 
     def __len__(self) -> int:
         return len(self._data)
 
     def __getitem__(self, part: slice) -> bytes:
         return bytes(self._data[part])
-
-    def later(self, dtype: DType, shape: tuple[int, ...], offset: int) -> NDArray[Any]:
-        """See `Deferred.later`."""
-        self._offset = offset
-        return blank(shape, dtype, name=self._name)
 
     def fill(self, target: NDArray[Any]) -> None:
         """Copy the elements into a contiguous array."""

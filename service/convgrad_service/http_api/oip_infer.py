@@ -64,7 +64,7 @@ class InferTransport(HttpTransport):
             if header_bytes > _MAX_HEAD_BYTES:
                 raise MalformedRequest(
                     f"Inference-Header-Content-Length is {header_bytes:,}; at most "
-                    f"{_MAX_HEAD_BYTES:,} bytes of JSON may stand before binary data"
+                    f"{_MAX_HEAD_BYTES:,} bytes of JSON may precede binary data"
                 )
             shown = await body.at_least(header_bytes)
             if len(shown) < header_bytes:

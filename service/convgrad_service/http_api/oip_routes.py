@@ -11,17 +11,12 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from convgrad.contract import OPERATIONS
-from convgrad.errors import (
-    DeviceUnavailable,
-    MalformedRequest,
-    NotFound,
-    UnsupportedProblem,
-)
+from convgrad.errors import MalformedRequest, NotFound, UnsupportedProblem
 from convgrad.wire import strict_json
 from convgrad.wire.sentences import shown
 from convgrad_service.engine.hub import call_hub
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.telemetry.statistics import Statistics
+from convgrad_service.engine.telemetry.request_metrics import RequestMetrics
 from convgrad_service.http_api.body import small_body
 from convgrad_service.http_api.middleware import Endpoints
 from convgrad_service.http_api.oip_infer import InferTransport
@@ -83,7 +78,7 @@ def _describing(pipeline: Pipeline, shared_memory: SharedMemory, settings: Setti
     @router.get("/v2/models/stats", summary="Statistics of all models.")
     async def all_statistics() -> JSONResponse:
         return JSONResponse(
-            model_statistics(await call_hub(pipeline.engine, Statistics.all), OPERATIONS)
+            model_statistics(await call_hub(pipeline.engine, RequestMetrics.statistics), OPERATIONS)
         )
 
     @router.get(_VERSION, include_in_schema=False)
@@ -108,24 +103,21 @@ def _describing(pipeline: Pipeline, shared_memory: SharedMemory, settings: Setti
     @router.get(f"{_MODEL}/stats", summary="Statistics of one model.")
     async def statistics(model: str, version: str = "") -> JSONResponse:
         operation = operation_named(model, version)
-        counts = await call_hub(pipeline.engine, Statistics.all)
+        counts = await call_hub(pipeline.engine, RequestMetrics.statistics)
         return JSONResponse(model_statistics(counts, [operation.name]))
 
     @router.post("/v2/repository/index", summary="All models, and whether they accept requests.")
     async def index(request: Request) -> JSONResponse:
-        wanted = _only_ready(await small_body(request, settings, _MAX_INDEX_BYTES))
-        try:
-            pipeline.require_ready()
-        except DeviceUnavailable as error:
-            unready = repository_index(ready=False, reason=error.detail)
-            return JSONResponse([] if wanted else unready)
-        return JSONResponse(repository_index(ready=True))
+        only_ready = _only_ready(await small_body(request, settings, _MAX_INDEX_BYTES))
+        return JSONResponse(repository_index(pipeline.unready_reason, only_ready=only_ready))
 
     @router.post("/v2/repository/models/{model}/load", include_in_schema=False)
     @router.post("/v2/repository/models/{model}/unload", include_in_schema=False)
     async def control(model: str) -> JSONResponse:
         operation_named(model)
-        raise UnsupportedProblem("models are this server's operations: none is loaded or unloaded")
+        raise UnsupportedProblem(
+            "models are this server's operations, which cannot be loaded or unloaded"
+        )
 
     return router
 

@@ -52,6 +52,8 @@ def problem_details(
     ]
     if status == HTTPStatus.UNAUTHORIZED:
         headers.append((b"www-authenticate", b"Bearer"))
+    if status == HTTPStatus.UNSUPPORTED_MEDIA_TYPE:
+        headers.append((b"accept-encoding", b"identity"))
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))
     return status, headers, encoded
@@ -65,7 +67,7 @@ def internal(request_id: str) -> Internal:
 def from_http_exception(error: HTTPException, method: str, path: str) -> ServiceError:
     """Convert an error that Starlette or FastAPI raised, such as 404 and 405."""
     if error.status_code == 404:
-        return NotFound(f"there is nothing at {path[:200]!r}; GET /operations lists what there is")
+        return NotFound(f"no resource at {path[:200]!r}; GET /operations lists the operations")
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         return MethodNotAllowed(f"{path[:200]} takes {allowed}, not {method}")

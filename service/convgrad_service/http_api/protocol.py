@@ -72,7 +72,8 @@ class GuardedProtocol(LimitedProtocol):
         # Before parsing: the parser concatenates an endless header line piece by piece.
         if self._in_head:
             if self._head_bytes > self.settings.max_header_bytes:
-                self.send_400_response(self._too_large())
+                self._refusal = self._too_large()
+                self.send_400_response(self._refusal.detail)
                 return
             self._head_bytes += len(data)
         else:
@@ -97,7 +98,7 @@ class GuardedProtocol(LimitedProtocol):
         except httptools.HttpParserError as error:
             if str(error) == "Invalid HTTP version":
                 self._refusal = HeadRefused(505, "the version of HTTP is unknown; expected 1.1")
-            self.send_400_response("this is not an HTTP request that can be read")
+            self.send_400_response(f"this is not a valid HTTP/1.1 request: {error}")
 
     def _known_received(self, data: bytes) -> bool:
         """Handle a whole request whose head is cached, without the parser; return whether it is."""
@@ -181,8 +182,9 @@ class GuardedProtocol(LimitedProtocol):
         if self._repeating_head:
             return
         self._end_head()
+        version = self.parser.get_http_version()
         try:
-            check_head(self.parser.get_http_version(), self.headers)
+            check_head(version, self.headers)
         except HeadRefused as error:
             self._refusal = error
             raise
@@ -191,6 +193,8 @@ class GuardedProtocol(LimitedProtocol):
         if len(self.pipeline) >= _MAX_SENT_AHEAD:
             # One read may hold ten thousand tiny requests, all of which would be prepared here.
             raise ValueError("too many requests sent ahead")
+        if version == "1.0":
+            self.expect_100_continue = False  # which RFC 9110, 10.1.1, requires
         super().on_headers_complete()
         exchange.cycle = self.cycle
         if self._first:
@@ -257,6 +261,8 @@ class _Exchange:
         protocol, cycle = self._protocol, self.cycle
         if cycle is None or protocol.cycle is not cycle or protocol.scheme == "https":
             return 0
+        if protocol.transport.is_closing():
+            return 0  # nothing would land, nor would `land` notice
         # After a whole body the parser may hold a part of the next head.
         is_parsed = cycle.more_body and self._landing is None
         return content_length - protocol.parts_bytes if is_parsed else 0

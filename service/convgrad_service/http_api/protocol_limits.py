@@ -143,7 +143,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer an unparsable request, in the form of every other error."""
+        """Answer an unparsable request with ``_refusal``, or with a 400 that says ``msg``."""
         cycle: RequestResponseCycle | None = self.cycle  # None before the first request
         if cycle is not None and cycle.response_started and not cycle.response_complete:
             # The answer cannot be completed, and closing would wait until it is read.
@@ -169,11 +169,13 @@ class LimitedProtocol(HttpToolsProtocol):
         # Counts parsed bytes, since one read may contain a body too.
         self._parsed_head_bytes += size
         if self._parsed_head_bytes > self.settings.max_header_bytes:
-            self._refusal = MalformedRequest(self._too_large())
-            raise ValueError(self._refusal.detail)
+            self._refusal = self._too_large()
+            raise self._refusal
 
-    def _too_large(self) -> str:
-        return f"the request line and headers are over {self.settings.max_header_bytes:,} bytes"
+    def _too_large(self) -> HeadRefused:
+        return HeadRefused(
+            431, f"the request line and headers are over {self.settings.max_header_bytes:,} bytes"
+        )
 
     def _head_late(self) -> None:
         if self.transport.is_closing():

@@ -171,7 +171,9 @@ class _Put:
     ) -> AsyncIterator[tuple[Lease, NDArray[np.generic]]]:
         """Reserve memory for a tensor until it has been copied to the store."""
         if spec.size_bytes == 0:
-            raise MalformedRequest(f"a tensor of shape {list(spec.shape)} holds nothing to keep")
+            raise MalformedRequest(
+                f"a tensor of shape {list(spec.shape)} is empty; expected at least one element"
+            )
         if ticket is not None:
             await ticket.charge(spec.size_bytes)
         engine = self._pipeline.engine

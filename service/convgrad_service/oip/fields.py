@@ -41,7 +41,7 @@ def operation_named(model: str, version: str = "") -> Operation:
     """
     operation = OPERATIONS.get(model)
     if operation is None:
-        raise NotFound(f"there is no model {shown(model)}; there are {', '.join(OPERATIONS)}")
+        raise NotFound(f"there is no model {shown(model)}; the models are {', '.join(OPERATIONS)}")
     if version not in ("", VERSION):
         raise NotFound(f"{model} has no version {shown(version)}; it has {VERSION}")
     return operation

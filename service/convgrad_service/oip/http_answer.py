@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest, ProblemTooLarge
 from convgrad.wire.json_values import values_from_array
 from convgrad.wire.shapes import data_view, dtype_of
+from convgrad_service.long_json import blocks_of, dumps
 from convgrad_service.oip.datatypes import IN_JSON, protocol_name
 from convgrad_service.oip.fields import VERSION
 from convgrad_service.oip.request import InferRequest
@@ -23,8 +23,6 @@ __all__ = ["HttpAnswer", "encode_answer", "refuse_in_json"]
 
 # A number in JSON takes about twenty characters and a microsecond.
 _MAX_NUMBERS = 2**20
-# json.dumps holds the interpreter's lock throughout: this many numbers take a few milliseconds.
-_AT_ONCE = 4096
 _ASK = 'ask for binary data with the parameter "binary_data_output": true'
 
 
@@ -100,21 +98,15 @@ def encode_answer(
 def _text(
     head: Mapping[str, Any], described: list[dict[str, Any]], numbers: Mapping[int, NDArray[Any]]
 ) -> Iterator[bytes]:
-    """Yield the JSON of the answer, with lists of numbers in blocks."""
-    yield _json(head)[:-1] + b',"outputs":['
+    """Yield the JSON of the answer."""
+    yield dumps(head)[:-1] + b',"outputs":['
     for index, tensor in enumerate(described):
         yield b"," if index else b""
-        text = _json(tensor)
+        text = dumps(tensor)
         if index not in numbers:
             yield text
         else:
-            flat = values_from_array(numbers[index].reshape(-1))
-            yield text[:-1] + b',"data":['
-            for at in range(0, len(flat), _AT_ONCE):
-                yield (b"," if at else b"") + _json(flat[at : at + _AT_ONCE])[1:-1]
-            yield b"]}"
+            yield text[:-1] + b',"data":'
+            yield from blocks_of(values_from_array(numbers[index].reshape(-1)))
+            yield b"}"
     yield b"]}"
-
-
-def _json(value: Any) -> bytes:
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")

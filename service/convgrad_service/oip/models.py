@@ -99,13 +99,16 @@ def model_config(operation: str) -> dict[str, Any]:
     }
 
 
-def repository_index(*, ready: bool, reason: str = "") -> list[dict[str, str]]:
-    """Return all models, with the same state: every device computes every operation."""
-    state = "READY" if ready else "UNAVAILABLE"
-    return [
-        {"name": name, "version": VERSION, "state": state, "reason": "" if ready else reason}
-        for name in OPERATIONS
-    ]
+def repository_index(unready_reason: str | None, *, only_ready: bool) -> list[dict[str, str]]:
+    """Return all models, or only those that are ready; every device computes every operation."""
+    if only_ready and unready_reason is not None:
+        return []
+    state = {
+        "version": VERSION,
+        "state": "READY" if unready_reason is None else "UNAVAILABLE",
+        "reason": unready_reason or "",
+    }
+    return [{"name": name, **state} for name in OPERATIONS]
 
 
 def _config_tensor(tensor: dict[str, Any]) -> dict[str, Any]:

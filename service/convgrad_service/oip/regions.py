@@ -43,9 +43,9 @@ def region_of(
 
 
 def size_of(value: Any, what: str) -> int:
-    """Return ``value`` if it is an int >= 0; else raise MalformedRequest, naming ``what``."""
+    """Return ``value`` if it is an int from 0 to 2**63 - 1; else raise MalformedRequest."""
     if type(value) is not int or not 0 <= value < _INT64:
-        raise MalformedRequest(f"{what}: expected an int >= 0, got {shown(value)}")
+        raise MalformedRequest(f"{what}: expected an int from 0 to 2**63 - 1, got {shown(value)}")
     return value
 
 

@@ -156,5 +156,5 @@ def _check_names(names: list[str], known: tuple[str, ...], what: str, operation:
                 f"{operation.name} has no {what} {shown(name)}; its {what}s are {', '.join(known)}"
             )
         if name in seen:
-            raise MalformedRequest(f"the {what} {shown(name)} stands there twice")
+            raise MalformedRequest(f"the {what} {shown(name)} is repeated")
         seen.add(name)

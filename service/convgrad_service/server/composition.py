@@ -140,7 +140,7 @@ def embedded_pipeline(settings: Settings, backend: ServingBackend | None = None)
 
 def add_metrics(hub: Hub) -> Metrics:
     """Create the hub's Prometheus metrics."""
-    metrics = Metrics(hub.backend)
+    metrics = Metrics(hub.backend, hub.requests)
     schedule, memory = hub.scheduler, hub.memory
     in_line = schedule.lines.values()
     metrics.gauge(
@@ -191,9 +191,9 @@ def add_metrics(hub: Hub) -> Metrics:
     _add_key_metrics(metrics, hub)
     _add_device_metrics(metrics, hub)
     metrics.gauge("convgrad_threads", "Threads of the process.", threading.active_count)
-    triton = TritonMetrics(hub.inferences.all, lambda: float(schedule.waiting))
+    triton = TritonMetrics(hub.requests.statistics, lambda: float(schedule.waiting))
     metrics.more.append(triton.exposition)
-    hub.counts = metrics
+    hub.metrics = metrics.exposition
     return metrics
 
 

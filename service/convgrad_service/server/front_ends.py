@@ -81,9 +81,7 @@ async def serve_http(
     from convgrad_service.server.http_server import ConvgradServer
 
     app = app_on(pipeline_on(engine, settings), settings)
-    server = ConvgradServer(
-        app, settings, on_listening=on_listening, signals=False, dispatched=dispatched
-    )
+    server = ConvgradServer(app, settings, on_listening=on_listening, dispatched=dispatched)
     await _serve_until(stop, server, [] if listening is None else [listening])
 
 
@@ -100,7 +98,7 @@ async def serve_management(
     from convgrad_service.server.http_server import ConvgradServer
 
     app = management_app(pipeline_on(engine, settings))
-    server = ConvgradServer(app, settings, on_listening=on_listening, signals=False, tls=False)
+    server = ConvgradServer(app, settings, on_listening=on_listening, tls=False)
     await _serve_until(stop, server, [listening])
 
 

@@ -1,16 +1,13 @@
-"""The uvicorn server of one process: accepting connections, draining, signals."""
+"""The uvicorn server of one process: accepting connections, draining."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -27,21 +24,19 @@ _log = logging.getLogger("convgrad.server")
 
 
 class ConvgradServer(uvicorn.Server):
-    """Serves ``app`` until SIGINT, SIGTERM or `should_exit`, then lets running requests finish.
+    """Serves ``app`` until `should_exit` is set, then lets running requests finish.
 
     Connections come from the sockets passed to `serve`, or from another process over
     ``dispatched`` (see `connection_dispatcher`). They are accepted here and not by uvicorn, so that
     connections in their TLS handshake count towards ``max_connections``.
 
     While requests finish, the server still listens: ``/v2/health/ready`` fails and new work is
-    refused, so that load balancers can notice. A second signal stops it immediately.
+    refused, so that load balancers can notice.
 
     Parameters
     ----------
     on_listening
         Called with the port once the server listens; with 0 if connections are dispatched to it.
-    signals
-        Whether to handle signals.
     tls
         Whether to use TLS if the settings name a certificate.
     """
@@ -52,7 +47,6 @@ class ConvgradServer(uvicorn.Server):
         settings: Settings,
         *,
         on_listening: Callable[[int], None] | None = None,
-        signals: bool = True,
         dispatched: socket.socket | None = None,
         tls: bool = True,
     ) -> None:
@@ -76,8 +70,7 @@ class ConvgradServer(uvicorn.Server):
             )
         )
         self._pipeline: Pipeline = app.state.pipeline
-        self._on_listening, self._signals = on_listening, signals
-        self._dispatched = dispatched
+        self._on_listening, self._dispatched = on_listening, dispatched
         self._acceptors: list[Acceptor] = []
         self._handshakes: set[asyncio.Task[object]] = set()
         self._settings = settings
@@ -151,25 +144,10 @@ class ConvgradServer(uvicorn.Server):
             _log.info("finishing %d requests", len(self.server_state.tasks))
         return not self.server_state.tasks or now_s > self._drain_deadline_s
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain on the first signal, stop immediately on the second."""
-        if self.should_exit:
-            self.force_exit = True
-        self.should_exit = True
-
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals like uvicorn, but do not raise them again: the exit status is 0."""
-        if not self._signals or threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        handled = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self.handle_exit) for number in handled}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        """Leave signals to `process_tree.run_until_signalled`."""
+        yield
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

@@ -10,7 +10,7 @@ import difflib
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, ByteSize, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -57,7 +57,7 @@ class Settings(BaseSettings):
                 known = [each[len(_PREFIX) :] for each in (*_variables(), *_CLIENT_VARIABLES)]
                 near = difflib.get_close_matches(name[len(_PREFIX) :], known, n=1)
                 hint = f", did you mean {_PREFIX}{near[0]}?" if near else ""
-                raise ValueError(f"{variable} is the name of no setting{hint}")
+                raise ValueError(f"{variable} is not the name of a setting{hint}")
         return values
 
     http_host: str = Field(
@@ -359,6 +359,14 @@ class Settings(BaseSettings):
         default="text",
         description="Format of log lines: text with fields name=value, or a JSON object per line.",
     )
+
+    @model_validator(mode="after")
+    def _refuse_shared_ports(self) -> Self:
+        ports = [self.http_port, self.grpc_port, self.management_port]
+        taken = [port for port in ports if port]  # 0 and None take no particular port
+        if len(set(taken)) < len(taken):
+            raise ValueError(f"HTTP, gRPC and management ports are {ports}; expected distinct ones")
+        return self
 
     @property
     def key_limits(self) -> KeyLimits:

@@ -93,5 +93,9 @@ def test_it_takes_what_it_was_faster_at() -> None:
     for dtype, params in (("bfloat16", {}), ("float32", {"precision": "high"}), ("float32", {})):
         assert planned("conv_bwd_data", dtype, last_of_gan, **params).endswith("_col2im")
         assert planned("conv_fwd", dtype, segmentation, **params).endswith("_col2im")
+    # Persistent blocks store the products as planes.
+    assert planned("conv_bwd_data", "bfloat16", last_of_gan).startswith(
+        "pointwise_gemm_fwd_128x48r"
+    )
     assert planned("conv_bwd_data", "bfloat16", stem_of_3d) == "first_data"
     assert planned("conv_fwd", "bfloat16", small).startswith("implicit_gemm")

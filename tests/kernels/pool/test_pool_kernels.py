@@ -12,9 +12,11 @@ from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.problems import problem_from
+from convgrad_service.problems.pieces import run_in_pieces
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.support.kernels.harness import answers, check, with_layouts
-from tests.support.numerics.arrays import DTYPES, draw, integers, request_arrays, rng_for
+from tests.support.kernels.harness import answers, check, problem_and_tensors, with_layouts
+from tests.support.numerics.arrays import DTYPES, draw, integers, normals, request_arrays, rng_for
+from tests.support.numerics.bounds import assert_same_bits
 from tests.support.numerics.cases import Case, maxpool_bwd, maxpool_fwd
 from tests.support.numerics.geometries import Pool
 from tests.support.numerics.oracle import expected
@@ -27,6 +29,10 @@ POOLS = {
     "cells_half_vectors": Pool(1, 2, (6, 20), 2),
     "cells_no_vectors": Pool(1, 2, (4, 6), 2),
     "cells_3d": Pool(1, 3, (5, 6, 16), 2),
+    "cells_smaller": Pool(1, 6, (9, 13), 2, 3, 1),
+    "cells_of_5": Pool(1, 8, (17, 21), 5, 5, 2),
+    "cells_uneven": Pool(1, 10, (5, 9, 13), (2, 1, 5), (3, 2, 6), (1, 0, 2)),
+    "cells_1d": Pool(2, 6, (41,), 3, 4, 1),
     # overlapping windows, channels in pairs
     "strips_stride_2": Pool(2, 64, (23, 30), 3, 2, 1),
     "strips_odd_pairs": Pool(1, 34, (12, 13), 3, 2, 1),
@@ -35,6 +41,10 @@ POOLS = {
     "strips_stride_1": Pool(1, 64, (17, 19), 3, 1, 1),
     "strips_wide": Pool(1, 2, (5, 90), 3, 2, 1),
     "strips_of_planes": Pool(1, 4, (3, 9, 8), (1, 3, 3), (1, 2, 2), (0, 1, 1)),
+    "strips_no_padding": Pool(1, 34, (21, 19), 3, 2, 0),
+    "strips_uneven_padding": Pool(1, 6, (15, 22), 3, 2, ((0, 1), (1, 0))),
+    "strips_odd_channels": Pool(1, 5, (12, 17), 3, 2, 1),
+    "strips_odd_channels_stride_1": Pool(2, 3, (9, 8), 2, 1, 0),
     "other_padding": Pool(1, 16, (19, 21), 3, 2, 0),
     # stride 1, whole planes or tiles
     "lines_28": Pool(1, 16, (28, 27), 3, 1, 1),
@@ -49,6 +59,12 @@ POOLS = {
     "stacks_of_8": Pool(1, 32, (8, 7, 28), 3, 1, 1),
     "stacks_with_halo": Pool(1, 34, (11, 6, 5), 3, 1, 1),
     "stacks_of_1": Pool(1, 32, (1, 5, 4), 3, 1, 1),
+    "stacks_stride_2": Pool(1, 64, (7, 14, 15), 3, 2, 1),
+    "stacks_stride_2_with_halo": Pool(1, 34, (13, 9, 10), 3, 2, 1),
+    "stacks_no_padding": Pool(1, 33, (9, 8, 9), 3, 2, 0),
+    "stacks_stride_along_d": Pool(1, 64, (10, 6, 7), 3, (3, 1, 1), (1, 0, 1)),
+    "stacks_ceil": Pool(1, 32, (6, 12, 12), 3, 2, 0, ceil_mode=True),
+    "stacks_ceil_with_halo": Pool(1, 32, (12, 6, 6), 3, 2, 0, ceil_mode=True),
     # any other windows
     "any_9": Pool(1, 16, (21, 33), 9, 1, 4),
     "any_13_beyond_the_input": Pool(2, 5, (9, 7), 13, 1, 6),
@@ -65,20 +81,36 @@ POOLS = {
     "channels_32_3d": Pool(1, 32, (4, 5, 6), 3, 2, 1),
 }
 CASES = [make(name, pool) for name, pool in POOLS.items() for make in (maxpool_fwd, maxpool_bwd)]
+IN_PIECES = (
+    "strips_stride_2",
+    "strips_no_padding",
+    "lines_28",
+    "lines_tiles_5",
+    "stacks_with_halo",
+    "stacks_stride_2",
+    "stacks_ceil",
+    "any_9",
+    "any_7_stride_2",
+    "any_3d_5",
+)
 TAKEN = {  # kernels, channels first and last
-    "cells": ("pool_cell_rows", "pool_cells"),
-    "cells_3d": ("pool_cell_rows", "pool_cells"),
+    "cells": ("pool_cells", "pool_cells"),
+    "cells_3d": ("pool_cells", "pool_cells"),
     "cells_no_vectors": ("pool_cells", "pool_cells"),
     "strips_stride_2": ("pool_strips_through_channels_last", "pool_strips"),
     "strips_wide": ("pool_strips_through_channels_last", "pool_strips"),
     "strips_of_planes": ("pool_strips_through_channels_last", "pool_strips"),
-    "lines_28": ("pool_line_words_through_channels_last", "pool_line_words"),
-    "lines_tiles_5": ("pool_line_words_through_channels_last", "pool_line_words"),
-    "stacks": ("pool_stacks_through_channels_last", "pool_stacks"),
-    "any_9": ("pool_separable_through_channels_last", "pool_separable"),
-    "any_dilated": ("pool_separable_through_channels_last", "pool_separable"),
-    "any_3d_5": ("pool_separable_through_channels_last", "pool_separable"),
-    "other_padding": ("pool_lines_through_channels_last", "pool_lines"),
+    "lines_28": ("pool_tiles_through_channels_last", "pool_tiles"),
+    "lines_tiles_5": ("pool_tiles_through_channels_last", "pool_tiles"),
+    "stacks": ("pool_strips_through_channels_last", "pool_strips"),
+    "stacks_stride_2": ("pool_strips_through_channels_last", "pool_strips"),
+    "stacks_ceil": ("pool_strips_through_channels_last", "pool_strips"),
+    "strips_odd_channels": ("pool_strips_through_channels_last", "pool_strips"),
+    "cells_smaller": ("pool_cells", "pool_cells"),
+    "any_9": ("pool_through_indices", "pool_through_indices"),
+    "any_dilated": ("pool_through_indices", "pool_through_indices"),
+    "any_3d_5": ("pool_through_indices", "pool_through_indices"),
+    "other_padding": ("pool_strips_through_channels_last", "pool_strips"),
 }
 
 
@@ -108,6 +140,19 @@ def test_every_backend(backend: Backend, seed: int, case: Case, dtype: str, odd:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_emulated(seed: int, case: Case, odd: bool) -> None:
     _compare(EmulatedBackend(FAMILIES), seed, case, "bfloat16", odd=odd)
+
+
+@pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+@pytest.mark.parametrize("name", IN_PIECES)
+def test_emulated_pieces_are_the_whole(seed: int, name: str) -> None:
+    """Rows of a gradient do not depend on what is computed with them."""
+    backend, case = EmulatedBackend(FAMILIES), maxpool_bwd(name, POOLS[name])
+    tensors = draw(case, rng_for(seed, name), DTYPES["float32"], normals)
+    for layout in with_layouts(case.ndim, grouped=False)[-2:]:
+        problem, arrays = problem_and_tensors(case, tensors, layout)
+        whole = backend.run(problem, arrays).outputs
+        found = run_in_pieces(problem, arrays, 5, lambda p, t: backend.run(p, t).outputs)
+        assert_same_bits(found["grad_input"], whole["grad_input"], f"seed {seed}, {name} {layout}")
 
 
 @pytest.mark.parametrize("name", TAKEN)

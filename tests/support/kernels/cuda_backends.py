@@ -38,7 +38,9 @@ from convgrad_service.backends.cuda.kernels.fallback.gather_direct import Gather
 from convgrad_service.backends.cuda.kernels.fallback.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.fallback.weight_direct import WeightDirect
 from convgrad_service.backends.cuda.kernels.fallback.weight_tile import WeightTile
-from convgrad_service.backends.cuda.kernels.pool.max_pool import MaxPoolBackward, MaxPoolForward
+from convgrad_service.backends.cuda.kernels.pool.pool_stages import PoolThroughIndices
+from convgrad_service.backends.cuda.kernels.pool.window_maxima import WindowMaxima
+from convgrad_service.backends.cuda.kernels.pool.window_routes import WindowRoutes
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Families, Family
 from convgrad_service.plans.cuda.program import Fragment, Instance
@@ -71,8 +73,7 @@ def general(gather: Family[Any], weight: Family[Any]) -> Families:
         bwd_data=[Everywhere(gather)],
         bwd_weight=[Everywhere(weight)],
         fused=(),
-        pool_fwd=[MaxPoolForward()],
-        pool_bwd=[MaxPoolBackward()],
+        pool_bwd=[PoolThroughIndices([WindowMaxima()], [WindowRoutes()])],
     )
 
 

@@ -170,7 +170,7 @@ REFUSED = {
     "negative shape": (lambda m: m.inputs[0].shape.append(-1), "expected ints >= 0"),
     "both contents": (
         lambda m: m.inputs[0].contents.fp32_contents.extend([1, 2, 3, 4]),
-        "must not be used beside raw_input_contents",
+        "must not be used together with raw_input_contents",
     ),
     "valueless parameter": (lambda m: m.parameters.get_or_create("alpha"), "has no value"),
     "timeout": (
@@ -245,7 +245,7 @@ def test_bytes_that_are_no_message(body: bytes, sentence: str) -> None:
 def test_what_protobuf_would_parse_is_bounded() -> None:
     made = request(np.zeros((1, 1, 2, 2), np.float32), raw=False)
     made.inputs[0].contents.bytes_contents.append(bytes(17 * 2**20))
-    with pytest.raises(MalformedRequest, match="beside its raw_input_contents"):
+    with pytest.raises(MalformedRequest, match="besides its raw_input_contents"):
         read_infer_request(made.SerializeToString())
 
 

@@ -141,7 +141,7 @@ def test_long_nested_lists_are_bounded() -> None:
         ({"inputs": [3]}, "expected an object, got 3"),
         ({"inputs": [{**NUMBERS, "name": 3}]}, "expected a string, got 3"),
         ({"inputs": [{**NUMBERS, "name": "bias"}]}, "no input .bias.; its inputs are grad_output"),
-        ({"inputs": [NUMBERS, NUMBERS]}, "stands there twice"),
+        ({"inputs": [NUMBERS, NUMBERS]}, "is repeated"),
         ({"inputs": [{**NUMBERS, "datatype": "FP8"}]}, "expected datatype to be FP16"),
         ({"inputs": [{**NUMBERS, "datatype": None}]}, "got null"),
         ({"inputs": [{**NUMBERS, "shape": [-1, 4]}]}, "expected ints >= 0 in shape, got -1"),
@@ -163,7 +163,7 @@ def test_long_nested_lists_are_bounded() -> None:
         ({"inputs": [{**NUMBERS, "parameters": {"x": 1}}]}, 'unknown field "x"'),
         ({"inputs": [{**NUMBERS, "strides": [1]}]}, 'unknown field "strides"'),
         ({"outputs": [{"name": "weight"}]}, "no output .weight.; its outputs are grad_input"),
-        ({"outputs": [{"name": "grad_input"}] * 2}, "stands there twice"),
+        ({"outputs": [{"name": "grad_input"}] * 2}, "is repeated"),
         ({"outputs": [{"name": "grad_input", "data": []}]}, 'unknown field "data"'),
         (
             {"outputs": [{"name": "grad_input", "parameters": {"classification": 3}}]},
@@ -246,7 +246,7 @@ def test_indices_come_when_they_are_named() -> None:
 
 def test_models_and_versions() -> None:
     assert operation_named("conv_fwd") is operation_named("conv_fwd", "1")
-    with pytest.raises(NotFound, match='no model "resnet"; there are conv_bwd_data'):
+    with pytest.raises(NotFound, match='no model "resnet"; the models are conv_bwd_data'):
         operation_named("resnet")
     with pytest.raises(NotFound, match='conv_fwd has no version "2"; it has 1'):
         operation_named("conv_fwd", "2")

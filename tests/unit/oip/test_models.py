@@ -12,7 +12,7 @@ import pytest
 from convgrad.contract import OPERATIONS, Report, validate
 from convgrad.errors import MalformedRequest, ProblemTooLarge
 from convgrad_service.engine.telemetry.record import Record
-from convgrad_service.engine.telemetry.statistics import Statistics
+from convgrad_service.engine.telemetry.request_metrics import RequestMetrics
 from convgrad_service.oip.http_answer import encode_answer, refuse_in_json
 from convgrad_service.oip.models import (
     model_config,
@@ -80,8 +80,9 @@ def test_server_metadata_names_what_is_switched_on() -> None:
 
 
 def test_repository_index() -> None:
-    assert {model["state"] for model in repository_index(ready=True)} == {"READY"}
-    unready = repository_index(ready=False, reason="no device")
+    assert {model["state"] for model in repository_index(None, only_ready=True)} == {"READY"}
+    assert repository_index("no device", only_ready=True) == []
+    unready = repository_index("no device", only_ready=False)
     assert {(model["state"], model["reason"]) for model in unready} == {
         ("UNAVAILABLE", "no device")
     }
@@ -157,10 +158,10 @@ def record(code: str) -> Record:
 
 
 def test_statistics_count_as_triton_does() -> None:
-    statistics = Statistics()
+    metrics = RequestMetrics()
     for code in ("ok", "ok", "overloaded", "invalid-problem", "cancelled", "malformed-request"):
-        statistics.count(record(code))
-    models = model_statistics(statistics.all(), ["conv_fwd", "conv_bwd_data"])["model_stats"]
+        metrics.count(record(code))
+    models = model_statistics(metrics.statistics(), ["conv_fwd", "conv_bwd_data"])["model_stats"]
     counted, untouched = models
     assert (counted["inference_count"], counted["execution_count"]) == (2, 2)
     stats = counted["inference_stats"]

@@ -37,6 +37,23 @@ def test_the_server_binds_to_loopback_unless_told_otherwise() -> None:
 
 
 @pytest.mark.parametrize(
+    "ports",
+    [
+        {"http_port": 8001},
+        {"http_port": 9000, "grpc_port": 9000},
+        {"http_port": 9000, "management_port": 9000},
+    ],
+)
+def test_ports_that_are_the_same_are_refused(ports: dict[str, int]) -> None:
+    with pytest.raises(ValidationError, match="expected distinct ones"):
+        Settings(**ports)  # type: ignore[arg-type]
+
+
+def test_ports_that_the_system_chooses_are_not_the_same() -> None:
+    Settings(http_port=0, grpc_port=0, management_port=0)
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("http_port", "65536"),
@@ -76,7 +93,7 @@ def test_every_setting_says_what_it_is() -> None:
         ("CONVGRAD_HTP_PORT", "did you mean CONVGRAD_HTTP_PORT?"),
         ("CONVGRAD_MAX_QUEU", "did you mean CONVGRAD_MAX_QUEUE?"),
         ("convgrad_htp_port", "setting, did you mean CONVGRAD_HTTP_PORT?"),
-        ("CONVGRAD_XYZ", "CONVGRAD_XYZ is the name of no setting ["),
+        ("CONVGRAD_XYZ", "CONVGRAD_XYZ is not the name of a setting ["),
         ("CONVGRAD_RPC_PORT", "did you mean CONVGRAD_GRPC_PORT?"),
     ],
 )

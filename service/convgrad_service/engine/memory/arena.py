@@ -52,8 +52,7 @@ class Arena:
 
     def array(self, offset: int, spec: TensorSpec) -> NDArray[Any]:
         """Return the tensor at an offset, writable."""
-        flat = self._bytes[offset : offset + spec.size_bytes].view(spec.dtype.numpy)
-        return flat.reshape(spec.shape)
+        return np.ndarray(spec.shape, spec.dtype.numpy, self._bytes, offset)
 
     def discard(self, offset: int, size_bytes: int) -> None:
         """Return whole pages to the system; they read as zeros afterwards."""

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from mmap import PAGESIZE as PAGE_BYTES
 
 __all__ = ["PAGE_BYTES", "FreeList"]
-
-PAGE_BYTES = 4096
-"""Allocations are whole pages, so that each can be returned to the system on its own."""
 
 
 class FreeList:
     """The free blocks of ``size_bytes`` bytes from ``start``.
 
     First fit from the lowest address, so that a server that is not full keeps reusing the same warm
-    pages. Adjacent free blocks are merged.
+    pages. Adjacent free blocks are merged. Blocks are whole pages, so that each can be returned to
+    the system on its own.
     """
 
     def __init__(self, start: int, size_bytes: int) -> None:

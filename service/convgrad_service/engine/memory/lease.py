@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from convgrad.errors import DeviceOutOfMemory, Overloaded, ProblemTooLarge
-from convgrad_service.engine.memory.free_list import FreeList
+from convgrad_service.engine.memory.free_list import PAGE_BYTES, FreeList
 from convgrad_service.engine.shm.registry import RegionPart, RegionSlice
 
 __all__ = ["Lease", "LeasePool", "leased", "out_of_memory"]
@@ -92,8 +92,8 @@ class _Waiting:
 class LeasePool:
     """Leases of one range of the arena. For the event loop's thread.
 
-    ``discard`` returns freed pages to the system, except for those in the first ``keep_bytes`` of
-    the range, which stay warm for the next request.
+    ``discard`` returns freed pages to the system, except for those that hold the first
+    ``keep_bytes`` of the range, which stay warm for the next request.
     """
 
     def __init__(
@@ -106,7 +106,9 @@ class LeasePool:
     ) -> None:
         self._blocks = blocks
         self._max_waiting = max_waiting
-        self._keep_end = blocks.start + (blocks.size_bytes if keep_bytes is None else keep_bytes)
+        kept = blocks.size_bytes if keep_bytes is None else keep_bytes
+        # Only whole pages can be discarded.
+        self._keep_end = blocks.start + -(-kept // PAGE_BYTES) * PAGE_BYTES
         self._discard = discard
         self._waiting: deque[_Waiting] = deque()
 

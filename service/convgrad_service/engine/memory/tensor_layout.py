@@ -208,8 +208,8 @@ def outputs_to_store(
             raise InvalidProblem(f"store names {shown(output)}; this request computes {computed}")
         if output in regions or name in specs:
             raise InvalidProblem(
-                f"the output {output} can go to one place, and one output to each name; "
-                f"{shown(name)} would be a second"
+                f"store names {shown(name)} for {output}; expected distinct names, and no output "
+                "that goes to shared memory"
             )
         specs[name] = sizes.outputs[output]
     return specs

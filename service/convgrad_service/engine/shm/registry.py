@@ -266,14 +266,14 @@ class RegionRegistry:
         self._regions.clear()
 
     def _check_address_space(self, added: RegionInfo) -> None:
-        """Raise Overloaded if workers could not map this region beside all others."""
+        """Raise Overloaded if workers could not map this region in addition to all others."""
         files = (each.info for each in self._by_number.values() if each.info.device is None)
         mapped_bytes = sum(info.offset + info.size_bytes for info in files)
         needed_bytes = added.offset + added.size_bytes
         if mapped_bytes + needed_bytes > _MAX_MAPPED_BYTES:
             raise Overloaded(
-                f"all regions reach over {mapped_bytes:,} bytes of their files, and this one over "
-                f"{needed_bytes:,}; no more than {_MAX_MAPPED_BYTES:,} may be mapped",
+                f"all regions extend over {mapped_bytes:,} bytes of their files, and this one over "
+                f"{needed_bytes:,}; at most {_MAX_MAPPED_BYTES:,} may be mapped",
                 retry_after_s=1.0,
             )
 
@@ -299,8 +299,8 @@ class RegionRegistry:
         end = part.offset + part.size_bytes
         if end > region.info.size_bytes:
             raise InvalidProblem(
-                f"bytes {part.offset:,} to {end:,} of the region {shown(part.name)} were asked "
-                f"for; it has {region.info.size_bytes:,}"
+                f"the request names bytes {part.offset:,} to {end:,} of the region "
+                f"{shown(part.name)}, which has {region.info.size_bytes:,}"
             )
         file = region.descriptor
         if file is not None and region.info.offset + end > os.fstat(file).st_size:
@@ -355,6 +355,8 @@ def _opened(info: RegionInfo) -> int:
             f"the key {shown(info.key)} is not the name of a shared-memory file: expected letters, "
             "digits, _, - and . after at most one /"
         )
+    if info.size_bytes == 0:
+        raise MalformedRequest(f"the region {shown(info.name)} has 0 bytes; expected 1 or more")
     path = _SHM_DIRECTORY / info.key.removeprefix("/")
     try:
         # No symbolic links, which could lead anywhere, and no blocking, as on a pipe.
@@ -368,10 +370,10 @@ def _opened(info: RegionInfo) -> int:
         ) from None
     found = os.fstat(descriptor)
     end = info.offset + info.size_bytes
-    if stat.S_ISREG(found.st_mode) and info.size_bytes > 0 and end <= found.st_size:
+    if stat.S_ISREG(found.st_mode) and end <= found.st_size:
         return descriptor
     os.close(descriptor)
     raise MalformedRequest(
-        f"the shared-memory file {shown(info.key)} has {found.st_size:,} bytes; a region of "
-        f"{info.size_bytes:,} from {info.offset:,} is not in it"
+        f"the shared-memory file {shown(info.key)} has {found.st_size:,} bytes; expected at least "
+        f"{end:,} for a region of {info.size_bytes:,} at offset {info.offset:,}"
     )

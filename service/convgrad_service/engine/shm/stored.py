@@ -333,5 +333,5 @@ def _check_name(name: str) -> None:
     if not _NAME.fullmatch(name):
         raise MalformedRequest(
             f"a stored tensor cannot be called {shown(name)}: expected 1 to 128 letters, digits, "
-            "_, - and ., and none of the last two first"
+            "_, - and ., and not - or . first"
         )

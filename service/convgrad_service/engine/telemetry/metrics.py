@@ -10,8 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from convgrad import _version
-from convgrad_service.engine.telemetry.record import Record
-from convgrad_service.engine.telemetry.request_metrics import KeyMetrics, RequestMetrics
+from convgrad_service.engine.telemetry.request_metrics import RequestMetrics
 
 __all__ = ["Labelled", "Metrics"]
 
@@ -22,11 +21,9 @@ Labelled = Callable[[], Mapping[Any, float]]
 class Metrics:
     """The metrics of one application, in its own registry: a process may hold several."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, requests: RequestMetrics) -> None:
         self.registry = CollectorRegistry()
-        self._requests, self._keys = RequestMetrics(), KeyMetrics()
-        self.registry.register(self._requests)
-        self.registry.register(self._keys)
+        self.registry.register(requests)
         info = Gauge("convgrad_info", "Always 1.", ("version", "backend"), registry=self.registry)
         info.labels(_version.__version__, backend).set(1)
         ProcessCollector(registry=self.registry)
@@ -48,12 +45,6 @@ class Metrics:
     def totals(self, name: str, text: str, labels: tuple[str, ...], read: Labelled) -> None:
         """Add a counter with labels."""
         self.registry.register(_Read(lambda: CounterMetricFamily(name, text, labels=labels), read))
-
-    def count(self, record: Record) -> None:
-        """Count one request."""
-        self._requests.count(record)
-        if record.key:
-            self._keys.count(record)
 
     def exposition(self) -> bytes:
         """Return all metrics in Prometheus' text format 0.0.4."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-__all__ = ["STAGES", "Record", "RequestCounter", "Timings"]
+__all__ = ["STAGES", "Record", "Timings"]
 
 STAGES = ("receive", "decode", "queue", "upload", "compute", "download", "encode")
 
@@ -28,14 +28,6 @@ class Record(NamedTuple):
     flops: int = 0
     compulsory_bytes: int = 0
     key: str = ""
-
-
-class RequestCounter(Protocol):
-    """Counts requests for Prometheus; see `Metrics`."""
-
-    def count(self, record: Record) -> None: ...
-
-    def exposition(self) -> bytes: ...
 
 
 class Timings:

@@ -5,6 +5,7 @@ A request updates some twenty series; a scrape comes every few seconds.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -17,6 +18,7 @@ from prometheus_client.utils import floatToGoString
 
 from convgrad.errors import CODES
 from convgrad_service.engine.telemetry.record import Record
+from convgrad_service.engine.telemetry.statistics import OperationStatistics, is_inference
 
 __all__ = ["KeyMetrics", "RequestMetrics"]
 
@@ -64,10 +66,14 @@ class _Histogram:
 class _Counters:
     """Counters of one (operation, transport, code)."""
 
-    __slots__ = ("compulsory_bytes", "flops", "received_bytes", "requests", "sent_bytes", "spent")
+    __slots__ = (
+        *("compulsory_bytes", "flops", "last_ms", "received_bytes", "requests", "sent_bytes"),
+        "spent",
+    )
 
     def __init__(self) -> None:
         self.requests = self.received_bytes = self.sent_bytes = 0
+        self.last_ms = 0  # in Unix time
         self.flops = self.compulsory_bytes = 0
         self.spent: dict[str, _Histogram] = {"request": _Histogram()} | {
             stage: _Histogram() for stage in _STAGES
@@ -75,10 +81,11 @@ class _Counters:
 
 
 class RequestMetrics(Collector):
-    """Counters by operation, transport and code."""
+    """Counters by operation, transport and code, and `KeyMetrics`."""
 
     def __init__(self) -> None:
         self._counters: dict[Kind, _Counters] = {}
+        self._keys = KeyMetrics()
         # Every code from the start: rate() would miss a series that begins at one.
         self._by_code = dict.fromkeys(("ok", *_UNANSWERED, *CODES), 0)
 
@@ -90,6 +97,7 @@ class RequestMetrics(Collector):
         if counters is None:
             counters = self._counters[kind] = _Counters()
         counters.requests += 1
+        counters.last_ms = time.time_ns() // 1_000_000
         counters.received_bytes += record.received_bytes
         counters.sent_bytes += record.sent_bytes
         counters.flops += record.flops
@@ -99,6 +107,30 @@ class RequestMetrics(Collector):
         for stage, seconds in record.stages_s.items():
             if (histogram := spent.get(stage)) is not None:
                 histogram.observe(seconds)
+        if record.key:
+            self._keys.count(record)
+
+    def statistics(self) -> Mapping[str, OperationStatistics]:
+        """Return the statistics of all operations that were called."""
+        found: dict[str, OperationStatistics] = {}
+        for (operation, _, code), counters in self._counters.items():
+            if not operation or not is_inference(code):
+                continue
+            statistics = found.setdefault(operation, OperationStatistics())
+            statistics.last_inference_ms = max(statistics.last_inference_ms, counters.last_ms)
+            count, spent = counters.requests, counters.spent
+            if code != "ok":
+                statistics.fail.add(count, spent["request"].total_s)
+                continue
+            for duration, names in (
+                (statistics.success, ("request",)),
+                (statistics.queue, ("queue",)),
+                (statistics.input, ("decode", "upload")),
+                (statistics.infer, ("compute",)),
+                (statistics.output, ("download", "encode")),
+            ):
+                duration.add(count, sum(spent[name].total_s for name in names))
+        return found
 
     def collect(self) -> Iterable[Metric]:
         yield self._counter("requests", "requests", "Requests by how they ended.", 3)
@@ -125,6 +157,7 @@ class RequestMetrics(Collector):
         yield self._histogram("request", "Time from a request's headers to its answer's end.", 3)
         for stage, text in _STAGES.items():
             yield self._histogram(stage, text, 1)
+        yield from self._keys.collect()
 
     def _counter(self, name: str, field: str, text: str, labels: int = 2) -> CounterMetricFamily:
         family = CounterMetricFamily(f"convgrad_{name}", text, labels=_LABELS[:labels])

@@ -75,7 +75,7 @@ class Job(NamedTuple):
         devices = {each.device for each in self.regions} - {None}
         if len(devices) > 1:
             listed = " and ".join(map(str, sorted(each for each in devices if each is not None)))
-            raise InvalidProblem(f"the tensors lie on the devices {listed}; expected one device")
+            raise InvalidProblem(f"the tensors are on the devices {listed}; expected one device")
         return next(iter(devices), None)
 
     @classmethod
@@ -155,9 +155,7 @@ def run_job(
     targets = dict(outputs)
     for name in not_direct & outputs.keys():
         if not isinstance(outputs[name], np.ndarray):
-            raise InvalidProblem(
-                f"{name} is to be written where another tensor of the request lies"
-            )
+            raise InvalidProblem(f"the output {name} overlaps another tensor of the request")
         targets[name] = np.empty_like(outputs[name])
     if layout.sizes.parts == 1:
         own = {

@@ -132,7 +132,7 @@ class ProcessWorker:
         except TimeoutError:
             worker._process_lost()
             raise DeviceUnavailable(
-                f"a worker's process did not say within {_START_S} s that it works"
+                f"a worker's process was not ready within {_START_S} s"
             ) from None
         except ServiceError:
             worker._process_lost()
@@ -253,7 +253,9 @@ class ProcessWorker:
             return
         result = plain if isinstance(plain, BaseException) else JobResult(*plain)
         assert task.started_s is not None  # noqa: S101
-        if task.part is None and time.monotonic() - task.started_s < _BRIEF_S:
+        took_s = time.monotonic() - task.started_s
+        # What was cancelled or failed says nothing of how long the next of its kind takes.
+        if task.part is None and took_s < _BRIEF_S and isinstance(result, JobResult):
             self._brief.add(slot)
         else:
             self._brief.discard(slot)

@@ -56,7 +56,8 @@ class Supervisor:
         first = await self._started(0, self._recipe)
         self._devices = first.greeting.devices
         if first.greeting.pins:
-            self._hub.memory.stop_discarding()
+            for pool in (self._hub.memory, self._hub.reserve_memory):
+                pool.stop_discarding()
         others = [self._started(index, self._recipe) for index in range(1, self._devices)]
         for index, worker in enumerate([first, *await asyncio.gather(*others)]):
             self._keeping.append(asyncio.ensure_future(self._keep(index, worker)))

@@ -69,7 +69,6 @@ class Families:
     bwd_weight: Sequence[Family[ConvWork]]
     fused: Sequence[Family[FusedWork]]
     channel_sums: Sequence[Family[ChannelSums]]
-    pool_fwd: Sequence[Family[PoolWork]]
     pool_bwd: Sequence[Family[PoolWork]]
     windows: Sequence[Family[WindowWork]]
     unpool: Sequence[Family[UnpoolWork]]

@@ -232,46 +232,24 @@ def _plan_fused(problem: GroupedConvConvFwd, device: CudaDevice, families: Famil
 
 
 def _plan_pool_fwd(problem: MaxPoolFwd, device: CudaDevice, families: Families) -> CudaPlan:
-    pool = problem.pool
-    if set(pool.dilation) == {1}:
-        chosen = pooling.max_forward(problem, device, families)
-        line_by_line = pool.ndim == 2 and not problem.layout.channels_last
-        # Other windows are faster as those of `pool_windows`.
-        if pool.ndim == 1 or line_by_line or chosen.family in ("window_maxima", "window_planes"):
-            return sequential_plan([chosen])
-    operands = _pool_operands(problem)
-    work = PoolWork(
-        direction="fwd",
-        pool=problem.pool,
-        dtype=problem.dtype,
-        x=operands["input"],
-        y=operands["output"],
-        indices=operands.get("indices"),
-    )
-    return sequential_plan([choose(families.pool_fwd, work, device)])
+    return sequential_plan([pooling.max_forward(problem, device, families)])
 
 
 def _plan_pool_bwd(problem: MaxPoolBwd, device: CudaDevice, families: Families) -> CudaPlan:
-    if problem.source == "indices" and set(problem.pool.dilation) == {1}:
+    if problem.source == "indices":
         return sequential_plan([pooling.max_backward_from_indices(problem, device, families)])
-    operands = _pool_operands(problem)
-    work = PoolWork(
-        direction="bwd",
-        pool=problem.pool,
-        dtype=problem.dtype,
-        x=operands["grad_input"],
-        y=operands["grad_output"],
-        indices=operands.get("indices"),
-        source=operands.get("input"),
-    )
-    return sequential_plan([choose(families.pool_bwd, work, device)])
-
-
-def _pool_operands(problem: MaxPoolFwd | MaxPoolBwd) -> dict[str, Operand]:
-    return {
+    operands = {
         name: activation_operand(name, spec.dtype, problem.layout, spec.shape, 1)
         for name, spec in (*problem.inputs.items(), *problem.outputs.items())
     }
+    work = PoolWork(
+        pool=problem.pool,
+        dtype=problem.dtype,
+        source=operands["input"],
+        x=operands["grad_input"],
+        y=operands["grad_output"],
+    )
+    return sequential_plan([choose(families.pool_bwd, work, device)])
 
 
 def _plan_backprop_input(

@@ -1,7 +1,4 @@
-"""The work of average pooling, adaptive pooling, max unpooling, and max pooling without dilation.
-
-Max pooling with dilation is in `planner`.
-"""
+"""The work of poolings and max unpooling. Max pooling's gradient from its input is `planner`'s."""
 
 from __future__ import annotations
 
@@ -35,6 +32,7 @@ __all__ = [
     "average_forward",
     "max_backward_from_indices",
     "max_forward",
+    "sliding_windows",
     "unpool_backward",
     "unpool_forward",
 ]
@@ -125,7 +123,7 @@ def adaptive_max_backward(
 
 
 def max_forward(problem: MaxPoolFwd, device: CudaDevice, families: Families) -> Chosen:
-    """maxpool1d_fwd to maxpool3d_fwd without dilation."""
+    """maxpool1d_fwd to maxpool3d_fwd."""
     pool = problem.pool
     work = WindowWork(
         kind="maxima",
@@ -133,7 +131,8 @@ def max_forward(problem: MaxPoolFwd, device: CudaDevice, families: Families) -> 
         channels=pool.channels,
         channels_last=problem.layout.channels_last,
         dtype=problem.dtype,
-        windows=_sliding(pool),
+        windows=sliding_windows(pool),
+        dilation=pool.dilation,
         x="input",
         y="output",
         indices="indices" if problem.return_indices else None,
@@ -142,19 +141,22 @@ def max_forward(problem: MaxPoolFwd, device: CudaDevice, families: Families) -> 
     return choose(families.windows, work, device)
 
 
-def _sliding(pool: PoolShape) -> tuple[WindowAxis, ...]:
-    """Return the windows of a max pooling without dilation."""
+def sliding_windows(pool: PoolShape) -> tuple[WindowAxis, ...]:
+    """Return the windows of a max pooling, with a dilation also what is between the taps."""
     befores = [before for before, _ in pool.padding]
-    sides = pool.input_size, pool.output_size, pool.kernel_size, pool.stride, befores
+    reach = [
+        (taps - 1) * step + 1 for taps, step in zip(pool.kernel_size, pool.dilation, strict=True)
+    ]
+    sides = pool.input_size, pool.output_size, reach, pool.stride, befores
     return tuple(map(WindowAxis.sliding, *sides))
 
 
 def max_backward_from_indices(
     problem: MaxPoolBwd, device: CudaDevice, families: Families
 ) -> Chosen:
-    """maxpool1d_bwd to maxpool3d_bwd without dilation, from indices."""
+    """maxpool1d_bwd to maxpool3d_bwd, from indices."""
     pool = problem.pool
-    windows = _sliding(pool)
+    windows = sliding_windows(pool)
     work = WindowWork(
         kind="routes",
         batch=pool.batch,
@@ -168,6 +170,7 @@ def max_backward_from_indices(
         index_dtype=problem.index_dtype or DType.INT64,
         counted=windows,
         checked=True,
+        dilation=pool.dilation,
     )
     return choose(families.windows, work, device)
 

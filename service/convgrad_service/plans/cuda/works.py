@@ -280,18 +280,13 @@ class ChannelSums(_Geometry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolWork(_Geometry):
-    """Max pooling: ``fwd`` writes y, and indices unless None, ``bwd`` writes x.
+    """Max pooling's gradient from its input: ``source`` and y, the output's gradient, to x."""
 
-    ``bwd`` reads y, the gradient of the output, and either ``source``, the input, or ``indices``.
-    """
-
-    direction: Literal["fwd", "bwd"]
     pool: PoolShape
     dtype: DType
+    source: Operand
     x: Operand
     y: Operand
-    indices: Operand | None = None
-    source: Operand | None = None
     prefix: str = ""
 
     @property
@@ -314,6 +309,10 @@ class WindowWork:
     None.
     ``routes``: y is the sum of x over those positions of its window whose index is y's position.
     With ``checked`` the kernel reports invalid indices.
+    ``carried`` (of ``maxima``) are 32-bit numbers of x's elements, which ``indices`` has instead of
+    positions. ``x_dtype`` (of ``routes``) is x's dtype if that is not ``dtype``.
+    With a ``dilation`` (of ``maxima`` and ``routes``), windows are those of all positions between
+    their taps.
 
     Tensors are contiguous buffers of ``batch`` by ``channels`` planes, channels first or last.
     """
@@ -332,6 +331,9 @@ class WindowWork:
     by: Literal["outputs", "inputs"] = "outputs"
     divisor: int | None = None
     checked: bool = False
+    dilation: Size = ()
+    carried: str | None = None
+    x_dtype: DType | None = None
     prefix: str = ""
 
 

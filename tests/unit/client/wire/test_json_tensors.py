@@ -118,6 +118,7 @@ NOT_BASE64 = 'x: "data" is not base64'
         ({"npy": ZEROS, "dtype": "int8"}, "expected dtype to be float16, bfloat16, float32"),
         ({"data": ZEROS, "shape": [1]}, 'missing "dtype" beside "data"'),
         ({"data": ZEROS, "dtype": "float32"}, 'missing "shape" beside "data"'),
+        ({"data": [[0.0]], "dtype": "float32"}, 'expected a list of numbers in "values"'),
         (data(ZEROS, dtype=["float32"]), "expected dtype to be float16"),
         (data(ZEROS, dtype="F32"), 'got "F32"'),
         (data(ZEROS, dtype="complex64"), 'got "complex64"'),

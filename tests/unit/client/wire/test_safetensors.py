@@ -142,9 +142,9 @@ def test_strided_arrays_are_sent_row_major() -> None:
         (file(b'{"a":'), "the safetensors header is not JSON"),
         (file(b'{"a\xff":1}'), "is not UTF-8"),
         (file(b'{"a":' * 100_000), "is nested too deep"),
-        (file(b'{"a":NaN}'), "NaN is no JSON"),
+        (file(b'{"a":NaN}'), "NaN is not valid JSON"),
         (file(b'{"a":1' + b"0" * 5000 + b"}"), "an int of thousands of digits"),
-        (file(b'{"x":1,"x":2}'), 'the key "x" stands there twice'),
+        (file(b'{"x":1,"x":2}'), 'the key "x" is repeated'),
         (file({"x": 5}), '"x": expected an object of dtype, shape and data_offsets'),
         (file({"x": {"dtype": "F32"}}), '"x": expected an object of dtype, shape and data_offsets'),
         (file({"x": entry(extra=1)}), '"x": expected an object of dtype, shape and data_offsets'),
@@ -232,8 +232,8 @@ def test_parameters_beside_their_object_are_refused() -> None:
     [
         ("[]", "parameters: expected a JSON object, got []"),
         ("{", "parameters is not JSON"),
-        ('{"a":1,"a":1}', 'parameters: the key "a" stands there twice'),
-        ('{"a":-Infinity}', "parameters: -Infinity is no JSON"),
+        ('{"a":1,"a":1}', 'parameters: the key "a" is repeated'),
+        ('{"a":-Infinity}', "parameters: -Infinity is not valid JSON"),
         ('{"a":' * 100_000, "parameters is nested too deep"),
     ],
 )

@@ -95,11 +95,12 @@ def test_cancelled_reservations_get_no_lease() -> None:
     run(scenario())
 
 
-def test_only_pages_beyond_keep_bytes_are_discarded() -> None:
+@pytest.mark.parametrize("keep_bytes", [4 * PAGE_BYTES, 4 * PAGE_BYTES - 1, 3 * PAGE_BYTES + 1])
+def test_only_whole_pages_beyond_keep_bytes_are_discarded(keep_bytes: int) -> None:
     async def scenario() -> None:
         gone: list[tuple[int, int]] = []
         subject = memory(
-            keep_bytes=4 * PAGE_BYTES, discard=lambda offset, size: gone.append((offset, size))
+            keep_bytes=keep_bytes, discard=lambda offset, size: gone.append((offset, size))
         )
         leases = [await subject.reserve(3 * PAGE_BYTES, soon()) for _ in range(3)]
         for lease in leases:

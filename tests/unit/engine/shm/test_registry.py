@@ -119,7 +119,7 @@ def test_only_plain_files_are_opened(regions: RegionRegistry, key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("offset", "size"), [(0, 0), (0, 4 * PAGE + 1), (4 * PAGE, 1), (PAGE, 4 * PAGE), (0, 2**62)]
+    ("offset", "size"), [(0, 4 * PAGE + 1), (4 * PAGE, 1), (PAGE, 4 * PAGE), (0, 2**62)]
 )
 def test_regions_outside_their_file_are_refused(
     regions: RegionRegistry, key: str, offset: int, size: int
@@ -127,6 +127,11 @@ def test_regions_outside_their_file_are_refused(
     with pytest.raises(MalformedRequest, match=f"has {4 * PAGE:,} bytes"):
         regions.register("", RegionInfo("a", key, offset, size))
     assert key[1:] not in {target.name for target in map(_target, Path("/proc/self/fd").iterdir())}
+
+
+def test_a_region_without_bytes_is_refused(regions: RegionRegistry, key: str) -> None:
+    with pytest.raises(MalformedRequest, match="has 0 bytes; expected 1 or more"):
+        regions.register("", RegionInfo("a", key, 0, 0))
 
 
 def _target(path: Path) -> Path:

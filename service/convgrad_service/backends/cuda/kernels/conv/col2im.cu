@@ -43,7 +43,10 @@ struct Col2imArgs {
   float alpha, beta;
 };
 
-extern "C" __global__ void __launch_bounds__(256)
+// As many as registers hold.
+constexpr int kTapsInFlight = CHANNELS > 4 ? 2 : 4;
+
+extern "C" __global__ void __launch_bounds__(256, 2)
     col2im(const __grid_constant__ Col2imArgs args) {
   using T = ELEMENT;
   wait_on_dependent_grids();
@@ -81,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(256)
       const int tap = (t * height.taps + r) * width.taps;
       const float* products = args.columns + (tap + first[2]) * args.channels * column + row + from[2];
       // Loads of several taps in flight: none depends on whether another one's pixel exists.
-#pragma unroll 4
+#pragma unroll kTapsInFlight
       for (int s = first[2], w = from[2]; s < width.taps; s += width.tap_step, w += advance[2]) {
         const bool exists = static_cast<u32>(w) < static_cast<u32>(width.source);
 #pragma unroll

@@ -17,6 +17,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import combi
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
     Schedule,
     candidates,
+    is_product,
     row_tiles,
     taps_of_tiles,
 )
@@ -30,7 +31,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["choose_schedule", "expected_s", "lines"]
+__all__ = ["choose_schedule", "correction_name", "expected_s", "lines"]
 
 MOST_COUNTED = 1 << 16
 # Slowdown of PINGPONG with images as the fastest coordinate (1.1 to 1.4 as measured).
@@ -68,13 +69,18 @@ def choose_schedule(
         for schedule in candidates(work, axes, device)
     ]
     found = sorted(every, key=lambda one: one[0])[:MOST_CORRECTED]
-    correction = correction_of("hopper_gather", device)
+    correction = correction_of(correction_name(work), device)
     if correction is None or work.dtype.itemsize != 2:
         return found[0]
     factors = correction.factors(lines(work, axes, device, found))
     times = [time_s * float(factor) for (time_s, _), factor in zip(found, factors, strict=True)]
     best = min(range(len(found)), key=times.__getitem__)
     return times[best], found[best][1]
+
+
+def correction_name(work: ConvWork) -> str:
+    """Return the name of the correction, which is another one for plain products."""
+    return "hopper_gather" if is_product(work) else "hopper_gather_taps"
 
 
 def lines(

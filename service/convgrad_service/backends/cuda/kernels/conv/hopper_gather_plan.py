@@ -27,6 +27,7 @@ __all__ = [
     "candidates",
     "finishes_rows",
     "is_plain",
+    "is_product",
     "kept_taps",
     "may_pingpong",
     "may_start_with_images",
@@ -104,13 +105,16 @@ def may_start_with_images(work: ConvWork, axes: Sequence[Axis]) -> bool:
 def possible(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: Schedule) -> bool:
     """Return whether the kernel of a schedule's tile can compute the work.
 
-    Single tiles must run at once, one cluster each if K is split, or in a few waves.
+    Single tiles must run at once, one cluster each if K is split, or in a few waves. Plain products
+    are left to pointwise_gemm, against which they have not been measured.
     """
     tile = schedule.tile
     if tile.pingpong:
         return may_pingpong(work, axes) and (work.epilogue_free or tile.has_epilogue)
     if not tile.single:
         return True
+    if is_product(work):
+        return False
     phases = combined(axes)
     if max(prod(along.taps for along in phase) for phase in phases) > MOST_LISTED:
         return False
@@ -123,6 +127,11 @@ def possible(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule:
     rows = sum(row_tiles(work, axes, tile))
     tiles = rows * ceil_div(work.channels[1], tile.n)
     return not stores_planes(work) and rows <= MOST_ROWS and tiles <= waves * tile.clusters(device)
+
+
+def is_product(work: ConvWork) -> bool:
+    """Return whether it is a 1x1 convolution of stride 1."""
+    return work.taps == 1 and max(work.stride) == 1
 
 
 def is_plain(work: ConvWork) -> bool:

@@ -153,6 +153,8 @@ class HopperWeightSingle:
             return f"{work.dtype} is not for products of 16 bits"
         if work.groups > 1:
             return f"{work.groups} groups of channels"
+        if work.taps == 1 and max(work.stride) == 1:
+            return "a product, which pointwise_gemm computes"
         if work.split_k not in (None, 1):
             return f"{work.split_k} shares were asked for"
         if min(work.in_channels, work.out_channels) < LEAST_CHANNELS:

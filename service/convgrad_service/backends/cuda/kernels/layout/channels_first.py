@@ -14,7 +14,6 @@ from math import prod
 from typing import Generic, TypeVar
 
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
-from convgrad_service.backends.cuda.kernels.pool.pool_lines import PoolLines, is_flat
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Family, Work, choose
 from convgrad_service.plans.cuda.program import Fragment, Instance, Step, Workspace, ceil_div
@@ -201,20 +200,12 @@ class FusedThroughChannelsLast(ThroughChannelsLast[FusedWork]):
 
 
 class PoolThroughChannelsLast(ThroughChannelsLast[PoolWork]):
-    """A pooling's gradient from its input.
-
-    Copies do not help ``pool/pool_lines.cu`` with windows of stride 1 without depth, for which it
-    reads rows of channels-first planes once.
-    """
+    """A pooling's gradient from its input."""
 
     def why_not(self, work: PoolWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
-        if work.source is None:
-            return "the indices are given"
         if work.x.channels_last:
             return CONTIGUOUS
-        if isinstance(self._inner, PoolLines) and is_flat(work):
-            return "windows of stride 1 without depth are as fast channels first"
         return self._inner.why_not(_channels_last_pool(work, _pooled(work)), device)
 
     def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:
@@ -225,8 +216,6 @@ class PoolThroughChannelsLast(ThroughChannelsLast[PoolWork]):
 
 def _pooled(work: PoolWork) -> dict[str, _Tensor]:
     """Return the activations by the work's field names."""
-    if work.source is None:
-        raise ValueError("a pooling's gradient without its input")
     sides = {
         "source": (work.source, work.input),
         "x": (work.x, work.input),

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from math import prod
+from typing import Any
 
 from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS, linear_grid
-from convgrad_service.backends.cuda.kernels.pool.window_form import LARGEST, Divider, WindowForm
+from convgrad_service.backends.cuda.kernels.pool.window_form import LARGEST, WindowForm, divider_of
 from convgrad_service.backends.cuda.kernels.pool.window_routes import (
     routes,
     routes_instances,
 )
 from convgrad_service.backends.cuda.kernels.pool.window_scatter import WindowScatter, scatter
 from convgrad_service.backends.cuda.kernels.pool.window_tiles import Tiles, tiles, tiles_instances
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import (
     Check,
@@ -36,18 +37,7 @@ GATHER_BLOCK, AT_ONCE = 256, 4
 BAD_INDEX = "indices has an index that is out of its plane; expected a flat position in a plane"
 
 
-class UnpoolArgs(ctypes.Structure):
-    """Mirrors ``pool/max_unpool.cu``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "y", "indices", "bad")),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("size", "plane", "inner", "batch", "chunk", "elements")
-        ),
-        ("by_size", Divider),
-        ("by_inner", Divider),
-    )
+UnpoolArgs: Any = structure("pool/max_unpool.cu", "UnpoolArgs")
 
 
 class MaxUnpool:
@@ -93,7 +83,7 @@ class MaxUnpool:
                 for kind in ("scatter", "gather")
                 for dtype in FLOATING
                 for index in INDEX
-                for last in (False, True)
+                for last in ((False, True) if kind == "scatter" else (False,))
             ),
         ]
 
@@ -124,7 +114,7 @@ def _by_windows(work: UnpoolWork) -> WindowWork:
     )
 
 
-def _args(work: UnpoolWork) -> UnpoolArgs:
+def _args(work: UnpoolWork) -> Any:
     args = UnpoolArgs()
     args.size, args.plane = prod(work.size), prod(work.plane)
     args.batch, args.inner = work.batch, work.channels
@@ -133,12 +123,12 @@ def _args(work: UnpoolWork) -> UnpoolArgs:
     each = args.size * args.inner
     args.chunk = max(1, min(args.batch, (LARGEST - 2**16) // each))
     args.elements = args.chunk * each
-    args.by_size, args.by_inner = Divider.of(each), Divider.of(args.inner)
+    args.by_size, args.by_inner = divider_of(each), divider_of(args.inner)
     return args
 
 
 def _launch(
-    work: UnpoolWork, args: UnpoolArgs, grid: tuple[int, int, int], block: int, bad: str
+    work: UnpoolWork, args: Any, grid: tuple[int, int, int], block: int, bad: str
 ) -> Launch:
     instance = _instance(work.kind, work.dtype, work.index_dtype, work.channels_last)
     packed = pack(args, x=work.x, y=work.y, indices=work.indices, bad=bad)
@@ -151,7 +141,7 @@ def _instance(kind: str, dtype: DType, index: DType, last: bool) -> Instance:
         {
             "ELEMENT": CUDA_TYPES[dtype],
             "INDEX": CUDA_TYPES[index],
-            "INNER": int(last),
+            "INNER": int(last and kind == "scatter"),
             "SCATTER": int(kind == "scatter"),
         },
     )

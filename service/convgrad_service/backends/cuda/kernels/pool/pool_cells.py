@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import prod
+from dataclasses import dataclass
+from math import gcd, prod
 from typing import Any
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS, linear_grid
+from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
+from convgrad_service.backends.cuda.kernels.pool.window_form import widths
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
@@ -17,35 +20,33 @@ from convgrad_service.plans.cuda.works import PoolWork, Size3
 __all__ = ["PoolCells", "fill_strides", "image_elements"]
 
 BLOCK = 128
-VECTOR_BYTES = 16
-
-# Kernels and strides.
+# Kernels and strides known at compile time: for channels last or padded windows, and with ALONG.
 WINDOWS: tuple[tuple[Size3, Size3], ...] = (
     ((1, 2, 2), (1, 2, 2)),
     ((1, 3, 3), (1, 3, 3)),
     ((2, 2, 2), (2, 2, 2)),
-    ((1, 1, 1), (1, 2, 2)),
 )
-
+ALONG_WINDOWS = (WINDOWS[0], WINDOWS[2])
+ANY = ((0, 0, 0), (0, 0, 0))
+# Positions of a cell, which one thread writes.
+MOST_POSITIONS = 256
 
 CellArgs = structure("pool/pool_cells.cu", "CellArgs")
 
 
 def fill_strides(args: Any, work: PoolWork, first: int) -> None:
     """Fill in the strides of N and of the axes from ``first`` on, of a gradient from the input."""
-    for field, operand in (("x", work.source), ("grad", work.y), ("grad_x", work.x)):
-        if operand is not None:
-            strides = (operand.strides[0], *operand.strides[first:])
-            getattr(args, f"{field}_stride")[:] = strides
+    for field, operand in (("x", work.x), ("grad", work.y)):
+        strides = (operand.strides[0], *operand.strides[first:])
+        getattr(args, f"{field}_stride")[:] = strides
 
 
 def image_elements(work: PoolWork) -> int:
     """Return the end of the offsets in a channel of an image, of the largest tensor."""
-    operands = [(work.x, work.input), (work.source, work.input), (work.y, work.output)]
+    operands = [(work.x, work.input), (work.y, work.output)]
     return max(
         sum(stride * extent for stride, extent in zip(operand.strides[3:], size, strict=True))
         for operand, size in operands
-        if operand is not None
     )
 
 
@@ -56,34 +57,35 @@ class PoolCells:
 
     def why_not(self, work: PoolWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
-        if work.source is None:
-            return "the indices are given"
-        if (work.kernel, work.stride) not in WINDOWS:
-            return f"no instance for kernel {work.kernel} and stride {work.stride}"
+        if any(kernel > step for kernel, step in zip(work.kernel, work.stride, strict=True)):
+            return f"windows of {work.kernel} with stride {work.stride} overlap"
+        if prod(work.stride) > MOST_POSITIONS:
+            return f"cells of more than {MOST_POSITIONS} positions"
         if work.dilated:
             return "dilated"
         if any(pad < 0 for pad in work.pad):
             return "a piece of a larger problem"
         if image_elements(work) >= 2**31:
             return "an image of more than 2^31 elements"
-        if _blocks(work) > MAX_BLOCKS:
+        shape = _Shape.of(work)
+        if ceil_div(shape.threads(work), BLOCK) > MAX_BLOCKS:
             return "more blocks than a grid can have"
         return None
 
     def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        if work.source is None or work.y is None:
-            raise ValueError("a pooling's gradient without its input")
-        vector, cells = _vector(work), _cells(work)
+        shape = _Shape.of(work)
         args = CellArgs()
         fill_strides(args, work, 2)
-        args.batch, args.vectors = work.batch, work.channels // vector
+        args.threads = shape.threads(work)
+        args.vectors = work.channels // (1 if shape.along else shape.width)
         args.x_size[:], args.y_size[:] = work.input, work.output
-        args.cells[:], args.pad[:] = cells, work.pad
+        args.cells[:] = shape.cells(work)
+        args.kernel[:], args.stride[:], args.pad[:] = work.kernel, work.stride, work.pad
         args.lanes = work.x.channels_last
         launch = Launch(
-            _instance(work.dtype, vector, work.kernel, work.stride),
-            (_blocks(work), 1, 1),
+            shape.instance(work.dtype),
+            linear_grid(args.threads, BLOCK),
             (BLOCK, 1, 1),
             pack(args, x=work.source, grad=work.y, grad_x=work.x),
         )
@@ -91,34 +93,60 @@ class PoolCells:
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
+        shapes = [
+            *((window, False) for window in (*WINDOWS, ANY)),
+            *((window, True) for window in ALONG_WINDOWS),
+        ]
         return [
-            _instance(dtype, vector, kernel, stride)
-            for kernel, stride in WINDOWS
+            _Shape(*window, along, width).instance(dtype)
+            for window, along in shapes
             for dtype in FLOATING
-            for vector in (VECTOR_BYTES // dtype.itemsize, 1)
+            for width in _widths(dtype, along=along)
         ]
 
 
-def _vector(work: PoolWork) -> int:
-    vector = VECTOR_BYTES // work.dtype.itemsize
-    return vector if work.x.channels_last and work.channels % vector == 0 else 1
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a thread computes, see ``pool_cells.cu``; a kernel and stride of 0 are any."""
+
+    kernel: Size3
+    stride: Size3
+    along: bool
+    width: int
+
+    @classmethod
+    def of(cls, work: PoolWork) -> _Shape:
+        window = work.kernel, work.stride
+        if work.x.channels_last:
+            fitting = (w for w in _widths(work.dtype) if work.channels % w == 0)
+            return cls(*(window if window in WINDOWS else ANY), False, next(fitting))
+        if window in ALONG_WINDOWS and not any(work.pad) and work.input[2] == 2 * work.output[2]:
+            row = gcd(work.output[2], CHUNK_BYTES // 2 // work.dtype.itemsize)
+            if row in _widths(work.dtype, along=True):
+                return cls(*window, True, row)
+        return cls(*(window if window in WINDOWS else ANY), False, 1)
+
+    def cells(self, work: PoolWork) -> Size3:
+        """Return the cells along each axis, with those past the last window."""
+        sides = zip(work.input, work.pad, work.stride, strict=True)
+        d, h, w = (ceil_div(size + pad, step) for size, pad, step in sides)
+        return d, h, w // self.width if self.along else w
+
+    def threads(self, work: PoolWork) -> int:
+        vectors = work.channels // (1 if self.along else self.width)
+        return work.batch * vectors * prod(self.cells(work))
+
+    def instance(self, dtype: DType) -> Instance:
+        defines = {"ELEMENT": CUDA_TYPES[dtype], "WIDTH": self.width, "ALONG": int(self.along)}
+        for name, values in (("KERNEL", self.kernel), ("STRIDE", self.stride)):
+            letters = zip("DHW", values, strict=True)
+            defines |= {f"{name}_{letter}": value for letter, value in letters}
+        return Instance.of("pool/pool_cells.cu", defines)
 
 
-def _cells(work: PoolWork) -> Size3:
-    d, h, w = (
-        ceil_div(size + pad, stride)
-        for size, pad, stride in zip(work.input, work.pad, work.stride, strict=True)
-    )
-    return d, h, w
-
-
-def _blocks(work: PoolWork) -> int:
-    threads = work.batch * (work.channels // _vector(work)) * prod(_cells(work))
-    return linear_grid(threads, BLOCK)[0]
-
-
-def _instance(dtype: DType, vector: int, kernel: Size3, stride: Size3) -> Instance:
-    defines = {"ELEMENT": CUDA_TYPES[dtype], "VECTOR": vector}
-    for name, values in (("KERNEL", kernel), ("STRIDE", stride)):
-        defines |= {f"{name}_{letter}": value for letter, value in zip("DHW", values, strict=True)}
-    return Instance.of("pool/pool_cells.cu", defines)
+def _widths(dtype: DType, *, along: bool = False) -> tuple[int, ...]:
+    """Return the widths of threads. Along W, their input rows have 16 or 8 bytes."""
+    if along:
+        widest = CHUNK_BYTES // 2 // dtype.itemsize
+        return tuple(width for width in (widest, widest // 2) if width * dtype.itemsize * 2 >= 8)
+    return widths(dtype)

@@ -3,178 +3,251 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS, linear_grid
 from convgrad_service.backends.cuda.kernels.pool.pool_cells import fill_strides, image_elements
 from convgrad_service.backends.cuda.structures import structure
-from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.device import (
+    CudaDevice,
+    architectures_before,
+    architectures_since,
+    with_shared_bytes,
+)
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
-from convgrad_service.plans.cuda.works import Operand, PoolWork
+from convgrad_service.plans.cuda.works import PoolWork
 
-__all__ = ["DTYPES", "PoolStrips", "Window", "in_words", "per_word"]
+__all__ = ["DTYPES", "PoolStrips", "Shape"]
 
-BLOCK = 128
+BLOCK, LANES = 128, 32
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
+# Planes of a block, and devices before whose capability keys of 16 bits are compared one by one,
+# which takes more registers.
+MOST_PLANES = 8
+IN_PAIRS, OLDER_ROWS = (9, 0), 4
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """Kernel, stride and padding along H and W; rows of a thread; blocks per multiprocessor."""
+class Shape:
+    """What a thread computes: ``rows`` of its own, of windows of ``kernel`` positions along H and W
+    and ``depth`` along D, where the padding along H is ``phase`` modulo the stride.
+
+    More rows share more loads, and need more registers. ``blocks`` are those of a multiprocessor.
+    """
 
     kernel: int
     stride: int
-    pad: int
+    depth: int
     rows: int
     blocks: int
+    phase: int = 0
+
+    @property
+    def windows(self) -> int:
+        """Rows of windows that overlap a thread's own rows."""
+        first = (self.kernel - 1 - self.phase) // self.stride
+        return (self.rows - 1 + self.phase) // self.stride + first + 1
+
+    def shared_bytes(self, warps: int = MOST_PLANES) -> int:
+        if self.depth == 1:
+            return 0
+        return 2 * (warps + 2 * (self.depth - 1)) * self.windows * LANES * 8
+
+    def instance(self, dtype: DType, per: int) -> Instance:
+        defines = {
+            "ELEMENT": CUDA_TYPES[dtype],
+            "PER": per,
+            "KERNEL": self.kernel,
+            "STRIDE": self.stride,
+            "DEPTH": self.depth,
+            "PHASE": self.phase,
+            "ROWS": self.rows,
+            "BLOCKS": self.blocks,
+            "MOST_PLANES": MOST_PLANES,
+        }
+        architectures = with_shared_bytes(self.shared_bytes())
+        if self.depth > 1:
+            older = self.rows == OLDER_ROWS
+            known = architectures_before(IN_PAIRS) if older else architectures_since(IN_PAIRS)
+            architectures = tuple(name for name in architectures if name in known)
+        return Instance.of("pool/pool_strips.cu", defines, architectures)
 
 
-# By channels in a word. More rows share more loads; two channels need more registers.
-WINDOWS: Mapping[int, tuple[Window, ...]] = {
-    2: (Window(3, 2, 1, rows=4, blocks=5),),
-    1: (Window(3, 2, 1, rows=8, blocks=4),),
+# By channels in a word.
+SHAPES: Mapping[int, tuple[Shape, ...]] = {
+    2: (
+        Shape(2, 1, 1, rows=8, blocks=3),
+        Shape(3, 1, 1, rows=8, blocks=3),
+        Shape(3, 2, 1, rows=6, blocks=4),
+        Shape(3, 1, 3, rows=7, blocks=1),
+        Shape(3, 2, 3, rows=8, blocks=1),
+    ),
+    1: (
+        Shape(2, 1, 1, rows=8, blocks=4),
+        Shape(3, 1, 1, rows=8, blocks=3),
+        Shape(3, 2, 1, rows=8, blocks=4),
+        Shape(3, 1, 3, rows=7, blocks=1),
+        Shape(3, 2, 3, rows=8, blocks=1),
+    ),
 }
 
 
-StripArgs = structure("pool/pool_strips.cu", "StripArgs")
-
-
 class PoolStrips:
-    """bwd from the input, channels last, the windows of ``WINDOWS``."""
+    """bwd from the input, channels last, the windows of ``SHAPES``."""
 
     name = "pool_strips"
 
-    def __init__(self, windows: Mapping[int, tuple[Window, ...]] = WINDOWS) -> None:
-        """Other windows are for tuning."""
-        self._windows = windows
+    def __init__(self, shapes: Mapping[int, tuple[Shape, ...]] = SHAPES) -> None:
+        """Other shapes are for tuning."""
+        self._shapes = shapes
 
     def why_not(self, work: PoolWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
-        if work.source is None:
-            return "the indices are given"
         if work.dtype not in DTYPES:
             return f"{work.dtype}"
         if work.dilated:
             return "dilated"
-        if self._window(work) is None:
-            return (
-                f"no instance for kernel {work.kernel}, stride {work.stride} and padding {work.pad}"
-            )
-        if not all(in_words(work, operand) for operand in (work.source, work.x, work.y)):
-            return "the channels are not contiguous whole words"
+        if not all(operand.channels_last for operand in (work.source, work.x, work.y)):
+            return "the channels are not contiguous"
+        shape = self._shape(work, device)
+        if shape is None:
+            return f"no instance for kernel {work.kernel} and stride {work.stride}"
         if image_elements(work) * work.dtype.itemsize >= 2**31:
             return "an image of more than 2^31 bytes"
-        if self._threads(work, device) > MAX_BLOCKS * BLOCK:
+        if shape.depth > 1:
+            if _centre(work) < 0:
+                return "windows centred before the first plane"
+            if _words(work) < LANES // 2:
+                return f"{work.channels} channels fill less than half of a warp"
+        elif work.stride[0] != 1 or work.pad[0] != 0 or work.input[0] != work.output[0]:
+            return "padding or a stride along D"
+        reason = device.why_not_shared(shape.shared_bytes())
+        if reason is not None:
+            return reason
+        if _grid(work, shape, device)[0] > MAX_BLOCKS:
             return "more blocks than a grid can have"
         return None
 
     def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        window = self._window(work)
-        if work.source is None or window is None:
-            raise ValueError("a pooling's gradient without its input, or of other windows")
+        shape = self._shape(work, device)
+        if shape is None:
+            raise ValueError("other windows")
         args = StripArgs()
-        fill_strides(args, work, 2)
-        args.threads, args.words = (
-            self._threads(work, device),
-            work.channels // per_word(work.dtype),
-        )
-        args.x_size[:], args.y_size[:] = work.input, work.output
-        args.tiles = ceil_div(work.input[1], window.rows)
-        args.strip = _strip(work, window, device)
+        fill_strides(args, work, 3)
+        args.words, args.groups = _words(work), ceil_div(_words(work), LANES)
+        args.x_size[:], args.y_size[:], args.pad[:] = work.input, work.output, work.pad[1:]
+        args.planes, args.halo = _planes(work)
+        args.plane_step, args.centre = work.stride[0], _centre(work)
+        args.stacks = ceil_div(_extent(work), args.planes)
+        args.tiles = ceil_div(work.input[1], shape.rows)
+        args.strip = _strip(work, shape, device)
         args.strips = ceil_div(work.input[2], args.strip)
+        args.threads = _lines(work, shape) * args.strips
+        warps = args.planes + 2 * args.halo
         launch = Launch(
-            _instance(work.dtype, window),
-            linear_grid(args.threads, BLOCK),
-            (BLOCK, 1, 1),
+            shape.instance(work.dtype, _channels_per_word(work)),
+            _grid(work, shape, device),
+            (BLOCK if shape.depth == 1 else LANES * warps, 1, 1),
             pack(args, x=work.source, grad=work.y, grad_x=work.x),
+            shape.shared_bytes(warps),
         )
         return Fragment(self.name, (launch,))
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
-        return [
-            _instance(dtype, window)
-            for dtype in DTYPES
-            for window in self._windows[per_word(dtype)]
-        ]
+        found: dict[Instance, None] = {}
+        for dtype in DTYPES:
+            for per in {1, 4 // dtype.itemsize}:
+                for shape in self._shapes[per]:
+                    for phase in range(shape.stride):
+                        for own in (shape, _older(shape)):
+                            instance = replace(own, phase=phase).instance(dtype, per)
+                            found[instance] = None
+        return found
 
-    def _window(self, work: PoolWork) -> Window | None:
-        kernel, stride, pad = work.kernel, work.stride, work.pad
-        flat = kernel[0] == stride[0] == 1 and pad[0] == 0 and work.input[0] == work.output[0]
-        for window in self._windows[per_word(work.dtype)]:
-            asked = (window.kernel,) * 2, (window.stride,) * 2, (window.pad,) * 2
-            if flat and asked == (kernel[1:], stride[1:], pad[1:]):
-                return window
+    def _shape(self, work: PoolWork, device: CudaDevice) -> Shape | None:
+        depth, *kernel = work.kernel
+        for shape in self._shapes[_channels_per_word(work)]:
+            same = kernel == [shape.kernel] * 2 and work.stride[1:] == (shape.stride,) * 2
+            if same and depth == shape.depth:
+                own = _older(shape) if device.capability < IN_PAIRS else shape
+                return replace(own, phase=work.pad[1] % shape.stride)
         return None
 
-    def _threads(self, work: PoolWork, device: CudaDevice) -> int:
-        window = self._window(work)
-        if window is None:
-            raise ValueError("no such window")
-        strips = ceil_div(work.input[2], _strip(work, window, device))
-        return strips * _lines(work, window)
+
+StripArgs = structure("pool/pool_strips.cu", "StripArgs")
 
 
-def _lines(work: PoolWork, window: Window) -> int:
-    """Return the threads of one strip."""
-    tiles = ceil_div(work.input[1], window.rows)
-    return work.batch * work.input[0] * tiles * (work.channels // per_word(work.dtype))
+def _channels_per_word(work: PoolWork) -> int:
+    """Return the channels of a thread: as many as fill 32 bits, or one.
+
+    Windows with a depth have a warp for each plane, which few channels do not fill.
+    """
+    per = 4 // work.dtype.itemsize
+    fills = work.kernel[0] == 1 or work.channels >= per * LANES // 2
+    return per if fills and work.channels % per == 0 else 1
 
 
-def _strip(work: PoolWork, window: Window, device: CudaDevice) -> int:
+def _older(shape: Shape) -> Shape:
+    return replace(shape, rows=OLDER_ROWS) if shape.depth > 1 else shape
+
+
+def _words(work: PoolWork) -> int:
+    return work.channels // _channels_per_word(work)
+
+
+def _centre(work: PoolWork) -> int:
+    """Return the middle plane of the first window along D."""
+    return (work.kernel[0] - 1) // 2 - work.pad[0]
+
+
+def _extent(work: PoolWork) -> int:
+    """Return the planes of the input, and after it to the last middle one of a window."""
+    return max(work.input[0], _centre(work) + (work.output[0] - 1) * work.stride[0] + 1)
+
+
+def _planes(work: PoolWork) -> tuple[int, int]:
+    """Return the planes that a block owns, and those of halo on each side: none if all fit."""
+    if work.kernel[0] == 1:
+        return 1, 0
+    if _extent(work) <= MOST_PLANES:
+        return _extent(work), 0
+    halo = work.kernel[0] - 1
+    return MOST_PLANES - 2 * halo, halo
+
+
+def _lines(work: PoolWork, shape: Shape) -> int:
+    """Return the threads of one strip, of blocks' own planes."""
+    tiles = ceil_div(work.input[1], shape.rows)
+    if shape.depth == 1:
+        return work.batch * work.input[0] * tiles * _words(work)
+    stacks = ceil_div(_extent(work), _planes(work)[0])
+    return work.batch * stacks * ceil_div(_words(work), LANES) * tiles
+
+
+def _grid(work: PoolWork, shape: Shape, device: CudaDevice) -> tuple[int, int, int]:
+    lines = _lines(work, shape) * ceil_div(work.input[2], _strip(work, shape, device))
+    return linear_grid(lines, BLOCK) if shape.depth == 1 else (lines, 1, 1)
+
+
+def _strip(work: PoolWork, shape: Shape, device: CudaDevice) -> int:
     """Return the columns of a strip.
 
     Few fill the last wave of blocks; many share fewer columns with the next strip.
     """
-    together = device.multiprocessors * window.blocks * BLOCK
-    lines, width = _lines(work, window), work.input[2]
+    together = device.multiprocessors * shape.blocks * (BLOCK if shape.depth == 1 else 1)
+    lines, width = _lines(work, shape), work.input[2]
+    # Columns that two strips read, and a strip's fixed cost, in columns.
+    fixed = 2 * (shape.kernel - shape.stride) + (4 if shape.depth == 1 else 2)
+
+    def columns(strips: int) -> int:
+        return ceil_div(ceil_div(width, strips), shape.stride) * shape.stride
 
     def expected(strips: int) -> float:
-        columns = _columns(width, strips, window)
-        waves = ceil_div(lines * ceil_div(width, columns), together)
-        # Columns that two strips read, and a strip's fixed cost, in columns.
-        return waves * (columns + 2 * (window.kernel - window.stride) + 4)
+        own = columns(strips)
+        return ceil_div(lines * ceil_div(width, own), together) * (own + fixed)
 
-    best = min(range(1, max(1, width // 4) + 1), key=expected)
-    return _columns(width, best, window)
-
-
-def _columns(width: int, strips: int, window: Window) -> int:
-    """Return the columns of one strip, a multiple of the stride."""
-    return ceil_div(ceil_div(width, strips), window.stride) * window.stride
-
-
-def per_word(dtype: DType) -> int:
-    """Return the channels in a 32-bit word."""
-    return 4 // dtype.itemsize
-
-
-def in_words(work: PoolWork, operand: Operand) -> bool:
-    """Whether a position's channels are contiguous, aligned, whole words."""
-    n, _, c, *rest = operand.strides
-    per = per_word(work.dtype)
-    extents = (work.batch, *work.input)
-    return (
-        c == 1
-        and work.channels % per == 0
-        and all(
-            stride % per == 0
-            for stride, extent in zip((n, *rest), extents, strict=True)
-            if extent > 1
-        )
-    )
-
-
-def _instance(dtype: DType, window: Window) -> Instance:
-    defines = {
-        "ELEMENT": CUDA_TYPES[dtype],
-        "KERNEL": window.kernel,
-        "STRIDE": window.stride,
-        "PAD": window.pad,
-        "ROWS": window.rows,
-        "BLOCKS": window.blocks,
-    }
-    return Instance.of("pool/pool_strips.cu", defines)
+    return columns(min(range(1, max(1, width // 4) + 1), key=expected))

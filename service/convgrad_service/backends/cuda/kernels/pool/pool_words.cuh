@@ -1,8 +1,9 @@
-// What gradients of max pooling that compare words (ptx/word_keys.cuh) share: loading and storing rows
-// of words, and routing the gradient of a window to the first of its maxima.
+// What gradients of max pooling that compare keys of words (ptx/word_keys.cuh) share: loading and
+// storing rows of words, and routing the gradient of a window to the first of its maxima. A word has
+// kPer adjacent channels; a single channel of 16 bits is compared as a float.
 #pragma once
 
-#include "ptx/load_store.cuh"
+#include "core/vectors.cuh"
 #include "ptx/word_keys.cuh"
 
 namespace convgrad {
@@ -17,6 +18,50 @@ __device__ constexpr int blocks_here(int on_hopper) {
 #endif
 }
 
+// The channels of a word as they are in memory, their keys and their values.
+template <class T, int kPer>
+struct Word {
+  static constexpr bool kHalf = sizeof(T) * kPer == 2;
+  typename RawOf<sizeof(T) * kPer>::type raw;
+
+  __device__ __forceinline__ u32 keys() const {
+    if constexpr (kHalf) {
+      return keys_of<float>(__float_as_uint(widen(T{raw})));
+    } else {
+      return keys_of<T>(raw);
+    }
+  }
+  __device__ __forceinline__ void get(float (&wide)[kPer]) const {
+    if constexpr (kHalf) {
+      wide[0] = widen(T{raw});
+    } else {
+      widen_word<T>(raw, wide);
+    }
+  }
+  static __device__ __forceinline__ Word of(const float (&wide)[kPer]) {
+    if constexpr (kHalf) {
+      return {narrow<T>(wide[0]).bits};
+    } else {
+      return {narrow_word<T>(wide)};
+    }
+  }
+  // Zero where no bit of `mask` is set.
+  __device__ __forceinline__ void load(u32 mask, const char* from) {
+    if constexpr (kHalf) {
+      load_if(mask != 0, from, raw);
+    } else {
+      load_if_any(mask, from, raw);
+    }
+  }
+  __device__ __forceinline__ void store(u32 mask, char* to) const {
+    if constexpr (kHalf) {
+      store_if(mask != 0, to, raw);
+    } else {
+      store_if_any(mask, to, raw);
+    }
+  }
+};
+
 // Bits [low, high), clamped to a word.
 __device__ __forceinline__ u32 bits_between(int low, int high) {
   const auto below = [](int bit) { return bit <= 0 ? 0u : bit >= 32 ? ~0u : (1u << bit) - 1; };
@@ -25,50 +70,50 @@ __device__ __forceinline__ u32 bits_between(int low, int high) {
 
 // Loads a word from each row, `pitch` bytes apart; zero if the row's bit is not set. Most warps have
 // all rows and take the path without predicates.
-template <int kRows>
+template <class Word, int kRows>
 __device__ __forceinline__ void fetch_rows(u32 there, const char* from, int pitch, int one,
-                                           u32 (&to)[kRows]) {
+                                           Word (&to)[kRows]) {
   if (there == (1u << kRows) - 1) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      load_if(true, from, to[r]);
+      load_if(true, from, to[r].raw);
       advance_pointer(from, pitch, one);
     }
   } else {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      load_if_any(there & 1u << r, from, to[r]);
+      to[r].load(there & 1u << r, from);
       advance_pointer(from, pitch, one);
     }
   }
 }
-template <class T, int kRows>
+template <class Word, int kRows, int kPer>
 __device__ __forceinline__ void store_rows(u32 wanted, char* to, int pitch, int one,
-                                           const float (&sums)[kRows][kPerWord<T>]) {
+                                           const float (&sums)[kRows][kPer]) {
   if (wanted == (1u << kRows) - 1) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      store_if(true, to, narrow_word<T>(sums[r]));
+      store_if(true, to, Word::of(sums[r]).raw);
       advance_pointer(to, pitch, one);
     }
   } else if (wanted != 0) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      store_if_any(wanted & 1u << r, to, narrow_word<T>(sums[r]));
+      Word::of(sums[r]).store(wanted & 1u << r, to);
       advance_pointer(to, pitch, one);
     }
   }
 }
 // The keys of a column of words; kNoKeys if the row's bit is not set.
-template <class T, int kRows>
-__device__ __forceinline__ void keys_of_rows(u32 there, const u32 (&words)[kRows],
+template <int kPer, class Word, int kRows>
+__device__ __forceinline__ void keys_of_rows(u32 there, const Word (&words)[kRows],
                                              u32 (&keys)[kRows]) {
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) keys[r] = keys_of<T>(words[r]);
+  for (int r = 0; r < kRows; ++r) keys[r] = words[r].keys();
   if (there != (1u << kRows) - 1) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      if ((there & 1u << r) == 0) keys[r] = kNoKeys<kPerWord<T>>;
+      if ((there & 1u << r) == 0) keys[r] = kNoKeys<kPer>;
     }
   }
 }

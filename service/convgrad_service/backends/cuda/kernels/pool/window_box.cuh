@@ -52,8 +52,8 @@ struct Box {
       count[axis] = min(args.tile[axis], args.windows.y_size[axis] - base[axis]);
       if (axis == 2 && !args.by_lines) continue;
       const WindowRange& range = args.windows.window[axis];
-      first[axis] = range.start(base[axis]);
-      extent[axis] = max(0, range.stop(base[axis] + count[axis] - 1) - first[axis]);
+      first[axis] = window_start(range, base[axis]);
+      extent[axis] = max(0, window_stop(range, base[axis] + count[axis] - 1) - first[axis]);
     }
     plane = rest * args.planes;
     planes = min(args.planes, args.windows.batch - plane);

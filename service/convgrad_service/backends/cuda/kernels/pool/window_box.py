@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
-    Divider,
-    WindowArgs,
     WindowForm,
+    divider_of,
     most_positions,
     window_args,
 )
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import WindowWork
 from convgrad_service.problems.windows import WindowAxis
 
-__all__ = ["BOX_BLOCK", "MOST_BYTES", "BoxArgs", "Tile", "why_no_tile"]
+__all__ = ["BOX_BLOCK", "MOST_BYTES", "Tile", "why_no_tile"]
 
 BOX_BLOCK = 256
 # Shared memory of a block: several fit on a multiprocessor.
@@ -40,21 +39,7 @@ RUNS = (16, 8, 4, 2, 1)
 RANGE_BYTES = 8
 
 
-class BoxArgs(ctypes.Structure):
-    """Mirrors ``pool/window_box.cuh``."""
-
-    _anonymous_ = ("windows",)
-    _fields_ = (
-        ("windows", WindowArgs),
-        *((name, ctypes.c_int32 * 3) for name in ("tile", "tiles", "box")),
-        ("planes", ctypes.c_int32),
-        ("pitch", ctypes.c_int32 * 3),
-        *((name, ctypes.c_int32) for name in ("y_pitch", "whole", "by_lines")),
-        *((name, ctypes.c_int32) for name in ("indices_at", "y_at", "ranges_at", "weights_at")),
-        ("ranges", ctypes.c_int32),
-        *((name, ctypes.c_int32 * 3) for name in ("phases", "in_phase")),
-        *((name, Divider * 3) for name in ("by_tile", "by_tiles", "by_phase", "by_y_size")),
-    )
+BoxArgs: Any = structure("pool/window_box.cuh", "BoxArgs", anonymous=("windows",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +147,7 @@ class Tile:
             return 0
         return self.box[1] + (self.box[2] if self.box[2] <= MOST_COLUMNS else 0)
 
-    def arguments(self, work: WindowWork, form: WindowForm) -> BoxArgs:
+    def arguments(self, work: WindowWork, form: WindowForm) -> Any:
         """Return the arguments of a launch."""
         args = BoxArgs()
         args.windows = window_args(form, 1, form.y_size)
@@ -181,7 +166,7 @@ class Tile:
         sides = runs, args.tiles, args.in_phase, form.y_size
         targets = args.by_tile, args.by_tiles, args.by_phase, args.by_y_size
         for dividers, divisors in zip(targets, sides, strict=True):
-            dividers[:] = [Divider.of(divisor) for divisor in divisors]
+            dividers[:] = [divider_of(divisor) for divisor in divisors]
         return args
 
     def _lanes_log(self, in_phase: Sequence[int]) -> int:
@@ -203,6 +188,8 @@ def why_no_tile(work: WindowWork, form: WindowForm, device: CudaDevice) -> str |
     """Return why blocks cannot compute tiles of the planes; None if they can."""
     if form.last:
         return "channels last"
+    if form.dilated:
+        return "dilated"
     tile = Tile.of(work, form, device)
     if tile is None:
         return f"windows too large for {device.shared_bytes_per_block} bytes of shared memory"

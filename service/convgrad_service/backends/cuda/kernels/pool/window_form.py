@@ -2,76 +2,65 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
-from convgrad_service.plans.cuda.program import ceil_div
+from convgrad_service.backends.cuda.structures import structure
+from convgrad_service.plans.cuda.program import (
+    Check,
+    Clear,
+    Fragment,
+    Launch,
+    Workspace,
+    ceil_div,
+)
 from convgrad_service.plans.cuda.works import WindowWork
 from convgrad_service.problems.windows import WindowAxis
 
-__all__ = ["Divider", "WindowArgs", "WindowForm", "most_positions", "window_args", "window_grid"]
+__all__ = [
+    "WindowForm",
+    "checked",
+    "divider_of",
+    "most_positions",
+    "widths",
+    "window_args",
+    "window_grid",
+]
 
 Axes = tuple[WindowAxis, ...]
 LARGEST = 2**31 - 1
+BAD_INDEX = (
+    "indices has an index that is out of its plane or outside its window; expected the indices of "
+    "a max pooling of this geometry"
+)
 ONE = WindowAxis.sliding(1, 1, 1, 1, 0)
 
 
-class Divider(ctypes.Structure):
-    """Mirrors ``core/divider.cuh``."""
-
-    _fields_ = (("factor", ctypes.c_uint32), ("shift", ctypes.c_int32))
-
-    @classmethod
-    def of(cls, by: int) -> Divider:
-        return cls(*divider(by))
+Divider: Any = structure("core/divider.cuh", "Divider")
+WindowRange: Any = structure("pool/windows.cuh", "WindowRange")
+WindowArgs: Any = structure("pool/windows.cuh", "WindowArgs")
 
 
-class WindowRange(ctypes.Structure):
-    """Mirrors ``pool/windows.cuh``."""
-
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("whole", "step", "first", "last", "low", "high")),
-        ("by_unit", Divider),
-        ("wide_shift", ctypes.c_int32),
-        ("wide_factor", ctypes.c_uint64),
-    )
-
-    @classmethod
-    def of(cls, axis: WindowAxis) -> WindowRange:
-        unit = axis.unit
-        whole, step = divmod(axis.step, unit)
-        found = cls(whole, step, axis.first, axis.last, axis.low, axis.high, Divider.of(unit))
-        if axis.output * step + max(abs(axis.first), abs(axis.last)) > LARGEST:
-            # Like Divider.of, in 64 bits.
-            log = (unit - 1).bit_length()
-            found.wide_factor, found.wide_shift = ceil_div(2 ** (63 + log), unit), log - 1
-        return found
+def divider_of(by: int) -> Any:
+    """Return the kernels' form of a divisor."""
+    return Divider(*divider(by))
 
 
-class WindowArgs(ctypes.Structure):
-    """Mirrors ``pool/windows.cuh``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "y", "indices", "bad")),
-        ("window", WindowRange * 3),
-        ("counted", WindowRange * 3),
-        ("x_size", ctypes.c_int32 * 3),
-        ("y_size", ctypes.c_int32 * 3),
-        *((name, ctypes.c_int32) for name in ("inner", "batch", "chunk", "threads")),
-        ("by_vectors", Divider),
-        ("by_items", Divider * 3),
-        ("by_outputs", ctypes.c_int32),
-        ("lanes_log", ctypes.c_int32),
-        ("run", ctypes.c_int32),
-        ("divisor", ctypes.c_double),
-        ("reciprocal", ctypes.c_double),
-    )
+def _range_of(axis: WindowAxis) -> Any:
+    unit = axis.unit
+    whole, step = divmod(axis.step, unit)
+    found = WindowRange(whole, step, axis.first, axis.last, axis.low, axis.high, divider_of(unit))
+    if axis.output * step + max(abs(axis.first), abs(axis.last)) > LARGEST:
+        # Like a Divider, in 64 bits.
+        log = (unit - 1).bit_length()
+        found.wide_factor, found.wide_shift = ceil_div(2 ** (63 + log), unit), log - 1
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +79,7 @@ class WindowForm:
     counted: Axes
     divisor: float
     varying: str | None
+    dilation: tuple[int, ...]
 
     @classmethod
     def of(cls, work: WindowWork) -> WindowForm:
@@ -98,7 +88,7 @@ class WindowForm:
             batch, inner = batch * inner, 1
         axes = list(zip(work.windows, work.counted or (ONE,) * len(work.windows), strict=True))
         divisor, varying = _divisor(work)
-        last = work.channels_last
+        last, dilation = work.channels_last, work.dilation or (1,) * len(axes)
         if work.kind == "sums":  # indices refer to whole planes
             while axes and axes[-1][0].is_identity:
                 inner *= axes.pop()[0].input
@@ -107,10 +97,13 @@ class WindowForm:
                 batch *= axes.pop(0)[0].input
             if not axes and batch * inner <= LARGEST - 2**16:
                 batch, inner = 1, batch * inner
-        axes = _merged(axes)
+        if set(dilation) <= {1}:
+            axes = _merged(axes)
+            dilation = (1,) * len(axes)
         axes = [(ONE, ONE)] * (3 - len(axes)) + axes
+        dilation = (1,) * (3 - len(dilation)) + dilation
         windows, counted = (tuple(side) for side in zip(*axes, strict=True))
-        return cls(batch, inner, last, windows, counted, divisor, varying)
+        return cls(batch, inner, last, windows, counted, divisor, varying, dilation)
 
     @property
     def x_size(self) -> tuple[int, ...]:
@@ -119,6 +112,11 @@ class WindowForm:
     @property
     def y_size(self) -> tuple[int, ...]:
         return tuple(axis.output for axis in self.windows)
+
+    @property
+    def dilated(self) -> bool:
+        """Whether only some positions of a window count."""
+        return set(self.dilation) != {1}
 
     @property
     def most_window(self) -> int:
@@ -130,22 +128,30 @@ class WindowForm:
         """The average number of windows that contain a position of x."""
         return prod(axis.valid_taps / axis.input for axis in self.windows)
 
+    @property
+    def one_line(self) -> bool:
+        """Whether windows have positions along the last axis only."""
+        return self.x_size[:2] == (1, 1)
+
     def is_simple(self, *sides: Axes) -> bool:
         """Whether planes have one slice, and windows of these sides slide by whole positions."""
         flat = self.x_size[0] == self.y_size[0] == 1
         return flat and all(axis.unit == 1 for side in sides for axis in side)
 
-    def width(self, dtype: DType) -> int:
-        """Return the elements of a thread along ``inner``: 16 bytes of them, or one."""
-        width = CHUNK_BYTES // dtype.itemsize
-        return width if self.last and self.inner % width == 0 else 1
+    def width(self, *dtypes: DType) -> int:
+        """Return the elements of a thread along ``inner``, one of `widths`."""
+        inner = self.inner if self.last else 1
+        return next(width for width in widths(*dtypes) if inner % width == 0)
 
-    def why_not(self) -> str | None:
-        """Return why the kernels' 32-bit numbers do not suffice; None if they do."""
+    def why_not(self, width: int = 1) -> str | None:
+        """Return why the kernels' 32-bit numbers do not suffice; None if they do.
+
+        Threads have ``width`` elements of ``inner``.
+        """
         if prod(self.x_size) > LARGEST or prod(self.y_size) > LARGEST:
             return f"a plane of more than {LARGEST} positions"
-        if max(self.batch, self.inner, prod(self.y_size) * self.inner) > LARGEST:
-            return f"more than {LARGEST} images, channels or elements of an image"
+        if max(self.batch, self.inner, prod(self.y_size) * self.inner // width) > LARGEST:
+            return f"more than {LARGEST} images, channels or vectors of an image"
         return None
 
 
@@ -198,30 +204,46 @@ def most_positions(axis: WindowAxis) -> int:
     return max(1, min(axis.input, found))
 
 
-def window_args(form: WindowForm, width: int, items: Sequence[int]) -> WindowArgs:
+def widths(*dtypes: DType) -> tuple[int, ...]:
+    """Return the elements in vectors of at most 16 bytes, of at least 4, and one."""
+    sizes = [dtype.itemsize for dtype in dtypes]
+    return tuple(dict.fromkeys((CHUNK_BYTES // max(sizes), max(1, 4 // min(sizes)), 1)))
+
+
+def window_args(form: WindowForm, width: int, items: Sequence[int]) -> Any:
     """Return the arguments of a launch.
 
     Threads have ``width`` elements along ``inner``; there are ``items`` of them along y's axes.
     """
     args = WindowArgs()
     for i in range(3):
-        args.window[i] = WindowRange.of(form.windows[i])
-        args.counted[i] = WindowRange.of(form.counted[i])
-        args.by_items[i] = Divider.of(items[i])
+        args.window[i] = _range_of(form.windows[i])
+        args.counted[i] = _range_of(form.counted[i])
+        args.by_items[i] = divider_of(items[i])
     args.x_size[:], args.y_size[:] = form.x_size, form.y_size
-    args.inner, args.batch = form.inner, form.batch
+    args.x_plane, args.inner, args.batch = prod(form.x_size), form.inner, form.batch
     vectors = form.inner // width
-    args.by_vectors = Divider.of(vectors)
+    args.by_vectors = divider_of(vectors)
     each = vectors * prod(items)
     # Leave room for the last threads of blocks.
     args.chunk = max(1, min(form.batch, (LARGEST - 2**16) // each))
     args.threads = args.chunk * each
+    args.dilation[:], args.dilated = form.dilation, form.dilated
     args.by_outputs = form.varying == "outputs"
     args.divisor, args.reciprocal = form.divisor, 1.0 / form.divisor
     return args
 
 
-def window_grid(args: WindowArgs, a_block: int) -> tuple[int, int, int]:
+def checked(work: WindowWork, name: str, launch: Callable[[str | None], Launch]) -> Fragment:
+    """Return the fragment of a gradient from indices, given its launch with a buffer for faults."""
+    if not work.checked:
+        return Fragment(name, (launch(None),))
+    bad = f"{work.prefix}bad_index"
+    workspace, check = Workspace(bad, 8), Check(bad, BAD_INDEX)
+    return Fragment(name, (Clear(bad, 8), launch(bad)), (workspace,), (check,))
+
+
+def window_grid(args: Any, a_block: int) -> tuple[int, int, int]:
     """Return the grid: blocks of a chunk, and chunks."""
     blocks = ceil_div(args.threads, a_block)
     assert blocks <= MAX_BLOCKS  # noqa: S101 - a chunk's threads fit 31 bits

@@ -1,12 +1,12 @@
-// Max pooling over small windows of any kind, channels last: maxima and their positions. The host's
-// side is window_maxima.py.
+// Max pooling over windows of any kind: maxima and their positions. The host's side is window_maxima.py.
 //
 // y[o] = the maximum of x over the window of o, indices[o] = its flat position in the plane. Of equal
 // maxima the first wins; a NaN wins over any number, and of several NaNs the last.
-// A thread computes WIDTH adjacent elements of `inner` at one position of y. A window has at most ROWS
-// by COLUMNS positions along its last two axes; all of them are loaded before the first comparison.
-// Block: 128 threads; shared memory: none. Deterministic. Relies on its launcher for the grid (chunks of the batch along y), aligned vectors,
-// and windows that contain a position.
+// A thread computes WIDTH adjacent elements of `inner` at one position of y. If ROWS > 0, windows have at
+// most ROWS by COLUMNS adjacent positions along their last two axes, all of which are loaded before the
+// first comparison. Otherwise they have any number, and a dilation.
+// Block: 128 threads; shared memory: none. Deterministic. Relies on its launcher for the grid (chunks of
+// the batch along y), aligned vectors, and windows that contain a position.
 // Index limits: planes and a chunk's threads below 2^31; offsets in 64 bits.
 #include "pool/windows.cuh"
 
@@ -46,13 +46,16 @@ extern "C" __global__ void __launch_bounds__(128, 4)
   int start[3], stop[3];
 #pragma unroll
   for (int axis = 0; axis < 3; ++axis) {
-    start[axis] = args.window[axis].start(item.at[axis]);
-    stop[axis] = args.window[axis].stop(item.at[axis]);
+    start[axis] = ROWS ? window_start(args.window[axis], item.at[axis])
+                       : window_first(args, axis, item.at[axis]);
+    stop[axis] = window_stop(args.window[axis], item.at[axis]);
   }
   const i64 row = static_cast<i64>(args.x_size[2]) * args.inner;
   const i64 x_plane = row * args.x_size[1] * args.x_size[0];
-  const T* const x = static_cast<const T*>(args.x) + item.group * x_plane + item.vector * WIDTH;
+  const i64 lead = item.group * x_plane + item.vector * WIDTH;
+  const T* const x = static_cast<const T*>(args.x) + lead;
   Most most;
+#if ROWS
   for (int i0 = start[0]; i0 < stop[0]; ++i0) {
     const int corner = (i0 * args.x_size[1] + start[1]) * args.x_size[2] + start[2];
     const T* const from = x + static_cast<i64>(corner) * args.inner;
@@ -75,11 +78,27 @@ extern "C" __global__ void __launch_bounds__(128, 4)
       }
     }
   }
+#else
+  const i64 step = static_cast<i64>(args.dilation[2]) * args.inner;
+  bool first = true;
+  for (int i0 = start[0]; i0 < stop[0]; i0 += args.dilation[0]) {
+    for (int i1 = start[1]; i1 < stop[1]; i1 += args.dilation[1]) {
+      int position = (i0 * args.x_size[1] + i1) * args.x_size[2] + start[2];
+      const int end = position - start[2] + stop[2];
+      const T* from = x + static_cast<i64>(position) * args.inner;
+#pragma unroll 2
+      for (; position < end; position += args.dilation[2]) {
+        most.take(Values::load(from), position, first);
+        first = false;
+        from += step;
+      }
+    }
+  }
+#endif
   const i64 outputs = static_cast<i64>(args.y_size[0]) * args.y_size[1] * args.y_size[2];
   const i64 position =
       (static_cast<i64>(item.at[0]) * args.y_size[1] + item.at[1]) * args.y_size[2] + item.at[2];
   const i64 to = (item.group * outputs + position) * args.inner + item.vector * WIDTH;
   if (args.y != nullptr) most.stored.store(static_cast<T*>(args.y) + to);
-  if (args.indices == nullptr) return;
-  store_positions(static_cast<INDEX*>(args.indices) + to, most.where, args.inner / WIDTH % 2 == 0);
+  store_positions(args, lead, to, most.where, args.inner / WIDTH % 2 == 0);
 }

@@ -1,16 +1,16 @@
-"""Maxima of small windows and their positions, channels last."""
+"""Maxima of windows and their positions, a thread for each window."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from convgrad.dtypes import FLOATING, INDEX, DType
+from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
-from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     WindowForm,
     most_positions,
+    widths,
     window_args,
     window_grid,
 )
@@ -21,12 +21,13 @@ from convgrad_service.plans.cuda.works import WindowWork
 __all__ = ["WindowMaxima"]
 
 BLOCK = 128
-# Positions of a window along its last two axes; the first entry that fits is used.
+# Positions of a window along its last two axes that are loaded at once; the first that fits.
 SMALL = ((1, 4), (2, 2), (3, 3), (4, 4))
+ANY = (0, 0)
 
 
 class WindowMaxima:
-    """Maxima of windows of at most 4 by 4 positions, channels last."""
+    """Maxima of windows of any kind."""
 
     name = "window_maxima"
 
@@ -35,49 +36,46 @@ class WindowMaxima:
         if work.kind != "maxima":
             return "no maxima"
         form = WindowForm.of(work)
-        if not form.last:
-            return "channels first"
-        if _small(form) is None:
-            return "windows of more than 4 by 4 positions"
-        return form.why_not()
+        return form.why_not(form.width(work.dtype))
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
         form = WindowForm.of(work)
         width = form.width(work.dtype)
         args = window_args(form, width, form.y_size)
+        args.wide_indices = work.index_dtype is DType.INT64
         launch = Launch(
-            _instance(work.dtype, work.index_dtype, width, _small(form) or SMALL[-1]),
+            _instance(work.dtype, width, _small(form)),
             window_grid(args, BLOCK),
             (BLOCK, 1, 1),
-            pack(args, x=work.x, y=work.y, indices=work.indices),
+            pack(args, x=work.x, y=work.y, indices=work.indices, carried=work.carried),
         )
         return Fragment(self.name, (launch,))
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(dtype, index, width, small)
+            _instance(dtype, width, small)
             for dtype in FLOATING
-            for index in INDEX
-            for small in SMALL
-            for width in (CHUNK_BYTES // dtype.itemsize, 1)
+            for small in (*SMALL, ANY)
+            for width in widths(dtype)
         ]
 
 
-def _small(form: WindowForm) -> tuple[int, int] | None:
+def _small(form: WindowForm) -> tuple[int, int]:
+    if form.dilated or not form.last:
+        return ANY
     rows, columns = map(most_positions, form.windows[1:])
     fitting = (small for small in SMALL if rows <= small[0] and columns <= small[1])
-    return next(fitting, None)
+    return next(fitting, ANY)
 
 
-def _instance(dtype: DType, index: DType, width: int, small: tuple[int, int]) -> Instance:
+def _instance(dtype: DType, width: int, small: tuple[int, int]) -> Instance:
     rows, columns = small
     return Instance.of(
         "pool/window_maxima.cu",
         {
             "ELEMENT": CUDA_TYPES[dtype],
-            "INDEX": CUDA_TYPES[index],
             "WIDTH": width,
             "ROWS": rows,
             "COLUMNS": columns,

@@ -3,7 +3,8 @@
 // Averages: y[o] = (sum of x[i] over the window of o) / divisor(o); with WEIGHTED the terms are
 // x[i] / size(i), for gradients of windows that differ in size.
 // MAXIMA: y[o] = the maximum, indices[o] = its flat position in the plane. Of equal maxima the first
-// wins; a NaN wins over any number, and of several NaNs the last.
+// wins; a NaN wins over any number, and of several NaNs the last. With LINES 0, x's elements may have other
+// numbers than their positions.
 //
 // A block computes a tile of y from the box of x that its windows cover (window_box.cuh). A thread
 // computes `run` adjacent positions of y along axis 1 in kTogether planes. If windows have at most
@@ -125,15 +126,15 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
   int2* const ranges = reinterpret_cast<int2*>(shared + args.ranges_at);
   for (int i = static_cast<int>(threadIdx.x); i < box.count[1]; i += kBoxThreads) {
     const int o = box.base[1] + i;
-    ranges[i] = make_int2(windows.window[1].start<SIMPLE>(o) - box.first[1],
-                          windows.window[1].stop<SIMPLE>(o) - box.first[1]);
+    ranges[i] = make_int2(window_start<SIMPLE>(windows.window[1], o) - box.first[1],
+                          window_stop<SIMPLE>(windows.window[1], o) - box.first[1]);
   }
 #if WEIGHTED
   S* weights = reinterpret_cast<S*>(shared + args.weights_at);
 #pragma unroll
   for (int axis = 2; axis >= 0; --axis) {
     for (int i = static_cast<int>(threadIdx.x); i < box.extent[axis]; i += kBoxThreads) {
-      weights[i] = S(1) / static_cast<S>(windows.counted[axis].size<SIMPLE>(box.first[axis] + i));
+      weights[i] = S(1) / static_cast<S>(window_size<SIMPLE>(windows.counted[axis], box.first[axis] + i));
     }
     weights += args.box[axis];
   }
@@ -145,8 +146,6 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
   const int groups = (box.planes + kTogether - 1) / kTogether;
   const int items = groups * args.tile[0] * runs * args.tile[2];
   const i64 outputs = static_cast<i64>(windows.y_size[0]) * windows.y_size[1] * windows.y_size[2];
-  [[maybe_unused]] S by = static_cast<S>(windows.divisor);
-  [[maybe_unused]] S reciprocal = static_cast<S>(windows.reciprocal);
   for (int item = static_cast<int>(threadIdx.x); item < items; item += kBoxThreads) {
     const int above = divide(item, args.by_tile[2]), at2 = item - above * args.tile[2];
     const int outer = divide(above, args.by_tile[1]), at1 = (above - outer * runs) * windows.run;
@@ -155,10 +154,10 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
     if (at0 >= box.count[0] || at1 >= box.count[1] || at2 >= box.count[2]) continue;
     const int o0 = box.base[0] + at0, o2 = box.base[2] + at2;
     Column column;
-    column.start0 = SIMPLE ? 0 : windows.window[0].start(o0) - box.first[0];
-    column.stop0 = SIMPLE ? 1 : windows.window[0].stop(o0) - box.first[0];
-    column.start2 = windows.window[2].start<SIMPLE>(o2) - box.first[2];
-    column.stop2 = windows.window[2].stop<SIMPLE>(o2) - box.first[2];
+    column.start0 = SIMPLE ? 0 : window_start(windows.window[0], o0) - box.first[0];
+    column.stop0 = SIMPLE ? 1 : window_stop(windows.window[0], o0) - box.first[0];
+    column.start2 = window_start<SIMPLE>(windows.window[2], o2) - box.first[2];
+    column.stop2 = window_stop<SIMPLE>(windows.window[2], o2) - box.first[2];
     column.plane_pitch = args.pitch[0];
     column.slice_pitch = args.pitch[1];
     column.line_pitch = args.pitch[2];
@@ -175,13 +174,6 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
     const int end = min(at1 + windows.run, box.count[1]);
     int position = (o0 * windows.y_size[1] + box.base[1] + at1) * windows.y_size[2] + o2;
     const i64 to = (box.plane + plane) * outputs;
-#if !MAXIMA
-    S across = S(1);
-    if (windows.by_outputs) {
-      across = static_cast<S>(windows.counted[0].size<SIMPLE>(o0)) *
-               static_cast<S>(windows.counted[2].size<SIMPLE>(o2));
-    }
-#endif
 #if LINES
     Parts kept[LINES];
     int next = 0;
@@ -218,9 +210,16 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
       }
 #endif
 #if !MAXIMA
-      if (windows.by_outputs) {
-        by = across * static_cast<S>(windows.counted[1].size<SIMPLE>(box.base[1] + i));
-        reciprocal = S(1) / by;
+      const DividedBy<T, SIMPLE> division(windows, o0, box.base[1] + i, o2);
+#endif
+#if MAXIMA && !LINES
+      if (windows.carried != nullptr) {
+#pragma unroll
+        for (int p = 0; p < kTogether; ++p) {
+          if (plane + p >= box.planes) break;
+          const i64 lead = static_cast<i64>(box.plane + plane + p) * windows.x_plane;
+          total.of[p].where = windows.carried[lead + total.of[p].where];
+        }
       }
 #endif
 #pragma unroll
@@ -232,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(kBoxThreads, sizeof(T) == 8 ? 3 : 4
         if (windows.indices != nullptr) static_cast<INDEX*>(windows.indices)[own] = part.where;
         if (windows.y != nullptr) static_cast<T*>(windows.y)[own] = part.stored;
 #else
-        static_cast<T*>(windows.y)[own] = narrow<T>(divided<T>(part.value, by, reciprocal));
+        static_cast<T*>(windows.y)[own] = narrow<T>(division(part.value));
 #endif
       }
     }

@@ -47,7 +47,13 @@ class WindowPlanes:
             _instance(work.dtype, work.index_dtype, *_variant(work, form)),
             (tile.blocks(form), 1, 1),
             (BOX_BLOCK, 1, 1),
-            pack(tile.arguments(work, form), x=work.x, y=work.y, indices=work.indices),
+            pack(
+                tile.arguments(work, form),
+                x=work.x,
+                y=work.y,
+                indices=work.indices,
+                carried=work.carried,
+            ),
             tile.places(work, form).end,
         )
         return Fragment(self.name, (launch,))
@@ -71,18 +77,14 @@ def _variant(work: WindowWork, form: WindowForm) -> tuple[tuple[int, int], bool,
     slices, lines, taps = map(most_positions, form.windows)
     maxima = work.kind == "maxima"
     fitting = (shape for shape in SHAPES if lines <= shape[0] and taps <= shape[1])
-    shape = ANY if maxima and slices > 1 else next(fitting, ANY)
+    whole = maxima and (slices > 1 or work.carried is not None)
+    shape = ANY if whole else next(fitting, ANY)
     simple = form.is_simple(form.windows, form.counted)
     return shape, simple, maxima, form.varying == "inputs"
 
 
 def _instance(
-    dtype: DType,
-    index: DType,
-    shape: tuple[int, int],
-    simple: bool,
-    maxima: bool,
-    weighted: bool,
+    dtype: DType, index: DType, shape: tuple[int, int], simple: bool, maxima: bool, weighted: bool
 ) -> Instance:
     return Instance.of(
         "pool/window_planes.cu",

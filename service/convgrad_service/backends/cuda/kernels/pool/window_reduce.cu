@@ -91,7 +91,7 @@ struct Part {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(256, MAXIMA ? 2 : WIDTH == 8 ? 3 : 4)
+extern "C" __global__ void __launch_bounds__(256, MAXIMA ? 2 : WIDTH == 8 || sizeof(T) == 8 ? 3 : 4)
     window_reduce(const __grid_constant__ WindowArgs args) {
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = INNER ? thread / kItems : thread % LANES;
@@ -104,13 +104,13 @@ extern "C" __global__ void __launch_bounds__(256, MAXIMA ? 2 : WIDTH == 8 ? 3 : 
 
   const i64 row = static_cast<i64>(args.x_size[2]) * args.inner;
   const i64 plane = row * args.x_size[1] * args.x_size[0];
-  const T* const x = static_cast<const T*>(args.x) + min(item.group, args.batch - 1) * plane +
-                     item.vector * WIDTH;
+  const i64 lead = min(item.group, args.batch - 1) * plane + item.vector * WIDTH;
+  const T* const x = static_cast<const T*>(args.x) + lead;
   int start[3], stop[3];
 #pragma unroll
   for (int axis = 0; axis < 3; ++axis) {
-    start[axis] = args.window[axis].start(item.at[axis]);
-    stop[axis] = args.window[axis].stop(item.at[axis]);
+    start[axis] = window_start(args.window[axis], item.at[axis]);
+    stop[axis] = window_stop(args.window[axis], item.at[axis]);
   }
   Part parts[kParts];
 #pragma unroll
@@ -207,8 +207,8 @@ extern "C" __global__ void __launch_bounds__(256, MAXIMA ? 2 : WIDTH == 8 ? 3 : 
 #pragma unroll
   for (int v = 0; v < WIDTH; ++v) {
     values.at[v] = x[static_cast<i64>(whole.where[v]) * args.inner + v];
-    if (args.indices != nullptr) static_cast<INDEX*>(args.indices)[to + v] = whole.where[v];
   }
+  store_positions(args, lead, to, whole.where);
   if (args.y != nullptr) values.store(static_cast<T*>(args.y) + to);
 #else
   const DividedBy<T> division(args, item.at[0], item.at[1], item.at[2]);

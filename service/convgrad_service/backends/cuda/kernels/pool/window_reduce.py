@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import product
+from math import prod
 
-from convgrad.dtypes import FLOATING, INDEX, DType
+from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     WindowForm,
     most_positions,
+    widths,
     window_args,
     window_grid,
 )
@@ -18,7 +21,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import WindowWork
 
-__all__ = ["WindowReduce", "WindowReduceMaxima"]
+__all__ = ["WindowReduce"]
 
 BLOCK = 256
 # With smaller windows one thread per window is faster; with more overlap, sums of lines are.
@@ -28,83 +31,70 @@ MOST_OVERLAP = 4
 LEAST_OF_LINES = 128
 LANES = (8, 16, 32, 256)
 LANES_LAST = (8, 16, 32)
+# Channels last, maxima of smaller windows have one thread if these are enough for a multiprocessor.
+LARGE_WINDOW, BUSY_THREADS = 256, 64
 
 
 class WindowReduce:
-    """Averages over large windows with little overlap."""
+    """Averages over large windows with little overlap, and maxima of few of these."""
 
     name = "window_reduce"
 
     def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
-        if work.kind != "sums":
-            return "no average"
+        if work.kind == "routes":
+            return "a gradient of maxima"
         form = WindowForm.of(work)
         if form.varying == "inputs":
             return "a gradient whose windows differ in size"
+        if form.dilated:
+            return "dilated"
         if form.most_window < LEAST_WINDOW:
             return f"windows of fewer than {LEAST_WINDOW} positions"
         if form.overlap > MOST_OVERLAP:
             return f"positions in more than {MOST_OVERLAP} windows"
-        if not (form.last or _of_one_line(form) or form.most_window > LEAST_OF_LINES):
+        large = form.last or form.one_line or form.most_window > LEAST_OF_LINES
+        if not large:
             return f"windows of lines, and at most {LEAST_OF_LINES} positions"
+        threads = form.batch * prod(form.y_size) * (form.inner // form.width(work.dtype))
+        busy = threads >= BUSY_THREADS * device.multiprocessors
+        several = prod(form.y_size) > 1 and form.most_window <= LARGE_WINDOW
+        if work.kind == "maxima" and form.last and several and busy:
+            return "as many windows as keep the device busy"
         return form.why_not()
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        form = WindowForm.of(work)
-        width = _along(form, work.dtype)
-        return Fragment(self.name, (_launch(work, form, _lanes(form, width), width),))
+        form, maxima = WindowForm.of(work), work.kind == "maxima"
+        along = 1 if maxima else _along(form, work.dtype)
+        lanes, width = _lanes(form, along), form.width(work.dtype)
+        args = window_args(form, width, form.y_size)
+        across = ceil_div(most_positions(form.windows[2]), along)
+        args.lanes_log = min(lanes.bit_length() - 1, (across - 1).bit_length())
+        args.wide_indices = work.index_dtype is DType.INT64
+        launch = Launch(
+            _instance(
+                work.dtype, max(width, along), form.last, lanes, form.one_line, maxima=maxima
+            ),
+            window_grid(args, BLOCK // lanes),
+            (BLOCK, 1, 1),
+            pack(args, x=work.x, y=work.y, indices=work.indices, carried=work.carried),
+        )
+        return Fragment(self.name, (launch,))
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
-        return [
-            _instance(dtype, DType.INT64, width, last, lanes, line, maxima=False)
-            for dtype in FLOATING
-            for last, width, lanes in _variants(dtype, smallest=False)
-            for line in (False, True)
-        ]
+        for dtype in FLOATING:
+            wide = CHUNK_BYTES // dtype.itemsize
+            along = [2**log for log in range(wide.bit_length())]
+            for maxima, line in product((False, True), (False, True)):
+                for width, lanes in product((1,) if maxima else along, LANES):
+                    yield _instance(dtype, width, False, lanes, line, maxima=maxima)
+                for width, lanes in product(widths(dtype), LANES_LAST):
+                    yield _instance(dtype, width, True, lanes, line, maxima=maxima)
 
 
-class WindowReduceMaxima:
-    """Maxima of windows of any size, with or without indices."""
-
-    name = "window_reduce_maxima"
-
-    def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
-        if work.kind != "maxima":
-            return "no maxima"
-        return WindowForm.of(work).why_not()
-
-    def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
-        form = WindowForm.of(work)
-        large = form.most_window >= LEAST_WINDOW
-        return Fragment(self.name, (_launch(work, form, _lanes(form) if large else 1),))
-
-    def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
-        return [
-            _instance(dtype, index, width, last, lanes, line, maxima=True)
-            for dtype in FLOATING
-            for index in INDEX
-            for last, width, lanes in _variants(dtype, smallest=True)
-            for line in (False, True)
-        ]
-
-
-def _variants(dtype: DType, *, smallest: bool) -> list[tuple[bool, int, int]]:
-    one = (1,) if smallest else ()
-    wide = CHUNK_BYTES // dtype.itemsize
-    along = () if smallest else tuple(2**log for log in range(1, wide.bit_length()))
-    return [
-        *((False, width, lanes) for width in (1, *along) for lanes in (*one, *LANES)),
-        *((True, width, lanes) for width in (wide, 1) for lanes in (*one, *LANES_LAST)),
-    ]
-
-
-def _lanes(form: WindowForm, width: int = 1) -> int:
+def _lanes(form: WindowForm, width: int) -> int:
     """Return the threads of a window: at least four positions, or eight vectors, for each."""
     choices = LANES_LAST if form.last else LANES
     each = 4 if form.last else 8 * width
@@ -124,35 +114,13 @@ def _along(form: WindowForm, dtype: DType) -> int:
     return width
 
 
-def _of_one_line(form: WindowForm) -> bool:
-    return form.x_size[:2] == (1, 1)
-
-
-def _launch(work: WindowWork, form: WindowForm, lanes: int, along: int = 1) -> Launch:
-    """Return the launch; ``along`` positions form a vector with channels first."""
-    width = form.width(work.dtype)
-    args = window_args(form, width, form.y_size)
-    across = ceil_div(most_positions(form.windows[2]), along)
-    width = max(width, along)
-    args.lanes_log = min(lanes.bit_length() - 1, (across - 1).bit_length())
-    line = _of_one_line(form)
-    maxima = work.kind == "maxima"
-    return Launch(
-        _instance(work.dtype, work.index_dtype, width, form.last, lanes, line, maxima=maxima),
-        window_grid(args, BLOCK // lanes),
-        (BLOCK, 1, 1),
-        pack(args, x=work.x, y=work.y, indices=work.indices),
-    )
-
-
 def _instance(
-    dtype: DType, index: DType, width: int, last: bool, lanes: int, line: bool, *, maxima: bool
+    dtype: DType, width: int, last: bool, lanes: int, line: bool, *, maxima: bool
 ) -> Instance:
     return Instance.of(
         "pool/window_reduce.cu",
         {
             "ELEMENT": CUDA_TYPES[dtype],
-            "INDEX": CUDA_TYPES[index],
             "WIDTH": width,
             "INNER": int(last),
             "LANES": lanes,

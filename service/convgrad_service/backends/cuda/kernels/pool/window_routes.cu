@@ -5,6 +5,8 @@
 // them, bit by bit. It is a gather without atomics, in the order of the windows.
 // If `bad` is given, bad[MOVE] is increased by the number of windows whose index is not in them: all
 // windows less those that a position matches.
+// Windows with a dilation are those of all positions between their taps. With DILATED, an index that is
+// none of these does not match.
 // A thread computes SPAN adjacent positions along the last axis, in WIDTH adjacent elements of `inner`,
 // and reads each window that contains any of them once. If `inner` is 1, it stores STORE adjacent
 // positions at once. Block: 128 threads; shared memory: 4 bytes. Deterministic.
@@ -20,6 +22,7 @@ namespace {
 using T = ELEMENT;
 using S = ElementAccumulator<T>;
 using Values = Vector<T, WIDTH>;
+using Given = Vector<SOURCE, WIDTH>;  // of x
 constexpr int kThreads = 128;
 
 // Positions of a plane as 32-bit numbers; -1 for indices that are not in any plane.
@@ -62,12 +65,13 @@ struct Route {
     }
   }
   // A window with the positions [low, high) of those of this thread, which begin at `position`.
-  __device__ __forceinline__ void take(const Found& found, const Values& values, int position,
-                                       int low, int high) {
+  template <class IsTap>
+  __device__ __forceinline__ void take(const Found& found, const Given& values, int position,
+                                       int low, int high, IsTap is_tap) {
 #pragma unroll
     for (int v = 0; v < WIDTH; ++v) {
       const int at = static_cast<int>(static_cast<u32>(found.at[v]) - static_cast<u32>(position));
-      const bool inside = at >= low && at < high;
+      const bool inside = at >= low && at < high && is_tap(at);
       matches += inside;
 #pragma unroll
       for (int t = 0; t < SPAN; ++t) {
@@ -107,13 +111,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int axis = 0; axis < 3; ++axis) {
       const int first = axis == 2 ? column : item.at[axis];
-      start[axis] = args.window[axis].start(first);
-      stop[axis] = args.window[axis].stop(axis == 2 ? first + columns - 1 : first);
+      start[axis] = window_start(args.window[axis], first);
+      stop[axis] = window_stop(args.window[axis], axis == 2 ? first + columns - 1 : first);
     }
     const int line = item.at[0] * args.y_size[1] + item.at[1];
     const int position = line * args.y_size[2] + column;
     const i64 lead = item.group * x_plane + item.vector * WIDTH;
-    const T* const x = static_cast<const T*>(args.x) + lead;
+    const SOURCE* const x = static_cast<const SOURCE*>(args.x) + lead;
     const INDEX* const indices = static_cast<const INDEX*>(args.indices) + lead;
     for (int o0 = start[0]; o0 < stop[0]; ++o0) {
       for (int o1 = start[1]; o1 < stop[1]; ++o1) {
@@ -122,10 +126,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
           const i64 from = line + static_cast<i64>(o2) * args.inner;
           int low = 0, high = columns;
           if (args.bad != nullptr) {
-            low = max(0, args.counted[2].start(o2) - column);
-            high = min(columns, args.counted[2].stop(o2) - column);
+            low = max(0, window_start(args.counted[2], o2) - column);
+            high = min(columns, window_stop(args.counted[2], o2) - column);
           }
-          route.take(Found(indices + from), Values::load(x + from), position, low, high);
+          const auto is_tap = [&]([[maybe_unused]] int at) {
+            if (!DILATED) return true;
+            return window_reach(args.counted[0], o0, item.at[0]) % args.dilation[0] == 0 &&
+                   window_reach(args.counted[1], o1, item.at[1]) % args.dilation[1] == 0 &&
+                   window_reach(args.counted[2], o2, column + at) % args.dilation[2] == 0;
+          };
+          route.take(Found(indices + from), Given::load(x + from), position, low, high, is_tap);
         }
       }
     }

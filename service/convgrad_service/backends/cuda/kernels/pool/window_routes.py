@@ -9,20 +9,18 @@ from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
-from convgrad_service.backends.cuda.kernels.pool.max_pool import BAD_INDEX
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     WindowForm,
+    checked,
+    widths,
     window_args,
     window_grid,
 )
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import (
-    Check,
-    Clear,
     Fragment,
     Instance,
     Launch,
-    Workspace,
     ceil_div,
 )
 from convgrad_service.plans.cuda.works import WindowWork
@@ -43,15 +41,12 @@ class WindowRoutes:
         """See `Family.why_not`."""
         if work.kind != "routes":
             return "no gradient of maxima"
-        return WindowForm.of(work).why_not()
+        form = WindowForm.of(work)
+        return form.why_not(_width(work, form, dilated=form.dilated and work.checked))
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        if not work.checked:
-            return Fragment(self.name, (routes(work),))
-        bad = f"{work.prefix}bad_index"
-        steps = (Clear(bad, 8), routes(work, bad))
-        return Fragment(self.name, steps, (Workspace(bad, 8),), (Check(bad, BAD_INDEX),))
+        return checked(work, self.name, lambda bad: routes(work, bad))
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
@@ -66,38 +61,62 @@ def routes(work: WindowWork, bad: str | None = None, *, moves: bool = False) -> 
     ``moves``.
     """
     form = WindowForm.of(work)
-    width = form.width(work.dtype)
-    store = 1 if form.inner > 1 else gcd(form.y_size[2], SPAN, CHUNK_BYTES // work.dtype.itemsize)
-    args = window_args(form, width, (*form.y_size[:2], ceil_div(form.y_size[2], SPAN)))
+    # Whether an index that is not a tap must be found.
+    dilated = form.dilated and bad is not None
+    source, width = work.x_dtype or work.dtype, _width(work, form, dilated=dilated)
+    span = 1 if form.windows[2].is_identity or dilated else SPAN
+    most = CHUNK_BYTES // work.dtype.itemsize
+    store = 1 if form.inner > 1 else gcd(form.y_size[2], span, most)
+    args = window_args(form, width, (*form.y_size[:2], ceil_div(form.y_size[2], span)))
     return Launch(
-        _instance(work.dtype, work.index_dtype, (width, store), moves),
+        _instance((source, work.dtype), work.index_dtype, (width, store, span), moves, dilated),
         window_grid(args, BLOCK),
         (BLOCK, 1, 1),
         pack(args, x=work.x, y=work.y, indices=work.indices, bad=bad),
     )
 
 
+def _width(work: WindowWork, form: WindowForm, *, dilated: bool) -> int:
+    return 1 if dilated else form.width(work.x_dtype or work.dtype, work.dtype)
+
+
 def routes_instances(*, moves: bool) -> list[Instance]:
     """Return every instance that `routes` uses."""
+    # Sums of one stage of a pooling are of wider types than its input.
+    dtypes = [(dtype, dtype, index) for dtype in FLOATING for index in INDEX]
+    if not moves:
+        halves = (DType.FLOAT16, DType.BFLOAT16)
+        mixed = [(half, DType.FLOAT32) for half in halves]
+        dtypes += [(*pair, DType.INT32) for one in mixed for pair in (one, one[::-1])]
     found = []
-    for dtype in FLOATING:
+    for source, dtype, index in dtypes:
         most = CHUNK_BYTES // dtype.itemsize
-        vectors = [(most, 1), *((1, store) for store in (1, 2, 4) if store <= most)]
-        for index in INDEX:
-            found += [_instance(dtype, index, vector, moves) for vector in vectors]
+        vectors = [(width, 1, span) for width in widths(source, dtype) for span in (1, SPAN)]
+        vectors += [(1, store, SPAN) for store in (2, 4) if store <= most]
+        found += [_instance((source, dtype), index, vector, moves, False) for vector in vectors]
+        if source is dtype and not moves:
+            found.append(_instance((source, dtype), index, (1, 1, 1), moves, True))
     return found
 
 
-def _instance(dtype: DType, index: DType, vector: tuple[int, int], moves: bool) -> Instance:
-    width, store = vector
+def _instance(
+    dtypes: tuple[DType, DType],
+    index: DType,
+    vector: tuple[int, int, int],
+    moves: bool,
+    dilated: bool,
+) -> Instance:
+    width, store, span = vector
     return Instance.of(
         "pool/window_routes.cu",
         {
-            "ELEMENT": CUDA_TYPES[dtype],
+            "SOURCE": CUDA_TYPES[dtypes[0]],
+            "ELEMENT": CUDA_TYPES[dtypes[1]],
             "INDEX": CUDA_TYPES[index],
             "WIDTH": width,
             "STORE": store,
-            "SPAN": SPAN,
+            "SPAN": span,
             "MOVE": int(moves),
+            "DILATED": int(dilated),
         },
     )

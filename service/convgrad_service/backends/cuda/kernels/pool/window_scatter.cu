@@ -42,7 +42,7 @@ struct Cell {
 __device__ __forceinline__ int2 range_of(const BoxArgs& args, const Box& box, int axis, int o) {
   const WindowRange& range = args.windows.counted[axis];
   const int window = box.first[axis] + o;
-  return make_int2(range.start<SIMPLE>(window), range.stop<SIMPLE>(window));
+  return make_int2(window_start<SIMPLE>(range, window), window_stop<SIMPLE>(range, window));
 }
 __device__ __forceinline__ bool within(int i, int2 range) { return i >= range.x && i < range.y; }
 

@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
-from convgrad_service.backends.cuda.kernels.pool.max_pool import BAD_INDEX
 from convgrad_service.backends.cuda.kernels.pool.window_box import BOX_BLOCK, Tile, why_no_tile
-from convgrad_service.backends.cuda.kernels.pool.window_form import WindowForm
+from convgrad_service.backends.cuda.kernels.pool.window_form import WindowForm, checked
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.program import Check, Clear, Fragment, Instance, Launch, Workspace
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch
 from convgrad_service.plans.cuda.works import WindowWork
 
 __all__ = ["WindowScatter", "scatter"]
@@ -26,16 +25,14 @@ class WindowScatter:
         """See `Family.why_not`."""
         if work.kind != "routes":
             return "no gradient of maxima"
+        if work.x_dtype not in (None, work.dtype):
+            return "sums of another type"
         form = WindowForm.of(work)
         return why_no_tile(work, form, device) or form.why_not()
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        if not work.checked:
-            return Fragment(self.name, (scatter(work, device),))
-        bad = f"{work.prefix}bad_index"
-        steps = (Clear(bad, 8), scatter(work, device, bad))
-        return Fragment(self.name, steps, (Workspace(bad, 8),), (Check(bad, BAD_INDEX),))
+        return checked(work, self.name, lambda bad: scatter(work, device, bad))
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""

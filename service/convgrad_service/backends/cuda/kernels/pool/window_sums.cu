@@ -50,27 +50,27 @@ extern "C" __global__ void __launch_bounds__(128, TAPS > 3 ? 4 : WIDTH == 8 ? 5 
   const int begin = (outer - rows * runs) * args.run;
   const int end = min(begin + args.run, args.y_size[2]);
 
-  const int start0 = args.window[0].start<SIMPLE>(at0), stop0 = args.window[0].stop<SIMPLE>(at0);
-  const int start = args.window[1].start<SIMPLE>(at1), stop = args.window[1].stop<SIMPLE>(at1);
-  const int last = start0 < stop0 ? args.window[2].stop<SIMPLE>(end - 1) : 0;
+  const int start0 = window_start<SIMPLE>(args.window[0], at0), stop0 = window_stop<SIMPLE>(args.window[0], at0);
+  const int start = window_start<SIMPLE>(args.window[1], at1), stop = window_stop<SIMPLE>(args.window[1], at1);
+  const int last = start0 < stop0 ? window_stop<SIMPLE>(args.window[2], end - 1) : 0;
   const i64 x_row = static_cast<i64>(args.x_size[2]) * args.inner;
   const i64 x_slice = x_row * args.x_size[1];
   const T* const x = static_cast<const T*>(args.x) + item * x_slice * args.x_size[0] +
                      start * x_row + vector * WIDTH;
   S first_weight = S(1), weight[TAPS];  // of the first slice, of rows
 #if WEIGHTED
-  first_weight = S(1) / static_cast<S>(args.counted[0].size<SIMPLE>(start0));
+  first_weight = S(1) / static_cast<S>(window_size<SIMPLE>(args.counted[0], start0));
 #endif
 #pragma unroll
   for (int t = 0; t < TAPS; ++t) {
     weight[t] = S(1);
 #if WEIGHTED
-    if (start + t < stop) weight[t] = S(1) / static_cast<S>(args.counted[1].size<SIMPLE>(start + t));
+    if (start + t < stop) weight[t] = S(1) / static_cast<S>(window_size<SIMPLE>(args.counted[1], start + t));
 #endif
   }
   // The next lines' parts of the windows; the one after them is `line` in slice i0.
   Values ahead[kAhead][TAPS] = {};
-  int line = args.window[2].start<SIMPLE>(begin), next = line, i0 = start0;
+  int line = window_start<SIMPLE>(args.window[2], begin), next = line, i0 = start0;
   const auto load = [&](Values (&values)[TAPS]) {
     if (line >= last) return;
     const T* const from = x + i0 * x_slice + static_cast<i64>(line) * args.inner;
@@ -88,16 +88,17 @@ extern "C" __global__ void __launch_bounds__(128, TAPS > 3 ? 4 : WIDTH == 8 ? 5 
   S by = static_cast<S>(args.divisor), reciprocal = static_cast<S>(args.reciprocal);
   S across = S(1);
   if (args.by_outputs) {
-    across = static_cast<S>(args.counted[0].size<SIMPLE>(at0)) * static_cast<S>(args.counted[1].size<SIMPLE>(at1));
+    across = static_cast<S>(window_size<SIMPLE>(args.counted[0], at0)) * static_cast<S>(window_size<SIMPLE>(args.counted[1], at1));
   }
   const i64 position = (item * args.y_size[0] + at0) * args.y_size[1] + at1;
   T* y = static_cast<T*>(args.y) + (position * args.y_size[2] + begin) * args.inner + vector * WIDTH;
   S kept[LINES][WIDTH] = {}, kept_weight[LINES] = {};
 #pragma unroll 1
   for (int at = begin; at < end; ++at) {
-    const int window_start = args.window[2].start<SIMPLE>(at), window_stop = args.window[2].stop<SIMPLE>(at);
+    const int low = window_start<SIMPLE>(args.window[2], at);
+    const int high = window_stop<SIMPLE>(args.window[2], at);
 #pragma unroll 1
-    for (; next < window_stop; ++next) {
+    for (; next < high; ++next) {
       S part[WIDTH] = {};
       S slice_weight = first_weight;
 #pragma unroll 1
@@ -111,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(128, TAPS > 3 ? 4 : WIDTH == 8 ? 5 
         }
         load(ahead[kAhead - 1]);
 #if WEIGHTED
-        if (slices > start0) slice_weight = S(1) / static_cast<S>(args.counted[0].size<SIMPLE>(slices));
+        if (slices > start0) slice_weight = S(1) / static_cast<S>(window_size<SIMPLE>(args.counted[0], slices));
 #endif
 #pragma unroll
         for (int t = 0; t < TAPS; ++t) {
@@ -132,21 +133,21 @@ extern "C" __global__ void __launch_bounds__(128, TAPS > 3 ? 4 : WIDTH == 8 ? 5 
 #if WEIGHTED
 #pragma unroll
       for (int l = 1; l < LINES; ++l) kept_weight[l - 1] = kept_weight[l];
-      kept_weight[LINES - 1] = S(1) / static_cast<S>(args.counted[2].size<SIMPLE>(next));
+      kept_weight[LINES - 1] = S(1) / static_cast<S>(window_size<SIMPLE>(args.counted[2], next));
 #endif
     }
     S sum[WIDTH] = {};
 #pragma unroll
     for (int l = 0; l < LINES; ++l) {
-      const int own = window_stop - LINES + l;
-      if (own < window_start) continue;
+      const int own = high - LINES + l;
+      if (own < low) continue;
 #pragma unroll
       for (int v = 0; v < WIDTH; ++v) {
         sum[v] = WEIGHTED ? multiply_add(kept[l][v], kept_weight[l], sum[v]) : sum[v] + kept[l][v];
       }
     }
     if (args.by_outputs) {
-      by = across * static_cast<S>(args.counted[2].size<SIMPLE>(at));
+      by = across * static_cast<S>(window_size<SIMPLE>(args.counted[2], at));
       reciprocal = S(1) / by;
     }
     Values values;
@@ -160,6 +161,7 @@ extern "C" __global__ void __launch_bounds__(128, TAPS > 3 ? 4 : WIDTH == 8 ? 5 
 namespace {
 
 constexpr int kOther = 3 - AXIS;
+constexpr int kLines = TAPS ? LINES : 1, kTaps = TAPS ? TAPS : WEIGHTED ? 1 : 4;
 
 // Adds a line's part of the windows to each window that contains the line.
 __device__ __forceinline__ void add_line(const WindowArgs& args, const S (&part)[WIDTH],
@@ -167,7 +169,7 @@ __device__ __forceinline__ void add_line(const WindowArgs& args, const S (&part)
                                          S (&sum)[RUN][WIDTH]) {
   S weight = S(1);
 #if WEIGHTED
-  weight = S(1) / static_cast<S>(args.counted[AXIS].size(line));
+  weight = S(1) / static_cast<S>(window_size(args.counted[AXIS], line));
 #endif
 #pragma unroll
   for (int r = 0; r < RUN; ++r) {
@@ -193,116 +195,93 @@ extern "C" __global__ void __launch_bounds__(128, 4)
   int at[3] = {item.at[0], item.at[1], item.at[2]};
   at[AXIS] *= RUN;
   const int run = min(RUN, args.y_size[AXIS] - at[AXIS]);
-  const int start0 = args.window[0].start(at[0]), stop0 = args.window[0].stop(at[0]);
-  const int start = args.window[kOther].start(at[kOther]);
-  const int stop = args.window[kOther].stop(at[kOther]);
+  const int start0 = window_start(args.window[0], at[0]), stop0 = window_stop(args.window[0], at[0]);
+  const int start = window_start(args.window[kOther], at[kOther]);
+  const int stop = window_stop(args.window[kOther], at[kOther]);
   int line_start[RUN], line_stop[RUN];
 #pragma unroll
   for (int r = 0; r < RUN; ++r) {
-    line_start[r] = args.window[AXIS].start(at[AXIS] + min(r, run - 1));
-    line_stop[r] = args.window[AXIS].stop(at[AXIS] + min(r, run - 1));
+    line_start[r] = window_start(args.window[AXIS], at[AXIS] + min(r, run - 1));
+    line_stop[r] = window_stop(args.window[AXIS], at[AXIS] + min(r, run - 1));
   }
 
   const i64 row = static_cast<i64>(args.x_size[2]) * args.inner;
   const i64 step[3] = {row * args.x_size[1], row, args.inner};
   const i64 x_plane = step[0] * args.x_size[0];
   const T* const x = static_cast<const T*>(args.x) + item.group * x_plane +
-                     item.vector * WIDTH + start * step[kOther];
+                     item.vector * WIDTH;
   S sum[RUN][WIDTH] = {};
-#if TAPS
-  S weight[TAPS];
+  S weight[kTaps];
 #pragma unroll
-  for (int t = 0; t < TAPS; ++t) {
+  for (int t = 0; t < kTaps; ++t) {
     weight[t] = S(1);
 #if WEIGHTED
-    if (start + t < stop) weight[t] = S(1) / static_cast<S>(args.counted[kOther].size(start + t));
+    if (TAPS && start + t < stop) weight[t] /= static_cast<S>(window_size(args.counted[kOther], start + t));
 #endif
   }
 #pragma unroll 1
-  for (int line = line_start[0]; line < line_stop[RUN - 1]; line += LINES) {
+  for (int line = line_start[0]; line < line_stop[RUN - 1]; line += kLines) {
+    S part[kLines][WIDTH] = {};
     for (int i0 = start0; i0 < stop0; ++i0) {
-      Values values[LINES][TAPS];
-#pragma unroll
-      for (int l = 0; l < LINES; ++l) {
-        const T* const from = x + i0 * step[0] + (line + l) * step[AXIS];
-#pragma unroll
-        for (int t = 0; t < TAPS; ++t) {
-          const bool there = line + l < line_stop[RUN - 1] && start + t < stop;
-          values[l][t] = there ? Values::load(from + t * step[kOther]) : Values::zero();
-        }
-      }
       S outer = S(1);
 #if WEIGHTED
-      outer = S(1) / static_cast<S>(args.counted[0].size(i0));
+      outer /= static_cast<S>(window_size(args.counted[0], i0));
 #endif
+      for (int first = start; first < (TAPS ? start + 1 : stop); first += kTaps) {
+        Values values[kLines][kTaps];
 #pragma unroll
-      for (int l = 0; l < LINES; ++l) {
-        S part[WIDTH] = {};
+        for (int l = 0; l < kLines; ++l) {
+          const T* const from = x + i0 * step[0] + (line + l) * step[AXIS] + first * step[kOther];
 #pragma unroll
-        for (int t = 0; t < TAPS; ++t) {
-#pragma unroll
-          for (int v = 0; v < WIDTH; ++v) {
-            const S value = widen(values[l][t].at[v]);
-            part[v] = WEIGHTED ? multiply_add(value, weight[t] * outer, part[v]) : part[v] + value;
+          for (int t = 0; t < kTaps; ++t) {
+            const bool there = line + l < line_stop[RUN - 1] && first + t < stop;
+            values[l][t] = there ? Values::load(from + t * step[kOther]) : Values::zero();
           }
         }
-        add_line(args, part, line + l, line_start, line_stop, sum);
-      }
-    }
-  }
-#else
-#pragma unroll 1
-  for (int line = line_start[0]; line < line_stop[RUN - 1]; ++line) {
-    S part[WIDTH] = {};
-    for (int i0 = start0; i0 < stop0; ++i0) {
-      const T* from = x + i0 * step[0] + line * step[AXIS];
-      S outer = S(1);
-#if WEIGHTED
-      outer = S(1) / static_cast<S>(args.counted[0].size(i0));
-#pragma unroll 1
-#else
-#pragma unroll 4
-#endif
-      for (int i = start; i < stop; ++i) {
-        S weight = outer;
-#if WEIGHTED
-        weight = outer / static_cast<S>(args.counted[kOther].size(i));
-#endif
-        const Values values = Values::load(from);
 #pragma unroll
-        for (int v = 0; v < WIDTH; ++v) {
-          const S value = widen(values.at[v]);
-          part[v] = WEIGHTED ? multiply_add(value, weight, part[v]) : part[v] + value;
+        for (int t = 0; t < kTaps; ++t) {
+          if (!TAPS && first + t >= stop) continue;
+          S own = weight[t] * outer;
+#if WEIGHTED
+          if (!TAPS) own = outer / static_cast<S>(window_size(args.counted[kOther], first + t));
+#endif
+#pragma unroll
+          for (int l = 0; l < kLines; ++l) {
+#pragma unroll
+            for (int v = 0; v < WIDTH; ++v) {
+              const S value = widen(values[l][t].at[v]);
+              part[l][v] = WEIGHTED ? multiply_add(value, own, part[l][v]) : part[l][v] + value;
+            }
+          }
         }
-        from += step[kOther];
+      }
+      // A slice's parts of small windows are added apart, those of others together.
+      if (TAPS || i0 + 1 == stop0) {
+#pragma unroll
+        for (int l = 0; l < kLines; ++l) {
+          add_line(args, part[l], line + l, line_start, line_stop, sum);
+#pragma unroll
+          for (int v = 0; v < WIDTH; ++v) part[l][v] = S(0);
+        }
       }
     }
-    add_line(args, part, line, line_start, line_stop, sum);
   }
-#endif
 
   const i64 y_row = static_cast<i64>(args.y_size[2]) * args.inner;
   const i64 y_step[3] = {y_row * args.y_size[1], y_row, args.inner};
   const i64 y_plane = y_step[0] * args.y_size[0];
   T* const y = static_cast<T*>(args.y) + item.group * y_plane + at[0] * y_step[0] + at[1] * y_step[1] +
                at[2] * y_step[2] + item.vector * WIDTH;
-  S by = static_cast<S>(args.divisor), reciprocal = static_cast<S>(args.reciprocal);
-  S across = S(1);
-  if (args.by_outputs) {
-    across = static_cast<S>(args.counted[0].size(at[0])) *
-             static_cast<S>(args.counted[kOther].size(at[kOther]));
-  }
 #pragma unroll
   for (int r = 0; r < RUN; ++r) {
     if (r >= run) break;
-    if (args.by_outputs) {
-      by = across * static_cast<S>(args.counted[AXIS].size(at[AXIS] + r));
-      reciprocal = S(1) / by;
-    }
+    int own[3] = {at[0], at[1], at[2]};
+    own[AXIS] += r;
+    const DividedBy<T> division(args, own[0], own[1], own[2]);
     Values values;
 #pragma unroll
     for (int v = 0; v < WIDTH; ++v) {
-      values.at[v] = narrow<T>(divided<T>(sum[r][v], by, reciprocal));
+      values.at[v] = narrow<T>(division(sum[r][v]));
     }
     values.store(y + r * y_step[AXIS]);
   }

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
-from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
-    Divider,
-    WindowArgs,
     WindowForm,
+    divider_of,
     most_positions,
+    widths,
     window_args,
     window_grid,
 )
@@ -127,14 +127,14 @@ class WindowSums:
             _Shape(width, *form, weighted).instance(dtype)
             for dtype in FLOATING
             for form in (*first, *last)
-            for width in ((1,) if form[0] == 1 else (CHUNK_BYTES // dtype.itemsize, 1))
+            for width in ((1,) if form[0] == 1 else widths(dtype))
             for weighted in (False, True)
         ]
 
 
 def _sliding(
     form: WindowForm, width: int, dtype: DType, device: CudaDevice
-) -> tuple[WindowArgs, tuple[int, int, int]]:
+) -> tuple[Any, tuple[int, int, int]]:
     """Return the arguments and the grid of a launch whose threads slide."""
     vectors = form.inner // width
     most = min(MOST_LANES, LINE_BYTES // (width * dtype.itemsize), 1 << (vectors - 1).bit_length())
@@ -146,7 +146,7 @@ def _sliding(
     runs = ceil_div(columns, next(fitting, RUNS[-1]))
     args = window_args(form, width, (*form.y_size[:2], runs))
     blocks = ceil_div(vectors, lanes)
-    args.by_vectors, args.lanes_log = Divider.of(blocks), lanes.bit_length() - 1
+    args.by_vectors, args.lanes_log = divider_of(blocks), lanes.bit_length() - 1
     args.run, args.threads = ceil_div(columns, runs), args.chunk * rows
     grid = ceil_div(args.threads, BLOCK // lanes) * runs * blocks
     return args, (grid, ceil_div(form.batch, args.chunk), 1)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
-from convgrad_service.backends.cuda.kernels.pool.max_pool import BAD_INDEX
-from convgrad_service.backends.cuda.kernels.pool.window_form import LARGEST, Divider, WindowForm
+from convgrad_service.backends.cuda.kernels.pool.window_form import (
+    LARGEST,
+    WindowForm,
+    checked,
+    divider_of,
+    widths,
+)
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import (
-    Check,
-    Clear,
     Fragment,
     Instance,
     Launch,
-    Workspace,
     ceil_div,
 )
 from convgrad_service.plans.cuda.works import WindowWork
@@ -39,20 +42,7 @@ EACH = (2, 4)
 TOGETHER = 4
 
 
-class TilesArgs(ctypes.Structure):
-    """Mirrors ``pool/window_tiles.cu``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "y", "indices", "bad")),
-        *((name, ctypes.c_int32 * 3) for name in ("tile", "x_size", "y_size", "items")),
-        *((name, ctypes.c_int32) for name in ("inner", "batch", "chunk", "threads", "part")),
-        ("by_vectors", Divider),
-        ("by_items", Divider * 3),
-        ("by_tile", Divider),
-        ("by_size", Divider * 3),
-        ("divisor", ctypes.c_double),
-        ("reciprocal", ctypes.c_double),
-    )
+TilesArgs: Any = structure("pool/window_tiles.cu", "TilesArgs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +56,7 @@ class Tiles:
     def of(cls, form: WindowForm) -> Tiles | None:
         """Return None if windows overlap, have gaps or differ in size."""
         sizes = [_tile_of(axis) for axis in form.windows]
-        if form.varying is not None or any(size is None for size in sizes):
+        if form.dilated or form.varying is not None or any(size is None for size in sizes):
             return None
         return cls(form, tuple(size for size in sizes if size is not None))
 
@@ -122,11 +112,7 @@ class WindowTiles:
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        if not work.checked:
-            return Fragment(self.name, (tiles(work, None),))
-        bad = f"{work.prefix}bad_index"
-        steps = (Clear(bad, 8), tiles(work, bad))
-        return Fragment(self.name, steps, (Workspace(bad, 8),), (Check(bad, BAD_INDEX),))
+        return checked(work, self.name, lambda bad: tiles(work, bad))
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
@@ -152,9 +138,9 @@ def tiles(work: WindowWork, bad: str | None, *, moves: bool = False) -> Launch:
         items[2] = ceil_div(form.y_size[2], width)
     args.items[:] = items
     for i in range(3):
-        args.by_items[i], args.by_size[i] = Divider.of(items[i]), Divider.of(form.y_size[i])
+        args.by_items[i], args.by_size[i] = divider_of(items[i]), divider_of(form.y_size[i])
     args.inner, args.batch = form.inner, form.batch
-    args.by_vectors, args.by_tile = Divider.of(vectors), Divider.of(found.tile[2])
+    args.by_vectors, args.by_tile = divider_of(vectors), divider_of(found.tile[2])
     threads = form.y_size[2] if kind == PLANES else vectors * prod(items)
     mode = SPREAD if work.kind == "sums" else MOVE if moves else ROUTE
     lines = prod(found.tile[:2])
@@ -183,12 +169,12 @@ def tiles_instances(*, moves: bool) -> list[Instance]:
     found = []
     for dtype in FLOATING:
         wide = CHUNK_BYTES // dtype.itemsize
-        widths = [2**log for log in range(wide.bit_length())]
+        powers = [2**log for log in range(wide.bit_length())]
         for mode, indices in modes:
-            shapes = [(CHANNELS, 1, 0, 1), (CHANNELS, wide, 0, 1)]
+            shapes = [(CHANNELS, width, 0, 1) for width in widths(dtype)]
             if mode != ROUTE:
                 shapes.append((PLANES, wide, 0, 1))
-            sides = [(width, each) for width in widths for each in (0, *EACH) if width >= each]
+            sides = [(width, each) for width in powers for each in (0, *EACH) if width >= each]
             rows = {
                 (*side, _together(dtype, mode, *side, lines)) for side in sides for lines in (1, 2)
             }

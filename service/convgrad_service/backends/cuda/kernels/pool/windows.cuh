@@ -7,7 +7,7 @@
 
 namespace convgrad {
 
-// Window o has the positions [start(o), stop(o)); see WindowAxis.
+// Window o has the positions [start, stop), see WindowAxis.
 struct WindowRange {
   int whole, step;  // of positions an output: whole units, and the rest
   int first, last;
@@ -15,33 +15,33 @@ struct WindowRange {
   Divider by_unit;
   int wide_shift;
   u64 wide_factor;  // by_unit for products of more than 31 bits; 0 where there are none
-
-  // A negative bound is clamped to `low`, unless the unit is 1.
-  __device__ __forceinline__ int floored(int o, int add) const {
-    if (by_unit.factor == 0) return o * whole + add;
-    const int whole_units = o * whole;
-    if (wide_factor != 0) {
-      const i64 n = static_cast<i64>(o) * step + add;
-      const u64 quotient = __umul64hi(static_cast<u64>(max(n, 0ll)), wide_factor) >> wide_shift;
-      return whole_units + static_cast<int>(quotient);
-    }
-    const int n = o * step + add;
-    return whole_units + (n <= 0 ? n : divide(n, by_unit));
-  }
-  // kWhole: windows that slide by whole positions, so that nothing is divided.
-  template <bool kWhole = false>
-  __device__ __forceinline__ int start(int o) const {
-    return max(low, kWhole ? o * whole + first : floored(o, first));
-  }
-  template <bool kWhole = false>
-  __device__ __forceinline__ int stop(int o) const {
-    return min(high, kWhole ? o * whole + last : floored(o, last));
-  }
-  template <bool kWhole = false>
-  __device__ __forceinline__ int size(int o) const {
-    return stop<kWhole>(o) - start<kWhole>(o);
-  }
 };
+
+// A negative bound is clamped to `low`, unless the unit is 1.
+__device__ __forceinline__ int window_bound(const WindowRange& range, int o, int add) {
+  if (range.by_unit.factor == 0) return o * range.whole + add;
+  const int whole_units = o * range.whole;
+  if (range.wide_factor != 0) {
+    const i64 n = static_cast<i64>(o) * range.step + add;
+    const u64 quotient = __umul64hi(static_cast<u64>(max(n, 0ll)), range.wide_factor) >> range.wide_shift;
+    return whole_units + static_cast<int>(quotient);
+  }
+  const int n = o * range.step + add;
+  return whole_units + (n <= 0 ? n : divide(n, range.by_unit));
+}
+// kWhole: windows that slide by whole positions, so that nothing is divided.
+template <bool kWhole = false>
+__device__ __forceinline__ int window_start(const WindowRange& range, int o) {
+  return max(range.low, kWhole ? o * range.whole + range.first : window_bound(range, o, range.first));
+}
+template <bool kWhole = false>
+__device__ __forceinline__ int window_stop(const WindowRange& range, int o) {
+  return min(range.high, kWhole ? o * range.whole + range.last : window_bound(range, o, range.last));
+}
+template <bool kWhole = false>
+__device__ __forceinline__ int window_size(const WindowRange& range, int o) {
+  return window_stop<kWhole>(range, o) - window_start<kWhole>(range, o);
+}
 
 // x is [batch, x_size, inner], y and indices are [batch, y_size, inner], all contiguous. Threads are
 // numbered within a chunk of the batch, which blockIdx.y selects, so that numbers fit in 31 bits.
@@ -49,21 +49,39 @@ struct WindowArgs {
   const void* x;
   void* y;        // or null for maxima
   void* indices;  // or null, except for routes
+  const int* carried;  // maxima: numbers of x's elements, for `indices`; null: their positions
   u64* bad;       // routes: counts invalid indices; null if they are valid by construction
   WindowRange window[3];   // from positions of y to those of x
   WindowRange counted[3];  // sizes of windows: of y, of x (window_sums with WEIGHTED), of routes' x
   int x_size[3];
   int y_size[3];
+  int x_plane;  // positions of a plane of x
   int inner;
   int batch;
   int chunk;    // items of the batch in a chunk
   int threads;  // in a chunk
   Divider by_vectors, by_items[3];  // of threads: along inner and y's axes
+  int wide_indices;  // maxima: of 64 bits, else of 32
   int by_outputs;                   // whether y's sums are divided by `counted`, else by `divisor`
   int lanes_log;  // log2: of a window's lanes along its last axis, of a line's or a row's threads
   int run;        // positions of y of a thread along an axis
+  int dilation[3];  // maxima and routes: distances of taps, which start at `first`
+  int dilated;
   double divisor, reciprocal;
 };
+
+// Position i less the first tap of window o along an axis, which may be outside the input. It is a tap if
+// this is a multiple of the dilation.
+__device__ __forceinline__ int window_reach(const WindowRange& range, int o, int i) {
+  return i - (o * range.whole + range.first);
+}
+// The first tap inside the input; windows with a dilation slide by whole positions.
+__device__ __forceinline__ int window_first(const WindowArgs& args, int axis, int o) {
+  const int start = window_start(args.window[axis], o), step = args.dilation[axis];
+  if (step == 1) return start;
+  const int beyond = window_reach(args.window[axis], o, start) % step;
+  return beyond == 0 ? start : start + step - beyond;
+}
 
 // What a thread computes: its coordinates among a chunk's threads.
 struct WindowItem {
@@ -101,14 +119,14 @@ __device__ __forceinline__ S divided(S sum, S by, S reciprocal) {
 }
 
 // The divisor of a window of y, and its reciprocal.
-template <class T>
+template <class T, bool kWhole = false>
 struct DividedBy {
   using S = ElementAccumulator<T>;
   S by, reciprocal;
   __device__ __forceinline__ DividedBy(const WindowArgs& args, int o0, int o1, int o2) {
     if (args.by_outputs) {
-      by = static_cast<S>(args.counted[0].size(o0)) * static_cast<S>(args.counted[1].size(o1)) *
-           static_cast<S>(args.counted[2].size(o2));
+      by = static_cast<S>(window_size<kWhole>(args.counted[0], o0)) * static_cast<S>(window_size<kWhole>(args.counted[1], o1)) *
+           static_cast<S>(window_size<kWhole>(args.counted[2], o2));
       reciprocal = S(1) / by;
     } else {
       by = static_cast<S>(args.divisor);
@@ -135,7 +153,7 @@ __device__ __forceinline__ void count_missing(int matches, u64* missing, i64 win
 // Stores the positions of maxima in kWidth adjacent channels. With `pairs` lanes 2i and 2i + 1 of a warp
 // have adjacent vectors, and exchange so that each store writes whole sectors.
 template <class Index, int kWidth>
-__device__ __forceinline__ void store_positions(Index* to, const int (&where)[kWidth], bool pairs) {
+__device__ __forceinline__ void store_as(Index* to, const int (&where)[kWidth], bool pairs) {
   constexpr int kChunk = kWidth * sizeof(Index) >= 16 ? 16 / sizeof(Index) : kWidth;
   constexpr int kChunks = kWidth / kChunk;
   if (kChunks < 2 || !pairs) {
@@ -165,6 +183,24 @@ __device__ __forceinline__ void store_positions(Index* to, const int (&where)[kW
     Index* const own = to + (c + odd) * kChunk;
     first.store(own);
     second.store(own + kWidth);
+  }
+}
+
+// `from` is the first position of the planes in x, `to` that of the windows in y.
+template <int kWidth>
+__device__ __forceinline__ void store_positions(const WindowArgs& args, i64 from, i64 to,
+                                                int (&where)[kWidth], bool pairs = false) {
+  if (args.indices == nullptr) return;
+  if (args.carried != nullptr) {
+#pragma unroll
+    for (int v = 0; v < kWidth; ++v) {
+      where[v] = args.carried[from + static_cast<i64>(where[v]) * args.inner + v];
+    }
+  }
+  if (args.wide_indices) {
+    store_as(static_cast<i64*>(args.indices) + to, where, pairs);
+  } else {
+    store_as(static_cast<int*>(args.indices) + to, where, pairs);
   }
 }
 

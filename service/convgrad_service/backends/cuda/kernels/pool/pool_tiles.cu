@@ -1,5 +1,5 @@
 // The gradient of max pooling from its input, for overlapping square windows of stride 1, channels
-// last, with a 32-bit word of channels per thread. The host's side is pool_line_words.py.
+// last, with a 32-bit word of channels per thread. The host's side is pool_tiles.py.
 //
 // grad_x[i] = sum of grad[o] over the windows o whose maximum is at i. The maximum of a window is the
 // maximum of its rows' maxima. Its gradient is routed back the same way: to the first row with that
@@ -54,13 +54,12 @@ struct alignas(4 * kPer) Sums {
   }
 };
 
-struct LineWordArgs {
+struct TileArgs {
   const void* x;
   const void* grad;
   void* grad_x;
-  i64 x_stride[4];  // N D H W, in elements
+  i64 x_stride[4];  // N D H W, in elements; of grad_x too
   i64 grad_stride[4];
-  i64 grad_x_stride[4];
   int channel_tiles;
   int planes;      // in an image
   int x_size[2];   // H W
@@ -73,7 +72,7 @@ struct LineWordArgs {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, blocks_here(BLOCKS))
-    pool_line_words(const __grid_constant__ LineWordArgs args) {
+    pool_tiles(const __grid_constant__ TileArgs args) {
   extern __shared__ __align__(16) unsigned char shared[];
   u32* const slots = reinterpret_cast<u32*>(shared);
 
@@ -215,10 +214,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, blocks_here(BLOCKS))
   const bool owned = line < LINES && h >= own_h && h < own_h + TILE && h < args.x_size[0];
   if (!owned) return;
   char* to = reinterpret_cast<char*>(
-      static_cast<T*>(args.grad_x) + n * args.grad_x_stride[0] + d * args.grad_x_stride[1] +
-      channel + static_cast<i64>(h) * args.grad_x_stride[2] +
-      static_cast<i64>(box_w) * args.grad_x_stride[3]);
-  const int step = static_cast<int>(args.grad_x_stride[3] * kBytes);
+      static_cast<T*>(args.grad_x) + n * args.x_stride[0] + d * args.x_stride[1] +
+      channel + static_cast<i64>(h) * args.x_stride[2] +
+      static_cast<i64>(box_w) * args.x_stride[3]);
+  const int step = static_cast<int>(args.x_stride[3] * kBytes);
   const int first = kFull ? 0 : own_w - box_w;
   const int last = min(own_w + TILE, args.x_size[1]) - box_w;
   float sums[LINES][kPer];
