@@ -45,8 +45,9 @@ def instructions_hash(cubin: bytes) -> str:
     return hashlib.sha256(plain.encode()).hexdigest()
 
 
-def describe(rows: Sequence[Mapping[str, Any]]) -> list[Code]:
-    """Return each row's launches as the imported tree plans them: code, grid, block, memory."""
+def describe(rows: Sequence[Mapping[str, Any]], *, compiled: bool) -> list[Code]:
+    """Return each row's launches as the imported tree plans them: grid, block, memory, and if
+    ``compiled`` the code."""
     from convgrad_service.backends.cuda.compile import Compiler
     from convgrad_service.backends.cuda.families import FAMILIES
     from convgrad_service.backends.cuda.nvrtc import find_nvrtc
@@ -63,35 +64,33 @@ def describe(rows: Sequence[Mapping[str, Any]]) -> list[Code]:
         def code_of(instance: Any) -> str:
             return instructions_hash(compiler.cubin(instance).code)
 
-        def code(row: Mapping[str, Any]) -> Code:
+        def launches_of(row: Mapping[str, Any]) -> list[Launch]:
             layer = {**layers[row["layer"]], "N": row["batch"]}
             problem = problem_of(layer, row["dtype"], row["layout"], row["op"])
             if row["dtype"] == "float32":
                 problem = replace(problem, precision=row.get("precision") or "high")
             steps = plan_for(problem, H200, FAMILIES).steps
-            launches = [step for step in steps if isinstance(step, Launch)]
-            return [
-                [
-                    code_of(step.instance),
-                    step.grid,
-                    step.block,
-                    step.shared_bytes,
-                    step.cluster,
-                ]
-                for step in launches
-            ]
+            return [step for step in steps if isinstance(step, Launch)]
+
+        def code(step: Launch) -> list[Any]:
+            how = [step.instance.entry, step.grid, step.block, step.shared_bytes, step.cluster]
+            return [*how, code_of(step.instance)] if compiled else how
 
         try:
-            return [code(row) for row in rows]
+            planned = [launches_of(row) for row in rows]
+            if compiled:
+                # Side by side, into the cache.
+                compiler.compile_all({step.instance: None for row in planned for step in row})
+            return [[code(step) for step in row] for row in planned]
         finally:
             compiler.close()
 
 
-def described_in(tree: Path, rows: Sequence[Mapping[str, Any]]) -> list[Code]:
+def described_in(tree: Path, rows: Sequence[Mapping[str, Any]], *, compiled: bool) -> list[Code]:
     """Return what `describe` returns with the modules of another tree."""
     paths = [tree, tree / "client", tree / "service", *os.environ.get("PYTHONPATH", "").split(":")]
     ran = subprocess.run(
-        [sys.executable, __file__, "--describe"],
+        [sys.executable, __file__, "--describe", *(["--compiled"] if compiled else [])],
         input=json.dumps([{name: row.get(name) for name in (*KEY, "precision")} for row in rows]),
         env={**os.environ, "PYTHONPATH": ":".join(map(str, paths))},
         cwd=tree,
@@ -107,20 +106,23 @@ def described_in(tree: Path, rows: Sequence[Mapping[str, Any]]) -> list[Code]:
 
 def holding(rows: Sequence[Mapping[str, Any]]) -> list[bool]:
     """Return whether each row's launches are those of the commit that it was measured at."""
-    now = described_in(ROOT, rows)
     found = [False] * len(rows)
     for sha in sorted({row["git_sha"] for row in rows}):
-        own = [i for i, row in enumerate(rows) if row["git_sha"] == sha]
+        same = [i for i, row in enumerate(rows) if row["git_sha"] == sha]
         with tempfile.TemporaryDirectory() as folder:
             tree = Path(folder) / "tree"
             git = ["git", "-C", str(ROOT), "worktree"]
             subprocess.run([*git, "add", "-q", "--detach", str(tree), sha], check=True)
             try:
-                then = described_in(tree, [rows[i] for i in own])
+                # What is launched otherwise need not be compiled.
+                for compiled in (False, True):
+                    own = [rows[i] for i in same]
+                    both = (described_in(one, own, compiled=compiled) for one in (tree, ROOT))
+                    same = [i for i, a, b in zip(same, *both, strict=True) if a == b]
             finally:
                 subprocess.run([*git, "remove", "--force", str(tree)], check=True)
-        for i, before in zip(own, then, strict=True):
-            found[i] = before == now[i]
+        for i in same:
+            found[i] = True
     return found
 
 
@@ -131,9 +133,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--store", action="store_true", help="store the sources that rows hold for")
     parser.add_argument("--describe", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--compiled", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.describe:
-        print(json.dumps(describe(json.loads(sys.stdin.read()))))
+        print(json.dumps(describe(json.loads(sys.stdin.read()), compiled=asked.compiled)))
         return
     rows = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
     stale = [row for row in rows if row.get("sources") and why_stale(row)]
