@@ -57,6 +57,12 @@ __device__ __forceinline__ void load_if(bool pred, const void* from, unsigned in
       : "=r"(raw)
       : "l"(from), "r"(static_cast<int>(pred)));
 }
+__device__ __forceinline__ void load_if(bool pred, const void* from, uint2& raw) {
+  asm("{.reg .pred p; setp.ne.b32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0; "
+      "@p ld.global.v2.b32 {%0, %1}, [%2];}"
+      : "=r"(raw.x), "=r"(raw.y)
+      : "l"(from), "r"(static_cast<int>(pred)));
+}
 
 // Loads from shared memory that the compiler cannot hoist out of a loop, where they would take more
 // registers than there are.
