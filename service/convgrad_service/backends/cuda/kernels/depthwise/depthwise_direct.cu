@@ -12,12 +12,11 @@
 // Shared memory: the weights of the tile's channels as they are in memory. A thread's are an odd
 // number of words apart where the number of taps is odd, so that their reads have no conflicts.
 // Relies on its launcher for contiguous weights, aligned to 16 bytes as a tile's first ones are;
-// strides and channels in multiples of VECTOR; an image's extent below 2^31 elements; positions below
+// strides and channels in multiples of VECTOR; at most 32 vectors; an image's extent below 2^31 elements; positions below
 // 2^31. Deterministic: sums are in the order of x's rows, then columns. Padding is read as zeros. A
 // dependent launch may start with this kernel (ptx/pdl.cuh).
 #include "core/divider.cuh"
 #include "depthwise/depthwise_words.cuh"
-#include "ptx/mma.cuh"
 #include "ptx/pdl.cuh"
 
 namespace convgrad {
@@ -59,6 +58,8 @@ constexpr int kReadRows = (ROWS - 1) * STRIDE + KERNEL_H;
 constexpr int kReadColumns = (COLUMNS - 1) * STRIDE + KERNEL_W;
 constexpr int kOwnRows = ROWS, kOwnColumns = COLUMNS;
 #endif
+constexpr int kMostVectors = 32;
+constexpr int kRounds = (kMostVectors * kTaps + THREADS - 1) / THREADS;  // of loads of weights
 constexpr int kAhead = AHEAD < kReadRows ? AHEAD : kReadRows;
 
 // The tap, in one dimension, by which an element read contributes to a result.
@@ -95,16 +96,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   extern __shared__ __align__(16) unsigned char shared[];
   const int thread = threadIdx.x;
   const int first_channel = blockIdx.x * args.vectors * VECTOR;
-  {
-    const int channels = min(args.vectors * VECTOR, args.channels - first_channel);
-    const int bytes = channels * kTaps * static_cast<int>(sizeof(T));
-    const unsigned char* const from =
-        static_cast<const unsigned char*>(args.w) +
-        static_cast<i64>(first_channel) * kTaps * static_cast<int>(sizeof(T));
-    for (int i = thread * 16; i < bytes; i += THREADS * 16) {
-      cp_async<16>(shared_address(shared) + i, from + i, min(16, bytes - i));
-    }
-    cp_async_commit();
+  const int weights_of_tile =
+      min(args.vectors, (args.channels - first_channel) / VECTOR) * kTaps;  // in words
+  Raw own_weights[kRounds];
+#pragma unroll
+  for (int i = 0; i < kRounds; ++i) {
+    const int word = thread + i * THREADS;
+    load_ahead_if(word < weights_of_tile,
+                  static_cast<const Raw*>(args.w) + static_cast<i64>(blockIdx.x) * args.vectors * kTaps + word,
+                  own_weights[i]);
   }
   const int place = divide(thread, args.by_vectors), vector = thread - place * args.vectors;
   const int c = first_channel + vector * VECTOR;
@@ -132,13 +132,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const u32 columns = there ? args.x_size[1] : 0;
 #pragma unroll
     for (int j = 0; j < kReadColumns; ++j) {
-      load_if(static_cast<u32>(left + j) < columns, from + j * pitch, read[i][j]);
+      load_ahead_if(static_cast<u32>(left + j) < columns, from + j * pitch, read[i][j]);
     }
     from += args.x_stride[1];
   };
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) load(i);
-  cp_async_wait<0>();
+#pragma unroll
+  for (int i = 0; i < kRounds; ++i) {
+    const int word = thread + i * THREADS;
+    if (word < args.vectors * kTaps) reinterpret_cast<Raw*>(shared)[word] = own_weights[i];
+  }
   __syncthreads();
   const Weights weights{shared + vector * VECTOR * kTaps * static_cast<int>(sizeof(T))};
 

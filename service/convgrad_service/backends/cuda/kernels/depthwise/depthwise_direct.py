@@ -98,7 +98,7 @@ class DepthwiseDirect:
     def layout(self, work: ConvWork, device: CudaDevice) -> DirectGather:
         """Return the configuration with the least predicted time."""
         return self._layout or min(
-            layouts_of(work), key=lambda one: expected_s(work, device, one)
+            layouts_of(work, device), key=lambda one: expected_s(work, device, one)
         )
 
     def grid(self, work: ConvWork, plane: Plane, layout: DirectGather) -> tuple[int, int]:
@@ -131,7 +131,7 @@ class DepthwiseDirect:
             (*self.grid(work, plane, layout), 1),
             (layout.threads, 1, 1),
             pack(args, x=source, w=work.w, y=result),
-            ceil_div(bytes_of_weights, 16) * 16,
+            bytes_of_weights,
         )
         return Fragment(f"{self.name}_{work.direction}", (launch,))
 
@@ -176,7 +176,7 @@ def _vector(work: ConvWork) -> int:
     return 1 if any(n % 2 for n in (work.groups, *numbers)) else 2
 
 
-def layouts_of(work: ConvWork) -> Iterator[DirectGather]:
+def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[DirectGather]:
     """Yield the configurations that may be the fastest."""
     vector = _vector(work)
     all_vectors = ceil_div(work.groups, vector)

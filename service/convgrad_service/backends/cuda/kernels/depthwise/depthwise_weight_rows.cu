@@ -99,11 +99,11 @@ struct Lane {
                        p * args.y_stride[2] + (q * static_cast<int>(args.y_stride[3]) + c);
 #pragma unroll
     for (int i = 0; i < COLUMNS; ++i) {
-      load_if(i < columns_y, y + i * static_cast<int>(args.y_stride[3]), to.y[i]);
+      load_ahead_if(i < columns_y, y + i * static_cast<int>(args.y_stride[3]), to.y[i]);
     }
 #pragma unroll
     for (int i = 0; i < kRead; ++i) {
-      load_if(static_cast<u32>(from + i) < columns_x, x + i * static_cast<int>(args.x_stride[3]),
+      load_ahead_if(static_cast<u32>(from + i) < columns_x, x + i * static_cast<int>(args.x_stride[3]),
               to.x[i]);
     }
   }
@@ -144,14 +144,6 @@ __device__ __forceinline__ void put(const DepthwiseWeightRowsArgs& args, int ind
   } else {
     put_gradient<T>(args, c, row, s, sum);
   }
-}
-
-__device__ __forceinline__ void put_quad(const DepthwiseWeightRowsArgs& args, int quad,
-                                         const float4& sum) {
-  put(args, quad * 4, sum.x);
-  put(args, quad * 4 + 1, sum.y);
-  put(args, quad * 4 + 2, sum.z);
-  put(args, quad * 4 + 3, sum.w);
 }
 
 __device__ __forceinline__ void add(float4& sum, const float4& more) {
@@ -221,58 +213,65 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
   }
   __syncthreads();
-  const auto sum_of_slots = [&](int quad) {
-    float4 sum = {0, 0, 0, 0};
-    for (int i = 0; i < args.slots; ++i) add(sum, reinterpret_cast<float4*>(all_sums)[i * quads + quad]);
-    return sum;
-  };
-  if (blocks == 1) {
-    for (int quad = thread; quad < quads; quad += THREADS) put_quad(args, quad, sum_of_slots(quad));
-    return;
-  }
-#if __CUDA_ARCH__ >= 900
-  if (clustered) {
-    // Quad i of all blocks goes to block i % blocks.
-    cluster_wait();
+  // Sums to be added by this block: `terms` of each, `apart` quads from another; of quads first,
+  // first + step, ...
+  const float* from = all_sums;
+  int count = quads, first = 0, step = 1, terms = args.slots, apart = quads;
+  if (blocks > 1) {
     const int most_own = (quads + blocks - 1) / blocks;
-    for (int quad = thread; quad < quads; quad += THREADS) {
-      const float4 sum = sum_of_slots(quad);
-      const float values[4] = {sum.x, sum.y, sum.z, sum.w};
-      const int own = quad / blocks;
-      st_async(shared_address(received + block * most_own + own), values, shared_address(&barrier),
-               quad - own * blocks);
-    }
-    mbarrier_wait(shared_address(&barrier), 0);
-    for (int own = thread; own < own_quads; own += THREADS) {
-      float4 sum = {0, 0, 0, 0};
-      for (int i = 0; i < blocks; ++i) add(sum, received[i * most_own + own]);
-      put_quad(args, own * blocks + block, sum);
-    }
-    return;
-  }
+    const int column = blockIdx.z * gridDim.y + blockIdx.y;
+    float4* const partials =
+        reinterpret_cast<float4*>(args.partials) + static_cast<i64>(column) * blocks * quads;
+#if __CUDA_ARCH__ >= 900
+    if (clustered) cluster_wait();
 #endif
-  const int column = blockIdx.z * gridDim.y + blockIdx.y;
-  float4* const partials =
-      reinterpret_cast<float4*>(args.partials) + static_cast<i64>(column) * blocks * quads;
-  for (int quad = thread; quad < quads; quad += THREADS) {
-    partials[static_cast<i64>(block) * quads + quad] = sum_of_slots(quad);
+#pragma unroll 1
+    for (int quad = thread; quad < quads; quad += THREADS) {
+      float4 sum = {0, 0, 0, 0};
+#pragma unroll 4
+      for (int i = 0; i < args.slots; ++i) {
+        add(sum, reinterpret_cast<const float4*>(all_sums)[i * quads + quad]);
+      }
+#if __CUDA_ARCH__ >= 900
+      if (clustered) {
+        // Quad i of all blocks goes to block i % blocks.
+        const float values[4] = {sum.x, sum.y, sum.z, sum.w};
+        const int own = quad / blocks;
+        st_async(shared_address(received + block * most_own + own), values,
+                 shared_address(&barrier), quad - own * blocks);
+        continue;
+      }
+#endif
+      partials[static_cast<i64>(block) * quads + quad] = sum;
+    }
+#if __CUDA_ARCH__ >= 900
+    if (clustered) {
+      mbarrier_wait(shared_address(&barrier), 0);
+      from = reinterpret_cast<const float*>(received);
+      count = own_quads, first = block, step = blocks, terms = blocks, apart = most_own;
+    }
+#endif
+    if (from == all_sums) {
+      __threadfence();
+      __syncthreads();
+      if (thread == 0) last = atomicInc(args.arrived + column, blocks - 1) == blocks - 1;
+      __syncthreads();
+      if (!last) return;
+      __threadfence();
+      terms = max(1, min(THREADS / quads, args.slots));
+      for (int i = thread; i < quads * terms; i += THREADS) {
+        const int of = i / quads;
+        reinterpret_cast<float4*>(all_sums)[i] =
+            strided_sum(partials + (i - of * quads), of, terms, blocks, quads);
+      }
+      __syncthreads();
+    }
   }
-  __threadfence();
-  __syncthreads();
-  if (thread == 0) last = atomicInc(args.arrived + column, blocks - 1) == blocks - 1;
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
-  const int shares = max(1, min(THREADS / quads, args.slots));
-  for (int i = thread; i < quads * shares; i += THREADS) {
-    const int of = i / quads;
-    reinterpret_cast<float4*>(all_sums)[i] =
-        strided_sum(partials + (i - of * quads), of, shares, blocks, quads);
-  }
-  __syncthreads();
-  for (int quad = thread; quad < quads; quad += THREADS) {
-    float4 sum = {0, 0, 0, 0};
-    for (int i = 0; i < shares; ++i) add(sum, reinterpret_cast<float4*>(all_sums)[i * quads + quad]);
-    put_quad(args, quad, sum);
+#pragma unroll 1
+  for (int i = thread; i < count * 4; i += THREADS) {
+    float sum = 0;
+#pragma unroll 4
+    for (int term = 0; term < terms; ++term) sum += from[term * apart * 4 + i];
+    put(args, (i / 4 * step + first) * 4 + i % 4, sum);
   }
 }

@@ -25,13 +25,4 @@ __device__ __forceinline__ void widen_word(u32 word, float (&wide)[1]) {
   wide[0] = __uint_as_float(word);
 }
 
-template <class T>
-__device__ __forceinline__ void widen_word(uint2 words, float (&wide)[4]) {
-  float half[2];
-  widen_word<T>(words.x, half);
-  wide[0] = half[0], wide[1] = half[1];
-  widen_word<T>(words.y, half);
-  wide[2] = half[0], wide[3] = half[1];
-}
-
 }  // namespace convgrad
