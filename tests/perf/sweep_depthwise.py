@@ -30,6 +30,7 @@ import torch
 from convgrad.errors import UnsupportedProblem
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.depthwise import depthwise_direct as direct
+from convgrad_service.backends.cuda.kernels.depthwise import depthwise_rows as gather
 from convgrad_service.backends.cuda.kernels.depthwise import depthwise_weight_rows as rows
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise import Depthwise
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_mma import DepthwiseMma
@@ -115,22 +116,26 @@ def configurations(
         if family.why_not(work, device) is None:
             yield family, "", None
     draw = random.Random(f"{job.layer['name']} {job.layer['N']} {job.op}")
-    module: Any = direct if job.op == "conv_bwd_data" else rows
-    made = direct.DepthwiseDirect if job.op == "conv_bwd_data" else rows.DepthwiseWeightRows
-    if made().why_not(work, device) is not None:
-        return
-    every = sorted(
-        ((module.expected_s(work, device, one), one) for one in module.layouts_of(work, device)),
-        key=lambda each: each[0],
+    modelled: Any = (
+        ((direct, direct.DepthwiseDirect), (gather, gather.DepthwiseRows))
+        if job.op == "conv_bwd_data"
+        else ((rows, rows.DepthwiseWeightRows),)
     )
-    chosen = every[: job.top]
-    # The random ones are of those that should not take much longer.
-    rest = [one for one in every[job.top :] if one[0] <= LIMIT * every[0][0]]
-    chosen += draw.sample(rest, min(job.more, len(rest)))
-    for expected_s, one in chosen:
-        family = made(one)
-        if family.why_not(work, device) is None:
-            yield family, str(one), expected_s
+    for module, made in modelled:
+        if made().why_not(work, device) is not None:
+            continue
+        every = sorted(
+            ((module.expected_s(work, device, one), str(one), one)
+            for one in module.layouts_of(work, device)),
+        )
+        chosen = every[: job.top]
+        # The random ones are of those that should not take much longer.
+        rest = [one for one in every[job.top :] if one[0] <= LIMIT * every[0][0]]
+        chosen += draw.sample(rest, min(job.more, len(rest)))
+        for expected_s, name, one in chosen:
+            family = made(one)
+            if family.why_not(work, device) is None:
+                yield family, name, expected_s
 
 
 def planned(job: Job) -> Planned | None:
