@@ -2,11 +2,11 @@
 
     python -m tests.perf.sweep_depthwise --out ROWS.jsonl --seconds 200
 
-The layers are those of `suite/networks.json` at several batches, and random ones; the operations are
-both gradients. Of families with a cost model, the configurations that should be fastest are timed,
-and some others, drawn at random. A line for each layer goes to ``--out``. Ends with a table: the
-peer's time over ours, and the regret, the chosen plan's time over that of the fastest one. Timed as
-`sweep_dense` times. Needs a GPU, CuPy and PyTorch.
+The layers are those of `suite/networks.json` at several batches, and random ones; the operations
+are both gradients. Of families with a cost model, the configurations that should be fastest are
+timed, and some others, drawn at random. A line for each layer goes to ``--out``. Ends with a table:
+the peer's time over ours, and the regret, the chosen plan's time over that of the fastest one.
+Timed as `sweep_dense` times. Needs a GPU, CuPy and PyTorch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from convgrad.errors import UnsupportedProblem
 from convgrad_service.backends.cuda.families import FAMILIES
@@ -125,8 +123,10 @@ def configurations(
         if made().why_not(work, device) is not None:
             continue
         every = sorted(
-            ((module.expected_s(work, device, one), str(one), one)
-            for one in module.layouts_of(work, device)),
+            (
+                (module.expected_s(work, device, one), str(one), one)
+                for one in module.layouts_of(work, device)
+            ),
         )
         chosen = every[: job.top]
         # The random ones are of those that should not take much longer.
@@ -199,7 +199,9 @@ def show(lines: Sequence[Mapping[str, Any]]) -> None:
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for line in lines:
         groups[line["op"], line["kind"], line["N"]].append(line)
-    print(f"{'operation, kind, batch':40}{'layers':>7}{'geomean':>9}{'<0.95':>7}{'regret':>8}  least")
+    print(
+        f"{'operation, kind, batch':40}{'layers':>7}{'geomean':>9}{'<0.95':>7}{'regret':>8}  least"
+    )
     for group, members in sorted(groups.items()):
         ratios = sorted((one["peer_us"] / one["us"], one["layer"]) for one in members)
         best = [min([one["us"], *(each[3] for each in one["configurations"])]) for one in members]

@@ -68,7 +68,11 @@ def test_layers(emulated: EmulatedBackend, seed: int, case: Case, dtype: str) ->
 
 @pytest.mark.parametrize(
     "layout",
-    [RowsGather(3, 1, 4, 2, 128, 8), RowsGather(5, 1, 7, 1, 256, 16), RowsGather(3, 1, 2, 2, 128, 24)],
+    [
+        RowsGather(3, 1, 4, 2, 128, 8),
+        RowsGather(5, 1, 7, 1, 256, 16),
+        RowsGather(3, 1, 2, 2, 128, 24),
+    ],
     ids=str,
 )
 def test_every_shape(seed: int, layout: RowsGather) -> None:

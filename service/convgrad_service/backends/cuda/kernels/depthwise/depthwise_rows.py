@@ -153,7 +153,9 @@ def _strides(operand: Operand) -> tuple[int, ...]:
 def _contiguous(work: ConvWork) -> bool:
     """Whether the weights of all channels are contiguous; dimensions of one tap have no stride."""
     expected = work.taps
-    for stride, extent in zip((work.w.strides[0], *work.w.strides[3:]), (0, *work.kernel), strict=True):
+    for stride, extent in zip(
+        (work.w.strides[0], *work.w.strides[3:]), (0, *work.kernel), strict=True
+    ):
         if extent:
             expected //= extent
         if extent != 1 and stride != expected:

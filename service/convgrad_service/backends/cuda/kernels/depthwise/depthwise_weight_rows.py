@@ -62,9 +62,7 @@ class RowsLayout:
         return (self.slots + 1) * sums + self.blocks * 16
 
 
-DepthwiseWeightRowsArgs = structure(
-    "depthwise/depthwise_weight_rows.cu", "DepthwiseWeightRowsArgs"
-)
+DepthwiseWeightRowsArgs = structure("depthwise/depthwise_weight_rows.cu", "DepthwiseWeightRowsArgs")
 
 
 class DepthwiseWeightRows:
