@@ -1,5 +1,5 @@
-"""depthwise_weight_rows, emulated: one block, clusters and grids of blocks; rows of taps in one block
-or in several.
+"""depthwise_weight_rows, emulated: one block, clusters and grids of blocks; rows of taps in one
+block or in several.
 
 On a GPU, the tests of the `backend` fixture and the random layers of its class cover it.
 """
