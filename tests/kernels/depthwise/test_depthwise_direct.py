@@ -56,7 +56,7 @@ def test_layers(emulated: EmulatedBackend, seed: int, case: Case, dtype: str) ->
 
 @pytest.mark.parametrize(
     "layout",
-    [DirectGather(2, 4, 2, 128, 8), DirectGather(1, 7, 1, 256, 16), DirectGather(1, 2, 2, 128, 24)],
+    [DirectGather(2, 4, 2, 8), DirectGather(1, 7, 1, 16), DirectGather(1, 2, 2, 24)],
     ids=str,
 )
 def test_every_shape(seed: int, layout: DirectGather) -> None:

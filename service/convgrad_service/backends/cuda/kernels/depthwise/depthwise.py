@@ -13,6 +13,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     CHUNK_BYTES,
     PIECES,
     Kernel,
+    LinearCost,
     Plane,
     Tiling,
     chunk_rows,
@@ -49,6 +50,7 @@ DEEP = ((3, 3, 1), (3, 3, 2))
 TOO_LARGE_FOR_EPILOGUES = ((13, 13, 1),)
 
 
+COST = LinearCost(4.6, 0.11, 0.09, 0.58)
 WARPS = 4
 # Rows in a warp's shared memory, by bytes of an element.
 STAGES = {2: 4, 4: 4}
@@ -151,7 +153,10 @@ class Depthwise:
         if plane is None or kernel is None:
             raise ValueError("not a plane")
         tile = _tile(work, plane, kernel, device)
-        return Fragment(f"{self.name}_{work.direction}", (self.launch(work, device, plane, tile),))
+        launch = self.launch(work, device, plane, tile)
+        return Fragment(
+            f"{self.name}_{work.direction}", (launch,), expected_s=COST.expected_s(work)
+        )
 
     def launch(
         self, work: ConvWork, device: CudaDevice, plane: Plane, tile: Tile, chunk: int | None = None

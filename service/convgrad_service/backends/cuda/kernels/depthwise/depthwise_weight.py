@@ -13,6 +13,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     CHUNK_BYTES,
     PIECES,
     Kernel,
+    LinearCost,
     Plane,
     Tiling,
     chunk_rows,
@@ -46,6 +47,7 @@ RESULTS = {
 }
 
 
+COST = LinearCost(5.64, 0.28, 0.0778, 0.765)
 # Many warps per block leave few partial sums to reduce.
 WARPS = 8
 # Rows in a warp's shared memory, by bytes of an element.
@@ -177,7 +179,7 @@ class DepthwiseWeight:
             pack(args, **buffers_of(work, partials)),
             shared_bytes,
         )
-        return Fragment(self.name, (launch,), partials)
+        return Fragment(self.name, (launch,), partials, expected_s=COST.expected_s(work))
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
