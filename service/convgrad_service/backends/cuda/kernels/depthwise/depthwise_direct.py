@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
@@ -108,9 +109,7 @@ class DepthwiseDirect:
 
     def layout(self, work: ConvWork, device: CudaDevice) -> DirectGather:
         """Return the configuration with the least predicted time."""
-        return self._layout or min(
-            layouts_of(work, device), key=lambda one: expected_s(work, device, one)
-        )
+        return self._layout or _best(work, device)
 
     def fragment(self, work: ConvWork, device: CudaDevice, layout: DirectGather) -> Fragment:
         """Return the launch with a configuration."""
@@ -200,6 +199,11 @@ def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[DirectGather]:
     for rows, columns in SHAPES[work.stride[2]]:
         for vectors in sorted(sizes):
             yield DirectGather(rows, columns, vector, vectors)
+
+
+@lru_cache(maxsize=1024)
+def _best(work: ConvWork, device: CudaDevice) -> DirectGather:
+    return min(layouts_of(work, device), key=lambda one: expected_s(work, device, one))
 
 
 def expected_s(work: ConvWork, device: CudaDevice, layout: DirectGather) -> float:

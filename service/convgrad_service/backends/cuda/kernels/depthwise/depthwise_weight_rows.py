@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from convgrad.dtypes import DType
@@ -37,8 +38,8 @@ KERNELS, STRIDES, COLUMNS = (3, 5, 7), (1, 2), (4, 7)
 CLUSTERS = (1, 2, 4, 8)
 # Of the cost model, fitted to 40 layers on an H200: seconds of a launch, of a block's first loads
 # and at least of a round of items; instructions of an item and of an element that it reads (besides
-# one for each product), and what they take of an SM's four schedulers; seconds of a reduction over a
-# cluster, and more over the grid; the part of the SMs that clusters of more than two blocks fill;
+# one for each product), and what they take of an SM's four schedulers; seconds of a reduction over
+# a cluster, and more over the grid; the part of the SMs that clusters of more than two blocks fill;
 # memory's bytes per second, and which part of their time is not hidden. On the held-out half it
 # errs by 9 %.
 LAUNCH_S, FIRST_S, ROUND_S = 3.44e-6, 1.875e-6, 0.537e-6
@@ -122,9 +123,7 @@ class DepthwiseWeightRows:
 
     def layout(self, work: ConvWork, device: CudaDevice) -> RowsLayout:
         """Return the layout with the least predicted time."""
-        return self._layout or min(
-            layouts_of(work, device), key=lambda one: expected_s(work, device, one)
-        )
+        return self._layout or _best(work, device)
 
     def fragment(self, work: ConvWork, device: CudaDevice, layout: RowsLayout) -> Fragment:
         """Return the launch with a layout."""
@@ -224,19 +223,33 @@ def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[RowsLayout]:
         tiles = ceil_div(all_vectors, most)
         sizes.add(ceil_div(ceil_div(all_vectors, tiles), 4) * 4)
     together = {ceil_div(tap_rows, sets) for sets in (1, 2, 3, 4, tap_rows)}
-    for columns in COLUMNS:
-        tile = RowsTile(kernel, work.stride[2], columns, vector)
-        items = work.pixels // work.output[2] * ceil_div(work.output[2], columns)
-        for vectors in sizes:
-            for rows in together:
-                if vectors * rows > THREADS:
-                    continue
-                layout = RowsLayout(tile, vectors, rows, 1)
-                most = ceil_div(items, layout.slots)
-                wave = device.multiprocessors * BLOCKS // prod(_grid(work, layout))
-                for blocks in (*CLUSTERS, wave) if wave > MOST_CLUSTER else CLUSTERS:
-                    if blocks <= most:
-                        yield RowsLayout(tile, vectors, rows, blocks)
+    tile = min(
+        (RowsTile(kernel, work.stride[2], columns, vector) for columns in COLUMNS),
+        key=lambda tile: ceil_div(work.output[2], tile.columns) * _instructions(tile),
+    )
+    items = work.pixels // work.output[2] * ceil_div(work.output[2], tile.columns)
+    for vectors in sorted(sizes):
+        for rows in sorted(together):
+            if vectors * rows > THREADS:
+                continue
+            layout = RowsLayout(tile, vectors, rows, 1)
+            most = ceil_div(items, layout.slots)
+            wave = device.multiprocessors * BLOCKS // prod(_grid(work, layout))
+            for blocks in (*CLUSTERS, wave) if wave > MOST_CLUSTER else CLUSTERS:
+                if blocks <= most:
+                    yield RowsLayout(tile, vectors, rows, blocks)
+
+
+@lru_cache(maxsize=1024)
+def _best(work: ConvWork, device: CudaDevice) -> RowsLayout:
+    return min(layouts_of(work, device), key=lambda one: expected_s(work, device, one))
+
+
+def _instructions(tile: RowsTile) -> float:
+    """Return the instructions of an item."""
+    read = (tile.columns - 1) * tile.stride + tile.kernel + tile.columns
+    products = tile.columns * tile.kernel * tile.vector
+    return INSTRUCTIONS + read * (PER_READ + tile.vector) + products
 
 
 def expected_s(work: ConvWork, device: CudaDevice, layout: RowsLayout) -> float:
@@ -246,14 +259,11 @@ def expected_s(work: ConvWork, device: CudaDevice, layout: RowsLayout) -> float:
     grid = layout.blocks * channel_tiles * tap_sets
     items = work.pixels // work.output[2] * ceil_div(work.output[2], tile.columns)
     rounds = ceil_div(ceil_div(items, layout.blocks), layout.slots)
-    read = (tile.columns - 1) * tile.stride + tile.kernel + tile.columns
-    each = INSTRUCTIONS + read * (PER_READ + tile.vector)
-    each += tile.columns * tile.kernel * tile.vector
     spread = SPREAD if 2 < layout.blocks <= MOST_CLUSTER else 1.0
     most = ceil_div(grid, int(device.multiprocessors * spread))
     held = min(most, BLOCKS)
     warps = ceil_div(layout.vectors * layout.tap_rows * layout.slots, 32)
-    round_s = max(ROUND_S, held * warps * each / (4 * CLOCKS_S))
+    round_s = max(ROUND_S, held * warps * _instructions(tile) / (4 * CLOCKS_S))
     total_s = LAUNCH_S + ceil_div(most, held) * (FIRST_S + rounds * round_s)
     total_s += APART * bytes_of(work) * tap_sets / BYTES_S
     if layout.blocks > 1:
