@@ -30,7 +30,10 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args impo
     buffers_of,
     elements_of,
     fill_weight,
+    fitting_blocks,
+    is_clustered,
     partials_of,
+    received_bytes,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -163,6 +166,7 @@ class DepthwiseWeight:
         # As many blocks as are resident; items per warp differ by at most one.
         items = plane.batch * groups * chunks
         blocks = ceil_div(items, ceil_div(items, resident * WARPS) * WARPS)
+        blocks = fitting_blocks(device, blocks, columns, resident * columns)
 
         args = DepthwiseWeightArgs()
         fill_weight(args, work, plane)
@@ -171,13 +175,15 @@ class DepthwiseWeight:
         args.columns, args.dilation = plane.kernel[1], plane.dilation[1]
         args.tiling = Tiling(groups, chunks, chunk, channel_tiles)
         part = tile.kernel_rows * kernel[1] * BLOCK_CHANNELS
-        partials = partials_of(work, blocks, blocks * columns * part)
+        clustered = is_clustered(device, blocks)
+        partials = partials_of(work, 1 if clustered else blocks, blocks * columns * part)
         launch = Launch(
             _instance(work.dtype, work.result_dtype, kernel, tile, piece_of(work), is_deep(work)),
-            (blocks * channel_tiles, 1, columns // channel_tiles),
+            (blocks, channel_tiles, columns // channel_tiles),
             (WARPS * 32, 1, 1),
             pack(args, **buffers_of(work, partials)),
             shared_bytes,
+            cluster=blocks if clustered else 1,
         )
         return Fragment(self.name, (launch,), partials, expected_s=COST.expected_s(work))
 
@@ -234,8 +240,9 @@ def _shared_bytes(dtype: DType, kernel: Kernel, tile: WeightTile) -> int:
     strips, (_, width, stride) = strips_of_warp(tile.vector), kernel
     columns = strips * tile.columns
     read = (columns - 1) * stride + width + columns
-    rows = STAGES[dtype.itemsize] * read * dtype.itemsize
-    return BLOCK_CHANNELS * WARPS * max(rows, tile.kernel_rows * width * strips * 4)
+    rows, taps = STAGES[dtype.itemsize] * read * dtype.itemsize, tile.kernel_rows * width
+    used = BLOCK_CHANNELS * WARPS * max(rows, taps * strips * 4)
+    return used + received_bytes(taps * BLOCK_CHANNELS)
 
 
 def _instance(

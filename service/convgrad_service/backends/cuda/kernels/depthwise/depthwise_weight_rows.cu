@@ -11,17 +11,14 @@
 // every slots-th of the block's items from the i-th on. Threads with the same item and different rows of
 // taps read y from L1.
 // Grid: equal shares of the items, in a cluster if there are at most 8; tiles of channels; rows of taps.
-// Shared memory: the threads' sums, then the part of all blocks' sums that this block of a cluster adds.
-// Deterministic: slots are added in order, then blocks in order (or, of more than 8, by the last one,
-// every n-th by one thread, then those).
+// Shared memory: depthwise_weight_sum.cuh. Deterministic.
 // Relies on its launcher for contiguous channels, strides and channels in multiples of VECTOR, `vectors`
 // in multiples of 4, an image's extent below 2^31 elements, items below 2^31, `arrived` being 0.
 // Elements outside a tensor are read as zeros.
 #include "depthwise/depthwise_weight_args.cuh"
 #include "core/divider.cuh"
-#include "core/partial_sums.cuh"
+#include "depthwise/depthwise_weight_sum.cuh"
 #include "depthwise/depthwise_words.cuh"
-#include "ptx/st_async.cuh"
 
 namespace convgrad {
 
@@ -70,7 +67,6 @@ using Raw = typename RawOf<sizeof(T) * VECTOR>::type;
 
 constexpr int kRead = (COLUMNS - 1) * STRIDE + KERNEL;
 constexpr int kSums = KERNEL * VECTOR;
-constexpr int kMostCluster = 8;
 
 struct Operands {
   Raw x[kRead], y[COLUMNS];
@@ -146,10 +142,6 @@ __device__ __forceinline__ void put(const DepthwiseWeightRowsArgs& args, int ind
   }
 }
 
-__device__ __forceinline__ void add(float4& sum, const float4& more) {
-  sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
-}
-
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
@@ -159,21 +151,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   __shared__ bool last;
   const int thread = threadIdx.x, blocks = gridDim.x, block = blockIdx.x;
   const int sums_of_slot = args.tap_rows * kSums * args.vectors, quads = sums_of_slot / 4;
-  float* const all_sums = reinterpret_cast<float*>(shared);
-  float4* const received = reinterpret_cast<float4*>(all_sums + args.slots * sums_of_slot);
-  const int own_quads = (quads - 1 - block + blocks) / blocks;
-#if __CUDA_ARCH__ >= 900
-  const bool clustered = blocks > 1 && blocks <= kMostCluster;
-  if (clustered) {
-    if (thread == 0) {
-      mbarrier_init(shared_address(&barrier), 1);
-      fence_mbarrier_init();
-      mbarrier_arrive_expect_tx(shared_address(&barrier), blocks * own_quads * 16);
-    }
-    __syncwarp();
-    cluster_arrive();
-  }
-#endif
+  float4* const all_sums = reinterpret_cast<float4*>(shared);
+  const BlockSums<THREADS> block_sums(all_sums, all_sums + args.slots * quads, &barrier, args.slots,
+                                      quads, block, blocks);
+  block_sums.begin();
 
   const int place = divide(thread, args.by_vectors), vector = thread - place * args.vectors;
   const int slot = divide(place, args.by_tap_rows), tap = place - slot * args.tap_rows;
@@ -208,70 +189,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     for (int s = 0; s < KERNEL; ++s) {
 #pragma unroll
       for (int v = 0; v < VECTOR; ++v) {
-        all_sums[(place * kSums + s * VECTOR + v) * args.vectors + vector] = sums[s][v];
+        reinterpret_cast<float*>(all_sums)[(place * kSums + s * VECTOR + v) * args.vectors + vector] =
+            sums[s][v];
       }
     }
   }
   __syncthreads();
-  // Sums to be added by this block: `terms` of each, `apart` quads from another; of quads first,
-  // first + step, ...
-  const float* from = all_sums;
-  int count = quads, first = 0, step = 1, terms = args.slots, apart = quads;
-  if (blocks > 1) {
-    const int most_own = (quads + blocks - 1) / blocks;
-    const int column = blockIdx.z * gridDim.y + blockIdx.y;
-    float4* const partials =
-        reinterpret_cast<float4*>(args.partials) + static_cast<i64>(column) * blocks * quads;
-#if __CUDA_ARCH__ >= 900
-    if (clustered) cluster_wait();
-#endif
-#pragma unroll 1
-    for (int quad = thread; quad < quads; quad += THREADS) {
-      float4 sum = {0, 0, 0, 0};
-#pragma unroll 4
-      for (int i = 0; i < args.slots; ++i) {
-        add(sum, reinterpret_cast<const float4*>(all_sums)[i * quads + quad]);
-      }
-#if __CUDA_ARCH__ >= 900
-      if (clustered) {
-        // Quad i of all blocks goes to block i % blocks.
-        const float values[4] = {sum.x, sum.y, sum.z, sum.w};
-        const int own = quad / blocks;
-        st_async(shared_address(received + block * most_own + own), values,
-                 shared_address(&barrier), quad - own * blocks);
-        continue;
-      }
-#endif
-      partials[static_cast<i64>(block) * quads + quad] = sum;
-    }
-#if __CUDA_ARCH__ >= 900
-    if (clustered) {
-      mbarrier_wait(shared_address(&barrier), 0);
-      from = reinterpret_cast<const float*>(received);
-      count = own_quads, first = block, step = blocks, terms = blocks, apart = most_own;
-    }
-#endif
-    if (from == all_sums) {
-      __threadfence();
-      __syncthreads();
-      if (thread == 0) last = atomicInc(args.arrived + column, blocks - 1) == blocks - 1;
-      __syncthreads();
-      if (!last) return;
-      __threadfence();
-      terms = max(1, min(THREADS / quads, args.slots));
-      for (int i = thread; i < quads * terms; i += THREADS) {
-        const int of = i / quads;
-        reinterpret_cast<float4*>(all_sums)[i] =
-            strided_sum(partials + (i - of * quads), of, terms, blocks, quads);
-      }
-      __syncthreads();
-    }
-  }
-#pragma unroll 1
-  for (int i = thread; i < count * 4; i += THREADS) {
-    float sum = 0;
-#pragma unroll 4
-    for (int term = 0; term < terms; ++term) sum += from[term * apart * 4 + i];
-    put(args, (i / 4 * step + first) * 4 + i % 4, sum);
-  }
+  const int column = blockIdx.z * gridDim.y + blockIdx.y;
+  float4* const partials =
+      reinterpret_cast<float4*>(args.partials) + static_cast<i64>(column) * blocks * quads;
+  block_sums.finish(partials, args.arrived + column, last,
+                    [&](int index, float sum) { put(args, index, sum); });
 }

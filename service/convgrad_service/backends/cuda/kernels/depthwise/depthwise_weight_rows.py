@@ -16,11 +16,15 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     why_not_counted,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args import (
+    CLUSTERED,
+    MOST_CLUSTER,
     buffers_of,
+    is_clustered,
     partials_of,
+    received_bytes,
 )
 from convgrad_service.backends.cuda.structures import structure
-from convgrad_service.plans.cuda.device import OVERLAPPING, CudaDevice
+from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
@@ -28,8 +32,6 @@ __all__ = ["DepthwiseWeightRows", "RowsLayout", "RowsTile", "layouts_of"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 THREADS, BLOCKS = 256, 2
-# The most blocks of a cluster.
-MOST_CLUSTER = 8
 MOST_INDEX = 2**31 - 1
 # The limit of gridDim.y and gridDim.z.
 MOST_ALONG = 2**16 - 1
@@ -39,13 +41,12 @@ CLUSTERS = (1, 2, 4, 8)
 # Of the cost model, fitted to 40 layers on an H200: seconds of a launch, of a block's first loads
 # and at least of a round of items; instructions of an item and of an element that it reads (besides
 # one for each product), and what they take of an SM's four schedulers; seconds of a reduction over
-# a cluster, and more over the grid; the part of the SMs that clusters of more than two blocks fill;
-# memory's bytes per second, and which part of their time is not hidden. On the held-out half it
-# errs by 9 %.
+# a cluster, and more over the grid; memory's bytes per second, and which part of their time is not
+# hidden. On the held-out half it errs by 9 %.
 LAUNCH_S, FIRST_S, ROUND_S = 3.44e-6, 1.875e-6, 0.537e-6
 INSTRUCTIONS, PER_READ, CLOCKS_S = 47, 4.8, 1.21e9
 CLUSTER_S, GRID_S = 0.41e-6, 2.9e-6
-SPREAD, BYTES_S, APART = 0.91, 4.2e12, 0.2
+BYTES_S, APART = 4.2e12, 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,8 @@ class RowsLayout:
 
     @property
     def shared_bytes(self) -> int:
-        sums = self.tap_rows * self.tile.kernel * self.tile.vector * self.vectors * 4
-        return (self.slots + 1) * sums + self.blocks * 16
+        sums = self.tap_rows * self.tile.kernel * self.tile.vector * self.vectors
+        return self.slots * sums * 4 + received_bytes(sums)
 
 
 DepthwiseWeightRowsArgs = structure("depthwise/depthwise_weight_rows.cu", "DepthwiseWeightRowsArgs")
@@ -149,7 +150,7 @@ class DepthwiseWeightRows:
         args.by_vectors, args.by_tap_rows = divider(layout.vectors), divider(layout.tap_rows)
         args.by_parts, args.by_kernel_rows = divider(args.parts), divider(work.kernel[1])
         args.by_strips, args.by_rows, args.by_planes = map(divider, (strips, rows, planes))
-        clustered = _clustered(device, blocks)
+        clustered = is_clustered(device, blocks)
         sums = layout.tap_rows * tile.kernel * tile.vector * layout.vectors
         partials = partials_of(
             work, 1 if clustered else blocks, blocks * channel_tiles * tap_sets * sums
@@ -259,7 +260,7 @@ def expected_s(work: ConvWork, device: CudaDevice, layout: RowsLayout) -> float:
     grid = layout.blocks * channel_tiles * tap_sets
     items = work.pixels // work.output[2] * ceil_div(work.output[2], tile.columns)
     rounds = ceil_div(ceil_div(items, layout.blocks), layout.slots)
-    spread = SPREAD if 2 < layout.blocks <= MOST_CLUSTER else 1.0
+    spread = CLUSTERED if 2 < layout.blocks <= MOST_CLUSTER else 1.0
     most = ceil_div(grid, int(device.multiprocessors * spread))
     held = min(most, BLOCKS)
     warps = ceil_div(layout.vectors * layout.tap_rows * layout.slots, 32)
@@ -267,13 +268,8 @@ def expected_s(work: ConvWork, device: CudaDevice, layout: RowsLayout) -> float:
     total_s = LAUNCH_S + ceil_div(most, held) * (FIRST_S + rounds * round_s)
     total_s += APART * bytes_of(work) * tap_sets / BYTES_S
     if layout.blocks > 1:
-        total_s += CLUSTER_S if _clustered(device, layout.blocks) else CLUSTER_S + GRID_S
+        total_s += CLUSTER_S if is_clustered(device, layout.blocks) else CLUSTER_S + GRID_S
     return total_s
-
-
-def _clustered(device: CudaDevice, blocks: int) -> bool:
-    """Whether the blocks that share items are a cluster."""
-    return blocks <= MOST_CLUSTER and device.capability >= OVERLAPPING
 
 
 def _instance(dtype: DType, tile: RowsTile) -> Instance:
