@@ -157,7 +157,8 @@ class DepthwiseWeight:
         channel_tiles = ceil_div(work.groups, BLOCK_CHANNELS)
         columns = _columns(work, kernel, tile)
         held = _blocks(kernel, tile, piece_of(work))
-        resident = max(1, resident_blocks(device, shared_bytes, held) // columns)
+        on_device = resident_blocks(device, shared_bytes, held)
+        resident = max(1, on_device // columns)
         groups = ceil_div(plane.output[1], strips_of_warp(tile.vector) * tile.columns)
         if chunk is None:
             reach = ceil_div(kernel[0], plane.stride) - 1
@@ -166,7 +167,7 @@ class DepthwiseWeight:
         # As many blocks as are resident; items per warp differ by at most one.
         items = plane.batch * groups * chunks
         blocks = ceil_div(items, ceil_div(items, resident * WARPS) * WARPS)
-        blocks = fitting_blocks(device, blocks, columns, resident * columns)
+        blocks = fitting_blocks(device, blocks, columns, on_device)
 
         args = DepthwiseWeightArgs()
         fill_weight(args, work, plane)
