@@ -69,9 +69,9 @@ def test_layers(emulated: EmulatedBackend, seed: int, case: Case, dtype: str) ->
 @pytest.mark.parametrize(
     "layout",
     [
-        RowsGather(3, 1, 4, 2, 128, 8),
-        RowsGather(5, 1, 7, 1, 256, 16),
-        RowsGather(3, 1, 2, 2, 128, 24),
+        RowsGather(3, 1, 4, 2, 8),
+        RowsGather(3, 1, 7, 1, 16),
+        RowsGather(3, 1, 2, 2, 24),
     ],
     ids=str,
 )

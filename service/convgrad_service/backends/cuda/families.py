@@ -36,6 +36,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise import Depthwise
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct import DepthwiseDirect
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_mma import DepthwiseMma
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_rows import DepthwiseRows
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight import DepthwiseWeight
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct import (
     DepthwiseWeightDirect,
@@ -111,8 +112,12 @@ def _through_channels_last(families: Sequence[Family[ConvWork]]) -> list[Family[
 
 
 # Depthwise convolutions: forward and input gradient, then weight gradient. Small ones first.
-_Sides = tuple[Sequence[Family[ConvWork]], Sequence[Family[ConvWork]]]
-_DEPTHWISE: _Sides = [DepthwiseDirect()], [DepthwisePairs(), Depthwise(), DepthwiseMma()]
+_Sides = tuple[Sequence[Family[ConvWork]], ...]
+_DEPTHWISE: _Sides = (
+    [DepthwiseDirect()],
+    [DepthwiseRows()],
+    [DepthwisePairs(), Depthwise(), DepthwiseMma()],
+)
 _DEPTHWISE_WEIGHT: _Sides = (
     [DepthwiseWeightRows()],
     [HopperDepthwiseStrips(), DepthwiseWeightDirect(), DepthwiseWeight(), DepthwiseWeightMma()],

@@ -13,7 +13,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ZEROS_BYTES, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
-__all__ = ["BLOCK_CHANNELS", "CHUNK_BYTES", "PIECES", "Kernel", "LinearCost"]
+__all__ = ["BLOCK_CHANNELS", "BYTES_S", "CHUNK_BYTES", "PIECES", "Kernel", "LinearCost"]
 __all__ += ["Plane", "Planes", "Tiling"]
 __all__ += [
     "bytes_of",
@@ -35,6 +35,8 @@ PIECES = (16, 4)
 BLOCK_CHANNELS = 32
 """Channels of a warp: two sectors of memory per pixel for 16-bit types."""
 CHUNK_BYTES = 16
+BYTES_S = 4.2e12
+"""Memory's bytes per second, for cost models."""
 # Latency of a warp's first rows, in rows of computation; fitted to sweeps on an H200.
 START_ROWS = 6
 

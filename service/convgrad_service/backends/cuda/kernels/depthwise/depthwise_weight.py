@@ -50,7 +50,7 @@ RESULTS = {
 }
 
 
-COST = LinearCost(5.64, 0.28, 0.0778, 0.765)
+COST = LinearCost(5.64, 0.28, 0.055, 0.765)
 # Many warps per block leave few partial sums to reduce.
 WARPS = 8
 # Rows in a warp's shared memory, by bytes of an element.
@@ -70,15 +70,17 @@ class WeightTile:
 # Tiles in 16-bit types in whole chunks, besides kernels of one row.
 TILES_IN_16_BITS: dict[Kernel, WeightTile] = {
     (3, 3, 1): WeightTile(3, 1, 7, 2),
-    (3, 3, 2): WeightTile(3, 2, 4, 1),
-    (5, 5, 1): WeightTile(5, 2, 7, 1),
-    (5, 5, 2): WeightTile(5, 2, 2, 2),
+    (3, 3, 2): WeightTile(3, 1, 7, 2),
+    (5, 5, 1): WeightTile(5, 1, 7, 2),
+    (5, 5, 2): WeightTile(5, 1, 7, 1),
     (7, 7, 1): WeightTile(7, 1, 7, 1),
+    (7, 7, 2): WeightTile(7, 1, 4, 1),
 }
 # Elements of both tensors above which tensor cores are faster in 16-bit types. On an H200, FMAs
-# took 0.81 and 1.13 of their time with 10 and 58 million elements and 3x3 kernels; with 5x5 and 7x7
-# ones 0.53 to 0.92 below 3.3 million and 0.78 to 1.53 above; with stride 2, always less.
-TENSOR_CORES_FROM = {(3, 3, 1): 27 * 10**6, (5, 5, 1): 33 * 10**5, (7, 7, 1): 33 * 10**5}
+# took 0.81 and 1.13 of their time with 10 and 58 million elements and 3x3 kernels, 0.7 to 1.0 below
+# 12 million and 5x5 ones, and with 7x7 ones 0.53 to 0.92 below 3.3 million and 0.78 to 1.53 above;
+# with stride 2, always less.
+TENSOR_CORES_FROM = {(3, 3, 1): 27 * 10**6, (5, 5, 1): 12 * 10**6, (7, 7, 1): 33 * 10**5}
 FEW_ELEMENTS = 27 * 10**6
 # Tiles in float32 with fewer elements.
 SMALL_TILES: dict[Kernel, WeightTile] = {(3, 3, 1): WeightTile(3, 2, 4, 2)}
