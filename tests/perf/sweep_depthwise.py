@@ -27,10 +27,10 @@ from typing import Any
 
 from convgrad.errors import UnsupportedProblem
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.depthwise import depthwise_direct as direct
-from convgrad_service.backends.cuda.kernels.depthwise import depthwise_rows as gather
+from convgrad_service.backends.cuda.kernels.depthwise import depthwise_direct_model as direct
 from convgrad_service.backends.cuda.kernels.depthwise import depthwise_weight_rows as rows
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise import Depthwise
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct import DepthwiseDirect
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_mma import DepthwiseMma
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight import DepthwiseWeight
@@ -114,19 +114,14 @@ def configurations(
         if family.why_not(work, device) is None:
             yield family, "", None
     draw = random.Random(f"{job.layer['name']} {job.layer['N']} {job.op}")
-    modelled: Any = (
-        ((direct, direct.DepthwiseDirect), (gather, gather.DepthwiseRows))
-        if job.op == "conv_bwd_data"
-        else ((rows, rows.DepthwiseWeightRows),)
-    )
-    for module, made in modelled:
-        if made().why_not(work, device) is not None:
-            continue
+    modelled: tuple[Any, Any] = (direct, DepthwiseDirect)
+    if job.op != "conv_bwd_data":
+        modelled = rows, rows.DepthwiseWeightRows
+    module, made = modelled
+    if made().why_not(work, device) is None:
         every = sorted(
-            (
-                (module.expected_s(work, device, one), str(one), one)
-                for one in module.layouts_of(work, device)
-            ),
+            (module.expected_s(work, device, one), str(one), one)
+            for one in module.layouts_of(work, device)
         )
         chosen = every[: job.top]
         # The random ones are of those that should not take much longer.

@@ -10,12 +10,11 @@ from dataclasses import replace
 import pytest
 
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct import (
-    DepthwiseDirect,
-    DirectGather,
-)
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct import DepthwiseDirect
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct_model import DirectLayout
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.support.kernels.depthwise_cases import compare, layer
+from tests.support.kernels.harness import answers, check, drawn, with_layouts
 from tests.support.numerics.cases import FROM_CONV, Case
 from tests.support.numerics.geometries import Conv
 from tests.support.numerics.nonfinite import check_rule
@@ -34,6 +33,15 @@ LAYERS: dict[str, Conv] = {
     "stride_2_uneven_padding": layer(1, 24, (9, 7), (5, 5), 2, ((1, 2), (3, 1))),
     "stride_2_unread_column": layer(1, 16, (8, 8), (3, 3), 2, 0),
     "7x7_stride_2": layer(1, 8, (9, 10), (7, 7), 2, 3),
+    "rows_dilated": layer(1, 16, (14, 9), (3, 3), 1, (2, 1), (2, 1)),
+    "11x11": layer(1, 16, (12, 13), (11, 11), 1, 5),
+    "9x9_stride_2": layer(1, 16, (11, 13), (9, 9), 2, 4),
+    "13x9_two_strides": Conv(1, 16, 16, (14, 13), (13, 9), (3, 2), (6, 4), groups=16),
+    "1d_k31": Conv(2, 16, 16, (70,), (31,), padding=15, groups=16),
+    "3d": Conv(2, 16, 16, (4, 6, 9), (3, 3, 3), padding=1, groups=16),
+    "3d_strided": Conv(2, 24, 24, (5, 7, 8), (3, 3, 3), 2, 1, groups=24),
+    "3d_strided_planes": Conv(1, 16, 16, (7, 5, 6), (2, 3, 3), (3, 1, 1), 1, groups=16),
+    "3d_planes_unread": Conv(1, 8, 8, (9, 5, 5), (2, 3, 3), (4, 1, 1), groups=8),
 }
 CASES = [FROM_CONV["conv_bwd_data"](*one) for one in LAYERS.items()]
 
@@ -51,15 +59,21 @@ def emulated() -> EmulatedBackend:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_layers(emulated: EmulatedBackend, seed: int, case: Case, dtype: str) -> None:
     for gate in ("exact", "bounded"):
-        compare(emulated, seed, case, dtype, gate)
+        tensors, wanted = drawn(seed, case, dtype, gate)
+        found = answers(emulated, case, tensors, with_layouts(case.ndim, grouped=False)[2])
+        check(found, wanted, gate, f"seed {seed}, {case.id} {dtype}")
 
 
 @pytest.mark.parametrize(
     "layout",
-    [DirectGather(2, 4, 2, 8), DirectGather(1, 7, 1, 16), DirectGather(1, 2, 2, 24)],
+    [
+        DirectLayout(3, 1, 2, 4, 2, 8),
+        DirectLayout(3, 1, 1, 7, 1, 16),
+        DirectLayout(3, 1, 0, 2, 2, 24),
+    ],
     ids=str,
 )
-def test_every_shape(seed: int, layout: DirectGather) -> None:
+def test_every_shape(seed: int, layout: DirectLayout) -> None:
     case = FROM_CONV["conv_bwd_data"]("wide", layer(2, 40, (9, 17), (3, 3), 1, 1))
     compare(only(DepthwiseDirect(layout)), seed, case, "bfloat16", "exact")
 

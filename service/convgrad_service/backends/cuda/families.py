@@ -36,7 +36,6 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise import Depthwise
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct import DepthwiseDirect
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_mma import DepthwiseMma
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise_rows import DepthwiseRows
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight import DepthwiseWeight
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct import (
     DepthwiseWeightDirect,
@@ -115,7 +114,6 @@ def _through_channels_last(families: Sequence[Family[ConvWork]]) -> list[Family[
 _Sides = tuple[Sequence[Family[ConvWork]], ...]
 _DEPTHWISE: _Sides = (
     [DepthwiseDirect()],
-    [DepthwiseRows()],
     [DepthwisePairs(), Depthwise(), DepthwiseMma()],
 )
 _DEPTHWISE_WEIGHT: _Sides = (

@@ -1,94 +1,28 @@
-// Depthwise convolution, forward or the gradient of its input, of channels-last tensors, without
-// staging pixels in shared memory: for problems whose time is that of a few dependent loads.
+// Depthwise convolution, forward or the gradient of its input, of channels-last tensors with one to
+// three spatial dimensions, without staging pixels in shared memory: a small problem takes little
+// longer than its first loads do.
 //
-// forward   y[n, p, q, c] = sum over (r, s) of
-//                           x[n, p*STRIDE + r - pad, q*STRIDE + s - pad, c] * w[c, r, s]
-// backward  y[n, u - pad, v - pad, c] = sum over u = p*STRIDE + r, v = q*STRIDE + s
-//                                       of x[n, p, q, c] * w[c, r, s]
-// rounded once. A thread has VECTOR adjacent channels of ROWS x COLUMNS results (backward: times
-// STRIDE both ways). It loads the elements of x that they read, the first AHEAD rows before it waits
-// for the weights.
+// forward   y[n, z, p, q, c] = sum over (t, r, s) of w[c, t, r, s] *
+//           x[n, z*sd + t*dd - pd, p*sh + r*dh - ph, q*STRIDE + s - pw, c]
+// backward  y[n, i, j, k, c] = sum over (t, r, s) and (z, p, q) with i = z*sd + t*dd - pd, ... of
+//           w[c, t, r, s] * x[n, z, p, q, c]
+// rounded once. A thread has VECTOR adjacent channels of a tile of results (depthwise_direct.cuh).
+// ROWS > 0: KERNEL_H x KERNEL taps with the same stride in H and W, and ROWS x COLUMNS results
+// (backward: times STRIDE both ways), for which it loads AHEAD rows of x before it waits for weights.
+// ROWS = 0: any kernel, as rows of KERNEL taps (longer ones in parts), and COLUMNS results of a row.
+// For each row of taps it loads the elements of x that its results read, AHEAD rows before their use.
 // Block: `vectors` vectors of channels, then positions. Grid: tiles of channels, positions.
-// Shared memory: the weights of the tile's channels as they are in memory. A thread's are an odd
-// number of words apart where the number of taps is odd, so that their reads have no conflicts.
-// Relies on its launcher for contiguous weights, aligned to 16 bytes as a tile's first ones are;
-// strides and channels in multiples of VECTOR; at most 32 vectors; an image's extent below 2^31 elements; positions below
-// 2^31. Deterministic: sums are in the order of x's rows, then columns. Padding is read as zeros. A
-// dependent launch may start with this kernel (ptx/pdl.cuh).
-#include "core/divider.cuh"
-#include "depthwise/depthwise_words.cuh"
+// Shared memory: the weights of the tile's channels as they are in memory. A thread's are an odd number
+// of words apart where the number of taps is odd, so that reads have no conflicts.
+// Deterministic: sums are in the order of x's rows, then columns (ROWS = 0: of t, r and parts, then
+// columns). Padding is read as zeros.
+// Relies on its launcher for contiguous weights; strides and channels in multiples of VECTOR; an
+// image's extent below 2^31 elements; positions below 2^31; backward: no dimension that is both strided
+// and dilated, parts in multiples of STRIDE. A dependent launch may start with this kernel (ptx/pdl.cuh).
+#include "depthwise/depthwise_direct.cuh"
 #include "ptx/pdl.cuh"
 
-namespace convgrad {
-
-struct DepthwiseDirectArgs {
-  const void* x;    // the source: input, or grad_output
-  const void* w;    // [channel][r][s]
-  void* y;          // the result: output, or grad_input
-  i64 x_stride[3];  // N H W, in elements; a pixel's channels are contiguous
-  i64 y_stride[3];
-  int channels;
-  int x_size[2];
-  int y_size[2];
-  int pad[2];
-  int base[2];    // backward: the first results, in units of STRIDE relative to -pad
-  int positions;  // of all images
-  int vectors;    // vectors of channels in a tile
-  int across;     // positions of a row
-  int down;       // rows of positions in an image
-  Divider by_vectors, by_across, by_down;
-};
-
-}  // namespace convgrad
-
 using namespace convgrad;
-
-namespace {
-
-using T = ELEMENT;
-using Raw = typename RawOf<sizeof(T) * VECTOR>::type;
-
-constexpr int kTaps = KERNEL_H * KERNEL_W;
-constexpr int kReachH = (KERNEL_H + STRIDE - 1) / STRIDE, kReachW = (KERNEL_W + STRIDE - 1) / STRIDE;
-#if BACKWARD
-constexpr int kReadRows = ROWS + kReachH - 1, kReadColumns = COLUMNS + kReachW - 1;
-constexpr int kOwnRows = ROWS * STRIDE, kOwnColumns = COLUMNS * STRIDE;
-#else
-constexpr int kReadRows = (ROWS - 1) * STRIDE + KERNEL_H;
-constexpr int kReadColumns = (COLUMNS - 1) * STRIDE + KERNEL_W;
-constexpr int kOwnRows = ROWS, kOwnColumns = COLUMNS;
-#endif
-constexpr int kMostVectors = 32;
-constexpr int kRounds = (kMostVectors * kTaps + THREADS - 1) / THREADS;  // of loads of weights
-constexpr int kAhead = AHEAD < kReadRows ? AHEAD : kReadRows;
-
-// The tap, in one dimension, by which an element read contributes to a result.
-constexpr int tap_of(int own, int read, int reach) {
-#if BACKWARD
-  return own + (reach - 1 - read) * STRIDE;
-#else
-  return read - own * STRIDE;
-#endif
-}
-
-struct Weights {
-  const unsigned char* own;
-  // Of channel v at tap (r, s).
-  __device__ __forceinline__ float at(int v, int r, int s) const {
-    const int element = v * kTaps + r * KERNEL_W + s;
-    if constexpr (sizeof(T) == 4) {
-      return reinterpret_cast<const float*>(own)[element];
-    } else if constexpr (VECTOR == 1) {
-      return widen(reinterpret_cast<const T*>(own)[element]);
-    } else {
-      float both[2];
-      widen_word<T>(reinterpret_cast<const u32*>(own)[element / 2], both);
-      return both[element % 2];
-    }
-  }
-};
-
-}  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     depthwise_direct(const __grid_constant__ DepthwiseDirectArgs args) {
@@ -96,93 +30,63 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   extern __shared__ __align__(16) unsigned char shared[];
   const int thread = threadIdx.x;
   const int first_channel = blockIdx.x * args.vectors * VECTOR;
-  const int weights_of_tile =
-      min(args.vectors, (args.channels - first_channel) / VECTOR) * kTaps;  // in words
-  Raw own_weights[kRounds];
+  const int taps = ROWS > 0 ? KERNEL_H * KERNEL : args.kernel[0] * args.kernel[1] * args.kernel[2];
+  const int words = min(args.vectors, (args.channels - first_channel) / VECTOR) * taps;
+  const Raw* const weights_of_tile = static_cast<const Raw*>(args.w) + first_channel / VECTOR * taps;
+  Raw early[kEarly];
 #pragma unroll
-  for (int i = 0; i < kRounds; ++i) {
+  for (int i = 0; i < kEarly; ++i) {
     const int word = thread + i * THREADS;
-    load_ahead_if(word < weights_of_tile,
-                  static_cast<const Raw*>(args.w) + static_cast<i64>(blockIdx.x) * args.vectors * kTaps + word,
-                  own_weights[i]);
+    load_ahead_if(word < words, weights_of_tile + word, early[i]);
   }
   const int place = divide(thread, args.by_vectors), vector = thread - place * args.vectors;
-  const int c = first_channel + vector * VECTOR;
-  const int position = blockIdx.y * divide(THREADS, args.by_vectors) + place;
-  const bool active = position < args.positions && c < args.channels &&
-                      place < divide(THREADS, args.by_vectors);
-  const int line = divide(position, args.by_across), n = divide(line, args.by_down);
-  const int first_row = (line - n * args.down) * ROWS;
-  const int first_column = (position - line * args.across) * COLUMNS;
-#if BACKWARD
-  const int top = first_row + args.base[0] - (kReachH - 1);
-  const int left = first_column + args.base[1] - (kReachW - 1);
-  const int row = (first_row + args.base[0]) * STRIDE - args.pad[0];
-  const int column = (first_column + args.base[1]) * STRIDE - args.pad[1];
-#else
-  const int top = first_row * STRIDE - args.pad[0], left = first_column * STRIDE - args.pad[1];
-  const int row = first_row, column = first_column;
-#endif
-  const int pitch = static_cast<int>(args.x_stride[2]);
-  const T* from = static_cast<const T*>(args.x) + (active ? n : 0) * args.x_stride[0] +
-                  top * args.x_stride[1] + (left * pitch + c);
-  Raw read[kReadRows][kReadColumns];
-  const auto load = [&](int i) {
-    const bool there = active && static_cast<u32>(top + i) < static_cast<u32>(args.x_size[0]);
-    const u32 columns = there ? args.x_size[1] : 0;
+  const int c = first_channel + vector * VECTOR, position = blockIdx.y * args.places + place;
+  const bool active = place < args.places && position < args.positions && c < args.channels;
+  const int line = divide(position, args.by_across), plane = divide(line, args.by_down);
+  Place at;
+  at.n = divide(plane, args.by_planes), at.z = plane - at.n * args.y_size[0];
+  at.row = (line - plane * args.down) * (ROWS > 0 ? ROWS : 1);
+  at.column = (position - line * args.across) * COLUMNS;
+  if (!active) at.n = 0;
+
+  Mainloop mainloop(args, at, c, active);
+  mainloop.load_first();
+  Raw* const all_weights = reinterpret_cast<Raw*>(shared);
 #pragma unroll
-    for (int j = 0; j < kReadColumns; ++j) {
-      load_ahead_if(static_cast<u32>(left + j) < columns, from + j * pitch, read[i][j]);
-    }
-    from += args.x_stride[1];
-  };
-#pragma unroll
-  for (int i = 0; i < kAhead; ++i) load(i);
-#pragma unroll
-  for (int i = 0; i < kRounds; ++i) {
+  for (int i = 0; i < kEarly; ++i) {
     const int word = thread + i * THREADS;
-    if (word < args.vectors * kTaps) reinterpret_cast<Raw*>(shared)[word] = own_weights[i];
+    if (word < words) all_weights[word] = early[i];
+  }
+  if constexpr (ROWS == 0) {
+#pragma unroll 4
+    for (int word = thread + kEarly * THREADS; word < words; word += THREADS) {
+      all_weights[word] = weights_of_tile[word];
+    }
   }
   __syncthreads();
-  const Weights weights{shared + vector * VECTOR * kTaps * static_cast<int>(sizeof(T))};
-
   float sums[kOwnRows][kOwnColumns][VECTOR] = {};
-#pragma unroll
-  for (int i = 0; i < kReadRows; ++i) {
-    if (i + kAhead < kReadRows) load(i + kAhead);
-    float wide[kReadColumns][VECTOR];
-#pragma unroll
-    for (int j = 0; j < kReadColumns; ++j) widen_word<T>(read[i][j], wide[j]);
-#pragma unroll
-    for (int a = 0; a < kOwnRows; ++a) {
-      const int r = tap_of(a, i, kReachH);
-      if (r < 0 || r >= KERNEL_H) continue;
-#pragma unroll
-      for (int j = 0; j < kReadColumns; ++j) {
-#pragma unroll
-        for (int b = 0; b < kOwnColumns; ++b) {
-          const int s = tap_of(b, j, kReachW);
-          if (s < 0 || s >= KERNEL_W) continue;
-#pragma unroll
-          for (int v = 0; v < VECTOR; ++v) sums[a][b][v] += wide[j][v] * weights.at(v, r, s);
-        }
-      }
-    }
-  }
-  T* to = static_cast<T*>(args.y) + (active ? n : 0) * args.y_stride[0] + row * args.y_stride[1] +
-          (column * static_cast<int>(args.y_stride[2]) + c);
+  mainloop.run(shared + vector * VECTOR * taps * static_cast<int>(sizeof(T)), taps, sums);
+
+  if (!active) return;
+#if BACKWARD
+  if constexpr (ROWS > 0) at.row = (at.row + args.base[0]) * STRIDE - args.pad[1];
+  at.column = (at.column + args.base[1]) * STRIDE - args.pad[2];
+#endif
+  const int pitch = static_cast<int>(args.y_stride[3]);
+  T* to = static_cast<T*>(args.y) + at.n * args.y_stride[0] +
+          (at.z * static_cast<int>(args.y_stride[1]) + at.row * static_cast<int>(args.y_stride[2]) +
+           at.column * pitch + c);
 #pragma unroll
   for (int a = 0; a < kOwnRows; ++a) {
-    const bool there = active && static_cast<u32>(row + a) < static_cast<u32>(args.y_size[0]);
-    const u32 columns = there ? args.y_size[1] : 0;
+    const bool there = static_cast<u32>(at.row + a) < static_cast<u32>(args.y_size[1]);
+    const u32 columns = there ? args.y_size[2] : 0;
 #pragma unroll
     for (int b = 0; b < kOwnColumns; ++b) {
       Vector<T, VECTOR> result;
 #pragma unroll
       for (int v = 0; v < VECTOR; ++v) result.at[v] = narrow<T>(sums[a][b][v]);
-      store_if(static_cast<u32>(column + b) < columns, to + b * static_cast<int>(args.y_stride[2]),
-               result.raw);
+      store_if(static_cast<u32>(at.column + b) < columns, to + b * pitch, result.raw);
     }
-    to += args.y_stride[1];
+    to += args.y_stride[2];
   }
 }
