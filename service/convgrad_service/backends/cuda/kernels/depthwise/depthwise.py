@@ -159,7 +159,7 @@ class Depthwise:
         variant = Variant.of(work)
         cost = DEEP_COST if variant.deep else COST if variant.piece == CHUNK_BYTES else SMALL_COST
         return Fragment(
-            f"{self.name}_{work.direction}", (launch,), expected_s=cost.expected_s(work)
+            f"{self.name}_{work.direction}", (launch,), expected_s=cost.expected_s(work, device)
         )
 
     def launch(

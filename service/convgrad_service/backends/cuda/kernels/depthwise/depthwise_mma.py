@@ -127,7 +127,7 @@ class DepthwiseMma:
         plane, tile = plane_and_tile(work, lambda plane: self._tile(work, plane))
         launch = self.launch(work, device, plane, tile)
         return Fragment(
-            f"{self.name}_{work.direction}", (launch,), expected_s=COST.expected_s(work)
+            f"{self.name}_{work.direction}", (launch,), expected_s=COST.expected_s(work, device)
         )
 
     def launch(

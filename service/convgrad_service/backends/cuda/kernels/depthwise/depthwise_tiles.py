@@ -248,6 +248,10 @@ def bytes_of(work: ConvWork) -> int:
     return elements * work.batch * work.groups * work.dtype.itemsize
 
 
+# Of an H200.
+FITTED_MULTIPROCESSORS = 132
+
+
 @dataclass(frozen=True, slots=True)
 class LinearCost:
     """A cost model, linear in input and output, products, and the kernel's extent; fitted to 40
@@ -258,12 +262,12 @@ class LinearCost:
     megaproduct_us: float
     column_us: float
 
-    def expected_s(self, work: ConvWork) -> float:
+    def expected_s(self, work: ConvWork, device: CudaDevice) -> float:
         """Return the predicted time of a work."""
         products = work.pixels * work.groups * work.out_channels * work.taps
         us = self.start_us + self.column_us * work.kernel[2]
-        us += (bytes_of(work) * self.megabyte_us + products * self.megaproduct_us) * 1e-6
-        return us * 1e-6
+        sized_us = (bytes_of(work) * self.megabyte_us + products * self.megaproduct_us) * 1e-6
+        return (us + sized_us * FITTED_MULTIPROCESSORS / device.multiprocessors) * 1e-6
 
 
 def why_not_launched(launch: Launch, device: CudaDevice) -> str | None:

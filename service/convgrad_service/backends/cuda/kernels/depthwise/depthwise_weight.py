@@ -188,7 +188,7 @@ class DepthwiseWeight:
             shared_bytes,
             cluster=blocks if clustered else 1,
         )
-        return Fragment(self.name, (launch,), partials, expected_s=COST.expected_s(work))
+        return Fragment(self.name, (launch,), partials, expected_s=COST.expected_s(work, device))
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""

@@ -164,7 +164,7 @@ class DepthwiseWeightDirect:
             pack(args, **buffers_of(work, partials)),
             _shared_bytes(tile, layout),
         )
-        return Fragment(self.name, (launch,), partials, expected_s=COST.expected_s(work))
+        return Fragment(self.name, (launch,), partials, expected_s=COST.expected_s(work, device))
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""

@@ -162,7 +162,7 @@ class DepthwiseWeightMma:
             shared_bytes,
         )
         cost = COST if tile.stride == 1 else STRIDED_COST
-        return Fragment(self.name, (launch,), partials, expected_s=cost.expected_s(work))
+        return Fragment(self.name, (launch,), partials, expected_s=cost.expected_s(work, device))
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""

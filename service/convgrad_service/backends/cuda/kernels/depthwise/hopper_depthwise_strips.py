@@ -160,7 +160,7 @@ class HopperDepthwiseStrips:
             pack_maps(args, _maps(work, plane, tile), **buffers_of(work, partials)),
             ALIGN_BYTES + args.slots * tile.stage_bytes + tile.sums_bytes,
         )
-        return Fragment(self.name, (launch,), partials, expected_s=COST.expected_s(work))
+        return Fragment(self.name, (launch,), partials, expected_s=COST.expected_s(work, device))
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
