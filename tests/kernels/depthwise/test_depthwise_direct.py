@@ -43,7 +43,16 @@ LAYERS: dict[str, Conv] = {
     "3d_strided_planes": Conv(1, 16, 16, (7, 5, 6), (2, 3, 3), (3, 1, 1), 1, groups=16),
     "3d_planes_unread": Conv(1, 8, 8, (9, 5, 5), (2, 3, 3), (4, 1, 1), groups=8),
 }
-CASES = [FROM_CONV["conv_bwd_data"](*one) for one in LAYERS.items()]
+
+
+def forward(name: str, conv: Conv) -> Case:
+    """Without a bias."""
+    case = FROM_CONV["conv_fwd"](name, conv)
+    shapes = {name: shape for name, shape in case.shapes.items() if name != "bias"}
+    return replace(case, shapes=shapes)
+
+
+CASES = [make(*one) for make in (FROM_CONV["conv_bwd_data"], forward) for one in LAYERS.items()]
 
 
 def only(family: DepthwiseDirect) -> EmulatedBackend:
