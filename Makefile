@@ -118,7 +118,7 @@ test-ui: kernels ui $(BROWSER)/.ready ## the page at /ui in Chromium, if it is i
 
 test-gpu: kernels ## every kernel test on this machine's GPU, stores the outcome; the server's too
 	@$(PY) tests/kernels/gpu_check.py --git-sha $$(git rev-parse --short=12 HEAD)
-	@$(PY) -m pytest -m gpu tests/contract/test_on_gpu.py tests/torch
+	@$(PY) -m pytest -m gpu tests/contract/test_on_gpu.py tests/torch tests/jax
 
 compile-all: $(READY) ## compile the GPU kernels that changed, for every architecture; needs no GPU; all take two hours
 	@$(PY) -m tests.perf.compile_kernels
@@ -268,6 +268,9 @@ bench-training: $(READY) ## training steps of whole networks with convgrad.torch
 
 bench-losses: $(READY) ## losses of a ResNet-50 over 200 steps, ours beside several runs of PyTorch's; needs bench-training's
 	@$(PY) -m tests.perf.bench_losses --out tests/perf/results/losses.jsonl
+
+bench-jax: $(READY) ## convolutions in jitted JAX programs, ours and XLA's; needs JAX with CUDA, and CuPy
+	@XLA_PYTHON_CLIENT_PREALLOCATE=false $(PY) -m tests.perf.bench_jax --out tests/perf/results/jax.jsonl
 
 bench-host: $(READY) ## what a backward pass costs the host, ours and PyTorch's; needs what bench-gpu needs
 	@$(PY) -m tests.perf.bench_host --out tests/perf/results/host.jsonl

@@ -114,7 +114,7 @@ class Lines:
                 raise ValueError(f"no configuration {name}")
             products = products_of(work)
             product = products[name.endswith(SWAPPED) and len(products) > 1]
-            model = f"{family}_{'weight' if product.a.mn else 'gather'}"
+            model = f"{family}_{product.kind}"
             return model, pointwise_gemm_model.line_of(product, device, config, s)
         if family == "implicit_gemm":
             gemm = gemm_of(work, axes)

@@ -19,11 +19,10 @@ float64.
 There are two backends:
 
 `Local`
-    The CPU kernels in this process, the default. Needs the distribution that holds the service.
+    The kernels in this process, for GPUs and CPUs, on XLA's memory; the default. Needs the
+    distribution that holds the service.
 `Remote`
-    A convgrad server.
-
-Both are reached by ``jax.pure_callback``: arrays on an accelerator are copied to the host.
+    A convgrad server, reached by ``jax.pure_callback``: arrays are copied to the host.
 """
 
 from __future__ import annotations

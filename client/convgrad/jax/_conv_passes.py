@@ -14,7 +14,7 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from convgrad.jax._backends import Backend
-from convgrad.jax._callback import Operation, Role
+from convgrad.jax._operation import Operation, Role
 
 __all__ = ["Convolution", "forward", "gradient_of_input", "gradient_of_weight"]
 

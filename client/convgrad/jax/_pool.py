@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 
 from convgrad.jax._backends import Backend, default_backend
-from convgrad.jax._callback import Operation
 from convgrad.jax._conv import check_dtype, layout_name
+from convgrad.jax._operation import Operation
 
 __all__ = ["avg_pool", "max_pool"]
 

@@ -92,6 +92,9 @@ class _Output(ctypes.Structure):
 
 class _Entry(ctypes.Structure):
     _fields_ = (
+        ("key", _POINTER),
+        ("hash", _U64),
+        ("words", _U64),
         ("plan", _POINTER),
         ("context", _POINTER),
         ("calls", _U64),
@@ -101,9 +104,6 @@ class _Entry(ctypes.Structure):
         ("output_count", _U32),
         ("inputs", _U32 * _MOST_INPUTS),
         ("outputs", _Output * _MOST_OUTPUTS),
-        ("key", _POINTER),
-        ("hash", _U64),
-        ("words", _U64),
     )
 
 
@@ -262,7 +262,8 @@ class Front:
             plan = runner.prepared.native([each.data_ptr() for each in tensors], stream.value or 0)
             if plan is None:
                 return
-            entry = _Entry(plan.address, plan.context, 0, 0, runner.prepared.workspace_bytes)
+            entry.plan, entry.context = plan.address, plan.context
+            entry.workspace_bytes = runner.prepared.workspace_bytes
             entry.input_count, entry.output_count = len(inputs), len(outputs)
             entry.inputs[: len(inputs)] = inputs
             for index, slot in enumerate(outputs):
@@ -283,7 +284,8 @@ def install(overrides: dict[str, Callable[..., Any]]) -> Front | None:
     Where that is not possible, it warns and returns None.
     """
     try:
-        front = Front(*find_in_process().native_code())
+        service = find_in_process()
+        front = Front(service.native_library(), service.native_driver())
         front.check()
         front.register(overrides)
     except (ConvgradError, LookupError, OSError, RuntimeError) as error:

@@ -26,7 +26,8 @@ __all__ = [
     "NotCompiled",
     "Prepared",
     "executor",
-    "native_code",
+    "native_driver",
+    "native_library",
     "problem_of",
     "use_tuning",
 ]
@@ -61,22 +62,33 @@ def executor(kind: str, index: int = 0) -> Executor:
     raise UnsupportedProblem(f"tensors are on {kind!r}; expected cpu or cuda")
 
 
-def native_code() -> tuple[ctypes.CDLL, ctypes.Structure]:
-    """Return the library that holds ``native``, and the addresses of the CUDA driver's functions.
+def native_library() -> ctypes.CDLL:
+    """Return the library that holds ``native``.
 
     Raises
     ------
     DeviceUnavailable
-        The library has not been built or is older than this package, or there is no driver.
+        It has not been built, or is older than this package.
     """
-    from convgrad_service.inprocess.launch_plan import Driver
-
     library = load()
-    if not hasattr(library.handle, "convgrad_front_settings"):
+    if not hasattr(library.handle, "convgrad_xla_settings"):
         raise DeviceUnavailable(
             f"the library of the CPU kernels for {library.level} is older than this package"
         )
-    return library.handle, Driver.loaded()
+    return library.handle
+
+
+def native_driver() -> ctypes.Structure:
+    """Return the addresses of the CUDA driver's functions, as ``native`` takes them.
+
+    Raises
+    ------
+    DeviceUnavailable
+        There is no driver, or it is too old.
+    """
+    from convgrad_service.inprocess.launch_plan import Driver
+
+    return Driver.loaded()
 
 
 def use_tuning(path: str | Path) -> None:

@@ -17,7 +17,7 @@ from convgrad_service.problems.base import Problem, TensorSpec
 if TYPE_CHECKING:
     from convgrad_service.inprocess.launch_plan import NativePlan
 
-__all__ = ["Executor", "NotCompiled", "Prepared", "problem_of"]
+__all__ = ["Executor", "NotCompiled", "Planned", "Prepared", "problem_of"]
 
 
 class NotCompiled(UnsupportedProblem):
@@ -85,8 +85,34 @@ class Prepared(Protocol):
         ...
 
 
+class Planned(Protocol):
+    """An operation of which it is known what a launch takes.
+
+    Attributes
+    ----------
+    inputs, outputs, workspace_bytes
+        As of `Prepared`.
+    """
+
+    inputs: Mapping[str, TensorSpec]
+    outputs: Mapping[str, TensorSpec]
+    workspace_bytes: int
+
+
 class Executor(Protocol):
     """Prepares operations for one device. Thread-safe."""
+
+    def plan(
+        self,
+        operation: str,
+        tensors: Mapping[str, tuple[tuple[int, ...], str]],
+        parameters: Mapping[str, Any],
+    ) -> Planned:
+        """Plan an operation, and start to compile its kernels in the background.
+
+        Parameters and exceptions are those of `prepare`.
+        """
+        ...
 
     def prepare(
         self,

@@ -22,6 +22,15 @@ class CpuExecutor:
     def __init__(self) -> None:
         self._backend = CpuBackend()
 
+    def plan(
+        self,
+        operation: str,
+        tensors: Mapping[str, tuple[tuple[int, ...], str]],
+        parameters: Mapping[str, Any],
+    ) -> PreparedOnCpu:
+        """See `Executor.plan`."""
+        return self.prepare(operation, tensors, parameters)
+
     def prepare(
         self,
         operation: str,

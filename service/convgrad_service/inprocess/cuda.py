@@ -72,6 +72,18 @@ class CudaExecutor:
             self._kernels = Kernels(compiler)
             self._zeros = _ZeroBuffers(self._cuda)
 
+    def plan(
+        self,
+        operation: str,
+        tensors: Mapping[str, tuple[tuple[int, ...], str]],
+        parameters: Mapping[str, Any],
+    ) -> PlannedOnCuda:
+        """See `Executor.plan`."""
+        problem = problem_of(operation, tensors, parameters)
+        plan = plan_for(problem, self._device, FAMILIES)
+        self._kernels.compile_ahead(plan.steps)
+        return PlannedOnCuda(problem, plan)
+
     def prepare(
         self,
         operation: str,
@@ -95,7 +107,20 @@ class CudaExecutor:
         return prepared
 
 
-class PreparedOnCuda:
+class PlannedOnCuda:
+    """A `Planned`, with the offset of each buffer in the workspace."""
+
+    def __init__(self, problem: Problem, plan: CudaPlan) -> None:
+        self.inputs, self.outputs = problem.inputs, problem.outputs
+        self._offsets = []
+        end = 0
+        for item in plan.workspace:
+            self._offsets.append(end)
+            end += ceil_div(item.size_bytes, ALIGNMENT) * ALIGNMENT
+        self.workspace_bytes = end
+
+
+class PreparedOnCuda(PlannedOnCuda):
     """A `Prepared` whose argument structures are filled once, and then only pointed elsewhere.
 
     Thread-safe.
@@ -106,15 +131,9 @@ class PreparedOnCuda:
     def __init__(
         self, problem: Problem, plan: CudaPlan, kernels: Kernels, zeros: _ZeroBuffers
     ) -> None:
-        self.inputs, self.outputs = problem.inputs, problem.outputs
+        super().__init__(problem, plan)
         self.kernel = plan.kernel
         self._plan, self._kernels, self._zeros = plan, kernels, zeros
-        self._offsets = []
-        end = 0
-        for item in plan.workspace:
-            self._offsets.append(end)
-            end += ceil_div(item.size_bytes, ALIGNMENT) * ALIGNMENT
-        self.workspace_bytes = end
         # The order of addresses in `Enqueued.point`.
         workspace = (item.name for item in plan.workspace)
         self._buffers = (*self.inputs, *self.outputs, *workspace, ZEROS)

@@ -81,7 +81,7 @@ class LaunchGraph:
         DeviceUnavailable
             The driver refuses it.
         """
-        self._driver, self._graph, executable = driver, _POINTER(), _POINTER()
+        self._driver, self._graph, self._executable = driver, _POINTER(), _POINTER()
         self.address = 0
         self.nodes: list[int] = []
         self._call("cuGraphCreate", ctypes.byref(self._graph), 0)
@@ -100,9 +100,11 @@ class LaunchGraph:
                 value = (ctypes.c_uint * 16)(cluster, 1, 1)
                 self._call("cuGraphKernelNodeSetAttribute", node, CLUSTER_DIMENSION, value)
             self.nodes.append(node.value or 0)
-        self._call("cuGraphInstantiateWithFlags", ctypes.byref(executable), self._graph, _U64(0))
-        self.address = executable.value or 0
-        LaunchGraph.alive += 1
+        self._call(
+            "cuGraphInstantiateWithFlags", ctypes.byref(self._executable), self._graph, _U64(0)
+        )
+        self.address = self._executable.value or 0
+        type(self).alive += 1
 
     def _call(self, name: str, *given: Any) -> None:
         status = getattr(self._driver, name)(*given)
@@ -110,8 +112,9 @@ class LaunchGraph:
             raise DeviceUnavailable(f"{name} failed: CUDA error {status}")
 
     def __del__(self) -> None:
+        # Of this module, nothing may be left when the interpreter exits.
         if self.address:
-            LaunchGraph.alive -= 1
-            self._driver.cuGraphExecDestroy(_POINTER(self.address))
+            type(self).alive -= 1
+            self._driver.cuGraphExecDestroy(self._executable)
         if self._graph.value:
             self._driver.cuGraphDestroy(self._graph)

@@ -35,6 +35,18 @@ GATHER = (
     (DATA[1], Config(128, 48, 32, resident=True)),
     (DATA[1], Config(64, 16, 32)),
 )
+# One or two wgmma tiles per warpgroup, an odd number of fragments, more rows than channels; last,
+# more column tiles than blocks.
+TRANSPOSED = (
+    (FWD[0], Config(128, 96)),
+    (FWD[1], Config(64, 40, 128)),
+    (DATA[0], Config(128, 104)),
+    (DATA[0], Config(192, 64)),
+    (DATA[0], Config(256, 24)),
+    (DATA[0], Config(64, 24, 128)),
+    (DATA[1], Config(64, 56)),
+    (conv_bwd_data("long", Conv(4, 16, 8, (29, 31), (1, 1))), Config(64, 24)),
+)
 SUMMED = (
     (WEIGHT[0], Config(64, 80, 128), False),
     (WEIGHT[0], Config(128, 64, 64, cluster=2, parts=2), False),
@@ -56,6 +68,15 @@ def test_gather(seed: int, case: Case, config: Config) -> None:
     for dtype, gate in (("bfloat16", "exact"), ("bfloat16", "bounded")):
         tensors, wanted = drawn(seed, case, dtype, gate)
         backend = EmulatedBackend(pointwise_gemm(config))
+        found = answers(backend, case, tensors, _last(case))
+        check(found, wanted, gate, f"seed {seed}, {case.id} {config}")
+
+
+@pytest.mark.parametrize(("case", "config"), TRANSPOSED, ids=name_of)
+def test_transposed(seed: int, case: Case, config: Config) -> None:
+    for dtype, gate in (("bfloat16", "exact"), ("float16", "bounded")):
+        tensors, wanted = drawn(seed, case, dtype, gate)
+        backend = EmulatedBackend(pointwise_gemm(config, swapped=True))
         found = answers(backend, case, tensors, _last(case))
         check(found, wanted, gate, f"seed {seed}, {case.id} {config}")
 

@@ -57,6 +57,8 @@ __all__ = ["CudaBackend"]
 Tensors = Mapping[str, NDArray[Any]]
 # Device memory left to the context, the kernels and other programs.
 RESERVE_BYTES = 1 * 2**30
+# Device memory that each lane's pool starts with, and at most this share of all of it.
+POOLED_BYTES, POOLED_SHARE = 64 * 2**20, 256
 
 
 @dataclass(slots=True)
@@ -124,8 +126,9 @@ class CudaBackend(Diagnostics):
             self._copiers = ThreadPoolExecutor(COPIERS, "convgrad-cuda-copy")
             self._lanes: queue.SimpleQueue[Lane] = queue.SimpleQueue()
             uploads = UploadQueue()
+            pooled = min(POOLED_BYTES, self.device.memory_bytes // POOLED_SHARE)
             for _ in range(lanes):
-                self._lanes.put(Lane(self._copiers, self._pinned, uploads))
+                self._lanes.put(Lane(self._copiers, self._pinned, uploads, pooled))
 
     def vitals(self) -> Vitals:
         """See `Backend.vitals`."""

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convgrad_service.backends.cuda.device import import_cupy
+from convgrad_service.backends.cuda.faults import alloc_or_none
 from convgrad_service.backends.cuda.pinned import Pinned
 from convgrad_service.plans.cuda.program import ALIGNMENT, CudaPlan, ceil_div
 from convgrad_service.problems.base import Problem
@@ -98,16 +99,26 @@ class Lane:
 
     ``copiers`` are at least `COPIERS` threads, and lanes may share them. Tensors in ``pinned``
     memory are copied directly, others through staging buffers. Lanes share one ``uploads`` queue.
+    The stream's memory pool starts with a free block of ``pooled_bytes``, parts of which are
+    allocated without a call of the driver: for one, other streams wait.
     """
 
     def __init__(
-        self, copiers: Executor, pinned: Pinned | None = None, uploads: UploadQueue | None = None
+        self,
+        copiers: Executor,
+        pinned: Pinned | None = None,
+        uploads: UploadQueue | None = None,
+        pooled_bytes: int = 0,
     ) -> None:
         self._direct, self._uploads = pinned, uploads or UploadQueue()
         self._cuda: Any = import_cupy().cuda
         self._copiers = copiers
         self.stream: Any = self._cuda.Stream(non_blocking=True)
         self._uploaded: Any = self._cuda.Event(disable_timing=True)
+        if pooled_bytes:
+            with self.stream:
+                # Freed at once, it stays in the pool.
+                alloc_or_none(self._cuda.alloc, pooled_bytes)
         self._pinned: list[Any] = []
         self._events: list[Any] = []
 

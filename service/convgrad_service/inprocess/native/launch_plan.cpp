@@ -1,5 +1,7 @@
 #include "launch_plan.hpp"
 
+#include "lock.hpp"
+
 namespace convgrad {
 namespace {
 
@@ -68,14 +70,7 @@ int run_graph(const Driver& driver, LaunchPlan& plan, uint64_t* buffers, int zer
   return driver.launch_graph(plan.graph, stream);
 }
 
-}  // namespace
-
-int launch(const Driver& driver, LaunchPlan& plan, uint64_t* buffers, int tensors,
-           uint64_t workspace, void* stream) {
-  int zeros = tensors;
-  for (uint64_t i = 0; i < plan.workspace_count; ++i) {
-    buffers[zeros++] = workspace + plan.workspace[i];
-  }
+int run_all(const Driver& driver, LaunchPlan& plan, uint64_t* buffers, int zeros, void* stream) {
   if (plan.graph != nullptr) return run_graph(driver, plan, buffers, zeros, stream);
   const uint64_t alone = plan.forks ? 2 : plan.branch_count;  // on the caller's stream
   int status = run(driver, plan.branches[0], buffers, zeros, stream);
@@ -94,6 +89,22 @@ int launch(const Driver& driver, LaunchPlan& plan, uint64_t* buffers, int tensor
     const int waited = driver.wait(stream, plan.branches[i].event, 0);
     if (status == 0) status = recorded != 0 ? recorded : waited;
   }
+  return status;
+}
+
+Lock lock;
+
+}  // namespace
+
+int launch(const Driver& driver, LaunchPlan& plan, uint64_t* buffers, int tensors,
+           uint64_t workspace, void* stream) {
+  int zeros = tensors;
+  for (uint64_t i = 0; i < plan.workspace_count; ++i) {
+    buffers[zeros++] = workspace + plan.workspace[i];
+  }
+  lock.take();
+  const int status = run_all(driver, plan, buffers, zeros, stream);
+  lock.give();
   return status;
 }
 

@@ -83,7 +83,7 @@ struct LaunchPlan {
 };
 
 // Points the plan at these buffers (tensors, workspace, zeros) and enqueues it. Returns a CUresult.
-// Requires: room for kMaxBuffers; no other call with this plan or its events at the same time.
+// Requires: room for kMaxBuffers. Calls take turns, since plans share events.
 int launch(const Driver& driver, LaunchPlan& plan, uint64_t* buffers, int tensors,
            uint64_t workspace, void* stream);
 

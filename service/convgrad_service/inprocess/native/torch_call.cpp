@@ -4,17 +4,9 @@ namespace convgrad {
 
 Settings settings;
 
-bool add(Key* key, uint64_t word) {
-  if (key->words == kKeyWords) return false;
-  key->word[key->words++] = word;
-  key->hash = (key->hash ^ word) * 0x9e3779b97f4a7c15u;
-  key->hash ^= key->hash >> 29;
-  return true;
-}
-
 namespace {
 
-bool add_tensor(Key* key, const Operator& op, Tensor tensor) {
+bool add_tensor(CallKey* key, const Operator& op, Tensor tensor) {
   const Torch& torch = settings.torch;
   int64_t dim, *sizes, *strides;
   int32_t dtype, layout, device;
@@ -45,7 +37,7 @@ bool add_list(Key* key, void* list) {
 
 }  // namespace
 
-bool add_arguments(Key* key, const Operator& op, const Value* stack) {
+bool add_arguments(CallKey* key, const Operator& op, const Value* stack) {
   for (int i = 0; op.kinds[i] != 0; ++i) {
     const Value value = stack[i];
     bool fits;

@@ -4,6 +4,7 @@
 // fail; they never throw, except `check`.
 #pragma once
 
+#include "call_table.hpp"
 #include "launch_plan.hpp"
 
 namespace convgrad {
@@ -56,15 +57,11 @@ struct Operator {
   uint32_t convolves;  // convolution_backward, whose float32 precision is a setting of PyTorch's
 };
 
-constexpr int kKeyWords = 160;
 constexpr int32_t kNoDevice = -128;
-constexpr uint64_t kMostEntries = 1 << 16;
-struct Key {
-  uint64_t hash;
-  int words;
-  int32_t device;
+
+struct CallKey : Key {
+  int32_t device = kNoDevice;
   void* stream;
-  uint64_t word[kKeyWords];
 };
 
 template <class T>
@@ -72,9 +69,8 @@ T* handle(Value value) {
   return reinterpret_cast<T*>(value);
 }
 
-// Appends a word, or the arguments on an operator's stack; false if they do not fit into a key.
-bool add(Key* key, uint64_t word);
-bool add_arguments(Key* key, const Operator& op, const Value* stack);
+// Appends the arguments on an operator's stack; false if they do not fit.
+bool add_arguments(CallKey* key, const Operator& op, const Value* stack);
 
 // Frees the arguments, which a kernel owns.
 void drop_arguments(const Operator& op, const Value* stack);

@@ -6,15 +6,7 @@
 // `convgrad.torch.use`, the stream, and all arguments, of tensors their sizes, strides and dtypes.
 #include "torch_call.hpp"
 
-extern "C" {
-void* malloc(size_t);
-void* calloc(size_t, size_t);
-void free(void*);
-int memcmp(const void*, const void*, size_t);
-void* memcpy(void*, const void*, size_t);
-int sched_yield();
-int clock_gettime(int, int64_t*);  // of seconds and nanoseconds
-}
+extern "C" int clock_gettime(int, int64_t*);  // of seconds and nanoseconds
 
 namespace convgrad {
 namespace {
@@ -28,6 +20,7 @@ struct Output {
 
 // A prepared call. Without a plan it is left to PyTorch's own kernel.
 struct Entry {
+  Kept kept;
   LaunchPlan* plan;
   void* context;  // CUcontext
   uint64_t calls, nanoseconds;  // how often it was answered here, and the host's time for that
@@ -35,58 +28,20 @@ struct Entry {
   uint32_t input_count, output_count;
   uint32_t inputs[8];  // which arguments they are
   Output outputs[kResults];
-  // Set when it is remembered:
-  uint64_t* key;
-  uint64_t hash, words;
-};
-
-class Lock {
- public:
-  void take() {
-    while (__atomic_exchange_n(&taken_, 1, __ATOMIC_ACQUIRE) != 0) sched_yield();
-  }
-  void give() { __atomic_store_n(&taken_, 0, __ATOMIC_RELEASE); }
-
- private:
-  int taken_ = 0;
 };
 
 Operator operators[kOperators];
-Lock table_lock, launch_lock;
-Entry** table = nullptr;
-uint64_t table_size = 0, table_used = 0;  // the size is a power of two
-uint64_t choice = 0;                      // of `use`; 0 if PyTorch computes
-thread_local const Key* pending = nullptr;  // of the call that Python is answering
-thread_local char failure[4096];            // the message of the exception that it raised
+CallTable table;
+uint64_t choice = 0;                            // of `use`; 0 if PyTorch computes
+thread_local const CallKey* pending = nullptr;  // of the call that Python is answering
+thread_local char failure[4096];                // the message of the exception that it raised
 
-bool make_key(Key* key, int index, const Value* stack) {
-  key->hash = 0;
-  key->words = 0;
-  key->device = kNoDevice;
+bool make_key(CallKey* key, int index, const Value* stack) {
   add(key, __atomic_load_n(&choice, __ATOMIC_ACQUIRE));
   add(key, index);
   if (!add_arguments(key, operators[index], stack)) return false;
   if (settings.torch.stream(key->device, &key->stream)) return false;
   return add(key, key->device) && add(key, reinterpret_cast<uint64_t>(key->stream));
-}
-
-// The place of a key in the table: its entry, or null where it would be. Requires: the lock.
-Entry** place(const uint64_t* words, uint64_t count, uint64_t hash) {
-  for (uint64_t i = hash & (table_size - 1);; i = (i + 1) & (table_size - 1)) {
-    Entry* entry = table[i];
-    if (entry == nullptr) return &table[i];
-    if (entry->hash == hash && entry->words == count &&
-        memcmp(entry->key, words, count * sizeof(uint64_t)) == 0) {
-      return &table[i];
-    }
-  }
-}
-
-Entry* find(const Key& key) {
-  table_lock.take();
-  Entry* entry = table_size ? *place(key.word, key.words, key.hash) : nullptr;
-  table_lock.give();
-  return entry;
 }
 
 void drop_all(Tensor* tensors, int count) {
@@ -98,7 +53,7 @@ void drop_all(Tensor* tensors, int count) {
 enum class Outcome { kDone, kNotHere, kFailed };
 
 // Launches a prepared call, whose arguments it leaves alone. kNotHere: the general way must do.
-Outcome run(Entry& entry, const Key& key, const Operator& op, const Value* stack, Tensor* results,
+Outcome run(Entry& entry, const CallKey& key, const Operator& op, const Value* stack, Tensor* results,
             int* status) {
   const Torch& torch = settings.torch;
   void* context;
@@ -141,10 +96,8 @@ Outcome run(Entry& entry, const Key& key, const Operator& op, const Value* stack
     drop_all(made, kResults + 1);
     return Outcome::kNotHere;
   }
-  launch_lock.take();
   *status = launch(settings.driver, *entry.plan, buffers, tensors,
                    reinterpret_cast<uint64_t>(workspace), key.stream);
-  launch_lock.give();
   if (made[kResults] != nullptr) torch.drop(made[kResults]);
   if (*status == 0) return Outcome::kDone;
   drop_all(results, op.results);
@@ -169,8 +122,8 @@ uint64_t now_ns() {
   return static_cast<uint64_t>(time[0]) * 1000000000u + static_cast<uint64_t>(time[1]);
 }
 
-void ask_python(const Operator& op, const Key* key, Value* stack) {
-  const Key* before = pending;
+void ask_python(const Operator& op, const CallKey* key, Value* stack) {
+  const CallKey* before = pending;
   pending = key;
   failure[0] = 0;
   const int status = settings.torch.dispatch(op.behind, "", stack);
@@ -184,12 +137,12 @@ void answer(int index, Value* stack) {
   const Operator& op = operators[index];
   const uint64_t started = now_ns();
   Tensor results[kResults];
-  Key key;
+  CallKey key;
   bool keyed = false, done = false;
   Entry* entry = nullptr;
   if (__atomic_load_n(&choice, __ATOMIC_ACQUIRE) != 0) {
     keyed = make_key(&key, index, stack);
-    entry = keyed ? find(key) : nullptr;
+    entry = keyed ? reinterpret_cast<Entry*>(table.find(key)) : nullptr;
     if (entry != nullptr && entry->plan != nullptr) {
       int status = 0;
       const Outcome outcome = run(*entry, key, op, stack, results, &status);
@@ -226,33 +179,17 @@ constexpr Kernel kernels[kOperators] = {
     kernel<8>,  kernel<9>,  kernel<10>, kernel<11>, kernel<12>, kernel<13>, kernel<14>, kernel<15>,
     kernel<16>, kernel<17>, kernel<18>, kernel<19>, kernel<20>, kernel<21>, kernel<22>, kernel<23>};
 
-Key probed;
+CallKey probed;
 
 // The kernel of an operator that only shows how PyTorch passes arguments.
 void probe(Value* stack, uint64_t, uint64_t) {
   const Operator& op = operators[kOperators - 1];
-  probed.words = 0;
-  probed.device = kNoDevice;
+  probed = CallKey();
   if (!add_arguments(&probed, op, stack)) probed.words = 0;
   drop_arguments(op, stack);
   Tensor result = nullptr;
   settings.torch.undefined(&result);
   stack[0] = reinterpret_cast<Value>(result);
-}
-
-bool grow() {
-  const uint64_t size = table_size ? 2 * table_size : 1024;
-  auto** fresh = static_cast<Entry**>(calloc(size, sizeof(Entry*)));
-  if (fresh == nullptr) return false;
-  Entry** const old = table;
-  const uint64_t count = table_size;
-  table = fresh;
-  table_size = size;
-  for (uint64_t i = 0; i < count; ++i) {
-    if (old[i] != nullptr) *place(old[i]->key, old[i]->words, old[i]->hash) = old[i];
-  }
-  free(old);
-  return true;
 }
 
 }  // namespace
@@ -284,23 +221,9 @@ EXPORT void convgrad_front_choose(uint64_t choice) {
 // entry must stay alive for good.
 EXPORT int convgrad_front_remember(convgrad::Entry* entry) {
   using namespace convgrad;
-  const Key* key = pending;
+  const CallKey* key = pending;
   if (key == nullptr || key->word[0] != __atomic_load_n(&choice, __ATOMIC_ACQUIRE)) return 0;
-  const size_t bytes = static_cast<size_t>(key->words) * sizeof(uint64_t);
-  entry->key = static_cast<uint64_t*>(malloc(bytes));
-  if (entry->key == nullptr) return 0;
-  memcpy(entry->key, key->word, bytes);
-  entry->hash = key->hash;
-  entry->words = static_cast<uint64_t>(key->words);
-  table_lock.take();
-  const bool room = table_used < kMostEntries && (2 * table_used < table_size || grow());
-  if (room) {
-    Entry** const at = place(entry->key, entry->words, entry->hash);
-    table_used += *at == nullptr;
-    *at = entry;
-  }
-  table_lock.give();
-  return room;
+  return table.keep(*key, &entry->kept);
 }
 
 // Whether the call that Python is answering in this thread can be remembered, and its stream.

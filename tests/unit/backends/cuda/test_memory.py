@@ -26,6 +26,7 @@ class FakeRuntime:
     def __init__(self) -> None:
         self.copies: list[tuple[int, int]] = []
         self.locked: list[tuple[int, int]] = []
+        self.pooled: list[tuple[object, int]] = []
         self.refuses = False
 
     def memcpyAsync(  # noqa: N802
@@ -57,13 +58,36 @@ class FakeEvent:
     def synchronize(self) -> None: ...
 
 
+class FakeStream:
+    """Is the current one inside a `with`, as CuPy's are."""
+
+    current: FakeStream | None = None
+    ptr = 7
+
+    def __init__(self, non_blocking: bool) -> None:
+        assert non_blocking
+
+    def __enter__(self) -> FakeStream:
+        FakeStream.current = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        FakeStream.current = None
+
+
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     runtime = FakeRuntime()
+
+    def alloc(size: int) -> None:
+        """Record which stream's pool gets the block, once it is freed."""
+        runtime.pooled.append((FakeStream.current, size))
+
     cuda = SimpleNamespace(
         runtime=runtime,
+        alloc=alloc,
         Event=FakeEvent,
-        Stream=lambda non_blocking: SimpleNamespace(ptr=7),
+        Stream=FakeStream,
         alloc_pinned_memory=lambda size: np.empty(size, np.uint8),
     )
     monkeypatch.setattr(memory, "import_cupy", lambda: SimpleNamespace(cuda=cuda))
@@ -93,6 +117,13 @@ def tensors() -> list[tuple[int, NDArray[Any]]]:
         placed.append((offset, array))
         offset += -(-array.nbytes // 256) * 256
     return placed
+
+
+def test_the_pool_of_a_lane_starts_with_a_block(lane: Lane, runtime: FakeRuntime) -> None:
+    assert runtime.pooled == []
+    with ThreadPoolExecutor(memory.COPIERS) as copiers:
+        pooled = Lane(copiers, pooled_bytes=2**20)
+    assert runtime.pooled == [(pooled.stream, 2**20)]
 
 
 @pytest.mark.parametrize("staging", [64, 1000, 4096, 2**20])

@@ -26,6 +26,7 @@ NAMES = (
     "order",
     "row_chunks",
     "column_chunks",
+    "depth_chunks",
 )
 """The features, in order; sizes are logarithms to base 2."""
 
@@ -100,6 +101,7 @@ def features(
         order,
         np.gcd(rows.astype(np.int64), 64),
         np.gcd(columns.astype(np.int64), 64),
+        np.gcd(depth.astype(np.int64), 64),
     )
     lines = np.empty((seconds.size, len(NAMES)))
     for index, values in enumerate(every):

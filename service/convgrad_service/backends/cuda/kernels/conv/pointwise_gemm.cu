@@ -4,14 +4,17 @@
 //           M                 N                K                 A major, B major
 //   fprop   pixels            output channels  input channels    K, K
 //   dgrad   pixels            input channels   output channels   K, N
-//   wgrad   output channels   input channels   pixels            M, N (or A and B swapped)
+//   wgrad   output channels   input channels   pixels            M, N
+// or with A and B, and M and N, exchanged: TRANSPOSED where REDUCE is 0.
 //
 // Block: a BM x BN tile; CONSUMERS warpgroups of BM / CONSUMERS rows each and two producer warps, one
 // thread for A's loads and one for B's, through a pipeline of `stages` k-tiles of DEPTH elements. A's
 // producer initialises the pipeline's mbarriers and issues its first load before the block synchronises.
 // REDUCE 0: persistent over M: grid (row tiles or fewer, column tiles). A block keeps its column tile and
 //   takes row tiles blockIdx.x, + gridDim.x, ...; with RESIDENT all of B is loaded once. Each warp stores
-//   16 rows at a time by TMA through one of BUFFERS staging buffers, which overlaps the next mainloop.
+//   16 rows at a time by TMA through one of BUFFERS staging buffers, which overlaps the next mainloop. With
+//   TRANSPOSED, rows and columns change places: a block keeps its row tile, and each warpgroup stores 64 rows,
+//   which are contiguous in the result, of all columns.
 // REDUCE 1: split-K: grid (cluster x parts, column tiles, row tiles). One tile per cluster, whose blocks
 //   reduce through distributed shared memory (SplitKReduce); with parts > 1 clusters leave partial sums in
 //   a workspace, and the last one to arrive reduces them. Any epilogue, strides and result type.
@@ -131,10 +134,55 @@ __device__ __forceinline__ void store_rows(const PointwiseGemmArgs& args, u32 st
   }
 }
 
+// Stores 16 rows of a warp in float32, to columns whose rows are contiguous: eight rows are a sector.
+__device__ __forceinline__ void store_wide(const PointwiseGemmArgs& args, int row, int column,
+                                           const float (&accum)[kFragmentsN][4]) {
+  const int lane = threadIdx.x & 31;
+  row += lane / 4;
+  column += lane % 4 * 2;
+  float* to = static_cast<float*>(args.result) + column * args.column_stride + row;
+#pragma unroll
+  for (int j = 0; j < kFragmentsN; ++j, to += 8 * args.column_stride) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (column + j * 8 + e % 2 < args.columns && row + e / 2 * 8 < args.rows) {
+        to[e % 2 * args.column_stride + e / 2 * 8] = accum[j][e];
+      }
+    }
+  }
+}
+
+// Rounds 64 rows of a warpgroup to a free staging buffer, by columns, and stores them by TMA.
+__device__ __forceinline__ void store_columns(const PointwiseGemmArgs& args, u32 staging, int row, int column,
+                                              const float (&accum)[kFragmentsN][4]) {
+  const int lane = threadIdx.x & 31, chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
+  const u32 to = staging + lane % 8 * 128 + (chunk ^ (lane % 8)) * 16;
+#pragma unroll
+  for (int j = 0; j + 1 < kFragmentsN; j += 2) {
+    const u32 words[4] = {narrow_x2<T>(accum[j][0], accum[j][1]),
+                          narrow_x2<T>(accum[j][2], accum[j][3]),
+                          narrow_x2<T>(accum[j + 1][0], accum[j + 1][1]),
+                          narrow_x2<T>(accum[j + 1][2], accum[j + 1][3])};
+    stmatrix_trans(to + (j + lane / 16) * 1024, words);
+  }
+  if constexpr (kFragmentsN % 2) {
+    constexpr int j = kFragmentsN - 1;
+    const u32 words[2] = {narrow_x2<T>(accum[j][0], accum[j][1]),
+                          narrow_x2<T>(accum[j][2], accum[j][3])};
+    stmatrix_trans(to + j * 1024, words);
+  }
+  fence_proxy_async();
+  named_barrier_sync(1 + threadIdx.x / 128, 128);
+  if (threadIdx.x % 128 == 0) {
+    tma_store<2>(args.d_map, staging, {row, column});
+    tma_store_commit();
+  }
+}
+
 __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args, const SharedLayout& smem,
                                               const BlockWork& work) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-  const u32 staging = smem.staging + warp * (BUFFERS * kMmasM * kStagingBytes);
+  const u32 staging = smem.staging + (kTransposed ? warp / 4 : warp) * (BUFFERS * kMmasM * kStagingBytes);
   PipelineState state;
   int buffer = 0;
   if constexpr (RESIDENT) {
@@ -149,7 +197,26 @@ __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args,
   for (int tile = work.row; tile < args.row_tiles; tile += work.row_step) {
     Accumulators accum;
     mainloop(smem, state, work.steps, accum);
+    if constexpr (kTransposed) {
+      if (threadIdx.x % 128 == 0) tma_store_wait_read<(BUFFERS - 1) * kMmasM>();
+      named_barrier_sync(1 + warp / 4, 128);
+#pragma unroll
+      for (int part = 0; part < kMmasM; ++part) {
+        store_columns(args, staging + (buffer * kMmasM + part) * kStagingBytes,
+                      work.column + warp / 4 * kWarpgroupRows + part * 64, tile * BN, accum[part]);
+      }
+      if (++buffer == BUFFERS) buffer = 0;
+      continue;
+    }
     if (!args.plain) apply_alpha_bias(args, work.column, accum);
+    if (args.wide_result) {
+#pragma unroll
+      for (int part = 0; part < kMmasM; ++part) {
+        store_wide(args, tile * BM + warp / 4 * kWarpgroupRows + part * 64 + warp % 4 * 16, work.column,
+                   accum[part]);
+      }
+      continue;
+    }
     if (lane == 0) tma_store_wait_read<(BUFFERS - 1) * kMmasM>();
     __syncwarp();
 #pragma unroll
@@ -281,7 +348,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   smem.staging =
       align_to_swizzle_atom(smem.resident + (RESIDENT ? args.steps * OperandB::kBytes : 0));
   const u32 rank = kClusterSplit ? cluster_rank() : 0;
-  constexpr u32 kAllStagingBytes = CONSUMERS * 4 * BUFFERS * kMmasM * kStagingBytes;
+  constexpr u32 kAllStagingBytes = BUFFERS * BM * BN * sizeof(T);
   smem.barriers = smem.staging + (kClusterSplit ? args.cluster * args.owned * CONSUMERS * 4 * 512
                                   : kGridSplit  ? kGridReduceBytes
                                                 : kAllStagingBytes);

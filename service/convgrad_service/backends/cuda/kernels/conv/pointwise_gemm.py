@@ -8,9 +8,11 @@ from collections.abc import Iterable
 from math import prod
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_model import chosen, every_config
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_configs import every_config
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_model import chosen
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     ITEM_BYTES,
+    ROW_BYTES,
     SLAB_ROWS,
     Config,
     Matrix,
@@ -98,7 +100,7 @@ class PointwiseGemm:
         config
             Overrides the chosen configuration.
         swapped
-            Whether ``config`` is for wgrad with A and B exchanged.
+            Whether ``config`` is for the product with A and B exchanged, if there is one.
         most_s
             The longest expected time of work that it takes, in seconds.
         """
@@ -154,10 +156,13 @@ class PointwiseGemm:
             size = rows * columns * config.parts * config.m * config.n * 4
             workspace = (Workspace(partials, size),)
         result = work.result
-        a, b = (work.x, work.y) if product.swapped else _operands(work)
+        a, b = _operands(work)
+        if product.swapped:
+            a, b = b, a
         a_map = a, _map(work.dtype, product, config, product.a, config.m)
         b_map = b, _map(work.dtype, product, config, product.b, config.n)
         d_map = result, _result_map(work.dtype, product, config)
+        by_tma = not config.reduces and result.dtype is work.dtype
         stages = config.stages(product, device)
         launch = Launch(
             _instance(work.dtype, config, product),
@@ -166,7 +171,7 @@ class PointwiseGemm:
             pack_maps(
                 _arguments(work, product, config, stages),
                 # Only TMA stores need a tensor map of the result, which not every result can have.
-                {"a_map": a_map, "b_map": b_map, "d_map": a_map if config.reduces else d_map},
+                {"a_map": a_map, "b_map": b_map, "d_map": d_map if by_tma else a_map},
                 b=b,
                 result=result,
                 accumulate=work.accumulate,
@@ -194,16 +199,24 @@ class PointwiseGemm:
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
-        # Whether A and B are MN-major: fwd, bwd_data, bwd_weight.
+        # Whether A and B are MN-major: fwd, bwd_data, bwd_weight, and the former two transposed.
         majors = (False, False), (False, True), (True, True)
+        products = [_like(a, b, transposed=False) for a, b in majors]
+        products += [_like(b, a, transposed=True) for a, b in majors[:2]]
         found = {
             _instance(dtype, config, product): None
             for dtype in DTYPES
-            for a, b in majors
-            for product in (Product(Matrix(1, 1, a), Matrix(1, 1, b), 1, 1, 1, stores=True),)
-            for config in every_config(wgrad=a)
+            for product in products
+            for config in every_config(product.kind)
         }
         return list(found)
+
+
+def _like(a_mn: bool, b_mn: bool, *, transposed: bool) -> Product:
+    """Return some product whose operands lie so."""
+    strides = (1, CHUNK) if transposed else (CHUNK, 1)
+    a, b = Matrix(1, 1, a_mn), Matrix(1, 1, b_mn)
+    return Product(a, b, 1, *strides, stores=True, swapped=transposed)
 
 
 def _arguments(work: ConvWork, product: Product, config: Config, stages: int) -> PointwiseGemmArgs:
@@ -222,7 +235,7 @@ def _arguments(work: ConvWork, product: Product, config: Config, stages: int) ->
     args.cluster, args.parts, args.owned = max(config.cluster, 1), config.parts, config.owned
     args.steps, args.steps_each = config.steps(product), config.steps_each(product)
     args.slices = config.slices if config.in_grid else 1
-    args.stages, args.row_tiles = stages, config.tiles(product)[0]
+    args.stages, args.row_tiles = stages, config.tiles(product)[product.transposed]
     args.b_pitch = product.b.pitch
     args.a_whole = config.is_whole(product.a, config.m)
     args.b_whole = config.is_whole(product.b, config.n)
@@ -246,13 +259,17 @@ def _operands(work: ConvWork) -> tuple[Operand, Operand]:
 
 
 def products_of(work: ConvWork) -> tuple[Product, ...]:
-    """Return the GEMMs that compute the work: none, one, or for bwd_weight two.
+    """Return the GEMMs that compute the work: none, one, or two, with A and B exchanged.
 
     There is none if rows are not whole chunks.
     """
     x, y = _pitch(work.x, work.batch, work.input), _pitch(work.y, work.batch, work.output)
     _, k, c, *_ = work.w.strides
     inputs, outputs, pixels = work.in_channels, work.out_channels, work.pixels
+    if x is not None and _writes_planes(work):
+        a, b = Matrix(pixels, x, mn=False), Matrix(outputs, k, mn=False)
+        whole = x % CHUNK == k % CHUNK == 0
+        return (Product(a, b, inputs, 1, work.y.strides[2], stores=True),) if whole else ()
     if x is None or y is None or (c != 1 and inputs > 1):
         return ()
     if work.direction == "bwd_weight":
@@ -269,7 +286,21 @@ def products_of(work: ConvWork) -> tuple[Product, ...]:
         return ()
     a = Matrix(pixels, read, mn=False)
     b = Matrix(inputs if backward else outputs, k, mn=backward)
-    return (Product(a, b, depth, written, 1, _stores(work, written)),)
+    product = Product(a, b, depth, written, 1, _stores(work, written))
+    if not (product.stores and work.epilogue_free):
+        return (product,)
+    return product, Product(b, a, depth, 1, written, stores=True, swapped=True)
+
+
+def _writes_planes(work: ConvWork) -> bool:
+    """Whether a forward pass of one row of pixels writes float32 planes: the products of col2im."""
+    return (
+        work.direction == "fwd"
+        and work.result_dtype is not work.dtype
+        and work.epilogue_free
+        and work.pixels == work.output[2]
+        and work.y.strides[5] == 1
+    )
 
 
 def _stores(work: ConvWork, pitch: int) -> bool:
@@ -317,7 +348,18 @@ def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent:
 
 
 def _result_map(dtype: DType, product: Product, config: Config) -> TiledMap:
-    """Return the tensor map of the result, whose box is 16 rows of a block of columns."""
+    """Return the tensor map of the result.
+
+    Its box is 16 rows of a block of columns; transposed, 64 rows of all columns of a tile.
+    """
+    if product.transposed:
+        return TiledMap(
+            dtype,
+            (product.rows, product.columns),
+            (product.column_stride * ITEM_BYTES,),
+            swizzle=ROW_BYTES[-1],
+            box=(ROW_BYTES[-1] // ITEM_BYTES, config.n),
+        )
     return TiledMap(
         dtype,
         (product.columns, product.rows),

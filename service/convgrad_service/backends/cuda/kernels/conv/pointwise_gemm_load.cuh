@@ -16,9 +16,12 @@ constexpr int kWarpgroupRows = BM / CONSUMERS, kMmasM = kWarpgroupRows / 64, kFr
 constexpr int kConsumers = CONSUMERS * 128, kThreads = kConsumers + 64;
 constexpr int kProducerA = CONSUMERS * 4, kProducerB = kProducerA + 1;
 constexpr u32 kStageBytes = OperandA::kBytes + (RESIDENT ? 0 : OperandB::kBytes);
-// Staging buffer of a warp's 16 rows: boxes of D_BYTES per row, swizzled by that width (0: one box).
-constexpr u32 kStagingBytes = 16 * BN * sizeof(T);
-constexpr int kBoxColumns = D_BYTES ? D_BYTES / static_cast<int>(sizeof(T)) : BN;
+// Whether the result's columns are contiguous; blocks then are persistent over N.
+constexpr bool kTransposed = TRANSPOSED != 0;
+// Staging buffer of a warp's 16 rows: boxes of D_BYTES per row, swizzled by that width (0: one box). Where
+// transposed, of a warpgroup's 64 rows: one box of 128 bytes per column.
+constexpr u32 kStagingBytes = (kTransposed ? 64 : 16) * BN * sizeof(T);
+constexpr int kBoxColumns = D_BYTES && !kTransposed ? D_BYTES / static_cast<int>(sizeof(T)) : BN;
 constexpr u32 kBoxBytes = 16 * kBoxColumns * sizeof(T);
 static_assert(BN % kBoxColumns == 0, "whole blocks");
 using Accumulators = float[kMmasM][kFragmentsN][4];
@@ -45,7 +48,7 @@ struct SharedLayout {
 };
 
 // The work of this block: row tiles row, row + row_step, ... of one column tile, and `steps` k-tiles: begin,
-// begin + k_step, ...
+// begin + k_step, ... Where transposed, `row` counts column tiles, and `column` is the first row of the rows' tile.
 struct BlockWork {
   int row, row_step, column, begin, steps, k_step = 1;
 
@@ -65,6 +68,7 @@ struct BlockWork {
       steps = max(min(args.steps_each, args.steps - begin), 0);
     } else {
       row = blockIdx.x, row_step = gridDim.x;
+      if (kTransposed) column = blockIdx.y * BM;
       begin = 0, steps = args.steps;
     }
   }
@@ -91,7 +95,8 @@ struct Producer {
               barrier = smem.full_barrier(state.index);
     mbarrier_arrive_expect_tx(barrier, Side::kBytes);
     const int k_tile = work.begin + step * (kGridSplit ? work.k_step : 1);
-    Side::load(to, map, barrier, kRows ? row * BM : work.column, k_tile, single_copy);
+    constexpr int kExtent = kRows ? BM : BN;
+    Side::load(to, map, barrier, kRows != kTransposed ? row * kExtent : work.column, k_tile, single_copy);
     if (++step == work.steps) step = 0, row += work.row_step;
     state.advance(smem.stages);
   }

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_configs import (
+    COLUMNS,
+    DEEP,
+    MOST_RESIDENT_COLUMNS,
+    ROWS,
+    SHALLOW,
+    USUAL,
+    every_config,
+)
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_rates import GATHER, WGRAD
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     BARRIER_BYTES,
@@ -23,76 +32,19 @@ from convgrad_service.backends.cuda.tuning.correction import MOST_CORRECTED, cor
 from convgrad_service.backends.cuda.tuning.features import features
 from convgrad_service.plans.cuda.device import CudaDevice
 
-__all__ = ["chosen", "every_config", "line_of", "prepare", "timed"]
+__all__ = ["chosen", "line_of", "prepare", "timed"]
 
-ROWS, COLUMNS = (64, 128, 192, 256), (16, 24, 32, 40, 48, 64, 80, 96, 128, 144, 160, 192, 224, 256)
-"""M and N of tiles."""
-SHALLOW, USUAL, DEEP = (16, 32), 64, 128
-"""K of a k-tile: shallow ones for short reductions, deep ones for small tiles."""
 MULTIPROCESSORS = 132
-# The most accumulators of a thread; results of a small tile, and the most with deep k-tiles and
-# with split-K. `_Ways` omits configurations that were never the fastest.
-MOST_SUMS, SMALL, MOST_DEEP, MOST_SPLIT = 128, 64 * 64, 64 * 128, 128 * 192
-MOST_RESIDENT_COLUMNS, MOST_RESIDENT_BYTES, MOST_COLUMN_TILES = 160, 100_000, 4
-LEAST_TALL_COLUMNS = 64
-# Tiles of three warpgroups: rows and columns.
-THREE_ROWS, THREE_COLUMNS = 192, (64, 96, 128)
-# Rows and columns of tiles that are reduced in the grid. With all others, 315 layers would be 0.1 %
-# faster.
-IN_GRID = {64: (16, 24, 32, 64, 80, 128, 144, 192, 256), 128: (24, 40, 128, 192, 256)}
+MOST_RESIDENT_BYTES, MOST_COLUMN_TILES = 100_000, 4
 LEAST_STAGES, LEAST_DEEP_STAGES, MANY_STAGES = 3, 4, 4
-# The most columns of all tiles relative to the result's, and the fewest tiles of 256 rows, as fewer
-# would leave SMs idle.
-MOST_SPARE, LEAST_TALL = 1.4, 60
+# The most columns of all tiles relative to the result's, and the fewest tiles of 256 rows and the
+# fewest transposed tiles, as fewer would leave SMs idle.
+MOST_SPARE, LEAST_TALL, LEAST_TRANSPOSED = 1.4, 60, 40
+# How much slower than expected transposed tiles may be: their correction is fitted to fewer layers
+# and errs more. Without it, more of the layers that were held out would be slower than before.
+DOUBT = 1.05
 # A tensor-core clock in microseconds, and the fewest clocks of a wgmma.
 CLOCK, LEAST_CLOCKS = 1 / 1755, 16
-
-
-@dataclass(frozen=True, slots=True)
-class _Ways:
-    """Which kernels a tile has: TMA stores, TMA stores with B resident, split-K in clusters, and
-    split-K in the grid."""
-
-    stored: bool
-    resident: bool
-    split: bool
-    in_grid: bool = False
-
-
-def _ways(m: int, n: int, depth: int, *, wgrad: bool) -> _Ways:
-    size, deep = m * n, depth == DEEP
-    if m == THREE_ROWS:
-        stored = not wgrad and depth == USUAL and n in THREE_COLUMNS
-        return _Ways(stored, resident=False, split=False)
-    if size > MOST_SUMS * 128 * min(m // 64, 2) or (deep and size > MOST_DEEP):
-        return _Ways(stored=False, resident=False, split=False)
-    if wgrad:
-        low, small = m < THREE_ROWS, size <= SMALL
-        split = low and deep == small and size <= MOST_SPLIT
-        in_grid = deep == small and n in IN_GRID.get(m, ())
-        return _Ways(low and (small or not deep), resident=False, split=split, in_grid=in_grid)
-    tall = m == ROWS[-1]
-    return _Ways(
-        stored=not tall or (depth == USUAL and n >= LEAST_TALL_COLUMNS),
-        resident=not tall and not deep and n <= MOST_RESIDENT_COLUMNS,
-        split=not tall and not deep and size <= (MOST_SPLIT if depth == USUAL else SMALL),
-    )
-
-
-def every_config(*, wgrad: bool) -> Iterator[Config]:
-    """Yield one configuration per instance: every tile, k-tile depth and kind of kernel."""
-    for depth in (USUAL, DEEP) if wgrad else (*SHALLOW, USUAL, DEEP):
-        for m in ROWS:
-            for n in COLUMNS:
-                ways = _ways(m, n, depth, wgrad=wgrad)
-                if ways.stored:
-                    yield Config(m, n, depth)
-                if ways.resident:
-                    yield Config(m, n, depth, resident=True)
-                if ways.split:
-                    yield Config(m, n, depth, cluster=1)
-                if ways.in_grid:
-                    yield Config(m, n, depth, parts=2)
 
 
 class _Table:
@@ -102,22 +54,23 @@ class _Table:
     the latency of a request, is a few vector operations.
     """
 
-    def __init__(self, device: CudaDevice, *, wgrad: bool, b_mn: bool) -> None:
-        self._device, self._wgrad = device, wgrad
+    def __init__(self, device: CudaDevice, kind: str, *, a_mn: bool, b_mn: bool) -> None:
+        wgrad, transposed = kind == "weight", kind == "transposed"
+        self._device, self._wgrad, self._transposed = device, wgrad, transposed
         self._rates = rates = WGRAD if wgrad else GATHER
         # Each configuration is repeated for the numbers of parts that `times` tries.
         kinds = 3 if wgrad else 1
         alone = sorted(
             (
                 replace(config, cluster=cluster) if cluster > 1 else config
-                for config in every_config(wgrad=wgrad)
+                for config in every_config(kind)
                 for cluster in (CLUSTERS if config.cluster else (0,))
             ),
             key=lambda config: config.n,
         )
         self.configs = [config for config in alone for _ in range(kinds)]
         self.kind = np.tile(np.arange(1.0, kinds + 1), len(alone))
-        like = Product(Matrix(1, 1, wgrad), Matrix(1, 1, b_mn), 1, 1, 1, stores=True)
+        like = Product(Matrix(1, 1, a_mn), Matrix(1, 1, b_mn), 1, 1, 1, stores=True)
 
         def column(of: Callable[[Config], float]) -> NDArray[np.float64]:
             return np.repeat(np.array([of(config) for config in alone], np.float64), kinds)
@@ -128,15 +81,17 @@ class _Table:
         self.resident = column(lambda one: one.resident) > 0
         self.in_grid = column(lambda one: one.in_grid) > 0
         self.deep = self.depth == DEEP
-        self.could_stay = (self.n <= MOST_RESIDENT_COLUMNS) & (not wgrad)
+        self.could_stay = (self.n <= MOST_RESIDENT_COLUMNS) & (kind == "gather")
         self.together = column(lambda one: CLUSTERS[max(one.cluster, 1)])
         self.together = np.maximum(1, self.together * device.multiprocessors // MULTIPROCESSORS)
         self.b_bytes = column(lambda one: one.side_bytes(like.b, one.n))
         self.stage = column(lambda one: one.stage_bytes(like))
         a_bytes = column(lambda one: one.side_bytes(like.a, one.m))
         split = (self.cluster > 0) & ~self.in_grid
-        self.read = np.where(split, rates.near_split_a, 1.0) * a_bytes
-        near = np.where(split, rates.near_split_b, rates.near)
+        # Adjacent blocks read the same B at the same time; of a transposed product, the same A.
+        near_a, near_b = (rates.near, 1.0) if transposed else (1.0, rates.near)
+        self.read = np.where(split, rates.near_split_a, near_a) * a_bytes
+        near = np.where(split, rates.near_split_b, near_b)
         self.read += np.where(self.resident, 0, near * self.b_bytes)
         self.room = column(lambda one: device.shared_bytes_per_block - one.shared_bytes(like, 0))
         # shared_bytes counted one k-tile of resident B; `times` subtracts all of them.
@@ -180,9 +135,15 @@ class _Table:
         split, in_grid = cluster > 0, self.in_grid[:end]
         rows, across = np.ceil(product.rows / m), np.ceil(product.columns / n)
         tiles, steps = rows * across, np.ceil(product.depth / depth)
+        # Blocks are persistent over the tiles of one dimension and keep their tile of the other.
+        moving, kept = (across, rows) if self._transposed else (rows, across)
 
         allowed = (n <= 32) | (n == widest) | (across * n <= MOST_SPARE * product.columns + 8)
-        allowed &= (m < THREE_ROWS) | (tiles >= LEAST_TALL)
+        if self._transposed:
+            allowed &= (m == ROWS[0]) | (rows * m <= MOST_SPARE * product.rows)
+            allowed &= tiles >= LEAST_TRANSPOSED
+        else:
+            allowed &= (m < ROWS[2]) | (tiles >= LEAST_TALL)
         if self._wgrad:
             allowed &= (m == ROWS[0]) | (product.rows > ROWS[0])
         elif product.depth <= USUAL:
@@ -194,7 +155,7 @@ class _Table:
         stored = np.where(
             resident, stays & (tiles > many), ~(self.could_stay[:end] & stays & (tiles > 2 * many))
         )
-        stored &= product.stores & (across <= many) & (self.kind[:end] == 1)
+        stored &= product.stores & (kept <= many) & (self.kind[:end] == 1)
         stored &= ~in_grid
         # Kind 1 has one part; kinds 2 and 3 fill all and half of the concurrent clusters, or of the
         # SMs. Clusters of 3 and 6 were not measured with several parts.
@@ -215,9 +176,9 @@ class _Table:
         allowed &= stages >= np.minimum(np.where(deep, LEAST_DEEP_STAGES, LEAST_STAGES), each_steps)
 
         clusters = tiles * np.maximum(parts, 1)
-        grid = np.minimum(rows, np.maximum(1, many // across))
-        each = np.where(in_grid, 1, np.ceil(np.where(split, clusters / together, rows / grid)))
-        active = np.where(split, np.minimum(clusters, together) * cluster, grid * across)
+        grid = np.minimum(moving, np.maximum(1, many // kept))
+        each = np.where(in_grid, 1, np.ceil(np.where(split, clusters / together, moving / grid)))
+        active = np.where(split, np.minimum(clusters, together) * cluster, grid * kept)
         active = np.where(in_grid, clusters, active)
         shared = self.read[:end] / 1e6 * active / rates.l2 * MULTIPROCESSORS / many
         step = np.maximum(self.alone[:end], shared) + rates.few_stages * (stages < MANY_STAGES)
@@ -232,6 +193,8 @@ class _Table:
         total += np.where(resident, copied, 0) + each * self.join[:end]
         total += np.where(split, rates.start_split, rates.start)
         total += np.where(parts > 1, self.met[:end] + self.left[:end] * parts, 0)
+        if self._transposed:
+            total *= DOUBT
         return np.where(allowed, total, np.inf), parts
 
     def lines(
@@ -262,14 +225,20 @@ class _Table:
 
 
 @lru_cache(maxsize=16)
-def _table(device: CudaDevice, wgrad: bool, b_mn: bool) -> _Table:
-    return _Table(device, wgrad=wgrad, b_mn=b_mn)
+def _table(device: CudaDevice, kind: str, a_mn: bool, b_mn: bool) -> _Table:
+    return _Table(device, kind, a_mn=a_mn, b_mn=b_mn)
+
+
+def _table_of(product: Product, device: CudaDevice) -> _Table:
+    return _table(device, product.kind, product.a.mn, product.b.mn)
 
 
 def prepare(device: CudaDevice) -> None:
     """Make what all plans for a device share, which takes a tenth of a second."""
-    for wgrad, b_mn in ((False, False), (False, True), (True, True)):
-        _table(device, wgrad, b_mn)
+    for b_mn in (False, True):
+        _table(device, "gather", False, b_mn)
+        _table(device, "transposed", b_mn, False)
+    _table(device, "weight", True, True)
 
 
 def timed(
@@ -279,12 +248,12 @@ def timed(
 
     With ``most``, only so many, whose times are corrected and which keep their order.
     """
-    table = _table(device, product.a.mn, product.b.mn)
+    table = _table_of(product, device)
     times, parts = table.times(product, counters)
     order = np.argsort(times, kind="stable")[:most]
     order = order[np.isfinite(times[order])]
     seconds, parts = times[order] * 1e-6, np.maximum(parts[order], 1)
-    correction = correction_of(f"pointwise_gemm_{'weight' if product.a.mn else 'gather'}", device)
+    correction = correction_of(f"pointwise_gemm_{product.kind}", device)
     if most is not None and correction is not None and len(order):
         seconds = seconds * correction.factors(table.lines(product, order, seconds, parts))
     return [
@@ -297,7 +266,7 @@ def line_of(
     product: Product, device: CudaDevice, config: Config, time_s: float
 ) -> NDArray[np.float64]:
     """Return the `features` of one configuration."""
-    table = _table(device, product.a.mn, product.b.mn)
+    table = _table_of(product, device)
     index = table.configs.index(replace(config, parts=2 if config.in_grid else 1))
     order, times, parts = np.array([index]), np.array([time_s]), np.array([config.parts])
     found: NDArray[np.float64] = table.lines(product, order, times, parts)[0]

@@ -15,6 +15,7 @@ __all__ = [
     "CLUSTERS",
     "ITEM_BYTES",
     "MOST_GRID_PARTS",
+    "ROW_BYTES",
     "SLAB_ROWS",
     "Config",
     "Matrix",
@@ -65,10 +66,11 @@ class Product:
     row_stride, column_stride
         Strides of the result.
     stores
-        Whether TMA can store the result: it has the operands' dtype and 16-byte chunks, and its
-        epilogue is at most a scale and a bias.
+        Whether persistent blocks can store the result: by TMA, if it has the operands' dtype and
+        16-byte chunks, and its epilogue is at most a scale and a bias; or as planes of float32.
     swapped
-        Whether the rows are input channels (wgrad only).
+        Whether A and B are exchanged: the rows are channels of the result, or input channels for
+        wgrad.
     """
 
     a: Matrix
@@ -88,6 +90,16 @@ class Product:
         return self.b.rows
 
     @property
+    def transposed(self) -> bool:
+        """Whether the result's columns are contiguous, and stored by TMA."""
+        return self.stores and self.swapped
+
+    @property
+    def kind(self) -> str:
+        """The name of its cost model's correction."""
+        return "transposed" if self.transposed else "weight" if self.a.mn else "gather"
+
+    @property
     def bytes(self) -> int:
         """Bytes that must be read and written."""
         elements = (self.rows + self.columns) * self.depth + self.rows * self.columns
@@ -98,10 +110,10 @@ class Product:
 class Config:
     """A tile of ``m`` x ``n`` with k-tiles of ``depth``, and its schedule.
 
-    With ``cluster`` 0 and one part, blocks are persistent over row tiles and TMA stores results
-    (REDUCE 0); with ``resident``, B is loaded once. With ``cluster`` 0 and more ``parts``, K is
-    split among that many blocks of the grid (REDUCE 2). Otherwise K is split among the blocks of a
-    cluster, and among ``parts`` clusters (REDUCE 1).
+    With ``cluster`` 0 and one part, blocks are persistent over row tiles (of a transposed product:
+    over column tiles) and TMA stores results (REDUCE 0); with ``resident``, B is loaded once. With
+    ``cluster`` 0 and more ``parts``, K is split among that many blocks of the grid (REDUCE 2).
+    Otherwise K is split among the blocks of a cluster, and among ``parts`` clusters (REDUCE 1).
     """
 
     m: int
@@ -221,6 +233,8 @@ class Config:
             return rows * columns, self.parts, 1
         if self.cluster:
             return self.splits, columns, rows
+        if product.transposed:
+            rows, columns = columns, rows
         return min(rows, max(1, device.multiprocessors // columns)), columns, 1
 
     def stage_bytes(self, product: Product) -> int:
@@ -261,5 +275,6 @@ class Config:
             "REDUCE": 2 if self.in_grid else int(self.cluster > 0),
             "RESIDENT": int(self.resident),
             "BUFFERS": self.buffers,
+            "TRANSPOSED": int(product.transposed),
             "D_BYTES": self.d_bytes,
         }

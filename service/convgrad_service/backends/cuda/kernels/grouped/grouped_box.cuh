@@ -52,14 +52,14 @@ struct Walk {
     split(radix, first, n, d, h, w);
     split(radix, by, step_n, step_d, step_h, step_w);
   }
-  // For a number that is too large for quick_divide.
-  __device__ __forceinline__ Walk(const int (&radix)[4], u32 first, int by, bool) {
+  // By one, from a number that may be too large for quick_divide.
+  __device__ __forceinline__ Walk(const int (&radix)[4], u32 first)
+      : step_n(0), step_d(0), step_h(0), step_w(1) {
     if (first < (1u << 20)) {
       split(radix, first, n, d, h, w);
     } else {
       divide(radix, first, n, d, h, w);
     }
-    split(radix, by, step_n, step_d, step_h, step_w);
   }
   __device__ __forceinline__ static void divide(const int (&radix)[4], u32 number, int& n, int& d,
                                                 int& h, int& w) {

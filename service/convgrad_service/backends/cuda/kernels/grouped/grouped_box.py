@@ -16,9 +16,10 @@ from convgrad_service.backends.cuda.kernels.core.gather_axes import (
     Phase,
     gather_axis,
 )
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.program import ceil_div
-from convgrad_service.plans.cuda.works import ConvWork
+from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = [
     "BoxArgs",
@@ -26,11 +27,16 @@ __all__ = [
     "LatticeAxis",
     "Size4",
     "box_args",
+    "box_map",
+    "box_span",
     "candidate_tiles",
     "lattice_axis",
+    "why_not_copied",
 ]
 
 Size4 = tuple[int, int, int, int]
+MOST_BOX, MOST_STEP = 256, 8
+"""Of the copy engine: elements along a dimension of a box, and the distance of positions."""
 
 
 BoxStrides = structure("grouped/grouped_box.cuh", "BoxStrides")
@@ -74,9 +80,11 @@ class LatticeAxis:
     def taps(self) -> int:
         return max(phase.taps for phase in self.phases)
 
-    def extent(self, positions: int) -> int:
-        """Return the extent of the source that ``positions`` read, in lattice points."""
-        return (positions - 1) * self.x_step + max(self.taps - 1, 0) * abs(self.x_tap) + 1
+    def extent(self, positions: int, taps: int | None = None) -> int:
+        """Return the extent of the source that ``positions`` read, in lattice points, with
+        ``taps`` or all taps."""
+        taps = self.taps if taps is None else taps
+        return (positions - 1) * self.x_step + max(taps - 1, 0) * abs(self.x_tap) + 1
 
 
 def lattice_axis(work: ConvWork, dim: int) -> LatticeAxis:
@@ -105,6 +113,58 @@ def lattice_axis(work: ConvWork, dim: int) -> LatticeAxis:
     step = axis.x_step * spread
     split = Axis(axis.x_size, step, axis.x_tap, axis.y_step * spread, axis.r_step, phases)
     return LatticeAxis(split, gcd(step, axis.x_tap))
+
+
+def box_span(extents: Size4, steps: Sequence[int]) -> Size4:
+    """Return the positions from the first of a box to its last (N, D, H, W)."""
+    d, h, w = ((n - 1) * step + 1 for n, step in zip(extents[1:], steps, strict=True))
+    return extents[0], d, h, w
+
+
+def why_not_copied(extents: Size4, steps: Sequence[int], pitch_elements: int) -> str | None:
+    """Return why the copy engine does not copy a box; None if it does."""
+    if max(steps) > MOST_STEP:
+        return f"a distance of {max(steps)} between positions; expected at most {MOST_STEP}"
+    most = max(*box_span(extents, steps), pitch_elements)
+    return f"a box of {most}; expected at most {MOST_BOX}" if most > MOST_BOX else None
+
+
+def box_map(
+    operand: Operand,
+    shape: tuple[int, int, int, int, int],
+    extents: Size4,
+    steps: Sequence[int],
+    pitch_bytes: int,
+) -> TiledMap:
+    """Return the tensor map of boxes of a channels-last tensor (C, W, H, D, N).
+
+    A position in shared memory may be longer than its channels in the box, so that positions start
+    in different banks: it then has some of the next channels, or zeros.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Images, extents of D, H, W, and the channels of all groups.
+    extents, steps
+        Of a box, in positions that are ``steps`` apart.
+    """
+    batch, *sizes, channels = shape
+    size = operand.dtype.itemsize
+    images, *span = box_span(extents, steps)
+    given = (*reversed(operand.strides[3:]), operand.strides[0])
+    all_sizes = (channels, *reversed(sizes), batch)
+    # A dimension of extent 1 may have any stride, but TMA requires a multiple of 16 bytes.
+    strides = tuple(
+        (stride if extent > 1 else channels) * size
+        for stride, extent in zip(given, all_sizes[1:], strict=True)
+    )
+    return TiledMap(
+        operand.dtype,
+        all_sizes,
+        strides,
+        steps=(1, *reversed(steps), 1),
+        box=(pitch_bytes // size, *reversed(span), images),
+    )
 
 
 def candidate_tiles(batch: int, counts: Sequence[int], steps: Sequence[int]) -> Iterator[Size4]:

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
-MAX_CHANNELS = 64
+MAX_CHANNELS, WIDE_CHANNELS = 64, 128
 """The most channels of a merge on either side."""
 LEAST_BYTES = 64
 DENSE_CHANNELS = 56
@@ -112,8 +112,10 @@ def odd_chunks(chunks: int) -> int:
     return (chunks | 1) * CHUNK_BYTES
 
 
-def why_not_grouped(work: ConvWork, device: CudaDevice) -> str | None:
+def why_not_grouped(work: ConvWork, device: CudaDevice, *, wide: bool = False) -> str | None:
     """Return why neither grouped tensor-core kernel applies; None if one may.
+
+    With ``wide``, dense kernels are not preferred for groups that fill their tiles.
 
     Except for sizes that overflow, this depends on channels, kernel, stride and dilation only, so
     that every part of a split problem gets the same kernel.
@@ -125,12 +127,14 @@ def why_not_grouped(work: ConvWork, device: CudaDevice) -> str | None:
     if work.groups == 1:
         return "one group"
     merge = merge_of(work)
-    if max(merge.in_channels, merge.out_channels) > MAX_CHANNELS:
+    most = WIDE_CHANNELS if wide else MAX_CHANNELS
+    if max(merge.in_channels, merge.out_channels) > most:
         return (
             f"{work.in_channels} and {work.out_channels} channels a group, {merge.groups} groups "
-            f"merged, are more than {MAX_CHANNELS}"
+            f"merged, are more than {most}"
         )
-    if not is_exact(work) and min(work.in_channels, work.out_channels) >= DENSE_CHANNELS:
+    least = min(work.in_channels, work.out_channels)
+    if not wide and not is_exact(work) and least >= DENSE_CHANNELS:
         return f"{DENSE_CHANNELS} and more channels a group fill the dense kernels' tiles"
     if work.taps > MAX_TAPS:
         return f"{work.taps} taps are more than {MAX_TAPS}"

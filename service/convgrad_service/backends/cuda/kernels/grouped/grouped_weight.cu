@@ -7,33 +7,32 @@
 // Along each dimension, output y0 + m*y_step (m in [0, count)) of a phase meets, at tap r, input
 // position x0 + (m*x_step + r*x_tap)*lattice.
 //
-// Block: a slice of adjacent channels on both sides and its share of all boxes of pixels. A box of y,
-// and of x with its halo, is copied to shared memory once, double-buffered. Each warp has an item,
-// MT * 16 rows x NF * 8 columns of one merge, and every KSPLITth step of its pixels, with all sums in
-// registers. At the end the KSPLIT warps of an item add their sums through shared memory, and the
-// block stores them to its part of `partials`, in the order (g, k, t, r, s, c); core/lane_sum.cu adds
-// the parts.
-// Dynamic shared memory: two stages of both boxes, then offsets of pixels in x's box and of rows, as
-// grouped_weight.py computes them. With EXACT, for exact float32, products are FMAs, and each lane has
-// the same sums as with tensor cores. WINDOWS is for 3 x 3 taps without dilation and 8 channels on
-// both sides: boxes then have an even number of rows and a multiple of eight columns.
-// Relies on its launcher for the grid (slices, groups of items, splits), and for tensors whose
-// channels, of all merged groups, are contiguous in whole 16-byte chunks.
-// Deterministic: one order of additions for each result and number of splits. Missing pixels of a box
-// are read as zeros.
+// Block: a slice of adjacent channels on both sides, all taps or those of one position along D and H,
+// and a share of all boxes of pixels. A box of y, and of x with its halo, is copied into a ring in
+// shared memory: on Hopper (COPY_ENGINE) by a thread of its own (TMA tiles of C W H D N), else by all
+// threads. Each warp has an item, FRAGMENTS * 16 rows x NF * 8 columns of one merge, and every KSPLITth step
+// of its pixels, with all sums in registers. At the end the KSPLIT warps of an item add their sums
+// through shared memory, and blocks that share a slice through `partials` (weight_sums.cuh).
+// Dynamic shared memory: the ring, later a slab of sums for each warp; then tables of the offsets of
+// pixels in x's box and of rows, as grouped_weight_shares.py computes them. With EXACT, for exact
+// float32, products are FMAs, and each lane has the same sums as with tensor cores. WINDOWS is for
+// 3 x 3 taps without dilation and 8 channels on both sides: boxes then have an even number of rows and
+// a multiple of eight columns.
+// Relies on its launcher for the grid (slices, groups of items x positions of taps, at most 255
+// splits), and for tensors whose channels, of all merged groups, are contiguous in whole 16-byte chunks.
+// Deterministic: one order of additions for each result and share. Missing pixels of a box are read as
+// zeros.
 // Index limits: 64-bit offsets; positions and strides of D, H, W in bytes below 2^31.
 #include "grouped/grouped_weight.cuh"
-#include "ptx/pdl.cuh"
 
 using namespace convgrad;
 
 namespace {
 
-constexpr int kWarps = WARPS, kThreads = kWarps * 32;
+constexpr int kWarps = WARPS, kThreads = (kWarps + COPY_ENGINE) * 32, kMostStages = 8;
 constexpr int kSize = static_cast<int>(sizeof(ELEMENT));
 constexpr int kChunk = 16 / kSize;
 constexpr int kDepth = 32 / kSize;  // pixels of one product
-constexpr int kSums = MT * NF * 4;
 // On Blackwell two blocks would need one register more if words are read for three columns.
 constexpr int kBlocks = kBlackwell && kSize == 4 && NF == 3 ? 1 : BLOCKS;
 
@@ -43,149 +42,160 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     grouped_weight(const __grid_constant__ GroupedWeightArgs args) {
   using T = ELEMENT;
   extern __shared__ uint4 shared[];
+#if COPY_ENGINE
+  __shared__ u64 barriers[2 * kMostStages];
+  const u32 full = shared_address(barriers), empty = full + 8 * kMostStages;
+  char* const base = reinterpret_cast<char*>(shared) + (-shared_address(shared) & 127);
+#else
   char* const base = reinterpret_cast<char*>(shared);
-  int* const source_at = reinterpret_cast<int*>(base + args.sources_at);
-  int* const row_at = reinterpret_cast<int*>(base + args.rows_at);
+#endif
   const u32 boxes_at = shared_address(base);
-  const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
-
-  const int item_group = blockIdx.y, split = blockIdx.z;
-  const int first_merge = blockIdx.x * args.slice, first_group = first_merge * args.merged;
-  const int merges = min(args.slice, args.groups / args.merged - first_merge);
-  const int x_merge = args.merged * args.in_channels, y_merge = args.merged * args.out_channels;
-  const int taps = args.kernel[0] * args.kernel[1] * args.kernel[2], rows = taps * x_merge;
+  const int thread = threadIdx.x, lane = thread & 31, warp = __shfl_sync(0xffffffff, thread / 32, 0);
+  const int tap_plane = divide(blockIdx.z, args.by_item_groups);
+  const int item_group = blockIdx.z - tap_plane * args.item_groups, split = blockIdx.x, splits = gridDim.x;
+  const BlockPart part(args.walk, tap_plane, split);
+#if COPY_ENGINE
+  if (warp == kWarps) {
+    Boxes box(args.walk, part);
+    auto copy = [&](int stage) {
+      const u32 to = boxes_at + stage * args.stage_bytes, barrier = full + stage * 8;
+      mbarrier_arrive_expect_tx(barrier, args.box_bytes);
+      const int first[2] = {static_cast<int>(blockIdx.y) * args.slice_channels[0],
+                            static_cast<int>(blockIdx.y) * args.slice_channels[1]};
+      const int x_at[5] = {first[0], box.x[2], box.x[1], box.x[0], box.image};
+      const int y_at[5] = {first[1], box.y[2], box.y[1], box.y[0], box.image};
+      tma_load(to, args.x_map, barrier, x_at);
+      tma_load(to + args.y_at, args.y_map, barrier, y_at);
+    };
+    const bool copies = elect_one();
+    int index = part.begin;
+    if (copies) {
+#pragma unroll 1
+      for (int i = 0; i < args.stages; ++i) {
+        mbarrier_init(full + i * 8, 1);
+        mbarrier_init(empty + i * 8, kWarps);
+        fence_mbarrier_init();
+        if (index >= part.end) continue;
+        if (i > 0) box.next();
+        copy(i);
+        ++index;
+      }
+    }
+    __syncwarp();
+    __syncthreads();
+    if (copies) {
+      int stage = 0;
+      u32 parity = 0;
+#pragma unroll 1
+      for (; index < part.end; ++index) {
+        box.next();
+        mbarrier_wait(empty + stage * 8, parity);
+        copy(stage);
+        if (++stage == args.stages) stage = 0, parity ^= 1;
+      }
+    }
+    return;
+  }
+#endif
+  int* const source_at = reinterpret_cast<int*>(base + args.sources_at);
+  Row* const row_at = reinterpret_cast<Row*>(base + args.rows_at);
+  u32* const word = args.result.met + blockIdx.z * gridDim.y + blockIdx.y;
+  if (thread == 0 && splits > 1) rendezvous_begin(word);
+  const int first_merge = blockIdx.y * args.slice, first_group = first_merge * args.merged;
+#if !COPY_ENGINE
   const T* const x = static_cast<const T*>(args.x) + first_group * args.x_group;
   const T* const y = static_cast<const T*>(args.y) + first_group * args.y_group;
-  const int x_chunks = (args.groups - first_group) * args.in_channels / kChunk;
-  const int y_chunks = (args.groups - first_group) * args.out_channels / kChunk;
-
-  // The block's boxes.
-  const int begin = split * args.boxes + min(split, args.more);
-  const int end = begin + args.boxes + (split < args.more);
-  const int phases = args.phases[0] * args.phases[1] * args.phases[2];
-  const u32 in_phase = args.tiles[0] * args.tiles[1] * args.tiles[2] * args.tiles[3];
-  // A box: its image, and its first pixel in x and y.
-  struct Place {
-    int image, x[3], y[3];
-  };
-  auto place_at = [&](const Walk& box, int phase) {
-    u32 number = phase;
-    int part[3] = {}, at[3] = {box.d, box.h, box.w};
-    if (phases > 1) {
-      part[2] = digit(number, args.phases[2]);
-      part[1] = digit(number, args.phases[1]);
-      part[0] = number;
-    }
-    Place place;
-    place.image = box.n * args.tile[0];
-#pragma unroll
-    for (int dim = 0; dim < 3; ++dim) {
-      const Phase& of = args.phase[dim][part[dim]];
-      const int first = at[dim] * args.tile[dim + 1];
-      place.x[dim] = of.x0 + first * args.x_step[dim] * args.lattice[dim];
-      place.y[dim] = of.y0 + first * args.y_step[dim];
-    }
-    return place;
-  };
-  const Copier copier_x(args.x_box, reinterpret_cast<const char*>(x), args.x_stride,
-                                  args.lattice, x_chunks);
-  const Copier copier_y(args.y_box, reinterpret_cast<const char*>(y), args.y_stride,
-                                  args.y_step, y_chunks);
-  int phase = phases > 1 ? static_cast<u32>(begin) / in_phase : 0;
-  Walk walk(args.tiles, begin - phase * in_phase, 1, true);
+  const Copier copier_x(args.x_box, reinterpret_cast<const char*>(x), args.x_stride, args.lattice,
+                        (args.groups - first_group) * args.result.in_channels / kChunk);
+  const Copier copier_y(args.y_box, reinterpret_cast<const char*>(y), args.y_stride, args.y_step,
+                        (args.groups - first_group) * args.result.out_channels / kChunk);
+  Boxes box(args.walk, part);
   auto copy = [&](int index, int stage) {
-    if (index < end) {
-      const Place at = place_at(walk, phase);
+    if (index < part.end) {
       const u32 to = boxes_at + stage * args.stage_bytes;
-      copier_x.copy(to, args.x_box, args.x_stride, at.image, args.batch, at.x, args.lattice,
-                    args.x_size);
-      copier_y.copy(to + args.y_at, args.y_box, args.y_stride, at.image, args.batch, at.y,
-                    args.y_step, args.y_size);
-      walk.next(args.tiles);
-      if (walk.n >= args.tiles[0]) walk.n -= args.tiles[0], ++phase;
+      copier_x.copy(to, args.x_box, args.x_stride, box.image, args.batch, box.x, args.lattice, args.x_size);
+      copier_y.copy(to + args.y_at, args.y_box, args.y_stride, box.image, args.batch, box.y, args.y_step,
+                    args.y_size);
+      box.next();
     }
     cp_async_commit();
   };
-  copy(begin, 0);
-
-  // Offsets in x's box: of a pixel at the first tap, and of a row's tap and channel.
+#pragma unroll 1
+  for (int i = 0; i < args.stages - 1; ++i) copy(part.begin + i, i);
+#endif
   const int pixels = args.tile[0] * args.tile[1] * args.tile[2] * args.tile[3];
   const int steps = (pixels + kDepth - 1) / kDepth;
-  Walk at(args.tile, thread, kThreads);
-  for (int i = thread; i < steps * kDepth; i += kThreads, at.next(args.tile)) {
-    const int row = (at.n * args.x_box.extent[1] + at.d * args.x_step[0]) * args.x_box.extent[2] +
-                    at.h * args.x_step[1];
-    const int source = (row * args.x_box.extent[3] + at.w * args.x_step[2]) * args.x_box.pitch;
-    source_at[i] = i < pixels ? source : 0;
-  }
-  const int all_rows = args.row_blocks * MT * 16;
-  for (int i = thread; i < all_rows; i += kThreads) {
-    const int row = i < rows ? i : 0, tap = quick_divide(row, x_merge);
-    const int above = quick_divide(tap, args.kernel[2]);
-    const int t = quick_divide(above, args.kernel[1]);
-    const int r = above - t * args.kernel[1], s = tap - above * args.kernel[2];
-    row_at[i] = ((t * args.x_tap[0] * args.x_box.extent[2] + r * args.x_tap[1]) *
-                     args.x_box.extent[3] + s * args.x_tap[2]) * args.x_box.pitch +
-                (row - tap * x_merge) * kSize;
-  }
+  fill_tables<kSize>(args, steps * kDepth, source_at, row_at);
   // Pixels past the box are read if their number is not a whole step; they are zeroed once.
-  for (int stage = 0; stage < 2; ++stage) {
-    char* const tail = base + stage * args.stage_bytes + args.y_at + pixels * args.y_box.pitch;
-    const int bytes = (steps * kDepth - pixels) * args.y_box.pitch;
-    for (int i = thread * 16; i < bytes; i += kThreads * 16) {
-      *reinterpret_cast<uint4*>(tail + i) = make_uint4(0, 0, 0, 0);
-    }
+  const int tail = (steps * kDepth - pixels) * args.y_pitch;
+#pragma unroll 1
+  for (int i = thread * 16; i < args.stages * tail; i += kSummers * 16) {
+    const int stage = quick_divide(i, tail);
+    char* const to = base + stage * args.stage_bytes + args.y_at + pixels * args.y_pitch;
+    *reinterpret_cast<uint4*>(to + (i - stage * tail)) = make_uint4(0, 0, 0, 0);
   }
 
   // This warp's item.
-  const int k_splits = quick_divide(kWarps, args.items);
-  const int k_split = quick_divide(warp, args.items), item = warp - k_split * args.items;
-  u32 number = item_group * args.items + item;
-  const int column_block = digit(number, args.column_blocks);
-  const int row_block = digit(number, args.row_blocks);
-  const int merge = number;
-  const bool busy = merge < merges && k_split < k_splits;
+  const int k_splits = divide(kWarps, args.by_items);
+  const int k_split = divide(warp, args.by_items), number = warp - k_split * args.result.items;
+  const int all = item_group * args.result.items + number, of_merge = divide(all, args.by_column_blocks);
+  const int merge = divide(of_merge, args.by_row_blocks), column_block = all - of_merge * args.column_blocks;
+  const int merges = min(args.slice, args.groups / args.merged - first_merge);
+  const Item item = {merge, (of_merge - merge * args.row_blocks) * kRows, column_block * kColumns,
+                     merge < merges && k_split < k_splits};
   __syncthreads();
-  [[maybe_unused]] int row_offset[MT][kSize == 4 ? 2 : 1];
-  const int mine = merge * x_merge * kSize;
+  [[maybe_unused]] int row_offset[FRAGMENTS][kSize == 4 ? 2 : 1];
+  const int mine = merge * args.merged * args.result.in_channels * kSize;
 #pragma unroll
-  for (int i = 0; i < MT; ++i) {
-    const int row = (row_block * MT + i) * 16;
+  for (int i = 0; i < FRAGMENTS; ++i) {
+    const Row* const first = row_at + item.row + i * 16;
     if constexpr (kSize == 2) {
-      row_offset[i][0] = row_at[row + (lane >> 3 & 1) * 8] + mine;
+      row_offset[i][0] = first[(lane >> 3 & 1) * 8].x + mine;
     } else {
-      row_offset[i][0] = row_at[row + lane / 4] + mine;
-      row_offset[i][1] = row_at[row + 8 + lane / 4] + mine;
+      row_offset[i][0] = first[lane / 4].x + mine;
+      row_offset[i][1] = first[8 + lane / 4].x + mine;
     }
   }
-  const int column_offset = (merge * y_merge + column_block * NF * 8) * kSize;
-  float sum[MT][NF][4] = {};
+  const int column_offset = (merge * args.merged * args.result.out_channels + item.column) * kSize;
+  float sum[FRAGMENTS][NF][4] = {};
 
+  int stage = 0;
+  [[maybe_unused]] u32 parity = 0;
 #pragma unroll 1
-  for (int index = begin; index < end; ++index) {
-    const int stage = (index - begin) & 1;
-    copy(index + 1, stage ^ 1);
-    cp_async_wait<1>();
+  for (int index = part.begin; index < part.end; ++index) {
+#if COPY_ENGINE
+    mbarrier_wait(full + stage * 8, parity);
+#else
+    if (args.stages == 2) {
+      cp_async_wait<0>();
+    } else if (args.stages == 3) {
+      cp_async_wait<1>();
+    } else {
+      cp_async_wait<2>();
+    }
+    // All warps have multiplied the previous box, whose place the next copy takes.
     __syncthreads();
-    if (busy) {
+    copy(index + args.stages - 1, stage == 0 ? args.stages - 1 : stage - 1);
+#endif
+    if (item.is_there) {
       const u32 x_box = boxes_at + stage * args.stage_bytes;
       const u32 y_box = x_box + args.y_at + column_offset;
 #if WINDOWS
       // Eight columns of pixels, two rows per product, with each row of x loaded once: the two new rows
       // of x at taps 0 and 1 of a row, then at tap 2 together with y's rows.
       const int across = args.tile[3] / 8, eighth = lane >> 3;
-      const int x_row = args.x_box.extent[3] * args.x_box.pitch, y_row = args.tile[3] * args.y_box.pitch;
+      const int x_row = args.x_extent[3] * args.x_pitch, y_row = args.tile[3] * args.y_pitch;
       const bool of_y = eighth > 1;
       const int next = 2 * (of_y ? y_row : x_row);
 #pragma unroll 1
       for (int window = k_split; window < args.tile[0] * args.tile[1] * across; window += k_splits) {
         const int plane = quick_divide(window, across), column = (window - plane * across) * 8 + (lane & 7);
         // A plane of x's box for each of y's: images and, because D has one tap, positions along D.
-        const u32 x_at = x_box + plane * args.x_box.extent[2] * x_row + column * args.x_box.pitch + mine;
-        const u32 y_at = y_box + plane * args.tile[2] * y_row + column * args.y_box.pitch;
-        u32 near_at = x_at + (eighth >> 1) * x_row + (eighth & 1) * args.x_box.pitch;
+        const u32 x_at = x_box + plane * args.x_extent[2] * x_row + column * args.x_pitch + mine;
+        const u32 y_at = y_box + plane * args.tile[2] * y_row + column * args.y_pitch;
+        u32 near_at = x_at + (eighth >> 1) * x_row + (eighth & 1) * args.x_pitch;
         u32 far_at = of_y ? y_at + (eighth - 2) * y_row
-                          : x_at + eighth * x_row + 2 * args.x_box.pitch;
+                          : x_at + eighth * x_row + 2 * args.x_pitch;
         u32 rows_x[4][3];
         u32 near[4], far[4];
         ldmatrix_trans(near, near_at);
@@ -207,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
           rows_x[2][0] = near[0], rows_x[2][1] = near[1], rows_x[2][2] = far[0];
           rows_x[3][0] = near[2], rows_x[3][1] = near[3], rows_x[3][2] = far[1];
 #pragma unroll
-          for (int i = 0; i < MT; ++i) {
+          for (int i = 0; i < FRAGMENTS; ++i) {
             // The last product has one tap; its other half is unused.
             const int first = i * 2, second = first < 8 ? first + 1 : first;
             const u32 a[4] = {rows_x[first / 3][first % 3], rows_x[second / 3][second % 3],
@@ -224,12 +234,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll 2
         for (int next = pixel; next < pixel + kDepth; ++next) {
           const char* const x_at = base + (x_box - boxes_at) + source_at[next];
-          const char* const y_at = base + (y_box - boxes_at) + next * args.y_box.pitch + lane % 4 * 8;
+          const char* const y_at = base + (y_box - boxes_at) + next * args.y_pitch + lane % 4 * 8;
           float2 y_two[NF];
 #pragma unroll
           for (int j = 0; j < NF; ++j) y_two[j] = *reinterpret_cast<const float2*>(y_at + j * 32);
 #pragma unroll
-          for (int i = 0; i < MT; ++i) {
+          for (int i = 0; i < FRAGMENTS; ++i) {
             const float low = *reinterpret_cast<const float*>(x_at + row_offset[i][0]);
             const float high = *reinterpret_cast<const float*>(x_at + row_offset[i][1]);
 #pragma unroll
@@ -244,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 #else
         u32 b[NF][2];
         if constexpr (kSize == 2) {
-          const u32 y_lane = y_box + (pixel + (lane & 15)) * args.y_box.pitch;
+          const u32 y_lane = y_box + (pixel + (lane & 15)) * args.y_pitch;
 #pragma unroll
           for (int j = 0; j < NF - 1; j += 2) {
             u32 four[4];
@@ -253,11 +263,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
           }
           if constexpr (NF % 2 == 1) ldmatrix_trans(b[NF - 1], y_lane + (NF - 1) * 16);
         } else {
-          const u32 y_lane = y_box + (pixel + (lane & 3)) * args.y_box.pitch + (lane >> 2) * 4;
+          const u32 y_lane = y_box + (pixel + (lane & 3)) * args.y_pitch + (lane >> 2) * 4;
 #pragma unroll
           for (int j = 0; j < NF; ++j) {
             b[j][0] = to_tf32(ld_shared_u32(y_lane + j * 32));
-            b[j][1] = to_tf32(ld_shared_u32(y_lane + j * 32 + 4 * args.y_box.pitch));
+            b[j][1] = to_tf32(ld_shared_u32(y_lane + j * 32 + 4 * args.y_pitch));
           }
         }
         u32 x_lane[kSize == 4 ? 2 : 1];
@@ -268,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
           x_lane[1] = x_box + source_at[pixel + (lane & 3) + 4];
         }
 #pragma unroll
-        for (int i = 0; i < MT; ++i) {
+        for (int i = 0; i < FRAGMENTS; ++i) {
           u32 a[4];
           if constexpr (kSize == 2) {
             ldmatrix_trans(a, x_lane[0] + row_offset[i][0]);
@@ -285,72 +295,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
       }
 #endif
     }
-    __syncthreads();
+#if COPY_ENGINE
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(empty + stage * 8);
+#endif
+    if (++stage == args.stages) stage = 0, parity ^= 1;
   }
+  u32 begun = 0;
+  if (thread == 0 && splits > 1) begun = rendezvous_begun(word);
+#if !COPY_ENGINE
   cp_async_wait<0>();
-  launch_dependent_grids();
+#endif
+  named_barrier_sync(1, kSummers);
 
-  // The warps of an item add their sums in order.
-  float* const slab = reinterpret_cast<float*>(base) + item * kSums * 32 + lane;
-  for (int turn = k_splits - 1; turn > 0; --turn) {
-    if (turn == k_split && busy) {
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) {
-        float& mine = sum[i / 4 / NF][i / 4 % NF][i % 4];
-        if (turn < k_splits - 1) mine += slab[i * 32];
-        slab[i * 32] = mine;
-      }
-    }
-    __syncthreads();
-  }
-  if (!busy || k_split != 0) return;
-  if (k_splits > 1) {
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) sum[i / 4 / NF][i / 4 % NF][i % 4] += slab[i * 32];
-  }
-  const i64 results = static_cast<i64>(args.groups) * args.out_channels * taps * args.in_channels;
-  float* const partials = args.partials + split * results;
-  if (args.merged == 1) {
-    // A group's partial sums are [k][tap][c]; a row is (tap, c).
-    const int next = taps * args.in_channels;
-    float* const group = partials + static_cast<i64>(first_group + merge) * args.out_channels * next;
-#pragma unroll
-    for (int i = 0; i < MT * 2; ++i) {
-      const int row = row_block * MT * 16 + i * 8 + lane / 4;
-      if (row >= rows) continue;
-#pragma unroll
-      for (int j = 0; j < NF * 2; ++j) {
-        const int column = (column_block * NF + j / 2) * 8 + lane % 4 * 2 + j % 2;
-        if (column < args.out_channels) {
-          group[static_cast<i64>(column) * next + row] = sum[i / 2][j / 2][i % 2 * 2 + j % 2];
-        }
-      }
-    }
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < kSums; ++i) slab[i * 32] = sum[i / 4 / NF][i / 4 % NF][i % 4];
-  __syncwarp();
-
-  // Adjacent lanes have adjacent rows: channels, then taps, in the order of partial sums.
-#pragma unroll 1
-  for (int row = lane; row < MT * 16; row += 32) {
-    const int row_of_all = row_block * MT * 16 + row;
-    if (row_of_all >= rows) break;
-    const int tap = quick_divide(row_of_all, x_merge), channel = row_of_all - tap * x_merge;
-    const int own = quick_divide(channel, args.in_channels), c = channel - own * args.in_channels;
-    const int group = merge * args.merged + own;
-    // This group's columns, relative to the column block.
-    const int first_column = own * args.out_channels - column_block * NF * 8;
-    const i64 first = static_cast<i64>(first_group + group) * args.out_channels;
-    float* to = partials + (first * taps + tap) * args.in_channels + c;
-    const float* const from =
-        slab - lane + (row / 16 * NF * 4 + row / 8 % 2 * 2) * 32 + row % 8 * 4;
-#pragma unroll 1
-    for (int k = 0; k < args.out_channels; ++k, to += taps * args.in_channels) {
-      const int column = first_column + k;
-      if (column < 0 || column >= NF * 8) continue;
-      *to = from[(column / 8 * 4 + column % 2) * 32 + column % 8 / 2];
-    }
-  }
+  float* const slabs = reinterpret_cast<float*>(base);
+  if (item.is_there) leave_sums<Sums>(sum, slabs, warp);
+  named_barrier_sync(1, kSummers);
+  const i64(&stride)[6] = args.result.w_stride;
+  const i64 merge_w = (first_group + merge * args.merged) * stride[0] + part.t * stride[3] + part.r * stride[4];
+  sum_items<T, Sums>(args.result, item, number, k_split, k_splits, row_at, merge_w, slabs,
+               Meeting{split, splits, false, 0, nullptr, word, begun});
 }

@@ -51,7 +51,7 @@ MAX_SIZE, MAX_SPLITS = 2**30, 255
 # box; overhead of a tile and of a block; memory bytes per clock of all SMs; and the reduction over
 # the blocks of a slice: fixed, per byte of a block's sums, and per share.
 PRODUCT_CLOCKS, PIXEL_CLOCKS, BOX_CLOCKS, TILE_CLOCKS, START_CLOCKS = 160, 2.3, 350, 400, 2600
-MEMORY_BYTES_A_CLOCK = 2400
+MEMORY_BYTES_A_CLOCK, CLOCKS_A_SECOND = 2400, 1.755e9
 PUT_CLOCKS, MEET_CLOCKS, SUM_BYTES_A_CLOCK, SHARES_CLOCKS, SHARES_AT_ONCE = 600, 2600, 12.5, 700, 16
 
 
@@ -132,6 +132,8 @@ class HopperGroupedWeight:
             f"{self.name}/{share.splits}",
             (launch,),
             (Workspace(partials, boxes.partial_bytes * share.splits),),
+            expected_s=_clocks(work, share, device) / CLOCKS_A_SECOND,
+            order=str(share),
         )
 
     def instances(self) -> Iterable[Instance]:

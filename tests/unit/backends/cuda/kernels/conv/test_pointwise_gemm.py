@@ -9,7 +9,7 @@ import pytest
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm, products_of
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_model import chosen, timed
-from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import CLUSTERS
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import CLUSTERS, Config
 from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.program import Launch
 from tests.support.kernels.conv_work import ADA, pointwise
@@ -36,7 +36,7 @@ def test_every_configuration_fits(
 ) -> None:
     work = pointwise(batch, channels, size, direction)
     products = products_of(work)
-    assert len(products) == (2 if direction == "bwd_weight" else 1)
+    assert len(products) == 2
     for product in products:
         for time_s, config in timed(product, device, COUNTERS):
             stages = config.stages(product, device)
@@ -56,6 +56,24 @@ def test_every_configuration_fits(
     (step,) = FAMILY.launches(work, device).steps
     assert isinstance(step, Launch)
     assert step.instance in INSTANCES
+
+
+def test_tiles_of_few_waves_are_transposed() -> None:
+    # 6,272 pixels and 256 channels: 98 tiles of 128 x 128, but 122 of 128 channels x 104 pixels.
+    work = pointwise(32, (256, 1024), 14, "bwd_data")
+    usual, transposed = products_of(work)
+    assert (usual.kind, transposed.kind) == ("gather", "transposed")
+    config = Config(128, 104)
+    assert config in [one for _, one in timed(transposed, H200, COUNTERS)]
+    (step,) = PointwiseGemm(config, swapped=True).launches(work, H200).steps
+    assert isinstance(step, Launch)
+    assert step.grid == (61, 2, 1)
+    assert step.instance in INSTANCES
+
+
+def test_only_rounded_sums_are_transposed() -> None:
+    scaled = replace(pointwise(8, (64, 64), 28, "bwd_data"), alpha=2.0)
+    assert [product.kind for product in products_of(scaled)] == ["gather"]
 
 
 def test_splits_need_counters() -> None:

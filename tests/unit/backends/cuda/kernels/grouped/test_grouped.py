@@ -10,6 +10,7 @@ from math import prod
 import pytest
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import lattice_axis
 from convgrad_service.backends.cuda.kernels.grouped.grouped_gather import GroupedGather
 from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import merge_of
@@ -17,8 +18,10 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_weight import Groupe
 from convgrad_service.backends.cuda.kernels.layout.channels_first import ConvThroughChannelsLast
 from convgrad_service.backends.cuda.kernels.layout.strided_copy import StridedCopy
 from convgrad_service.plans.cuda.device import H200, CudaDevice
+from convgrad_service.plans.cuda.families import choose
 from convgrad_service.plans.cuda.program import Launch
 from convgrad_service.plans.cuda.works import ConvWork, Direction
+from tests.perf.random_grouped import random_grouped_layers
 from tests.support.kernels.conv_work import work_of
 
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd_data", "bwd_weight")
@@ -143,4 +146,32 @@ def test_splits_are_what_was_asked_for_or_fill_the_device() -> None:
     large = work_of("bwd_weight", batch=64, channels=(4, 4), groups=32, size=56)
     launch = GroupedWeight().launches(large, H200).steps[0]
     assert isinstance(launch, Launch)
-    assert prod(launch.grid) >= H200.multiprocessors
+    # A block per multiprocessor, but for those that would not make any block's part smaller.
+    assert 0.9 * H200.multiprocessors < prod(launch.grid) <= 2 * H200.multiprocessors
+
+
+def test_grouped_weights_are_compared_by_expected_time() -> None:
+    """Strided and dilated layers, wide groups, and one that is not compared with dense kernels."""
+    compared = FAMILIES.bwd_weight
+    chosen = {}
+    for name, channels, options in (
+        ("rows", 32, {"batch": 128, "size": 14}),
+        ("taps", 32, {"batch": 128, "size": 28, "stride": 2}),
+        ("merges", 24, {"batch": 128, "size": 14}),
+        ("wide", 48, {"batch": 128, "size": 28, "stride": 2}),
+    ):
+        work = work_of("bwd_weight", channels=(channels, channels), groups=16, **options)
+        chosen[name] = choose(compared, work, H200).family
+    assert chosen == {
+        "rows": "hopper_grouped_weight",
+        "taps": "hopper_grouped_taps",
+        "merges": "grouped_weight",
+        "wide": "grouped_weight",
+    }
+
+
+def test_random_layers_are_of_their_seed() -> None:
+    first, again, other = (list(random_grouped_layers(seed, 20)) for seed in (3, 3, 4))
+    assert first == again
+    assert first != other
+    assert len({layer["name"] for layer in first}) == 20

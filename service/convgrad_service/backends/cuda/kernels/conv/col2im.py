@@ -1,0 +1,295 @@
+"""Dense convolutions whose result has few channels, as a GEMM and col2im (col2im.cu).
+
+An implicit GEMM with C channels of the result has tiles of 8 columns or more, of which C are used,
+and reads each pixel of the source once per tap. Here a GEMM multiplies each pixel once with the
+weights of all taps, which makes taps * C columns, and col2im adds up what meets in an element of
+the result. Columns are written and read once, in float32; so this is for few taps, or for many
+channels of the source.
+
+This serves the input gradients of first layers and, at stride 1, forward passes of last layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import gcd, inf, prod
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.core.elements import (
+    ACTIVATIONS,
+    CUDA_TYPES,
+    linear_grid,
+)
+from convgrad_service.backends.cuda.kernels.core.limits import why_not_32bit_positions
+from convgrad_service.backends.cuda.kernels.layout.channels_last import (
+    CHUNK_BYTES,
+    Prepared,
+    prepare_side,
+)
+from convgrad_service.backends.cuda.kernels.layout.strided_copy import StridedCopy
+from convgrad_service.backends.cuda.structures import structure
+from convgrad_service.plans.cuda.device import OVERLAPPING, CudaDevice
+from convgrad_service.plans.cuda.families import Family, choose
+from convgrad_service.plans.cuda.program import (
+    Clear,
+    Fragment,
+    Instance,
+    Launch,
+    Step,
+    Workspace,
+    ceil_div,
+)
+from convgrad_service.plans.cuda.works import (
+    ConvWork,
+    Copy,
+    CopyAxis,
+    Operand,
+    contiguous_strides,
+)
+
+__all__ = ["Col2im"]
+
+DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
+SUM = DType.FLOAT32
+THREADS = 256
+# The most channels of a result, by instance.
+CHANNELS = (1, 2, 3, 4, 8)
+MAX_PIXELS = 2**31 - THREADS
+
+Col2imArgs = structure("conv/col2im.cu", "Col2imArgs")
+
+
+class Col2im:
+    """fwd of stride 1 and bwd_data, with the GEMM of the first family that takes it."""
+
+    name = "col2im"
+
+    def __init__(
+        self,
+        narrow: Sequence[Family[ConvWork]],
+        wide: Sequence[Family[ConvWork]],
+        *,
+        most_columns: float = inf,
+        least_gathered_bytes: float = 0.0,
+    ) -> None:
+        """Create the family.
+
+        Parameters
+        ----------
+        narrow
+            Families for the GEMM of 16-bit types, which write a result in float32.
+        wide
+            Those for float32.
+        most_columns
+            The most columns for each channel of the source.
+        least_gathered_bytes
+            The fewest bytes of the source that an implicit GEMM would read, taps included.
+        """
+        self._narrow, self._wide = narrow, wide
+        self._most_columns, self._least_gathered_bytes = most_columns, least_gathered_bytes
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`. Splitting along N, D or H does not change the answer."""
+        if work.direction == "bwd_weight":
+            return "a gradient of the weight"
+        if work.groups != 1:
+            return f"{work.groups} groups"
+        source, channels = work.channels
+        if channels > CHANNELS[-1]:
+            return f"{channels} channels of the result are more than {CHANNELS[-1]}"
+        if work.taps == 1:
+            return "one tap"
+        if work.dtype not in DTYPES or work.result_dtype not in DTYPES:
+            return f"{work.dtype.value} is not accumulated in float32"
+        if work.direction == "fwd" and max(work.stride) > 1:
+            return "products of pixels between the strides"
+        if work.accumulate is not None and work.accumulate.strides != work.result.strides:
+            return "accumulate does not lie as the result does"
+        columns = work.taps * channels
+        if columns > self._most_columns * source:
+            return f"{columns} columns of products with {source} channels"
+        pixels = [work.batch * prod(size) for size in work.sizes]
+        if pixels[0] * work.taps * source * work.dtype.itemsize < self._least_gathered_bytes:
+            return f"{work.taps} taps at {pixels[0]} pixels: an implicit GEMM starts faster"
+        if max(pixels) > MAX_PIXELS:
+            return f"more than {MAX_PIXELS} pixels"
+        reason = why_not_32bit_positions(work)
+        if reason is not None:
+            return reason
+        gemm = _Gemm.of(work, device)
+        if gemm is None:
+            return "pixels of the source that do not follow one another"
+        reasons = [family.why_not(gemm.work, device) for family in self._families(work)]
+        return None if None in reasons else "; ".join(map(str, reasons))
+
+    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        gemm = _Gemm.of(work, device)
+        if gemm is None:
+            raise ValueError("work that why_not refuses")
+        chosen = choose(self._families(work), gemm.work, device)
+        inner = chosen.fragment
+        sums = replace(
+            _col2im(work, gemm.work.y),
+            overlaps=isinstance(inner.steps[-1], Launch) and device.capability >= OVERLAPPING,
+        )
+        columns_bytes = gemm.work.y.strides[0] * SUM.itemsize
+        return replace(
+            inner,
+            kernel=f"{inner.kernel}_{self.name}",
+            steps=(*gemm.weight.steps, *gemm.source.steps, *inner.steps, sums),
+            workspace=(
+                *gemm.weight.workspace,
+                *gemm.source.workspace,
+                Workspace(gemm.work.y.buffer, columns_bytes),
+                *inner.workspace,
+            ),
+            expected_s=None,
+            order=f"{chosen.family} {inner.order}",
+        )
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`. Those of the GEMM are the instances of its families."""
+        return [_instance(dtype, most) for dtype in DTYPES for most in CHANNELS]
+
+    def _families(self, work: ConvWork) -> Sequence[Family[ConvWork]]:
+        return self._wide if work.dtype is SUM else self._narrow
+
+
+@dataclass(frozen=True, slots=True)
+class _Gemm:
+    """The product of all taps and the source's pixels, and its operands.
+
+    It is a pointwise convolution whose result has a plane of pixels for each column. In float32,
+    for which kernels write rows of channels, the taps are its pixels, and the pixels of the source
+    its output channels.
+    """
+
+    work: ConvWork
+    weight: Prepared
+    source: Prepared
+    pixels: int
+
+    @classmethod
+    def of(cls, work: ConvWork, device: CudaDevice) -> _Gemm | None:
+        """Return the product; None if the pixels of the source do not have a single stride."""
+        source = prepare_side(work, "source", device)
+        size = work.sizes[0]
+        n, _, channel, *spatial = source.operand.strides
+        pixel = spatial[2]
+        outer, *inner, _ = contiguous_strides((work.batch, *size, 1))
+        for extent, stride, steps in zip(
+            (work.batch, *size), (n, *spatial), (outer, *inner), strict=True
+        ):
+            if extent > 1 and stride != steps * pixel:
+                return None
+        if channel != 1:
+            return None
+        chunk = CHUNK_BYTES // work.dtype.itemsize
+        channels = work.channels[0]
+        if source.steps:
+            # The copy has zeros up to a whole chunk.
+            channels = ceil_div(channels, chunk) * chunk
+        rows, pixels = work.taps * work.channels[1], work.batch * prod(size)
+        lead = f"{work.prefix}{work.direction}."
+        weight = _weight(work, channels, f"{lead}taps", device)
+        taps = weight.operand
+        read = replace(source.operand, strides=(pixels * pixel, pixel, 1, 0, 0, pixel))
+        columns = Operand(f"{lead}columns", SUM, (rows * pixels, 0, pixels, 0, 0, 1))
+        x, w, outputs, positions = read, taps, rows, pixels
+        if work.dtype is SUM:
+            columns = replace(columns, strides=(rows * pixels, 0, 1, 0, 0, pixels))
+            x, w, outputs, positions = taps, read, pixels, rows
+        conv = replace(
+            work.conv,
+            batch=1,
+            in_channels=channels,
+            out_channels=outputs,
+            input_size=(positions,),
+            output_size=(positions,),
+            kernel_size=(1,),
+            stride=(1,),
+            dilation=(1,),
+            padding=((0, 0),),
+        )
+        product = replace(
+            work,
+            direction="fwd",
+            conv=conv,
+            result_dtype=SUM,
+            x=x,
+            w=replace(w, strides=(*w.strides[:3], 0, 0, 0)),
+            y=columns,
+            accumulate=None,
+            bias=None,
+            alpha=1.0,
+            beta=0.0,
+            activation="none",
+            split_k=None,
+            follows=False,
+            leads=False,
+        )
+        return cls(product, weight, source, pixels)
+
+
+def _weight(work: ConvWork, channels: int, name: str, device: CudaDevice) -> Prepared:
+    """Return the weight as (taps, result channels, source channels), padded to ``channels``."""
+    _, out_channel, in_channel, *taps = work.w.strides
+    from_source, from_result = (
+        (out_channel, in_channel) if work.direction == "bwd_data" else (in_channel, out_channel)
+    )
+    extents = (*work.kernel, work.channels[1], work.channels[0])
+    target = contiguous_strides((*extents[:-1], channels))
+    axes = tuple(map(CopyAxis, extents, (*taps, from_result, from_source), target))
+    copy = Copy(work.w.buffer, name, work.dtype, axes, follows=False)
+    rows = prod(extents[:-1])
+    size_bytes = rows * channels * work.dtype.itemsize
+    steps: list[Step] = [] if channels == extents[-1] else [Clear(name, size_bytes)]
+    steps += StridedCopy().launches(copy, device).steps
+    operand = Operand(name, work.dtype, (rows * channels, channels, 1, 0, 0, channels))
+    return Prepared(operand, tuple(steps), (Workspace(name, size_bytes),))
+
+
+def _col2im(work: ConvWork, columns: Operand) -> Launch:
+    result = work.result
+    channels, size = work.channels[1], work.sizes[1]
+    n, _, c, d, h, w = result.strides
+    args = Col2imArgs()
+    args.result_stride[:] = n, d, h, w, c
+    for axis, extent, source, taps, stride, dilation, pad in zip(
+        args.axis,
+        size,
+        work.sizes[0],
+        work.kernel,
+        work.stride,
+        work.dilation,
+        work.pad,
+        strict=True,
+    ):
+        backward = work.direction == "bwd_data"
+        axis.extent, axis.source, axis.taps, axis.stride = extent, source, taps, stride
+        axis.offset, axis.step = (pad, -dilation) if backward else (-pad, dilation)
+        axis.tap_step = stride // gcd(stride, dilation)
+    args.pixels = work.batch * prod(size)
+    args.column_stride = max(columns.strides[2], columns.strides[5])
+    args.channels, args.activation = channels, ACTIVATIONS[work.activation]
+    args.alpha, args.beta = work.alpha, work.beta
+    pointers = {"columns": columns.buffer, "result": result.buffer}
+    if work.accumulate is not None:
+        pointers["accumulate"] = work.accumulate.buffer
+    if work.bias is not None:
+        pointers["bias"] = work.bias
+    most = next(most for most in CHANNELS if most >= channels)
+    return Launch(
+        _instance(work.result_dtype, most),
+        linear_grid(args.pixels, THREADS),
+        (THREADS, 1, 1),
+        pack(args, **pointers),
+    )
+
+
+def _instance(result: DType, channels: int) -> Instance:
+    macros = (("ELEMENT", CUDA_TYPES[result]), ("CHANNELS", str(channels)))
+    return Instance("conv/col2im.cu", "col2im", macros)
