@@ -7,6 +7,8 @@ everything.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.bf16x3_weight import Bf16x3Weight
 from convgrad_service.backends.cuda.kernels.conv.channel_sums import ChannelSumsKernel
@@ -32,6 +34,7 @@ from convgrad_service.backends.cuda.kernels.conv.patches import Patches
 from convgrad_service.backends.cuda.kernels.conv.planes_weight import PlanesWeight
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise import Depthwise
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct import DepthwiseDirect
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_mma import DepthwiseMma
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight import DepthwiseWeight
@@ -39,6 +42,9 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct im
     DepthwiseWeightDirect,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_mma import DepthwiseWeightMma
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_rows import (
+    DepthwiseWeightRows,
+)
 from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_strips import (
     HopperDepthwiseStrips,
 )
@@ -79,7 +85,8 @@ from convgrad_service.backends.cuda.kernels.pool.window_scatter import WindowSca
 from convgrad_service.backends.cuda.kernels.pool.window_sums import WindowSums
 from convgrad_service.backends.cuda.kernels.pool.window_tiles import WindowTiles
 from convgrad_service.backends.cuda.tuning.tuned import Tuned
-from convgrad_service.plans.cuda.families import Families, FastestExpected, Overhead
+from convgrad_service.plans.cuda.families import Families, Family, FastestExpected, Overhead
+from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["FAMILIES"]
 
@@ -102,22 +109,32 @@ OVERHEADS = {
 }
 # Copies between layouts.
 COPIES = (Transpose(), RowCopy(), RowPack(), StridedCopy())
-# Depthwise convolutions: forward and input gradient, then weight gradient.
-DEPTHWISE = (
-    DepthwisePairs(),
-    Depthwise(),
-    DepthwiseMma(),
-    ConvThroughChannelsLast(DepthwisePairs(), COPIES),
-    ConvThroughChannelsLast(Depthwise(), COPIES),
-    ConvThroughChannelsLast(DepthwiseMma(), COPIES),
+
+
+def _fastest(*sides: Sequence[Family[ConvWork]]) -> FastestExpected[ConvWork]:
+    """Return a choice by the predicted times as they are, between sequences that may not apply."""
+    overheads = {family.name: Overhead(0.0) for side in sides for family in side}
+    return FastestExpected(*sides, overheads=overheads, optional=True)
+
+
+def _through_channels_last(families: Sequence[Family[ConvWork]]) -> list[Family[ConvWork]]:
+    return [ConvThroughChannelsLast(family, COPIES) for family in families]
+
+
+# Depthwise convolutions: forward and input gradient, then weight gradient. Small ones first.
+_Sides = tuple[Sequence[Family[ConvWork]], ...]
+_DEPTHWISE: _Sides = (
+    [DepthwiseDirect()],
+    [DepthwisePairs(), Depthwise(), DepthwiseMma()],
 )
+_DEPTHWISE_WEIGHT: _Sides = (
+    [DepthwiseWeightRows()],
+    [HopperDepthwiseStrips(), DepthwiseWeightDirect(), DepthwiseWeight(), DepthwiseWeightMma()],
+)
+DEPTHWISE = _fastest(*_DEPTHWISE), _fastest(*map(_through_channels_last, _DEPTHWISE))
 DEPTHWISE_WEIGHT = (
-    HopperDepthwiseStrips(),
-    DepthwiseWeightDirect(),
-    DepthwiseWeight(),
-    DepthwiseWeightMma(),
-    ConvThroughChannelsLast(DepthwiseWeight(), COPIES),
-    ConvThroughChannelsLast(DepthwiseWeightMma(), COPIES),
+    _fastest(*_DEPTHWISE_WEIGHT),
+    _fastest(*map(_through_channels_last, _DEPTHWISE_WEIGHT)),
 )
 # Few channels a group.
 GROUPED = (
