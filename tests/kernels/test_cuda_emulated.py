@@ -117,8 +117,12 @@ def test_tensor_cores(seed: int, case: Case, dtype: str, precision: str, gate: s
 HOPPER = {
     "block": ("float32", Schedule(HopperTile(128, 96))),
     "sharing": ("bfloat16", Schedule(HopperTile(128, 192, sharing=2), True, 2)),
-    "split": ("bfloat16", Schedule(HopperTile(128, 64, split=2))),
-    "split_in_5": ("bfloat16", Schedule(HopperTile(128, 128, split=5))),
+    "single": ("bfloat16", Schedule(HopperTile(128, 64, 1, single=True, blocks=2), True)),
+    "single_row": ("bfloat16", Schedule(HopperTile(64, 64, 1, single=True, taps=3))),
+    "single_float32": ("float32", Schedule(HopperTile(64, 96, 1, single=True, split=3))),
+    "split": ("bfloat16", Schedule(HopperTile(64, 64, 1, split=2, single=True))),
+    "split_in_5": ("bfloat16", Schedule(HopperTile(128, 128, split=5, single=True))),
+    "split_row": ("bfloat16", Schedule(HopperTile(128, 64, split=3, single=True, taps=3))),
     "turns": ("bfloat16", Schedule(HopperTile(192, 128, pingpong=True), True, 2)),
     "turns_shared": ("float32", Schedule(HopperTile(128, 64, sharing=2, pingpong=True))),
 }
@@ -179,7 +183,7 @@ def test_parts_of_a_reduction_that_begin_behind_every_kept_tap(seed: int, split:
     conv = Conv(1, 72, 136, (10, 11), (5, 5), 1, ((2, 3), (3, 2)), 3)
     case = conv_bwd_data("far_apart", conv)
     tensors, wanted = drawn(seed, case, "bfloat16", "exact")
-    backend = EmulatedBackend(hopper(Schedule(HopperTile(128, 64, split=split))))
+    backend = EmulatedBackend(hopper(Schedule(HopperTile(128, 64, split=split, single=split > 1))))
     check(answers(backend, case, tensors, "NHWC"), wanted, "exact", f"seed {seed}")
 
 

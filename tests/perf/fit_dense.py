@@ -1,11 +1,12 @@
 """Fits the corrections of the dense cost models, and the table of tuned layers, to measurements.
 
-    python -m tests.perf.fit_dense ROWS.jsonl [--write]
+    python -m tests.perf.fit_dense ROWS.jsonl [--write] [--models hopper_gather]
 
 Rows are those of `tests/perf/sweep_dense.py`: every family's configurations on many layers, beside
 cuDNN. First half of the layers is held out, and the regret of the choice on it is reported: the
 chosen configuration's time over the best measured one's, of all families, with and without
-cuDNN's. ``--write`` then fits to all layers and writes `backends/cuda/tuning/hopper.json`.
+cuDNN's. ``--write`` then fits to all layers and writes `backends/cuda/tuning/hopper.json`; with
+``--models``, only the corrections of these, and the layers that rows have.
 
 A correction is an ensemble of oblivious trees (`backends/cuda/tuning/correction.py`), fitted by
 gradient boosting to the logarithm of measured over expected time.
@@ -27,10 +28,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convgrad_service.backends.cuda.kernels.conv import (
-    hopper_gather_plan,
+    hopper_gather_model,
     hopper_weight_model,
+    hopper_weight_single,
     implicit_gemm_model,
     pointwise_gemm_model,
+)
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
+    candidates as gather_candidates,
 )
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import reachable
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import gathering, gemm_of
@@ -58,7 +63,7 @@ LEVELS, TREES, RATE, RIDGE, THRESHOLDS = 4, 80, 0.2, 6.0, 20
 NEAR = 1.15
 CHUNK = 8
 # Families whose configurations are found among all of a layer.
-FOUND = ("implicit_gemm", "hopper_gather", "hopper_weight")
+FOUND = ("implicit_gemm", "hopper_gather", "hopper_weight", "hopper_weight_single")
 
 
 @dataclass(frozen=True)
@@ -123,10 +128,14 @@ class Lines:
             return model, implicit_gemm_model.lines(gemm, work.dtype, device, found)[0]
         if family == "hopper_gather":
             found = [(s, self._find(family, name))]
-            return family, hopper_gather_plan.lines(work, axes, device, found)[0]
+            model = hopper_gather_model.correction_name(work)
+            return model, hopper_gather_model.lines(work, axes, device, found)[0]
         if family == "hopper_weight":
             found = [(s, self._find(family, name))]
             return family, hopper_weight_model.lines(work, device, found)[0]
+        if family == "hopper_weight_single":
+            found = [(s, self._find(family, name))]
+            return family, hopper_weight_single.lines(work, device, found)[0]
         return None
 
     def has(self, family: str, name: str) -> bool:
@@ -141,9 +150,11 @@ class Lines:
                 gemm = gemm_of(work, self._axes)
                 every = implicit_gemm_model.candidate_configs(gemm, work.dtype, device, COUNTERS)
             elif family == "hopper_gather":
-                every = hopper_gather_plan.candidates(work, self._axes, device)
-            else:
+                every = gather_candidates(work, self._axes, device)
+            elif family == "hopper_weight":
                 every = reachable(work, device)
+            else:
+                every = hopper_weight_single.configs(work, device)
             self._named[family] = {str(one): one for one in every}
         return self._named[family].get(name)
 
@@ -259,6 +270,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows", type=Path)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--models", nargs="+", default=[], help="keep the others of the table")
     given = parser.parse_args()
     rows = rows_of(given.rows, H200)
     fit, held = [[row for row in rows if row.held_out is out] for out in (False, True)]
@@ -269,15 +281,20 @@ def main() -> None:
         report(f"  without corrections, {kind}", [row for row in held if row.kind == kind], {})
     if not given.write:
         return
-    layers = {}
+    layers: dict[str, Any] = {}
     for row in rows:
         best = min(row.measured, key=lambda one: one.us)
         if row.key is not None and row.kind != "rnd":
             layers[row.key] = [best.family, best.config]
+    found = corrections(rows)
+    if given.models:
+        before = json.loads(TABLE.read_text(encoding="utf-8"))
+        found = before["corrections"] | {model: found[model] for model in given.models}
+        layers = before["layers"] | layers
     shipped = {
         "device": H200.name,
         "multiprocessors": H200.multiprocessors,
-        "corrections": corrections(rows),
+        "corrections": found,
         "layers": layers,
     }
     TABLE.write_text(json.dumps(shipped, separators=(",", ":")) + "\n", encoding="utf-8")

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["random_layers"]
+__all__ = ["random_depthwise_layers", "random_layers"]
 
 # How often a network has such a layer: the kernel, its stride, its dilation.
 KERNELS = (
@@ -78,4 +78,71 @@ def _layer(draw: random.Random) -> dict[str, Any] | None:
         "stride": [stride] * ndim,
         "padding": [pad] * ndim,
         "dilation": [dilation] * ndim,
+    }
+
+
+# Depthwise layers: how often the kernel, its stride.
+DEPTHWISE_KERNELS = (
+    (6, 3, 1),
+    (3, 3, 2),
+    (4, 5, 1),
+    (2, 5, 2),
+    (3, 7, 1),
+    (1, 7, 2),
+    (1, 9, 1),
+    (1, 9, 2),
+    (1, 11, 1),
+)
+DEPTHWISE_BATCHES = (1, 1, 8, 32, 128)
+
+
+def random_depthwise_layers(seed: int, count: int) -> Iterator[dict[str, Any]]:
+    """As `random_layers`, depthwise ones."""
+    draw = random.Random(seed)
+    while count > 0:
+        layer = _depthwise_layer(draw)
+        if layer is not None:
+            count -= 1
+            yield layer
+
+
+def _depthwise_layer(draw: random.Random) -> dict[str, Any] | None:
+    """None where it would be larger than real ones are."""
+    _, kernel, stride = draw.choices(
+        DEPTHWISE_KERNELS, [weight for weight, *_ in DEPTHWISE_KERNELS]
+    )[0]
+    multiple = draw.choices((8, 4, 2, 1), (16, 3, 2, 1))[0]
+    channels = max(8, int(2 ** draw.uniform(4, 10.5)) // multiple * multiple)
+    ndim = draw.choices((1, 2, 3), (1, 12, 1))[0]
+    size = draw.choice(SIZES)
+    kernels = [kernel] * ndim
+    if ndim == 3:
+        kernels = [3] * 3
+    sizes = {1: [size * size], 2: [size, size], 3: [min(size, 8), min(size, 28), min(size, 28)]}[
+        ndim
+    ]
+    out = [(one + k // 2 * 2 - k) // stride + 1 for one, k in zip(sizes, kernels, strict=True)]
+    batch = draw.choice(DEPTHWISE_BATCHES)
+    elements = batch * channels
+    for extent in sizes:
+        elements *= extent
+    if elements > MOST_ELEMENTS / 2:
+        return None
+    shape = "x".join(map(str, sizes))
+    return {
+        "name": f"dw{channels}_{shape}_k{kernels[0]}_s{stride}_n{batch}",
+        "class": "depthwise",
+        "kind": "conv",
+        "networks": {},
+        "ndim": ndim,
+        "N": batch,
+        "C": channels,
+        "K": channels,
+        "groups": channels,
+        "input_size": sizes,
+        "output_size": out,
+        "kernel_size": kernels,
+        "stride": [stride] * ndim,
+        "padding": [k // 2 for k in kernels],
+        "dilation": [1] * ndim,
     }

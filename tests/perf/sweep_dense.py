@@ -50,6 +50,7 @@ COUNTS = {
     "implicit_gemm": ((2, 0), (6, 3)),
     "hopper_gather": ((4, 1), (7, 4)),
     "hopper_weight": ((7, 2), (9, 5)),
+    "hopper_weight_single": ((2, 1), (4, 2)),
     "hopper_halo": ((1, 0), (1, 0)),
     "dense_weight": ((0, 0), (1, 0)),
 }

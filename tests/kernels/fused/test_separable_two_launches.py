@@ -32,7 +32,11 @@ PLACES = [
 Place = Callable[..., Backend]
 TF32 = 2.0**-10  # error of rounding the factors
 
-TILES = (HopperTile(128, 224), HopperTile(192, 128, pingpong=True), HopperTile(128, 64, split=2))
+TILES = (
+    HopperTile(128, 224),
+    HopperTile(192, 128, pingpong=True),
+    HopperTile(128, 64, split=2, single=True),
+)
 
 
 def separable(

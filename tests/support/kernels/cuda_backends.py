@@ -27,10 +27,14 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import Pointwise
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     Config as PointwiseConfig,
 )
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise import Depthwise
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_mma import DepthwiseMma
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight import DepthwiseWeight
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct import (
     DepthwiseWeightDirect,
 )
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_mma import DepthwiseWeightMma
 from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_strips import (
     HopperDepthwiseStrips,
 )
@@ -133,15 +137,19 @@ def pointwise_gemm(config: PointwiseConfig | None = None, *, swapped: bool = Fal
 
 def few() -> Families:
     """Kernels that plans keep for few layers, for every convolution that they can compute: of
-    haloed tiles, of depthwise pairs of channels, and depthwise ones for large tensors."""
+    haloed tiles, and depthwise ones for large tensors."""
     families: list[Family[Any]] = [
         HopperHalo(anything=True),
         DepthwisePairs(anything=True),
+        Depthwise(),
+        DepthwiseMma(),
         GatherDirect(),
     ]
     weight: list[Family[Any]] = [
         DepthwiseWeightDirect(always=True),
         HopperDepthwiseStrips(always=True),
+        DepthwiseWeight(),
+        DepthwiseWeightMma(),
         WeightDirect(),
     ]
     return replace(FAMILIES, fwd=families, bwd_data=families, bwd_weight=weight, fused=())

@@ -7,6 +7,8 @@ everything.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.bf16x3_weight import Bf16x3Weight
 from convgrad_service.backends.cuda.kernels.conv.channel_sums import ChannelSumsKernel
@@ -24,6 +26,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGath
 from convgrad_service.backends.cuda.kernels.conv.hopper_halo import HopperHalo
 from convgrad_service.backends.cuda.kernels.conv.hopper_pointwise import HopperPointwise
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_single import HopperWeightSingle
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGemm
 from convgrad_service.backends.cuda.kernels.conv.padded_result import PaddedResult
 from convgrad_service.backends.cuda.kernels.conv.patch_products import PatchProducts
@@ -31,6 +34,7 @@ from convgrad_service.backends.cuda.kernels.conv.patches import Patches
 from convgrad_service.backends.cuda.kernels.conv.planes_weight import PlanesWeight
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise import Depthwise
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct import DepthwiseDirect
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_mma import DepthwiseMma
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight import DepthwiseWeight
@@ -38,6 +42,9 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct im
     DepthwiseWeightDirect,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_mma import DepthwiseWeightMma
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_rows import (
+    DepthwiseWeightRows,
+)
 from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_strips import (
     HopperDepthwiseStrips,
 )
@@ -78,7 +85,8 @@ from convgrad_service.backends.cuda.kernels.pool.window_scatter import WindowSca
 from convgrad_service.backends.cuda.kernels.pool.window_sums import WindowSums
 from convgrad_service.backends.cuda.kernels.pool.window_tiles import WindowTiles
 from convgrad_service.backends.cuda.tuning.tuned import Tuned
-from convgrad_service.plans.cuda.families import Families, FastestExpected, Overhead
+from convgrad_service.plans.cuda.families import Families, Family, FastestExpected, Overhead
+from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["FAMILIES"]
 
@@ -93,6 +101,7 @@ OVERHEADS = {
     "hopper_gather": Overhead(0.0),
     "hopper_halo": Overhead(6.6e-6, 1.12),
     "hopper_weight": Overhead(0.0),
+    "hopper_weight_single": Overhead(0.0),
     "dense_gather": Overhead(4.7e-6, 1.09, 4.9e-6),
     "dense_weight": Overhead(8.0e-6, 0.91, 3e-6),
     "bf16x3_weight": Overhead(0.0),
@@ -100,22 +109,32 @@ OVERHEADS = {
 }
 # Copies between layouts.
 COPIES = (Transpose(), RowCopy(), RowPack(), StridedCopy())
-# Depthwise convolutions: forward and input gradient, then weight gradient.
-DEPTHWISE = (
-    DepthwisePairs(),
-    Depthwise(),
-    DepthwiseMma(),
-    ConvThroughChannelsLast(DepthwisePairs(), COPIES),
-    ConvThroughChannelsLast(Depthwise(), COPIES),
-    ConvThroughChannelsLast(DepthwiseMma(), COPIES),
+
+
+def _fastest(*sides: Sequence[Family[ConvWork]]) -> FastestExpected[ConvWork]:
+    """Return a choice by the predicted times as they are, between sequences that may not apply."""
+    overheads = {family.name: Overhead(0.0) for side in sides for family in side}
+    return FastestExpected(*sides, overheads=overheads, optional=True)
+
+
+def _through_channels_last(families: Sequence[Family[ConvWork]]) -> list[Family[ConvWork]]:
+    return [ConvThroughChannelsLast(family, COPIES) for family in families]
+
+
+# Depthwise convolutions: forward and input gradient, then weight gradient. Small ones first.
+_Sides = tuple[Sequence[Family[ConvWork]], ...]
+_DEPTHWISE: _Sides = (
+    [DepthwiseDirect()],
+    [DepthwisePairs(), Depthwise(), DepthwiseMma()],
 )
+_DEPTHWISE_WEIGHT: _Sides = (
+    [DepthwiseWeightRows()],
+    [HopperDepthwiseStrips(), DepthwiseWeightDirect(), DepthwiseWeight(), DepthwiseWeightMma()],
+)
+DEPTHWISE = _fastest(*_DEPTHWISE), _fastest(*map(_through_channels_last, _DEPTHWISE))
 DEPTHWISE_WEIGHT = (
-    HopperDepthwiseStrips(),
-    DepthwiseWeightDirect(),
-    DepthwiseWeight(),
-    DepthwiseWeightMma(),
-    ConvThroughChannelsLast(DepthwiseWeight(), COPIES),
-    ConvThroughChannelsLast(DepthwiseWeightMma(), COPIES),
+    _fastest(*_DEPTHWISE_WEIGHT),
+    _fastest(*map(_through_channels_last, _DEPTHWISE_WEIGHT)),
 )
 # Few channels a group.
 GROUPED = (
@@ -169,12 +188,12 @@ SHORT_PRODUCTS, PRODUCTS = PointwiseGemm(most_s=25e-6), (PointwiseGemm(), IMPLIC
 WHOLE = (
     Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperGather(), HopperHalo())),
     SHORT_PRODUCTS,
-    FastestExpected(LARGE, PRODUCTS, overheads=OVERHEADS),
+    FastestExpected(LARGE, (HopperGather(direct=True),), PRODUCTS, overheads=OVERHEADS),
 )
 WHOLE_WEIGHT = (
-    Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperWeight(), DenseWeight())),
+    Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperWeight(), HopperWeightSingle(), DenseWeight())),
     SHORT_PRODUCTS,
-    FastestExpected(LARGE_WEIGHT, PRODUCTS, overheads=OVERHEADS),
+    FastestExpected(LARGE_WEIGHT, (HopperWeightSingle(),), PRODUCTS, overheads=OVERHEADS),
 )
 # Channels that are not whole chunks of 16 bytes.
 DENSE = (PaddedResult(WHOLE, COPIES), *WHOLE)

@@ -211,23 +211,30 @@ class FastestExpected(Selector[V]):
     """Chooses between several sequences of families by predicted time.
 
     Of each sequence, which is in order of preference, the first family that applies is a candidate.
-    The fastest candidate is chosen. Work that the first sequence does not compute is refused.
+    The fastest candidate is chosen. Work that the first sequence does not compute is refused,
+    unless that is ``optional``.
     """
 
     name = "fastest_expected"
 
-    def __init__(self, *sides: Sequence[Family[V]], overheads: Mapping[str, Overhead]) -> None:
+    def __init__(
+        self,
+        *sides: Sequence[Family[V]],
+        overheads: Mapping[str, Overhead],
+        optional: bool = False,
+    ) -> None:
         """``overheads`` are by family name; a family without one is never the fastest."""
         self._sides = sides
         self._overheads = overheads
+        self._optional = optional
 
     def without(self, names: Collection[str]) -> tuple[Family[V], ...]:
         """See `Selector.without`."""
         sides = [tuple(one for one in side if one.name not in names) for side in self._sides]
         left = [side for side in sides if side]
-        if len(left) < 2 or not sides[0]:
+        if len(left) < 2 or not (sides[0] or self._optional):
             return tuple(family for side in left for family in side)
-        return (FastestExpected(*left, overheads=self._overheads),)
+        return (FastestExpected(*left, overheads=self._overheads, optional=self._optional),)
 
     def choice(self, work: V, device: CudaDevice) -> tuple[Chosen | None, list[tuple[str, str]]]:
         """See `Selector.choice`: the fastest candidate."""
@@ -238,8 +245,10 @@ class FastestExpected(Selector[V]):
             reasons += passed_over
             if chosen is not None:
                 found.append(chosen)
-            elif not found:
+            elif not found and not self._optional:
                 return None, reasons
+        if not found:
+            return None, reasons
         times = [self._total_s(one) for one in found]
         if times[0] is None:
             unknown = f"no time is expected of {found[0].family}"

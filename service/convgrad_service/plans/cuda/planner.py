@@ -166,9 +166,12 @@ def _plan_backward(problem: ConvBackward, device: CudaDevice, families: Families
         def grad_input(part: CudaDevice, own: Families = families) -> Chosen:
             return _bwd_data(data, part, own)
 
-        chosen[0], chosen[-1] = share_grad_output(
-            grad_weight, grad_input, data, device, families
-        ) or partition_multiprocessors(grad_weight, grad_input, device)
+        both = share_grad_output(grad_weight, grad_input, data, device, families)
+        # Blocks of depthwise kernels are small: two kernels' run side by side in any case.
+        if both is None and (data.conv.groups == 1 or data.conv.in_channels_per_group > 1):
+            both = partition_multiprocessors(grad_weight, grad_input, device)
+        if both is not None:
+            chosen[0], chosen[-1] = both
     return concurrent_plan([[part] for part in chosen], problem)
 
 

@@ -19,7 +19,7 @@ __all__ = ["share_grad_output"]
 FAMILY = "pointwise_gemm"
 """The family whose kernels sweep the pixels in order, for both gradients."""
 # Other families that would take the work of half a device.
-_OTHERS = ("hopper_weight", "hopper_gather")
+_OTHERS = ("hopper_weight", "hopper_weight_single", "hopper_gather")
 # Of 22 layers of ResNet-50 and EfficientNet-B0 on an H200, these select 12, which are 1 to 25 %
 # faster, and none that is slower. Arithmetic takes at most MOST_ARITHMETIC times as long as memory;
 # and either grad_output is at least LEAST_OF_INPUT times as large as the input, or there is so much

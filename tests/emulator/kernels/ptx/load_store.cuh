@@ -22,6 +22,10 @@ static inline void load_if(bool pred, const void* from, Raw& raw) {
   emulator::check_global(from, sizeof raw, sizeof raw);
   memcpy(&raw, from, sizeof raw);
 }
+template <class Raw>
+static inline void load_ahead_if(bool pred, const void* from, Raw& raw) {
+  load_if(pred, from, raw);
+}
 template <int kCount>
 static inline void ld_shared_volatile(const float* from, float (&to)[kCount]) {
   memcpy(to, from, sizeof to);

@@ -80,7 +80,7 @@ def test_pieces_with_other_bits_are_refused(
 ) -> None:
     """Single images would share out their sums, the whole does not."""
     with pytest.raises(DeviceOutOfMemory):
-        computed(*stated("conv_fwd", 256, 28, np.float16, padding=1))
+        computed(*stated("conv_fwd", 256, 14, np.float16, padding=1))
 
 
 def test_sums_are_refused(computed: Callable[[Problem, dict[str, Any]], list[int]]) -> None:

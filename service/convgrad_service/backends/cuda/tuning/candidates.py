@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from convgrad_service.backends.cuda.kernels.conv import hopper_gather_plan as gather
+from convgrad_service.backends.cuda.kernels.conv import hopper_gather_model as gather
 from convgrad_service.backends.cuda.kernels.conv import hopper_weight_model as weight
+from convgrad_service.backends.cuda.kernels.conv import hopper_weight_single as weight_single
 from convgrad_service.backends.cuda.kernels.conv import implicit_gemm_model as implicit
 from convgrad_service.backends.cuda.kernels.conv import pointwise_gemm_model as product
 from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
+    candidates as gather_candidates,
+)
 from convgrad_service.backends.cuda.kernels.conv.hopper_halo import HopperHalo
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight, reachable
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_single import (
+    HopperWeightSingle,
+)
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import (
     ImplicitGemm,
     gathering,
@@ -80,6 +87,15 @@ def candidates(work: ConvWork, device: CudaDevice) -> Iterator[list[Candidate]]:
                 )
                 for cut in reachable(work, device)
             )
+        if HopperWeightSingle().why_not(work, device) is None:
+            yield _sorted(
+                Candidate(
+                    HopperWeightSingle(config),
+                    str(config),
+                    weight_single.expected_s(work, device, config),
+                )
+                for config in weight_single.configs(work, device)
+            )
         if DenseWeight().why_not(work, device) is None:
             yield [Candidate(DenseWeight(), "", None)]
         return
@@ -89,9 +105,9 @@ def candidates(work: ConvWork, device: CudaDevice) -> Iterator[list[Candidate]]:
             Candidate(
                 HopperGather(everything=True, schedule=one),
                 str(one),
-                gather.launch_s(gather.expected_s(work, axes, device, one)),
+                gather.expected_s(work, axes, device, one),
             )
-            for one in gather.candidates(work, axes, device)
+            for one in gather_candidates(work, axes, device)
         )
     if HopperHalo().why_not(work, device) is None:
         yield [Candidate(HopperHalo(), "", None)]

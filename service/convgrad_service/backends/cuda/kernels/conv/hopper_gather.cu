@@ -8,28 +8,28 @@
 // [0, count)) of a phase reads, at its tap j in [0, taps), source position x0 + m*x_step + j*x_tap with
 // weight tap r0 + j*r_step. Taps that no pixel of a tile reads inside the source are skipped.
 //
-// Grid: persistent, one block per SM, in clusters of CLUSTER = SHARING or SPLIT blocks; in each wave a
-//   cluster takes one tile of the list of all phases' tiles (hopper_gather.cuh).
+// Grid: persistent, one block per SM, in clusters of SHARING blocks; in each wave a cluster takes one tile of
+//   the list of all phases' tiles (hopper_gather.cuh). With SINGLE see hopper_gather_single.cuh.
 // Block: BM pixels x BN channels. Producer warpgroup: one warp computes the coming tiles and their taps, one
 //   thread loads source pixels (im2col), one loads weights. CONSUMERS warpgroups run wgmma: cooperatively,
 //   BM / CONSUMERS pixels each; or with PINGPONG two take alternate tiles, so that one's epilogue overlaps
 //   the other's mainloop (plain results only). The weight is K-major (ACROSS 0) or N-major (ACROSS 1,
 //   16-bit types).
-// Cluster: SHARING blocks with different pixels share weights by multicast. SPLIT blocks split the k-tiles of
-//   one tile and reduce through distributed shared memory, each its part of the rows; a cluster then has one
-//   tile, and all tiles of a phase are split at the same k-tiles, whatever taps they skip.
+// Cluster: SHARING blocks with different pixels share weights by multicast.
 // Shared memory (dynamic): 1,024 bytes of alignment; STAGES stages of BM rows of 128 bytes and of the weights'
 //   64-row boxes; 8 KB of staging per consumer warpgroup; mbarriers: full and empty per stage, full and
-//   empty per entry of the tile queue, one per warpgroup (PINGPONG) or one for the reduction (SPLIT); the
-//   tile queue.
+//   empty per entry of the tile queue, one per warpgroup (PINGPONG); the tile queue.
 // Preconditions: one group; source strides are multiples of 16 bytes. Positions outside the source are zeros.
-// Determinism: one order of additions per result, whatever the tile shape, except for SPLIT.
+// Determinism: one order of additions per result, whatever the tile shape.
 // Limits: pixels of a phase and tiles below 2^31; 64-bit offsets. PINGPONG addresses results in 32-bit counts
 //   of 16 bytes: below 64 GiB (hopper_gather_plan.py: may_alternate).
 #include "conv/hopper_gather_copies.cuh"
 #include "conv/hopper_gather_pingpong.cuh"
 #include "conv/hopper_gather_planes.cuh"
+#include "conv/hopper_gather_single.cuh"
 #include "core/opaque.cuh"
+
+#if !SINGLE
 
 using namespace convgrad;
 
@@ -45,18 +45,15 @@ struct Count {
 
 // Calls run(Count<kMmas>, end) for ranges of a tile's k-tiles, each from where the one before ended: first for
 // whole chunks of channels, then for the last chunk, whose k-tiles need fewer wgmmas along K as zeros follow.
-// A loop for each number, because ptxas serializes wgmmas that it cannot prove to run unconditionally. SPLIT
-// takes all chunks as whole ones.
+// A loop for each number, because ptxas serializes wgmmas that it cannot prove to run unconditionally.
 template <class Run>
 __device__ __forceinline__ void for_k_tiles(const HopperGatherArgs& args, int steps, Run run) {
   static_assert(kMmasK == 4, "a case for each number");
   const int chunks = (args.in_channels - 1) / kTileK + 1, last = (args.in_channels - 1) % kTileK / kMmaK + 1;
-  run(Count<kMmasK>{}, SPLIT > 1 || last == kMmasK ? steps : steps - steps / chunks);
-  if constexpr (SPLIT == 1) {
-    if (last == 1) run(Count<1>{}, steps);
-    if (last == 2) run(Count<2>{}, steps);
-    if (last == 3) run(Count<3>{}, steps);
-  }
+  run(Count<kMmasK>{}, last == kMmasK ? steps : steps - steps / chunks);
+  if (last == 1) run(Count<1>{}, steps);
+  if (last == 2) run(Count<2>{}, steps);
+  if (last == 3) run(Count<3>{}, steps);
 }
 
 // Issues the first kMmas wgmmas along K of one k-tile.
@@ -148,12 +145,7 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Shar
 #pragma unroll
     for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
     if (steps > 0) release_stage(smem, last);
-    if constexpr (SPLIT > 1) {
-      // The stages are reused for partial sums once no wgmma of the cluster reads them.
-      named_barrier_sync(1, CONSUMERS * 128);
-      cluster_arrive();
-      store_partials<BN>(smem.ring, warpgroup * kWarpgroupRows, accum);
-    } else if constexpr (PLANES) {
+    if constexpr (PLANES) {
       store_planes(results, accum, 8 + warpgroup);
     } else {
       results.store(accum);
@@ -246,8 +238,8 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Shar
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
-#if CLUSTER > 1
-    __cluster_dims__(CLUSTER, 1, 1)
+#if SHARING > 1
+    __cluster_dims__(SHARING, 1, 1)
 #endif
         hopper_gather(const __grid_constant__ HopperGatherArgs args) {
   extern __shared__ uint4 shared[];
@@ -258,10 +250,9 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   smem.barriers = smem.staging + CONSUMERS * kStagingBytes;
   char* const after = reinterpret_cast<char*>(shared) + (smem.barriers - smem.ring) + padding;
   smem.queue = reinterpret_cast<QueuedTile*>(after + kBarriers * 8);
-  const int rank = CLUSTER > 1 ? static_cast<int>(cluster_rank()) : 0;
-  smem.row = rank % SHARING, smem.part = rank / SHARING;
-  const TileSchedule schedule = {static_cast<int>(blockIdx.x) / CLUSTER,
-                       static_cast<int>(gridDim.x) / CLUSTER, args.rounds * args.slots};
+  smem.row = SHARING > 1 ? static_cast<int>(cluster_rank()) : 0;
+  const TileSchedule schedule = {static_cast<int>(blockIdx.x) / SHARING,
+                       static_cast<int>(gridDim.x) / SHARING, args.rounds * args.slots};
   const int warp = threadIdx.x / 32;
   // Each warp prefetches a part of the kernel parameters into the constant cache.
   const int queued = reinterpret_cast<const int*>(&args.y)[min(warp * 16, kArgumentWords)];
@@ -277,14 +268,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     if constexpr (PINGPONG) {
       for (int i = 0; i < CONSUMERS; ++i) mbarrier_init(smem.order_barrier(i), 4);
     }
-    if constexpr (SPLIT > 1) {
-      mbarrier_init(smem.reduce_barrier(), 1);
-    }
     fence_mbarrier_init();
-    if constexpr (SPLIT > 1) {
-      mbarrier_arrive_expect_tx(smem.reduce_barrier(),
-                                SplitReduce<BM, BN, SPLIT>::partial_bytes(smem.part) * (SPLIT - 1));
-    }
   }
   if (threadIdx.x == 128) prefetch_tensor_map(args.weight), prefetch_tensor_map(args.source[0]);
   opaque_use(queued);
@@ -305,32 +289,11 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
       schedule_tiles(args, smem, schedule);
     }
     __syncwarp();
-    if constexpr (SPLIT > 1) {
-      for (int i = 0; i < 2; ++i) {
-        cluster_arrive();
-        cluster_wait();
-      }
-    }
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     consume(args, smem);
-    if constexpr (SPLIT > 1) {
-      using Partials = SplitReduce<BM, BN, SPLIT>;
-      static_assert((BM + (SPLIT - 1) * Partials::kMaxRows) * Partials::kRowBytes <= STAGES * kStageBytes,
-                    "partial sums fit into the stages");
-      fence_proxy_async();
-      named_barrier_sync(1, CONSUMERS * 128);
-      cluster_wait();
-      Partials::send(smem.ring, smem.reduce_barrier(), smem.part, threadIdx.x - 128);
-      GatherTile tile;
-      tile_at<BM, BN>(args, schedule.smem(0), schedule.all, tile);
-      const Results<T, kMmasM, kFragmentsN> results(args, tile, smem.staging);
-      mbarrier_wait(smem.reduce_barrier(), 0);
-      cluster_arrive();
-      results.template store_reduced<BM, BN, SPLIT, CONSUMERS * 128>(smem.ring, smem.part);
-      cluster_wait();
-    }
   }
   // A block must not exit while others of its cluster may still access its shared memory.
   if constexpr (SHARING > 1) cluster_sync();
 }
+#endif

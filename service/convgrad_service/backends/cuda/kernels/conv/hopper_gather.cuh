@@ -1,9 +1,15 @@
 // Kernel parameters of hopper_gather.cu, its tile schedule, and the taps of a tile.
 #pragma once
 
+#include "core/divider.cuh"
 #include "core/epilogue.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/pdl.cuh"
+
+// Whether each block has one tile: hopper_gather_single.cuh.
+#ifndef SINGLE
+#define SINGLE 0
+#endif
 
 namespace convgrad {
 
@@ -20,6 +26,7 @@ struct GatherPhase {
   int extent[3];   // extents of the pixels' three fastest coordinates
   u32 factor[3];   // for division by them, see core/divider.cuh
   int shift[3];
+  Divider by_taps, by_plane, by_row;  // hopper_gather_single.cuh: a k-tile's taps, those of a plane and of a row
 };
 
 struct HopperGatherArgs {
@@ -43,6 +50,10 @@ struct HopperGatherArgs {
   int slots;          // tiles of a round: of all phases, over pixels and channels
   int channel_tiles;
   int phases;
+  // hopper_gather_single.cuh: blocks that split K; see SplitKReduce; pipeline stages; bytes for results and of
+  // a box of pixels; whether any tile skips taps.
+  int cluster, owned, stages, reduce_bytes, a_bytes, skips;
+  Divider by_cluster;
   int x_size[3];
   int x_step[3];
   int x_tap[3];
@@ -134,24 +145,9 @@ __device__ __forceinline__ u32 taps_inside(const HopperGatherArgs& args, const G
 struct QueuedTile {
   int phase, first_pixel, first_channel;  // of the cluster's tile
   int steps;                              // k-tiles of this block; negative: end of the queue
-  int first_step, end_step;               // SPLIT: this block's range of k-tiles, skipped ones included
   u32 taps[3];                            // bit masks of the taps along D, H and W
   int at[3], image;                       // source coordinates of the first pixel that this block loads
 };
-
-// Warp: the number of k-tiles in [first_step, end_step) whose taps are not skipped.
-__device__ __forceinline__ int count_steps(const GatherPhase& phase, const QueuedTile& tile) {
-  const int taps1 = phase.axis[1].taps, taps2 = phase.axis[2].taps;
-  const int taps = phase.axis[0].taps * taps1 * taps2;
-  int count = 0;
-  for (int from = tile.first_step; from < tile.end_step; from += 32) {
-    const int step = from + (threadIdx.x & 31), tap = taps > 0 ? step % taps : 0;
-    const u32 t = tap / (taps1 * taps2), r = tap / taps2 % taps1, s = tap % taps2;
-    const u32 all = tile.taps[0] >> t & tile.taps[1] >> r & tile.taps[2] >> s & 1;
-    count += __popc(__ballot_sync(~0u, step < tile.end_step && all != 0));
-  }
-  return count;
-}
 
 // The lowest set bit above `bit` (at least -1), or 32.
 __device__ __forceinline__ int next_bit(u32 bits, int bit) {

@@ -13,21 +13,23 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import (
     lowest,
     sides_of,
 )
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_model import (
+    choose_schedule,
+    expected_s,
+)
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
     Schedule,
     candidates,
-    choose_schedule,
-    expected_s,
     finishes_rows,
     is_plain,
-    launch_s,
-    may_pingpong,
-    may_split,
     may_start_with_images,
     pixels_beside,
+    possible,
+    skips_taps,
     stores_planes,
 )
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
+    ROW_BYTES,
     TILES,
     HopperTile,
     tiles_of,
@@ -67,7 +69,13 @@ class HopperGather:
 
     name = "hopper_gather"
 
-    def __init__(self, everything: bool = False, schedule: Schedule | None = None) -> None:
+    def __init__(
+        self,
+        everything: bool = False,
+        schedule: Schedule | None = None,
+        *,
+        direct: bool = False,
+    ) -> None:
         """Create the family.
 
         Parameters
@@ -76,9 +84,13 @@ class HopperGather:
             Take all work that the kernel can compute, even if another is faster.
         schedule
             Overrides the chosen schedule.
+        direct
+            Take only operands and results that are channels last, so that the expected time is that
+            of one launch.
         """
         self._everything = everything
         self._schedule = schedule
+        self._direct = direct
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
@@ -106,7 +118,10 @@ class HopperGather:
             return "accumulate does not lie as the result does"
         if work.batch * max(prod(work.input), prod(work.output)) > MAX_PIXELS:
             return f"the pixels are more than {MAX_PIXELS}"
-        return sides_of(work, device).why_not(axes, TILES[0])
+        sides = sides_of(work, device)
+        if self._direct and (sides.steps or work.result.strides[2] != 1):
+            return "operands are not channels last, in whole chunks"
+        return sides.why_not(axes, TILES[0])
 
     def launches(
         self, work: ConvWork, device: CudaDevice, schedule: Schedule | None = None
@@ -124,13 +139,8 @@ class HopperGather:
             schedule = replace(schedule, images_first=False)
         planes = stores_planes(work)
         if planes:
-            schedule = replace(schedule, images_first=False, tile=replace(schedule.tile, split=1))
-        if schedule.tile.split > 1 and not may_split(work, axes, device, schedule.tile):
-            schedule = replace(schedule, tile=replace(schedule.tile, split=1))
-        tile = schedule.tile
-        if tile.pingpong and not (
-            may_pingpong(work, axes) and (work.epilogue_free or tile.has_epilogue)
-        ):
+            schedule = replace(schedule, images_first=False)
+        if not possible(work, axes, device, schedule):
             schedule = replace(schedule, tile=TILES[0])
         tile = schedule.tile
         stages = tile.stages(device)
@@ -166,6 +176,7 @@ class HopperGather:
                     along.taps, along.r0, along.x0, along.y0, along.count, lowest(axes[dim], along)
                 )
             counts = [along.count for along in reversed(phase)]
+            counts[0] += tile.halo(axes[2], phase[2])
             extents = counts
             if schedule.images_first:
                 # The slowest coordinate may exceed its extent; nothing is stored there.
@@ -174,6 +185,11 @@ class HopperGather:
                     extents[work.conv.ndim] = UNBOUNDED
             here.extent[:] = extents
             here.factor[:], here.shift[:] = zip(*map(divider, extents), strict=True)
+            d, h, w = (along.taps for along in phase)
+            row = w if tile.taps == 1 else 1
+            here.by_taps, here.by_plane, here.by_row = (
+                divider(max(1, count)) for count in (d * h * row, h * row, row)
+            )
             here.pixels = work.batch * prod(counts)
             here.tiles = ceil_div(here.pixels, tile.pixels)
             here.share = ceil_div(here.tiles, schedule.rounds)
@@ -183,23 +199,31 @@ class HopperGather:
                 sides.source_map(axes, phase, tile, schedule.images_first),
             )
         args.slots = shares * args.channel_tiles
-        blocks = min(tile.clusters(device), args.slots * args.rounds) * tile.cluster
+        grid = (min(tile.clusters(device), args.slots * args.rounds) * tile.sharing, 1, 1)
+        if tile.single:
+            grid = tile.split, args.channel_tiles, shares
+            args.cluster, args.owned, args.stages = tile.split, tile.owned, stages
+            args.by_cluster = divider(tile.split)
+            args.reduce_bytes = tile.epilogue_bytes
+            args.a_bytes = (tile.m + tile.halo(axes[2], phases[0][2])) * ROW_BYTES
+            args.skips = skips_taps(work, axes, tile, schedule.images_first)
         launch = Launch(
             _instance(tile, work.dtype, sides.across, maps, stages, planes, finished),
-            (blocks, 1, 1),
+            grid,
             (tile.threads, 1, 1),
             pack_maps(args, given, y=result, accumulate=work.accumulate, bias=work.bias),
             tile.shared_bytes(stages),
             overlaps=bool(sides.steps) or work.follows,
+            cluster=tile.split,
         )
         if time_s is None or schedule != chosen:
-            time_s = launch_s(expected_s(work, axes, device, schedule))
+            time_s = expected_s(work, axes, device, schedule)
         return Fragment(
             f"{self.name}_{work.direction}_{schedule}{'_planes' if planes else ''}",
             (*sides.steps, launch),
             sides.workspace,
             expected_s=time_s,
-            order=f"split {tile.split}" if tile.split > 1 else "",
+            order=f"split {tile.split}/{tile.taps}" if tile.split > 1 else "",
         )
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> HopperGather | None:
@@ -216,8 +240,10 @@ class HopperGather:
             for dtype in DTYPES
             for tile in tiles_of(dtype)
             for across in ((False, True) if dtype.itemsize == 2 else (False,))
-            for maps in (MAPS if across or dtype is DType.FLOAT32 else MAPS[:1])
-            for planes in ((False, True) if tile.split == 1 and not tile.pingpong else (False,))
+            for maps in (
+                MAPS if tile.taps == 1 and (across or dtype is DType.FLOAT32) else MAPS[:1]
+            )
+            for planes in ((False,) if tile.single or tile.pingpong else (False, True))
             for finished in (
                 (False, True)
                 if tile.has_epilogue and maps == 1 and dtype.itemsize == 2 and not planes

@@ -4,6 +4,7 @@
 #include "conv/hopper_gather.cuh"
 #include "core/pipeline_state.cuh"
 
+#if !SINGLE
 namespace convgrad {
 namespace {
 
@@ -32,20 +33,17 @@ constexpr int kLoadedK = kWholeBoxes ? kTileK : kTileK / SHARING;
 
 static_assert(kWarpgroupRows % 64 == 0 && kWarpgroupRows * kWarpgroupsPerTile == BM,
               "whole products for each");
-static_assert(!PINGPONG || (CONSUMERS == 2 && SPLIT == 1), "two take turns, with whole tiles");
-static_assert(CLUSTER == SHARING * SPLIT && (SPLIT == 1 || SHARING == 1),
-              "blocks of a cluster share operands, or a reduction");
+static_assert(!PINGPONG || CONSUMERS == 2, "two take turns");
 static_assert(BN % 32 == 0 && (ACROSS || kLoadedChannels % 8 == 0), "whole boxes for each");
 
 // Entries of the tile queue.
 constexpr int kTileQueue = 4;
-// mbarriers: full and empty per stage and per queue entry; with PINGPONG one per warpgroup; with SPLIT one.
-constexpr int kBarriers = 2 * STAGES + 2 * kTileQueue + (PINGPONG ? CONSUMERS : SPLIT > 1 ? 1 : 0);
+// mbarriers: full and empty per stage and per queue entry; with PINGPONG one per warpgroup.
+constexpr int kBarriers = 2 * STAGES + 2 * kTileQueue + (PINGPONG ? CONSUMERS : 0);
 struct SharedLayout {
   u32 ring, staging, barriers;  // shared addresses
   QueuedTile* queue;
-  int row;   // which of the cluster's pixels this block has (SHARING)
-  int part;  // which part of K (SPLIT)
+  int row;  // which of the cluster's pixels this block has
 
   __device__ __forceinline__ u32 stage(int i) const { return ring + i * kStageBytes; }
   // mbarriers of a stage and of an entry of the tile queue.
@@ -54,10 +52,6 @@ struct SharedLayout {
   __device__ __forceinline__ u32 tile_full_barrier(int i) const { return barriers + (2 * STAGES + i) * 8; }
   __device__ __forceinline__ u32 tile_empty_barrier(int i) const {
     return barriers + (2 * STAGES + kTileQueue + i) * 8;
-  }
-  // SPLIT: the other blocks' partial sums of this block's rows have arrived.
-  __device__ __forceinline__ u32 reduce_barrier() const {
-    return barriers + (2 * STAGES + 2 * kTileQueue) * 8;
   }
   // PINGPONG: this warpgroup may start its mainloop.
   __device__ __forceinline__ u32 order_barrier(int warpgroup) const {
@@ -111,11 +105,6 @@ __device__ __forceinline__ void schedule_tiles(const HopperGatherArgs& args, con
     }
     queued.image = image(own, args.images_first);
     queued.steps = steps;
-    if constexpr (SPLIT > 1) {
-      const int all = chunks * phase.axis[0].taps * phase.axis[1].taps * phase.axis[2].taps;
-      queued.first_step = all * smem.part / SPLIT, queued.end_step = all * (smem.part + 1) / SPLIT;
-      queued.steps = count_steps(phase, queued);
-    }
     enqueue(queued);
   }
   queued.steps = -1;
@@ -123,43 +112,21 @@ __device__ __forceinline__ void schedule_tiles(const HopperGatherArgs& args, con
 }
 
 // Calls load(channel, t, r, s) for each k-tile of this block: chunks of channels (outer) and taps that are not
-// skipped (inner). With SPLIT it starts at the block's first k-tile directly: iterating up to it would take
-// 80 ns per k-tile.
+// skipped (inner).
 template <class Copy>
-__device__ __forceinline__ void for_each_step(const GatherPhase& phase, const QueuedTile& tile,
-                                              int channels, const Copy& copy) {
-  const int taps1 = phase.axis[1].taps, taps2 = phase.axis[2].taps;
-  const int taps = phase.axis[0].taps * taps1 * taps2;
-  // The first tap of the first chunk; later chunks start at tap 0.
-  int first = 0, first_t = 0, first_r = 0, first_s = 0;
-  if constexpr (SPLIT > 1) {
-    if (tile.steps == 0) return;
-    first = tile.first_step / taps;
-    const int tap = tile.first_step - first * taps, outer = tap / taps2;
-    first_t = outer / taps1, first_r = outer - first_t * taps1, first_s = tap - outer * taps2;
-  }
+__device__ __forceinline__ void for_each_step(const QueuedTile& tile, int channels, const Copy& copy) {
 #pragma unroll 1
-  for (int channel = first * kTileK; channel < channels; channel += kTileK) {
+  for (int channel = 0; channel < channels; channel += kTileK) {
 #pragma unroll 1
-    for (int t = next_bit(tile.taps[0], first_t - 1); t < 32; t = next_bit(tile.taps[0], t)) {
-      if (t != first_t) first_r = first_s = 0;
+    for (int t = next_bit(tile.taps[0], -1); t < 32; t = next_bit(tile.taps[0], t)) {
 #pragma unroll 1
-      for (int r = next_bit(tile.taps[1], first_r - 1); r < 32; r = next_bit(tile.taps[1], r)) {
-        if (r != first_r) first_s = 0;
+      for (int r = next_bit(tile.taps[1], -1); r < 32; r = next_bit(tile.taps[1], r)) {
 #pragma unroll 1
-        for (int s = next_bit(tile.taps[2], first_s - 1); s < 32; s = next_bit(tile.taps[2], s)) {
-          if constexpr (SPLIT > 1) {
-            const int step = channel / kTileK * taps + (t * taps1 + r) * taps2 + s;
-            if (step >= tile.end_step) return;
-          }
+        for (int s = next_bit(tile.taps[2], -1); s < 32; s = next_bit(tile.taps[2], s)) {
           copy(channel, t, r, s);
         }
-        first_s = 0;
       }
-      first_r = first_s = 0;
     }
-    // Needed where all taps from the first one on are skipped.
-    first_t = first_r = first_s = 0;
   }
 }
 
@@ -182,7 +149,7 @@ __device__ __forceinline__ void load_pixels(const HopperGatherArgs& args, const 
     int base_offset[3];
 #pragma unroll
     for (int axis = 0; axis < 3; ++axis) base_offset[axis] = phase.axis[axis].x0 - phase.axis[axis].low;
-    for_each_step(phase, tile, channels, [&](int channel, int t, int r, int s) {
+    for_each_step(tile, channels, [&](int channel, int t, int r, int s) {
       mbarrier_wait(smem.empty_barrier(state.index), state.parity);
       const u32 barrier = smem.full_barrier(state.index), to = smem.stage(state.index);
       mbarrier_arrive_expect_tx(barrier, kABytes);
@@ -217,7 +184,7 @@ __device__ __forceinline__ void load_weights(const HopperGatherArgs& args, const
     if (tile.steps < 0) return;
     const GatherPhase& phase = phase_of(args, tile.phase);
     const int r0[3] = {phase.axis[0].r0, phase.axis[1].r0, phase.axis[2].r0};
-    for_each_step(phase, tile, channels, [&](int channel, int j0, int j1, int j2) {
+    for_each_step(tile, channels, [&](int channel, int j0, int j1, int j2) {
       mbarrier_wait(smem.empty_barrier(state.index), state.parity);
       const u32 barrier = smem.full_barrier(state.index), to = smem.stage(state.index) + kABytes;
       mbarrier_arrive_expect_tx(barrier, kTransactionBytes - kABytes);
@@ -248,3 +215,4 @@ __device__ __forceinline__ void load_weights(const HopperGatherArgs& args, const
 
 }  // namespace
 }  // namespace convgrad
+#endif

@@ -66,12 +66,14 @@ class Sides:
     ) -> Im2colMap:
         """Return the tensor map of the pixels that a phase reads with its lowest tap."""
         x, channels = self.x, self.work.channels[0]
-        item = x.dtype.itemsize
+        item, halo = x.dtype.itemsize, tile.halo(axes[2], phase[2])
         dims = []  # size, stride, step, corners
         for dim in (2, 1, 0)[: self._dims]:
             axis, along = axes[dim], phase[dim]
             low = lowest(axis, along)
             high = (along.count - 1) * axis.x_step + low + 1 - axis.x_size
+            if dim == 2:
+                high += halo
             if not all(each.taps for each in phase):
                 low = high = 0  # a phase without taps reads nothing
             dims.append((axis.x_size, x.strides[3 + dim] * item, axis.x_step, low, high))
@@ -87,7 +89,7 @@ class Sides:
             lower=tuple(low for *_, low, _ in dims[:-1]),
             upper=tuple(high for *_, high in dims[:-1]),
             channels=ROW_BYTES // item,
-            pixels=tile.m,
+            pixels=tile.m + halo,
         )
 
     def weight_map(self, tile: HopperTile) -> TiledMap:

@@ -1,8 +1,4 @@
-"""Choice of hopper_gather's tile by a cost model.
-
-The scheduling of tiles to SMs, and the taps that each tile reads, are known before a launch. The
-model counts the k-tiles of the busiest SM, at the rate measured for the tile shape.
-"""
+"""The schedules of hopper_gather, and what they require of the work."""
 
 from __future__ import annotations
 
@@ -16,14 +12,12 @@ from numpy.typing import NDArray
 
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import Combined, combined
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
-    ROW_BYTES,
+    MOST_HALO,
     HopperTile,
     tiles_of,
 )
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis
 from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
-from convgrad_service.backends.cuda.tuning.correction import MOST_CORRECTED, correction_of
-from convgrad_service.backends.cuda.tuning.features import features
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
@@ -31,17 +25,18 @@ from convgrad_service.plans.cuda.works import ConvWork
 __all__ = [
     "Schedule",
     "candidates",
-    "choose_schedule",
-    "expected_s",
     "finishes_rows",
     "is_plain",
+    "is_product",
     "kept_taps",
-    "launch_s",
-    "lines",
     "may_pingpong",
     "may_start_with_images",
     "pixels_beside",
+    "possible",
+    "row_tiles",
+    "skips_taps",
     "stores_planes",
+    "taps_of_tiles",
 ]
 
 # Activations that the plain epilogue supports: clamps, which do not round.
@@ -50,17 +45,12 @@ CLAMPING = ("none", "relu", "relu6")
 ROUND_BYTES = 8 * 2**20
 # The fewest waves of a round.
 ROUND_TURNS = 3
-MOST_COUNTED = 1 << 16
-# Slowdown of PINGPONG with images as the fastest coordinate (1.1 to 1.4 as measured).
-PINGPONG_BY_IMAGE = 1.13
 # PINGPONG addresses results in 32-bit units of 16 bytes; the largest value marks no result.
 MOST_CHUNKS = 2**32 - 1
-# From the time of the busiest SM to that of a launch in a graph, fitted on an H200.
-START_S, SCALE = 5.9e-6, 1.09
-# Bytes of a row that a wgmma multiplies.
-MMA_BYTES = 32
 # With a larger stride, pixels of a phase are not contiguous in the result.
 MOST_STRIDE = 1
+# Single tiles: the most taps of a phase, waves of blocks that do not split K, and tiles of pixels.
+MOST_LISTED, MOST_WAVES, MOST_ROWS = 128, 3, 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +102,36 @@ def may_start_with_images(work: ConvWork, axes: Sequence[Axis]) -> bool:
     return axes[3 - work.conv.ndim].x_step == 1
 
 
-def may_split(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, tile: HopperTile) -> bool:
-    """Return whether all tiles can run at once, one cluster each."""
-    return count_tiles(work, axes, tile) <= tile.clusters(device)
+def possible(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: Schedule) -> bool:
+    """Return whether the kernel of a schedule's tile can compute the work.
+
+    Single tiles must run at once, one cluster each if K is split, or in a few waves. Plain products
+    are left to pointwise_gemm, against which they have not been measured.
+    """
+    tile = schedule.tile
+    if tile.pingpong:
+        return may_pingpong(work, axes) and (work.epilogue_free or tile.has_epilogue)
+    if not tile.single:
+        return True
+    if is_product(work):
+        return False
+    phases = combined(axes)
+    if max(prod(along.taps for along in phase) for phase in phases) > MOST_LISTED:
+        return False
+    if tile.taps > 1:
+        along = axes[2].phases[0]
+        shared = len(phases) == 1 and axes[2].x_step == 1 and along.taps == tile.taps
+        if not shared or schedule.images_first or tile.halo(axes[2], along) > MOST_HALO:
+            return False
+    waves = 1 if tile.split > 1 else MOST_WAVES
+    rows = sum(row_tiles(work, axes, tile))
+    tiles = rows * ceil_div(work.channels[1], tile.n)
+    return not stores_planes(work) and rows <= MOST_ROWS and tiles <= waves * tile.clusters(device)
+
+
+def is_product(work: ConvWork) -> bool:
+    """Return whether it is a 1x1 convolution of stride 1."""
+    return work.taps == 1 and max(work.stride) == 1
 
 
 def is_plain(work: ConvWork) -> bool:
@@ -151,13 +168,12 @@ def may_pingpong(work: ConvWork, axes: Sequence[Axis]) -> bool:
     return rows and reach * result.dtype.itemsize // 16 < MOST_CHUNKS
 
 
-def count_tiles(work: ConvWork, axes: Sequence[Axis], tile: HopperTile) -> int:
-    """Return the number of cluster tiles over all phases."""
-    pixels = [
-        ceil_div(work.batch * prod(along.count for along in phase), tile.pixels)
-        for phase in combined(axes)
+def row_tiles(work: ConvWork, axes: Sequence[Axis], tile: HopperTile) -> list[int]:
+    """Return the tiles along the pixels of each phase."""
+    return [
+        ceil_div(work.batch * d.count * h.count * (w.count + tile.halo(axes[2], w)), tile.pixels)
+        for d, h, w in combined(axes)
     ]
-    return sum(pixels) * ceil_div(work.channels[1], tile.n)
 
 
 def kept_taps(
@@ -210,7 +226,7 @@ def kept_taps(
 
 
 @lru_cache(maxsize=32)
-def _taps_of_tiles(
+def taps_of_tiles(
     axes: tuple[Axis, ...], batch: int, pixels: int, images_first: bool
 ) -> NDArray[np.int64]:
     """Return `kept_taps` of all phases, concatenated. Cached, as many tile shapes share them."""
@@ -219,73 +235,22 @@ def _taps_of_tiles(
     )
 
 
-def choose_schedule(
-    work: ConvWork, axes: Sequence[Axis], device: CudaDevice
-) -> tuple[float, Schedule]:
-    """Return the schedule with the least expected time, and that in seconds.
-
-    All schedules without split-K give bitwise equal results.
-    """
-    every = [
-        (launch_s(expected_s(work, axes, device, schedule)), schedule)
-        for schedule in candidates(work, axes, device)
-    ]
-    found = sorted(every, key=lambda one: one[0])[:MOST_CORRECTED]
-    correction = correction_of("hopper_gather", device)
-    if correction is None or work.dtype.itemsize != 2:
-        return found[0]
-    factors = correction.factors(lines(work, axes, device, found))
-    times = [time_s * float(factor) for (time_s, _), factor in zip(found, factors, strict=True)]
-    best = min(range(len(found)), key=times.__getitem__)
-    return times[best], found[best][1]
-
-
-def launch_s(busy_s: float) -> float:
-    """Return the expected seconds of a launch in a graph from those of its busiest SM."""
-    return START_S + SCALE * busy_s
-
-
-def lines(
-    work: ConvWork,
-    axes: Sequence[Axis],
-    device: CudaDevice,
-    found: Sequence[tuple[float, Schedule]],
-) -> NDArray[np.float64]:
-    """Return the `features` of schedules with their expected seconds."""
-    read, written = work.channels
-    phases = combined(axes)
-    pixels = [work.batch * prod(along.count for along in phase) for phase in phases]
-    taps = sum(
-        count * prod(along.taps for along in phase)
-        for count, phase in zip(pixels, phases, strict=True)
+def skips_taps(work: ConvWork, axes: Sequence[Axis], tile: HopperTile, images_first: bool) -> bool:
+    """Return whether some tile does not read the source with all taps of its phase."""
+    if tile.taps > 1:
+        return True  # not known, as its pixels are others
+    taps = taps_of_tiles(tuple(axes), work.batch, tile.pixels, images_first)
+    every = np.repeat(
+        [prod(along.taps for along in phase) for phase in combined(axes)],
+        row_tiles(work, axes, tile),
     )
-    tiles = [schedule.tile for _, schedule in found]
-    whole = in_whole_chunks(work.result, (work.batch, 1, written, *work.sizes[1]), 2)
-    elements = work.batch * (
-        work.in_channels * prod(work.input) + work.out_channels * prod(work.output)
-    )
-    elements += work.taps * read * written
-    return features(
-        expected_s=[time_s for time_s, _ in found],
-        rows=sum(pixels),
-        columns=written,
-        depth=max(1.0, read * taps / sum(pixels)),
-        m=[tile.pixels for tile in tiles],
-        n=[tile.n for tile in tiles],
-        k=ROW_BYTES // work.dtype.itemsize,
-        inner=[tile.split for tile in tiles],
-        outer=1,
-        workers=[tile.clusters(device) * tile.split for tile in tiles],
-        moved=elements * work.dtype.itemsize,
-        kind=[tile.pingpong + 2 * (tile.sharing > 1) + 4 * (not whole) for tile in tiles],
-        order=[schedule.images_first for _, schedule in found],
-    )
+    return bool(np.any(taps < every))
 
 
 def candidates(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Iterator[Schedule]:
     read, written = work.channels
     source = work.batch * read * work.dtype.itemsize * prod(axis.x_size for axis in axes)
-    phases, planes = combined(axes), stores_planes(work)
+    phases = combined(axes)
     pads = any(
         along.x0 + j * axis.x_tap < 0
         or along.x0 + j * axis.x_tap + (along.count - 1) * axis.x_step >= axis.x_size
@@ -293,64 +258,19 @@ def candidates(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Iter
         for along in axis.phases
         for j in range(along.taps)
     )
-    pingpongs = may_pingpong(work, axes)
+    by_image = (
+        pads and not stores_planes(work) and work.batch >= 4 and may_start_with_images(work, axes)
+    )
     for tile in tiles_of(work.dtype):
-        if tile.pingpong and not (pingpongs and (work.epilogue_free or tile.has_epilogue)):
-            continue
         if tile.n - written >= 64 and tile.n > 64:
             continue
-        if tile.split > 1:
-            if not planes and may_split(work, axes, device, tile):
-                yield Schedule(tile)
+        if not possible(work, axes, device, Schedule(tile)):
             continue
         rounds = 1
-        if len(phases) > 1:
+        if len(phases) > 1 and not tile.single:
             pixels = sum(work.batch * prod(along.count for along in phase) for phase in phases)
             turns = ceil_div(pixels, tile.m) * ceil_div(written, tile.n) // device.multiprocessors
             rounds = max(1, min(source // ROUND_BYTES, turns // ROUND_TURNS))
         yield Schedule(tile, False, rounds)
-        if pads and not planes and work.batch >= 4 and may_start_with_images(work, axes):
+        if by_image and tile.taps == 1:
             yield Schedule(tile, True, rounds)
-
-
-def expected_s(
-    work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: Schedule
-) -> float:
-    """Return the expected seconds of the busiest SM, or cluster."""
-    tile = schedule.tile
-    read, written = work.channels
-    chunks = ceil_div(read * work.dtype.itemsize, ROW_BYTES)
-    columns = ceil_div(written, tile.n)
-    workers = tile.clusters(device)
-    taps = _taps_of_tiles(tuple(axes), work.batch, tile.pixels, schedule.images_first)
-    counts = np.repeat(taps * chunks, columns)
-    across = work.direction == "bwd_data" and work.dtype.itemsize == 2
-    step_s = tile.step_s(across)
-    if tile.split == 1:
-        # Of the last chunk of channels, only wgmmas with channels run, and only those are loaded.
-        step_s *= ceil_div(read * work.dtype.itemsize, MMA_BYTES) * MMA_BYTES / (chunks * ROW_BYTES)
-    else:
-        step_s = max(step_s, tile.split_step_s(min(len(counts), workers)))
-    products = np.ceil(counts / tile.split) * step_s
-    if tile.pingpong and schedule.images_first:
-        products *= PINGPONG_BY_IMAGE
-    beside = tile.tile_s(work.result_dtype.itemsize)
-    if len(counts) > MOST_COUNTED:
-        times = products if tile.pingpong else products + beside
-        return float(times.sum() / workers + times.max() / 2)
-    worker, turn = _waves(len(counts), workers)
-    if not tile.pingpong:
-        return float(np.bincount(worker, weights=products + beside).max())
-    # Mainloops run one after another, while the other warpgroup's epilogue overlaps.
-    together = float(np.bincount(worker, weights=products).max()) + beside
-    alone = float(np.bincount(worker * 2 + turn, weights=products + beside).max())
-    return max(together, alone)
-
-
-@lru_cache(maxsize=64)
-def _waves(tiles: int, workers: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return each tile's SM, or cluster, and whether its wave goes back. Cached, as schedules with
-    equally many tiles share them."""
-    turn, place = np.divmod(np.arange(tiles), workers)
-    turn %= 2
-    return np.where(turn, workers - 1 - place, place), turn

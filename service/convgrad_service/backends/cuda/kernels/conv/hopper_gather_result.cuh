@@ -11,59 +11,20 @@
 #define EPILOGUE 0
 #endif
 
+// The taps of a kernel row that share a tile's pixels. If there are several, rows of pixels extend beyond the
+// result's, so that pixels that are adjacent in a tile are adjacent in the source.
+#ifndef TAPS
+#define TAPS 1
+#endif
+
 namespace convgrad {
+
+__device__ __forceinline__ bool is_result(const GatherPhase& phase, const PixelAt& pixel) {
+  return TAPS == 1 || pixel.at[0] < phase.axis[2].count;
+}
 
 // Staging buffer per warp: 16 rows of 128 bytes.
 constexpr u32 kWarpStagingBytes = 16 * 128, kStagingBytes = 4 * kWarpStagingBytes;
-
-// Rows of partial sums are padded so that storing accumulators has no bank conflicts.
-template <int kColumns>
-__device__ __forceinline__ u32 partial_element(u32 sums, int row, int column) {
-  return sums + (row * (kColumns + 8) + column) * 4;
-}
-// Stores a warpgroup's accumulators, rows `first_row` on, to shared memory for the cluster's reduction.
-template <int kColumns, int kMmasM, int kFragmentsN>
-__device__ __forceinline__ void store_partials(u32 sums, int first_row,
-                                          const float (&accum)[kMmasM][kFragmentsN][4]) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-#pragma unroll
-  for (int part = 0; part < kMmasM; ++part) {
-#pragma unroll
-    for (int j = 0; j < kFragmentsN; ++j) {
-      const int row = first_row + part * 64 + warp * 16 + lane / 4, column = j * 8 + lane % 4 * 2;
-      st_shared_v2(partial_element<kColumns>(sums, row, column), accum[part][j][0], accum[part][j][1]);
-      st_shared_v2(partial_element<kColumns>(sums, row + 8, column), accum[part][j][2], accum[part][j][3]);
-    }
-  }
-}
-
-// SPLIT: a tile's rows are divided into partial tiles, one per block of the cluster. Each block copies the
-// others' partial tiles of its sums to them; its own sums stay in place, and received ones follow them.
-// Preconditions: no block of the cluster uses its pipeline stages any more before any block sends; and every
-// block has received all its partial tiles before any exits, because nothing else signals that they were read.
-template <int kRows, int kColumns, int kBlocks>
-struct SplitReduce {
-  static constexpr u32 kRowBytes = (kColumns + 8) * 4;
-  static constexpr int kMaxRows = (kRows + kBlocks - 1) / kBlocks;  // rows of a partial tile
-
-  __device__ __forceinline__ static int first_row(int block) { return kRows * block / kBlocks; }
-  __device__ __forceinline__ static u32 partial_bytes(int block) {
-    return (first_row(block + 1) - first_row(block)) * kRowBytes;
-  }
-  // By the consumer threads: one warp for each of the other blocks.
-  __device__ __forceinline__ static void send(u32 sums, u32 reduce_barrier, int block, int thread) {
-    const int mode = thread / 32 + 1;
-    if (thread % 32 != 0 || mode >= kBlocks) return;
-    const int other = block + mode < kBlocks ? block + mode : block + mode - kBlocks;
-    bulk_copy_to_peer(partial_address(sums, other, block), sums + first_row(other) * kRowBytes,
-                      partial_bytes(other), reduce_barrier, other);
-  }
-  // The address, in block `block`, of its partial tile of block `from`'s sums.
-  __device__ __forceinline__ static u32 partial_address(u32 sums, int block, int from) {
-    if (from == block) return sums + first_row(block) * kRowBytes;
-    return sums + (kRows + (from < block ? from : from - 1) * kMaxRows) * kRowBytes;
-  }
-};
 
 // The results of a warpgroup: kParts * 64 pixels x kFragments * 8 channels, in wgmma's accumulator layout.
 template <class T, int kMmasM, int kFragmentsN>
@@ -90,7 +51,8 @@ struct Results {
         staging(staging) {
     static_assert(kMmasM <= 2, "a lane for each of a warp's rows");
     const int pixel = first_pixel + lane / 16 % kMmasM * 64 + warp * 16 + lane % 16;
-    row_at = pixel < phase.pixels ? result_at(pixel_at(phase, pixel)) : -1;
+    const PixelAt found = pixel_at(phase, pixel);
+    row_at = pixel < phase.pixels && is_result(phase, found) ? result_at(found) : -1;
   }
 
   // Element offset of channel 0 of one of the warp's 16 rows; negative past the last pixel.
@@ -296,52 +258,29 @@ struct Results {
     }
   }
 
-  // SPLIT: reduces this block's rows of the kRows x kColumns tile over the partial tiles of kJoined blocks, in
-  // their order, and stores them; by the last kThreads threads of the block.
-  template <int kRows, int kColumns, int kBlocks, int kThreads>
-  __device__ __forceinline__ void store_reduced(u32 sums, int block) const {
+
+  // Finishes and stores eight sums of a pixel, channels `channel` on, of which the first lies at `at`.
+  __device__ __forceinline__ void store_eight(i64 at, int channel, const float (&sums)[8]) const {
     using Chunk = Vector<T, kChunk>;
-    using Partials = SplitReduce<kRows, kColumns, kBlocks>;
-    constexpr int kOfRow = kColumns / kChunk;
-    const int first = Partials::first_row(block), rows = Partials::first_row(block + 1) - first;
-#pragma unroll 1
-    for (int i = threadIdx.x - 128; i < rows * kOfRow; i += kThreads) {
-      const int row = first + i / kOfRow, column = i % kOfRow * kChunk;
-      const int pixel = first_pixel + row, channel = first_channel + column;
-      if (pixel >= phase.pixels || channel >= args.out_channels) continue;
-      float value[kChunk];
+    if (args.wide_stores) {
 #pragma unroll
-      for (int part = 0; part < kChunk; part += 4) {
-        float4 four = {};
-#pragma unroll
-        for (int from = 0; from < kBlocks; ++from) {
-          const u32 partial = Partials::partial_address(sums, block, from);
-          u32 other[4];
-          ld_shared_v4(other, partial_element<kColumns>(partial, row - first, column + part));
-          four.x += __uint_as_float(other[0]), four.y += __uint_as_float(other[1]);
-          four.z += __uint_as_float(other[2]), four.w += __uint_as_float(other[3]);
-        }
-        value[part] = four.x, value[part + 1] = four.y;
-        value[part + 2] = four.z, value[part + 3] = four.w;
-      }
-      const i64 at = result_at(pixel_at(phase, pixel)) + channel * args.y_stride[2];
-      if (args.wide_stores) {
-        Chunk finished_chunk;
+      for (int first = 0; first < 8; first += kChunk) {
+        if (channel + first >= args.out_channels) return;
+        Chunk chunk;
 #pragma unroll
         for (int e = 0; e < kChunk; ++e) {
-          finished_chunk.at[e] = narrow<T>(finished(value[e], at + e, channel + e));
+          const float sum = sums[first + e];
+          chunk.at[e] = narrow<T>(args.plain ? sum : finished(sum, at + first + e, channel + first + e));
         }
-        finished_chunk.store(static_cast<T*>(args.y) + at);
-        continue;
+        chunk.store(static_cast<T*>(args.y) + at + first);
       }
-#pragma unroll 1
-      for (int e = 0; e < kChunk && channel + e < args.out_channels; ++e) {
-        float one = value[0];
+      return;
+    }
 #pragma unroll
-        for (int next = 0; next + 1 < kChunk; ++next) value[next] = value[next + 1];
-        const i64 here = at + e * args.y_stride[2];
-        static_cast<T*>(args.y)[here] = narrow<T>(finished(one, here, channel + e));
-      }
+    for (int e = 0; e < 8; ++e) {
+      if (channel + e >= args.out_channels) return;
+      const i64 here = at + e * args.y_stride[2];
+      static_cast<T*>(args.y)[here] = narrow<T>(finished(sums[e], here, channel + e));
     }
   }
 };

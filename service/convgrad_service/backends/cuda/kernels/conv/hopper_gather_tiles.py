@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
-from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, Phase
+from convgrad_service.plans.cuda.device import RESERVED_BYTES, CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 
-__all__ = ["ROW_BYTES", "TILES", "HopperTile", "tiles_of"]
+__all__ = ["MOST_HALO", "ROW_BYTES", "TILES", "HopperTile", "tiles_of"]
 
 ROW_BYTES = 128
 """Bytes of an operand's row in shared memory, the depth of a k-tile."""
@@ -19,14 +20,16 @@ STAGING_BYTES = 64 * ROW_BYTES
 ALIGNMENT, BARRIER_BYTES = 1024, 8
 # The tile queue: four entries, with two mbarriers each.
 QUEUE_BYTES = 4 * (2 * BARRIER_BYTES + 52)
-WARPGROUP = 128
+WARPGROUP, WARP_FRAGMENT_BYTES = 128, 512
+# Of single tiles: the producers' threads, the list of taps with what precedes it, and the pipeline.
+PRODUCERS, LIST_BYTES, MOST_STAGES = 64, 528, 16
+MOST_HALO = 8
+"""The most pixels beside a tile whose taps of a kernel row share them."""
 # Rates of an H200, fitted to tests/perf's dense layers: FLOP/s in 16-bit types (TF32 takes as long
 # per byte), bytes/s from the L2 cache to all SMs (sharing weights gains little: SHARED), and the
-# time of a tile outside its mainloop: fixed, per result byte, and of a split-K reduction.
+# time of a tile outside its mainloop: fixed, and per result byte.
 MULTIPROCESSORS, FLOPS, L2_BYTES_S = 132, 865e12, 12e12
-TILE_S, BYTE_S, JOIN_S = 0.35e-6, 3.7e-11, 2.5e-6
-# With split-K: bytes/s at which a block receives partial sums, and bytes/s from L2 to all SMs.
-JOINED_BYTES_S, SPLIT_L2_BYTES_S = 30e9, 5.5e12
+TILE_S, BYTE_S = 0.35e-6, 3.7e-11
 SHARED = 0.995
 # The rates of PINGPONG, whose mainloops overlap stores and are limited by power.
 PINGPONG_FLOPS, PINGPONG_L2_BYTES_S, PINGPONG_TILE_S = 800e12, 11.3e12, 0.9e-6
@@ -52,10 +55,16 @@ class HopperTile:
     sharing
         Blocks of a cluster that share the weights by multicast, each with its own pixels.
     split
-        Blocks of a cluster that split the K of one tile.
+        Blocks of a cluster that split the K of one tile; only of a ``single`` one.
     pingpong
         Whether consumer warpgroups alternate tiles: one stores its results while the other
         multiplies. Otherwise they cooperate on a tile.
+    single
+        Whether a block has one tile (hopper_gather_single.cuh).
+    blocks
+        Blocks per SM; of a ``single`` tile.
+    taps
+        Taps of a kernel row that share the tile's pixels; of a ``single`` tile.
     """
 
     m: int
@@ -64,12 +73,16 @@ class HopperTile:
     sharing: int = 1
     split: int = 1
     pingpong: bool = False
+    single: bool = False
+    blocks: int = 1
+    taps: int = 1
 
     def __str__(self) -> str:
         sharing = f"_x{self.sharing}" if self.sharing > 1 else ""
         split = f"_k{self.split}" if self.split > 1 else ""
-        way = "a" if self.pingpong else f"w{self.warpgroups}"
-        return f"{self.m}x{self.n}{way}{sharing}{split}"
+        way = "a" if self.pingpong else f"{'s' if self.single else 'w'}{self.warpgroups}"
+        more = "_row" * (self.taps > 1) + (f"_b{self.blocks}" if self.blocks > 1 else "")
+        return f"{self.m}x{self.n}{way}{sharing}{split}{more}"
 
     @property
     def cluster(self) -> int:
@@ -95,22 +108,14 @@ class HopperTile:
         loaded = self.stage_bytes if across else (self.m + self.n) * ROW_BYTES
         return max(products, loaded / l2_bytes_s) * MULTIPROCESSORS * shared
 
-    def split_step_s(self, tiles: int) -> float:
-        """Return the seconds of a split-K k-tile with that many concurrent tiles."""
-        return self.stage_bytes * tiles * self.split / SPLIT_L2_BYTES_S
-
     def tile_s(self, itemsize: int) -> float:
         """Return the seconds of a tile outside its mainloop."""
-        joined = 0.0
-        if self.split > 1:
-            got = self.m * self.n * 4 * (self.split - 1) // self.split
-            joined = JOIN_S + got / JOINED_BYTES_S
         fixed = PINGPONG_TILE_S if self.pingpong else TILE_S
-        return fixed + self.m * self.n * itemsize * BYTE_S + joined
+        return fixed + self.m * self.n * itemsize * BYTE_S
 
     @property
     def threads(self) -> int:
-        return (self.warpgroups + 1) * WARPGROUP
+        return self.warpgroups * WARPGROUP + (PRODUCERS if self.single else WARPGROUP)
 
     @property
     def has_epilogue(self) -> bool:
@@ -120,11 +125,28 @@ class HopperTile:
 
     @property
     def stage_bytes(self) -> int:
-        return (self.m + ceil_div(self.n, BOX_ROWS) * BOX_ROWS) * ROW_BYTES
+        halo = MOST_HALO if self.taps > 1 else 0
+        return (self.m + halo + self.taps * ceil_div(self.n, BOX_ROWS) * BOX_ROWS) * ROW_BYTES
+
+    @property
+    def owned(self) -> int:
+        """The fragments of a warp that each block of a split tile reduces."""
+        return ceil_div(self.m // self.warpgroups // 64 * (self.n // 8), self.split)
+
+    @property
+    def epilogue_bytes(self) -> int:
+        """Shared memory of the results: partial sums, or staging buffers."""
+        if self.split > 1:
+            return self.split * self.owned * self.warpgroups * 4 * WARP_FRAGMENT_BYTES
+        return self.warpgroups * STAGING_BYTES
+
+    def halo(self, axis: Axis, phase: Phase) -> int:
+        """Return the pixels by which rows extend beyond the result's."""
+        return (phase.taps - 1) * abs(axis.x_tap) if self.taps > 1 else 0
 
     def clusters(self, device: CudaDevice) -> int:
         """Return the number of concurrent clusters, which can leave SMs of a GPC idle."""
-        return device.multiprocessors * CLUSTERS[self.cluster] // MULTIPROCESSORS
+        return self.blocks * (device.multiprocessors * CLUSTERS[self.cluster] // MULTIPROCESSORS)
 
     def weight_rows(self, depth: int | None) -> int:
         """Return the rows of weights that one block loads per k-tile.
@@ -137,18 +159,35 @@ class HopperTile:
 
     def stages(self, device: CudaDevice) -> int:
         """Return the number of pipeline stages that fit."""
-        room = device.shared_bytes_per_block - self.shared_bytes(0)
-        return min(8, room // (self.stage_bytes + 2 * BARRIER_BYTES))
+        room = device.shared_bytes_per_multiprocessor // self.blocks - RESERVED_BYTES
+        room = min(room, device.shared_bytes_per_block) - self.shared_bytes(0)
+        most = MOST_STAGES if self.single else 8
+        return min(most, room // (self.stage_bytes + 2 * BARRIER_BYTES))
 
     def shared_bytes(self, stages: int) -> int:
         ring = stages * (self.stage_bytes + 2 * BARRIER_BYTES)
-        turns = BARRIER_BYTES * (self.warpgroups if self.pingpong else int(self.split > 1))
-        return ALIGNMENT + ring + self.warpgroups * STAGING_BYTES + QUEUE_BYTES + turns
+        if self.single:
+            return ALIGNMENT + ring + self.epilogue_bytes + 2 * BARRIER_BYTES + LIST_BYTES
+        turns = BARRIER_BYTES * self.warpgroups if self.pingpong else 0
+        return ALIGNMENT + ring + self.epilogue_bytes + QUEUE_BYTES + turns
 
     def defines(
         self, dtype: DType, across: bool, maps: int, stages: int, planes: bool = False
     ) -> dict[str, object]:
         """Return the preprocessor macros of an instance."""
+        if self.single:
+            return {
+                "ELEMENT": CUDA_TYPES[dtype],
+                "ACROSS": int(across),
+                "MAPS": maps,
+                "BM": self.m,
+                "BN": self.n,
+                "CONSUMERS": self.warpgroups,
+                "SINGLE": 1,
+                "SPLIT": int(self.split > 1),
+                "TAPS": self.taps,
+                "BLOCKS": self.blocks,
+            }
         producer, consumer = REGISTERS[self.warpgroups]
         if self.pingpong and self.m * self.n > MOST_SUMS_OF_FEW:
             producer, consumer = REGISTERS_OF_MANY
@@ -160,9 +199,7 @@ class HopperTile:
             "BN": self.n,
             "CONSUMERS": self.warpgroups,
             "PINGPONG": int(self.pingpong),
-            "CLUSTER": self.cluster,
             "SHARING": self.sharing,
-            "SPLIT": self.split,
             "STAGES": stages,
             "PRODUCER_REGISTERS": producer,
             "CONSUMER_REGISTERS": consumer,
@@ -170,6 +207,15 @@ class HopperTile:
         }
 
 
+# Single tiles: pixels, channels, warpgroups, blocks per SM, and taps of a kernel row that share
+# pixels; those that may be split, and others.
+SPLIT = (
+    *((64, 64, 1, 1, 1), (64, 64, 1, 2, 1), (64, 64, 1, 1, 3), (64, 128, 1, 1, 1)),
+    *((64, 128, 1, 2, 1), (64, 192, 1, 1, 1), (128, 64, 1, 1, 1), (128, 64, 1, 2, 1)),
+    *((128, 64, 2, 1, 3), (128, 128, 2, 1, 1)),
+)
+WHOLE = ((64, 64, 1, 2, 3), (256, 64, 2, 1, 1), (256, 64, 2, 1, 3))
+SPLITS = (1, 2, 3, 4, 6, 8)
 TILES = (
     HopperTile(128, 256),
     HopperTile(128, 256, sharing=2),
@@ -180,10 +226,14 @@ TILES = (
     HopperTile(128, 128),
     HopperTile(256, 64),
     HopperTile(128, 64),
-    *(HopperTile(128, n, split=split) for n in (64, 128) for split in (2, 3, 4, 6, 8)),
     *(
         HopperTile(m, n, pingpong=True)
         for m, n in ((192, 128), (128, 128), (128, 160), (256, 64), (128, 64), (256, 32))
+    ),
+    *(
+        HopperTile(m, n, warpgroups, split=split, single=True, blocks=blocks, taps=taps)
+        for m, n, warpgroups, blocks, taps in (*SPLIT, *WHOLE)
+        for split in (SPLITS if (m, n, warpgroups, blocks, taps) in SPLIT else (1,))
     ),
 )
 """Tile shapes that were the fastest for some layer."""

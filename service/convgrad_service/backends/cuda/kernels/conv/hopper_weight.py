@@ -49,7 +49,7 @@ from convgrad_service.plans.cuda.program import (
 )
 from convgrad_service.plans.cuda.works import ConvWork, Operand, Size3
 
-__all__ = ["HopperWeight", "reachable"]
+__all__ = ["HopperWeight", "im2col_maps", "reachable", "why_not_im2col"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 # Dtypes of the operands and of the result.
@@ -104,17 +104,9 @@ class HopperWeight:
                 f"{work.in_channels} channels to {work.out_channels} would leave most of a tile; "
                 f"expected {self._least_channels} on either side"
             )
-        dims = dims_of(work)
-        for dim in range(3 - dims, 3):
-            shift = (work.kernel[dim] - 1) * work.dilation[dim]
-            if shift > MOST_SHIFT[dims]:
-                return f"taps reach over {shift} pixels; expected at most {MOST_SHIFT[dims]}"
-        if max(work.stride) > MOST_STEP:
-            return f"a stride of {max(work.stride)}; expected at most {MOST_STEP}"
-        if work.pixels > MAX_PIXELS:
-            return f"{work.pixels} pixels; expected at most {MAX_PIXELS}"
-        if work.accumulate is not None and work.accumulate.strides != work.w.strides:
-            return "accumulate does not lie as the result does"
+        reason = why_not_im2col(work)
+        if reason is not None:
+            return reason
         if work.dtype is DType.FLOAT32 and flat_planes(work) is None:
             return "TF32 products need pixels side by side: a pointwise convolution, channels first"
         if _best(work, device) is None:
@@ -140,7 +132,11 @@ class HopperWeight:
         steps: list[Step] = [*overlapping((*x.steps, *y.steps), device)]
         workspace = [*x.workspace, *y.workspace]
         read = x.operand, y.operand
-        x_map, y_map = _plane_maps(work, cut) if planes else _maps(work, cut, *read)
+        x_map, y_map = (
+            _plane_maps(work, cut)
+            if planes
+            else im2col_maps(work, cut.tile.channels, cut.halo, *read)
+        )
         partials = f"{work.prefix}partials" if cut.parted else None
         steps.append(
             Launch(
@@ -197,6 +193,22 @@ class HopperWeight:
         ]
 
 
+def why_not_im2col(work: ConvWork) -> str | None:
+    """Return why the copy engine cannot read the pixels of windows, or None."""
+    dims = dims_of(work)
+    for dim in range(3 - dims, 3):
+        shift = (work.kernel[dim] - 1) * work.dilation[dim]
+        if shift > MOST_SHIFT[dims]:
+            return f"taps reach over {shift} pixels; expected at most {MOST_SHIFT[dims]}"
+    if max(work.stride) > MOST_STEP:
+        return f"a stride of {max(work.stride)}; expected at most {MOST_STEP}"
+    if work.pixels > MAX_PIXELS:
+        return f"{work.pixels} pixels; expected at most {MAX_PIXELS}"
+    if work.accumulate is not None and work.accumulate.strides != work.w.strides:
+        return "accumulate does not lie as the result does"
+    return None
+
+
 @lru_cache(maxsize=16)
 def _best(work: ConvWork, device: CudaDevice) -> tuple[float, Cut] | None:
     """Return the fastest partition and its expected seconds. Cached, as each plan needs it twice
@@ -224,7 +236,11 @@ def reachable(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
             continue
         read = cut.tile.channels, cut.box_pixels, cut.halo
         if read not in taken:
-            maps = _plane_maps(planes, cut) if planes else _maps(work, cut)
+            maps = (
+                _plane_maps(planes, cut)
+                if planes
+                else im2col_maps(work, cut.tile.channels, cut.halo)
+            )
             taken[read] = all(one.why_not() is None for one in maps)
         if taken[read]:
             yield cut
@@ -261,15 +277,16 @@ def _sum_instance(dtype: DType, result: DType) -> Instance:
     return Instance.of("conv/hopper_weight_sum.cu", defines, HOPPER)
 
 
-def _maps(
-    work: ConvWork, cut: Cut, x: Operand | None = None, y: Operand | None = None
+def im2col_maps(
+    work: ConvWork, channels: int, beyond: int, x: Operand | None = None, y: Operand | None = None
 ) -> tuple[Im2colMap, Im2colMap]:
     """Return the tensor maps of the input and of grad_output.
 
-    That of the input covers every pixel that is the corner of a window; that of grad_output covers
-    every pixel, with a halo of zeros after each row. Without operands, contiguous ones are assumed.
+    That of the input, in boxes of so many ``channels``, covers every pixel that is the corner of a
+    window; that of grad_output covers every pixel, with so many zeros ``beyond`` each row. Without
+    operands, contiguous ones are assumed.
     """
-    halo = 0, 0, cut.halo
+    halo = 0, 0, beyond
     upper = tuple(
         (out - 1) * stride - pad - (size - 1) + more
         for out, stride, pad, size, more in zip(
@@ -277,11 +294,10 @@ def _maps(
         )
     )
     lower = tuple(-pad for pad in work.pad)
-    tile = cut.tile
     of_x = x, work.in_channels, work.input, lower, upper, work.stride
     of_y = y, work.out_channels, work.output, (0, 0, 0), halo, (1, 1, 1)
     return (
-        _map(work, *of_x, tile.channels, cut.box_pixels),
+        _map(work, *of_x, channels, PIXELS + beyond),
         _map(work, *of_y, ROWS, PIXELS),
     )
 

@@ -13,6 +13,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     CHUNK_BYTES,
     PIECES,
     Kernel,
+    LinearCost,
     Plane,
     Tiling,
     chunk_rows,
@@ -49,6 +50,9 @@ DEEP = ((3, 3, 1), (3, 3, 2))
 TOO_LARGE_FOR_EPILOGUES = ((13, 13, 1),)
 
 
+# In copies of 16 bytes; in smaller ones; of several planes.
+COST, SMALL_COST = LinearCost(4.6, 0.11, 0.09, 0.58), LinearCost(-2.0, 0.44, 0.225, 3.6)
+DEEP_COST = LinearCost(20.0, 1.0, 0.2, 0.0)
 WARPS = 4
 # Rows in a warp's shared memory, by bytes of an element.
 STAGES = {2: 4, 4: 4}
@@ -151,7 +155,12 @@ class Depthwise:
         if plane is None or kernel is None:
             raise ValueError("not a plane")
         tile = _tile(work, plane, kernel, device)
-        return Fragment(f"{self.name}_{work.direction}", (self.launch(work, device, plane, tile),))
+        launch = self.launch(work, device, plane, tile)
+        variant = Variant.of(work)
+        cost = DEEP_COST if variant.deep else COST if variant.piece == CHUNK_BYTES else SMALL_COST
+        return Fragment(
+            f"{self.name}_{work.direction}", (launch,), expected_s=cost.expected_s(work, device)
+        )
 
     def launch(
         self, work: ConvWork, device: CudaDevice, plane: Plane, tile: Tile, chunk: int | None = None

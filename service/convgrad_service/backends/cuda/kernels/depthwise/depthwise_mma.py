@@ -21,6 +21,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import (
     variants,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
+    LinearCost,
     Plane,
     chunk_rows,
     fill_operands,
@@ -35,6 +36,8 @@ from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil
 from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["MMA_TILES", "DepthwiseMma", "MmaTile"]
+
+COST = LinearCost(5.04, 0.363, 0.0065, 0.942)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +125,10 @@ class DepthwiseMma:
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
         plane, tile = plane_and_tile(work, lambda plane: self._tile(work, plane))
-        return Fragment(f"{self.name}_{work.direction}", (self.launch(work, device, plane, tile),))
+        launch = self.launch(work, device, plane, tile)
+        return Fragment(
+            f"{self.name}_{work.direction}", (launch,), expected_s=COST.expected_s(work, device)
+        )
 
     def launch(
         self,

@@ -16,6 +16,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import (
     plane_of_strips,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
+    LinearCost,
     Plane,
     plane_and_tile,
     resident_blocks,
@@ -33,6 +34,7 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["PAIR_TILES", "DepthwisePairs", "DepthwisePairsArgs", "PairTile", "place_bytes"]
 
+COST = LinearCost(4.5, 0.264, 0.0101, 0.641)
 # The limit of gridDim.y.
 MOST_ALONG = 2**16 - 1
 TILE_STRIPS = 8
@@ -162,7 +164,10 @@ class DepthwisePairs:
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
         plane, tile = plane_and_tile(work, lambda plane: self._tile(work, plane, device))
-        return Fragment(f"{self.name}_{work.direction}", (self.launch(work, device, plane, tile),))
+        launch = self.launch(work, device, plane, tile)
+        return Fragment(
+            f"{self.name}_{work.direction}", (launch,), expected_s=COST.expected_s(work, device)
+        )
 
     def launch(
         self,

@@ -6,17 +6,15 @@
 // Warps: depthwise_args.cuh; each computes items one after another, and multiplies each row of x by
 // the rows of y that meet it, which are in a ring of registers. A lane has KERNEL_H x KERNEL_W sums;
 // kernels of more rows are divided into groups of KERNEL_H, and those of several planes into planes.
-// Grid: (blocks * channel tiles, 1, groups of kernel rows of all planes).
-// Shared memory: STAGES rows of x and y per warp, later reused for the strips' sums, which are added
-// in order. The last block of a channel tile to arrive adds the blocks' partial sums, in an order that
-// depends on their number only.
-// Deterministic.
+// Grid: blocks, channel tiles, groups of kernel rows of all planes.
+// Shared memory: STAGES rows of x and y per warp, later reused for the strips' sums, which
+// depthwise_weight_sum.cuh adds. Deterministic.
 // Relies on its launcher for channels and strides in multiples of PIECE; an image's extent below 2^31
 // elements; rows of weights of all planes at the same distance; `arrived` being 0, and partials if
 // there is more than one block. Padding is read as zeros.
 #include "depthwise/depthwise_args.cuh"
 #include "depthwise/depthwise_weight_args.cuh"
-#include "core/partial_sums.cuh"
+#include "depthwise/depthwise_weight_sum.cuh"
 
 using namespace convgrad;
 
@@ -41,6 +39,10 @@ using CopierY = RowCopier<T, PIECE, kChannels, kColumnsY>;
 constexpr int kStage = CopierX::kElements + CopierY::kElements;
 constexpr int kStageBytes = kStage * sizeof(T);
 constexpr int kPixelBytes = kChannels * sizeof(T);
+// Where sums of other blocks are received, behind all that is used until then.
+constexpr int kStagesBytes = WARPS * STAGES * kStageBytes;
+constexpr int kSumsBytes = WARPS * kStrips * kTaps * kChannels * sizeof(S);
+constexpr int kReceivedAt = kStagesBytes > kSumsBytes ? kStagesBytes : kSumsBytes;
 // See depthwise.cu.
 constexpr bool kSkipTaps = KERNEL_H >= 5;
 
@@ -60,12 +62,12 @@ __device__ __forceinline__ void put(const DepthwiseWeightArgs& args, int c, int 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     depthwise_weight(const __grid_constant__ DepthwiseWeightArgs args) {
   extern __shared__ __align__(16) unsigned char shared[];
+  __shared__ u64 barrier;
   __shared__ bool last;
   const Tiling& tiling = args.tiling;
-  const int thread = threadIdx.x, threads = WARPS * 32;
+  const int thread = threadIdx.x;
   const int lane = thread % 32, warp = thread / 32;
-  const int channel_tile = blockIdx.x % tiling.channel_tiles;
-  const int block = blockIdx.x / tiling.channel_tiles, blocks = gridDim.x / tiling.channel_tiles;
+  const int channel_tile = blockIdx.y, block = blockIdx.x, blocks = gridDim.x;
   const int first_channel = channel_tile * kChannels;
   const int strip = lane / LANES, own = lane % LANES * VECTOR;
 #if PLANES
@@ -90,6 +92,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   const int own_y = opaque_value(
       first_stage + (CopierX::kElements + strip * COLUMNS * kChannels + own) * sizeof(T));
   const int steps = (tiling.rows - 1) * kStrideH + KERNEL_H;
+
+  constexpr int kUnits = WARPS * kStrips, kPart = kTaps * kChannels;
+  float4* const unit_sums = reinterpret_cast<float4*>(shared);
+  const BlockSums<WARPS * 32> block_sums(unit_sums, reinterpret_cast<float4*>(shared + kReceivedAt),
+                                         &barrier, kUnits, kPart / 4, block, blocks);
+  block_sums.begin();
 
   S sums[KERNEL_H][KERNEL_W][VECTOR] = {};
   for (int item = block * WARPS + warp; item < items; item += blocks * WARPS) {
@@ -175,65 +183,26 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     }
   }
 
-  // Add the block's strips in order.
-  constexpr int units = WARPS * kStrips;
   const int unit = warp * kStrips + strip;
   __syncthreads();
-  S* const units_sums = reinterpret_cast<S*>(shared);
 #pragma unroll
   for (int r = 0; r < KERNEL_H; ++r) {
 #pragma unroll
     for (int s = 0; s < KERNEL_W; ++s) {
 #pragma unroll
       for (int v = 0; v < VECTOR; ++v) {
-        units_sums[((r * KERNEL_W + s) * units + unit) * kChannels + own + v] =
+        reinterpret_cast<S*>(shared)[unit * kPart + (r * KERNEL_W + s) * kChannels + own + v] =
             sums[r][s][v];
       }
     }
   }
   __syncthreads();
-  constexpr int kPart = kTaps * kChannels;
-  S* const partials =
-      static_cast<S*>(args.partials) +
-      (static_cast<i64>(blockIdx.z) * tiling.channel_tiles + channel_tile) * blocks * kPart;
-  const bool alone = blocks == 1;
-  for (int i = thread; i < kPart; i += threads) {
-    const int tap = i / kChannels, channel = i % kChannels;
-    S sum = 0;
-    for (int other = 0; other < units; ++other) {
-      sum += units_sums[(tap * units + other) * kChannels + channel];
-    }
-    const int r = first_tap_row + tap / KERNEL_W, s = tap % KERNEL_W;
-    if (!alone) {
-      partials[static_cast<i64>(block) * kPart + i] = sum;
-    } else if (tap / KERNEL_W < tap_rows) {
-      put(args, first_channel + channel, r, s, sum);
-    }
-  }
-  if (alone) return;
-
-  // The last block of the channel tile adds the blocks in order.
-  __threadfence();
-  __syncthreads();
-  if (thread == 0) {
-    unsigned* const arrived = args.arrived + blockIdx.z * tiling.channel_tiles + channel_tile;
-    last = atomicInc(arrived, blocks - 1) == blocks - 1;
-  }
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
-  // Each thread adds every share-th one; then the shares are added.
-  constexpr int quads = kPart / 4, shares = WARPS * 32 >= quads ? WARPS * 32 / quads : 1;
-  for (int i = thread; i < quads * shares; i += threads) {
-    reinterpret_cast<float4*>(units_sums)[i] = strided_sum(
-        reinterpret_cast<const float4*>(partials) + i % quads, i / quads, shares, blocks, quads);
-  }
-  __syncthreads();
-  for (int i = thread; i < kPart; i += threads) {
-    const int tap = i / kChannels, channel = i % kChannels;
-    const int r = first_tap_row + tap / KERNEL_W, s = tap % KERNEL_W;
-    S sum = 0;
-    for (int share = 0; share < shares; ++share) sum += units_sums[share * kPart + i];
-    if (tap / KERNEL_W < tap_rows) put(args, first_channel + channel, r, s, sum);
-  }
+  const int column = blockIdx.z * tiling.channel_tiles + channel_tile;
+  float4* const partials =
+      static_cast<float4*>(args.partials) + static_cast<i64>(column) * blocks * (kPart / 4);
+  block_sums.finish(partials, args.arrived + column, last, [&](int index, S sum) {
+    const int tap = index / kChannels, r = tap / KERNEL_W;
+    if (r >= tap_rows) return;
+    put(args, first_channel + index % kChannels, first_tap_row + r, tap % KERNEL_W, sum);
+  });
 }

@@ -13,6 +13,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     CHUNK_BYTES,
     PIECES,
     Kernel,
+    LinearCost,
     Plane,
     Tiling,
     chunk_rows,
@@ -29,7 +30,10 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args impo
     buffers_of,
     elements_of,
     fill_weight,
+    fitting_blocks,
+    is_clustered,
     partials_of,
+    received_bytes,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -46,6 +50,7 @@ RESULTS = {
 }
 
 
+COST = LinearCost(5.64, 0.28, 0.055, 0.765)
 # Many warps per block leave few partial sums to reduce.
 WARPS = 8
 # Rows in a warp's shared memory, by bytes of an element.
@@ -65,15 +70,17 @@ class WeightTile:
 # Tiles in 16-bit types in whole chunks, besides kernels of one row.
 TILES_IN_16_BITS: dict[Kernel, WeightTile] = {
     (3, 3, 1): WeightTile(3, 1, 7, 2),
-    (3, 3, 2): WeightTile(3, 2, 4, 1),
-    (5, 5, 1): WeightTile(5, 2, 7, 1),
-    (5, 5, 2): WeightTile(5, 2, 2, 2),
+    (3, 3, 2): WeightTile(3, 1, 7, 2),
+    (5, 5, 1): WeightTile(5, 1, 7, 2),
+    (5, 5, 2): WeightTile(5, 1, 7, 1),
     (7, 7, 1): WeightTile(7, 1, 7, 1),
+    (7, 7, 2): WeightTile(7, 1, 4, 1),
 }
 # Elements of both tensors above which tensor cores are faster in 16-bit types. On an H200, FMAs
-# took 0.81 and 1.13 of their time with 10 and 58 million elements and 3x3 kernels; with 5x5 and 7x7
-# ones 0.53 to 0.92 below 3.3 million and 0.78 to 1.53 above; with stride 2, always less.
-TENSOR_CORES_FROM = {(3, 3, 1): 27 * 10**6, (5, 5, 1): 33 * 10**5, (7, 7, 1): 33 * 10**5}
+# took 0.81 and 1.13 of their time with 10 and 58 million elements and 3x3 kernels, 0.7 to 1.0 below
+# 12 million and 5x5 ones, and with 7x7 ones 0.53 to 0.92 below 3.3 million and 0.78 to 1.53 above;
+# with stride 2, always less.
+TENSOR_CORES_FROM = {(3, 3, 1): 27 * 10**6, (5, 5, 1): 12 * 10**6, (7, 7, 1): 33 * 10**5}
 FEW_ELEMENTS = 27 * 10**6
 # Tiles in float32 with fewer elements.
 SMALL_TILES: dict[Kernel, WeightTile] = {(3, 3, 1): WeightTile(3, 2, 4, 2)}
@@ -152,7 +159,8 @@ class DepthwiseWeight:
         channel_tiles = ceil_div(work.groups, BLOCK_CHANNELS)
         columns = _columns(work, kernel, tile)
         held = _blocks(kernel, tile, piece_of(work))
-        resident = max(1, resident_blocks(device, shared_bytes, held) // columns)
+        on_device = resident_blocks(device, shared_bytes, held)
+        resident = max(1, on_device // columns)
         groups = ceil_div(plane.output[1], strips_of_warp(tile.vector) * tile.columns)
         if chunk is None:
             reach = ceil_div(kernel[0], plane.stride) - 1
@@ -161,6 +169,7 @@ class DepthwiseWeight:
         # As many blocks as are resident; items per warp differ by at most one.
         items = plane.batch * groups * chunks
         blocks = ceil_div(items, ceil_div(items, resident * WARPS) * WARPS)
+        blocks = fitting_blocks(device, blocks, columns, on_device)
 
         args = DepthwiseWeightArgs()
         fill_weight(args, work, plane)
@@ -169,15 +178,17 @@ class DepthwiseWeight:
         args.columns, args.dilation = plane.kernel[1], plane.dilation[1]
         args.tiling = Tiling(groups, chunks, chunk, channel_tiles)
         part = tile.kernel_rows * kernel[1] * BLOCK_CHANNELS
-        partials = partials_of(work, blocks, blocks * columns * part)
+        clustered = is_clustered(device, blocks)
+        partials = partials_of(work, 1 if clustered else blocks, blocks * columns * part)
         launch = Launch(
             _instance(work.dtype, work.result_dtype, kernel, tile, piece_of(work), is_deep(work)),
-            (blocks * channel_tiles, 1, columns // channel_tiles),
+            (blocks, channel_tiles, columns // channel_tiles),
             (WARPS * 32, 1, 1),
             pack(args, **buffers_of(work, partials)),
             shared_bytes,
+            cluster=blocks if clustered else 1,
         )
-        return Fragment(self.name, (launch,), partials)
+        return Fragment(self.name, (launch,), partials, expected_s=COST.expected_s(work, device))
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
@@ -232,8 +243,9 @@ def _shared_bytes(dtype: DType, kernel: Kernel, tile: WeightTile) -> int:
     strips, (_, width, stride) = strips_of_warp(tile.vector), kernel
     columns = strips * tile.columns
     read = (columns - 1) * stride + width + columns
-    rows = STAGES[dtype.itemsize] * read * dtype.itemsize
-    return BLOCK_CHANNELS * WARPS * max(rows, tile.kernel_rows * width * strips * 4)
+    rows, taps = STAGES[dtype.itemsize] * read * dtype.itemsize, tile.kernel_rows * width
+    used = BLOCK_CHANNELS * WARPS * max(rows, taps * strips * 4)
+    return used + received_bytes(taps * BLOCK_CHANNELS)
 
 
 def _instance(

@@ -10,6 +10,7 @@ from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
+    LinearCost,
     Plane,
     plane_and_tile,
     plane_of,
@@ -30,6 +31,7 @@ from convgrad_service.plans.cuda.works import ConvWork
 __all__ = ["DIRECT_TILES", "DepthwiseWeightDirect", "DirectLayout", "DirectTile"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
+COST = LinearCost(11.6, 0.238, 0.0211, 0.0)
 # Latency of a unit's first rows, in rows.
 START_ROWS = 4
 MOST_CHUNKS = 64
@@ -162,7 +164,7 @@ class DepthwiseWeightDirect:
             pack(args, **buffers_of(work, partials)),
             _shared_bytes(tile, layout),
         )
-        return Fragment(self.name, (launch,), partials)
+        return Fragment(self.name, (launch,), partials, expected_s=COST.expected_s(work, device))
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""

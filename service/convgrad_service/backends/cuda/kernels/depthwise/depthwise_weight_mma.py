@@ -22,6 +22,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import (
     variants,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
+    LinearCost,
     Plane,
     chunk_rows,
     plane_and_tile,
@@ -41,6 +42,8 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["WEIGHT_MMA_TILES", "DepthwiseWeightMma", "WeightMmaTile"]
 
+# With stride 2, it was never the fastest.
+COST, STRIDED_COST = LinearCost(7.75, 0.268, 0.0209, 1.26), LinearCost(8.94, 0.226, 0.141, 0.904)
 # Diagonals of a product, each of which is a tap.
 DIAGONALS = 8
 # The most parts of a kernel. Each reads x and y again, and dilated kernels have few taps in each.
@@ -158,7 +161,8 @@ class DepthwiseWeightMma:
             pack(args, **buffers_of(work, partials)),
             shared_bytes,
         )
-        return Fragment(self.name, (launch,), partials)
+        cost = COST if tile.stride == 1 else STRIDED_COST
+        return Fragment(self.name, (launch,), partials, expected_s=cost.expected_s(work, device))
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""

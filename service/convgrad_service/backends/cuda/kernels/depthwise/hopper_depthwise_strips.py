@@ -11,6 +11,7 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
+    LinearCost,
     Plane,
     chunk_counts,
     plane_and_tile,
@@ -32,6 +33,7 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand
 __all__ = ["HOPPER_STRIPS_TILES", "HopperDepthwiseStrips", "StripsTile"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
+COST = LinearCost(4.27, 0.267, 0.0056, 2.01)
 CHANNELS, WARPS = 32, 8
 STRIP_COLUMNS, STRIPS = 8, 16
 ALIGN_BYTES = 1024
@@ -158,7 +160,7 @@ class HopperDepthwiseStrips:
             pack_maps(args, _maps(work, plane, tile), **buffers_of(work, partials)),
             ALIGN_BYTES + args.slots * tile.stage_bytes + tile.sums_bytes,
         )
-        return Fragment(self.name, (launch,), partials)
+        return Fragment(self.name, (launch,), partials, expected_s=COST.expected_s(work, device))
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""

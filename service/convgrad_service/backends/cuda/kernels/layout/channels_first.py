@@ -128,6 +128,7 @@ class ThroughChannelsLast(Generic[W]):
             (*before, *inner.steps, *after),
             (*workspace, *inner.workspace),
             inner.checks,
+            expected_s=inner.expected_s,
             order=inner.order,
         )
 

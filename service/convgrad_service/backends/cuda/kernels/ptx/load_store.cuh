@@ -57,6 +57,19 @@ __device__ __forceinline__ void load_if(bool pred, const void* from, unsigned in
       : "=r"(raw)
       : "l"(from), "r"(static_cast<int>(pred)));
 }
+// The same, which the compiler does not move behind a barrier or into the branch that uses the value.
+__device__ __forceinline__ void load_ahead_if(bool pred, const void* from, unsigned short& raw) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; mov.b16 %0, 0; @p ld.global.b16 %0, [%1];}"
+               : "=h"(raw)
+               : "l"(from), "r"(static_cast<int>(pred))
+               : "memory");
+}
+__device__ __forceinline__ void load_ahead_if(bool pred, const void* from, unsigned int& raw) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.b32 %0, [%1];}"
+               : "=r"(raw)
+               : "l"(from), "r"(static_cast<int>(pred))
+               : "memory");
+}
 
 // Loads from shared memory that the compiler cannot hoist out of a loop, where they would take more
 // registers than there are.

@@ -18,13 +18,17 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import (
     combined,
     sides_of,
 )
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_model import (
+    choose_schedule,
+    expected_s,
+)
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
     Schedule,
     candidates,
-    choose_schedule,
-    expected_s,
     kept_taps,
     may_start_with_images,
+    possible,
+    skips_taps,
 )
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
     TILES,
@@ -97,7 +101,7 @@ def test_blocks_fit_the_device(tile: object, direction: Direction) -> None:
         work = replace(work, dtype=DType.FLOAT32, precision="high")
     launch = launch_of(work, Schedule(tile))  # type: ignore[arg-type]
     assert launch.shared_bytes <= H200.shared_bytes_per_block
-    assert launch.grid[0] <= H200.multiprocessors
+    assert "SINGLE" in dict(launch.instance.defines) or launch.grid[0] <= H200.multiprocessors
     assert launch.instance in HopperGather().instances()
 
 
@@ -222,18 +226,45 @@ def test_narrow_layers() -> None:
 
 
 @pytest.mark.usefixtures("uncorrected")
-@pytest.mark.parametrize(("batch", "tile"), [(1, "128x64w2_k8"), (8, "128x128w2_k4")])
-def test_few_tiles_are_split_over_clusters(batch: int, tile: str) -> None:
-    work = work_of("bwd_data", batch=batch, channels=(512, 512), size=7)
+def test_few_tiles_are_split_over_clusters() -> None:
+    work = work_of("bwd_data", batch=1, channels=(512, 512), size=7)
     _, chosen = choose_schedule(work, axes_of(work), H200)
-    assert str(chosen) == tile
+    assert chosen.tile.single
+    assert chosen.tile.split > 1
     launch = launch_of(work, chosen)
-    assert launch.grid[0] % chosen.tile.split == 0
-    assert launch.grid[0] <= chosen.tile.clusters(H200) * chosen.tile.split
+    assert launch.cluster == launch.grid[0] == chosen.tile.split
+    assert prod(launch.grid[1:]) <= chosen.tile.clusters(H200)
 
 
-@pytest.mark.parametrize("tile", [tile for tile in TILES if tile.split > 1], ids=str)
-def test_split_sums_have_room_where_operands_were(tile: HopperTile) -> None:
-    slab = -(-tile.m // tile.split)
-    rows = tile.m + (tile.split - 1) * slab
-    assert rows * (tile.n + 8) * 4 <= tile.stages(H200) * tile.stage_bytes
+@pytest.mark.parametrize("tile", [tile for tile in TILES if tile.single], ids=str)
+def test_single_tiles_have_a_pipeline(tile: HopperTile) -> None:
+    assert tile.stages(H200) >= (2 if tile.taps > 1 else 3)
+    assert H200.fitting_blocks(tile.shared_bytes(tile.stages(H200))) >= tile.blocks
+
+
+def test_taps_share_pixels_of_whole_rows() -> None:
+    """If they are all of one phase, a pixel apart in the source, and few."""
+    shared = Schedule(HopperTile(64, 64, 1, single=True, taps=3))
+    for work, wanted in (
+        (work_of("bwd_data", batch=1), True),
+        (work_of("fwd", batch=1), True),
+        (work_of("bwd_data", batch=1, dilation=4, pad=4), True),
+        (work_of("bwd_data", batch=1, dilation=5, pad=5), False),
+        (work_of("bwd_data", batch=1, stride=2), False),
+        (work_of("fwd", batch=1, stride=2), False),
+        (work_of("bwd_data", batch=1, kernel=1, pad=0), False),
+        (work_of("bwd_data", batch=1, layout="NCHW"), False),
+    ):
+        axes = axes_of(work)
+        assert possible(work, axes, H200, shared) is wanted
+        assert not possible(work, axes, H200, replace(shared, images_first=True))
+
+
+def test_tiles_are_searched_for_taps_where_some_are_skipped() -> None:
+    tile = HopperTile(64, 64, 1, single=True)
+    for work, images_first, wanted in (
+        (work_of("bwd_data", batch=1, size=16), False, False),
+        (work_of("bwd_data", batch=128, size=7), True, True),
+        (work_of("bwd_data", batch=1, size=28, dilation=12, pad=12), False, True),
+    ):
+        assert skips_taps(work, axes_of(work), tile, images_first) is wanted

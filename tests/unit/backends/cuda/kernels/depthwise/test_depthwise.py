@@ -9,6 +9,7 @@ import pytest
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise import Depthwise
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct import DepthwiseDirect
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_mma import DepthwiseMma
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import (
     PAIR_TILES,
@@ -23,6 +24,10 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import (
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import chunk_rows, plane_of
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight import DepthwiseWeight
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args import (
+    CLUSTERS,
+    fitting_blocks,
+)
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct import (
     DIRECT_TILES,
     DepthwiseWeightDirect,
@@ -30,6 +35,9 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct im
     layouts,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_mma import DepthwiseWeightMma
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_rows import (
+    DepthwiseWeightRows,
+)
 from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_strips import (
     HOPPER_STRIPS_TILES,
     HopperDepthwiseStrips,
@@ -54,11 +62,15 @@ INSTANCES = {
         DepthwisePairs(),
         Depthwise(),
         DepthwiseMma(),
+        DepthwiseDirect(),
         DepthwiseWeight(),
         DepthwiseWeightMma(),
+        DepthwiseWeightRows(),
     )
     for instance in family.instances()
 }
+# What remains without the families of small problems.
+LARGE = FAMILIES.without(("depthwise_direct", "depthwise_weight_rows"))
 DIRECT, STRIPS = DepthwiseWeightDirect().name, HopperDepthwiseStrips().name
 OLDER = replace(H200, capability=(8, 0))
 
@@ -178,7 +190,7 @@ def test_what_is_left_to_others(conv: ConvShape, dtype: DType, reason: str) -> N
 )
 def test_what_pairs_take(conv: ConvShape, reason: str | None) -> None:
     problem = ConvBwdData(conv=conv, dtype=DType.BFLOAT16, layout=LAYOUTS["NHWC"])
-    plan, name = plan_for(problem, H200, FAMILIES), DepthwisePairs().name
+    plan, name = plan_for(problem, H200, LARGE), DepthwisePairs().name
     assert dict(plan.passed_over).get(name) == reason
     assert plan.kernel.startswith(name) == (reason is None)
 
@@ -254,8 +266,8 @@ def test_shares_hold_all_rows(
         (3, 1, 56, 8, "depthwise_weight"),
         (3, 2, 112, 64, DIRECT),
         (3, 2, 150, 64, "depthwise_weight"),
-        (5, 1, 28, 64, "depthwise_weight_mma"),
-        (5, 1, 28, 8, "depthwise_weight"),
+        (5, 1, 28, 256, "depthwise_weight_mma"),
+        (5, 1, 28, 64, "depthwise_weight"),
         (5, 2, 56, 128, "depthwise_weight"),
         (7, 1, 56, 8, "depthwise_weight"),
         (7, 1, 56, 16, "depthwise_weight_mma"),
@@ -270,8 +282,44 @@ def test_who_takes_the_weight(kernel: int, stride: int, size: int, batch: int, t
         weight_dtype=DType.BFLOAT16,
         split_k=None,
     )
-    assert plan_for(problem, H200, FAMILIES).kernel == taker
-    assert plan_for(problem, OLDER, FAMILIES).kernel not in (DIRECT, STRIPS)
+    assert plan_for(problem, H200, LARGE).kernel == taker
+    assert plan_for(problem, OLDER, LARGE).kernel not in (DIRECT, STRIPS)
+
+
+SMALL_LAYERS = [
+    (3, 1, (14, 14), 480, 1),
+    (3, 2, (112, 112), 64, 1),
+    (5, 2, (14, 14), 672, 1),
+    (7, 1, (7, 7), 768, 1),
+    (9, 1, (7, 7), 64, 1),
+    (3, 1, (56, 56), 36, 1),
+    (5, 1, (13, 13), 45, 8),
+]
+
+
+@pytest.mark.parametrize(("kernel", "stride", "size", "channels", "batch"), SMALL_LAYERS)
+def test_small_problems_are_computed_directly(
+    kernel: int, stride: int, size: tuple[int, int], channels: int, batch: int
+) -> None:
+    conv = shape((kernel, kernel), stride, size=size, batch=batch, groups=channels)
+    layout, dtype = LAYOUTS["NHWC"], DType.BFLOAT16
+    data = ConvBwdData(conv=conv, dtype=dtype, layout=layout)
+    weight = GroupedConvBwdWeight(
+        conv=conv, dtype=dtype, layout=layout, weight_dtype=dtype, split_k=None
+    )
+    assert plan_for(data, H200, FAMILIES).kernel == "depthwise_direct_bwd_data"
+    assert plan_for(weight, H200, FAMILIES).kernel == "depthwise_weight_rows"
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 7, 9, 12, 13, 200])
+@pytest.mark.parametrize("columns", [1, 15, 21, 60, 200])
+def test_blocks_of_a_cluster_fit_on_the_device(blocks: int, columns: int) -> None:
+    found = fitting_blocks(H200, blocks, columns, H200.multiprocessors)
+    assert found in CLUSTERS or found == blocks > 12
+    assert 1 <= found <= blocks + 1
+    if found > 1 and found in CLUSTERS:
+        assert found * columns <= H200.multiprocessors
+    assert fitting_blocks(OLDER, blocks, columns, H200.multiprocessors) == blocks
 
 
 @pytest.mark.parametrize(

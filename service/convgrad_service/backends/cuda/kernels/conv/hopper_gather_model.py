@@ -1,0 +1,212 @@
+"""Choice of hopper_gather's schedule by a cost model.
+
+The scheduling of tiles to SMs, and the taps that each tile reads, are known before a launch. The
+model counts the k-tiles of the busiest SM, at the rate measured for the tile shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import combined
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
+    Schedule,
+    candidates,
+    is_product,
+    row_tiles,
+    taps_of_tiles,
+)
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import ROW_BYTES
+from convgrad_service.backends.cuda.kernels.conv.single_model import Rates, SingleWave, single_s
+from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis
+from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
+from convgrad_service.backends.cuda.tuning.correction import MOST_CORRECTED, correction_of
+from convgrad_service.backends.cuda.tuning.features import features
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import ceil_div
+from convgrad_service.plans.cuda.works import ConvWork
+
+__all__ = ["choose_schedule", "correction_name", "expected_s", "lines"]
+
+MOST_COUNTED = 1 << 16
+# Slowdown of PINGPONG with images as the fastest coordinate (1.1 to 1.4 as measured).
+PINGPONG_BY_IMAGE = 1.13
+# From the time of the busiest SM to that of a launch in a graph, fitted on an H200.
+START_S, SCALE = 5.9e-6, 1.09
+# Bytes of a row that a wgmma multiplies.
+MMA_BYTES = 32
+SINGLE = Rates(
+    start=4.345,
+    copied=141.6,
+    l2=11210.0,
+    products=1.147,
+    step=0.1355,
+    apart_a=1.395,
+    apart_b=1.287,
+    tile=1.242,
+    tile_size=0.02536,
+    join=1.626,
+    joined=0.0632,
+    memory=4415.0,
+    beside=0.8798,
+)
+
+
+def choose_schedule(
+    work: ConvWork, axes: Sequence[Axis], device: CudaDevice
+) -> tuple[float, Schedule]:
+    """Return the schedule with the least expected time, and that in seconds.
+
+    All schedules without split-K give bitwise equal results.
+    """
+    every = [
+        (expected_s(work, axes, device, schedule), schedule)
+        for schedule in candidates(work, axes, device)
+    ]
+    found = sorted(every, key=lambda one: one[0])[:MOST_CORRECTED]
+    correction = correction_of(correction_name(work), device)
+    if correction is None or work.dtype.itemsize != 2:
+        return found[0]
+    factors = correction.factors(lines(work, axes, device, found))
+    times = [time_s * float(factor) for (time_s, _), factor in zip(found, factors, strict=True)]
+    best = min(range(len(found)), key=times.__getitem__)
+    return times[best], found[best][1]
+
+
+def correction_name(work: ConvWork) -> str:
+    """Return the name of the correction, which is another one for plain products."""
+    return "hopper_gather" if is_product(work) else "hopper_gather_taps"
+
+
+def lines(
+    work: ConvWork,
+    axes: Sequence[Axis],
+    device: CudaDevice,
+    found: Sequence[tuple[float, Schedule]],
+) -> NDArray[np.float64]:
+    """Return the `features` of schedules with their expected seconds."""
+    read, written = work.channels
+    phases = combined(axes)
+    pixels = [work.batch * prod(along.count for along in phase) for phase in phases]
+    taps = sum(
+        count * prod(along.taps for along in phase)
+        for count, phase in zip(pixels, phases, strict=True)
+    )
+    tiles = [schedule.tile for _, schedule in found]
+    whole = in_whole_chunks(work.result, (work.batch, 1, written, *work.sizes[1]), 2)
+    elements = work.batch * (
+        work.in_channels * prod(work.input) + work.out_channels * prod(work.output)
+    )
+    elements += work.taps * read * written
+    return features(
+        expected_s=[time_s for time_s, _ in found],
+        rows=sum(pixels),
+        columns=written,
+        depth=max(1.0, read * taps / sum(pixels)),
+        m=[tile.pixels for tile in tiles],
+        n=[tile.n for tile in tiles],
+        k=ROW_BYTES // work.dtype.itemsize,
+        inner=[tile.split for tile in tiles],
+        outer=1,
+        workers=[tile.clusters(device) * tile.split for tile in tiles],
+        moved=elements * work.dtype.itemsize,
+        kind=[
+            tile.pingpong
+            + 2 * (tile.sharing > 1)
+            + 4 * (not whole)
+            + 8 * tile.single
+            + 16 * (tile.taps > 1)
+            + 32 * (tile.blocks > 1)
+            for tile in tiles
+        ],
+        order=[schedule.images_first for _, schedule in found],
+    )
+
+
+def expected_s(
+    work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: Schedule
+) -> float:
+    """Return the expected seconds of a launch in a graph."""
+    tile = schedule.tile
+    if tile.single:
+        return _single_s(work, axes, device, schedule)
+    return START_S + SCALE * _busy_s(work, axes, device, schedule)
+
+
+def _single_s(
+    work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: Schedule
+) -> float:
+    tile = schedule.tile
+    read, written = work.channels
+    chunks = ceil_div(read * work.dtype.itemsize, ROW_BYTES)
+    if tile.taps > 1:
+        taps = np.array([prod(along.taps for along in combined(axes)[0][:2])])
+        rows = row_tiles(work, axes, tile)[0]
+    else:
+        taps = taps_of_tiles(tuple(axes), work.batch, tile.pixels, schedule.images_first)
+        rows = len(taps)
+    line = ROW_BYTES // work.dtype.itemsize
+    elements = work.batch * (
+        work.in_channels * prod(work.input) + work.out_channels * prod(work.output)
+    )
+    elements += work.taps * read * written
+    return single_s(
+        SingleWave(
+            m=tile.m,
+            n=tile.n,
+            tiles=rows * ceil_div(written, tile.n),
+            steps=float(taps.max()) * chunks,
+            mean_steps=float(taps.mean()) * chunks,
+            split=tile.split,
+            blocks=tile.blocks,
+            slots=tile.clusters(device) * tile.split,
+            a_rows=tile.m,
+            taps=tile.taps,
+            apart=(read % line != 0, written % line != 0),
+            moved_bytes=elements * work.dtype.itemsize,
+        ),
+        SINGLE,
+    )
+
+
+def _busy_s(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: Schedule) -> float:
+    """Return the expected seconds of the busiest SM, or cluster."""
+    tile = schedule.tile
+    read, written = work.channels
+    chunks = ceil_div(read * work.dtype.itemsize, ROW_BYTES)
+    columns = ceil_div(written, tile.n)
+    workers = tile.clusters(device)
+    taps = taps_of_tiles(tuple(axes), work.batch, tile.pixels, schedule.images_first)
+    counts = np.repeat(taps * chunks, columns)
+    across = work.direction == "bwd_data" and work.dtype.itemsize == 2
+    step_s = tile.step_s(across)
+    # Of the last chunk of channels, only wgmmas with channels run, and only those are loaded.
+    step_s *= ceil_div(read * work.dtype.itemsize, MMA_BYTES) * MMA_BYTES / (chunks * ROW_BYTES)
+    products = counts * step_s
+    if tile.pingpong and schedule.images_first:
+        products *= PINGPONG_BY_IMAGE
+    beside = tile.tile_s(work.result_dtype.itemsize)
+    if len(counts) > MOST_COUNTED:
+        times = products if tile.pingpong else products + beside
+        return float(times.sum() / workers + times.max() / 2)
+    worker, turn = _waves(len(counts), workers)
+    if not tile.pingpong:
+        return float(np.bincount(worker, weights=products + beside).max())
+    # Mainloops run one after another, while the other warpgroup's epilogue overlaps.
+    together = float(np.bincount(worker, weights=products).max()) + beside
+    alone = float(np.bincount(worker * 2 + turn, weights=products + beside).max())
+    return max(together, alone)
+
+
+@lru_cache(maxsize=64)
+def _waves(tiles: int, workers: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return each tile's SM, or cluster, and whether its wave goes back. Cached, as schedules with
+    equally many tiles share them."""
+    turn, place = np.divmod(np.arange(tiles), workers)
+    turn %= 2
+    return np.where(turn, workers - 1 - place, place), turn

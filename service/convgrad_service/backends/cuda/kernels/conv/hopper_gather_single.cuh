@@ -1,0 +1,180 @@
+// hopper_gather.cu with SINGLE: few tiles, one per block, or per cluster whose blocks split K.
+//
+// The GEMM, its phases and taps are the same. For few tiles, a scheduler would delay the first loads; here
+// producers compute the block's tile themselves.
+// Grid: blocks that split K, column tiles, row tiles of all phases.
+// Block: CONSUMERS warpgroups of BM / CONSUMERS pixels each and two producer warps, one for source pixels
+//   (im2col), one for weights. Both load the first k-tile before the first lists the taps that the tile reads
+//   inside the source: the others are skipped, except in the first k-tile.
+// TAPS > 1: a kernel row has TAPS taps, and the phase is the only one. A k-tile is a chunk of channels of all
+//   of them: pixels are loaded once, with up to eight more, and each tap reads them from a different row on.
+//   Rows of pixels extend beyond the result's by as many (`is_result`).
+// Cluster: with SPLIT, blocks divide the k-tiles of one tile and reduce through distributed shared memory
+//   (SplitKReduce); all tiles of a phase are split at the same k-tiles, whatever taps they skip.
+// Shared memory (dynamic): 1,024 bytes of alignment; `stages` stages of rows of 128 bytes, of pixels and of
+//   weights (boxes of 64); partial sums (SPLIT) or 8 KB of staging per warpgroup; mbarriers: full and empty per
+//   stage, of the reduction, of the list; the list of taps.
+// Preconditions: at most 128 taps of a phase.
+// Determinism: one order of additions per result, whatever the tile shape and TAPS; with SPLIT, one for each
+//   number of blocks and TAPS.
+#pragma once
+
+#include "conv/hopper_gather_single_copies.cuh"
+#include "core/opaque.cuh"
+
+#if SINGLE
+namespace convgrad {
+namespace {
+
+// This warpgroup's accumulators over `steps` k-tiles, whose taps of a row start at pixel `first_shift`, + `shift`.
+__device__ __forceinline__ void mainloop(const SharedLayout& smem, int steps, int first_shift, int shift,
+                                         Accumulators& accum) {
+  const int first_row = CONSUMERS == 1 ? 0 : static_cast<int>(threadIdx.x / 128) * kWarpgroupRows;
+  const int lane = threadIdx.x & 31;
+  PipelineState state;
+  int previous = -1;  // the stage that wgmmas in flight read
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    mbarrier_wait(smem.full_barrier(state.index), state.parity);
+    const u32 rows = smem.stage(state.index) + first_row * kRowBytes, weights = smem.stage(state.index) + kABytes;
+    wgmma_fence();
+#pragma unroll
+    for (int tap = 0; tap < TAPS; ++tap) {
+      const u32 at = TAPS > 1 ? rows + (first_shift + tap * shift) * kRowBytes : rows, to = weights + tap * kBBytes;
+#pragma unroll
+      for (int i = 0; i < kMmasK; ++i) {
+        const u64 b = ACROSS ? advance_descriptor(mn_major_descriptor<128>(to, kBoxBytes), i * kMmaK * kRowBytes)
+                             : advance_descriptor(k_major_descriptor<128>(to), i * 32);
+#pragma unroll
+        for (int part = 0; part < kMmasM; ++part) {
+          const u64 a = advance_descriptor(k_major_descriptor<128>(at + part * 64 * kRowBytes), i * 32);
+          wgmma<T, kMajorK, kWeights>(accum[part], a, b, i > 0 || tap > 0 || step > 0);
+        }
+      }
+    }
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (previous >= 0 && lane == 0) mbarrier_arrive(smem.empty_barrier(previous));
+    previous = state.index;
+    state.advance(smem.stages);
+  }
+  wgmma_wait<0>();
+#pragma unroll
+  for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
+}
+
+// Where the results of this warpgroup lie.
+struct TileRows : Results<T, kMmasM, kFragmentsN> {
+  __device__ __forceinline__ TileRows(const HopperGatherArgs& args, const GatherTile& tile, u32 staging)
+      : Results(args, of_warpgroup(tile), staging + threadIdx.x / 128 * kStagingBytes) {}
+  __device__ __forceinline__ static GatherTile of_warpgroup(GatherTile tile) {
+    tile.first_pixel += threadIdx.x / 128 * kWarpgroupRows;
+    return tile;
+  }
+};
+
+// Warp: finishes and stores the fragments that this block owns.
+__device__ __forceinline__ void store_owned(const TileRows& tile, const Reduce& reduce) {
+#pragma unroll 1
+  for (int first = 0; first < reduce.fragment_count(); first += 4) {
+    const int fragment = first + tile.lane / 8, row = tile.lane % 8, f = reduce.first_fragment() + fragment;
+    const int part = kMmasM == 1 ? 0 : f / kFragmentsN, channel = tile.first_channel + f % kFragmentsN * 8;
+    const bool own = fragment < reduce.fragment_count() && channel < tile.args.out_channels;
+    float sums[2][8];
+    if (own) reduce.load_rows(fragment, row, sums);
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      const i64 at = tile.row_of(part, row + half * 8);
+      float one[8];
+#pragma unroll
+      for (int e = 0; e < 8; ++e) one[e] = half == 0 ? sums[0][e] : sums[1][e];
+      if (own && at >= 0) tile.store_eight(at + channel * tile.args.y_stride[2], channel, one);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace convgrad
+
+using namespace convgrad;
+
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
+    hopper_gather(const __grid_constant__ HopperGatherArgs args) {
+  extern __shared__ uint4 shared[];
+  const int warp = threadIdx.x / 32;
+  // Each warp prefetches a part of the kernel parameters into the constant cache.
+  const int prefetched = reinterpret_cast<const int*>(&args.y)[min(warp * 16, kArgumentWords)];
+  SharedLayout smem;
+  const u32 padding = -shared_address(shared) & 1023;
+  smem.ring = shared_address(shared) + padding;
+  smem.base = reinterpret_cast<char*>(shared) + padding;
+  smem.stages = args.stages;
+  smem.reduce = smem.stage(args.stages);
+  smem.barriers = smem.reduce + args.reduce_bytes;
+  if (warp == CONSUMERS * 4 + 1 && elect_one()) {
+    prefetch_tensor_map(args.weight);
+    if (MAPS == 1) prefetch_tensor_map(args.source[0]);
+  }
+  if (warp == CONSUMERS * 4 && elect_one()) {
+    for (int i = 0; i < smem.stages; ++i) {
+      mbarrier_init(smem.full_barrier(i), 2);
+      mbarrier_init(smem.empty_barrier(i), CONSUMERS * 4);
+    }
+    mbarrier_init(smem.list_barrier(), 1);
+    fence_mbarrier_init();
+    fence_proxy_async();
+  }
+  const int part = SPLIT ? static_cast<int>(cluster_rank()) : 0;
+  const Reduce reduce(smem.pointer(smem.reduce), smem.reduce_barrier(), part, SPLIT ? args.cluster : 1,
+                      args.owned);
+  if (SPLIT && threadIdx.x == 0) reduce.prepare();
+  opaque_use(prefetched);
+  sync_block();
+  if (warp == CONSUMERS * 4) {
+    switch (args.dims + (args.images_first ? 3 : 0)) {
+      case 3: produce_pixels<3, false>(args, smem); break;
+      case 4: produce_pixels<4, false>(args, smem); break;
+      case 5: produce_pixels<5, false>(args, smem); break;
+      case 6: produce_pixels<3, true>(args, smem); break;
+      case 7: produce_pixels<4, true>(args, smem); break;
+      default: produce_pixels<5, true>(args, smem);
+    }
+    __syncwarp();
+    if (SPLIT) cluster_wait();
+  } else if (warp == CONSUMERS * 4 + 1) {
+    produce_weights(args, smem);
+    __syncwarp();
+    if (SPLIT) cluster_wait();
+  } else {
+    wait_on_dependent_grids();
+    const Place place(args);
+    int steps = 0;
+    if (place.end > place.first) {
+      mbarrier_wait(smem.list_barrier(), 0);
+      steps = 1 + ld_shared_u32(smem.walk());
+    }
+    // While the first k-tile is copied.
+    const TileRows tile(args, place.tile, smem.reduce);
+    Accumulators accum;
+    const GatherAxis& row = phase_of(args, place.tile.phase).axis[2];
+    mainloop(smem, steps, row.x0 - row.low, args.x_tap[2], accum);
+    if (steps == 0) {
+#pragma unroll
+      for (int i = 0; i < kMmasM; ++i) {
+#pragma unroll
+        for (int j = 0; j < kFragmentsN; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) accum[i][j][e] = 0.0f;
+        }
+      }
+    }
+    if constexpr (SPLIT) {
+      cluster_wait();
+      reduce.exchange(accum);
+      store_owned(tile, reduce);
+    } else {
+      tile.store(accum);
+    }
+  }
+}
+#endif

@@ -1,0 +1,92 @@
+// Depthwise convolution, forward or the gradient of its input, of channels-last tensors with one to
+// three spatial dimensions, without staging pixels in shared memory: a small problem takes little
+// longer than its first loads do.
+//
+// forward   y[n, z, p, q, c] = sum over (t, r, s) of w[c, t, r, s] *
+//           x[n, z*sd + t*dd - pd, p*sh + r*dh - ph, q*STRIDE + s - pw, c]
+// backward  y[n, i, j, k, c] = sum over (t, r, s) and (z, p, q) with i = z*sd + t*dd - pd, ... of
+//           w[c, t, r, s] * x[n, z, p, q, c]
+// rounded once. A thread has VECTOR adjacent channels of a tile of results (depthwise_direct.cuh).
+// ROWS > 0: KERNEL_H x KERNEL taps with the same stride in H and W, and ROWS x COLUMNS results
+// (backward: times STRIDE both ways), for which it loads AHEAD rows of x before it waits for weights.
+// ROWS = 0: any kernel, as rows of KERNEL taps (longer ones in parts), and COLUMNS results of a row.
+// For each row of taps it loads the elements of x that its results read, AHEAD rows before their use.
+// Block: `vectors` vectors of channels, then positions. Grid: tiles of channels, positions.
+// Shared memory: the weights of the tile's channels as they are in memory. A thread's are an odd number
+// of words apart where the number of taps is odd, so that reads have no conflicts.
+// Deterministic: sums are in the order of x's rows, then columns (ROWS = 0: of t, r and parts, then
+// columns). Padding is read as zeros.
+// Relies on its launcher for contiguous weights; strides and channels in multiples of VECTOR; an
+// image's extent below 2^31 elements; positions below 2^31; backward: no dimension that is both strided
+// and dilated, parts in multiples of STRIDE. A dependent launch may start with this kernel (ptx/pdl.cuh).
+#include "depthwise/depthwise_direct.cuh"
+#include "ptx/pdl.cuh"
+
+using namespace convgrad;
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    depthwise_direct(const __grid_constant__ DepthwiseDirectArgs args) {
+  launch_dependent_grids();
+  extern __shared__ __align__(16) unsigned char shared[];
+  const int thread = threadIdx.x;
+  const int first_channel = blockIdx.x * args.vectors * VECTOR;
+  const int taps = ROWS > 0 ? KERNEL_H * KERNEL : args.kernel[0] * args.kernel[1] * args.kernel[2];
+  const int words = min(args.vectors, (args.channels - first_channel) / VECTOR) * taps;
+  const Raw* const weights_of_tile = static_cast<const Raw*>(args.w) + first_channel / VECTOR * taps;
+  Raw early[kEarly];
+#pragma unroll
+  for (int i = 0; i < kEarly; ++i) {
+    const int word = thread + i * THREADS;
+    load_ahead_if(word < words, weights_of_tile + word, early[i]);
+  }
+  const int place = divide(thread, args.by_vectors), vector = thread - place * args.vectors;
+  const int c = first_channel + vector * VECTOR, position = blockIdx.y * args.places + place;
+  const bool active = place < args.places && position < args.positions && c < args.channels;
+  const int line = divide(position, args.by_across), plane = divide(line, args.by_down);
+  Place at;
+  at.n = divide(plane, args.by_planes), at.z = plane - at.n * args.y_size[0];
+  at.row = (line - plane * args.down) * (ROWS > 0 ? ROWS : 1);
+  at.column = (position - line * args.across) * COLUMNS;
+  if (!active) at.n = 0;
+
+  Mainloop mainloop(args, at, c, active);
+  mainloop.load_first();
+  Raw* const all_weights = reinterpret_cast<Raw*>(shared);
+#pragma unroll
+  for (int i = 0; i < kEarly; ++i) {
+    const int word = thread + i * THREADS;
+    if (word < words) all_weights[word] = early[i];
+  }
+  if constexpr (ROWS == 0) {
+#pragma unroll 4
+    for (int word = thread + kEarly * THREADS; word < words; word += THREADS) {
+      all_weights[word] = weights_of_tile[word];
+    }
+  }
+  __syncthreads();
+  float sums[kOwnRows][kOwnColumns][VECTOR] = {};
+  mainloop.run(shared + vector * VECTOR * taps * static_cast<int>(sizeof(T)), taps, sums);
+
+  if (!active) return;
+#if BACKWARD
+  if constexpr (ROWS > 0) at.row = (at.row + args.base[0]) * STRIDE - args.pad[1];
+  at.column = (at.column + args.base[1]) * STRIDE - args.pad[2];
+#endif
+  const int pitch = static_cast<int>(args.y_stride[3]);
+  T* to = static_cast<T*>(args.y) + at.n * args.y_stride[0] +
+          (at.z * static_cast<int>(args.y_stride[1]) + at.row * static_cast<int>(args.y_stride[2]) +
+           at.column * pitch + c);
+#pragma unroll
+  for (int a = 0; a < kOwnRows; ++a) {
+    const bool there = static_cast<u32>(at.row + a) < static_cast<u32>(args.y_size[1]);
+    const u32 columns = there ? args.y_size[2] : 0;
+#pragma unroll
+    for (int b = 0; b < kOwnColumns; ++b) {
+      Vector<T, VECTOR> result;
+#pragma unroll
+      for (int v = 0; v < VECTOR; ++v) result.at[v] = narrow<T>(sums[a][b][v]);
+      store_if(static_cast<u32>(at.column + b) < columns, to + b * pitch, result.raw);
+    }
+    to += args.y_stride[2];
+  }
+}

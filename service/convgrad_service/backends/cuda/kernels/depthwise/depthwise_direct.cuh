@@ -1,0 +1,269 @@
+// Parts of depthwise_direct.cu: its argument, and the two main loops. Made for the same preprocessor's
+// names. The host's side is depthwise_direct.py.
+#pragma once
+
+#include "core/divider.cuh"
+#include "depthwise/depthwise_words.cuh"
+
+namespace convgrad {
+
+struct DepthwiseDirectArgs {
+  const void* x;    // the source: input, or grad_output
+  const void* w;    // [channel][t][r][s]
+  void* y;          // the result: output, or grad_input
+  i64 x_stride[4];  // N D H W, in elements; a pixel's channels are contiguous
+  i64 y_stride[4];
+  int channels;
+  int x_size[3];
+  int y_size[3];
+  int kernel[3];
+  int stride[2];  // D H
+  int dilation[2];
+  int pad[3];
+  int part;       // columns of a part of a row of taps, at most KERNEL
+  int parts;
+  int base[2];    // backward: the first results of H and W, in units of STRIDE relative to -pad
+  int positions;  // of all images
+  int vectors;    // vectors of channels in a tile
+  int places;     // positions of a block
+  int across;     // positions of a row
+  int down;       // rows of positions in a plane
+  Divider by_vectors, by_across, by_down, by_planes, by_stride[2];
+};
+
+using T = ELEMENT;
+using Raw = typename RawOf<sizeof(T) * VECTOR>::type;
+
+constexpr int kReach = (KERNEL + STRIDE - 1) / STRIDE;
+#if BACKWARD
+constexpr int kReadColumns = COLUMNS + kReach - 1, kOwnColumns = COLUMNS * STRIDE;
+#else
+constexpr int kReadColumns = (COLUMNS - 1) * STRIDE + KERNEL, kOwnColumns = COLUMNS;
+#endif
+
+// A thread's position: an image, a plane of results, the first row and column (backward, in units of
+// STRIDE, relative to `base`; with ROWS = 0 the row itself).
+struct Place {
+  int n, z, row, column;
+};
+
+// The tap, in one dimension, by which an element read contributes to a result.
+constexpr int tap_of(int own, int read, int reach) {
+#if BACKWARD
+  return own + (reach - 1 - read) * STRIDE;
+#else
+  return read - own * STRIDE;
+#endif
+}
+
+#if ROWS > 0
+
+constexpr int kTaps = KERNEL_H * KERNEL, kReachH = (KERNEL_H + STRIDE - 1) / STRIDE;
+#if BACKWARD
+constexpr int kReadRows = ROWS + kReachH - 1, kOwnRows = ROWS * STRIDE;
+#else
+constexpr int kReadRows = (ROWS - 1) * STRIDE + KERNEL_H, kOwnRows = ROWS;
+#endif
+constexpr int kAhead = AHEAD < kReadRows ? AHEAD : kReadRows;
+constexpr int kMostVectors = 32;
+// Words of weights that a thread loads before x.
+constexpr int kEarly = (kMostVectors * kTaps + THREADS - 1) / THREADS;
+
+class Mainloop {
+ public:
+  __device__ __forceinline__ Mainloop(const DepthwiseDirectArgs& args, const Place& at, int c,
+                                      bool active)
+      : args_(args), pitch_(static_cast<int>(args.x_stride[3])), active_(active) {
+#if BACKWARD
+    top_ = at.row + args.base[0] - (kReachH - 1), left_ = at.column + args.base[1] - (kReach - 1);
+#else
+    top_ = at.row * STRIDE - args.pad[1], left_ = at.column * STRIDE - args.pad[2];
+#endif
+    from_ = static_cast<const T*>(args.x) + at.n * args.x_stride[0] + at.z * args.x_stride[1] +
+            top_ * args.x_stride[2] + (left_ * pitch_ + c);
+  }
+
+  __device__ __forceinline__ void load_first() {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) load(i);
+  }
+
+  __device__ __forceinline__ void run(const unsigned char* weights, int,
+                                      float (&sums)[kOwnRows][kOwnColumns][VECTOR]) {
+#pragma unroll
+    for (int i = 0; i < kReadRows; ++i) {
+      if (i + kAhead < kReadRows) load(i + kAhead);
+      float wide[kReadColumns][VECTOR];
+#pragma unroll
+      for (int j = 0; j < kReadColumns; ++j) widen_word<T>(read_[i][j], wide[j]);
+#pragma unroll
+      for (int a = 0; a < kOwnRows; ++a) {
+        const int r = tap_of(a, i, kReachH);
+        if (r < 0 || r >= KERNEL_H) continue;
+#pragma unroll
+        for (int j = 0; j < kReadColumns; ++j) {
+#pragma unroll
+          for (int b = 0; b < kOwnColumns; ++b) {
+            const int s = tap_of(b, j, kReach);
+            if (s < 0 || s >= KERNEL) continue;
+#pragma unroll
+            for (int v = 0; v < VECTOR; ++v) {
+              sums[a][b][v] += wide[j][v] * weight(weights, v * kTaps + r * KERNEL + s);
+            }
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void load(int i) {
+    const bool there = active_ && static_cast<u32>(top_ + i) < static_cast<u32>(args_.x_size[1]);
+    const u32 columns = there ? args_.x_size[2] : 0;
+#pragma unroll
+    for (int j = 0; j < kReadColumns; ++j) {
+      load_ahead_if(static_cast<u32>(left_ + j) < columns, from_ + j * pitch_, read_[i][j]);
+    }
+    from_ += args_.x_stride[2];
+  }
+  // Loads a word of two weights once.
+  __device__ __forceinline__ static float weight(const unsigned char* own, int element) {
+    if constexpr (sizeof(T) == 4) {
+      return reinterpret_cast<const float*>(own)[element];
+    } else if constexpr (VECTOR == 1) {
+      return widen(reinterpret_cast<const T*>(own)[element]);
+    } else {
+      float both[2];
+      widen_word<T>(reinterpret_cast<const u32*>(own)[element / 2], both);
+      return both[element % 2];
+    }
+  }
+
+  const DepthwiseDirectArgs& args_;
+  const T* from_;
+  int top_, left_;
+  const int pitch_;
+  const bool active_;
+  Raw read_[kReadRows][kReadColumns];
+};
+
+#else
+
+constexpr int kOwnRows = 1, kEarly = 4;
+
+// The taps of one dimension that contribute to a result, and the positions of x that they read.
+struct Taps {
+  int tap, step, count, at, at_step;
+  __device__ __forceinline__ Taps(const DepthwiseDirectArgs& args, int dim, int result) {
+#if BACKWARD
+    const int from = result + args.pad[dim];
+    const int quotient = divide(from, args.by_stride[dim]);
+    tap = from - quotient * args.stride[dim], step = args.stride[dim];
+    count = divide(args.kernel[dim] - tap + step - 1, args.by_stride[dim]);
+    at = quotient, at_step = -args.dilation[dim];
+#else
+    tap = 0, step = 1, count = args.kernel[dim];
+    at = result * args.stride[dim] - args.pad[dim], at_step = args.dilation[dim];
+#endif
+  }
+};
+
+class Mainloop {
+ public:
+  __device__ __forceinline__ Mainloop(const DepthwiseDirectArgs& args, const Place& at, int c,
+                                      bool active)
+      : args_(args),
+        pitch_(static_cast<int>(args.x_stride[3])),
+        deep_(args, 0, at.z),
+        down_(args, 1, at.row),
+        part_(0),
+        r_(0),
+        t_(0) {
+#if BACKWARD
+    left_ = at.column + args.base[1] - (kReach - 1);
+#else
+    left_ = at.column * STRIDE - args.pad[2];
+#endif
+    image_ = static_cast<const T*>(args.x) + at.n * args.x_stride[0] + c;
+    steps_ = active ? deep_.count * down_.count * args.parts : 0;
+  }
+
+  __device__ __forceinline__ void load_first() {
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) load(i, i < steps_);
+  }
+
+  __device__ __forceinline__ void run(const unsigned char* own, int taps,
+                                      float (&sums)[1][kOwnColumns][VECTOR]) {
+    const T* const weights = reinterpret_cast<const T*>(own);
+#pragma unroll 1
+    for (int step = 0; step < steps_; step += AHEAD) {
+#pragma unroll
+      for (int i = 0; i < AHEAD; ++i) {
+        if (step + i >= steps_) break;
+        float wide[kReadColumns][VECTOR];
+#pragma unroll
+        for (int j = 0; j < kReadColumns; ++j) widen_word<T>(read_[i][j], wide[j]);
+        const T* const of_row = weights + first_tap_[i];
+        const int count = count_[i];
+        if (step + AHEAD < steps_) load(i, step + AHEAD + i < steps_);
+#pragma unroll
+        for (int s = 0; s < KERNEL; ++s) {
+#pragma unroll
+          for (int v = 0; v < VECTOR; ++v) {
+            const float weight = s < count ? widen(of_row[v * taps + s]) : 0.0f;
+#pragma unroll
+            for (int j = 0; j < kReadColumns; ++j) {
+#pragma unroll
+              for (int b = 0; b < kOwnColumns; ++b) {
+                if (tap_of(b, j, kReach) == s) sums[0][b][v] += wide[j][v] * weight;
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  // The next row of taps.
+  __device__ __forceinline__ void load(int i, bool wanted) {
+    const int d = deep_.at + t_ * deep_.at_step, h = down_.at + r_ * down_.at_step;
+    const int first = part_ * args_.part;
+    count_[i] = min(args_.part, args_.kernel[2] - first);
+    first_tap_[i] = ((deep_.tap + t_ * deep_.step) * args_.kernel[1] + down_.tap + r_ * down_.step) *
+                        args_.kernel[2] +
+                    first;
+#if BACKWARD
+    const int from = left_ - first / STRIDE;
+#else
+    const int from = left_ + first;
+#endif
+    const bool there = wanted && static_cast<u32>(d) < static_cast<u32>(args_.x_size[0]) &&
+                       static_cast<u32>(h) < static_cast<u32>(args_.x_size[1]);
+    const u32 columns = there ? args_.x_size[2] : 0;
+    const T* const line_of_x = image_ + (d * static_cast<int>(args_.x_stride[1]) +
+                                         h * static_cast<int>(args_.x_stride[2]) + from * pitch_);
+#pragma unroll
+    for (int j = 0; j < kReadColumns; ++j) {
+      load_ahead_if(static_cast<u32>(from + j) < columns, line_of_x + j * pitch_, read_[i][j]);
+    }
+    if (++part_ == args_.parts) {
+      part_ = 0;
+      if (++r_ == down_.count) r_ = 0, ++t_;
+    }
+  }
+
+  const DepthwiseDirectArgs& args_;
+  const int pitch_;
+  const Taps deep_, down_;
+  int part_, r_, t_;  // of the next row of taps
+  int left_, steps_;
+  const T* image_;
+  Raw read_[AHEAD][kReadColumns];
+  int first_tap_[AHEAD], count_[AHEAD];
+};
+
+#endif
+
+}  // namespace convgrad

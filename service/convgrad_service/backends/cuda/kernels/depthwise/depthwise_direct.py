@@ -1,0 +1,184 @@
+"""Channels-last depthwise fprop and dgrad without staging in shared memory
+(depthwise_direct.cu)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct_model import (
+    BLOCKS,
+    COLUMNS,
+    KERNELS,
+    SHAPES,
+    STRIDES,
+    THREADS,
+    DirectLayout,
+    across_of,
+    best_layout,
+    down_of,
+    expected_s,
+    grid_of,
+    parts_of,
+    read_columns,
+    strides_of,
+)
+from convgrad_service.backends.cuda.structures import structure
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch
+from convgrad_service.plans.cuda.works import ConvWork
+
+__all__ = ["DepthwiseDirect"]
+
+DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
+MOST_INDEX = 2**31 - 1
+# The limit of gridDim.y.
+MOST_ALONG = 2**16 - 1
+# Words of x that a thread loads ahead: with a whole kernel, and with a row of taps at a time.
+MOST_WORDS, MOST_ROW_WORDS = 64, 32
+
+
+DepthwiseDirectArgs = structure("depthwise/depthwise_direct.cuh", "DepthwiseDirectArgs")
+
+
+class DepthwiseDirect:
+    """fwd and bwd_data with one channel per group, channels last, of any number of channels, kernel
+    and padding, in one to three dimensions."""
+
+    name = "depthwise_direct"
+
+    def __init__(self, layout: DirectLayout | None = None) -> None:
+        self._layout = layout
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        if work.dtype not in DTYPES:
+            return f"{work.dtype}"
+        if work.groups == 1 or work.in_channels != 1 or work.out_channels != 1:
+            return "not one input and one output channel a group"
+        if work.x.strides[1] != 1 or work.y.strides[1] != 1:
+            return "the channels are not contiguous"
+        if not work.epilogue_free:
+            return "an epilogue"
+        if work.stride[2] not in STRIDES:
+            return f"a stride of {work.stride[2]} along W"
+        if work.dilation[2] != 1 and work.kernel[2] != 1:
+            return "dilated along W"
+        for stride, dilation, kernel in zip(work.stride, work.dilation, work.kernel, strict=True):
+            if stride > 1 and dilation > 1 and kernel > 1:
+                return "both strided and dilated"
+        if not _contiguous(work):
+            return "weights that are not contiguous"
+        if any(pad < 0 for pad in work.pad):
+            return "negative padding"
+        for operand, size in ((work.x, work.input), (work.y, work.output)):
+            spans = zip(operand.strides[3:], size, strict=True)
+            if sum(stride * extent for stride, extent in spans) > MOST_INDEX:
+                return "an image of more than 2^31 elements"
+        layout = self.layout(work, device)
+        if max(grid_of(work, layout)) > MOST_ALONG:
+            return "more blocks than a grid can have"
+        return device.why_not_shared(_shared_bytes(work, layout))
+
+    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        return self.fragment(work, device, self.layout(work, device))
+
+    def layout(self, work: ConvWork, device: CudaDevice) -> DirectLayout:
+        """Return the configuration with the least predicted time."""
+        return self._layout or best_layout(work, device)
+
+    def fragment(self, work: ConvWork, device: CudaDevice, layout: DirectLayout) -> Fragment:
+        """Return the launch with a configuration."""
+        source, result = work.sides
+        args = DepthwiseDirectArgs()
+        args.x_stride[:], args.y_stride[:] = strides_of(source), strides_of(result)
+        args.channels = work.groups
+        args.x_size[:], args.y_size[:] = work.sizes
+        args.kernel[:], args.pad[:] = work.kernel, work.pad
+        args.stride[:], args.dilation[:] = work.stride[:2], work.dilation[:2]
+        args.parts, args.part = parts_of(work)
+        args.base[:] = [pad // s for pad, s in zip(work.pad[1:], work.stride[1:], strict=True)]
+        args.across, args.down = across_of(work, layout), down_of(work, layout)
+        planes = work.sizes[1][0]
+        args.positions = work.batch * planes * args.down * args.across
+        args.vectors, args.places = layout.vectors, layout.places
+        args.by_vectors, args.by_across = divider(layout.vectors), divider(args.across)
+        args.by_down, args.by_planes = divider(args.down), divider(planes)
+        for by, stride in zip(args.by_stride, work.stride, strict=False):
+            by.factor, by.shift = divider(stride)
+        launch = Launch(
+            _instance(work.dtype, work.direction, layout),
+            (*grid_of(work, layout), 1),
+            (THREADS, 1, 1),
+            pack(args, x=source, w=work.w, y=result),
+            _shared_bytes(work, layout),
+        )
+        # All layouts with the whole kernel add in the same order, and so do all others.
+        return Fragment(
+            f"{self.name}_{work.direction}",
+            (launch,),
+            expected_s=expected_s(work, device, layout),
+            order="whole" if layout.rows else "by rows",
+        )
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            _instance(dtype, direction, replace(layout, vector=vector))
+            for layout in _layouts()
+            for dtype in DTYPES
+            for direction in ("fwd", "bwd_data")
+            for vector in ((1, 2) if dtype.itemsize == 2 else (1,))
+        ]
+
+
+def _layouts() -> list[DirectLayout]:
+    return [
+        DirectLayout(kernel, stride, rows, columns, 1, 8)
+        for kernel in KERNELS
+        for stride in STRIDES
+        for rows, columns in (*SHAPES[stride], *((0, columns) for columns in COLUMNS))
+    ]
+
+
+def _contiguous(work: ConvWork) -> bool:
+    """Whether the weights of all channels are contiguous; dimensions of one tap have no stride."""
+    expected = work.taps
+    if work.w.strides[0] != expected:
+        return False
+    for stride, extent in zip(work.w.strides[3:], work.kernel, strict=True):
+        expected //= extent
+        if extent != 1 and stride != expected:
+            return False
+    return True
+
+
+def _shared_bytes(work: ConvWork, layout: DirectLayout) -> int:
+    return layout.vectors * layout.vector * work.taps * work.dtype.itemsize
+
+
+def _instance(dtype: DType, direction: str, layout: DirectLayout) -> Instance:
+    backward = direction == "bwd_data"
+    read = read_columns(layout, backward)
+    ahead = max(1, MOST_WORDS // read)
+    if not layout.rows:
+        ahead = max(2, min(layout.kernel, MOST_ROW_WORDS // read))
+    defines = {
+        "ELEMENT": CUDA_TYPES[dtype],
+        "KERNEL_H": layout.kernel if layout.rows else 1,
+        "KERNEL": layout.kernel,
+        "STRIDE": layout.stride,
+        "ROWS": layout.rows,
+        "COLUMNS": layout.columns,
+        "VECTOR": layout.vector,
+        "AHEAD": ahead,
+        "THREADS": THREADS,
+        "BLOCKS": BLOCKS,
+        "BACKWARD": int(backward),
+    }
+    return Instance.of("depthwise/depthwise_direct.cu", defines)

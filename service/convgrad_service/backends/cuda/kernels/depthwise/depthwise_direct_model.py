@@ -1,0 +1,198 @@
+"""Configurations of depthwise_direct, and the time that each is expected to take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import BYTES_S, bytes_of
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import ceil_div
+from convgrad_service.plans.cuda.works import ConvWork, Operand
+
+__all__ = ["BLOCKS", "COLUMNS", "KERNELS", "SHAPES", "STRIDES", "THREADS", "DirectLayout"]
+__all__ += ["across_of", "best_layout", "down_of", "expected_s", "grid_of", "layouts_of"]
+__all__ += ["parts_of", "read_columns", "strides_of"]
+
+THREADS, BLOCKS = 128, 4
+KERNELS, STRIDES = (3, 5, 7), (1, 2)
+# Rows and columns of a thread's results by stride; and columns, where rows of taps are taken one by
+# one.
+SHAPES = {1: ((1, 2), (1, 4), (2, 4), (1, 7)), 2: ((1, 2), (1, 4), (2, 2))}
+COLUMNS = (2, 4, 7)
+# Of vectors of channels in a tile.
+MOST_VECTORS, FEWER_VECTORS = 32, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Instructions:
+    """What a thread executes: itself, a row of taps, an element of x that it reads, a result, a
+    tap, a weight that it copies, besides one instruction for each product. An SM's four schedulers
+    take ``clocks_s`` of them per second each."""
+
+    thread: float
+    step: float
+    read: float
+    result: float
+    tap: float
+    weight: float
+    clocks_s: float
+
+
+# Fitted on an H200 to 43 and 79 layers, of which fits to one half erred by 2 and 5 % on the other.
+WHOLE = Instructions(113, 0, 6, 4.3, 4.5, 0, 1.55e9)
+BY_ROWS = Instructions(146, 3.3, 4.7, 20, 5.3, 12.9, 1.46e9)
+# A launch with one round of loads; and each row of taps after the first ones, if nothing else takes
+# longer.
+START_S, STEP_S, EARLY_STEPS = 4.6e-6, 0.306e-6, 3
+# The part of the lesser of two times that is not hidden.
+APART = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class DirectLayout:
+    """A configuration.
+
+    Attributes
+    ----------
+    kernel, stride
+        Columns of taps of an instance, and the stride along W.
+    rows, columns
+        A thread's results (in dgrad, times the stride); ``rows`` is 0 if they are of one row, and
+        rows of taps are taken one at a time.
+    vector, vectors
+        Channels of a thread, and vectors of channels in a tile.
+    """
+
+    kernel: int
+    stride: int
+    rows: int
+    columns: int
+    vector: int
+    vectors: int
+
+    @property
+    def places(self) -> int:
+        """Positions of a block."""
+        return THREADS // self.vectors
+
+
+def strides_of(operand: Operand) -> tuple[int, ...]:
+    """Return an activation's strides of N D H W."""
+    return operand.strides[0], *operand.strides[3:]
+
+
+def parts_of(work: ConvWork) -> tuple[int, int]:
+    """Return the parts of a row of taps, and their columns."""
+    stride = work.stride[2] if work.direction == "bwd_data" else 1
+    columns = work.kernel[2]
+    if columns <= KERNELS[-1]:
+        return 1, columns
+    part = ceil_div(ceil_div(columns, ceil_div(columns, KERNELS[-1] // stride * stride)), stride)
+    return ceil_div(columns, part * stride), part * stride
+
+
+def read_columns(layout: DirectLayout, backward: bool) -> int:
+    """Return the columns of x that a thread reads."""
+    return _reads(layout.kernel, layout.stride, layout.columns, backward)
+
+
+def across_of(work: ConvWork, layout: DirectLayout) -> int:
+    """Return the positions of threads in a row of the result."""
+    return _positions(work, 2, layout.columns)
+
+
+def down_of(work: ConvWork, layout: DirectLayout) -> int:
+    """Return the rows of positions in a plane of the result."""
+    return _positions(work, 1, layout.rows) if layout.rows else work.sizes[1][1]
+
+
+def grid_of(work: ConvWork, layout: DirectLayout) -> tuple[int, int]:
+    """Return the tiles of channels, and the blocks of each."""
+    lines = work.batch * work.sizes[1][0] * down_of(work, layout)
+    return (
+        ceil_div(work.groups, layout.vectors * layout.vector),
+        ceil_div(lines * across_of(work, layout), layout.places),
+    )
+
+
+def _positions(work: ConvWork, axis: int, results: int) -> int:
+    extent, pad, stride = work.sizes[1][axis], work.pad[axis], work.stride[axis]
+    if work.direction == "bwd_data":
+        extent = ceil_div(extent + pad, stride) - pad // stride
+    return ceil_div(extent, results)
+
+
+def _reads(taps: int, stride: int, results: int, backward: bool) -> int:
+    return results + ceil_div(taps, stride) - 1 if backward else (results - 1) * stride + taps
+
+
+def _vector(work: ConvWork) -> int:
+    """Return the channels of a thread's word: two, if every pixel is aligned to them."""
+    if work.dtype.itemsize > 2:
+        return 1
+    numbers = [n for operand in (work.x, work.y) for n in strides_of(operand)]
+    return 1 if any(n % 2 for n in (work.groups, *numbers)) else 2
+
+
+def _is_whole(work: ConvWork) -> bool:
+    """Whether an instance has the whole kernel, which is faster."""
+    return (
+        work.kernel[0] == work.stride[0] == 1
+        and work.pad[0] == 0
+        and work.input[0] == work.output[0]
+        and work.kernel[1] == work.kernel[2]
+        and work.kernel[2] in KERNELS
+        and work.stride[1] == work.stride[2]
+        and work.dilation[1:] == (1, 1)
+    )
+
+
+def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[DirectLayout]:
+    """Yield the configurations that may be the fastest."""
+    vector, stride = _vector(work), work.stride[2]
+    all_vectors = ceil_div(work.groups, vector)
+    sizes = set()
+    for most in (FEWER_VECTORS, MOST_VECTORS):
+        tiles = ceil_div(all_vectors, most)
+        sizes.add(ceil_div(ceil_div(all_vectors, tiles), 8) * 8)
+    kernel = next(one for one in KERNELS if one >= parts_of(work)[1])
+    shapes = SHAPES[stride] if _is_whole(work) else tuple((0, columns) for columns in COLUMNS)
+    for rows, columns in shapes:
+        for vectors in sorted(sizes):
+            yield DirectLayout(kernel, stride, rows, columns, vector, vectors)
+
+
+@lru_cache(maxsize=1024)
+def best_layout(work: ConvWork, device: CudaDevice) -> DirectLayout:
+    """Return the configuration with the least predicted time."""
+    return min(layouts_of(work, device), key=lambda one: expected_s(work, device, one))
+
+
+def expected_s(work: ConvWork, device: CudaDevice, layout: DirectLayout) -> float:
+    """Return the predicted time of a configuration."""
+    backward, cost = work.direction == "bwd_data", WHOLE if layout.rows else BY_ROWS
+    read = read_columns(layout, backward)
+    scale = layout.stride if backward else 1
+    results, products = layout.columns * scale, layout.columns * layout.kernel * layout.vector
+    taps, steps, most_steps = layout.kernel, 1.0, 1
+    if layout.rows:
+        read *= _reads(layout.kernel, layout.stride, layout.rows, backward)
+        results *= layout.rows * scale
+        products *= layout.rows * layout.kernel
+        taps *= layout.kernel
+    else:
+        taps *= layout.vector
+        steps = most_steps = parts_of(work)[0]
+        for rows, stride in zip(work.kernel[:2], work.stride[:2], strict=True):
+            steps *= rows / stride if backward else rows
+            most_steps *= ceil_div(rows, stride) if backward else rows
+    step = cost.step + read * (cost.read + layout.vector) + products + taps * cost.tap
+    thread = cost.thread + results * cost.result + steps * step
+    thread += layout.vectors * work.taps / THREADS * cost.weight
+    warps = prod(grid_of(work, layout)) * THREADS / 32
+    busy_s = warps * thread / (device.multiprocessors * 4 * cost.clocks_s)
+    waits_s = max(bytes_of(work) / BYTES_S, STEP_S * max(0, most_steps - EARLY_STEPS))
+    return START_S + max(busy_s, waits_s) + APART * min(busy_s, waits_s)

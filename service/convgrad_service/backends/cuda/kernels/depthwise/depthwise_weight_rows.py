@@ -1,0 +1,286 @@
+"""Channels-last depthwise wgrad, a row of taps at a time (depthwise_weight_rows.cu)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
+    BYTES_S,
+    bytes_of,
+    why_not_counted,
+)
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args import (
+    CLUSTERED,
+    MOST_CLUSTER,
+    buffers_of,
+    is_clustered,
+    partials_of,
+    received_bytes,
+)
+from convgrad_service.backends.cuda.structures import structure
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.works import ConvWork, Operand
+
+__all__ = ["DepthwiseWeightRows", "RowsLayout", "RowsTile", "layouts_of"]
+
+DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
+THREADS, BLOCKS = 256, 2
+MOST_INDEX = 2**31 - 1
+# The limit of gridDim.y and gridDim.z.
+MOST_ALONG = 2**16 - 1
+KERNELS, STRIDES, COLUMNS = (3, 5, 7), (1, 2), (4, 7)
+# Numbers of blocks of a cluster: with others, fewer fit on the device at once.
+CLUSTERS = (1, 2, 4, 8)
+# Of the cost model, fitted to 40 layers on an H200: seconds of a launch, of a block's first loads
+# and at least of a round of items; instructions of an item and of an element that it reads (besides
+# one for each product), and what they take of an SM's four schedulers; seconds of a reduction over
+# a cluster, and more over the grid; the part of memory's time that is not hidden. On the held-out
+# half it errs by 9 %.
+LAUNCH_S, FIRST_S, ROUND_S = 3.44e-6, 1.875e-6, 0.537e-6
+INSTRUCTIONS, PER_READ, CLOCKS_S = 47, 4.8, 1.21e9
+CLUSTER_S, GRID_S = 0.41e-6, 2.9e-6
+APART = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class RowsTile:
+    """An instance: columns of taps, stride along W, columns of y of an item, channels of a
+    thread."""
+
+    kernel: int
+    stride: int
+    columns: int
+    vector: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowsLayout:
+    """Vectors of channels and rows of taps of a block, and blocks that share the items."""
+
+    tile: RowsTile
+    vectors: int
+    tap_rows: int
+    blocks: int
+
+    @property
+    def slots(self) -> int:
+        return THREADS // (self.vectors * self.tap_rows)
+
+    @property
+    def shared_bytes(self) -> int:
+        sums = self.tap_rows * self.tile.kernel * self.tile.vector * self.vectors
+        return self.slots * sums * 4 + received_bytes(sums)
+
+
+DepthwiseWeightRowsArgs = structure("depthwise/depthwise_weight_rows.cu", "DepthwiseWeightRowsArgs")
+
+
+class DepthwiseWeightRows:
+    """bwd_weight with one channel per group, channels last, of any number of channels, kernel,
+    stride and padding, in one to three dimensions, with dilation along rows and planes."""
+
+    name = "depthwise_weight_rows"
+
+    def __init__(self, layout: RowsLayout | None = None) -> None:
+        self._layout = layout
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        if work.dtype not in DTYPES:
+            return f"{work.dtype}"
+        if work.groups == 1 or work.in_channels != 1 or work.out_channels != 1:
+            return "not one input and one output channel a group"
+        if work.x.strides[1] != 1 or work.y.strides[1] != 1:
+            return "the channels are not contiguous"
+        if work.stride[2] not in STRIDES:
+            return f"a stride of {work.stride[2]} along W"
+        if work.dilation[2] != 1 and work.kernel[2] != 1:
+            return "dilated along W"
+        if work.kernel[0] > 1 and work.w.strides[3] != work.kernel[1] * work.w.strides[4]:
+            return "planes of weights that are not contiguous"
+        for operand, size in ((work.x, work.input), (work.y, work.output)):
+            spans = zip(operand.strides[3:], size, strict=True)
+            if sum(stride * extent for stride, extent in spans) > MOST_INDEX:
+                return "an image of more than 2^31 elements"
+        if work.pixels + 4 * THREADS > MOST_INDEX:
+            return "more than 2^31 items"
+        layout = self.layout(work, device)
+        channel_tiles, tap_sets = _grid(work, layout)
+        if max(channel_tiles, tap_sets) > MOST_ALONG:
+            return f"{channel_tiles} by {tap_sets} tiles are more than a grid can have"
+        reason = why_not_counted(channel_tiles * tap_sets)
+        return reason or device.why_not_shared(layout.shared_bytes)
+
+    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        return self.fragment(work, device, self.layout(work, device))
+
+    def layout(self, work: ConvWork, device: CudaDevice) -> RowsLayout:
+        """Return the layout with the least predicted time."""
+        return self._layout or _best(work, device)
+
+    def fragment(self, work: ConvWork, device: CudaDevice, layout: RowsLayout) -> Fragment:
+        """Return the launch with a layout."""
+        tile, blocks = layout.tile, layout.blocks
+        channel_tiles, tap_sets = _grid(work, layout)
+        planes, rows, columns = work.output
+        args = DepthwiseWeightRowsArgs()
+        args.x_stride[:], args.y_stride[:] = _strides(work.x), _strides(work.y)
+        args.w_stride[:] = _weight_strides(work.w)
+        if work.accumulate is not None:
+            args.accumulate_stride[:] = _weight_strides(work.accumulate)
+        args.alpha, args.beta, args.channels = work.alpha, work.beta, work.groups
+        args.x_size[:], args.y_size[:], args.pad[:] = work.input, work.output, work.pad
+        args.stride[:], args.dilation[:] = work.stride[:2], work.dilation[:2]
+        args.kernel_rows, args.columns = work.kernel[1:]
+        args.parts, args.part = _parts(work.kernel[2])
+        args.all_tap_rows = _tap_rows(work)
+        args.wide = work.result_dtype == DType.FLOAT32
+        args.vectors, args.tap_rows, args.slots = layout.vectors, layout.tap_rows, layout.slots
+        args.strips = strips = ceil_div(columns, tile.columns)
+        args.items = items = work.batch * planes * rows * strips
+        args.share = ceil_div(items, blocks)
+        args.by_vectors, args.by_tap_rows = divider(layout.vectors), divider(layout.tap_rows)
+        args.by_parts, args.by_kernel_rows = divider(args.parts), divider(work.kernel[1])
+        args.by_strips, args.by_rows, args.by_planes = map(divider, (strips, rows, planes))
+        clustered = is_clustered(device, blocks)
+        sums = layout.tap_rows * tile.kernel * tile.vector * layout.vectors
+        partials = partials_of(
+            work, 1 if clustered else blocks, blocks * channel_tiles * tap_sets * sums
+        )
+        launch = Launch(
+            _instance(work.dtype, tile),
+            (blocks, channel_tiles, tap_sets),
+            (THREADS, 1, 1),
+            pack(args, **buffers_of(work, partials)),
+            layout.shared_bytes,
+            cluster=blocks if clustered else 1,
+        )
+        order = f"{tile.columns} columns, {layout.slots} slots, {blocks} blocks"
+        expected = expected_s(work, device, layout)
+        return Fragment(self.name, (launch,), partials, expected_s=expected, order=order)
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            _instance(dtype, RowsTile(kernel, stride, columns, vector))
+            for kernel in KERNELS
+            for stride in STRIDES
+            for columns in COLUMNS
+            for dtype in DTYPES
+            for vector in ((1, 2) if dtype.itemsize == 2 else (1,))
+        ]
+
+
+def _strides(operand: Operand) -> tuple[int, ...]:
+    return operand.strides[0], *operand.strides[3:]
+
+
+def _weight_strides(operand: Operand) -> tuple[int, ...]:
+    return operand.strides[0], *operand.strides[4:]
+
+
+def _parts(columns: int) -> tuple[int, int]:
+    """Return the parts of a row of taps, and their columns."""
+    parts = ceil_div(columns, KERNELS[-1])
+    part = ceil_div(columns, parts)
+    return ceil_div(columns, part), part
+
+
+def _tap_rows(work: ConvWork) -> int:
+    return work.kernel[0] * work.kernel[1] * _parts(work.kernel[2])[0]
+
+
+def _grid(work: ConvWork, layout: RowsLayout) -> tuple[int, int]:
+    """Return the tiles of channels and the sets of rows of taps."""
+    return (
+        ceil_div(work.groups, layout.vectors * layout.tile.vector),
+        ceil_div(_tap_rows(work), layout.tap_rows),
+    )
+
+
+def _vector(work: ConvWork) -> int:
+    """Return the channels of a thread's word: two, if every pixel is aligned to them."""
+    if work.dtype.itemsize > 2:
+        return 1
+    numbers = [n for operand in (work.x, work.y) for n in _strides(operand)]
+    return 1 if any(n % 2 for n in (work.groups, *numbers)) else 2
+
+
+def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[RowsLayout]:
+    """Yield the layouts that may be the fastest."""
+    kernel = next(one for one in KERNELS if one >= _parts(work.kernel[2])[1])
+    vector, tap_rows = _vector(work), _tap_rows(work)
+    all_vectors = ceil_div(work.groups, vector)
+    sizes = set()
+    for most in (8, 16, 32):
+        tiles = ceil_div(all_vectors, most)
+        sizes.add(ceil_div(ceil_div(all_vectors, tiles), 4) * 4)
+    together = {ceil_div(tap_rows, sets) for sets in (1, 2, 3, 4, tap_rows)}
+    tile = min(
+        (RowsTile(kernel, work.stride[2], columns, vector) for columns in COLUMNS),
+        key=lambda tile: ceil_div(work.output[2], tile.columns) * _instructions(tile),
+    )
+    items = work.pixels // work.output[2] * ceil_div(work.output[2], tile.columns)
+    for vectors in sorted(sizes):
+        for rows in sorted(together):
+            if vectors * rows > THREADS:
+                continue
+            layout = RowsLayout(tile, vectors, rows, 1)
+            most = ceil_div(items, layout.slots)
+            wave = device.multiprocessors * BLOCKS // prod(_grid(work, layout))
+            for blocks in (*CLUSTERS, wave) if wave > MOST_CLUSTER else CLUSTERS:
+                if blocks <= most:
+                    yield RowsLayout(tile, vectors, rows, blocks)
+
+
+@lru_cache(maxsize=1024)
+def _best(work: ConvWork, device: CudaDevice) -> RowsLayout:
+    return min(layouts_of(work, device), key=lambda one: expected_s(work, device, one))
+
+
+def _instructions(tile: RowsTile) -> float:
+    """Return the instructions of an item."""
+    read = (tile.columns - 1) * tile.stride + tile.kernel + tile.columns
+    products = tile.columns * tile.kernel * tile.vector
+    return INSTRUCTIONS + read * (PER_READ + tile.vector) + products
+
+
+def expected_s(work: ConvWork, device: CudaDevice, layout: RowsLayout) -> float:
+    """Return the predicted time of a layout."""
+    tile = layout.tile
+    channel_tiles, tap_sets = _grid(work, layout)
+    grid = layout.blocks * channel_tiles * tap_sets
+    items = work.pixels // work.output[2] * ceil_div(work.output[2], tile.columns)
+    rounds = ceil_div(ceil_div(items, layout.blocks), layout.slots)
+    spread = CLUSTERED if 2 < layout.blocks <= MOST_CLUSTER else 1.0
+    most = ceil_div(grid, int(device.multiprocessors * spread))
+    held = min(most, BLOCKS)
+    warps = ceil_div(layout.vectors * layout.tap_rows * layout.slots, 32)
+    round_s = max(ROUND_S, held * warps * _instructions(tile) / (4 * CLOCKS_S))
+    total_s = LAUNCH_S + ceil_div(most, held) * (FIRST_S + rounds * round_s)
+    total_s += APART * bytes_of(work) * tap_sets / BYTES_S
+    if layout.blocks > 1:
+        total_s += CLUSTER_S if is_clustered(device, layout.blocks) else CLUSTER_S + GRID_S
+    return total_s
+
+
+def _instance(dtype: DType, tile: RowsTile) -> Instance:
+    defines = {
+        "ELEMENT": CUDA_TYPES[dtype],
+        "KERNEL": tile.kernel,
+        "STRIDE": tile.stride,
+        "COLUMNS": tile.columns,
+        "VECTOR": tile.vector,
+        "THREADS": THREADS,
+        "BLOCKS": BLOCKS,
+    }
+    return Instance.of("depthwise/depthwise_weight_rows.cu", defines)

@@ -1,0 +1,96 @@
+"""depthwise_direct, emulated: every configuration, with results that positions do not divide.
+
+On a GPU, the tests of the `backend` fixture and the random layers of its class cover it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct import DepthwiseDirect
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct_model import DirectLayout
+from tests.emulator.backend import EmulatedBackend, works_here
+from tests.support.kernels.depthwise_cases import compare, layer
+from tests.support.kernels.harness import answers, check, drawn, with_layouts
+from tests.support.numerics.cases import FROM_CONV, Case
+from tests.support.numerics.geometries import Conv
+from tests.support.numerics.nonfinite import check_rule
+
+pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+
+LAYERS: dict[str, Conv] = {
+    "3x3": layer(2, 24, (7, 9), (3, 3), 1, 1),
+    "channels_36": layer(1, 36, (5, 6), (3, 3), 1, 1),
+    "channels_13": layer(2, 13, (5, 6), (3, 3), 2, 1),
+    "padding_beyond_the_kernel": layer(1, 16, (5, 6), (3, 3), 1, 4),
+    "5x5": layer(1, 70, (6, 7), (5, 5), 1, 2),
+    "5x5_no_padding": layer(1, 8, (8, 9), (5, 5)),
+    "7x7": layer(1, 16, (7, 8), (7, 7), 1, 3),
+    "stride_2": layer(2, 16, (8, 11), (3, 3), 2, 1),
+    "stride_2_uneven_padding": layer(1, 24, (9, 7), (5, 5), 2, ((1, 2), (3, 1))),
+    "stride_2_unread_column": layer(1, 16, (8, 8), (3, 3), 2, 0),
+    "7x7_stride_2": layer(1, 8, (9, 10), (7, 7), 2, 3),
+    "rows_dilated": layer(1, 16, (14, 9), (3, 3), 1, (2, 1), (2, 1)),
+    "11x11": layer(1, 16, (12, 13), (11, 11), 1, 5),
+    "9x9_stride_2": layer(1, 16, (11, 13), (9, 9), 2, 4),
+    "13x9_two_strides": Conv(1, 16, 16, (14, 13), (13, 9), (3, 2), (6, 4), groups=16),
+    "1d_k31": Conv(2, 16, 16, (70,), (31,), padding=15, groups=16),
+    "3d": Conv(2, 16, 16, (4, 6, 9), (3, 3, 3), padding=1, groups=16),
+    "3d_strided": Conv(2, 24, 24, (5, 7, 8), (3, 3, 3), 2, 1, groups=24),
+    "3d_strided_planes": Conv(1, 16, 16, (7, 5, 6), (2, 3, 3), (3, 1, 1), 1, groups=16),
+    "3d_planes_unread": Conv(1, 8, 8, (9, 5, 5), (2, 3, 3), (4, 1, 1), groups=8),
+}
+
+
+def forward(name: str, conv: Conv) -> Case:
+    """Without a bias."""
+    case = FROM_CONV["conv_fwd"](name, conv)
+    shapes = {name: shape for name, shape in case.shapes.items() if name != "bias"}
+    return replace(case, shapes=shapes)
+
+
+CASES = [make(*one) for make in (FROM_CONV["conv_bwd_data"], forward) for one in LAYERS.items()]
+
+
+def only(family: DepthwiseDirect) -> EmulatedBackend:
+    return EmulatedBackend(replace(FAMILIES, fwd=[family], bwd_data=[family]))
+
+
+@pytest.fixture(scope="module")
+def emulated() -> EmulatedBackend:
+    return only(DepthwiseDirect())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_layers(emulated: EmulatedBackend, seed: int, case: Case, dtype: str) -> None:
+    for gate in ("exact", "bounded"):
+        tensors, wanted = drawn(seed, case, dtype, gate)
+        found = answers(emulated, case, tensors, with_layouts(case.ndim, grouped=False)[2])
+        check(found, wanted, gate, f"seed {seed}, {case.id} {dtype}")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        DirectLayout(3, 1, 2, 4, 2, 8),
+        DirectLayout(3, 1, 1, 7, 1, 16),
+        DirectLayout(3, 1, 0, 2, 2, 24),
+    ],
+    ids=str,
+)
+def test_every_shape(seed: int, layout: DirectLayout) -> None:
+    case = FROM_CONV["conv_bwd_data"]("wide", layer(2, 40, (9, 17), (3, 3), 1, 1))
+    compare(only(DepthwiseDirect(layout)), seed, case, "bfloat16", "exact")
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.name in ("3x3", "stride_2")], ids=lambda case: case.id
+)
+def test_what_is_not_finite_stays_in_its_channel(
+    emulated: EmulatedBackend, seed: int, case: Case
+) -> None:
+    check_rule(emulated, seed, case, "bfloat16", "NHWC")
