@@ -57,6 +57,8 @@ THREADS = 256
 # The most channels of a result, by instance.
 CHANNELS = (1, 2, 3, 4, 8)
 MAX_PIXELS = 2**31 - THREADS
+# Workspace that callers in a training process can spare.
+MOST_COLUMNS_BYTES = 2**31
 
 Col2imArgs = structure("conv/col2im.cu", "Col2imArgs")
 
@@ -91,7 +93,10 @@ class Col2im:
         self._most_columns, self._least_gathered_bytes = most_columns, least_gathered_bytes
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`. Splitting along N, D or H does not change the answer."""
+        """See `Family.why_not`.
+
+        Pieces of a problem may get another answer than the whole: their order of additions differs.
+        """
         if work.direction == "bwd_weight":
             return "a gradient of the weight"
         if work.groups != 1:
@@ -115,6 +120,8 @@ class Col2im:
             return f"{work.taps} taps at {pixels[0]} pixels: an implicit GEMM starts faster"
         if max(pixels) > MAX_PIXELS:
             return f"more than {MAX_PIXELS} pixels"
+        if pixels[0] * columns * SUM.itemsize > MOST_COLUMNS_BYTES:
+            return f"{columns} columns at {pixels[0]} pixels are more than {MOST_COLUMNS_BYTES} bytes"
         reason = why_not_32bit_positions(work)
         if reason is not None:
             return reason
