@@ -121,7 +121,7 @@ class Col2im:
         if max(pixels) > MAX_PIXELS:
             return f"more than {MAX_PIXELS} pixels"
         if pixels[0] * columns * SUM.itemsize > MOST_COLUMNS_BYTES:
-            return f"{columns} columns at {pixels[0]} pixels are more than {MOST_COLUMNS_BYTES} bytes"
+            return f"{columns} columns at {pixels[0]} pixels: over {MOST_COLUMNS_BYTES} bytes"
         reason = why_not_32bit_positions(work)
         if reason is not None:
             return reason
