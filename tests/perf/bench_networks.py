@@ -88,7 +88,7 @@ def wanted_of(given: argparse.Namespace) -> list[Wanted]:
         if (not given.networks or set(given.networks) & set(layer["networks"]))
         and (not given.classes or layer["class"] in given.classes)
     ]
-    wanted = [
+    return [
         Wanted({**layer, "N": batch}, op, dtype, layout, given.precision)
         for dtype in given.dtypes
         for layout in given.layouts
@@ -96,10 +96,21 @@ def wanted_of(given: argparse.Namespace) -> list[Wanted]:
         for layer in layers
         for op in given.ops
     ]
-    if not given.stale:
-        return wanted
-    stale = stale_keys(given.results, key_of)
-    return [one for one in wanted if one.key in stale]
+
+
+def no_longer_hold(
+    wanted: Sequence[Wanted], plans: Sequence[CudaPlan], results: Path
+) -> tuple[list[Wanted], list[CudaPlan]]:
+    """Of what is stored, the rows whose kernels have changed, or are not chosen any more."""
+    rows = map(json.loads, results.read_text(encoding="utf-8").splitlines())
+    kernels = {key_of(row): row["kernel"] for row in rows}
+    stale = stale_keys(results, key_of)
+    pairs = [
+        (one, plan)
+        for one, plan in zip(wanted, plans, strict=True)
+        if one.key in stale or kernels.get(one.key, plan.kernel) != plan.kernel
+    ]
+    return [one for one, _ in pairs], [plan for _, plan in pairs]
 
 
 def _plan(work: tuple[Wanted, CudaDevice]) -> CudaPlan:
@@ -215,7 +226,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="*", default=["NHWC"])
     parser.add_argument("--precision", choices=("high", "highest"), default="high")
     parser.add_argument("--samples", type=int, default=12)
-    parser.add_argument("--stale", action="store_true", help="only rows older than their kernels")
+    parser.add_argument("--stale", action="store_true", help="only rows that no longer hold")
     parser.add_argument("--seconds", type=float, help="stop measuring after so many")
     parser.add_argument("--float64", action="store_true", help="compare with float64")
     parser.add_argument("--git-sha", help="of the tree, where there is no git to ask")
@@ -225,6 +236,8 @@ def main() -> None:
     started_s = time.monotonic()
     wanted = wanted_of(given)
     plans = plans_of(wanted, bench.device)
+    if given.stale:
+        wanted, plans = no_longer_hold(wanted, plans, given.results)
     planned_s = time.monotonic()
     bench.compile(plans)
     compiled_s = time.monotonic()
