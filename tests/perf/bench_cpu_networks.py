@@ -3,7 +3,7 @@
 Run by `make bench-cpu`, after the layers of `bench_cpu`, whose pairs of calls these are as well.
 Prints a line a layer as it goes, and a summary by class, operation and layout; writes
 `tests/perf/results/cpu_networks.jsonl`, a line for each layer of `suite/networks.json`, operation
-and layout, in place of the run before. Ours and PyTorch's take turns of a few runs each, and the
+and layout, in place of an older run's. Ours and PyTorch's take turns of a few runs each, and the
 least time of each counts: it is what the kernels take where nothing disturbs them. Malloc is as
 `convgrad serve` sets it, for both sides alike.
 
@@ -24,7 +24,7 @@ import torch
 
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.server.malloc import keep_large_blocks
-from tests.perf.bench_cpu import A_TURN, KEPT_BYTES, geomean, provenance, record_of
+from tests.perf.bench_cpu import A_TURN, KEPT_BYTES, PAUSE_S, geomean, provenance, record_of
 from tests.perf.cpu_layers import Layer, Pair, pairs
 
 SUITE = Path(__file__).parent / "suite" / "networks.json"
@@ -63,6 +63,7 @@ def fastest(pair: Pair, seconds: float) -> dict[str, Any]:
     began_s = time.perf_counter()
     while samples < LEAST_TURNS * A_TURN or time.perf_counter() - began_s < seconds:
         for name, run in runs.items():
+            time.sleep(PAUSE_S)
             for _ in range(A_TURN):
                 start_s = time.perf_counter()
                 result = run()
@@ -92,6 +93,18 @@ def show(records: list[dict[str, Any]]) -> None:
         print(f"{label:52}{len(ratios):3}{mean:9.2f}{slow:7}  {lowest:.2f} {layer}")
 
 
+def store(rows: list[dict[str, Any]]) -> None:
+    """In place of older rows of the same layers."""
+    lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
+    kept = {key_of(row): row for row in [*map(json.loads, lines), *rows]}
+    text = "".join(json.dumps(row) + "\n" for row in kept.values())
+    RESULTS.write_text(text, encoding="utf-8")
+
+
+def key_of(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["layer"], row[OPERATION], row[LAYOUT]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--classes", default="", help="some of dense,depthwise,first,grouped")
@@ -115,10 +128,8 @@ def main() -> None:
                 flush=True,
             )
     show(records)
-    if classes or asked.every > 1 or asked.threads:
-        return  # a part of the suite is for looking at, not for keeping
-    origin = provenance(backend)
-    RESULTS.write_text("".join(json.dumps(record | origin) + "\n" for record in records))
+    if asked.threads is None:
+        store([record | provenance(backend) for record in records])
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "poolings": speed_tables.poolings_table,
         "cpu_means": speed_tables.cpu_means_table,
         "cpu": speed_tables.cpu_table,
+        "cpu_networks": speed_tables.cpu_networks_table,
         "serve_short": speed_tables.serve_short_table,
         "serve": speed_tables.serve_table,
         "wire": speed_tables.wire_table,

@@ -10,6 +10,7 @@ from tests.perf.records import Record, records, source_line
 
 __all__ = [
     "cpu_means_table",
+    "cpu_networks_table",
     "cpu_table",
     "devices_table",
     "engine_gpu_table",
@@ -84,6 +85,32 @@ def cpu_means_table() -> str:
         *_cpu_means(rows, bold=False),
     ]
     return "\n".join([*lines, "", source_line(rows, "make bench-cpu")])
+
+
+def cpu_networks_table() -> str:
+    """The layers of whole networks by class, operation and layout: the mean and the losses."""
+    rows = records("cpu_networks")
+    if not rows:
+        return ""
+    groups: dict[tuple[str, str, str], list[tuple[float, str]]] = {}
+    for row in rows:
+        layout = "channels last" if row["layout"].endswith("C") else "channels first"
+        ratio = row["peer_ms"] / row["ours_ms"]
+        groups.setdefault((row["class"], row["op"], layout), []).append((ratio, row["layer"]))
+    lines = [
+        "| class | operation | layout | layers | times as fast as PyTorch, geometric mean "
+        "| slower than 0.7x | the worst |",
+        "| --- | --- | --- | ---: | ---: | ---: | --- |",
+    ]
+    for (kind, op, layout), found in sorted(groups.items()):
+        mean = statistics.geometric_mean(ratio for ratio, _ in found)
+        slower = sum(ratio < 0.7 for ratio, _ in found)
+        ratio, layer = min(found)
+        lines.append(
+            f"| {kind} | {op} | {layout} | {len(found)} | {mean:.2f}x | {slower} "
+            f"| {ratio:.2f}x `{layer}` |"
+        )
+    return "\n".join([*lines, "", source_line(rows, "python -m tests.perf.bench_cpu_networks")])
 
 
 def _cpu_means(rows: list[Record], *, bold: bool) -> list[str]:
