@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from convgrad_service.plans.cuda.program import ceil_div
@@ -93,17 +94,20 @@ def single_s(of: SingleWave, rates: Rates) -> float:
     multiprocessors = of.slots // of.blocks
     resident = min(of.blocks, ceil_div(total, multiprocessors))
     at_once = multiprocessors * resident
+    # Tiles without products, as those between the pixels of a stride, leave an SM to the others.
+    deep = total * of.mean_steps / max(of.steps, 1.0)
+    sharing = min(of.blocks, max(1, math.ceil(deep / multiprocessors)))
     a_kb = of.a_rows * LINE_BYTES / 1e3 * (rates.apart_a if of.apart[0] else 1.0)
     b_rows = of.taps * ceil_div(of.n, BOX_ROWS) * BOX_ROWS
     copied = a_kb + b_rows * LINE_BYTES / 1e3 * (rates.apart_b if of.apart[1] else 1.0)
     products = of.taps * of.m * of.n * LINE_BYTES / SM_FLOPS * 1e6
     step = max(
-        resident * copied / rates.copied,
-        resident * products / rates.products,
-        min(total, at_once) * copied / rates.l2,
+        sharing * copied / rates.copied,
+        sharing * products / rates.products,
+        min(deep, at_once) * copied / rates.l2,
         rates.step,
     )
-    steps = max(of.steps, of.mean_steps * total / at_once) / of.split
+    steps = max(of.steps, of.mean_steps * total / (multiprocessors * sharing)) / of.split
     busy = steps * step
     stored = rates.tile + rates.tile_size * of.m * of.n * ITEM_BYTES / 1e3 / of.split
     busy += ceil_div(total, at_once) * stored
