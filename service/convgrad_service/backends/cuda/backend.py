@@ -186,13 +186,10 @@ class CudaBackend(Diagnostics):
 
         def one(part: Problem, inputs: Tensors) -> dict[str, NDArray[Any]]:
             wanted = out if part is problem else None
-            # Take a lane only once the kernels are compiled and loaded.
-            steps = self._prepared(part)[0].steps
-            wait_for(self._kernels.compile_ahead(steps), cancelled)
-            with self._translated(part), self._cuda.Device(self._index):
-                self._kernels.prepare(steps)
-                with self._lane() as lane, self._kernels.computing():
-                    return self._compute(part, inputs, wanted or {}, lane, spent, cancelled)
+            # Take a lane only once the kernels are compiled.
+            wait_for(self._kernels.compile_ahead(self._prepared(part)[0].steps), cancelled)
+            with self._translated(part), self._lane() as lane:
+                return self._compute(part, inputs, wanted or {}, lane, spent, cancelled)
 
         if self._fault is not None:
             raise DeviceUnavailable(f"{self.device.name} failed before: {self._fault}")
@@ -300,6 +297,7 @@ class CudaBackend(Diagnostics):
     ) -> dict[str, NDArray[Any]]:
         stop_if(cancelled)
         plan, arena = self._prepared(problem)
+        self._kernels.prepare(plan.steps)
         memory = self._allocate(arena.size_bytes, problem)
         base: int = memory.ptr
         addresses = arena.addresses(base)
@@ -309,8 +307,10 @@ class CudaBackend(Diagnostics):
             on_host = read_in_place(inputs, addresses, lane.stream)
             lane.upload(((arena.offsets[name], array) for name, array in on_host.items()), base)
             if self._poison:
-                filled, size = base + arena.input_bytes, arena.size_bytes - arena.input_bytes
-                self._cuda.runtime.memsetAsync(filled, 0xFF, size, lane.stream.ptr)
+                size = arena.size_bytes - arena.input_bytes
+                self._cuda.runtime.memsetAsync(
+                    base + arena.input_bytes, 0xFF, size, lane.stream.ptr
+                )
             outputs = places_of(problem, places)
             to_move = write_in_place(outputs, addresses)
             begin, end = self._cuda.Event(), self._cuda.Event()
@@ -322,8 +322,9 @@ class CudaBackend(Diagnostics):
             found = {check.buffer: np.zeros(1, np.int64) for check in plan.checks}
             wanted = {**on_the_host(outputs), **found}
             # Downloads without staging are enqueued behind the kernels at once.
-            moved = ((addresses[name] - base, wanted[name]) for name in wanted)
-            rest = lane.download_soon(moved, base)
+            rest = lane.download_soon(
+                ((addresses[name] - base, wanted[name]) for name in wanted), base
+            )
             begin.synchronize()
             uploaded = time.perf_counter()
             stop_if(cancelled)

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from convgrad_service.backends.cuda.attributed_launch import AttributedLaunch
 from convgrad_service.backends.cuda.compile import Compiler
 from convgrad_service.backends.cuda.device import import_cupy
-from convgrad_service.backends.cuda.load_gate import LoadGate
 from convgrad_service.plans.cuda.program import (
     ZEROS,
     ZEROS_BYTES,
@@ -92,8 +91,7 @@ class ClearLaunch:
 class Kernels:
     """The kernels of one device, compiled and loaded on first use.
 
-    The device must be current in the calling thread. Thread-safe. What runs inside ``computing()``
-    seldom waits for kernels that other threads load (see `LoadGate`).
+    The device must be current in the calling thread. Thread-safe.
     """
 
     def __init__(self, compiler: Compiler) -> None:
@@ -103,8 +101,6 @@ class Kernels:
         self._shared: dict[Instance, int] = {}
         self._zeros: dict[int, Any] = {}
         self._lock = threading.Lock()
-        self._gate = LoadGate()
-        self.computing = self._gate.computing
 
     def compile_ahead(self, steps: Iterable[Step]) -> Future[None] | None:
         """Start to compile kernels of these steps that are neither loaded nor cached.
@@ -120,12 +116,9 @@ class Kernels:
 
     def prepare(self, steps: Iterable[Step]) -> None:
         """Compile and load the kernels of these steps, so that running them does not wait."""
-        launches = (step for step in steps if isinstance(step, Launch))
-        new = [one for one in launches if self._shared.get(one.instance, -1) < one.shared_bytes]
-        if new:
-            with self._gate.loading():
-                for one in new:
-                    self.function(one)
+        for step in steps:
+            if isinstance(step, Launch):
+                self.function(step)
 
     def run(self, steps: Iterable[Step], addresses: Mapping[str, int], stream: Any) -> None:
         """Enqueue the steps on a stream, in order."""

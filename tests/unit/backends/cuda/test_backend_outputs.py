@@ -118,9 +118,7 @@ def backend(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> Iterator[C
     made._prepared = lambda problem: (plan, arena_of(problem, plan))  # type: ignore[assignment]
     made._parts = lambda problem: 1  # type: ignore[method-assign]
     made._kernels = SimpleNamespace(  # type: ignore[assignment]
-        prepare=lambda steps: None,
-        compile_ahead=lambda steps: None,
-        computing=contextlib.nullcontext,
+        prepare=lambda steps: None, compile_ahead=lambda steps: None
     )
     made._graphs = SimpleNamespace(run=filled(lambda: made._now))  # type: ignore[assignment, attr-defined]
     made._residents = Residents(made._uploaded, made._room_for)

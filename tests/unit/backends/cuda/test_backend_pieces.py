@@ -27,12 +27,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Problem, dict[str, An
     made = object.__new__(CudaBackend)
     made._fault, made.device, made._families = None, H200, FAMILIES
     made._prepared = made._prepare  # type: ignore[assignment]
-    made._kernels = SimpleNamespace(  # type: ignore[assignment]
-        prepare=lambda steps: None,
-        compile_ahead=lambda steps: None,
-        computing=contextlib.nullcontext,
-    )
-    made._cuda, made._index = SimpleNamespace(Device=contextlib.nullcontext), 0
+    made._kernels = SimpleNamespace(compile_ahead=lambda steps: None)  # type: ignore[assignment]
     monkeypatch.setattr(made, "_lane", lambda: contextlib.nullcontext(None))
     monkeypatch.setattr(made, "_parts", lambda problem: 1)
     monkeypatch.setattr(made, "_parts_by_free_memory", lambda problem: PARTS)
