@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.conv.batch_last_weight import BatchLastWeight
 from convgrad_service.backends.cuda.kernels.conv.bf16x3_weight import Bf16x3Weight
 from convgrad_service.backends.cuda.kernels.conv.channel_sums import ChannelSumsKernel
 from convgrad_service.backends.cuda.kernels.conv.col2im import Col2im
@@ -106,6 +107,7 @@ OVERHEADS = {
     "dense_weight": Overhead(8.0e-6, 0.91, 3e-6),
     "bf16x3_weight": Overhead(0.0),
     "planes_weight": Overhead(0.0),
+    "batch_last_weight": Overhead(0.0),
 }
 # Copies between layouts.
 COPIES = (Transpose(), RowCopy(), RowPack(), StridedCopy())
@@ -172,6 +174,8 @@ LARGE_WEIGHT = (
     ResultThroughChannelsLast(HopperWeight(), COPIES),
     HopperWeight(),
     PlanesWeight(),
+    ResultThroughChannelsLast(BatchLastWeight(), COPIES),
+    BatchLastWeight(),
     ResultThroughChannelsLast(Bf16x3Weight(), COPIES),
     Bf16x3Weight(),
     ResultThroughChannelsLast(DenseWeight(), COPIES),
