@@ -15,7 +15,7 @@ from convgrad_service.plans.cuda.device import H200
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.support.kernels.conv_work import work_of
 from tests.support.kernels.harness import ROUNDED, gates, with_layouts
-from tests.support.numerics.cases import EPILOGUES, FROM_CONV, Case
+from tests.support.numerics.cases import FROM_CONV
 from tests.support.numerics.geometries import Conv
 from tests.support.numerics.nonfinite import check_rule
 
@@ -33,6 +33,12 @@ CASES = {
     for name, conv in GEOMETRIES.items()
 }
 
+ACCUMULATED = (
+    FROM_CONV[OPERATION]("3x3", GEOMETRIES["3x3"])
+    .with_params("", outputs=("grad_weight",))
+    .with_tensor("accumulate", GEOMETRIES["3x3"].weight_shape)
+    .with_params("bilinear", precision="high", alpha=2.0, beta=-0.25)
+)
 emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
 
@@ -49,3 +55,35 @@ def batch_last() -> EmulatedBackend:
 def test_emulated(batch_last: EmulatedBackend, seed: int, name: str, last: bool) -> None:
     case = CASES[name]
     gates(batch_last, seed, case, "tf32", [with_layouts(case.ndim, grouped=False)[-last]])
+
+
+@emulation
+def test_emulated_epilogue(batch_last: EmulatedBackend, seed: int) -> None:
+    layout = with_layouts(ACCUMULATED.ndim, grouped=False)[-1]
+    gates(batch_last, seed, ACCUMULATED, "tf32", [layout])
+
+
+@emulation
+@pytest.mark.parametrize("name", ["3x3", "strided"])
+def test_emulated_nonfinite(batch_last: EmulatedBackend, seed: int, name: str) -> None:
+    case = CASES[name]
+    layout = with_layouts(case.ndim, grouped=False)[-1]
+    check_rule(batch_last, seed, case, "float32", layout, ROUNDED)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"dtype": DType.BFLOAT16}, "precision"),
+        ({"precision": "highest"}, "precision"),
+        ({"groups": 2}, "groups"),
+        ({"batch": 6}, "6 images"),
+        ({"size": 15, "stride": 2}, "15 are not whole strides"),
+        ({"batch": 4}, "expected 8 or more"),
+    ],
+)
+def test_refusals(given: dict[str, Any], reason: str) -> None:
+    own = {"kernel": 3, "pad": 1, "dtype": DType.FLOAT32, "precision": "high", "size": 16}
+    own |= {"batch": 8}
+    family = BatchLastWeight(everywhere=True)
+    assert reason in str(family.why_not(work_of("bwd_weight", **own | given), H200))

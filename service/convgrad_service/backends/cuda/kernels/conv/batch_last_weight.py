@@ -129,9 +129,7 @@ def _copied(
     pixels = wide // phases * work.batch
     rows = pixels * channels
     copy = replace(operand, buffer=f"{work.prefix}{name}_batch_last")
-    return Rows(
-        copy, (pixels, channels, high * phases, deep), (pixels, rows, high * phases * rows)
-    )
+    return Rows(copy, (pixels, channels, high * phases, deep), (pixels, rows, high * phases * rows))
 
 
 def _sides(

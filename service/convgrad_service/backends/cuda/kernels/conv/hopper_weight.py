@@ -222,9 +222,7 @@ def _why_not_result(work: ConvWork) -> str | None:
 
 
 @lru_cache(maxsize=16)
-def _best(
-    work: ConvWork, device: CudaDevice, rows: PixelRows | None
-) -> tuple[float, Cut] | None:
+def _best(work: ConvWork, device: CudaDevice, rows: PixelRows | None) -> tuple[float, Cut] | None:
     """Return the fastest partition and its expected seconds. Cached, as each plan needs it twice
     and the search is slow."""
     every = [(launch_s(expected_s(cut, device)), cut) for cut in reachable(work, device, rows)]
@@ -238,9 +236,7 @@ def _best(
     return times[best], found[best][1]
 
 
-def reachable(
-    work: ConvWork, device: CudaDevice, rows: PixelRows | None = None
-) -> Iterator[Cut]:
+def reachable(work: ConvWork, device: CudaDevice, rows: PixelRows | None = None) -> Iterator[Cut]:
     """Yield the partitions whose indices fit and whose tensor maps TMA accepts."""
     count = 2 if work.result_dtype is DType.FLOAT32 else 8
     direct = work.epilogue_free and beside(work, count)
