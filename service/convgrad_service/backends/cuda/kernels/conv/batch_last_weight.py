@@ -116,7 +116,7 @@ def _rows(work: ConvWork) -> PixelRows:
         _copied(work, "grad_output", work.y, work.out_channels, work.output, 1),
         work.batch,
         work.output,
-        work.stride[:1] + (high * wide, wide),
+        (deep, high * wide, wide),
         (work.dilation[0], work.dilation[1] * wide, work.dilation[2]),
         (work.pad[0], work.pad[1] * wide, work.pad[2]),
     )
@@ -125,11 +125,10 @@ def _rows(work: ConvWork) -> PixelRows:
 def _copied(
     work: ConvWork, name: str, operand: Operand, channels: int, size: Size3, phases: int
 ) -> Rows:
-    deep, high, wide = size
-    pixels = wide // phases * work.batch
-    rows = pixels * channels
+    pixels, rows = size[2] // phases * work.batch, size[1] * phases
     copy = replace(operand, buffer=f"{work.prefix}{name}_batch_last")
-    return Rows(copy, (pixels, channels, high * phases, deep), (pixels, rows, high * phases * rows))
+    extents = pixels, channels, rows, size[0]
+    return Rows(copy, extents, (pixels, channels * pixels, rows * channels * pixels))
 
 
 def _sides(

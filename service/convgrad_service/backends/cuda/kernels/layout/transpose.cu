@@ -7,11 +7,16 @@
 // last chunk is unused; in the target each row of a tile ends at a chunk boundary, for which the tile
 // starts `lead` rows of y earlier. Static shared memory: the tile in 32-bit words, each of two elements
 // adjacent along y if they have 16 bits, and without bank conflicts. From `y_limit` on, the source has
-// no element and the target gets zero.
+// no element and the target gets zero. With Y_AXES 2 y is two axes of the source, (outer, inner); both sides
+// are aligned then.
 // Relies on its launcher for the grid, tiles of x (fastest), tiles of y, outer positions; and for
 // buffers that start at chunk boundaries.
 // Deterministic. Index limits: offsets in 64 bits; blocks below 2^31.
 #include "layout/transpose_args.cuh"
+
+#ifndef Y_AXES
+#define Y_AXES 1
+#endif
 
 using namespace convgrad;
 
@@ -68,9 +73,9 @@ __device__ __forceinline__ int beyond(const T* at) {
   return static_cast<int>(reinterpret_cast<u64>(at) / sizeof(T)) & (kElements - 1);
 }
 
-// Loads rows [first, reals) of the tile, which start at chunk boundaries.
-__device__ __forceinline__ void load(Word* words, const T* source, i64 pitch, int xs, int first,
-                                     int reals) {
+// Loads rows [first, reals) of the tile, which start at chunk boundaries, from `row_at`.
+template <class RowAt>
+__device__ __forceinline__ void load(Word* words, const RowAt& row_at, int xs, int first, int reals) {
   constexpr int kChunks = kTileX / kChunk, kCount = (kRows * kChunks + kThreads - 1) / kThreads;
   Chunk chunks[kCount][2];
 #pragma unroll
@@ -79,7 +84,7 @@ __device__ __forceinline__ void load(Word* words, const T* source, i64 pitch, in
 #pragma unroll
     for (int p = 0; p < kPair; ++p) {
       const int y = row * kPair + p;
-      chunks[i][p] = y >= first && y < reals && x < xs ? Chunk::load(source + y * pitch + x)
+      chunks[i][p] = y >= first && y < reals && x < xs ? Chunk::load(row_at(y) + x)
                                                        : Chunk::zero();
     }
   }
@@ -215,7 +220,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   if constexpr (SOURCE_ANY) {
     load_any(words, source, whole + args.elements, args.y_source, xs, first, reals);
   } else {
-    load(words, source, args.y_source, xs, first, reals);
+    auto row_at = [&](int y) {
+      if constexpr (Y_AXES == 1) return source + y * args.y_source;
+      const int at = static_cast<int>(y0) + y, outer = divide(at, args.by_inner);
+      return whole + from + x0 + outer * args.y_outer + (at - outer * args.y_inner) * args.y_source;
+    };
+    load(words, row_at, xs, first, reals);
   }
   __syncthreads();
   if constexpr (TARGET_ANY) {
