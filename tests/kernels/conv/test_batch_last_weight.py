@@ -26,6 +26,9 @@ GEOMETRIES = {
     "wide_strides": Conv(12, 16, 24, (9, 12), (2, 5), 3, 2),
     "dilated": Conv(8, 16, 16, (9, 12), (3, 3), 2, 3, 2),
     "few_images": Conv(4, 16, 20, (5, 10), (3, 3), 1, 1),
+    # Pixels are images.
+    "pointwise": Conv(3, 40, 72, (4, 5), (1, 1)),
+    "pointwise_strided": Conv(8, 40, 24, (9, 18), (1, 1), 2),
     "1d": Conv(40, 24, 32, (14,), (3,), 2, 1),
     "3d": Conv(8, 16, 24, (3, 4, 4), (2, 3, 2), 2, 1),
 }

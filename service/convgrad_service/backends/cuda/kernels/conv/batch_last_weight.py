@@ -16,21 +16,21 @@ from math import prod
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.dense_weight import weight_expected_s
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight
-from convgrad_service.backends.cuda.kernels.layout.channels_last import Prepared, prepare_side
+from convgrad_service.backends.cuda.kernels.layout.channels_last import overlapping, prepare_side
 from convgrad_service.backends.cuda.kernels.layout.planes import PixelRows, Rows
 from convgrad_service.backends.cuda.kernels.layout.transpose import Transpose
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.program import Fragment, Instance, Step, Workspace
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, Step, Workspace
 from convgrad_service.plans.cuda.works import ConvWork, Copy, CopyAxis, Operand, Size3
 
 __all__ = ["BatchLastWeight"]
 
 # Float32 elements of 16 bytes, which the copy engine's coordinates are multiples of.
 CHUNK = 4
-# On an H200: the start of the three launches, bytes read and written per second by a transposition,
-# images of its tiles, and the measured time of a product over its modelled time.
-START_S, BYTES_PER_S, TILE_IMAGES, PRODUCT_SCALE = 8e-6, 3.2e12, 64, 0.8
-# dense_weight's measured time in TF32 on an H200, over its modelled time: 1.22 to 1.36.
+# On an H200: a copy's launch, bytes that a transposition reads and writes per second, and the
+# measured time of a product over its modelled time (0.81 to 1.04 for 32 to 128 images).
+COPY_S, BYTES_PER_S, PRODUCT_SCALE = 2e-6, 4.2e12, 0.93
+# dense_weight's measured time in TF32 on an H200, over its modelled time: 1.2 to 1.36.
 TF32_SLOWER = 1.2
 
 
@@ -58,54 +58,99 @@ class BatchLastWeight:
             return f"{work.dtype} of {work.precision} precision"
         if work.groups > 1:
             return f"{work.groups} groups of channels"
-        if work.batch % CHUNK:
-            return f"{work.batch} images; expected a multiple of {CHUNK}"
-        if work.input[2] % work.stride[2]:
-            return f"rows of {work.input[2]} are not whole strides of {work.stride[2]}"
-        rows = _rows(work)
-        for source, target, size, phases in _sides(work, rows, device):
-            copy = _copy(work, source.operand, target, size, phases)
+        read, *_ = _channels_last(work, device)
+        if read.batch % CHUNK:
+            return f"{read.batch} images; expected a multiple of {CHUNK}"
+        if read.input[2] % read.stride[2]:
+            return f"rows of {read.input[2]} are not whole strides of {read.stride[2]}"
+        rows = _rows(read)
+        for copy in _copies(read, rows):
             if (reason := self._copy.why_not(copy, device)) is not None:
                 return reason
-        product = _product(work)
-        if (reason := self._product.why_not(product, device, rows)) is not None:
+        if (reason := self._product.why_not(read, device, rows)) is not None:
             return reason
+        # Either reads channels last.
         tf32_s = TF32_SLOWER * weight_expected_s(work, device)
-        if not self._everywhere and (self.launches(work, device).expected_s or 0.0) > tf32_s:
+        if not self._everywhere and self._expected_s(read, rows, device) > tf32_s:
             return "few products for its size: copying would cost more than it saves"
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        rows = _rows(work)
-        steps: list[Step] = []
-        workspace: list[Workspace] = []
-        for source, target, size, phases in _sides(work, rows, device):
-            copy = _copy(work, source.operand, target, size, phases)
-            steps += (*source.steps, *self._copy.launches(copy, device).steps)
-            workspace += source.workspace
-            size_bytes = prod(target.extents) * work.dtype.itemsize
-            workspace.append(Workspace(target.operand.buffer, size_bytes))
-        copied = 2 * sum(item.size_bytes for item in workspace)
-        copied_s = copied / BYTES_PER_S * max(1.0, TILE_IMAGES / work.batch)
-        fragment = self._product.launches(_product(work), device, rows=rows)
+        read, steps, first = _channels_last(work, device)
+        rows = _rows(read)
+        for copy in _copies(read, rows):
+            steps += self._copy.launches(replace(copy, follows=bool(first)), device).steps
+        workspace = [Workspace(one.operand.buffer, _bytes(one)) for one in (rows.x, rows.y)]
+        product = self._product.launches(read, device, rows=rows)
+        waiting, *others = product.steps
+        if isinstance(waiting, Launch):
+            waiting = replace(waiting, overlaps=True)
+        first_s = _copied_s(item.size_bytes for item in first)
         return replace(
-            fragment,
-            kernel=f"{self.name}_{fragment.kernel}",
-            steps=(*steps, *fragment.steps),
-            workspace=(*workspace, *fragment.workspace),
-            expected_s=START_S + copied_s + PRODUCT_SCALE * (fragment.expected_s or 0.0),
+            product,
+            kernel=f"{self.name}_{product.kernel}",
+            steps=(*overlapping(steps, device), waiting, *others),
+            workspace=(*first, *workspace, *product.workspace),
+            expected_s=first_s + self._expected_s(read, rows, device),
         )
+
+    def _expected_s(self, work: ConvWork, rows: PixelRows, device: CudaDevice) -> float:
+        """Return the expected seconds of the product and the copies to rows."""
+        product_s = self._product.launches(work, device, rows=rows).expected_s or 0.0
+        return _copied_s(map(_bytes, (rows.x, rows.y))) + PRODUCT_SCALE * product_s
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [*self._copy.instances(), *self._product.instances()]
 
 
-def _product(work: ConvWork) -> ConvWork:
-    """Return the work with a prefix of its own: its copies are not copies of the operands, which
-    another work may share."""
-    return replace(work, prefix=f"{work.prefix}rows_")
+def _bytes(rows: Rows) -> int:
+    return prod(rows.extents) * rows.operand.dtype.itemsize
+
+
+def _copied_s(sizes_bytes: Iterable[int]) -> float:
+    return sum(COPY_S + 2 * size / BYTES_PER_S for size in sizes_bytes)
+
+
+def _channels_last(
+    work: ConvWork, device: CudaDevice
+) -> tuple[ConvWork, list[Step], list[Workspace]]:
+    """Return the work on channels-last operands, and how they are made where they are copies."""
+    x, y = (prepare_side(work, name, device) for name in ("input", "grad_output"))
+    # Copies to rows are not copies of the operands, which another work may share.
+    read = replace(work, x=x.operand, y=y.operand, prefix=f"{work.prefix}rows_")
+    return _flat(read), [*x.steps, *y.steps], [*x.workspace, *y.workspace]
+
+
+def _flat(work: ConvWork) -> ConvWork:
+    """Return pointwise work of stride 1 with all pixels as images, if one stride separates them."""
+    if work.taps > 1 or max(work.stride) > 1 or any(work.pad) or work.input != work.output:
+        return work
+    extents = (work.batch, *work.output)
+    operands: list[Operand] = []
+    for operand in (work.x, work.y):
+        n, g, c, *spatial = operand.strides
+        pitch = count = 0
+        for extent, stride in zip(reversed(extents), reversed((n, *spatial)), strict=True):
+            if extent > 1:
+                pitch, count = pitch or stride, count or 1
+                if stride != pitch * count:
+                    return work
+                count *= extent
+        operands.append(replace(operand, strides=(pitch, g, c, 0, 0, 0)))
+    point = (1,)
+    conv = replace(
+        work.conv,
+        batch=prod(extents),
+        input_size=point,
+        output_size=point,
+        kernel_size=point,
+        stride=point,
+        dilation=point,
+        padding=((0, 0),),
+    )
+    return replace(work, conv=conv, x=operands[0], y=operands[1])
 
 
 def _rows(work: ConvWork) -> PixelRows:
@@ -126,18 +171,16 @@ def _copied(
     work: ConvWork, name: str, operand: Operand, channels: int, size: Size3, phases: int
 ) -> Rows:
     pixels, rows = size[2] // phases * work.batch, size[1] * phases
-    copy = replace(operand, buffer=f"{work.prefix}{name}_batch_last")
+    copy = replace(operand, buffer=f"{work.prefix}{name}")
     extents = pixels, channels, rows, size[0]
     return Rows(copy, extents, (pixels, channels * pixels, rows * channels * pixels))
 
 
-def _sides(
-    work: ConvWork, rows: PixelRows, device: CudaDevice
-) -> tuple[tuple[Prepared, Rows, Size3, int], ...]:
-    """Return each operand, channels last; its copy, size and phases."""
+def _copies(work: ConvWork, rows: PixelRows) -> tuple[Copy, Copy]:
+    """Return the copies of the input and of grad_output."""
     return (
-        (prepare_side(work, "input", device), rows.x, work.input, work.stride[2]),
-        (prepare_side(work, "grad_output", device), rows.y, work.output, 1),
+        _copy(work, work.x, rows.x, work.input, work.stride[2]),
+        _copy(work, work.y, rows.y, work.output, 1),
     )
 
 

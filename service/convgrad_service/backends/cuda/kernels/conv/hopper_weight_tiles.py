@@ -300,7 +300,7 @@ def _all_tiled(work: ConvWork, device: CudaDevice, rows: PixelRows | None) -> It
     if rows is not None:
         for tile in TILES:
             for cut in _tiled(work, tile, 1):
-                if cut.copying == 1:
+                if cut.copying == 1 and cut.stages(device) >= LEAST_STAGES:
                     yield cut._replace(steps=rows.steps)
         return
     for tile in TILES:
