@@ -46,8 +46,8 @@ __device__ __forceinline__ int row_of(const HopperWeightArgs& args) {
 }
 
 __device__ __forceinline__ int steps_of(const HopperWeightArgs& args) {
-  const int images = PLANES ? 1 : args.source.batch;
-  const u32 pixels = images * args.source.y_size[0] * args.source.y_size[1] * row_of(args);
+  const int row = row_of(args);
+  const u32 pixels = (PLANES ? 1 : args.source.batch) * args.source.y_size[0] * args.source.y_size[1] * row;
   return (pixels + kPixels - 1) / kPixels;
 }
 

@@ -73,9 +73,20 @@ __device__ __forceinline__ int beyond(const T* at) {
   return static_cast<int>(reinterpret_cast<u64>(at) / sizeof(T)) & (kElements - 1);
 }
 
-// Loads rows [first, reals) of the tile, which start at chunk boundaries, from `row_at`.
-template <class RowAt>
-__device__ __forceinline__ void load(Word* words, const RowAt& row_at, int xs, int first, int reals) {
+// The distances of rows that are two axes of the source, in a tile whose first row is number `first`.
+struct TwoAxes {
+  const TransposeArgs& args;
+  int first;
+};
+__device__ __forceinline__ i64 operator*(int y, const TwoAxes& axes) {
+  const int row = axes.first + y, outer = divide(row, axes.args.by_inner);
+  return outer * axes.args.y_outer + (row - outer * axes.args.y_inner) * axes.args.y_source;
+}
+
+// Loads rows [first, reals) of the tile, which start at chunk boundaries.
+template <class Pitch>
+__device__ __forceinline__ void load(Word* words, const T* source, Pitch pitch, int xs, int first,
+                                     int reals) {
   constexpr int kChunks = kTileX / kChunk, kCount = (kRows * kChunks + kThreads - 1) / kThreads;
   Chunk chunks[kCount][2];
 #pragma unroll
@@ -84,7 +95,7 @@ __device__ __forceinline__ void load(Word* words, const RowAt& row_at, int xs, i
 #pragma unroll
     for (int p = 0; p < kPair; ++p) {
       const int y = row * kPair + p;
-      chunks[i][p] = y >= first && y < reals && x < xs ? Chunk::load(row_at(y) + x)
+      chunks[i][p] = y >= first && y < reals && x < xs ? Chunk::load(source + y * pitch + x)
                                                        : Chunk::zero();
     }
   }
@@ -219,13 +230,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 
   if constexpr (SOURCE_ANY) {
     load_any(words, source, whole + args.elements, args.y_source, xs, first, reals);
+  } else if constexpr (Y_AXES > 1) {
+    load(words, whole + from + x0, TwoAxes{args, static_cast<int>(y0)}, xs, first, reals);
   } else {
-    auto row_at = [&](int y) {
-      if constexpr (Y_AXES == 1) return source + y * args.y_source;
-      const int at = static_cast<int>(y0) + y, outer = divide(at, args.by_inner);
-      return whole + from + x0 + outer * args.y_outer + (at - outer * args.y_inner) * args.y_source;
-    };
-    load(words, row_at, xs, first, reals);
+    load(words, source, args.y_source, xs, first, reals);
   }
   __syncthreads();
   if constexpr (TARGET_ANY) {
