@@ -1,13 +1,17 @@
-"""Float32 weight gradients of ``precision: high`` by copies with the batch last."""
+"""batch_last_weight in the emulator and on a GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.base import Backend
+from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.conv.batch_last_weight import BatchLastWeight
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight
@@ -43,33 +47,40 @@ ACCUMULATED = (
     .with_tensor("accumulate", GEOMETRIES["3x3"].weight_shape)
     .with_params("bilinear", precision="high", alpha=2.0, beta=-0.25)
 )
-emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+Place = Callable[..., Backend]
 
 
-@pytest.fixture(scope="module")
-def batch_last() -> EmulatedBackend:
-    return EmulatedBackend(
-        replace(FAMILIES, bwd_weight=(BatchLastWeight(HopperWeight(1), everywhere=True),))
-    )
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(
+            EmulatedBackend,
+            marks=pytest.mark.skipif(not works_here(), reason="the emulator is for x86-64"),
+            id="emulated",
+        ),
+        pytest.param(partial(CudaBackend, poison=True), marks=pytest.mark.gpu, id="gpu"),
+    ],
+)
+def batch_last(request: pytest.FixtureRequest) -> Backend:
+    place: Place = request.param
+    family = BatchLastWeight(HopperWeight(1), everywhere=True)
+    return place(families=replace(FAMILIES, bwd_weight=(family,)))
 
 
-@emulation
 @pytest.mark.parametrize("last", [False, True], ids=["channels_first", "channels_last"])
 @pytest.mark.parametrize("name", CASES)
-def test_emulated(batch_last: EmulatedBackend, seed: int, name: str, last: bool) -> None:
+def test_gates(batch_last: Backend, seed: int, name: str, last: bool) -> None:
     case = CASES[name]
     gates(batch_last, seed, case, "tf32", [with_layouts(case.ndim, grouped=False)[-last]])
 
 
-@emulation
-def test_emulated_epilogue(batch_last: EmulatedBackend, seed: int) -> None:
+def test_epilogue(batch_last: Backend, seed: int) -> None:
     layout = with_layouts(ACCUMULATED.ndim, grouped=False)[-1]
     gates(batch_last, seed, ACCUMULATED, "tf32", [layout])
 
 
-@emulation
 @pytest.mark.parametrize("name", ["3x3", "strided"])
-def test_emulated_nonfinite(batch_last: EmulatedBackend, seed: int, name: str) -> None:
+def test_nonfinite(batch_last: Backend, seed: int, name: str) -> None:
     case = CASES[name]
     layout = with_layouts(case.ndim, grouped=False)[-1]
     check_rule(batch_last, seed, case, "float32", layout, ROUNDED)
@@ -86,7 +97,7 @@ def test_emulated_nonfinite(batch_last: EmulatedBackend, seed: int, name: str) -
     ],
 )
 def test_refusals(given: dict[str, Any], reason: str) -> None:
-    own = {"kernel": 3, "pad": 1, "dtype": DType.FLOAT32, "precision": "high", "size": 16}
-    own |= {"batch": 8}
+    own: dict[str, Any] = {"kernel": 3, "pad": 1, "size": 16, "batch": 8}
+    own |= {"dtype": DType.FLOAT32, "precision": "high"}
     family = BatchLastWeight(everywhere=True)
     assert reason in str(family.why_not(work_of("bwd_weight", **own | given), H200))
