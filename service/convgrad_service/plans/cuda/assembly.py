@@ -34,21 +34,18 @@ def sequential_plan(chosen: Iterable[Chosen], more: Iterable[Workspace] = ()) ->
 
 
 def concurrent_plan(
-    branches: Sequence[Sequence[Chosen]],
-    problem: Problem,
-    more: Iterable[Workspace] = (),
-    first: Sequence[Chosen] = (),
+    branches: Sequence[Sequence[Chosen]], problem: Problem, more: Iterable[Workspace] = ()
 ) -> CudaPlan:
     """Return a plan of independent branches, each a sequence of pieces of work.
 
-    Launches that the branches have in common run first, once, and so do those of ``first``.
+    Launches that the branches have in common run first, once.
     """
-    parts = [part for branch in (first, *branches) for part in branch]
+    parts = [part for branch in branches for part in branch]
     common, fragments = hoist_common_launches([part.fragment for part in parts], problem.inputs)
     plan = _plan_of(list(zip(parts, fragments, strict=True)), common, more)
     left = iter(fragments)
-    before, *lengths = [sum(len(next(left).steps) for _ in one) for one in (first, *branches)]
-    starts = accumulate(lengths[:-1], initial=len(common) + before)
+    lengths = [sum(len(next(left).steps) for _ in branch) for branch in branches]
+    starts = accumulate(lengths[:-1], initial=len(common))
     return replace(plan, branches=tuple(starts)) if len(branches) > 1 else plan
 
 

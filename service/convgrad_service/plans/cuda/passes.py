@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from math import prod
+from typing import Literal
 
 from convgrad_service.plans.cuda.assembly import choose_conv, concurrent_plan, conv_work
-from convgrad_service.plans.cuda.concatenation import ConcatenatedOperands, concatenate_operands
+from convgrad_service.plans.cuda.concatenation import concatenate_operands
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Chosen, Families, choose
-from convgrad_service.plans.cuda.program import Clear, CudaPlan, Fragment
+from convgrad_service.plans.cuda.program import Clear, CudaPlan, Fragment, Workspace
 from convgrad_service.plans.cuda.sm_partition import partition_multiprocessors
 from convgrad_service.plans.cuda.works import (
     ChannelSums,
@@ -45,7 +44,7 @@ def plan_passes(problem: ConvPasses, device: CudaDevice, families: Families) -> 
         )
         for one, chosen in zip(products, shared, strict=True):
             branches[passes.index(one)] = [chosen]
-    return concurrent_plan(branches, problem, planner.workspace, planner.shared(device))
+    return concurrent_plan(branches, problem, planner.workspace)
 
 
 class _Planner:
@@ -53,22 +52,7 @@ class _Planner:
 
     def __init__(self, problem: ConvPasses, families: Families) -> None:
         self._problem, self._families = problem, families
-        self._joined = {one.output: self._join(one) for one in problem.passes if len(one.terms) > 1}
-        self.workspace = [item for each in self._joined.values() for item in each.workspace]
-        # Copies that other passes can read instead of their own: the first part of a concatenation
-        # of channels. Pointwise and grouped kernels read channels first, or want both operands so.
-        self._copies: dict[str, tuple[Operand, Copy]] = {}
-        read = [name for one in problem.passes if len(one.terms) == 1 for name in one.sides]
-        shares = problem.conv.groups == 1 and prod(problem.conv.kernel_size) > 1
-        for each in self._joined.values():
-            copy = each.copies[0]
-            if shares and copy.source in read and not self._operand(copy.source).channels_last:
-                self._copies.setdefault(copy.source, (each.activation, copy))
-
-    def shared(self, device: CudaDevice) -> list[Chosen]:
-        """Return the copies that several passes read, which run before all branches."""
-        copies = [copy for _, copy in self._copies.values()]
-        return [choose(self._families.copy, copy, device) for copy in copies]
+        self.workspace: list[Workspace] = []
 
     def branch(self, one: Pass, device: CudaDevice) -> list[Chosen]:
         """Return the pieces of work of a pass, in order."""
@@ -78,16 +62,15 @@ class _Planner:
             return [self._constant(one, device)]
         if len(one.terms) == 1:
             return [choose_conv(self._work(one), device, self._families)]
-        shared = [copy for _, copy in self._copies.values()]
-        copies = [copy for copy in self._joined[one.output].copies if copy not in shared]
+        work, copies = self._concatenated(one)
         chosen = [choose(self._families.copy, copy, device) for copy in copies]
-        return [*chosen, choose_conv(self._concatenated(one), device, self._families)]
+        return [*chosen, choose_conv(work, device, self._families)]
 
     def _work(self, one: Pass) -> ConvWork:
         names = {side: name for name, side in one.sides.items()}
         names[one.written or "x"] = one.output
         spec = self._problem.outputs[one.output]
-        work = conv_work(
+        return conv_work(
             self._problem,
             one.direction,
             names["x"],
@@ -97,28 +80,18 @@ class _Planner:
             bias=one.bias,
             prefix=f"{one.output}.",
         )
-        x, y = (
-            self._copies[side.buffer][0] if side.buffer in self._copies else side
-            for side in (work.x, work.y)
-        )
-        return replace(work, x=x, y=y)
 
-    def _join(self, one: Pass) -> ConcatenatedOperands:
-        """Return the concatenated operands of the sum of two products."""
-        return concatenate_operands(
-            self._problem.conv,
-            "fwd" if one.direction == "fwd" else "bwd_data",
-            [self._operand(name) for name, _ in one.terms],
-            [self._weight(name) for _, name in one.terms],
-            f"{one.output}.",
-        )
-
-    def _concatenated(self, one: Pass) -> ConvWork:
-        """Return the sum of two products as one convolution."""
-        problem, plan, forward = self._problem, self._joined[one.output], one.direction == "fwd"
+    def _concatenated(self, one: Pass) -> tuple[ConvWork, tuple[Copy, ...]]:
+        """Return the sum of two products as one convolution, and the copies of its operands."""
+        problem, forward = self._problem, one.direction == "fwd"
+        activations = [self._operand(name) for name, _ in one.terms]
+        weights = [self._weight(name) for _, name in one.terms]
+        direction: Literal["fwd", "bwd_data"] = "fwd" if forward else "bwd_data"
+        plan = concatenate_operands(problem.conv, direction, activations, weights, f"{one.output}.")
+        self.workspace += plan.workspace
         result = self._operand(one.output)
-        return ConvWork(
-            direction="fwd" if forward else "bwd_data",
+        work = ConvWork(
+            direction=direction,
             conv=plan.conv,
             dtype=problem.dtype,
             result_dtype=problem.dtype,
@@ -130,6 +103,7 @@ class _Planner:
             deterministic=problem.deterministic,
             prefix=f"{one.output}.",
         )
+        return work, plan.copies
 
     def _sums(self, one: Pass) -> ChannelSums:
         """Return sums over the input, which takes the place of the output that the kernel sums."""

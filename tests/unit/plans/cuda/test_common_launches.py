@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import Packed
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.inprocess.base import problem_of
 from convgrad_service.plans.cuda.common_launches import hoist_common_launches
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.planner import plan_for
@@ -116,19 +113,3 @@ def test_a_workspace_that_was_written_before_is_not_shared() -> None:
     common, left = hoist_common_launches([first, second], ["x"])
     assert common == ()
     assert left == [first, second]
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_second_derivatives_share_copies(transposed: bool) -> None:
-    """The first part of a concatenation is the copy that the weight's gradient reads."""
-    operation = f"conv_{'transpose_' if transposed else ''}double_backward"
-    x, w = (8, 64, 14, 14), (64, 64, 3, 3)
-    names = {"grad_output": x, "input": x, "weight": w}
-    shapes = names | {"grad_grad_input": x, "grad_grad_weight": w}
-    problem = problem_of(
-        operation, {name: (shape, "bfloat16") for name, shape in shapes.items()}, {"padding": 1}
-    )
-    plan = plan_for(problem, H200, FAMILIES)
-    assert readers(plan, "grad_grad_input") == readers(plan, "grad_output") == 1
-    before = CudaPlan("", 0, 1, (), plan.steps[: plan.branches[0]])
-    assert readers(before, "grad_grad_input") == readers(before, "grad_output") == 1
