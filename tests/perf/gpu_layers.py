@@ -33,14 +33,15 @@ FMA_FLOPS = 60e12
 OPERATIONS = {
     "pool": ("maxpool_bwd",),
     "separable": ("grouped_conv_conv_fwd",),
-    "transposed": ("conv_transpose_fwd", "conv_transpose_backward"),
+    "transposed": (
+        "conv_transpose_fwd",
+        "conv_transpose_backward",
+        "conv_transpose_double_backward",
+    ),
 }
 CONVOLUTIONS = ("conv_bwd_data", "grouped_conv_bwd_weight")
-# By the kind of a layer, what is measured where it is asked for by name.
-MORE = {
-    "conv": ("conv_fwd", "conv_backward", "conv_double_backward"),
-    "conv_transpose": ("conv_transpose_double_backward",),
-}
+# What is measured of layers of kind "conv" where it is asked for by name.
+MORE = ("conv_fwd", "conv_backward", "conv_double_backward")
 
 Tensors = Mapping[str, Any]
 
@@ -104,7 +105,7 @@ def cases_of(
     for op in OPERATIONS.get(layer["class"], CONVOLUTIONS):
         if not ops or op in ops:
             yield CASES[op](layer, dtype, layout, op)
-    for op in MORE.get(layer["kind"], ()):
+    for op in MORE if layer["kind"] == "conv" else ():
         if op in ops:
             yield CASES[op](layer, dtype, layout, op)
 

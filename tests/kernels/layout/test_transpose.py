@@ -109,3 +109,25 @@ def test_padded(name: str) -> None:
     )
     assert wrong is None
     assert (memory.bytes["target"].view("u2") == padded.reshape(-1)).all()
+
+
+@pytest.mark.parametrize("itemsize", TYPES)
+@pytest.mark.parametrize("shape", [(8, 24, 40), (16, 7, 72), (40, 3, 8)])
+def test_rows_of_two_axes(itemsize: int, shape: tuple[int, int, int]) -> None:
+    """(N, W, C) to (C, W, N): the pixels of few images are rows of one tile."""
+    images, pixels, channels = shape
+    source, target = contiguous_strides(shape), contiguous_strides((channels, pixels, images))
+    axes = (
+        CopyAxis(pixels, source[1], target[1]),
+        CopyAxis(images, source[0], 1),
+        CopyAxis(channels, 1, target[0]),
+    )
+    copy = Copy("source", "target", TYPES[itemsize], axes)
+    assert Transpose().why_not(copy, H200) is None
+    fragment = Transpose().launches(copy, H200)
+    (step,) = fragment.steps
+    assert not isinstance(step, Clear)
+    assert ("Y_AXES", "2") in step.instance.defines
+    given = np.arange(prod(shape)).astype(f"u{itemsize}").reshape(shape)
+    found = run(fragment, given).reshape(channels, pixels, images)
+    assert (found == given.transpose(2, 1, 0)).all()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.conv.batch_last_weight import BatchLastWeight
 from convgrad_service.backends.cuda.kernels.conv.bf16x3_weight import Bf16x3Weight
 from convgrad_service.backends.cuda.kernels.conv.channel_sums import ChannelSumsKernel
 from convgrad_service.backends.cuda.kernels.conv.col2im import Col2im
@@ -31,7 +32,6 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGe
 from convgrad_service.backends.cuda.kernels.conv.padded_result import PaddedResult
 from convgrad_service.backends.cuda.kernels.conv.patch_products import PatchProducts
 from convgrad_service.backends.cuda.kernels.conv.patches import Patches
-from convgrad_service.backends.cuda.kernels.conv.planes_weight import PlanesWeight
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise import Depthwise
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct import DepthwiseDirect
@@ -105,7 +105,7 @@ OVERHEADS = {
     "dense_gather": Overhead(4.7e-6, 1.09, 4.9e-6),
     "dense_weight": Overhead(8.0e-6, 0.91, 3e-6),
     "bf16x3_weight": Overhead(0.0),
-    "planes_weight": Overhead(0.0),
+    "batch_last_weight": Overhead(0.0),
 }
 # Copies between layouts.
 COPIES = (Transpose(), RowCopy(), RowPack(), StridedCopy())
@@ -171,9 +171,10 @@ LARGE = (
 LARGE_WEIGHT = (
     ResultThroughChannelsLast(HopperWeight(), COPIES),
     HopperWeight(),
-    PlanesWeight(),
-    ResultThroughChannelsLast(Bf16x3Weight(), COPIES),
-    Bf16x3Weight(),
+    _fastest(
+        (ResultThroughChannelsLast(BatchLastWeight(), COPIES), BatchLastWeight()),
+        (ResultThroughChannelsLast(Bf16x3Weight(), COPIES), Bf16x3Weight()),
+    ),
     ResultThroughChannelsLast(DenseWeight(), COPIES),
     DenseWeight(),
 )

@@ -89,16 +89,8 @@ class Families:
 
     def without(self, names: Collection[str]) -> Families:
         """Return a copy without the families of these names."""
-
-        def left(family: Any) -> tuple[Any, ...]:
-            if isinstance(family, Selector):
-                return family.without(names)
-            return () if family.name in names else (family,)
-
         roles = {role: getattr(self, role) for role in self.__slots__}
-        return Families(
-            **{role: tuple(chain(*map(left, families))) for role, families in roles.items()}
-        )
+        return Families(**{role: _without(families, names) for role, families in roles.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +199,17 @@ class Selector(ABC, Generic[V]):
         return chosen.fragment
 
 
+def _without(families: Iterable[Any], names: Collection[str]) -> tuple[Any, ...]:
+    """Return families without those of these names, here and among those of a selector."""
+
+    def left(family: Any) -> tuple[Any, ...]:
+        if isinstance(family, Selector):
+            return family.without(names)
+        return () if family.name in names else (family,)
+
+    return tuple(chain(*map(left, families)))
+
+
 class FastestExpected(Selector[V]):
     """Chooses between several sequences of families by predicted time.
 
@@ -230,7 +233,7 @@ class FastestExpected(Selector[V]):
 
     def without(self, names: Collection[str]) -> tuple[Family[V], ...]:
         """See `Selector.without`."""
-        sides = [tuple(one for one in side if one.name not in names) for side in self._sides]
+        sides = [_without(side, names) for side in self._sides]
         left = [side for side in sides if side]
         if len(left) < 2 or not (sides[0] or self._optional):
             return tuple(family for side in left for family in side)

@@ -6,9 +6,11 @@
 // A k-tile is 64 pixels: boxes of 64 channels of y, and boxes of CHANNELS channels of x, each of one tap or of
 // `shared_taps` adjacent taps along W, which read the same box `dilation` rows apart. For the latter, rows
 // of y are extended by `halo` zero pixels, so that consecutive pixels are adjacent along W for each tap.
-// Both operands are MN-major, as in global memory. With PLANES (1x1 kernels of stride 1, channels first) an
-// image is one row of y, padded by `halo`; boxes are planes of channels, 128 bytes of pixels each, and
-// operands are K-major: 16-bit, or float32 as TF32 with k-tiles of 32 pixels.
+// Both operands are MN-major, as in global memory. With PLANES they are K-major: 16-bit, or float32 as TF32 with
+// k-tiles of 32 pixels. A row of y then has the pixels (w, n) of `batch` images, n the fastest, for each channel,
+// padded by `halo`, and boxes are 128 bytes of a row by channels. Rows of x are the same for positions w with one
+// remainder by stride[2] each, of which dilation[1], stride[1] and pad[1] count `stride[2]` for each row of the
+// input. Planes of 1x1 kernels, channels first, are such rows of one image, with images in place of rows.
 //
 // Grid: a work unit is a tile, or a share of a tile's pixels; a block takes units blockIdx.x, + gridDim.x, ...
 // Block: four producer threads and WARPGROUPS consumer warpgroups, each with 64 * ROWS rows and all columns of

@@ -26,16 +26,15 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import (
     TILES,
     Cut,
     cuts,
-    plane_pixels,
 )
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import Im2colMap, TiledMap, pack_maps
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import Im2colMap, TensorMap, pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     Prepared,
     overlapping,
     prepare_side,
 )
-from convgrad_service.backends.cuda.kernels.layout.planes import flat_planes, plane_map
+from convgrad_service.backends.cuda.kernels.layout.planes import PixelRows, image_rows
 from convgrad_service.backends.cuda.tuning.correction import MOST_CORRECTED, correction_of
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import (
@@ -91,8 +90,13 @@ class HopperWeight:
         self._cut = cut
         self._least_channels = least_channels
 
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`. The answer depends on channels, kernel and limits of TMA."""
+    def why_not(
+        self, work: ConvWork, device: CudaDevice, rows: PixelRows | None = None
+    ) -> str | None:
+        """See `Family.why_not`. The answer depends on channels, kernel and limits of TMA.
+
+        ``rows`` are copies of the operands, to read instead.
+        """
         if device.architecture != "sm_90a":
             return f"{device.name} is not sm_90a"
         if work.dtype not in DTYPES and (work.dtype, work.precision) != (DType.FLOAT32, "high"):
@@ -104,49 +108,53 @@ class HopperWeight:
                 f"{work.in_channels} channels to {work.out_channels} would leave most of a tile; "
                 f"expected {self._least_channels} on either side"
             )
-        reason = why_not_im2col(work)
+        rows = rows or image_rows(work)
+        reason = why_not_im2col(work) if rows is None else _why_not_result(work)
         if reason is not None:
             return reason
-        if work.dtype is DType.FLOAT32 and flat_planes(work) is None:
+        if work.dtype is DType.FLOAT32 and rows is None:
             return "TF32 products need pixels side by side: a pointwise convolution, channels first"
-        if _best(work, device) is None:
+        if _best(work, device, rows) is None:
             return "windows lie too far from the input's corners for TMA"
         return None
 
-    def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
-        """See `Family.launches`. ``cut`` overrides the chosen partition."""
-        cut = cut or self._cut
+    def launches(
+        self,
+        work: ConvWork,
+        device: CudaDevice,
+        cut: Cut | None = None,
+        rows: PixelRows | None = None,
+    ) -> Fragment:
+        """See `Family.launches`. ``cut`` overrides the chosen partition; ``rows`` are copies of the
+        operands, to read instead."""
+        cut, rows = cut or self._cut, rows or image_rows(work)
         if cut is not None:
             time_s = launch_s(expected_s(cut, device))
-        elif (best := _best(work, device)) is not None:
+        elif (best := _best(work, device, rows)) is not None:
             time_s, cut = best
         else:
             raise ValueError("a convolution that why_not refuses")
-        planes = flat_planes(work)
-        if planes is not None:
-            work = planes
         x, y = (
-            Prepared(operand) if planes else prepare_side(work, name, device)
-            for operand, name in ((work.x, "input"), (work.y, "grad_output"))
+            Prepared(operand) if rows else prepare_side(work, name, device)
+            for operand, name in (
+                (rows.x.operand if rows else work.x, "input"),
+                (rows.y.operand if rows else work.y, "grad_output"),
+            )
         )
         steps: list[Step] = [*overlapping((*x.steps, *y.steps), device)]
         workspace = [*x.workspace, *y.workspace]
         read = x.operand, y.operand
-        x_map, y_map = (
-            _plane_maps(work, cut)
-            if planes
-            else im2col_maps(work, cut.tile.channels, cut.halo, *read)
-        )
+        x_map, y_map = _maps(work, cut, rows, *read)
         partials = f"{work.prefix}partials" if cut.parted else None
         steps.append(
             Launch(
                 cut.tile.instance(
-                    work.dtype, cut.cluster, summing=cut.summing, planes=planes is not None
+                    work.dtype, cut.cluster, summing=cut.summing, planes=rows is not None
                 ),
                 (cut.blocks(device), 1, 1),
                 (cut.tile.threads, 1, 1),
                 pack_maps(
-                    arguments(work, cut, device, planes=planes is not None),
+                    arguments(work, cut, device, rows),
                     {"x_map": (read[0], x_map), "y_map": (read[1], y_map)},
                     w=work.w,
                     accumulate=work.accumulate,
@@ -162,7 +170,7 @@ class HopperWeight:
             if not cut.together:
                 steps.append(_sum(work, cut, partials))
         return Fragment(
-            f"{self.name}_{cut.name}{'_planes' if planes else ''}",
+            f"{self.name}_{cut.name}{'_planes' if rows else ''}",
             tuple(steps),
             tuple(workspace),
             expected_s=time_s,
@@ -204,16 +212,20 @@ def why_not_im2col(work: ConvWork) -> str | None:
         return f"a stride of {max(work.stride)}; expected at most {MOST_STEP}"
     if work.pixels > MAX_PIXELS:
         return f"{work.pixels} pixels; expected at most {MAX_PIXELS}"
+    return _why_not_result(work)
+
+
+def _why_not_result(work: ConvWork) -> str | None:
     if work.accumulate is not None and work.accumulate.strides != work.w.strides:
         return "accumulate does not lie as the result does"
     return None
 
 
 @lru_cache(maxsize=16)
-def _best(work: ConvWork, device: CudaDevice) -> tuple[float, Cut] | None:
+def _best(work: ConvWork, device: CudaDevice, rows: PixelRows | None) -> tuple[float, Cut] | None:
     """Return the fastest partition and its expected seconds. Cached, as each plan needs it twice
     and the search is slow."""
-    every = [(launch_s(expected_s(cut, device)), cut) for cut in reachable(work, device)]
+    every = [(launch_s(expected_s(cut, device)), cut) for cut in reachable(work, device, rows)]
     found = sorted(every, key=lambda one: one[0])[:MOST_CORRECTED]
     correction = correction_of("hopper_weight", device)
     if not found or correction is None or work.dtype.itemsize != 2:
@@ -224,32 +236,34 @@ def _best(work: ConvWork, device: CudaDevice) -> tuple[float, Cut] | None:
     return times[best], found[best][1]
 
 
-def reachable(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
+def reachable(work: ConvWork, device: CudaDevice, rows: PixelRows | None = None) -> Iterator[Cut]:
     """Yield the partitions whose indices fit and whose tensor maps TMA accepts."""
     count = 2 if work.result_dtype is DType.FLOAT32 else 8
     direct = work.epilogue_free and beside(work, count)
-    planes = flat_planes(work)
+    rows = rows or image_rows(work)
     taken: dict[tuple[int, int, int], bool] = {}  # by the fields that maps depend on
-    for cut in cuts(planes or work, device, direct=direct, planes=planes is not None):
-        pixels = cut.steps * (PIXELS if planes is None else plane_pixels(work.dtype))
+    for cut in cuts(work, device, direct=direct, rows=rows):
+        pixels = cut.steps * (PIXELS if rows is None else rows.step_pixels)
         if pixels > MAX_PIXELS or cut.parted > MAX_GRID_Y:
             continue
         read = cut.tile.channels, cut.box_pixels, cut.halo
         if read not in taken:
-            maps = (
-                _plane_maps(planes, cut)
-                if planes
-                else im2col_maps(work, cut.tile.channels, cut.halo)
-            )
-            taken[read] = all(one.why_not() is None for one in maps)
+            taken[read] = all(one.why_not() is None for one in _maps(work, cut, rows))
         if taken[read]:
             yield cut
 
 
-def _plane_maps(work: ConvWork, cut: Cut) -> tuple[TiledMap, TiledMap]:
-    """Return the tensor maps of the input and of grad_output as channels-first planes."""
-    x = plane_map(work.x, work.batch, work.in_channels, work.output[2], cut.tile.channels)
-    return x, plane_map(work.y, work.batch, work.out_channels, work.output[2], ROWS)
+def _maps(
+    work: ConvWork,
+    cut: Cut,
+    rows: PixelRows | None,
+    x: Operand | None = None,
+    y: Operand | None = None,
+) -> tuple[TensorMap, TensorMap]:
+    """Return the tensor maps of the input and of grad_output: of ``rows``, or as `im2col_maps`."""
+    if rows is not None:
+        return rows.x.map(cut.tile.channels), rows.y.map(ROWS)
+    return im2col_maps(work, cut.tile.channels, cut.halo, x, y)
 
 
 def _sum(work: ConvWork, cut: Cut, partials: str) -> Launch:

@@ -6,11 +6,10 @@ from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import (
-    PIXELS,
     Cut,
-    plane_pixels,
 )
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
+from convgrad_service.backends.cuda.kernels.layout.planes import PixelRows
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
@@ -75,19 +74,19 @@ def fill_result(args: Any, work: ConvWork, cut: Cut) -> None:
     args.pairs, args.wide = beside(work, 2), work.result_dtype is DType.FLOAT32
 
 
-def arguments(work: ConvWork, cut: Cut, device: CudaDevice, *, planes: bool) -> Any:
-    """Return the kernel parameters of hopper_weight.cu."""
-    args = HopperWeightArgs()
+def arguments(work: ConvWork, cut: Cut, device: CudaDevice, rows: PixelRows | None) -> Any:
+    """Return the kernel parameters of hopper_weight.cu, whose operands may be ``rows``."""
+    args, read = HopperWeightArgs(), rows or work
     fill_result(args, work, cut)
-    args.batch, args.y_size[:] = work.batch, work.output
+    args.batch, args.y_size[:] = read.batch, read.output
     for name in ("stride", "dilation", "pad"):
-        getattr(args, name)[:] = getattr(work, name)
-    pixels = plane_pixels(work.dtype) if planes else PIXELS
+        getattr(args, name)[:] = getattr(read, name)
     args.dims, args.box_bytes = dims_of(work), cut.box_bytes
-    args.halo = -work.output[2] % pixels if planes else cut.halo
+    pixels = read.output[2] if rows is None else rows.y.extents[0]
+    args.halo = cut.halo if rows is None else -pixels % rows.step_pixels
     args.stages = cut.stages(device)
     args.stage_bytes, args.step_bytes = cut.stage_bytes, cut.arriving_bytes
-    for dim, size in enumerate((*work.output[:2], work.output[2] + args.halo)):
+    for dim, size in enumerate((*read.output[:2], pixels + args.halo)):
         args.by_size[dim] = divider(size)
     args.slices = cut.slices if cut.together else 1
     return args

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import NamedTuple
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.layout.planes import PixelRows
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import Instance, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["ITEM_BYTES", "PIXELS", "ROWS", "TILES", "Cut", "WeightTile", "cuts", "plane_pixels"]
+__all__ = ["ITEM_BYTES", "PIXELS", "ROWS", "TILES", "Cut", "WeightTile", "cuts"]
 
 # Rows of a wgmma and of a box of grad_output, pixels of a k-tile, and bytes of an element.
 ROWS, PIXELS, ITEM_BYTES = 64, 64, 2
+# Bytes of a row of pixels in a k-tile.
+STEP_BYTES = PIXELS * ITEM_BYTES
 MOST_STAGES, LEAST_STAGES = 16, 3
 # Alignment of the pipeline; static shared memory.
 ALIGNMENT, BESIDE_BYTES = 1024, 1152
@@ -125,7 +127,7 @@ class WeightTile:
             copies, multiplies = (40, 232) if cluster > 1 else (24, 240)
         defines: tuple[tuple[str, str], ...] = (
             ("ELEMENT", CUDA_TYPES[dtype]),
-            ("PIXELS", str(plane_pixels(dtype) if planes else PIXELS)),
+            ("PIXELS", str(STEP_BYTES // dtype.itemsize if planes else PIXELS)),
             ("WARPGROUPS", str(self.warpgroups)),
             ("ROWS", str(self.rows)),
             ("PRODUCTS", str(self.products)),
@@ -281,31 +283,25 @@ def _aligned(size_bytes: int) -> int:
     return ceil_div(size_bytes, ALIGNMENT) * ALIGNMENT
 
 
-def plane_pixels(dtype: DType) -> int:
-    """Return the pixels of a k-tile of channels-first planes: 128 bytes."""
-    return 128 // dtype.itemsize
-
-
 def cuts(
-    work: ConvWork, device: CudaDevice, *, direct: bool, planes: bool = False
+    work: ConvWork, device: CudaDevice, *, direct: bool, rows: PixelRows | None = None
 ) -> Iterator[Cut]:
-    """Yield candidate partitions. With ``direct``, whole tiles need no second kernel; with
-    ``planes``, k-tiles do not cross images."""
-    for cut in _all_tiled(work, device, planes=planes):
+    """Yield candidate partitions of work whose operands may be ``rows``. With ``direct``, whole
+    tiles need no second kernel."""
+    for cut in _all_tiled(work, device, rows):
         for found in _shared_out(work, device, cut, direct):
             yield found
             if _meets(found, device):
                 yield found._replace(together=True)
 
 
-def _all_tiled(work: ConvWork, device: CudaDevice, *, planes: bool) -> Iterator[Cut]:
+def _all_tiled(work: ConvWork, device: CudaDevice, rows: PixelRows | None) -> Iterator[Cut]:
     """Yield the partitions by each tile, before splitting K."""
-    if planes:
-        steps = work.batch * ceil_div(prod(work.output), plane_pixels(work.dtype))
+    if rows is not None:
         for tile in TILES:
             for cut in _tiled(work, tile, 1):
-                if cut.copying == 1:
-                    yield cut._replace(steps=steps)
+                if cut.copying == 1 and cut.stages(device) >= LEAST_STAGES:
+                    yield cut._replace(steps=rows.steps)
         return
     for tile in TILES:
         shared = {1}

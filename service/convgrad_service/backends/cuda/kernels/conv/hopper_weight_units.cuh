@@ -40,9 +40,14 @@ struct Unit {
   bool whole;
 };
 
+// Pixels of a row of y with its halo. With PLANES a row has those of all images, (w, n), n the fastest.
+__device__ __forceinline__ int row_of(const HopperWeightArgs& args) {
+  return args.source.y_size[2] * (PLANES ? args.source.batch : 1) + args.halo;
+}
+
 __device__ __forceinline__ int steps_of(const HopperWeightArgs& args) {
-  const int row = args.source.y_size[2] + args.halo;
-  const u32 pixels = args.source.batch * args.source.y_size[0] * args.source.y_size[1] * row;
+  const int row = row_of(args);
+  const u32 pixels = (PLANES ? 1 : args.source.batch) * args.source.y_size[0] * args.source.y_size[1] * row;
   return (pixels + kPixels - 1) / kPixels;
 }
 
@@ -80,7 +85,7 @@ __device__ __forceinline__ Pixel pixel_at(const HopperWeightArgs& args, int inde
   const int(&size)[3] = args.source.y_size;
   const int rest2 = divide(index, args.by_size[2]), rest1 = divide(rest2, args.by_size[1]);
   const int n = divide(rest1, args.by_size[0]);
-  return {n, rest1 - n * size[0], rest2 - rest1 * size[1], index - rest2 * (size[2] + args.halo)};
+  return {n, rest1 - n * size[0], rest2 - rest1 * size[1], index - rest2 * row_of(args)};
 }
 
 // Iterates over a unit's k-tiles without divisions.
@@ -93,7 +98,7 @@ struct Walk {
 
   __device__ __forceinline__ void next(const HopperWeightArgs& args) {
     at.w += by.w, at.h += by.h, at.d += by.d, at.n += by.n;
-    if (at.w >= args.source.y_size[2] + args.halo) at.w -= args.source.y_size[2] + args.halo, ++at.h;
+    if (at.w >= row_of(args)) at.w -= row_of(args), ++at.h;
     if (at.h >= args.source.y_size[1]) at.h -= args.source.y_size[1], ++at.d;
     if (at.d >= args.source.y_size[0]) at.d -= args.source.y_size[0], ++at.n;
   }
@@ -111,9 +116,9 @@ __device__ __forceinline__ void load_box(const HopperWeightArgs& args, const Ten
                                          int first_block = 0) {
   const u32 blocks = ((1u << kCluster) - 1) << first_block;
   if constexpr (PLANES) {
-    const int where[3] = {at.w, from.c, at.n};
-    if constexpr (kCluster > 1) tma_load_multicast<3>(blocks, to, map, full, where);
-    else tma_load<3>(to, map, full, where);
+    const int where[4] = {at.w + from.w, from.c, at.h + from.h, at.d + from.d};
+    if constexpr (kCluster > 1) tma_load_multicast<4>(blocks, to, map, full, where);
+    else tma_load<4>(to, map, full, where);
   } else if (args.dims == 2) {
     const int where[4] = {from.c, at.w, at.h, at.n}, by[2] = {from.w, from.h};
     if constexpr (kCluster > 1) tma_load_im2col_multicast<4>(blocks, to, map, full, where, by);
@@ -132,11 +137,22 @@ __device__ __forceinline__ void load_box(const HopperWeightArgs& args, const Ten
 // The box of one of a tile's column blocks.
 __device__ __forceinline__ Source source_of(const HopperWeightArgs& args, int column_tile, int i) {
   const Box box = box_at(args.result, column_tile * args.result.boxes + i);
+  if constexpr (PLANES) {
+    // Positions with different remainders by the stride are in different rows.
+    const int stride = args.source.stride[2], tap = box.s * args.source.dilation[2] - args.source.pad[2];
+    const int by = tap / stride - (tap % stride < 0);
+    return {box.c, box.t * args.source.dilation[0], box.r * args.source.dilation[1] + tap - by * stride,
+            by * args.source.batch};
+  }
   return {box.c, box.t * args.source.dilation[0], box.r * args.source.dilation[1], box.s * args.source.dilation[2]};
 }
 
 // The corner of a pixel's window in the input.
 __device__ __forceinline__ Pixel corner_of(const HopperWeightArgs& args, const Pixel& at) {
+  if constexpr (PLANES) {
+    return {at.n, at.d * args.source.stride[0] - args.source.pad[0],
+            at.h * args.source.stride[1] - args.source.pad[1], at.w};
+  }
   return {at.n, at.d * args.source.stride[0] - args.source.pad[0], at.h * args.source.stride[1] - args.source.pad[1],
           at.w * args.source.stride[2] - args.source.pad[2]};
 }

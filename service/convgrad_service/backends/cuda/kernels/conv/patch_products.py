@@ -25,7 +25,7 @@ from convgrad_service.plans.cuda.works import (
     contiguous_strides,
 )
 
-__all__ = ["PatchProducts", "flat_weight", "patch_order"]
+__all__ = ["PatchProducts"]
 
 # The fewest elements of a patch: of gradients in 16-bit types, and otherwise. On an H200, of 48
 # elements a copy and a product took 0.31 to 1.02 of the other kernels' time forward and in float32,
@@ -55,7 +55,7 @@ class PatchProducts:
         narrow = work.dtype.itemsize == 2 and work.direction != "fwd"
         if numbers < (LEAST_GRADIENT_PATCH if narrow else LEAST_PATCH):
             return f"patches of {numbers} numbers"
-        if patch_order(work) is None:
+        if _patch_order(work) is None:
             return "the weights of an output channel do not follow one another"
         if work.direction == "bwd_data":
             if work.bias is not None or work.accumulate is not None:
@@ -101,7 +101,7 @@ def _extents(work: ConvWork) -> tuple[int, ...]:
     return (work.in_channels, *work.kernel)
 
 
-def patch_order(work: ConvWork) -> list[int] | None:
+def _patch_order(work: ConvWork) -> list[int] | None:
     """Return the axes of a patch in the memory order of an output channel's weights, outermost
     first, or None if those are not contiguous."""
     extents = dict(enumerate(_extents(work), CHANNEL))
@@ -122,7 +122,7 @@ def _product(work: ConvWork) -> ConvWork:
     )
     accumulate = work.accumulate
     if accumulate is not None and work.direction == "bwd_weight":
-        accumulate = flat_weight(accumulate)
+        accumulate = _flat_weight(accumulate)
     return replace(
         work,
         conv=replace(
@@ -135,13 +135,13 @@ def _product(work: ConvWork) -> ConvWork:
             padding=((0, 0),) * conv.ndim,
         ),
         x=x,
-        w=flat_weight(work.w),
+        w=_flat_weight(work.w),
         accumulate=accumulate,
         follows=work.follows and work.direction == "bwd_data",
     )
 
 
-def flat_weight(weight: Operand) -> Operand:
+def _flat_weight(weight: Operand) -> Operand:
     """Return the weight with all of an output channel's elements as input channels."""
     group, channel, *_ = weight.strides
     return replace(weight, strides=(group, channel, 1, 0, 0, 0))
@@ -149,7 +149,7 @@ def flat_weight(weight: Operand) -> Operand:
 
 def _copy(work: ConvWork, patches: Operand) -> Copy:
     """Return the copy between the input and its contiguous patches."""
-    order, extents = patch_order(work), dict(enumerate(_extents(work), CHANNEL))
+    order, extents = _patch_order(work), dict(enumerate(_extents(work), CHANNEL))
     if order is None:
         raise ValueError("the weights of an output channel do not follow one another")
     target = dict(zip(order, contiguous_strides(tuple(extents[a] for a in order)), strict=True))

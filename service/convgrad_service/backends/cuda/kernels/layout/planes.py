@@ -2,17 +2,92 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
+from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand, Size3
 
-__all__ = ["flat_planes", "plane_map", "plane_pixels"]
+__all__ = ["PixelRows", "Rows", "flat_planes", "image_rows", "plane_map", "plane_pixels"]
 
 ROW_BYTES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """An operand as planes of rows of contiguous pixels, a row for each channel.
+
+    Attributes
+    ----------
+    extents : tuple of int
+        Pixels of a row, channels, rows and planes.
+    strides : tuple of int
+        Of channels, rows and planes, in elements.
+    """
+
+    operand: Operand
+    extents: tuple[int, int, int, int]
+    strides: tuple[int, int, int]
+
+    def map(self, channels: int) -> TiledMap:
+        """Return the tensor map of boxes of 128 bytes by ``channels``; float32 becomes TF32."""
+        dtype = self.operand.dtype
+        return TiledMap(
+            dtype,
+            self.extents,
+            tuple(stride * dtype.itemsize for stride in self.strides),
+            swizzle=ROW_BYTES,
+            round_to_tf32=dtype is DType.FLOAT32,
+            box=(ROW_BYTES // dtype.itemsize, channels, 1, 1),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PixelRows:
+    """A weight gradient's operands as rows, in which pixels, K of the product, are contiguous.
+
+    A row of y has the pixels (w, n) of ``batch`` images, n the fastest. Positions along W with
+    different remainders by ``stride[2]`` are in different rows of x, which ``stride[1]``,
+    ``dilation[1]`` and ``pad[1]`` count.
+    """
+
+    x: Rows
+    y: Rows
+    batch: int
+    output: Size3
+    stride: Size3
+    dilation: Size3
+    pad: Size3
+
+    @property
+    def step_pixels(self) -> int:
+        """Pixels of a k-tile: 128 bytes."""
+        return ROW_BYTES // self.y.operand.dtype.itemsize
+
+    @property
+    def steps(self) -> int:
+        """K-tiles, none of which spans two rows."""
+        pixels, _, rows, planes = self.y.extents
+        return planes * rows * ceil_div(pixels, self.step_pixels)
+
+
+def image_rows(work: ConvWork) -> PixelRows | None:
+    """Return the planes of a pointwise work, each as one row, if `flat_planes` allows it."""
+    flat = flat_planes(work)
+    if flat is None:
+        return None
+    pixels, batch = flat.output[2], work.batch
+    x, y = (
+        Rows(operand, (pixels, channels, batch, 1), (channel, image, image))
+        for operand, channels in ((flat.x, work.in_channels), (flat.y, work.out_channels))
+        for channel in (operand.strides[2],)
+        for image in (operand.strides[0] if batch > 1 else channel,)
+    )
+    ones = 1, 1, 1
+    return PixelRows(x, y, 1, (1, batch, pixels), ones, ones, (0, 0, 0))
 
 
 def flat_planes(work: ConvWork) -> ConvWork | None:

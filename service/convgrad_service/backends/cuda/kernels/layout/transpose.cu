@@ -7,11 +7,16 @@
 // last chunk is unused; in the target each row of a tile ends at a chunk boundary, for which the tile
 // starts `lead` rows of y earlier. Static shared memory: the tile in 32-bit words, each of two elements
 // adjacent along y if they have 16 bits, and without bank conflicts. From `y_limit` on, the source has
-// no element and the target gets zero.
+// no element and the target gets zero. With Y_AXES 2 y is two axes of the source, (outer, inner); both sides
+// are aligned then.
 // Relies on its launcher for the grid, tiles of x (fastest), tiles of y, outer positions; and for
 // buffers that start at chunk boundaries.
 // Deterministic. Index limits: offsets in 64 bits; blocks below 2^31.
 #include "layout/transpose_args.cuh"
+
+#ifndef Y_AXES
+#define Y_AXES 1
+#endif
 
 using namespace convgrad;
 
@@ -68,8 +73,19 @@ __device__ __forceinline__ int beyond(const T* at) {
   return static_cast<int>(reinterpret_cast<u64>(at) / sizeof(T)) & (kElements - 1);
 }
 
+// The distances of rows that are two axes of the source, in a tile whose first row is number `first`.
+struct TwoAxes {
+  const TransposeArgs& args;
+  int first;
+};
+__device__ __forceinline__ i64 operator*(int y, const TwoAxes& axes) {
+  const int row = axes.first + y, outer = divide(row, axes.args.by_inner);
+  return outer * axes.args.y_outer + (row - outer * axes.args.y_inner) * axes.args.y_source;
+}
+
 // Loads rows [first, reals) of the tile, which start at chunk boundaries.
-__device__ __forceinline__ void load(Word* words, const T* source, i64 pitch, int xs, int first,
+template <class Pitch>
+__device__ __forceinline__ void load(Word* words, const T* source, Pitch pitch, int xs, int first,
                                      int reals) {
   constexpr int kChunks = kTileX / kChunk, kCount = (kRows * kChunks + kThreads - 1) / kThreads;
   Chunk chunks[kCount][2];
@@ -214,6 +230,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 
   if constexpr (SOURCE_ANY) {
     load_any(words, source, whole + args.elements, args.y_source, xs, first, reals);
+  } else if constexpr (Y_AXES > 1) {
+    load(words, whole + from + x0, TwoAxes{args, static_cast<int>(y0)}, xs, first, reals);
   } else {
     load(words, source, args.y_source, xs, first, reals);
   }

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, linear_grid
+from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
@@ -102,7 +103,9 @@ class Transpose:
             return "the padded axis is not contiguous in the target"
         if len(box.axes) - 2 > OUTER:
             return f"{len(box.axes)} axes are more than {OUTER + 2}"
-        extents = box.axes[x].extent, box.axes[y].extent
+        outer = _outer_y(work, box, x, y)
+        rows = box.axes[y].extent * (1 if outer is None else box.axes[outer].extent)
+        extents = box.axes[x].extent, rows
         short = 0 if _kind(box, x, y) == self.name else 1
         if sorted(extents)[short] < LEAST_EXTENT:
             return f"inner axes of {extents[0]} and {extents[1]}; expected {LEAST_EXTENT} or more"
@@ -115,9 +118,9 @@ class Transpose:
         box = cast(_Box, _box(work))
         x, y = (cast(int, box.inner(source)) for source in (True, False))
         x_axis, y_axis = box.axes[x], box.axes[y]
+        joined = _outer_y(work, box, x, y)
         outer = [axis for index, axis in enumerate(box.axes) if index not in (x, y)]
         args = TransposeArgs()
-        _fill_axes(args, outer, OUTER)
         args.x_extent, args.y_extent = x_axis.extent, y_axis.extent
         args.y_limit = y_axis.extent if box.padded is None else box.limit
         args.x_target, args.y_source = x_axis.target, y_axis.source
@@ -138,10 +141,19 @@ class Transpose:
         )
         short, long = (x_axis, y_axis) if name == PLANES else (y_axis, x_axis)
         args.rows = _rows(short, long.extent, itemsize) if name != self.name else 0
+        if joined is not None:
+            above = box.axes[joined]
+            outer.remove(above)
+            args.y_inner, args.y_outer = y_axis.extent, above.source
+            args.by_inner = divider(y_axis.extent)
+            args.y_extent = args.y_limit = y_axis.extent * above.extent
+        _fill_axes(args, outer, OUTER)
         args.follows = work.follows
         args.target = work.target_start * itemsize
         launch = Launch(
-            _tile_instance(itemsize, not args.source_chunk, not args.target_chunk)
+            _tile_instance(
+                itemsize, not args.source_chunk, not args.target_chunk, 1 if joined is None else 2
+            )
             if name == self.name
             else _instance(name, itemsize),
             (_tiles(work, box, x, y), 1, 1),
@@ -160,6 +172,7 @@ class Transpose:
                 for source_any in (False, True)
                 for target_any in (False, True)
             ),
+            *(_tile_instance(size, False, False, 2) for size in _TYPES),
         ]
 
 
@@ -279,6 +292,29 @@ def _kind(box: _Box, x: int, y: int) -> str:
     return Transpose.name
 
 
+def _outer_y(work: Copy, box: _Box, x: int, y: int) -> int | None:
+    """Return the axis that continues a short y in the target, so that a tile can span both, if
+    rows are aligned."""
+    short = box.axes[y]
+    if short.extent >= TILE_Y or box.padded is not None or _kind(box, x, y) != Transpose.name:
+        return None
+    chunk = CHUNK_BYTES // work.dtype.itemsize
+    sides = (
+        *(axis.source for index, axis in enumerate(box.axes) if index != x),
+        *(axis.target for index, axis in enumerate(box.axes) if index != y),
+    )
+    if any(value % chunk for value in (*sides, box.axes[x].extent, work.target_start)):
+        return None
+    return next(
+        (
+            index
+            for index, axis in enumerate(box.axes)
+            if index != x and axis.target == short.extent
+        ),
+        None,
+    )
+
+
 def _rows(short: CopyAxis, count: int, itemsize: int) -> int:
     """How many of so many rows of the short axis a block moves: about as many as the others."""
     chunk = CHUNK_BYTES // itemsize
@@ -289,7 +325,8 @@ def _rows(short: CopyAxis, count: int, itemsize: int) -> int:
 def _tiles(work: Copy, box: _Box, x: int, y: int) -> int:
     itemsize = work.dtype.itemsize
     x_axis, y_axis = box.axes[x], box.axes[y]
-    outer = [axis for index, axis in enumerate(box.axes) if index not in (x, y)]
+    joined = _outer_y(work, box, x, y)
+    outer = [axis for index, axis in enumerate(box.axes) if index not in (x, y, joined)]
     kind = _kind(box, x, y)
     if kind == PLANES:
         inner = ceil_div(y_axis.extent, _rows(x_axis, y_axis.extent, itemsize))
@@ -298,12 +335,13 @@ def _tiles(work: Copy, box: _Box, x: int, y: int) -> int:
     else:
         targets = y_axis.extent, x_axis.target, *(axis.target for axis in outer), work.target_start
         lead = SECTOR_BYTES // itemsize if gcd(*targets) * itemsize % CHUNK_BYTES else 0
-        tiles_y = ceil_div(y_axis.extent + lead, TILE_Y)
+        extent = y_axis.extent * (1 if joined is None else box.axes[joined].extent)
+        tiles_y = ceil_div(extent + lead, TILE_Y)
         inner = ceil_div(x_axis.extent, TILE_X[itemsize]) * tiles_y
     return inner * prod(axis.extent for axis in outer)
 
 
-def _tile_instance(itemsize: int, source_any: bool, target_any: bool) -> Instance:
+def _tile_instance(itemsize: int, source_any: bool, target_any: bool, y_axes: int = 1) -> Instance:
     """Return an instance of transpose for rows that may be unaligned in source or target."""
     anywhere = source_any + target_any
     defines = {
@@ -312,6 +350,8 @@ def _tile_instance(itemsize: int, source_any: bool, target_any: bool) -> Instanc
         "TARGET_ANY": int(target_any),
         "BLOCKS": BLOCKS[itemsize][anywhere],
     }
+    if y_axes > 1:
+        defines["Y_AXES"] = y_axes
     return Instance.of("layout/transpose.cu", defines)
 
 

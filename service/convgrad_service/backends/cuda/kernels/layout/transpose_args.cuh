@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ptx/pdl.cuh"
+#include "core/divider.cuh"
 #include "core/vectors.cuh"
 
 namespace convgrad {
@@ -23,6 +24,10 @@ struct TransposeArgs {
   int target_chunk;
   int rows;     // of y that a block of transpose_planes moves, or of x one of transpose_runs
   int follows;  // the previous kernel writes the source
+  // Of y with Y_AXES 2: the extent of the inner axis, whose stride is `y_source`, and the outer one's stride.
+  int y_inner;
+  i64 y_outer;
+  Divider by_inner;
 };
 
 // Programmatic dependent launch: before a kernel's first load and after its last store. A kernel that
