@@ -15,9 +15,7 @@ from convgrad_service.backends.cuda.kernels.conv.channel_sums import ChannelSums
 from convgrad_service.backends.cuda.kernels.conv.col2im import Col2im
 from convgrad_service.backends.cuda.kernels.conv.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight
-from convgrad_service.backends.cuda.kernels.conv.first_data import FirstData
 from convgrad_service.backends.cuda.kernels.conv.first_forward import FirstForward
-from convgrad_service.backends.cuda.kernels.conv.first_groups import FirstGroups
 from convgrad_service.backends.cuda.kernels.conv.first_weight import FirstWeight
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_data import HopperFirstData
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_split import HopperFirstSplit
@@ -199,19 +197,14 @@ WHOLE_WEIGHT = (
 DENSE = (PaddedResult(WHOLE, COPIES), *WHOLE)
 DENSE_WEIGHT = (PaddedResult(WHOLE_WEIGHT, COPIES), *WHOLE_WEIGHT)
 # Few channels of the result. Measured on an H200 in 27 layers of 3 to 8 channels, in bfloat16 and
-# float32, channels first and last: first_data is faster only with few channels of the source, and
-# dense kernels only where the source is small.
+# float32, channels first and last: dense kernels are faster only where the source is small.
 COL2IM = Col2im(PRODUCTS, (*DENSE, *ODD), least_gathered_bytes=28e6)
-COL2IM_OF_MANY = Col2im(PRODUCTS, (*DENSE, *ODD), most_columns=0.75)
 # First layers: few channels of the input.
 FIRST_FORWARD = (Patches(DENSE), PatchProducts(DENSE), FirstForward())
 FIRST_DATA = (
     Patches(DENSE),
     PatchProducts(DENSE),
     HopperFirstData(),
-    FirstGroups(),
-    COL2IM_OF_MANY,
-    FirstData(),
 )
 FIRST_WEIGHT = (
     Patches((DenseWeight(),)),
