@@ -16,7 +16,6 @@ from convgrad_service.backends.cuda.kernels.conv.col2im import Col2im
 from convgrad_service.backends.cuda.kernels.conv.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight
 from convgrad_service.backends.cuda.kernels.conv.first_forward import FirstForward
-from convgrad_service.backends.cuda.kernels.conv.first_weight import FirstWeight
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_data import HopperFirstData
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_split import HopperFirstSplit
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_taps import HopperFirstTaps
@@ -211,7 +210,6 @@ FIRST_WEIGHT = (
     PatchProducts(DENSE_WEIGHT),
     HopperFirstTaps(),
     HopperFirstSplit(),
-    FirstWeight(),
     PatchProducts((WeightTile(),)),
 )
 

@@ -1,13 +1,12 @@
-"""Host side of ``first_windows.cuh``, which first-layer fprop and wgrad share."""
+"""Host side of ``first_windows.cuh``, and rows of a first layer's input."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.limits import why_not_32bit_positions
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
@@ -36,7 +35,7 @@ __all__ = [
     "WindowArgs",
     "blocks_per_sm",
     "column_tiles",
-    "fill_dgrad",
+    "padded_width",
     "prepare_rows",
     "why_not_first",
     "window_args",
@@ -63,11 +62,10 @@ MAX_INDEX = 2**31 - 1
 WindowArgs = structure("conv/first_windows.cuh", "WindowArgs")
 
 
-def why_not_first(work: ConvWork, device: CudaDevice, exact: bool = False) -> str | None:
-    """Return why the first-layer kernels do not take a convolution, or None.
+def why_not_first(work: ConvWork, device: CudaDevice) -> str | None:
+    """Return why the kernels of windows do not take a convolution, or None.
 
-    Splitting along N or a spatial dimension does not change the answer. ``exact`` is for kernels
-    that compute full-precision float32.
+    Splitting along N or a spatial dimension does not change the answer.
     """
     if work.groups != 1:
         return f"{work.groups} groups"
@@ -75,7 +73,7 @@ def why_not_first(work: ConvWork, device: CudaDevice, exact: bool = False) -> st
         return f"{work.in_channels} channels of the input are more than {MOST_CHANNELS}"
     if work.dtype is DType.FLOAT64:
         return "tensor cores that sum in float64 are not used"
-    if work.dtype is DType.FLOAT32 and work.precision != "high" and not exact:
+    if work.dtype is DType.FLOAT32 and work.precision != "high":
         return "TF32 is less than the float32 that was asked for"
     if device.capability < (8, 0):
         return f"{device.name} is older than sm_80"
@@ -124,23 +122,6 @@ def window_args(work: ConvWork, x: Operand, rows: int, unit_rows: int, segment: 
     return args
 
 
-def fill_dgrad(args: Any, work: ConvWork, y: Operand, cut: Any) -> None:
-    """Fill in the kernel parameters of a dgrad that depend on the work and on its segments along H.
-
-    ``y`` is grad_output with channels last.
-    """
-    args.y_stride[:], args.x_stride[:] = y.strides, work.x.strides
-    args.w_stride[:] = work.w.strides
-    args.alpha, args.beta = work.alpha, work.beta
-    args.activation = ACTIVATIONS[work.activation]
-    args.channels, args.y_channels = work.in_channels, work.out_channels
-    args.y_chunks = ceil_div(work.out_channels * work.dtype.itemsize, CHUNK_BYTES)
-    args.x_size[:], args.y_size[:] = work.input, work.output
-    for name in ("kernel", "stride", "pad"):
-        getattr(args, name)[:] = getattr(work, name)
-    args.row_segments, args.segment_rows = cut.row_segments, cut.segment_rows
-
-
 def window_bytes(work: ConvWork, rows: int, unit_rows: int, segment: int) -> int:
     """Return the bytes of shared memory: the windows, the pipeline of input rows, static arrays."""
     size, stride = work.dtype.itemsize, work.stride[1]
@@ -162,21 +143,44 @@ def blocks_per_sm(device: CudaDevice, threads: int, shared_bytes: int) -> int:
     return max(1, min(by_shared, REGISTERS // (threads * REGISTERS_OF_THREAD)))
 
 
-def prepare_rows(work: ConvWork, device: CudaDevice) -> Prepared:
-    """Return the input, copied if necessary so that each row (W, C) is contiguous."""
-    x, channels = work.x, work.in_channels
-    shape = (work.batch, *work.input, channels)
+def padded_width(work: ConvWork, chunk: int) -> int:
+    """Return the positions of a row of the input, padded to a multiple of ``chunk`` elements."""
+    whole = chunk // gcd(chunk, work.in_channels)
+    return ceil_div(work.input[2], whole) * whole
+
+
+def prepare_rows(work: ConvWork, device: CudaDevice, chunk: int = 1) -> Prepared:
+    """Return the input with contiguous rows (W, C), copied if necessary.
+
+    Rows start at multiples of ``chunk`` elements; a copy's are `padded_width` positions, zero
+    beyond W.
+    """
+    x, channels, width = work.x, work.in_channels, work.input[2]
+    padded = padded_width(work, chunk)
+    shape = (work.batch, *work.input[:2], padded, channels)
     n, d, h, w, c = contiguous_strides(shape)
-    old_c, old_w = x.strides[2], x.strides[5]
-    if (channels == 1 or old_c == 1) and (work.input[2] == 1 or old_w == channels):
-        return Prepared(x)
-    axes = tuple(
+    outer = [
         CopyAxis(extent, x.strides[axis], stride)
-        for extent, axis, stride in zip(shape, (0, 3, 4, 5, 2), (n, d, h, w, c), strict=True)
+        for extent, axis, stride in zip(shape[:3], (0, 3, 4), (n, d, h), strict=True)
+    ]
+    rows = (channels == 1 or x.strides[2] == 1) and (width == 1 or x.strides[5] == channels)
+    aligned = all(axis.source % chunk == 0 for axis in outer if axis.extent > 1)
+    if rows and aligned and padded == width:
+        return Prepared(x)
+    axes, bound = (
+        [*outer, CopyAxis(padded, x.strides[5], w), CopyAxis(channels, x.strides[2], c)],
+        width,
     )
+    if rows:
+        axes, bound = [*outer, CopyAxis(padded * channels, 1, 1)], width * channels
+    bounds: tuple[tuple[int, int, int], ...] = ()
+    if padded != width:
+        # A bound refers to two axes; the outer one here has extent 1.
+        axes, bounds = [CopyAxis(1, 0, 0), *axes], ((0, 4, bound),)
     name = f"{work.prefix}input_rows"
+    copy = Copy(x.buffer, name, x.dtype, tuple(axes), bounds, pads=bool(bounds))
     return Prepared(
         replace(x, buffer=name, strides=(n, 0, c, d, h, w)),
-        choose(COPIES, Copy(x.buffer, name, x.dtype, axes), device).fragment.steps,
+        choose(COPIES, copy, device).fragment.steps,
         (Workspace(name, prod(shape) * x.dtype.itemsize),),
     )

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.conv.first_weight import first_sum_instances
+from convgrad_service.backends.cuda.kernels.conv.first_sum import first_sum_instances
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_taps import (
-    PRODUCTS,
+    FORMS,
     Kind,
     taps_launches,
     why_not_taps,
@@ -28,8 +28,7 @@ KINDS = [
 
 
 class HopperFirstSplit:
-    """float32 bwd_weight on sm_90a with at most ``MOST_CHANNELS`` input channels and a
-    channels-last grad_output.
+    """float32 bwd_weight on sm_90a of the layers that `HopperFirstTaps` takes in 16-bit types.
 
     Computes three bfloat16 products (``precision: high``), which are more accurate than one in
     TF32, or six.
@@ -51,14 +50,14 @@ class HopperFirstSplit:
             work,
             device,
             kind,
-            lambda products: _instance(kind, products),
+            lambda products, odd: _instance(kind, products, odd),
             splits,
         )
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            *(_instance(kind, products) for kind in KINDS for products in PRODUCTS),
+            *(_instance(kind, products, odd) for kind in KINDS for products, odd in FORMS),
             *first_sum_instances(),
         ]
 
@@ -70,11 +69,12 @@ def _kind(work: ConvWork) -> Kind:
     return next(one for one in KINDS if one.made == parts and one.channels <= widest)
 
 
-def _instance(kind: Kind, products: int) -> Instance:
+def _instance(kind: Kind, products: int, odd: bool) -> Instance:
     defines = {
         "ELEMENT": "float",
         "PARTS": kind.made,
         "CHANNELS": kind.channels,
         "PRODUCTS": products,
+        "ODD": int(odd),
     }
     return Instance.of("conv/hopper_first_split.cu", defines, HOPPER)
