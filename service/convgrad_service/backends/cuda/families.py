@@ -21,7 +21,6 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_first_split import Hoppe
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_taps import HopperFirstTaps
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.conv.hopper_halo import HopperHalo
-from convgrad_service.backends.cuda.kernels.conv.hopper_pointwise import HopperPointwise
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight_single import HopperWeightSingle
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGemm
@@ -158,7 +157,6 @@ GROUPED_WEIGHT = (
 )
 # Many channels a group: forward and input gradient, then weight gradient.
 LARGE = (
-    HopperPointwise(),
     ResultThroughChannelsLast(HopperHalo(), COPIES),
     HopperHalo(),
     ResultThroughChannelsLast(HopperGather(), COPIES),
@@ -180,10 +178,13 @@ IMPLICIT_GEMM = ImplicitGemm(dtypes=(DType.FLOAT16, DType.BFLOAT16))
 # 4 channels take 0.28 to 1.02 of the fallback kernels' time; 7 in TF32 with fewer channels take
 # 0.31 to 1.55.
 ODD = (IMPLICIT_GEMM, ImplicitGemm(dtypes=(DType.FLOAT32,), least_channels=4))
-# Pointwise convolutions. Short ones are not compared with the others, which were never faster.
+# Pointwise convolutions. Channels first and short ones are not compared with the others, which were
+# never faster.
+PLANES = PointwiseGemm(planes=True)
 SHORT_PRODUCTS, PRODUCTS = PointwiseGemm(most_s=25e-6), (PointwiseGemm(), IMPLICIT_GEMM)
 WHOLE = (
     Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperGather(), HopperHalo())),
+    PLANES,
     SHORT_PRODUCTS,
     FastestExpected(LARGE, (HopperGather(direct=True),), PRODUCTS, overheads=OVERHEADS),
 )

@@ -33,8 +33,8 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand
 __all__ = ["HopperFirstData"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
-LEAST_CHANNELS = 16
-"""The fewest channels of grad_output."""
+MOST_CHANNELS, LEAST_CHANNELS = 8, 16
+"""The most channels of the input, and the fewest of grad_output."""
 GROUPS, STEP = 64, 16
 """Groups of positions per warpgroup, and channels of a k-step."""
 # With split float32: the most 8-column fragments of a warpgroup, and the most taps along W.
@@ -190,6 +190,8 @@ class HopperFirstData:
             return f"{device.name} has no products of warpgroups"
         if work.groups != 1 or work.dtype not in DTYPES:
             return f"{work.groups} groups in {work.dtype}"
+        if work.in_channels > MOST_CHANNELS or work.taps == 1:
+            return f"{work.taps} taps of {work.in_channels} channels of the input"
         if work.dilated:
             return "dilated"
         if work.accumulate is not None and work.accumulate.strides != work.result.strides:

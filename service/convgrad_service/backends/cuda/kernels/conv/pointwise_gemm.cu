@@ -1,11 +1,11 @@
-// A 1x1 convolution of stride 1, channels last, as a GEMM on Hopper (TMA, wgmma). Launched by
-// pointwise_gemm.py. Needs sm_90a.
+// A 1x1 convolution of stride 1 as a GEMM on Hopper (TMA, wgmma). Launched by pointwise_gemm.py. Needs sm_90a.
 //
 //           M                 N                K                 A major, B major
 //   fprop   pixels            output channels  input channels    K, K
 //   dgrad   pixels            input channels   output channels   K, N
 //   wgrad   output channels   input channels   pixels            M, N
-// or with A and B, and M and N, exchanged: TRANSPOSED where REDUCE is 0.
+// or with A and B, and M and N, exchanged: TRANSPOSED where REDUCE is 0. With PLANES, fprop and dgrad of channels
+// first: A is M-major, and tiles of M are pixels of an image.
 //
 // Block: a BM x BN tile; CONSUMERS warpgroups of BM / CONSUMERS rows each and two producer warps, one
 // thread for A's loads and one for B's, through a pipeline of `stages` k-tiles of DEPTH elements. A's
@@ -13,8 +13,8 @@
 // REDUCE 0: persistent over M: grid (row tiles or fewer, column tiles). A block keeps its column tile and
 //   takes row tiles blockIdx.x, + gridDim.x, ...; with RESIDENT all of B is loaded once. Each warp stores
 //   16 rows at a time by TMA through one of BUFFERS staging buffers, which overlaps the next mainloop. With
-//   TRANSPOSED, rows and columns change places: a block keeps its row tile, and each warpgroup stores 64 rows,
-//   which are contiguous in the result, of all columns.
+//   TRANSPOSED, rows and columns change places: a block keeps its row tile. With TRANSPOSED or PLANES, each
+//   warpgroup stores 64 rows, which are contiguous in the result, of all columns.
 // REDUCE 1: split-K: grid (cluster x parts, column tiles, row tiles). One tile per cluster, whose blocks
 //   reduce through distributed shared memory (SplitKReduce); with parts > 1 clusters leave partial sums in
 //   a workspace, and the last one to arrive reduces them. Any epilogue, strides and result type.
@@ -154,7 +154,7 @@ __device__ __forceinline__ void store_wide(const PointwiseGemmArgs& args, int ro
 
 // Rounds 64 rows of a warpgroup to a free staging buffer, by columns, and stores them by TMA.
 __device__ __forceinline__ void store_columns(const PointwiseGemmArgs& args, u32 staging, int row, int column,
-                                              const float (&accum)[kFragmentsN][4]) {
+                                              int image, const float (&accum)[kFragmentsN][4]) {
   const int lane = threadIdx.x & 31, chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
   const u32 to = staging + lane % 8 * 128 + (chunk ^ (lane % 8)) * 16;
 #pragma unroll
@@ -174,7 +174,11 @@ __device__ __forceinline__ void store_columns(const PointwiseGemmArgs& args, u32
   fence_proxy_async();
   named_barrier_sync(1 + threadIdx.x / 128, 128);
   if (threadIdx.x % 128 == 0) {
-    tma_store<2>(args.d_map, staging, {row, column});
+    if constexpr (kPlanes) {
+      tma_store<3>(args.d_map, staging, {row, column, image});
+    } else {
+      tma_store<2>(args.d_map, staging, {row, column});
+    }
     tma_store_commit();
   }
 }
@@ -182,7 +186,7 @@ __device__ __forceinline__ void store_columns(const PointwiseGemmArgs& args, u32
 __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args, const SharedLayout& smem,
                                               const BlockWork& work) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-  const u32 staging = smem.staging + (kTransposed ? warp / 4 : warp) * (BUFFERS * kMmasM * kStagingBytes);
+  const u32 staging = smem.staging + (kStoresColumns ? warp / 4 : warp) * (BUFFERS * kMmasM * kStagingBytes);
   PipelineState state;
   int buffer = 0;
   if constexpr (RESIDENT) {
@@ -197,18 +201,21 @@ __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args,
   for (int tile = work.row; tile < args.row_tiles; tile += work.row_step) {
     Accumulators accum;
     mainloop(smem, state, work.steps, accum);
-    if constexpr (kTransposed) {
+    if (!kTransposed && !args.plain) apply_alpha_bias(args, work.column, accum);
+    if constexpr (kStoresColumns) {
       if (threadIdx.x % 128 == 0) tma_store_wait_read<(BUFFERS - 1) * kMmasM>();
       named_barrier_sync(1 + warp / 4, 128);
+      const int image = kPlanes ? tile / args.image_tiles : 0;
+      const int row = kPlanes ? (tile - image * args.image_tiles) * BM : work.column;
 #pragma unroll
       for (int part = 0; part < kMmasM; ++part) {
         store_columns(args, staging + (buffer * kMmasM + part) * kStagingBytes,
-                      work.column + warp / 4 * kWarpgroupRows + part * 64, tile * BN, accum[part]);
+                      row + warp / 4 * kWarpgroupRows + part * 64, kPlanes ? work.column : tile * BN, image,
+                      accum[part]);
       }
       if (++buffer == BUFFERS) buffer = 0;
       continue;
     }
-    if (!args.plain) apply_alpha_bias(args, work.column, accum);
     if (args.wide_result) {
 #pragma unroll
       for (int part = 0; part < kMmasM; ++part) {

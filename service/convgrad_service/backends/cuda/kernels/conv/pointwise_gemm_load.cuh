@@ -18,10 +18,14 @@ constexpr int kProducerA = CONSUMERS * 4, kProducerB = kProducerA + 1;
 constexpr u32 kStageBytes = OperandA::kBytes + (RESIDENT ? 0 : OperandB::kBytes);
 // Whether the result's columns are contiguous; blocks then are persistent over N.
 constexpr bool kTransposed = TRANSPOSED != 0;
+// Whether rows are pixels of planes, one per element of K in A and per column in the result, of several images.
+constexpr bool kPlanes = PLANES != 0;
+// Whether columns of the result are stored, whose rows are contiguous.
+constexpr bool kStoresColumns = kTransposed || kPlanes;
 // Staging buffer of a warp's 16 rows: boxes of D_BYTES per row, swizzled by that width (0: one box). Where
-// transposed, of a warpgroup's 64 rows: one box of 128 bytes per column.
-constexpr u32 kStagingBytes = (kTransposed ? 64 : 16) * BN * sizeof(T);
-constexpr int kBoxColumns = D_BYTES && !kTransposed ? D_BYTES / static_cast<int>(sizeof(T)) : BN;
+// columns are stored, of a warpgroup's 64 rows: one box of 128 bytes per column.
+constexpr u32 kStagingBytes = (kStoresColumns ? 64 : 16) * BN * sizeof(T);
+constexpr int kBoxColumns = D_BYTES && !kStoresColumns ? D_BYTES / static_cast<int>(sizeof(T)) : BN;
 constexpr u32 kBoxBytes = 16 * kBoxColumns * sizeof(T);
 static_assert(BN % kBoxColumns == 0, "whole blocks");
 using Accumulators = float[kMmasM][kFragmentsN][4];
@@ -79,7 +83,7 @@ template <class Side, bool kRows>
 struct Producer {
   const TensorMap& map;
   const BlockWork& work;
-  const int row_tiles, single_copy;
+  const int row_tiles, single_copy, image_tiles;
   int row, step = 0;
   PipelineState state{1};
 
@@ -88,6 +92,7 @@ struct Producer {
         work(work),
         row_tiles(args.row_tiles),
         single_copy(kRows ? args.a_whole : args.b_whole),
+        image_tiles(args.image_tiles),
         row(work.row) {}
   __device__ __forceinline__ bool has_next() const { return row < row_tiles && work.steps > 0; }
   __device__ __forceinline__ void next(const SharedLayout& smem) {
@@ -96,7 +101,10 @@ struct Producer {
     mbarrier_arrive_expect_tx(barrier, Side::kBytes);
     const int k_tile = work.begin + step * (kGridSplit ? work.k_step : 1);
     constexpr int kExtent = kRows ? BM : BN;
-    Side::load(to, map, barrier, kRows != kTransposed ? row * kExtent : work.column, k_tile, single_copy);
+    const int image = kPlanes && kRows ? row / image_tiles : 0;
+    const int tile = kPlanes && kRows ? row - image * image_tiles : row;
+    Side::load(to, map, barrier, kRows != kTransposed ? tile * kExtent : work.column, k_tile, single_copy,
+               image);
     if (++step == work.steps) step = 0, row += work.row_step;
     state.advance(smem.stages);
   }

@@ -50,11 +50,14 @@ class Matrix:
         The leading dimension, in elements.
     mn
         Whether it is MN-major; otherwise it is K-major.
+    image
+        The stride between images, in elements, if the rows are pixels of several.
     """
 
     rows: int
     pitch: int
     mn: bool
+    image: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,10 @@ class Product:
     swapped
         Whether A and B are exchanged: the rows are channels of the result, or input channels for
         wgrad.
+    images
+        Of planes, the number of images that the rows are divided into; otherwise 0.
+    image_stride
+        Of planes, the stride between images of the result.
     """
 
     a: Matrix
@@ -80,6 +87,8 @@ class Product:
     column_stride: int
     stores: bool
     swapped: bool = False
+    images: int = 0
+    image_stride: int = 0
 
     @property
     def rows(self) -> int:
@@ -97,6 +106,8 @@ class Product:
     @property
     def kind(self) -> str:
         """The name of its cost model's correction."""
+        if self.images:
+            return "planes"
         return "transposed" if self.transposed else "weight" if self.a.mn else "gather"
 
     @property
@@ -214,7 +225,7 @@ class Config:
     def is_whole(self, matrix: Matrix, extent: int) -> bool:
         """Return whether whole boxes cover all rows of an MN-major operand, and those of a tile."""
         wide = self.row_bytes(matrix, extent) // ITEM_BYTES
-        return matrix.mn and matrix.rows % wide == 0 and extent % wide == 0
+        return matrix.mn and not matrix.image and matrix.rows % wide == extent % wide == 0
 
     def steps(self, product: Product) -> int:
         return ceil_div(product.depth, self.depth)
@@ -224,8 +235,10 @@ class Config:
         return ceil_div(self.steps(product), self.splits)
 
     def tiles(self, product: Product) -> tuple[int, int]:
-        """Return the tiles along rows and along columns."""
-        return ceil_div(product.rows, self.m), ceil_div(product.columns, self.n)
+        """Return the tiles along rows, of all images, and along columns."""
+        images = max(product.images, 1)
+        rows = images * ceil_div(product.rows // images, self.m)
+        return rows, ceil_div(product.columns, self.n)
 
     def grid(self, product: Product, device: CudaDevice) -> tuple[int, int, int]:
         rows, columns = self.tiles(product)
@@ -276,5 +289,6 @@ class Config:
             "RESIDENT": int(self.resident),
             "BUFFERS": self.buffers,
             "TRANSPOSED": int(product.transposed),
+            "PLANES": int(product.images > 0),
             "D_BYTES": self.d_bytes,
         }
