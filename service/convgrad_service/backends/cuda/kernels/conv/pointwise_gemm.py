@@ -174,8 +174,8 @@ class PointwiseGemm:
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
-        # Whether A and B are MN-major: fwd, bwd_data, bwd_weight; then the former two transposed, and
-        # of planes.
+        # Whether A and B are MN-major: fwd, bwd_data and bwd_weight; then the former two transposed
+        # and of planes.
         majors = (False, False), (False, True), (True, True)
         products = [_like(a, b, transposed=False) for a, b in majors]
         products += [_like(b, a, transposed=True) for a, b in majors[:2]]
