@@ -205,6 +205,8 @@ FIRST_DATA = (
     Patches(DENSE),
     PatchProducts(DENSE),
     HopperFirstData(),
+    COL2IM,
+    HopperFirstData(sparse=True),
 )
 FIRST_WEIGHT = (
     Patches((DenseWeight(),)),
@@ -229,7 +231,7 @@ LAST_GATHERS = (*DENSE, *ODD, GatherTile(), GatherDirect())
 
 FAMILIES = Families(
     fwd=(*DEPTHWISE, *GROUPED, *FIRST_FORWARD, COL2IM, *LAST_GATHERS),
-    bwd_data=(*DEPTHWISE, *GROUPED, *FIRST_DATA, COL2IM, *LAST_GATHERS),
+    bwd_data=(*DEPTHWISE, *GROUPED, *FIRST_DATA, *LAST_GATHERS),
     bwd_weight=(
         *DEPTHWISE_WEIGHT,
         *GROUPED_WEIGHT,

@@ -122,12 +122,12 @@ class Form:
 
     @property
     def stages(self) -> int:
-        return 3 if self.wide else 4
+        return 3 if self.wide or self.shape.taps == 1 else 4
 
     @property
     def blocks(self) -> int:
         """Blocks of the largest size per SM."""
-        return 1 if self.wide else 2
+        return 1 if self.wide else 3 if self.shape.taps == 1 else 2
 
     def together(self, warpgroups: int) -> int:
         """Return the blocks per SM of that many warpgroups each, limited by registers."""
@@ -184,6 +184,16 @@ class HopperFirstData:
 
     name = "hopper_first_data"
 
+    def __init__(self, *, sparse: bool = False) -> None:
+        """Create the family.
+
+        Parameters
+        ----------
+        sparse
+            Whether it takes work of which most columns, or rows of the kernel, would be padding.
+        """
+        self._sparse = sparse
+
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`. Splitting along N, D or H does not change the answer."""
         if device.architecture not in HOPPER:
@@ -211,6 +221,11 @@ class HopperFirstData:
                 f"{work.stride[2]} x {work.in_channels} columns, {work.out_channels} channels: "
                 "no instance has the room"
             )
+        used = work.stride[2] * work.in_channels
+        if not self._sparse and (
+            work.kernel[1] == 1 or (form.split and 2 * used < form.shape.eights * 8)
+        ):
+            return f"{work.kernel[1]} rows of {used} columns would leave most of a tile"
         if _cut(work, form, device) is None:
             return "its blocks are more than one grid holds"
         return None

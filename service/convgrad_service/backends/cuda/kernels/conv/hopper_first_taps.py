@@ -264,7 +264,8 @@ def _cut(work: ConvWork, device: CudaDevice, kind: Kind) -> Cut | None:
     all_tiles = ceil_div(work.kernel[1] * window, TILE)
     groups = ceil_div(all_tiles, WARPGROUPS)
     tiles = ceil_div(all_tiles, groups)
-    parts = 2 if tiles == 1 else 1
+    # Two warpgroups share a tile, if rows are long enough for the wgmmas of both.
+    parts = 2 if tiles == 1 and work.output[2] > PRODUCTS[0] * DEPTH else 1
     added = min(work.kernel[1], work.stride[1])
     before = ceil_div(work.kernel[1] - added, added)
     columns = work.output[2]

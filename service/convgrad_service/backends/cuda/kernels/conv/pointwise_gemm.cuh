@@ -49,7 +49,7 @@ struct GemmOperand {
   // By one thread: loads k-tile `step` of the operand's rows from `first` on, MN-major those of `image`; in a
   // single copy if the boxes cover all of the operand's rows (`whole`).
   __device__ __forceinline__ static void load(u32 to, const TensorMap& map, u32 barrier, int first,
-                                              int step, int whole, int image) {
+                                              int step, int whole, int image = 0) {
     if constexpr (!kMn) {
 #pragma unroll
       for (int i = 0; i < kBoxes; ++i) {

@@ -367,7 +367,7 @@ def _result_map(dtype: DType, product: Product, config: Config) -> TiledMap:
             (product.rows // product.images, product.columns, product.images),
             (product.column_stride * ITEM_BYTES, product.image_stride * ITEM_BYTES),
             swizzle=ROW_BYTES[-1],
-            box=(ROW_BYTES[-1] // ITEM_BYTES, config.n, 1),
+            box=(ROW_BYTES[-1] // ITEM_BYTES, config.stored_columns(product), 1),
         )
     if product.transposed:
         return TiledMap(

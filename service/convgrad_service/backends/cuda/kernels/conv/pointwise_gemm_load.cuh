@@ -23,8 +23,12 @@ constexpr bool kPlanes = PLANES != 0;
 // Whether columns of the result are stored, whose rows are contiguous.
 constexpr bool kStoresColumns = kTransposed || kPlanes;
 // Staging buffer of a warp's 16 rows: boxes of D_BYTES per row, swizzled by that width (0: one box). Where
-// columns are stored, of a warpgroup's 64 rows: one box of 128 bytes per column.
-constexpr u32 kStagingBytes = (kStoresColumns ? 64 : 16) * BN * sizeof(T);
+// columns are stored, of a warpgroup's 64 rows: one box of 128 bytes per column. Of planes, 64 columns at a time.
+constexpr int kStoredColumns = kPlanes && BN % 64 == 0 ? 64 : BN;
+constexpr u32 kStagingBytes = (kStoresColumns ? 64 : 16) * kStoredColumns * sizeof(T);
+// Staging buffers of a warp, or of a warpgroup that stores columns.
+constexpr int kStagingBuffers = BUFFERS * (kPlanes ? 1 : kMmasM);
+constexpr u32 kAllStagingBytes = kStagingBuffers * kStagingBytes * CONSUMERS * (kStoresColumns ? 1 : 4);
 constexpr int kBoxColumns = D_BYTES && !kStoresColumns ? D_BYTES / static_cast<int>(sizeof(T)) : BN;
 constexpr u32 kBoxBytes = 16 * kBoxColumns * sizeof(T);
 static_assert(BN % kBoxColumns == 0, "whole blocks");
@@ -55,6 +59,7 @@ struct SharedLayout {
 // begin + k_step, ... Where transposed, `row` counts column tiles, and `column` is the first row of the rows' tile.
 struct BlockWork {
   int row, row_step, column, begin, steps, k_step = 1;
+  int image_tiles;  // of planes: row tiles of an image
 
   __device__ __forceinline__ explicit BlockWork(const PointwiseGemmArgs& args) {
     column = blockIdx.y * BN;
@@ -72,6 +77,7 @@ struct BlockWork {
       steps = max(min(args.steps_each, args.steps - begin), 0);
     } else {
       row = blockIdx.x, row_step = gridDim.x;
+      if (kPlanes) image_tiles = args.image_tiles;
       if (kTransposed) column = blockIdx.y * BM;
       begin = 0, steps = args.steps;
     }
@@ -83,7 +89,7 @@ template <class Side, bool kRows>
 struct Producer {
   const TensorMap& map;
   const BlockWork& work;
-  const int row_tiles, single_copy, image_tiles;
+  const int row_tiles, single_copy;
   int row, step = 0;
   PipelineState state{1};
 
@@ -92,7 +98,6 @@ struct Producer {
         work(work),
         row_tiles(args.row_tiles),
         single_copy(kRows ? args.a_whole : args.b_whole),
-        image_tiles(args.image_tiles),
         row(work.row) {}
   __device__ __forceinline__ bool has_next() const { return row < row_tiles && work.steps > 0; }
   __device__ __forceinline__ void next(const SharedLayout& smem) {
@@ -101,10 +106,12 @@ struct Producer {
     mbarrier_arrive_expect_tx(barrier, Side::kBytes);
     const int k_tile = work.begin + step * (kGridSplit ? work.k_step : 1);
     constexpr int kExtent = kRows ? BM : BN;
-    const int image = kPlanes && kRows ? row / image_tiles : 0;
-    const int tile = kPlanes && kRows ? row - image * image_tiles : row;
-    Side::load(to, map, barrier, kRows != kTransposed ? tile * kExtent : work.column, k_tile, single_copy,
-               image);
+    if constexpr (kPlanes && kRows) {
+      const int image = row / work.image_tiles;
+      Side::load(to, map, barrier, (row - image * work.image_tiles) * kExtent, k_tile, 0, image);
+    } else {
+      Side::load(to, map, barrier, kRows != kTransposed ? row * kExtent : work.column, k_tile, single_copy);
+    }
     if (++step == work.steps) step = 0, row += work.row_step;
     state.advance(smem.stages);
   }

@@ -70,7 +70,9 @@ class _Table:
         )
         self.configs = [config for config in alone for _ in range(kinds)]
         self.kind = np.tile(np.arange(1.0, kinds + 1), len(alone))
-        like = Product(Matrix(1, 1, a_mn), Matrix(1, 1, b_mn), 1, 1, 1, stores=True)
+        images = int(kind == "planes")
+        a, b = Matrix(1, 1, a_mn), Matrix(1, 1, b_mn)
+        like = Product(a, b, 1, 1, 1, stores=True, images=images)
 
         def column(of: Callable[[Config], float]) -> NDArray[np.float64]:
             return np.repeat(np.array([of(config) for config in alone], np.float64), kinds)

@@ -36,6 +36,8 @@ PATTERN_BYTES, BARRIER_BYTES, SLAB_ROWS, FRAGMENT_BYTES = 1024, 8, 16, 512
 GRID_FRAGMENTS, MOST_GRID_PARTS = 4, 255
 # The most results of a tile for which a block has a second store buffer.
 BUFFERED = 64 * 128
+# Rows of a warpgroup's product, and columns of planes that it stores at a time.
+WARPGROUP_ROWS, PLANE_COLUMNS = 64, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +186,13 @@ class Config:
     def splits(self) -> int:
         return max(self.cluster, 1) * self.parts
 
-    @property
-    def buffers(self) -> int:
-        """Store buffers per warp."""
-        return 2 if self.m * self.n <= BUFFERED else 1
+    def buffers(self, product: Product) -> int:
+        """Return the store buffers per warp or, of planes, per warpgroup."""
+        return 2 if product.images or self.m * self.n <= BUFFERED else 1
+
+    def stored_columns(self, product: Product) -> int:
+        """Return the columns of a store buffer."""
+        return PLANE_COLUMNS if product.images and self.n % PLANE_COLUMNS == 0 else self.n
 
     @property
     def fragments(self) -> int:
@@ -262,7 +267,8 @@ class Config:
         elif self.in_grid:
             results = GRID_FRAGMENTS * self.consumers * 4 * FRAGMENT_BYTES
         else:
-            results = self.buffers * self.m * self.n * ITEM_BYTES
+            rows = self.consumers * WARPGROUP_ROWS if product.images else self.m
+            results = self.buffers(product) * rows * self.stored_columns(product) * ITEM_BYTES
         if self.resident:
             results += self.steps(product) * self.side_bytes(product.b, self.n)
         ring = stages * (self.stage_bytes(product) + 2 * BARRIER_BYTES)
@@ -287,7 +293,7 @@ class Config:
             "DEPTH": self.depth,
             "REDUCE": 2 if self.in_grid else int(self.cluster > 0),
             "RESIDENT": int(self.resident),
-            "BUFFERS": self.buffers,
+            "BUFFERS": self.buffers(product),
             "TRANSPOSED": int(product.transposed),
             "PLANES": int(product.images > 0),
             "D_BYTES": self.d_bytes,
