@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -65,7 +66,7 @@ def resnet(direction: Direction, **changes: Any) -> ConvWork:
 
 @pytest.mark.parametrize(("dtype", "precision"), KINDS)
 def test_hopper_takes_the_layers_that_it_has_room_for(dtype: DType, precision: str) -> None:
-    family = HopperFirstData()
+    family = HopperFirstData(sparse=True)
 
     def takes(**changes: Any) -> bool:
         work = resnet("bwd_data", dtype=dtype, precision=precision, **changes)
@@ -85,6 +86,13 @@ def test_hopper_takes_the_layers_that_it_has_room_for(dtype: DType, precision: s
     assert not takes(kernel=15, stride=2, pad=7)
     assert not takes(kernel=3, pad=3, dilation=2)
     assert family.why_not(resnet("bwd_data", dtype=dtype, precision=precision), ADA) is not None
+
+
+def test_hopper_leaves_tiles_of_padding_to_others() -> None:
+    work = resnet("bwd_data", kernel=3, stride=1, pad=1, dtype=DType.FLOAT32)
+    assert "most of a tile" in str(HopperFirstData().why_not(work, H200))
+    assert HopperFirstData(sparse=True).why_not(work, H200) is None
+    assert HopperFirstData().why_not(replace(work, precision="high"), H200) is None
 
 
 @pytest.mark.parametrize(("dtype", "precision"), KINDS)
