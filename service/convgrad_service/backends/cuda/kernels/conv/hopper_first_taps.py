@@ -15,12 +15,13 @@ from convgrad_service.backends.cuda.kernels.conv.first_sum import (
     results_of,
     why_not_summed,
 )
-from convgrad_service.backends.cuda.kernels.conv.first_windows import padded_width, prepare_rows
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.limits import why_not_32bit_positions
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
+    padded_width,
+    prepare_rows,
     prepare_side,
 )
 from convgrad_service.backends.cuda.structures import structure
