@@ -8,7 +8,6 @@ import pytest
 
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.conv.hopper_first_split import HopperFirstSplit
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_taps import HopperFirstTaps
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment
@@ -58,15 +57,8 @@ class Few(HopperFirstTaps):
         return super().launches(work, device, splits or 3)
 
 
-class FewSplit(HopperFirstSplit):
-    """`Few` for split factors."""
-
-    def launches(self, work: ConvWork, device: CudaDevice, splits: int | None = None) -> Fragment:
-        return super().launches(work, device, splits or 3)
-
-
 def emulated() -> EmulatedBackend:
-    return EmulatedBackend(replace(FAMILIES, bwd_weight=(Few(), FewSplit())))
+    return EmulatedBackend(replace(FAMILIES, bwd_weight=(Few(),)))
 
 
 def gates_of_float32(backend: Backend, seed: int, case: Case, precision: str) -> None:

@@ -17,7 +17,6 @@ from convgrad_service.backends.cuda.kernels.conv.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight
 from convgrad_service.backends.cuda.kernels.conv.first_forward import FirstForward
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_data import HopperFirstData
-from convgrad_service.backends.cuda.kernels.conv.hopper_first_split import HopperFirstSplit
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_taps import HopperFirstTaps
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.conv.hopper_halo import HopperHalo
@@ -212,7 +211,6 @@ FIRST_WEIGHT = (
     Patches((DenseWeight(),)),
     PatchProducts(DENSE_WEIGHT),
     HopperFirstTaps(),
-    HopperFirstSplit(),
     PatchProducts((WeightTile(),)),
 )
 

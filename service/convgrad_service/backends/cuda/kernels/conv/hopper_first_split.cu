@@ -1,5 +1,5 @@
 // wgrad of a first layer (few input channels) on Hopper in float32 (TMA, wgmma on bfloat16 parts). Launched
-// by hopper_first_split.py. Needs sm_90a.
+// by hopper_first_taps.py. Needs sm_90a.
 //
 // The GEMM and its steps are those of hopper_first_taps.cu, with N = CHANNELS channels of y, 32 or 64. Each
 // element is split into PARTS bfloat16 parts. PARTS 3: float32 accuracy from six products, which keeps all
@@ -16,7 +16,7 @@
 //   reduces them.
 // Threads: 128 per consumer warpgroup, and 256.
 // Shared memory (dynamic): 1,024 bytes of alignment, stages of rows of y, of their parts, and of rows of x, at
-//   the end the sums; counted by hopper_first_split.py.
+//   the end the sums; counted by hopper_first_taps.py.
 // Preconditions: no dilation, rows of whole 16 bytes, an even number of elements between windows (with ODD an
 //   odd one). Positions outside the input are zeros.
 // Determinism: one order of additions per result and number of shares.

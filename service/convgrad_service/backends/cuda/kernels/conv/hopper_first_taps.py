@@ -1,9 +1,9 @@
 """wgrad of a first layer on Hopper by wgmma, with windows of input rows as the A operand in
-registers (hopper_first_taps.cu)."""
+registers (hopper_first_taps.cu; float32 by products of bfloat16 parts, hopper_first_split.cu)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -29,9 +29,9 @@ from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, Workspace, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
-__all__ = ["FORMS", "HopperFirstTaps", "Kind", "taps_launches", "why_not_taps"]
+__all__ = ["HopperFirstTaps"]
 
-DTYPES = (DType.FLOAT16, DType.BFLOAT16)
+DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 MOST_CHANNELS = 8
 """The most channels of the input."""
 EVEN = 2
@@ -66,10 +66,12 @@ HopperFirstTapsArgs = structure("conv/hopper_first_taps.cuh", "HopperFirstTapsAr
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kernel that shares this partition.
+    """A kernel and its types.
 
     Attributes
     ----------
+    name
+        The kernel's name.
     item
         Bytes of an element.
     channels
@@ -80,6 +82,7 @@ class Kind:
         bfloat16 parts of y written to shared memory, and their pipeline stages.
     """
 
+    name: str
     item: int
     channels: int
     others: int
@@ -92,7 +95,12 @@ class Kind:
         return CHUNK_BYTES // self.item
 
 
-SIXTEEN_BITS = Kind(2, 64, 64)
+SIXTEEN_BITS = Kind("hopper_first_taps", 2, 64, 64)
+# Of float32. With three parts, accumulators for 64 channels would not fit into the registers.
+SPLIT = [
+    Kind("hopper_first_split", 4, channels, 256, made=parts, made_stages=2)
+    for parts, channels in ((2, 64), (2, 32), (3, 32))
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,104 +161,87 @@ class Cut:
 
 
 class HopperFirstTaps:
-    """16-bit bwd_weight on sm_90a with at most ``MOST_CHANNELS`` input channels.
+    """bwd_weight on sm_90a with at most ``MOST_CHANNELS`` input channels.
 
-    Copies grad_output unless it has channels last, and the input unless its rows (W, C) are
-    contiguous; both in whole chunks of 16 bytes.
+    Float32 is computed as three bfloat16 products (``precision: high``), which are more accurate
+    than one in TF32, or six. Copies grad_output unless it has channels last, and the input unless
+    its rows (W, C) are contiguous; both in whole chunks of 16 bytes.
     """
 
     name = "hopper_first_taps"
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`. Splitting along N or H does not change the answer."""
+        if device.architecture not in HOPPER:
+            return f"{device.name} has no products of warpgroups"
         if work.dtype not in DTYPES:
-            return f"{work.dtype} is not for products of 16 bits"
-        return why_not_taps(work, device, SIXTEEN_BITS)
+            return f"{work.dtype} is not summed in float32"
+        if work.groups != 1 or work.in_channels > MOST_CHANNELS:
+            return f"{work.groups} groups of {work.in_channels} channels of the input"
+        if work.dilated:
+            return "dilated"
+        if work.accumulate is not None and work.accumulate.strides != work.w.strides:
+            return "accumulate does not lie as the result does"
+        if work.pixels > MAX_INDEX or prod(work.input) * work.in_channels > MAX_INDEX:
+            return "positions are more than 32 bits count"
+        reason = why_not_32bit_positions(work) or why_not_summed(work)
+        if reason is not None:
+            return reason
+        kind = _kind(work)
+        cut = _cut(work, device, kind)
+        if cut is None:
+            return "rows do not fit into shared memory"
+        x, y = prepare_rows(work, device, kind.chunk), prepare_side(work, "grad_output", device)
+        refused = (one.why_not() for one in _maps(work, cut, x.operand, y.operand))
+        return next((reason for reason in refused if reason is not None), None)
 
     def launches(self, work: ConvWork, device: CudaDevice, splits: int | None = None) -> Fragment:
         """See `Family.launches`. ``splits`` overrides the chosen number of splits."""
-        return taps_launches(
-            self.name,
-            work,
-            device,
-            SIXTEEN_BITS,
-            lambda products, odd: _instance(work.dtype, products, odd),
-            splits,
+        kind = _kind(work)
+        cut = _cut(work, device, kind)
+        if cut is None:
+            raise ValueError("rows do not fit into shared memory")
+        lines = work.batch * work.output[0] * cut.segments * work.output[1]
+        blocks = cut.groups * work.kernel[0] * ceil_div(work.out_channels, kind.channels)
+        results = results_of(work)
+        splits = splits or _splits(work, lines, blocks, results, device)
+        args = _args(work, cut)
+        args.lines, args.more = divmod(lines, splits)
+        x, y = prepare_rows(work, device, kind.chunk), prepare_side(work, "grad_output", device)
+        x_map, y_map = _maps(work, cut, x.operand, y.operand)
+        partials = f"{work.prefix}partials"
+        launch = Launch(
+            _instance(work.dtype, kind, cut.products, _windows_odd(work)),
+            (blocks, splits, 1),
+            (cut.threads, 1, 1),
+            pack_maps(
+                args, {"x_map": (x.operand, x_map), "y_map": (y.operand, y_map)}, partials=partials
+            ),
+            cut.shared_bytes,
+        )
+        return Fragment(
+            f"{kind.name}/{splits}",
+            (*y.steps, *x.steps, launch, first_sum(work, partials, splits, device)),
+            (*y.workspace, *x.workspace, Workspace(partials, splits * results * 4)),
         )
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
+        types = [(dtype, SIXTEEN_BITS) for dtype in DTYPES if dtype.itemsize == 2]
+        types += [(DType.FLOAT32, kind) for kind in SPLIT]
         return [
-            *(_instance(dtype, products, odd) for dtype in DTYPES for products, odd in FORMS),
+            *(_instance(*one, products, odd) for one in types for products, odd in FORMS),
             *first_sum_instances(),
         ]
 
 
-def why_not_taps(work: ConvWork, device: CudaDevice, kind: Kind) -> str | None:
-    """Return why kernels of this kind do not take the work, or None.
-
-    Splitting along N or H does not change the answer.
-    """
-    if device.architecture not in HOPPER:
-        return f"{device.name} has no products of warpgroups"
-    if work.groups != 1 or work.in_channels > MOST_CHANNELS:
-        return f"{work.groups} groups of {work.in_channels} channels of the input"
-    if work.dilated:
-        return "dilated"
-    if work.accumulate is not None and work.accumulate.strides != work.w.strides:
-        return "accumulate does not lie as the result does"
-    if work.pixels > MAX_INDEX or prod(work.input) * work.in_channels > MAX_INDEX:
-        return "positions are more than 32 bits count"
-    reason = why_not_32bit_positions(work) or why_not_summed(work)
-    if reason is not None:
-        return reason
-    cut = _cut(work, device, kind)
-    if cut is None:
-        return "rows do not fit into shared memory"
-    x, y = prepare_rows(work, device, kind.chunk), prepare_side(work, "grad_output", device)
-    refused = (one.why_not() for one in _maps(work, cut, x.operand, y.operand))
-    return next((reason for reason in refused if reason is not None), None)
-
-
-def taps_launches(
-    name: str,
-    work: ConvWork,
-    device: CudaDevice,
-    kind: Kind,
-    instance_of: Callable[[int, bool], Instance],
-    splits: int | None,
-) -> Fragment:
-    """Return the launches of a kernel of this kind.
-
-    ``instance_of`` maps wgmmas per step, and whether windows are an odd number of elements apart,
-    to an instance.
-    """
-    cut = _cut(work, device, kind)
-    if cut is None:
-        raise ValueError("rows do not fit into shared memory")
-    lines = work.batch * work.output[0] * cut.segments * work.output[1]
-    blocks = cut.groups * work.kernel[0] * ceil_div(work.out_channels, kind.channels)
-    results = results_of(work)
-    splits = splits or _splits(work, lines, blocks, results, device)
-    args = _args(work, cut)
-    args.lines, args.more = divmod(lines, splits)
-    x, y = prepare_rows(work, device, kind.chunk), prepare_side(work, "grad_output", device)
-    x_map, y_map = _maps(work, cut, x.operand, y.operand)
-    partials = f"{work.prefix}partials"
-    launch = Launch(
-        instance_of(cut.products, _windows_odd(work)),
-        (blocks, splits, 1),
-        (cut.threads, 1, 1),
-        pack_maps(
-            args, {"x_map": (x.operand, x_map), "y_map": (y.operand, y_map)}, partials=partials
-        ),
-        cut.shared_bytes,
-    )
-    return Fragment(
-        f"{name}/{splits}",
-        (*y.steps, *x.steps, launch, first_sum(work, partials, splits, device)),
-        (*y.workspace, *x.workspace, Workspace(partials, splits * results * 4)),
-    )
+def _kind(work: ConvWork) -> Kind:
+    """Return the kind with the widest block of channels whose last 32 are not padding."""
+    if work.dtype is not DType.FLOAT32:
+        return SIXTEEN_BITS
+    parts = 2 if work.precision == "high" else 3
+    widest = 64 if ceil_div(work.out_channels, 32) % 2 == 0 else 32
+    return next(one for one in SPLIT if one.made == parts and one.channels <= widest)
 
 
 def _windows_odd(work: ConvWork) -> bool:
@@ -380,6 +371,9 @@ def _bytes(kind: Kind, strides: tuple[int, ...], sizes: tuple[int, ...]) -> tupl
     return tuple(kind.item * stride if size > 1 else ROW_BYTES for stride, size in pairs)
 
 
-def _instance(dtype: DType, products: int, odd: bool) -> Instance:
-    defines = {"ELEMENT": CUDA_TYPES[dtype], "PRODUCTS": products, "ODD": int(odd)}
-    return Instance.of("conv/hopper_first_taps.cu", defines, HOPPER)
+def _instance(dtype: DType, kind: Kind, products: int, odd: bool) -> Instance:
+    defines: dict[str, object] = {"ELEMENT": CUDA_TYPES[dtype]}
+    if kind.made:
+        defines |= {"PARTS": kind.made, "CHANNELS": kind.channels}
+    defines |= {"PRODUCTS": products, "ODD": int(odd)}
+    return Instance.of(f"conv/{kind.name}.cu", defines, HOPPER)

@@ -13,7 +13,6 @@ from convgrad.contract.base import validate
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_data import HopperFirstData
-from convgrad_service.backends.cuda.kernels.conv.hopper_first_split import HopperFirstSplit
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_taps import HopperFirstTaps
 from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.planner import plan_for
@@ -111,7 +110,7 @@ def test_blocks_fill_the_device_in_whole_turns(dtype: DType, precision: str) -> 
 def test_shares_of_the_weight(kernel: int, dtype: DType, precision: str) -> None:
     """One block a multiprocessor, or nearly."""
     work = resnet("bwd_weight", kernel=kernel, pad=kernel // 2, dtype=dtype, precision=precision)
-    family = HopperFirstTaps() if dtype is DType.BFLOAT16 else HopperFirstSplit()
+    family = HopperFirstTaps()
     assert family.why_not(work, H200) is None
     launch = family.launches(work, H200).steps[0]
     assert isinstance(launch, Launch)
