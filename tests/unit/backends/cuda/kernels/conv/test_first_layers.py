@@ -88,10 +88,14 @@ def test_hopper_takes_the_layers_that_it_has_room_for(dtype: DType, precision: s
 
 
 def test_hopper_leaves_tiles_of_padding_to_others() -> None:
-    work = resnet("bwd_data", kernel=3, stride=1, pad=1, dtype=DType.FLOAT32)
-    assert "most of a tile" in str(HopperFirstData().why_not(work, H200))
-    assert HopperFirstData(sparse=True).why_not(work, H200) is None
-    assert HopperFirstData().why_not(replace(work, precision="high"), H200) is None
+    small, large = (
+        resnet("bwd_data", kernel=3, stride=1, pad=1, dtype=DType.FLOAT32, size=size)
+        for size in (32, 64)
+    )
+    assert "most of a tile" in str(HopperFirstData().why_not(small, H200))
+    assert HopperFirstData(sparse=True).why_not(small, H200) is None
+    assert HopperFirstData().why_not(replace(small, precision="high"), H200) is None
+    assert HopperFirstData().why_not(large, H200) is None
 
 
 @pytest.mark.parametrize(("dtype", "precision"), KINDS)
