@@ -1,6 +1,6 @@
 """What each kernel family wins: every measured layer's plan beside the best plan without a family.
 
-    python -m tests.perf.bench_families [--families first_groups ...] [--rows 24] [--wider]
+    python -m tests.perf.bench_families [--families first_forward ...] [--rows 24] [--wider]
 
 The layers are the rows of `results/networks.jsonl`, `gpu.jsonl` and `poolings.jsonl`; `--wider`
 adds the networks' layers at one batch in other layouts, dtypes and precisions, and forward. A

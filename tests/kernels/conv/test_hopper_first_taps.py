@@ -8,7 +8,6 @@ import pytest
 
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.conv.hopper_first_split import HopperFirstSplit
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_taps import HopperFirstTaps
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment
@@ -34,9 +33,20 @@ GEOMETRIES = {
     "vgg_of_four": Conv(1, 4, 64, (9, 32), (3, 3), 1, 1),
     "stride_beyond_kernel": Conv(1, 4, 8, (14, 16), (2, 2), (4, 3)),
     "asymmetric_padding": Conv(2, 3, 16, (8, 16), (3, 3), 2, ((0, 3), (4, 1))),
+    # Windows an odd number of elements apart.
+    "vgg": Conv(2, 3, 24, (9, 40), (3, 3), 1, 1),
+    "odd_start": Conv(1, 3, 16, (9, 30), (5, 4), 3, (2, 1)),
+    "one_channel_stride_1": Conv(2, 1, 32, (28, 28), (3, 3)),
+    # Rows and pixels that are no whole chunks, and are copied.
+    "odd_width": Conv(2, 3, 21, (11, 27), (3, 3), 2, 1),
+    "six_channels": Conv(1, 6, 40, (9, 21), (3, 3), 1, 1),
+    "1d": Conv(2, 1, 24, (300,), (10,), 5),
+    # Taps along D in blocks of their own.
+    "3d": Conv(2, 3, 24, (5, 9, 20), (3, 3, 3), (1, 2, 2), 1),
+    "3d_stride_1": Conv(1, 3, 70, (4, 6, 18), (3, 5, 5), 1, (1, 2, 2)),
 }
 CASES = {name: FROM_CONV[OPERATION](name, conv) for name, conv in GEOMETRIES.items()}
-NONFINITE = ("resnet", "alexnet", "patches", "asymmetric_padding")
+NONFINITE = ("resnet", "alexnet", "patches", "asymmetric_padding", "vgg", "odd_width", "3d")
 emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
 
@@ -47,22 +57,15 @@ class Few(HopperFirstTaps):
         return super().launches(work, device, splits or 3)
 
 
-class FewSplit(HopperFirstSplit):
-    """`Few` for split factors."""
-
-    def launches(self, work: ConvWork, device: CudaDevice, splits: int | None = None) -> Fragment:
-        return super().launches(work, device, splits or 3)
-
-
 def emulated() -> EmulatedBackend:
-    return EmulatedBackend(replace(FAMILIES, bwd_weight=(Few(), FewSplit())))
+    return EmulatedBackend(replace(FAMILIES, bwd_weight=(Few(),)))
 
 
 def gates_of_float32(backend: Backend, seed: int, case: Case, precision: str) -> None:
     case = case.with_params(precision, precision=precision)
     for gate in ("exact", "bounded"):
         tensors, wanted = drawn(seed, case, "float32", gate)
-        found = answers(backend, case, tensors, "NHWC")
+        found = answers(backend, case, tensors, with_layouts(case.ndim, grouped=False)[-1])
         tf32 = 2.0**-10 if precision == "high" else 0.0
         check(found, wanted, gate, f"seed {seed}, {case.id}", tf32)
 
@@ -70,30 +73,42 @@ def gates_of_float32(backend: Backend, seed: int, case: Case, precision: str) ->
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
 def test_gates(backend: Backend, seed: int, name: str, dtype: str) -> None:
-    gates(backend, seed, CASES[name], dtype, with_layouts(2, grouped=False))
+    gates(backend, seed, CASES[name], dtype, with_layouts(CASES[name].ndim, grouped=False))
 
 
 @pytest.mark.parametrize("name", NONFINITE)
 def test_nonfinite(backend: Backend, seed: int, name: str) -> None:
-    check_rule(backend, seed, CASES[name], "bfloat16", with_layouts(2, grouped=False)[-1])
+    check_rule(
+        backend, seed, CASES[name], "bfloat16", with_layouts(CASES[name].ndim, grouped=False)[-1]
+    )
 
 
 @emulation
 @pytest.mark.parametrize("name", CASES)
 def test_emulated(seed: int, name: str) -> None:
-    gates(emulated(), seed, CASES[name], "bfloat16", with_layouts(2, grouped=False)[-1:])
+    gates(
+        emulated(),
+        seed,
+        CASES[name],
+        "bfloat16",
+        with_layouts(CASES[name].ndim, grouped=False)[-1:],
+    )
 
 
 @emulation
 @pytest.mark.parametrize("name", ["resnet", "patches"])
 def test_emulated_float16(seed: int, name: str) -> None:
-    gates(emulated(), seed, CASES[name], "float16", with_layouts(2, grouped=False)[-1:])
+    gates(
+        emulated(), seed, CASES[name], "float16", with_layouts(CASES[name].ndim, grouped=False)[-1:]
+    )
 
 
 @emulation
 @pytest.mark.parametrize("name", NONFINITE)
 def test_emulated_nonfinite(seed: int, name: str) -> None:
-    check_rule(emulated(), seed, CASES[name], "bfloat16", with_layouts(2, grouped=False)[-1])
+    check_rule(
+        emulated(), seed, CASES[name], "bfloat16", with_layouts(CASES[name].ndim, grouped=False)[-1]
+    )
 
 
 @pytest.mark.parametrize("precision", ["high", "highest"])
@@ -112,4 +127,6 @@ def test_emulated_float32(seed: int, name: str, precision: str) -> None:
 @emulation
 @pytest.mark.parametrize("name", NONFINITE)
 def test_emulated_float32_nonfinite(seed: int, name: str) -> None:
-    check_rule(emulated(), seed, CASES[name], "float32", with_layouts(2, grouped=False)[-1])
+    check_rule(
+        emulated(), seed, CASES[name], "float32", with_layouts(CASES[name].ndim, grouped=False)[-1]
+    )

@@ -58,6 +58,18 @@ SUMMED = (
     (WEIGHT[1], Config(64, 24, 128, parts=4), False),
 )
 
+# Several images, with partial tiles of pixels and channels; fwd has a bias. Last, more row tiles
+# than blocks.
+IMAGES = Conv(3, 72, 136, (9, 16), (1, 1))
+PLANES = (
+    (conv_fwd("images", IMAGES), Config(64, 128)),
+    (conv_fwd("images", IMAGES), Config(128, 32, resident=True)),
+    (conv_fwd("images", IMAGES), Config(256, 96)),
+    (conv_bwd_data("images", IMAGES), Config(128, 192)),
+    (conv_bwd_data("images", IMAGES).with_params("alpha", alpha=-0.5), Config(128, 96)),
+    (conv_bwd_data("long", Conv(40, 16, 8, (16, 20), (1, 1))), Config(64, 64)),
+)
+
 
 def name_of(value: object) -> str | None:
     return value.id if isinstance(value, Case) else str(value)
@@ -78,6 +90,14 @@ def test_transposed(seed: int, case: Case, config: Config) -> None:
         tensors, wanted = drawn(seed, case, dtype, gate)
         backend = EmulatedBackend(pointwise_gemm(config, swapped=True))
         found = answers(backend, case, tensors, _last(case))
+        check(found, wanted, gate, f"seed {seed}, {case.id} {config}")
+
+
+@pytest.mark.parametrize(("case", "config"), PLANES, ids=name_of)
+def test_planes(seed: int, case: Case, config: Config) -> None:
+    for dtype, gate in (("bfloat16", "exact"), ("float16", "bounded")):
+        tensors, wanted = drawn(seed, case, dtype, gate)
+        found = answers(EmulatedBackend(pointwise_gemm(config)), case, tensors, "NCHW")
         check(found, wanted, gate, f"seed {seed}, {case.id} {config}")
 
 

@@ -18,8 +18,9 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGath
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import Schedule
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import HopperTile
 from convgrad_service.backends.cuda.kernels.conv.hopper_halo import HopperHalo
-from convgrad_service.backends.cuda.kernels.conv.hopper_pointwise import HopperPointwise
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import Config
 from convgrad_service.backends.cuda.kernels.layout.dense_channels_first import (
     ResultThroughChannelsLast,
 )
@@ -92,7 +93,9 @@ SETS = {
     "gather_192x128": data(gather(HopperTile(192, 128, 3))),
     "halo": data(HopperHalo(anything=True)),
     "copied": data(ResultThroughChannelsLast(gather(HopperTile(128, 64)), COPIES, anywhere=True)),
-    "pointwise": data(HopperPointwise(1)),
+    "pointwise": data(PointwiseGemm(Config(128, 64, resident=True))),
+    "pointwise_256x96": data(PointwiseGemm(Config(256, 96))),
+    "pointwise_64x128": data(PointwiseGemm(Config(64, 128))),
     "halo_copied": data(
         ResultThroughChannelsLast(HopperHalo(anything=True), COPIES, anywhere=True)
     ),
@@ -140,7 +143,11 @@ MOST_WAYS = ("gather_128x64", "halo", "pointwise")
         pytest.param(case, way, id=f"{case.id}-{way}", marks=[pytest.mark.slow] if slow else [])
         for case in [*DATA, *FORWARD, *ADDED]
         for way in SETS
-        for slow in [way not in MOST_WAYS and (case in FORWARD or case.name not in FEW)]
+        for slow in [
+            way not in MOST_WAYS
+            and (case in FORWARD or case.name not in FEW)
+            and not ("pointwise" in way and "pointwise" in case.name)
+        ]
     ],
 )
 def test_data(seed: int, case: Case, way: str) -> None:
@@ -172,7 +179,7 @@ def test_weight(seed: int, case: Case, dtype: str, way: str) -> None:
 @pytest.mark.parametrize("name", ["whole_chunks", "odd_planes", "rows_of_chunks", "pointwise"])
 def test_nonfinite(seed: int, name: str) -> None:
     for case, families in (
-        *((conv_bwd_data(name, LAYERS[name]), SETS[way]) for way in ("gather_128x64", "halo")),
+        *((conv_bwd_data(name, LAYERS[name]), SETS[way]) for way in MOST_WAYS),
         (grouped_conv_bwd_weight(name, LAYERS[name]), WEIGHT_SETS["planes"]),
     ):
         check_rule(EmulatedBackend(families), seed, case, "bfloat16", FIRST[case.ndim])

@@ -16,16 +16,11 @@ from convgrad_service.backends.cuda.kernels.conv.channel_sums import ChannelSums
 from convgrad_service.backends.cuda.kernels.conv.col2im import Col2im
 from convgrad_service.backends.cuda.kernels.conv.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight
-from convgrad_service.backends.cuda.kernels.conv.first_data import FirstData
 from convgrad_service.backends.cuda.kernels.conv.first_forward import FirstForward
-from convgrad_service.backends.cuda.kernels.conv.first_groups import FirstGroups
-from convgrad_service.backends.cuda.kernels.conv.first_weight import FirstWeight
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_data import HopperFirstData
-from convgrad_service.backends.cuda.kernels.conv.hopper_first_split import HopperFirstSplit
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_taps import HopperFirstTaps
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.conv.hopper_halo import HopperHalo
-from convgrad_service.backends.cuda.kernels.conv.hopper_pointwise import HopperPointwise
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight_single import HopperWeightSingle
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGemm
@@ -161,7 +156,6 @@ GROUPED_WEIGHT = (
 )
 # Many channels a group: forward and input gradient, then weight gradient.
 LARGE = (
-    HopperPointwise(),
     ResultThroughChannelsLast(HopperHalo(), COPIES),
     HopperHalo(),
     ResultThroughChannelsLast(HopperGather(), COPIES),
@@ -184,10 +178,13 @@ IMPLICIT_GEMM = ImplicitGemm(dtypes=(DType.FLOAT16, DType.BFLOAT16))
 # 4 channels take 0.28 to 1.02 of the fallback kernels' time; 7 in TF32 with fewer channels take
 # 0.31 to 1.55.
 ODD = (IMPLICIT_GEMM, ImplicitGemm(dtypes=(DType.FLOAT32,), least_channels=4))
-# Pointwise convolutions. Short ones are not compared with the others, which were never faster.
+# Pointwise convolutions. Channels first and short ones are not compared with the others, which were
+# never faster.
+PLANES = PointwiseGemm(planes=True)
 SHORT_PRODUCTS, PRODUCTS = PointwiseGemm(most_s=25e-6), (PointwiseGemm(), IMPLICIT_GEMM)
 WHOLE = (
     Tuned((PointwiseGemm(), IMPLICIT_GEMM, HopperGather(), HopperHalo())),
+    PLANES,
     SHORT_PRODUCTS,
     FastestExpected(LARGE, (HopperGather(direct=True),), PRODUCTS, overheads=OVERHEADS),
 )
@@ -200,26 +197,21 @@ WHOLE_WEIGHT = (
 DENSE = (PaddedResult(WHOLE, COPIES), *WHOLE)
 DENSE_WEIGHT = (PaddedResult(WHOLE_WEIGHT, COPIES), *WHOLE_WEIGHT)
 # Few channels of the result. Measured on an H200 in 27 layers of 3 to 8 channels, in bfloat16 and
-# float32, channels first and last: first_data is faster only with few channels of the source, and
-# dense kernels only where the source is small.
+# float32, channels first and last: dense kernels are faster only where the source is small.
 COL2IM = Col2im(PRODUCTS, (*DENSE, *ODD), least_gathered_bytes=28e6)
-COL2IM_OF_MANY = Col2im(PRODUCTS, (*DENSE, *ODD), most_columns=0.75)
 # First layers: few channels of the input.
 FIRST_FORWARD = (Patches(DENSE), PatchProducts(DENSE), FirstForward())
 FIRST_DATA = (
     Patches(DENSE),
     PatchProducts(DENSE),
     HopperFirstData(),
-    FirstGroups(),
-    COL2IM_OF_MANY,
-    FirstData(),
+    COL2IM,
+    HopperFirstData(sparse=True),
 )
 FIRST_WEIGHT = (
     Patches((DenseWeight(),)),
     PatchProducts(DENSE_WEIGHT),
     HopperFirstTaps(),
-    HopperFirstSplit(),
-    FirstWeight(),
     PatchProducts((WeightTile(),)),
 )
 
@@ -238,7 +230,7 @@ LAST_GATHERS = (*DENSE, *ODD, GatherTile(), GatherDirect())
 
 FAMILIES = Families(
     fwd=(*DEPTHWISE, *GROUPED, *FIRST_FORWARD, COL2IM, *LAST_GATHERS),
-    bwd_data=(*DEPTHWISE, *GROUPED, *FIRST_DATA, COL2IM, *LAST_GATHERS),
+    bwd_data=(*DEPTHWISE, *GROUPED, *FIRST_DATA, *LAST_GATHERS),
     bwd_weight=(
         *DEPTHWISE_WEIGHT,
         *GROUPED_WEIGHT,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import gcd, inf, prod
+from math import gcd, prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
@@ -73,7 +73,6 @@ class Col2im:
         narrow: Sequence[Family[ConvWork]],
         wide: Sequence[Family[ConvWork]],
         *,
-        most_columns: float = inf,
         least_gathered_bytes: float = 0.0,
     ) -> None:
         """Create the family.
@@ -84,13 +83,11 @@ class Col2im:
             Families for the GEMM of 16-bit types, which write a result in float32.
         wide
             Those for float32.
-        most_columns
-            The most columns for each channel of the source.
         least_gathered_bytes
             The fewest bytes of the source that an implicit GEMM would read, taps included.
         """
         self._narrow, self._wide = narrow, wide
-        self._most_columns, self._least_gathered_bytes = most_columns, least_gathered_bytes
+        self._least_gathered_bytes = least_gathered_bytes
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`.
@@ -113,8 +110,6 @@ class Col2im:
         if work.accumulate is not None and work.accumulate.strides != work.result.strides:
             return "accumulate does not lie as the result does"
         columns = work.taps * channels
-        if columns > self._most_columns * source:
-            return f"{columns} columns of products with {source} channels"
         pixels = [work.batch * prod(size) for size in work.sizes]
         if pixels[0] * work.taps * source * work.dtype.itemsize < self._least_gathered_bytes:
             return f"{work.taps} taps at {pixels[0]} pixels: an implicit GEMM starts faster"

@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const int unit0 = static_cast<int>(static_cast<i64>(geometry.units) * range / args.ranges);
   const int unit1 = static_cast<int>(static_cast<i64>(geometry.units) * (range + 1) / args.ranges);
 
-  Windows<T> x{geometry, args.x_stride, static_cast<const T*>(args.x), 0, rows, base, nullptr};
+  Windows<T> x{geometry, args.x_stride, static_cast<const T*>(args.x), base, nullptr};
   x.raws = base + x.ring_bytes();
   char* const weights = x.raws + STAGES * x.raw_bytes();
   const int tiles = rows * geometry.column_tiles;  // per tap along D
@@ -281,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       }
     }
     if (unit.inside && !ready) {
-      x.lay_out<true>(unit, stage, ring);
+      x.lay_out(unit, stage, ring);
       __syncthreads();
     }
     // Some warps lay out the next step before their mma and some after, so that the two overlap.
@@ -293,9 +293,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       if (ring >= x.ring_rows()) ring -= x.ring_rows();
     }
     const bool before = (warp >> 2) & 1;
-    if (ready && before) x.lay_out<true>(after, next, ring);
+    if (ready && before) x.lay_out(after, next, ring);
     if (unit.inside) multiply(here, tap);
-    if (ready && !before) x.lay_out<true>(after, next, ring);
+    if (ready && !before) x.lay_out(after, next, ring);
     if (++tap == taps) {
       tap = 0;
       write(unit);

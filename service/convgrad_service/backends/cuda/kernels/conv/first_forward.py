@@ -4,28 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.conv.first_windows import (
-    BEFORE_BLACKWELL,
-    BLACKWELL,
-    MOST_WARPS,
-    STAGES,
-    STATIC_BYTES,
-    blocks_per_sm,
-    column_tiles,
-    prepare_rows,
-    why_not_first,
-    window_args,
-    window_bytes,
-)
+from convgrad_service.backends.cuda.kernels.conv.patches import MOST_CHANNELS
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES
-from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
+from convgrad_service.backends.cuda.kernels.core.limits import why_not_32bit_positions
+from convgrad_service.backends.cuda.kernels.layout.channels_last import (
+    CHUNK_BYTES,
+    in_whole_chunks,
+    prepare_rows,
+)
 from convgrad_service.backends.cuda.structures import structure
-from convgrad_service.plans.cuda.device import ARCHITECTURES, CudaDevice
+from convgrad_service.plans.cuda.device import ARCHITECTURES, CudaDevice, architectures_before
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
-from convgrad_service.plans.cuda.works import ConvWork
+from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["FirstForward"]
 
@@ -36,8 +31,18 @@ MOST_TILES = 256
 # By instance, the pairs of column tiles whose weights a warp keeps in registers.
 REGISTER_WEIGHTS = (4, 11)
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
+MOST_WARPS = 12
+BLACKWELL = (10, 0)
+BEFORE_BLACKWELL = architectures_before(BLACKWELL)
+"""Architectures with enough registers for the largest instances."""
+STAGES = 4
+"""Pipeline stages: work units whose input rows are in shared memory or in flight."""
+STATIC_BYTES = 4096
+REGISTERS, REGISTERS_OF_THREAD = 65536, 168
+MAX_INDEX = 2**31 - 1
 
 
+WindowArgs = structure("conv/first_windows.cuh", "WindowArgs")
 FirstForwardArgs = structure("conv/first_forward.cu", "FirstForwardArgs")
 
 
@@ -62,9 +67,28 @@ class FirstForward:
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
-        reason = why_not_first(work, device)
-        if reason is None and work.kernel[1] * column_tiles(work) > MOST_TILES:
-            return f"{work.kernel[1]} rows of {column_tiles(work)} tiles of columns"
+        if work.groups != 1:
+            return f"{work.groups} groups"
+        if work.in_channels > MOST_CHANNELS:
+            return f"{work.in_channels} channels of the input are more than {MOST_CHANNELS}"
+        if work.dtype is DType.FLOAT64:
+            return "tensor cores that sum in float64 are not used"
+        if work.dtype is DType.FLOAT32 and work.precision != "high":
+            return "TF32 is less than the float32 that was asked for"
+        if device.capability < (8, 0):
+            return f"{device.name} is older than sm_80"
+        if work.dilated:
+            return "dilated"
+        tiles = _column_tiles(work)
+        if tiles > MOST_WARPS or work.kernel[1] * tiles > MOST_TILES:
+            return f"{work.kernel[1]} rows of {tiles} tiles of columns"
+        if work.accumulate is not None and work.accumulate.strides != work.result.strides:
+            return "accumulate does not lie as the result does"
+        row = prod(work.input[1:]) * work.in_channels
+        if max(work.pixels, row) * 16 > MAX_INDEX:
+            return "positions are more than 32 bits count"
+        # Even small tensors may have huge padding and strides.
+        reason = why_not_32bit_positions(work)
         if reason is None and _cut(work, device) is None:
             return "windows of a row and the weights do not fit into shared memory"
         return reason
@@ -78,13 +102,16 @@ class FirstForward:
         args = FirstForwardArgs()
         args.x_stride[:], args.y_stride[:] = x.operand.strides, work.y.strides
         args.w_stride[:] = work.w.strides
-        args.windows = window_args(work, x.operand, work.kernel[1], cut.unit_rows, cut.segment)
+        args.windows = _window_args(work, x.operand, cut)
         args.alpha, args.beta = work.alpha, work.beta
         args.activation, args.plain = ACTIVATIONS[work.activation], _plain(work)
         args.y_channels, args.warp_channels = work.out_channels, cut.warp_channels
         args.channel_blocks = ceil_div(work.out_channels, CHANNELS * cut.warp_channels)
-        resident = blocks_per_sm(device, cut.threads, cut.shared_bytes)
-        blocks = max(1, device.multiprocessors * resident // args.channel_blocks)
+        resident = min(
+            device.fitting_blocks(cut.shared_bytes),
+            REGISTERS // (cut.threads * REGISTERS_OF_THREAD),
+        )
+        blocks = max(1, device.multiprocessors * max(resident, 1) // args.channel_blocks)
         args.ranges = min(args.windows.units, blocks)
         extents = (work.batch, 1, work.out_channels, *work.output)
         args.wide_stores = work.out_channels % 8 == 0 and in_whole_chunks(work.y, extents, 2)
@@ -113,6 +140,44 @@ class FirstForward:
         ]
 
 
+def _column_tiles(work: ConvWork) -> int:
+    """Return the number of 8-column tiles (taps x channels) in a kernel row."""
+    return ceil_div(work.kernel[2] * work.in_channels, 8)
+
+
+def _window_args(work: ConvWork, x: Operand, cut: Cut) -> Any:
+    """Return the kernel parameters that describe windows of ``x``, as `prepare_rows` returns it."""
+    args = WindowArgs()
+    sizes = (work.batch, 1, work.in_channels, *work.input)
+    args.x_end = 1 + sum((size - 1) * stride for size, stride in zip(sizes, x.strides, strict=True))
+    args.channels = work.in_channels
+    args.x_size[:], args.y_size[:] = work.input, work.output
+    for name in ("kernel", "stride", "pad"):
+        getattr(args, name)[:] = getattr(work, name)
+    args.column_tiles = _column_tiles(work)
+    args.unit_rows, args.segment = cut.unit_rows, cut.segment
+    args.segments = ceil_div(work.output[2], cut.segment)
+    args.row_units = ceil_div(work.output[1], cut.unit_rows)
+    args.units = work.batch * work.output[0] * args.row_units * args.segments
+    args.row_words = _row_words(work, cut.segment)
+    return args
+
+
+def _window_bytes(work: ConvWork, unit_rows: int, segment: int) -> int:
+    """Return the bytes of shared memory: the windows, the pipeline of input rows, static arrays."""
+    size, stride = work.dtype.itemsize, work.stride[1]
+    input_rows = stride * (unit_rows - 1) + work.kernel[1]
+    windows = (input_rows + stride * unit_rows) * segment * (_column_tiles(work) | 1) * 8 * size
+    return windows + STAGES * input_rows * _row_words(work, segment) * 4 + STATIC_BYTES
+
+
+def _row_words(work: ConvWork, segment: int) -> int:
+    """Return the 32-bit words that a work unit loads of a row of x, in whole chunks."""
+    size = work.dtype.itemsize
+    elements = (segment - 1) * work.stride[2] * work.in_channels + _column_tiles(work) * 8
+    return ceil_div(elements * size + 2 * CHUNK_BYTES + 4, CHUNK_BYTES) * (CHUNK_BYTES // 4)
+
+
 def _plain(work: ConvWork) -> bool:
     """Return whether the epilogue adds at most a bias."""
     return work.alpha == 1.0 and work.accumulate is None and work.activation == "none"
@@ -120,7 +185,7 @@ def _plain(work: ConvWork) -> bool:
 
 def _pairs(work: ConvWork) -> int:
     """Return the mma k-steps per tap along D: two column tiles each, or one in 32-bit types."""
-    return ceil_div(work.kernel[1] * column_tiles(work), 2 if work.dtype.itemsize == 2 else 1)
+    return ceil_div(work.kernel[1] * _column_tiles(work), 2 if work.dtype.itemsize == 2 else 1)
 
 
 def _register_weights(work: ConvWork, device: CudaDevice) -> int | None:
@@ -143,7 +208,6 @@ def _weight_bytes(work: ConvWork, warp_channels: int) -> int:
 
 def _cut(work: ConvWork, device: CudaDevice) -> Cut | None:
     """Return the partition with the largest units that fits, or None."""
-    rows = work.kernel[1]
     for warp_channels in range(min(MOST_WARP_CHANNELS, ceil_div(work.out_channels, 32)), 0, -1):
         places = MOST_WARPS // warp_channels
         for parts in (2, 1):
@@ -151,7 +215,7 @@ def _cut(work: ConvWork, device: CudaDevice) -> Cut | None:
                 continue
             segment = parts * CHANNELS
             for unit_rows in range(min(places // parts, work.output[1]), 0, -1):
-                shared = window_bytes(work, rows, unit_rows, segment)
+                shared = _window_bytes(work, unit_rows, segment)
                 shared += _weight_bytes(work, warp_channels)
                 if shared <= device.shared_bytes_per_block:
                     return Cut(warp_channels, unit_rows, segment, shared)

@@ -1,5 +1,5 @@
 // Second stage of split-K for few results and many splits: reduces partial sums and applies the epilogue.
-// Launched by first_weight.py.
+// Launched by first_sum.py.
 //
 // Grid: ceil(results / 32) blocks of WARPS warps: 32 consecutive results; each warp adds every WARPS-th split.
 // Shared memory: the warps' sums.

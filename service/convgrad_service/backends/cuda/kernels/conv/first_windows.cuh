@@ -1,4 +1,4 @@
-// Windows of a first layer's input in shared memory (im2col along W). Launched by first_windows.py.
+// Windows of a first layer's input in shared memory (im2col along W). Launched by first_forward.py.
 //
 // With channels last, the S taps of a kernel row read S*C consecutive elements of a row of x, from
 // element (q*stride - pad)*C. Each row of x is expanded once into
@@ -23,7 +23,6 @@ struct WindowArgs {
   int stride[3];
   int pad[3];
   int column_tiles;  // column tiles of a kernel row
-  int rows;          // the most kernel rows of a block
   int unit_rows;
   int segment;  // 32 or 64
   int segments;
@@ -48,13 +47,12 @@ struct Windows {
   const WindowArgs& args;
   const i64 (&stride)[6];  // of x: N G C D H W
   const T* x;
-  int first_row, rows;  // kernel rows of this block
   char* windows;
   char* raws;
 
   // Rows of x that a unit reads, and the new rows of the next unit down.
   __device__ __forceinline__ int met() const {
-    return args.stride[1] * (args.unit_rows - 1) + rows;
+    return args.stride[1] * (args.unit_rows - 1) + args.kernel[1];
   }
   __device__ __forceinline__ int ahead() const { return args.stride[1] * args.unit_rows; }
   __device__ __forceinline__ int ring_rows() const { return met() + ahead(); }
@@ -62,13 +60,8 @@ struct Windows {
   __device__ __forceinline__ int row_elements() const { return args.x_size[2] * args.channels; }
   __device__ __forceinline__ u32 pitch() const { return (args.column_tiles | 1) * 8 * kBytes; }
   __device__ __forceinline__ u32 row_bytes() const { return args.segment * pitch(); }
-  __device__ __forceinline__ u32 raw_bytes() const {
-    return (args.stride[1] * (args.unit_rows - 1) + args.rows) * args.row_words * 4;
-  }
-  // Bytes of the ring of windows, for the largest block.
-  __device__ __forceinline__ u32 ring_bytes() const {
-    return (args.stride[1] * (2 * args.unit_rows - 1) + args.rows) * row_bytes();
-  }
+  __device__ __forceinline__ u32 raw_bytes() const { return met() * args.row_words * 4; }
+  __device__ __forceinline__ u32 ring_bytes() const { return ring_rows() * row_bytes(); }
 
   __device__ __forceinline__ Unit unit_of(int index, int tap, bool first) const {
     Unit unit;
@@ -81,7 +74,7 @@ struct Windows {
     unit.d = unit.z * args.stride[0] + tap - args.pad[0];
     unit.width = min(args.segment, args.y_size[2] - unit.q0);
     unit.p0 = row_unit * args.unit_rows;
-    unit.h0 = unit.p0 * args.stride[1] - args.pad[1] + first_row;
+    unit.h0 = unit.p0 * args.stride[1] - args.pad[1];
     unit.inside = unit.d >= 0 && unit.d < args.x_size[0];
     unit.fresh = first || row_unit == 0;
     return unit;
@@ -130,8 +123,7 @@ struct Windows {
   }
 
   // Expands a unit's new rows into windows, starting at slot `ring`. A warp has 32 positions of a
-  // row. Columns past the last are zeros with `kExact`, else arbitrary.
-  template <bool kExact>
+  // row. Columns past the last are zeros.
   __device__ __forceinline__ void lay_out(const Unit& unit, int stage, int ring) const {
     const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
     const int skip = skipped(unit), first = first_element(unit);
@@ -149,8 +141,7 @@ struct Windows {
       T* const to = reinterpret_cast<T*>(windows + slot * row_bytes() + q * pitch());
       const int element = window_at(unit.q0 + q);
       // Columns in [low, high) are in the row.
-      int low = max(0, -element), high = row_elements() - element;
-      if (kExact) high = min(high, columns());
+      int low = max(0, -element), high = min(row_elements() - element, columns());
       if (h < 0 || h >= args.x_size[1] || q >= unit.width) high = 0;
       const int lead = (first_row_at + row * row_step) & (kChunk - 1);
       const int at = element - first + lead;

@@ -1,19 +1,104 @@
-// Kernel parameters, constants and weight layout of hopper_first_data.cu.
+// Kernel parameters, work of a block, constants and weight layout of hopper_first_data.cu.
 // Macros: ELEMENT, SPLIT, ROWS, EIGHTS, TAPS, STEPS, STAGES.
+//
+// Positions of x along W form groups of `stride`. Group i reads the positions of y from i + first_tap, at
+// the same TAPS steps as every other group. Then
+//   x[h][i, (b, c)] = sum over h's kernel rows r, taps t along D, steps s and k of
+//                     y[z(t), p][i + first_tap + s, k] * v[t, r][s, k, (b, c)]
+// with v[t, r][s, k, (b, c)] = w[k, c, t, r, b + pad - (first_tap + s)*stride], zero outside the kernel, is
+// a GEMM with M = groups i, N = stride*C columns, K = taps along D x steps x channels of y.
 #pragma once
 
-#include "conv/first_groups.cuh"
-#include "ptx/tma.cuh"
+#include "core/epilogue.cuh"
 #include "core/split_floats.cuh"
+#include "ptx/load_store.cuh"
+#include "ptx/tma.cuh"
 
 namespace convgrad {
 
-struct HopperFirstDataArgs : FirstGroupsArgs {
-  alignas(64) TensorMap y_map;  // K W H D N
-  u32 sub_bytes;                // 128 bytes of each position of a stage, in whole swizzle atoms
-  int row_step;                 // between a block's kernel rows, from blockIdx.y: 1, or the stride
-  u32 w_bytes;                  // bytes of the weights' bulk copy; 0 if read from global memory
+struct HopperFirstDataArgs {
+  TensorMap y_map;  // K W H D N
+  const void* w;
+  void* x;
+  const void* accumulate;  // like x, or null
+  const void* bias;        // one per channel of x, or null
+  i64 x_stride[6];         // N G C D H W, in elements
+  i64 w_stride[6];         // G K C T R S
+  float alpha;
+  float beta;
+  int activation;
+  int plain;  // no epilogue: 1, or kInTwos
+  int channels;
+  int y_channels;
+  int x_size[3];
+  int y_size[3];
+  int kernel[3];
+  int stride[3];
+  int pad[3];
+  int first_tap;
+  int warpgroups;
+  int positions;     // positions of y that a block's groups read
+  int row_segments;  // row segments along H
+  int segment_rows;  // rows of y that a segment advances by
+  int segments;      // along W
+  u32 sub_bytes;     // 128 bytes of each position of a stage, in whole swizzle atoms
+  int row_step;      // between a block's kernel rows, from blockIdx.y: 1, or the stride
+  u32 w_bytes;       // bytes of the weights' bulk copy; 0 if read from global memory
 };
+
+constexpr int kInTwos = 3;  // columns are contiguous in x, and pairs at even offsets
+
+__device__ __forceinline__ int floor_div(int a, int b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
+
+// What a block computes: one plane (n, d) of x, a segment of its rows and one of its groups.
+struct Share {
+  int n, d, segment;
+  int tap, plane, planes;  // taps along D: the j-th is tap + j*stride, in plane `plane` - j of y
+  int finish0, finish1;    // after row p of y, rows p*stride - pad + [0, stride) of x are complete
+  int p0;                  // the first row of y that contributes to them
+  int real0, real1;        // the range of rows that exist
+
+  __device__ __forceinline__ explicit Share(const HopperFirstDataArgs& args) {
+    u32 block = blockIdx.x;
+    segment = block % args.segments;
+    block /= args.segments;
+    const int row_segment = block % args.row_segments;
+    block /= args.row_segments;
+    d = block % args.x_size[0];
+    n = block / args.x_size[0];
+    plane = floor_div(d + args.pad[0], args.stride[0]);
+    tap = d + args.pad[0] - plane * args.stride[0];
+    planes = tap < args.kernel[0] ? (args.kernel[0] - 1 - tap) / args.stride[0] + 1 : 0;
+    const int beyond = max(0, plane - (args.y_size[0] - 1));
+    tap += beyond * args.stride[0];
+    plane -= beyond;
+    planes = max(0, min(planes - beyond, plane + 1));
+    const int stride = args.stride[1];
+    finish0 = floor_div(args.pad[1], stride) + row_segment * args.segment_rows;
+    finish1 = min(finish0 + args.segment_rows - 1,
+                  floor_div(args.x_size[1] - 1 + args.pad[1], stride));
+    p0 = finish0 - (args.kernel[1] - 1) / stride;
+    real0 = max(0, p0);
+    real1 = planes > 0 ? min(args.y_size[1] - 1, finish1) : -1;
+  }
+};
+
+// Stores one result of group `group` in row h, with an epilogue.
+template <class T>
+__device__ inline void put_one(const HopperFirstDataArgs& args, const Share& share, int h, int group,
+                               int column, float value) {
+  const int b = column / args.channels, c = column - b * args.channels;
+  const int w_at = group * args.stride[2] + b;
+  if (b >= args.stride[2] || w_at >= args.x_size[2]) return;
+  const i64 at = share.n * args.x_stride[0] + share.d * args.x_stride[3] + h * args.x_stride[4] +
+                 w_at * args.x_stride[5] + c * args.x_stride[2];
+  const T* accumulate = static_cast<const T*>(args.accumulate);
+  if (accumulate != nullptr) accumulate += at;
+  const T* bias = static_cast<const T*>(args.bias);
+  if (bias != nullptr) bias += c;
+  static_cast<T*>(args.x)[at] = narrow<T>(
+      finish<T, float>(value, args.alpha, args.beta, accumulate, bias, args.activation));
+}
 
 using FirstElement = ELEMENT;
 constexpr bool kWide = sizeof(FirstElement) == 4, kSplit = SPLIT;
@@ -23,13 +108,13 @@ constexpr int kEights = EIGHTS, kAll = ROWS * kEights;
 constexpr bool kLater = kEights == 1;
 constexpr int kMostFinished = 2;  // in that case, the most rows of x that a row of y completes
 constexpr int kColumns = kAll * 8, kRowColumns = kEights * 8;
-constexpr int kSubs = kWide ? 2 : 1;                  // rows of 128 bytes per position of y,
-constexpr int kWeightSubs = kWide && !kSplit ? 2 : 1;  // and per column of the weights
-constexpr int kParts = kSplit ? 3 : 1;
 constexpr int kSubChannels = kWide ? 32 : 64;
+constexpr int kSubs = (16 * STEPS + kSubChannels - 1) / kSubChannels;  // rows of 128 bytes per position of y,
+constexpr int kWeightSubs = kSplit ? (STEPS + 3) / 4 : kSubs;          // and per column of the weights
+constexpr int kParts = kSplit ? 3 : 1;
 constexpr int kProducts = kWide && !kSplit ? 2 * STEPS : STEPS;  // wgmmas per step along W
 constexpr u32 kRowBytes = 128, kTapBytes = kColumns * kRowBytes;
-constexpr u32 kPartBytes = TAPS * kWeightSubs * kTapBytes;
+constexpr u32 kPlaneBytes = TAPS * kWeightSubs * kTapBytes;  // of a tap along D
 constexpr int kFree = STAGES - 2;  // stages free for y while the others hold the weights as loaded
 constexpr int kWeightsLaid = 1;    // a named barrier
 constexpr int kLoaders = kSplit ? 128 : 32;  // producer threads; a warpgroup, to release registers
@@ -94,21 +179,23 @@ __device__ __forceinline__ void pack(const float (&values)[8], u32 (&words)[3][4
   }
 }
 
-// Writes the B operands to shared memory: columns are kernel rows x (b, c), padded to 8. Weights to
-// be split are multiplied by `by`. Returns the extremes of the weights that this thread read.
+// Writes the B operands to shared memory, by parts, taps along D and steps along W: columns are kernel rows
+// x (b, c), padded to 8. Weights to be split are multiplied by `by`. Returns the extremes of the weights
+// that this thread read.
 __device__ __forceinline__ Extremes lay_weights(const HopperFirstDataArgs& args, const FirstElement* w,
                                                 char* to, int thread, int threads, float by = 1) {
   Extremes seen = Extremes::none();
   constexpr int kOfChunk = kWide && !kSplit ? 4 : 8;
   constexpr int kChunks = 16 * STEPS / kOfChunk;
 #pragma unroll 2
-  for (int i = thread; i < TAPS * kChunks * kColumns; i += threads) {
+  for (int i = thread; i < args.kernel[0] * TAPS * kChunks * kColumns; i += threads) {
     const int column = i % kColumns, chunk = i / kColumns % kChunks, tap = i / kColumns / kChunks;
     const int r = blockIdx.y + column / kRowColumns * args.row_step, rest = column % kRowColumns;
     const int b = rest / args.channels, c = rest - b * args.channels;
-    const int s = b + args.pad[2] - (args.first_tap + tap) * args.stride[2];
-    const bool there = r < args.kernel[1] && b < args.group && s >= 0 && s < args.kernel[2];
-    const FirstElement* const from = w + c * args.w_stride[2] + r * args.w_stride[4] + s * args.w_stride[5];
+    const int s = b + args.pad[2] - (args.first_tap + tap % TAPS) * args.stride[2];
+    const bool there = r < args.kernel[1] && b < args.stride[2] && s >= 0 && s < args.kernel[2];
+    const FirstElement* const from = w + c * args.w_stride[2] + tap / TAPS * args.w_stride[3] +
+                                     r * args.w_stride[4] + s * args.w_stride[5];
     FirstElement values[kOfChunk] = {};
 #pragma unroll
     for (int e = 0; e < kOfChunk; ++e) {
@@ -124,7 +211,7 @@ __device__ __forceinline__ Extremes lay_weights(const HopperFirstDataArgs& args,
     pack(values, words, by);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      *reinterpret_cast<uint4*>(to + part * kPartBytes +
+      *reinterpret_cast<uint4*>(to + part * args.kernel[0] * kPlaneBytes +
                                 (tap * kWeightSubs + chunk / 8) * kTapBytes +
                                 chunk_at(column, chunk % 8)) =
           make_uint4(words[part][0], words[part][1], words[part][2], words[part][3]);

@@ -1,5 +1,5 @@
-"""dgrad of a first layer on Hopper by wgmma: as in first_groups.py, with all kernel rows as columns
-(hopper_first_data.cu)."""
+"""dgrad of a first layer on Hopper by wgmma: groups of positions are the rows of a GEMM; kernel
+rows, and a group's positions and channels, are its columns (hopper_first_data.cu)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from math import prod
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.conv.first_groups import (
-    Cut,
-    groups_args,
-    why_not_groups,
+from convgrad_service.backends.cuda.kernels.core.elements import (
+    ACTIVATIONS,
+    CUDA_TYPES,
+    MAX_BLOCKS,
 )
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
-from convgrad_service.backends.cuda.kernels.core.limits import MAX_GRID_YZ
+from convgrad_service.backends.cuda.kernels.core.limits import (
+    MAX_GRID_YZ,
+    why_not_32bit_positions,
+)
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import (
     TiledMap,
     pack_maps,
@@ -31,17 +33,20 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand
 __all__ = ["HopperFirstData"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
-CHANNELS, LEAST_CHANNELS = 64, 16
-"""The most and the fewest channels of grad_output."""
-GROUPS = 64
-"""Groups of positions per warpgroup."""
+MOST_CHANNELS, LEAST_CHANNELS = 8, 16
+"""The most channels of the input, and the fewest of grad_output."""
+GROUPS, STEP = 64, 16
+"""Groups of positions per warpgroup, and channels of a k-step."""
 # With split float32: the most 8-column fragments of a warpgroup, and the most taps along W.
 MOST_SPLIT, MOST_SPLIT_TAPS = 7, 7
 MOST_FINISHED = 4
 ROW_BYTES, ALIGNMENT, STATIC_BYTES = 128, 1024, 1024
-MAX_BYTES = 2**31 - 1
+MAX_OFFSET = 2**31 - 1
+IN_TWOS = 3
+"""An epilogue code of the kernel: pairs of columns are contiguous and at even offsets."""
 # Cost model, fitted to an H200, in clocks: an SM's overhead per row of y; the latency per row of a
-# block that runs alone; a block's start; and the slowdown factor of wgmmas that overlap splitting.
+# block that runs alone; a block's start, per tap along D; and the slowdown factor of wgmmas that
+# overlap splitting.
 ROW_CLOCKS, WAIT_CLOCKS, START_CLOCKS, SPLIT_CLOCKS = 300, 500, 6000, 1.5
 
 
@@ -50,8 +55,8 @@ HopperFirstDataArgs = structure("conv/hopper_first_data.cuh", "HopperFirstDataAr
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The capacity of an instance: kernel rows, 8-column fragments per kernel row, taps along W,
-    and k-steps of 16 channels."""
+    """The capacity of an instance: kernel rows, 8-column fragments per kernel row, steps along W,
+    and k-steps of 16 channels of grad_output."""
 
     rows: int
     eights: int
@@ -77,18 +82,39 @@ SHAPES = (
     *(Shape(rows, 1, taps, steps) for rows in (4, 7, 8) for taps in (2, 4) for steps in (2, 4)),
     *(Shape(7, 1, taps, steps) for taps in (5, 7) for steps in (2, 4)),
     *(Shape(rows, 2, 4, steps) for rows in (3, 4) for steps in (2, 4)),
+    *(Shape(4, 1, taps, 8) for taps in (2, 4)),
+    *(Shape(4, 2, 1, steps) for steps in (4, 8)),
 )
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """A partition: warpgroups of a block along W, rows of y per segment, and segments along H."""
+
+    warpgroups: int
+    segment_rows: int
+    row_segments: int
+
+
+@dataclass(frozen=True, slots=True)
 class Form:
-    """An instance: its dtype, whether float32 is split, its capacity, and the number of blocks that
-    share the kernel rows (1 or the stride along H)."""
+    """An instance and how a layer uses it.
+
+    Attributes
+    ----------
+    dtype, split, shape
+        Its dtype, whether float32 is split, and its capacity.
+    row_step
+        The number of blocks that share the kernel rows: 1 or the stride along H.
+    planes
+        Taps along D.
+    """
 
     dtype: DType
     split: bool
     shape: Shape
     row_step: int = 1
+    planes: int = 1
 
     @property
     def wide(self) -> bool:
@@ -113,9 +139,14 @@ class Form:
         return 128 if self.split else 32
 
     @property
+    def subs(self) -> int:
+        """Rows of 128 bytes in shared memory per position of y."""
+        return ceil_div(self.shape.steps * STEP * self.dtype.itemsize, ROW_BYTES)
+
+    @property
     def weight_bytes(self) -> int:
-        subs = 3 if self.split else 2 if self.wide else 1
-        return subs * self.shape.taps * self.shape.columns * ROW_BYTES
+        parts = 3 * ceil_div(self.shape.steps * STEP * 2, ROW_BYTES) if self.split else self.subs
+        return parts * self.planes * self.shape.taps * self.shape.columns * ROW_BYTES
 
     @property
     def product_clocks(self) -> float:
@@ -137,7 +168,7 @@ class Form:
         return ceil_div(self.positions(warpgroups) * ROW_BYTES, ALIGNMENT) * ALIGNMENT
 
     def stage_bytes(self, warpgroups: int) -> int:
-        return self.sub_bytes(warpgroups) * (2 if self.wide else 1)
+        return self.sub_bytes(warpgroups) * self.subs
 
     def shared_bytes(self, warpgroups: int) -> int:
         """Return the bytes of shared memory: alignment, the pipeline and the weights."""
@@ -145,7 +176,7 @@ class Form:
 
 
 class HopperFirstData:
-    """bwd_data of first layers with up to ``CHANNELS`` channels, by wgmma.
+    """bwd_data where one of ``SHAPES`` fits: few channels of the input, up to 128 of grad_output.
 
     Takes 16-bit types, float32 as TF32 (``precision: high``), and float32 as six bfloat16
     products.
@@ -153,17 +184,36 @@ class HopperFirstData:
 
     name = "hopper_first_data"
 
+    def __init__(self, *, sparse: bool = False) -> None:
+        """Create the family.
+
+        Parameters
+        ----------
+        sparse
+            Whether it takes work of which most columns, or rows of the kernel, would be padding.
+        """
+        self._sparse = sparse
+
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`. Splitting along N, D or H does not change the answer."""
         if device.architecture not in HOPPER:
             return f"{device.name} has no products of warpgroups"
-        reason = why_not_groups(work, device, DTYPES)
-        if reason is not None:
-            return reason
+        if work.groups != 1 or work.dtype not in DTYPES:
+            return f"{work.groups} groups in {work.dtype}"
+        if work.in_channels > MOST_CHANNELS or work.taps == 1:
+            return f"{work.taps} taps of {work.in_channels} channels of the input"
+        if work.dilated:
+            return "dilated"
+        if work.accumulate is not None and work.accumulate.strides != work.result.strides:
+            return "accumulate does not lie as the result does"
         if work.out_channels < LEAST_CHANNELS:
             return "a product's depth would be mostly empty"
-        if work.kernel[1] <= work.stride[1]:
-            return "kernel rows do not meet the same rows of the input"
+        row = work.input[2] * work.x.strides[5] + work.in_channels * work.x.strides[2]
+        if max(row, work.output[2] * work.y.strides[5]) > MAX_OFFSET:
+            return f"a row of the input reaches over {row} elements"
+        reason = why_not_32bit_positions(work)
+        if reason is not None:
+            return reason
         form = _form(work)
         if form is None:
             return (
@@ -171,6 +221,8 @@ class HopperFirstData:
                 f"{work.stride[2]} x {work.in_channels} columns, {work.out_channels} channels: "
                 "no instance has the room"
             )
+        if not self._sparse and _sparse(work, form):
+            return "one row of the kernel, or true float32, would leave most of a tile"
         if _cut(work, form, device) is None:
             return "its blocks are more than one grid holds"
         return None
@@ -185,28 +237,33 @@ class HopperFirstData:
         if cut is None:
             raise ValueError("no cut fits")
         args = HopperFirstDataArgs()
-        groups_args(args, work, y.operand, work.stride[2], cut)
-        args.hop = 1
-        args.first_tap, args.taps = _taps(work)[0], form.shape.taps
-        args.positions = form.positions(cut.warp_groups)
-        args.segments = _segments(work, cut.warp_groups)
-        args.sub_bytes = form.sub_bytes(cut.warp_groups)
+        args.x_stride[:], args.w_stride[:] = work.x.strides, work.w.strides
+        args.alpha, args.beta = work.alpha, work.beta
+        args.activation, args.plain = ACTIVATIONS[work.activation], _plain(work)
+        args.channels, args.y_channels = work.in_channels, work.out_channels
+        args.x_size[:], args.y_size[:] = work.input, work.output
+        for name in ("kernel", "stride", "pad"):
+            getattr(args, name)[:] = getattr(work, name)
+        args.row_segments, args.segment_rows = cut.row_segments, cut.segment_rows
+        args.first_tap, args.warpgroups = _taps(work)[0], cut.warpgroups
+        args.positions = form.positions(cut.warpgroups)
+        args.segments = _segments(work, cut.warpgroups)
+        args.sub_bytes = form.sub_bytes(cut.warpgroups)
         args.row_step = form.row_step
-        args.w_bytes = _whole_bytes(work, 2 * form.stage_bytes(cut.warp_groups))
+        args.w_bytes = _whole_bytes(work, 2 * form.stage_bytes(cut.warpgroups))
         launch = Launch(
             _instance(form),
             (_blocks(work, cut), form.row_step, 1),
-            (128 * cut.warp_groups + form.loaders, 1, 1),
+            (128 * cut.warpgroups + form.loaders, 1, 1),
             pack_maps(
                 args,
                 {"y_map": (y.operand, _map(work, y.operand, form, cut))},
-                y=y.operand,
                 w=work.w,
                 x=work.x,
                 accumulate=work.accumulate,
                 bias=work.bias,
             ),
-            form.shared_bytes(cut.warp_groups),
+            form.shared_bytes(cut.warpgroups),
         )
         return Fragment(self.name, (*y.steps, launch), y.workspace)
 
@@ -221,7 +278,7 @@ def _form(work: ConvWork) -> Form | None:
     """Return the cheapest instance with sufficient capacity, or None."""
     split, stride = _splits(work), work.stride[1]
     forms = (
-        Form(work.dtype, split, shape, row_step)
+        Form(work.dtype, split, shape, row_step, work.kernel[0])
         for shape in SHAPES
         for row_step in (1, stride)
         if row_step <= MAX_GRID_YZ
@@ -234,7 +291,7 @@ def _form(work: ConvWork) -> Form | None:
         and stride // form.row_step <= form.shape.most_finished
         and work.stride[2] * work.in_channels <= form.shape.eights * 8
         and _taps(work)[1] <= form.shape.taps
-        and work.out_channels <= form.shape.steps * 16
+        and work.out_channels <= form.shape.steps * STEP
     ]
     return min(fitting, key=lambda form: form.product_clocks * form.row_step, default=None)
 
@@ -247,9 +304,35 @@ def _fits(form: Form) -> bool:
     return shared and (small or not form.split)
 
 
+def _plain(work: ConvWork) -> int:
+    """Return the epilogue code: 0 applies the epilogue; the others store the sums, one by one or,
+    with ``IN_TWOS``, in pairs."""
+    if not work.epilogue_free:
+        return 0
+    n, _, c, d, h, w = work.x.strides
+    channels, row = work.in_channels, work.input[2] * work.in_channels
+    adjacent = (channels == 1 or c == 1) and (work.input[2] == 1 or w == channels)
+    outer = zip((n, d, h), (work.batch, *work.input[:2]), strict=True)
+    even = all(stride % 2 == 0 for stride, extent in outer if extent > 1)
+    return IN_TWOS if adjacent and even and not (work.stride[2] * channels | row) % 2 else 1
+
+
 def _splits(work: ConvWork) -> bool:
     """Return whether float32 is split into bfloat16 parts, for full precision."""
     return work.dtype is DType.FLOAT32 and work.precision != "high"
+
+
+def _sparse(work: ConvWork, form: Form) -> bool:
+    """Return whether most of the columns are padding.
+
+    On an H200, with one row of the kernel col2im took 0.67 of this family's time, and in true
+    float32 0.55 of it in 3D and 0.4 to 0.7 of it with 32 groups, but 0.95 to 2.1 of it with more.
+    """
+    if work.kernel[1] == 1:
+        return True
+    padded = 2 * work.stride[2] * work.in_channels < form.shape.eights * 8
+    few = ceil_div(work.input[2], work.stride[2]) <= GROUPS // 2
+    return form.split and padded and (work.kernel[0] > 1 or few)
 
 
 def _taps(work: ConvWork) -> tuple[int, int]:
@@ -290,7 +373,7 @@ def _map(work: ConvWork, y: Operand, form: Form, cut: Cut) -> TiledMap:
         strides,
         swizzle=128,
         round_to_tf32=form.wide and not form.split,
-        box=(ROW_BYTES // item, form.positions(cut.warp_groups), 1, 1, 1),
+        box=(ROW_BYTES // item, form.positions(cut.warpgroups), 1, 1, 1),
     )
 
 
@@ -299,7 +382,7 @@ def _segments(work: ConvWork, warpgroups: int) -> int:
 
 
 def _blocks(work: ConvWork, cut: Cut) -> int:
-    return work.batch * work.input[0] * cut.row_segments * _segments(work, cut.warp_groups)
+    return work.batch * work.input[0] * cut.row_segments * _segments(work, cut.warpgroups)
 
 
 def _cut(work: ConvWork, form: Form, device: CudaDevice) -> Cut | None:
@@ -322,12 +405,13 @@ def _cut(work: ConvWork, form: Form, device: CudaDevice) -> Cut | None:
                 continue
             # With split operands, one warpgroup takes as long as two.
             alone = (2 if form.split else warpgroups) * form.product_clocks
-            # Each segment also reads the rows before its first.
+            # Each segment also reads the rows before its first, of all planes that its taps meet.
             walked = segment_rows + (work.kernel[1] - 1) // stride
+            walked *= ceil_div(form.planes, work.stride[0])
             each = ceil_div(blocks * form.row_step, device.multiprocessors)
             turns = ceil_div(each, together)
             busy = max(each * (alone + ROW_CLOCKS), turns * (alone + WAIT_CLOCKS))
-            clocks = walked * busy + turns * START_CLOCKS
+            clocks = walked * busy + turns * START_CLOCKS * form.planes
             if best is None or clocks < best[0]:
                 best = clocks, cut
     return best[1] if best is not None else None

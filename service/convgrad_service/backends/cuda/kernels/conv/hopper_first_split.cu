@@ -1,5 +1,5 @@
 // wgrad of a first layer (few input channels) on Hopper in float32 (TMA, wgmma on bfloat16 parts). Launched
-// by hopper_first_split.py. Needs sm_90a.
+// by hopper_first_taps.py. Needs sm_90a.
 //
 // The GEMM and its steps are those of hopper_first_taps.cu, with N = CHANNELS channels of y, 32 or 64. Each
 // element is split into PARTS bfloat16 parts. PARTS 3: float32 accuracy from six products, which keeps all
@@ -8,17 +8,17 @@
 // Power-of-two scales (core/split_floats.cuh), one per row of y and one for the elements of x that a warp
 // reads there, keep the split exact for tiny and huge values.
 //
-// Grid: groups of tiles (fastest), then blocks of channels; shares of the rows of y.
-// Block: CHANNELS channels of y, some 64-row tiles of M, and a share of all rows of y. Two producer threads load
+// Grid: groups of tiles (fastest), taps along D, blocks of channels; shares of the rows of y.
+// Block: CHANNELS channels of y, some 64-row tiles of a tap's M, and a share of all rows of y. Two producer threads load
 //   rows of y and of x; one warpgroup splits y's rows into parts in shared memory, x's parts are made in
 //   registers; the other warpgroups run wgmma, each on a tile, or on a part of a row's columns of a tile
-//   that two share. Partial sums go to the block's part of `partials`, ordered (k, r, s, c); first_sum.cu
+//   that two share. Partial sums go to the block's part of `partials`, ordered (k, t, r, s, c); first_sum.cu
 //   reduces them.
 // Threads: 128 per consumer warpgroup, and 256.
 // Shared memory (dynamic): 1,024 bytes of alignment, stages of rows of y, of their parts, and of rows of x, at
-//   the end the sums; counted by hopper_first_split.py.
-// Preconditions: one tap along D, no dilation, an even number of elements between windows, rows of whole 16
-//   bytes. Positions outside the input are zeros.
+//   the end the sums; counted by hopper_first_taps.py.
+// Preconditions: no dilation, rows of whole 16 bytes, an even number of elements between windows (with ODD an
+//   odd one). Positions outside the input are zeros.
 // Determinism: one order of additions per result and number of shares.
 // Limits: rows of y and elements of a row below 2^31; 64-bit offsets elsewhere.
 #include "ptx/load_store.cuh"
@@ -92,15 +92,15 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
       copy_rows_of_x<T>(args, block, ring, x_full, x_empty);
     } else if (lane == 0 && of_y) {
       PipelineState state;
-      for (Steps step(args, block.line, block.end); step.there(); step.next()) {
+      for (Steps step(args, block); step.there(); step.next()) {
         if (!step.multiplies()) continue;
         const u32 full = y_full + state.index * 8;
         mbarrier_wait(y_empty + state.index * 8, state.parity ^ 1);
         mbarrier_arrive_expect_tx(full, kSubs * sub_bytes);
 #pragma unroll
         for (int sub = 0; sub < kSubs; ++sub) {
-          const int corner[4] = {block.first_channel + sub * 32, step.segment * args.segment,
-                                 step.p, step.n};
+          const int corner[5] = {block.first_channel + sub * 32, step.segment * args.segment,
+                                 step.p, step.z, step.n};
           tma_load(ring + state.index * args.y_stage + sub * sub_bytes, args.y_map, full, corner);
         }
         state.advance(args.y_stages);
@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     PipelineState y_state, state;
     SplitScale power;
     int turn = 0;
-    for (Steps step(args, block.line, block.end); step.there(); step.next()) {
+    for (Steps step(args, block); step.there(); step.next()) {
       if (!step.multiplies()) continue;
       mbarrier_wait(y_full + y_state.index * 8, y_state.parity);
       mbarrier_wait(used + state.index * 8, state.parity ^ 1);
@@ -177,14 +177,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
   } else {
     setmaxnreg_inc<120>();
     launch_dependent_grids();
-    // For this lane's two consecutive elements of a window: how many steps before a row of y their
-    // row of x was loaded, and their offset in the rows of that step.
-    const int place = block.first_tile * 64 + own;
-    const int row = min(place / args.window, args.kernel[0] - 1);
-    const int before_last = args.kernel[0] - 1 - row, lag = before_last / args.added;
-    const int apart = args.stride[1] * args.channels * static_cast<int>(sizeof(T));  // windows
-    const u32 own_at = (args.added - 1 - (before_last - lag * args.added)) * args.x_row +
-                       (place % args.window) * static_cast<int>(sizeof(T)) + (lane & 3) * 2 * apart;
+    const int apart = window_step<T>(args);
+    const Own place(args, block.first_tile * 64 + own, sizeof(T), apart);
     const u64 b_first = mn_major_descriptor<kRowBytes>(ring + args.made_at);
 
     PipelineState state, parts_state;
@@ -202,20 +196,26 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     [[maybe_unused]] float large[2][kFragments][4], small[kFragments][4] = {};
     SplitScale power;
     int small_lift = 0;
-    for (Steps step(args, block.line, block.end); step.there(); step.next()) {
+    for (Steps step(args, block); step.there(); step.next()) {
       mbarrier_wait(x_full + state.index * 8, state.parity);
       if (step.multiplies()) {
-        int stage = state.index - lag;
+        int stage = state.index - place.lag;
         if (stage < 0) stage += args.x_stages;
-        const u32 from = ring + args.raws_at + stage * args.x_stage + own_at + step.lead +
+        const u32 from = ring + args.raws_at + stage * args.x_stage + place.at + step.lead +
                          part * PRODUCTS * 16 * apart;
         u32 words[2][4];  // columns 0, 1 and 8, 9 of a wgmma: two adjacent elements each
         const auto load = [&](int i) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            uint2 two;
-            ld_shared(from + (16 * i + e / 2 * 8 + e % 2) * apart, two);
-            words[e / 2][e % 2 * 2] = two.x, words[e / 2][e % 2 * 2 + 1] = two.y;
+            u32(&two)[4] = words[e / 2];
+            const u32 at = from + (16 * i + e / 2 * 8 + e % 2) * apart;
+            if constexpr (ODD) {
+              two[e % 2 * 2] = ld_shared_u32(at), two[e % 2 * 2 + 1] = ld_shared_u32(at + 4);
+            } else {
+              uint2 both;
+              ld_shared(at, both);
+              two[e % 2 * 2] = both.x, two[e % 2 * 2 + 1] = both.y;
+            }
           }
         };
         Extremes seen = Extremes::none();

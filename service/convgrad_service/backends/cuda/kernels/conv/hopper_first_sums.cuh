@@ -25,14 +25,16 @@ template <int kChannels>
 __device__ __forceinline__ void put_partials(const HopperFirstTapsArgs& args, const BlockAt& block,
                                              const float* sums, int pitch, int warp, int warps,
                                              int lane) {
-  const int columns = args.kernel[1] * args.channels, all = args.kernel[0] * columns;
-  float* const partials = args.partials + static_cast<i64>(block.share) * args.y_channels * all;
+  const int columns = args.kernel[2] * args.channels, plane = args.kernel[1] * columns;
+  const int all = args.kernel[0] * plane;
+  float* const partials =
+      args.partials + static_cast<i64>(block.share) * args.y_channels * all + block.tap * plane;
   const int channels = min(kChannels, args.y_channels - block.first_channel);
 #pragma unroll 1
   for (int rest = lane; rest < args.tiles * 64; rest += 32) {
     const int place = block.first_tile * 64 + rest, row = place / args.window;
     const int column = place - row * args.window - args.odd;
-    if (row >= args.kernel[0] || column < 0 || column >= columns) continue;
+    if (row >= args.kernel[1] || column < 0 || column >= columns) continue;
     const float* const from = sums + rest;
     float* const to =
         partials + static_cast<i64>(block.first_channel) * all + row * columns + column;

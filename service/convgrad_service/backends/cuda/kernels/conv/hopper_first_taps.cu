@@ -1,23 +1,23 @@
 // wgrad of a first layer (few input channels) on Hopper (TMA, wgmma). Launched by hopper_first_taps.py.
 // Needs sm_90a.
 //
-//   w[k, c, r, s] = sum over pixels (n, p, q) of y[n, p, q, k] * x[n, p*stride + r - pad, q*stride + s - pad, c].
-// M = kernel rows x the elements of a window in a row of x (S * C rounded up to an even number), N = 64
+//   w[k, c, r] = sum over pixels (n, o) of y[n, k, o] * x[n, c, o*stride + r - pad].
+// M = kernel rows of a tap along D x the elements of a window in a row of x (S * C rounded up to an even number), N = 64
 // channels of y, K = columns of a row of y, 16 per wgmma. With channels last, the taps of a kernel row are
 // consecutive elements of a row of x. Rows of x are in shared memory unchanged; the A operand is read from
 // them into registers, two consecutive elements of a window at a time: the two rows that a lane holds.
 //
-// Grid: groups of tiles (fastest), then blocks of channels; shares of the rows of y.
-// Block: 64 channels, some 64-row tiles of M, and a share of all rows of y. A step is a segment of a row of y
+// Grid: groups of tiles (fastest), taps along D, blocks of channels; shares of the rows of y.
+// Block: 64 channels, some 64-row tiles of a tap's M, and a share of all rows of y. A step is a segment of a row of y
 //   and the rows of x that it adds; where a walk down an image begins, rows of x alone. One consumer
 //   warpgroup holds a tile's accumulators; `parts` warpgroups may share a tile, each with PRODUCTS wgmmas of
 //   a row. Two producer threads load rows of y (channels contiguous) and of x. Partial sums go to the block's
-//   part of `partials`, ordered (k, r, s, c); first_sum.cu reduces them.
+//   part of `partials`, ordered (k, t, r, s, c); first_sum.cu reduces them.
 // Threads: 128 per consumer warpgroup, and 64.
 // Shared memory (dynamic): 1,024 bytes of alignment, stages of rows of y and of x, at the end the sums; counted
 //   by hopper_first_taps.py.
-// Preconditions: one tap along D, no dilation, an even number of elements between windows, rows of whole 16
-//   bytes. Positions outside the input are zeros.
+// Preconditions: no dilation, rows of whole 16 bytes, an even number of elements between windows (with ODD an
+//   odd one). Positions outside the input are zeros.
 // Determinism: one order of additions per result and number of shares.
 // Limits: rows of y and elements of a row below 2^31; 64-bit offsets elsewhere.
 #include "conv/hopper_first_sums.cuh"
@@ -35,9 +35,19 @@ constexpr int kSums = 1;  // a named barrier
 constexpr int kChannels = 64;
 constexpr u32 kDepthBytes = 16 * 128;  // bytes of y per wgmma
 
-// Pack the low halves, or the high halves, of two words.
-__device__ __forceinline__ u32 lows(u32 first, u32 second) { return __byte_perm(first, second, 0x5410); }
-__device__ __forceinline__ u32 highs(u32 first, u32 second) { return __byte_perm(first, second, 0x7632); }
+// Two elements of each of two adjacent windows, of which the first is aligned to words. With ODD the second
+// is not: the words before and after its middle have them.
+constexpr int kWords = ODD ? 3 : 2;
+__device__ __forceinline__ void load_pair(u32 (&words)[kWords], u32 from, int apart) {
+  words[0] = ld_shared_u32(from);
+  words[1] = ld_shared_u32(from + apart - ODD * 2);
+  if constexpr (ODD) words[2] = ld_shared_u32(from + apart + 2);
+}
+// Packs the first element of both windows, and the second.
+__device__ __forceinline__ void pack_pair(u32& first, u32& second, const u32 (&words)[kWords]) {
+  first = __byte_perm(words[0], words[1], ODD ? 0x7610 : 0x5410);
+  second = __byte_perm(words[0], words[kWords - 1], ODD ? 0x5432 : 0x7632);
+}
 
 }  // namespace
 
@@ -75,12 +85,12 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
       copy_rows_of_x<T>(args, block, ring, x_full, x_empty);
     } else if (lane == 0) {
       PipelineState state;
-      for (Steps step(args, block.line, block.end); step.there(); step.next()) {
+      for (Steps step(args, block); step.there(); step.next()) {
         if (!step.multiplies()) continue;
         const u32 full = y_full + state.index * 8;
         mbarrier_wait(y_empty + state.index * 8, state.parity ^ 1);
         mbarrier_arrive_expect_tx(full, args.segment * 128);
-        const int corner[4] = {block.first_channel, step.segment * args.segment, step.p, step.n};
+        const int corner[5] = {block.first_channel, step.segment * args.segment, step.p, step.z, step.n};
         tma_load(ring + state.index * args.y_stage, args.y_map, full, corner);
         state.advance(args.y_stages);
       }
@@ -88,14 +98,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     return;
   } else {
     launch_dependent_grids();
-    // For this lane's two consecutive elements of a window: how many steps before a row of y their
-    // row of x was loaded, and their offset in the rows of that step.
-    const int place = block.first_tile * 64 + own;
-    const int row = min(place / args.window, args.kernel[0] - 1);
-    const int before_last = args.kernel[0] - 1 - row, lag = before_last / args.added;
-    const int apart = args.stride[1] * args.channels * static_cast<int>(sizeof(T));  // windows
-    const u32 own_at = (args.added - 1 - (before_last - lag * args.added)) * args.x_row +
-                       (place % args.window) * static_cast<int>(sizeof(T)) + (lane & 3) * 2 * apart;
+    const int apart = window_step<T>(args);
+    const Own place(args, block.first_tile * 64 + own, sizeof(T), apart);
     const u64 b_first = mn_major_descriptor<128>(ring);
 
     PipelineState state, y_state;
@@ -109,22 +113,17 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     };
     u32 a[PRODUCTS][4];
     fence_accumulators(sum);
-    for (Steps step(args, block.line, block.end); step.there(); step.next()) {
+    for (Steps step(args, block); step.there(); step.next()) {
       mbarrier_wait(x_full + state.index * 8, state.parity);
       if (step.multiplies()) {
-        int stage = state.index - lag;
+        int stage = state.index - place.lag;
         if (stage < 0) stage += args.x_stages;
-        const u32 from = ring + args.raws_at + stage * args.x_stage + own_at + step.lead +
+        const u32 from = ring + args.raws_at + stage * args.x_stage + place.at + step.lead +
                          part * PRODUCTS * 16 * apart;
         // Load A while the wgmmas of the previous row of y run.
-        u32 words[PRODUCTS][4];
+        u32 words[PRODUCTS][2][kWords];
 #pragma unroll
-        for (int i = 0; i < PRODUCTS; ++i) {
-          words[i][0] = ld_shared_u32(from + (16 * i) * apart);
-          words[i][1] = ld_shared_u32(from + (16 * i + 1) * apart);
-          words[i][2] = ld_shared_u32(from + (16 * i + 8) * apart);
-          words[i][3] = ld_shared_u32(from + (16 * i + 9) * apart);
-        }
+        for (int i = 0; i < 2 * PRODUCTS; ++i) load_pair(words[i / 2][i % 2], from + 8 * i * apart, apart);
         mbarrier_wait(y_full + y_state.index * 8, y_state.parity);
         wgmma_wait<0>();
         fence_accumulators(sum);
@@ -132,8 +131,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) {
           fence_registers(a[i]);
-          a[i][0] = lows(words[i][0], words[i][1]), a[i][1] = highs(words[i][0], words[i][1]);
-          a[i][2] = lows(words[i][2], words[i][3]), a[i][3] = highs(words[i][2], words[i][3]);
+          pack_pair(a[i][0], a[i][1], words[i][0]);
+          pack_pair(a[i][2], a[i][3], words[i][1]);
           fence_registers(a[i]);
         }
         wgmma_fence();

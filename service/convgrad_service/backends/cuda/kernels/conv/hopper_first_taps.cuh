@@ -8,19 +8,14 @@
 namespace convgrad {
 
 struct HopperFirstTapsArgs {
-  TensorMap x_map;  // a part of a row, parts, H, N
-  TensorMap y_map;  // K, W, H, N
-  const void* x;
-  const void* y;
+  TensorMap x_map;  // a part of a row, parts, H, D, N
+  TensorMap y_map;  // K, W, H, D, N
   float* partials;
-  i64 x_stride[2];  // N H, in elements
-  i64 y_stride[3];  // N H W
   int channels, y_channels;
-  int x_size[2];
-  int y_size[2];
-  int kernel[2];
-  int stride[2];
-  int pad[2];
+  int y_size[3];
+  int kernel[3];
+  int stride[3];
+  int pad[3];
   int odd;                // elements before a window's first, so that it starts at an even one
   int window;             // elements of a window, an even number
   int tiles, groups;      // 64-row tiles of M in a block; and groups of that many tiles
@@ -39,16 +34,17 @@ struct HopperFirstTapsArgs {
 
 // The offset of a column's window in a row of x, in elements.
 __device__ __forceinline__ int window_of(const HopperFirstTapsArgs& args, int q) {
-  return (q * args.stride[1] - args.pad[1]) * args.channels - args.odd;
+  return (q * args.stride[2] - args.pad[2]) * args.channels - args.odd;
 }
 
-// A block's work: a group of 64-row tiles, channels of y, and rows `line` to `end` of y.
+// A block's work: a group of 64-row tiles of a tap along D, channels of y, and rows `line` to `end` of y.
 struct BlockAt {
-  int first_tile, first_channel, share, line, end;
+  int first_tile, tap, first_channel, share, line, end;
 
   __device__ __forceinline__ BlockAt(const HopperFirstTapsArgs& args, int channels) {
-    const int channel_block = blockIdx.x / args.groups;
-    first_tile = (blockIdx.x - channel_block * args.groups) * args.tiles;
+    const int taps = blockIdx.x / args.groups, channel_block = taps / args.kernel[0];
+    first_tile = (blockIdx.x - taps * args.groups) * args.tiles;
+    tap = taps - channel_block * args.kernel[0];
     first_channel = channel_block * channels;
     share = blockIdx.y;
     line = share * args.lines + min(share, args.more);
@@ -61,18 +57,20 @@ struct BlockAt {
 template <class T>
 struct StepsOf {
   const HopperFirstTapsArgs& args;
-  int line, end;      // range of rows of y, numbered over images and segments
-  int n, segment, p;  // coordinates of the row of y
+  int tap;               // along D
+  int line, end;         // range of rows of y, numbered over images, planes and segments
+  int n, z, segment, p;  // coordinates of the row of y
   int left;           // steps of this walk before its next row of y
   int part;           // part of a row of x where the first window starts; may be negative
   u32 lead;           // bytes of that part before the window
 
-  __device__ __forceinline__ StepsOf(const HopperFirstTapsArgs& args, int line, int end)
-      : args(args), line(line), end(end), left(args.before) {
-    const int walk = line / args.y_size[0];
-    p = line - walk * args.y_size[0];
-    n = walk / args.segments;
-    segment = walk - n * args.segments;
+  __device__ __forceinline__ StepsOf(const HopperFirstTapsArgs& args, const BlockAt& block)
+      : args(args), tap(block.tap), line(block.line), end(block.end), left(args.before) {
+    const int walk = line / args.y_size[1], outer = walk / args.segments;
+    p = line - walk * args.y_size[1];
+    segment = walk - outer * args.segments;
+    n = outer / args.y_size[0];
+    z = outer - n * args.y_size[0];
     begin();
   }
   __device__ __forceinline__ void begin() {
@@ -85,17 +83,21 @@ struct StepsOf {
   __device__ __forceinline__ bool multiplies() const { return left == 0; }
   // The first row of x that the step adds.
   __device__ __forceinline__ int row() const {
-    return (p - left) * args.stride[0] - args.pad[0] + args.kernel[0] - args.added;
+    return (p - left) * args.stride[1] - args.pad[1] + args.kernel[1] - args.added;
   }
+  __device__ __forceinline__ int plane() const { return z * args.stride[0] - args.pad[0] + tap; }
   __device__ __forceinline__ void next() {
     if (left > 0) {
       --left;
       return;
     }
     ++line;
-    if (++p < args.y_size[0]) return;
+    if (++p < args.y_size[1]) return;
     p = 0, left = args.before;
-    if (++segment == args.segments) segment = 0, ++n;
+    if (++segment == args.segments) {
+      segment = 0;
+      if (++z == args.y_size[0]) z = 0, ++n;
+    }
     if (args.segments > 1) begin();
   }
 };
@@ -106,14 +108,34 @@ template <class T>
 __device__ __forceinline__ void copy_rows_of_x(const HopperFirstTapsArgs& args, const BlockAt& block,
                                                u32 ring, u32 full, u32 empty) {
   PipelineState state;
-  for (StepsOf<T> step(args, block.line, block.end); step.there(); step.next()) {
+  for (StepsOf<T> step(args, block); step.there(); step.next()) {
     const u32 barrier = full + state.index * 8;
     mbarrier_wait(empty + state.index * 8, state.parity ^ 1);
     mbarrier_arrive_expect_tx(barrier, args.added * args.x_row);
-    const int corner[4] = {0, step.part, step.row(), step.n};
+    const int corner[5] = {0, step.part, step.row(), step.plane(), step.n};
     tma_load(ring + args.raws_at + state.index * args.x_stage, args.x_map, barrier, corner);
     state.advance(args.x_stages);
   }
 }
+
+// The bytes between two adjacent windows. With ODD, those are an odd number of elements.
+template <class T>
+__device__ __forceinline__ int window_step(const HopperFirstTapsArgs& args) {
+  return args.stride[2] * args.channels * static_cast<int>(sizeof(T));
+}
+
+// Where a lane reads its two consecutive elements of windows: `place`, the first one's row of M.
+struct Own {
+  int lag;  // how many steps before a row of y their row of x was loaded
+  u32 at;   // their offset in the rows of that step
+
+  __device__ __forceinline__ Own(const HopperFirstTapsArgs& args, int place, int item_bytes, int step_bytes) {
+    const int row = min(place / args.window, args.kernel[1] - 1);
+    const int before_last = args.kernel[1] - 1 - row;
+    lag = before_last / args.added;
+    at = (args.added - 1 - (before_last - lag * args.added)) * args.x_row +
+         place % args.window * item_bytes + (threadIdx.x & 3) * 2 * step_bytes;
+  }
+};
 
 }  // namespace convgrad

@@ -1,32 +1,39 @@
 """wgrad of a first layer on Hopper by wgmma, with windows of input rows as the A operand in
-registers (hopper_first_taps.cu)."""
+registers (hopper_first_taps.cu; float32 by products of bfloat16 parts, hopper_first_split.cu)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.conv.first_weight import (
+from convgrad_service.backends.cuda.kernels.conv.first_sum import (
     first_sum,
     first_sum_instances,
+    results_of,
     why_not_summed,
 )
-from convgrad_service.backends.cuda.kernels.conv.first_windows import MOST_CHANNELS
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.limits import why_not_32bit_positions
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
-from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
+from convgrad_service.backends.cuda.kernels.layout.channels_last import (
+    CHUNK_BYTES,
+    padded_width,
+    prepare_rows,
+    prepare_side,
+)
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, Workspace, ceil_div
-from convgrad_service.plans.cuda.works import ConvWork
+from convgrad_service.plans.cuda.works import ConvWork, Operand
 
-__all__ = ["PRODUCTS", "HopperFirstTaps", "Kind", "taps_launches", "why_not_taps"]
+__all__ = ["HopperFirstTaps"]
 
-DTYPES = (DType.FLOAT16, DType.BFLOAT16)
+DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
+MOST_CHANNELS = 8
+"""The most channels of the input."""
 EVEN = 2
 """Elements of a window per load; windows start at multiples of it."""
 DEPTH, TILE = 16, 64
@@ -36,7 +43,16 @@ WARPGROUPS = 3
 ROW_BYTES, ALIGNMENT, STATIC_BYTES = 128, 1024, 1024
 PRODUCTS = range(2, 9)
 """The numbers of wgmmas of a warpgroup per step, one per instance."""
-MOST_BOX, MOST_SEGMENT, MOST_PART = 256, 128, 256
+MOST_ODD_PRODUCTS = 7
+"""The most where windows are an odd number of elements apart, limited by registers."""
+FORMS = [
+    (products, odd)
+    for odd, most in ((False, PRODUCTS[-1]), (True, MOST_ODD_PRODUCTS))
+    for products in PRODUCTS
+    if products <= most
+]
+"""By instance, the number of wgmmas, and whether windows are an odd number of elements apart."""
+MOST_BOX, MOST_PART = 256, 256
 MOST_STAGES = 16
 # Pipeline depths, in order of preference.
 AHEAD = (6, 5, 4, 3, 2)
@@ -50,10 +66,12 @@ HopperFirstTapsArgs = structure("conv/hopper_first_taps.cuh", "HopperFirstTapsAr
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kernel that shares this partition.
+    """A kernel and its types.
 
     Attributes
     ----------
+    name
+        The kernel's name.
     item
         Bytes of an element.
     channels
@@ -64,6 +82,7 @@ class Kind:
         bfloat16 parts of y written to shared memory, and their pipeline stages.
     """
 
+    name: str
     item: int
     channels: int
     others: int
@@ -76,15 +95,22 @@ class Kind:
         return CHUNK_BYTES // self.item
 
 
-SIXTEEN_BITS = Kind(2, 64, 64)
+SIXTEEN_BITS = Kind("hopper_first_taps", 2, 64, 64)
+# Of float32. With three parts, accumulators for 64 channels would not fit into the registers.
+SPLIT = [
+    Kind("hopper_first_split", 4, channels, 256, made=parts, made_stages=2)
+    for parts, channels in ((2, 64), (2, 32), (3, 32))
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
     """A partition: windows into tiles, rows of y into segments (one per step), rows of x into parts
-    (the unit of TMA coordinates), and the pipeline stages."""
+    (the unit of TMA coordinates), and the pipeline stages. ``row`` is the elements of a row of x;
+    ``groups`` counts groups of tiles per tap along D."""
 
     kind: Kind
+    row: int
     odd: int
     window: int
     tiles: int
@@ -135,137 +161,121 @@ class Cut:
 
 
 class HopperFirstTaps:
-    """16-bit bwd_weight on sm_90a with at most ``MOST_CHANNELS`` input channels and a channels-last
-    grad_output."""
+    """bwd_weight on sm_90a with at most ``MOST_CHANNELS`` input channels.
+
+    Float32 is computed as three bfloat16 products (``precision: high``), which are more accurate
+    than one in TF32, or six. Copies grad_output unless it has channels last, and the input unless
+    its rows (W, C) are contiguous; both in whole chunks of 16 bytes.
+    """
 
     name = "hopper_first_taps"
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`. Splitting along N or H does not change the answer."""
+        if device.architecture not in HOPPER:
+            return f"{device.name} has no products of warpgroups"
         if work.dtype not in DTYPES:
-            return f"{work.dtype} is not for products of 16 bits"
-        return why_not_taps(work, device, SIXTEEN_BITS)
+            return f"{work.dtype} is not summed in float32"
+        if work.groups != 1 or work.in_channels > MOST_CHANNELS:
+            return f"{work.groups} groups of {work.in_channels} channels of the input"
+        if work.dilated:
+            return "dilated"
+        if work.accumulate is not None and work.accumulate.strides != work.w.strides:
+            return "accumulate does not lie as the result does"
+        if work.pixels > MAX_INDEX or prod(work.input) * work.in_channels > MAX_INDEX:
+            return "positions are more than 32 bits count"
+        reason = why_not_32bit_positions(work) or why_not_summed(work)
+        if reason is not None:
+            return reason
+        kind = _kind(work)
+        cut = _cut(work, device, kind)
+        if cut is None:
+            return "rows do not fit into shared memory"
+        x, y = prepare_rows(work, device, kind.chunk), prepare_side(work, "grad_output", device)
+        refused = (one.why_not() for one in _maps(work, cut, x.operand, y.operand))
+        return next((reason for reason in refused if reason is not None), None)
 
     def launches(self, work: ConvWork, device: CudaDevice, splits: int | None = None) -> Fragment:
         """See `Family.launches`. ``splits`` overrides the chosen number of splits."""
-        return taps_launches(
-            self.name,
-            work,
-            device,
-            SIXTEEN_BITS,
-            lambda products: _instance(work.dtype, products),
-            splits,
+        kind = _kind(work)
+        cut = _cut(work, device, kind)
+        if cut is None:
+            raise ValueError("rows do not fit into shared memory")
+        lines = work.batch * work.output[0] * cut.segments * work.output[1]
+        blocks = cut.groups * work.kernel[0] * ceil_div(work.out_channels, kind.channels)
+        results = results_of(work)
+        splits = splits or _splits(work, lines, blocks, results, device)
+        args = _args(work, cut)
+        args.lines, args.more = divmod(lines, splits)
+        x, y = prepare_rows(work, device, kind.chunk), prepare_side(work, "grad_output", device)
+        x_map, y_map = _maps(work, cut, x.operand, y.operand)
+        partials = f"{work.prefix}partials"
+        launch = Launch(
+            _instance(work.dtype, kind, cut.products, _windows_odd(work)),
+            (blocks, splits, 1),
+            (cut.threads, 1, 1),
+            pack_maps(
+                args, {"x_map": (x.operand, x_map), "y_map": (y.operand, y_map)}, partials=partials
+            ),
+            cut.shared_bytes,
+        )
+        return Fragment(
+            f"{kind.name}/{splits}",
+            (*y.steps, *x.steps, launch, first_sum(work, partials, splits, device)),
+            (*y.workspace, *x.workspace, Workspace(partials, splits * results * 4)),
         )
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
+        types = [(dtype, SIXTEEN_BITS) for dtype in DTYPES if dtype.itemsize == 2]
+        types += [(DType.FLOAT32, kind) for kind in SPLIT]
         return [
-            *(_instance(dtype, products) for dtype in DTYPES for products in PRODUCTS),
+            *(_instance(*one, products, odd) for one in types for products, odd in FORMS),
             *first_sum_instances(),
         ]
 
 
-def why_not_taps(work: ConvWork, device: CudaDevice, kind: Kind) -> str | None:
-    """Return why kernels of this kind do not take the work, or None.
-
-    Splitting along N or H does not change the answer.
-    """
-    if device.architecture not in HOPPER:
-        return f"{device.name} has no products of warpgroups"
-    if work.groups != 1 or work.in_channels > MOST_CHANNELS:
-        return f"{work.groups} groups of {work.in_channels} channels of the input"
-    if work.kernel[0] != 1 or work.input[0] != 1 or work.output[0] != 1 or work.pad[0] != 0:
-        return "taps or planes along D"
-    if work.dilated:
-        return "dilated"
-    if work.stride[2] * work.in_channels % EVEN:
-        return f"{work.stride[2]} x {work.in_channels} elements from window to window are odd"
-    row = work.input[2] * work.in_channels
-    x, y = work.x, work.y
-    if (x.strides[2] != 1 and work.in_channels > 1) or x.strides[5] != work.in_channels:
-        return "the input's channels and W do not lie side by side"
-    if y.strides[2] != 1:
-        return "grad_output's channels do not lie side by side"
-    strides = (*(x.strides[axis] for axis in (0, 4)), *(y.strides[axis] for axis in (0, 4, 5)))
-    if any(one % kind.chunk for one in (row, work.out_channels, *strides)):
-        return "rows or pixels are no whole 16 bytes"
-    if work.accumulate is not None and work.accumulate.strides != work.w.strides:
-        return "accumulate does not lie as the result does"
-    if work.pixels > MAX_INDEX or row * work.input[1] > MAX_INDEX:
-        return "positions are more than 32 bits count"
-    reason = why_not_32bit_positions(work) or why_not_summed(work)
-    if reason is not None:
-        return reason
-    cut = _cut(work, device, kind)
-    if cut is None:
-        return "rows do not fit into shared memory"
-    refused = (one.why_not() for one in _maps(work, cut))
-    return next((reason for reason in refused if reason is not None), None)
+def _kind(work: ConvWork) -> Kind:
+    """Return the kind with the widest block of channels whose last 32 are not padding."""
+    if work.dtype is not DType.FLOAT32:
+        return SIXTEEN_BITS
+    parts = 2 if work.precision == "high" else 3
+    widest = 64 if ceil_div(work.out_channels, 32) % 2 == 0 else 32
+    return next(one for one in SPLIT if one.made == parts and one.channels <= widest)
 
 
-def taps_launches(
-    name: str,
-    work: ConvWork,
-    device: CudaDevice,
-    kind: Kind,
-    instance_of: Callable[[int], Instance],
-    splits: int | None,
-) -> Fragment:
-    """Return the launches of a kernel of this kind; ``instance_of`` maps wgmmas per step to an
-    instance."""
-    cut = _cut(work, device, kind)
-    if cut is None:
-        raise ValueError("rows do not fit into shared memory")
-    lines = work.batch * cut.segments * work.output[1]
-    blocks = cut.groups * ceil_div(work.out_channels, kind.channels)
-    results = work.out_channels * work.in_channels * work.taps
-    splits = splits or _splits(work, lines, blocks, results, device)
-    args = _args(work, cut)
-    args.lines, args.more = divmod(lines, splits)
-    x_map, y_map = _maps(work, cut)
-    partials = f"{work.prefix}partials"
-    launch = Launch(
-        instance_of(cut.products),
-        (blocks, splits, 1),
-        (cut.threads, 1, 1),
-        pack_maps(
-            args,
-            {"x_map": (work.x, x_map), "y_map": (work.y, y_map)},
-            x=work.x,
-            y=work.y,
-            partials=partials,
-        ),
-        cut.shared_bytes,
-    )
-    return Fragment(
-        f"{name}/{splits}",
-        (launch, first_sum(work, partials, splits, device)),
-        (Workspace(partials, splits * results * 4),),
-    )
+def _windows_odd(work: ConvWork) -> bool:
+    return work.stride[2] * work.in_channels % EVEN == 1
 
 
 def _cut(work: ConvWork, device: CudaDevice, kind: Kind) -> Cut | None:
     """Return the partition with the least padding along W whose pipelines fit, or None."""
+    row = padded_width(work, kind.chunk) * work.in_channels
     odd = work.pad[2] * work.in_channels % EVEN
     window = ceil_div(work.kernel[2] * work.in_channels + odd, EVEN) * EVEN
     all_tiles = ceil_div(work.kernel[1] * window, TILE)
     groups = ceil_div(all_tiles, WARPGROUPS)
     tiles = ceil_div(all_tiles, groups)
-    parts = 2 if tiles == 1 else 1
+    # Two warpgroups share a tile, if rows are long enough for the wgmmas of both.
+    parts = 2 if tiles == 1 and work.output[2] > PRODUCTS[0] * DEPTH else 1
     added = min(work.kernel[1], work.stride[1])
     before = ceil_div(work.kernel[1] - added, added)
     columns = work.output[2]
+    most = MOST_ODD_PRODUCTS if _windows_odd(work) else PRODUCTS[-1]
     segments = sorted(
-        range(PRODUCTS[0] * DEPTH * parts, MOST_SEGMENT + 1, DEPTH * parts),
+        range(
+            PRODUCTS[0] * DEPTH * parts, min(most * parts, PRODUCTS[-1]) * DEPTH + 1, DEPTH * parts
+        ),
         key=lambda one: (ceil_div(columns, one) * one, -one),
     )
     room = device.shared_bytes_per_block - STATIC_BYTES
     for segment in segments:
         count = ceil_div(columns, segment)
-        part, reached = _part(work, kind, segment, count, window, odd)
+        part, reached = _part(work, kind, row, segment, count, window, odd)
         for ahead in AHEAD:
             cut = Cut(
                 kind,
+                row,
                 odd,
                 window,
                 tiles,
@@ -287,11 +297,10 @@ def _cut(work: ConvWork, device: CudaDevice, kind: Kind) -> Cut | None:
 
 
 def _part(
-    work: ConvWork, kind: Kind, segment: int, count: int, window: int, odd: int
+    work: ConvWork, kind: Kind, row: int, segment: int, count: int, window: int, odd: int
 ) -> tuple[int, int]:
     """Return the elements of a part of a row of x, and the most parts that a segment's windows
     span."""
-    row = work.input[2] * work.in_channels
     step = work.stride[2] * work.in_channels
 
     def reached(part: int) -> int:
@@ -320,12 +329,10 @@ def _splits(work: ConvWork, lines: int, blocks: int, results: int, device: CudaD
 
 def _args(work: ConvWork, cut: Cut) -> Any:
     args = HopperFirstTapsArgs()
-    args.x_stride[:] = work.x.strides[0], work.x.strides[4]
-    args.y_stride[:] = work.y.strides[0], *work.y.strides[4:]
     args.channels, args.y_channels = work.in_channels, work.out_channels
-    args.x_size[:], args.y_size[:] = work.input[1:], work.output[1:]
+    args.y_size[:] = work.output
     for name in ("kernel", "stride", "pad"):
-        getattr(args, name)[:] = getattr(work, name)[1:]
+        getattr(args, name)[:] = getattr(work, name)
     for name in ("odd", "window", "tiles", "groups", "parts", "segment", "segments", "added"):
         setattr(args, name, getattr(cut, name))
     for name in ("before", "y_stages", "x_stages", "part", "x_row", "x_stage", "y_stage"):
@@ -334,39 +341,39 @@ def _args(work: ConvWork, cut: Cut) -> Any:
     return args
 
 
-def _maps(work: ConvWork, cut: Cut) -> tuple[TiledMap, TiledMap]:
-    """Return the tensor maps of the input (part of a row, parts, H, N) and of grad_output
-    (C, W, H, N)."""
-    row = work.input[2] * work.in_channels
-    x = work.x.strides[4], work.x.strides[0]
-    y = work.y.strides[5], work.y.strides[4], work.y.strides[0]
-    x_sizes = (cut.part, row // cut.part, work.input[1], work.batch)
-    y_sizes = (work.out_channels, work.output[2], work.output[1], work.batch)
+def _maps(work: ConvWork, cut: Cut, x: Operand, y: Operand) -> tuple[TiledMap, TiledMap]:
+    """Return the tensor maps of the input (part of a row, parts, H, D, N) and of grad_output
+    (C, W, H, D, N)."""
+    n, _, _, d, h, _ = x.strides
+    x_sizes = (cut.part, cut.row // cut.part, work.input[1], work.input[0], work.batch)
+    y_sizes = (work.out_channels, *work.output[::-1], work.batch)
+    y_outer = y.strides[5], y.strides[4], y.strides[3], y.strides[0]
     return (
         TiledMap(
             work.dtype,
             x_sizes,
-            _bytes(cut.kind, (cut.part, *x), x_sizes),
-            box=(cut.part, cut.reached, cut.added, 1),
+            _bytes(cut.kind, (cut.part, h, d, n), x_sizes),
+            box=(cut.part, cut.reached, cut.added, 1, 1),
         ),
         TiledMap(
             work.dtype,
             y_sizes,
-            _bytes(cut.kind, y, y_sizes),
+            _bytes(cut.kind, y_outer, y_sizes),
             swizzle=128,
-            box=(ROW_BYTES // cut.kind.item, cut.segment, 1, 1),
+            box=(ROW_BYTES // cut.kind.item, cut.segment, 1, 1, 1),
         ),
     )
 
 
 def _bytes(kind: Kind, strides: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return strides in bytes, with a valid one for TMA in dimensions of extent 1."""
-    return tuple(
-        kind.item * (stride if size > 1 else prod(sizes[:axis]))
-        for axis, (stride, size) in enumerate(zip(strides, sizes[1:], strict=True), start=1)
-    )
+    pairs = zip(strides, sizes[1:], strict=True)
+    return tuple(kind.item * stride if size > 1 else ROW_BYTES for stride, size in pairs)
 
 
-def _instance(dtype: DType, products: int) -> Instance:
-    defines = {"ELEMENT": CUDA_TYPES[dtype], "PRODUCTS": products}
-    return Instance.of("conv/hopper_first_taps.cu", defines, HOPPER)
+def _instance(dtype: DType, kind: Kind, products: int, odd: bool) -> Instance:
+    defines: dict[str, object] = {"ELEMENT": CUDA_TYPES[dtype]}
+    if kind.made:
+        defines |= {"PARTS": kind.made, "CHANNELS": kind.channels}
+    defines |= {"PRODUCTS": products, "ODD": int(odd)}
+    return Instance.of(f"conv/{kind.name}.cu", defines, HOPPER)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
 
-from convgrad_service.backends.cuda.kernels.conv.first_windows import MOST_CHANNELS
+from convgrad_service.backends.cuda.kernels.conv.patches import MOST_CHANNELS
 from convgrad_service.backends.cuda.kernels.layout.channels_last import COPIES
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Family, choose

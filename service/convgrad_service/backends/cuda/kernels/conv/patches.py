@@ -12,15 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from convgrad_service.backends.cuda.kernels.conv.first_windows import MOST_CHANNELS
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Family, choose
 from convgrad_service.plans.cuda.program import Fragment, Instance
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
-__all__ = ["Patches"]
+__all__ = ["MOST_CHANNELS", "Patches"]
 
+MOST_CHANNELS = 4
+"""The most input channels of a first layer."""
 LEAST_FOLDED = 32
 
 

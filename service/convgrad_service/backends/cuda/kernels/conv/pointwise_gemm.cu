@@ -1,11 +1,11 @@
-// A 1x1 convolution of stride 1, channels last, as a GEMM on Hopper (TMA, wgmma). Launched by
-// pointwise_gemm.py. Needs sm_90a.
+// A 1x1 convolution of stride 1 as a GEMM on Hopper (TMA, wgmma). Launched by pointwise_gemm.py. Needs sm_90a.
 //
 //           M                 N                K                 A major, B major
 //   fprop   pixels            output channels  input channels    K, K
 //   dgrad   pixels            input channels   output channels   K, N
 //   wgrad   output channels   input channels   pixels            M, N
-// or with A and B, and M and N, exchanged: TRANSPOSED where REDUCE is 0.
+// or with A and B, and M and N, exchanged: TRANSPOSED where REDUCE is 0. With PLANES, fprop and dgrad of channels
+// first: A is M-major, and tiles of M are pixels of an image.
 //
 // Block: a BM x BN tile; CONSUMERS warpgroups of BM / CONSUMERS rows each and two producer warps, one
 // thread for A's loads and one for B's, through a pipeline of `stages` k-tiles of DEPTH elements. A's
@@ -13,8 +13,8 @@
 // REDUCE 0: persistent over M: grid (row tiles or fewer, column tiles). A block keeps its column tile and
 //   takes row tiles blockIdx.x, + gridDim.x, ...; with RESIDENT all of B is loaded once. Each warp stores
 //   16 rows at a time by TMA through one of BUFFERS staging buffers, which overlaps the next mainloop. With
-//   TRANSPOSED, rows and columns change places: a block keeps its row tile, and each warpgroup stores 64 rows,
-//   which are contiguous in the result, of all columns.
+//   TRANSPOSED, rows and columns change places: a block keeps its row tile. With TRANSPOSED or PLANES, each
+//   warpgroup stores 64 rows, which are contiguous in the result, of all columns.
 // REDUCE 1: split-K: grid (cluster x parts, column tiles, row tiles). One tile per cluster, whose blocks
 //   reduce through distributed shared memory (SplitKReduce); with parts > 1 clusters leave partial sums in
 //   a workspace, and the last one to arrive reduces them. Any epilogue, strides and result type.
@@ -26,6 +26,7 @@
 // Determinism: one order of additions, decided by the launch: K, cluster ranks, clusters.
 // Limits: M, N and K below 2^31; 64-bit offsets.
 #include "conv/pointwise_gemm_grid_reduce.cuh"
+#include "conv/pointwise_gemm_store.cuh"
 
 using namespace convgrad;
 
@@ -74,115 +75,10 @@ __device__ __forceinline__ void mainloop(const SharedLayout& smem, PipelineState
   if (previous >= 0 && lane == 0) mbarrier_arrive(smem.empty_barrier(previous));
 }
 
-// Address of columns 8 * chunk to 8 * chunk + 7 of a row in a staging buffer.
-__device__ __forceinline__ u32 staging_address(u32 staging, int row, int chunk) {
-  if constexpr (D_BYTES == 128) {
-    return staging + chunk / 8 * kBoxBytes + row * 128 + ((chunk % 8) ^ (row & 7)) * 16;
-  } else if constexpr (D_BYTES == 64) {
-    return staging + chunk / 4 * kBoxBytes + row * 64 + ((chunk % 4) ^ (row >> 1 & 3)) * 16;
-  } else {
-    return staging + row * (BN * static_cast<int>(sizeof(T))) + chunk * 16;
-  }
-}
-
-// accum = alpha * accum + bias.
-__device__ __forceinline__ void apply_alpha_bias(const PointwiseGemmArgs& args, int column,
-                                                 Accumulators& accum) {
-  const T* const bias = static_cast<const T*>(args.bias);
-  const int lane = threadIdx.x & 31;
-#pragma unroll
-  for (int j = 0; j < kFragmentsN; ++j) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int at = column + j * 8 + lane % 4 * 2 + e;
-      const float add = bias != nullptr && at < args.columns ? widen(bias[at]) : 0.0f;
-#pragma unroll
-      for (int part = 0; part < kMmasM; ++part) {
-        accum[part][j][e] = accum[part][j][e] * args.alpha + add;
-        accum[part][j][e + 2] = accum[part][j][e + 2] * args.alpha + add;
-      }
-    }
-  }
-}
-
-// Rounds 16 rows of a warp to a free staging buffer and stores them by TMA.
-__device__ __forceinline__ void store_rows(const PointwiseGemmArgs& args, u32 staging, int row,
-                                           int column, const float (&accum)[kFragmentsN][4]) {
-  const int lane = threadIdx.x & 31;
-#pragma unroll
-  for (int j = 0; j + 1 < kFragmentsN; j += 2) {
-    const u32 words[4] = {narrow_x2<T>(accum[j][0], accum[j][1]),
-                          narrow_x2<T>(accum[j][2], accum[j][3]),
-                          narrow_x2<T>(accum[j + 1][0], accum[j + 1][1]),
-                          narrow_x2<T>(accum[j + 1][2], accum[j + 1][3])};
-    stmatrix(staging_address(staging, lane % 16, j + lane / 16), words);
-  }
-  if constexpr (kFragmentsN % 2) {
-    constexpr int j = kFragmentsN - 1;
-    const u32 at = lane % 4 * 4;
-    st_shared_u32(staging_address(staging, lane / 4, j) + at, narrow_x2<T>(accum[j][0], accum[j][1]));
-    st_shared_u32(staging_address(staging, lane / 4 + 8, j) + at, narrow_x2<T>(accum[j][2], accum[j][3]));
-  }
-  fence_proxy_async();
-  __syncwarp();
-  if (lane == 0) {
-#pragma unroll
-    for (int block = 0; block < BN / kBoxColumns; ++block) {
-      tma_store<2>(args.d_map, staging + block * kBoxBytes, {column + block * kBoxColumns, row});
-    }
-    tma_store_commit();
-  }
-}
-
-// Stores 16 rows of a warp in float32, to columns whose rows are contiguous: eight rows are a sector.
-__device__ __forceinline__ void store_wide(const PointwiseGemmArgs& args, int row, int column,
-                                           const float (&accum)[kFragmentsN][4]) {
-  const int lane = threadIdx.x & 31;
-  row += lane / 4;
-  column += lane % 4 * 2;
-  float* to = static_cast<float*>(args.result) + column * args.column_stride + row;
-#pragma unroll
-  for (int j = 0; j < kFragmentsN; ++j, to += 8 * args.column_stride) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      if (column + j * 8 + e % 2 < args.columns && row + e / 2 * 8 < args.rows) {
-        to[e % 2 * args.column_stride + e / 2 * 8] = accum[j][e];
-      }
-    }
-  }
-}
-
-// Rounds 64 rows of a warpgroup to a free staging buffer, by columns, and stores them by TMA.
-__device__ __forceinline__ void store_columns(const PointwiseGemmArgs& args, u32 staging, int row, int column,
-                                              const float (&accum)[kFragmentsN][4]) {
-  const int lane = threadIdx.x & 31, chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
-  const u32 to = staging + lane % 8 * 128 + (chunk ^ (lane % 8)) * 16;
-#pragma unroll
-  for (int j = 0; j + 1 < kFragmentsN; j += 2) {
-    const u32 words[4] = {narrow_x2<T>(accum[j][0], accum[j][1]),
-                          narrow_x2<T>(accum[j][2], accum[j][3]),
-                          narrow_x2<T>(accum[j + 1][0], accum[j + 1][1]),
-                          narrow_x2<T>(accum[j + 1][2], accum[j + 1][3])};
-    stmatrix_trans(to + (j + lane / 16) * 1024, words);
-  }
-  if constexpr (kFragmentsN % 2) {
-    constexpr int j = kFragmentsN - 1;
-    const u32 words[2] = {narrow_x2<T>(accum[j][0], accum[j][1]),
-                          narrow_x2<T>(accum[j][2], accum[j][3])};
-    stmatrix_trans(to + j * 1024, words);
-  }
-  fence_proxy_async();
-  named_barrier_sync(1 + threadIdx.x / 128, 128);
-  if (threadIdx.x % 128 == 0) {
-    tma_store<2>(args.d_map, staging, {row, column});
-    tma_store_commit();
-  }
-}
-
 __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args, const SharedLayout& smem,
                                               const BlockWork& work) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-  const u32 staging = smem.staging + (kTransposed ? warp / 4 : warp) * (BUFFERS * kMmasM * kStagingBytes);
+  const u32 staging = smem.staging + (kStoresColumns ? warp / 4 : warp) * (kStagingBuffers * kStagingBytes);
   PipelineState state;
   int buffer = 0;
   if constexpr (RESIDENT) {
@@ -203,12 +99,26 @@ __device__ __forceinline__ void consume_row_tiles(const PointwiseGemmArgs& args,
 #pragma unroll
       for (int part = 0; part < kMmasM; ++part) {
         store_columns(args, staging + (buffer * kMmasM + part) * kStagingBytes,
-                      work.column + warp / 4 * kWarpgroupRows + part * 64, tile * BN, accum[part]);
+                      work.column + warp / 4 * kWarpgroupRows + part * 64, tile * BN, 0, accum[part], 0);
       }
       if (++buffer == BUFFERS) buffer = 0;
       continue;
     }
     if (!args.plain) apply_alpha_bias(args, work.column, accum);
+    if constexpr (kPlanes) {
+      const int image = tile / args.image_tiles;
+      const int row = (tile - image * args.image_tiles) * BM + warp / 4 * kWarpgroupRows;
+#pragma unroll
+      for (int i = 0; i < kMmasM * (BN / kStoredColumns); ++i) {
+        const int part = i % kMmasM, column = i / kMmasM * kStoredColumns;
+        if (threadIdx.x % 128 == 0) tma_store_wait_read<BUFFERS - 1>();
+        named_barrier_sync(1 + warp / 4, 128);
+        store_columns(args, staging + buffer * kStagingBytes, row + part * 64, work.column + column, image,
+                      accum[part], column / 8);
+        if (++buffer == BUFFERS) buffer = 0;
+      }
+      continue;
+    }
     if (args.wide_result) {
 #pragma unroll
       for (int part = 0; part < kMmasM; ++part) {
@@ -348,7 +258,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   smem.staging =
       align_to_swizzle_atom(smem.resident + (RESIDENT ? args.steps * OperandB::kBytes : 0));
   const u32 rank = kClusterSplit ? cluster_rank() : 0;
-  constexpr u32 kAllStagingBytes = BUFFERS * BM * BN * sizeof(T);
   smem.barriers = smem.staging + (kClusterSplit ? args.cluster * args.owned * CONSUMERS * 4 * 512
                                   : kGridSplit  ? kGridReduceBytes
                                                 : kAllStagingBytes);

@@ -30,6 +30,7 @@ struct PointwiseGemmArgs {
   int slices;          // see reduce_in_grid (REDUCE 2 only)
   int depth;
   int a_whole, b_whole;  // see GemmOperand
+  int image_tiles;       // row tiles of an image (PLANES only)
 };
 
 // One operand of a k-tile, in shared memory as boxes of rows of kRowBytes with a swizzle of that width.
@@ -45,10 +46,10 @@ struct GemmOperand {
   static_assert(kMn || kDepth % kRowElements == 0, "whole rows");
   static_assert(kBoxBytes % (8 * kRowBytes) == 0, "swizzled patterns repeat");
 
-  // By one thread: loads k-tile `step` of the operand's rows from `first` on; in a single copy if the boxes
-  // cover all of the operand's rows (`whole`).
+  // By one thread: loads k-tile `step` of the operand's rows from `first` on, MN-major those of `image`; in a
+  // single copy if the boxes cover all of the operand's rows (`whole`).
   __device__ __forceinline__ static void load(u32 to, const TensorMap& map, u32 barrier, int first,
-                                              int step, int whole) {
+                                              int step, int whole, int image = 0) {
     if constexpr (!kMn) {
 #pragma unroll
       for (int i = 0; i < kBoxes; ++i) {
@@ -59,7 +60,7 @@ struct GemmOperand {
     } else {
 #pragma unroll 1
       for (int i = 0; i < kBoxes; ++i) {
-        tma_load<3>(to + i * kBoxBytes, map, barrier, {first + i * kRowElements, step * kDepth, 0});
+        tma_load<3>(to + i * kBoxBytes, map, barrier, {first + i * kRowElements, step * kDepth, image});
       }
     }
   }

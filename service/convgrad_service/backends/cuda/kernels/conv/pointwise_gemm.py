@@ -1,11 +1,12 @@
-"""Channels-last 1x1 convolutions of stride 1 as GEMMs on Hopper (pointwise_gemm.cu)."""
+"""1x1 convolutions of stride 1 as GEMMs on Hopper (pointwise_gemm.cu)."""
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from math import prod
+from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_configs import every_config
@@ -19,7 +20,9 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     Product,
 )
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import MapField, TiledMap, pack_maps
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
+from convgrad_service.backends.cuda.kernels.layout.planes import flat_planes
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import (
     ZEROS,
@@ -41,48 +44,14 @@ SWAPPED = "_swapped"
 MOST_ROWS = 2**31 - 2**16
 
 
-class PointwiseGemmArgs(ctypes.Structure):
-    """See ``pointwise_gemm.cuh``."""
-
-    _fields_ = (
-        *((name, MapField) for name in ("a_map", "b_map", "d_map")),
-        *((name, ctypes.c_uint64) for name in ("result", "accumulate", "bias")),
-        *((name, ctypes.c_int64) for name in ("row_stride", "column_stride")),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "rows",
-                "columns",
-                "plain",
-                "result_in_vectors",
-                "row_tiles",
-                "steps",
-                "stages",
-            )
-        ),
-        *((name, ctypes.c_uint64) for name in ("partials", "counters", "b")),
-        ("b_pitch", ctypes.c_int64),
-        *((name, ctypes.c_float) for name in ("alpha", "beta")),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "wide_result",
-                "activation",
-                "cluster",
-                "parts",
-                "steps_each",
-                "owned",
-                "slices",
-                "depth",
-                "a_whole",
-                "b_whole",
-            )
-        ),
-    )
+PointwiseGemmArgs = structure("conv/pointwise_gemm.cuh", "PointwiseGemmArgs")
 
 
 class PointwiseGemm:
-    """fwd, bwd_data and bwd_weight of 1x1 kernels and stride 1 in 16-bit types, channels last."""
+    """fwd, bwd_data and bwd_weight of 1x1 kernels and stride 1 in 16-bit types.
+
+    Channels last, or but for bwd_weight channels first in planes of whole chunks.
+    """
 
     name = "pointwise_gemm"
 
@@ -92,6 +61,7 @@ class PointwiseGemm:
         *,
         swapped: bool = False,
         most_s: float = math.inf,
+        planes: bool = False,
     ) -> None:
         """Create the family.
 
@@ -103,8 +73,11 @@ class PointwiseGemm:
             Whether ``config`` is for the product with A and B exchanged, if there is one.
         most_s
             The longest expected time of work that it takes, in seconds.
+        planes
+            Whether it takes channels first alone.
         """
         self._config, self._swapped, self._most_s = config, swapped, most_s
+        self._planes = planes
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
@@ -129,6 +102,8 @@ class PointwiseGemm:
         products = products_of(work)
         if not products:
             return "rows that do not lie evenly, in whole chunks of 16 bytes"
+        if self._planes and not products[0].images:
+            return "channels last"
         if self._config is not None:
             return None
         found = chosen(products, device, COUNTERS)
@@ -199,10 +174,12 @@ class PointwiseGemm:
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
-        # Whether A and B are MN-major: fwd, bwd_data, bwd_weight, and the former two transposed.
+        # Whether A and B are MN-major: fwd, bwd_data and bwd_weight; then the former two transposed
+        # and of planes.
         majors = (False, False), (False, True), (True, True)
         products = [_like(a, b, transposed=False) for a, b in majors]
         products += [_like(b, a, transposed=True) for a, b in majors[:2]]
+        products += [replace(_like(True, b, transposed=False), images=1) for _, b in majors[:2]]
         found = {
             _instance(dtype, config, product): None
             for dtype in DTYPES
@@ -219,7 +196,7 @@ def _like(a_mn: bool, b_mn: bool, *, transposed: bool) -> Product:
     return Product(a, b, 1, *strides, stores=True, swapped=transposed)
 
 
-def _arguments(work: ConvWork, product: Product, config: Config, stages: int) -> PointwiseGemmArgs:
+def _arguments(work: ConvWork, product: Product, config: Config, stages: int) -> Any:
     """Return the kernel parameters without addresses and tensor maps."""
     args = PointwiseGemmArgs()
     args.rows, args.columns, args.depth = product.rows, product.columns, product.depth
@@ -239,6 +216,7 @@ def _arguments(work: ConvWork, product: Product, config: Config, stages: int) ->
     args.b_pitch = product.b.pitch
     args.a_whole = config.is_whole(product.a, config.m)
     args.b_whole = config.is_whole(product.b, config.n)
+    args.image_tiles = config.tiles(product)[0] // max(product.images, 1)
     return args
 
 
@@ -270,7 +248,11 @@ def products_of(work: ConvWork) -> tuple[Product, ...]:
         a, b = Matrix(pixels, x, mn=False), Matrix(outputs, k, mn=False)
         whole = x % CHUNK == k % CHUNK == 0
         return (Product(a, b, inputs, 1, work.y.strides[2], stores=True),) if whole else ()
-    if x is None or y is None or (c != 1 and inputs > 1):
+    if c != 1 and inputs > 1:
+        return ()
+    if x is None and y is None:
+        return _planes(work)
+    if x is None or y is None:
         return ()
     if work.direction == "bwd_weight":
         if x % CHUNK or y % CHUNK:
@@ -290,6 +272,24 @@ def products_of(work: ConvWork) -> tuple[Product, ...]:
     if not (product.stores and work.epilogue_free):
         return (product,)
     return product, Product(b, a, depth, 1, written, stores=True, swapped=True)
+
+
+def _planes(work: ConvWork) -> tuple[Product, ...]:
+    """Return the GEMM of a convolution of channels first: none or one."""
+    flat, k = flat_planes(work), work.w.strides[1]
+    if flat is None or work.direction == "bwd_weight" or k % CHUNK:
+        return ()
+    source, result = flat.sides
+    depth, columns = work.channels
+    # Any valid stride where there is one image.
+    image, _, channel, *_ = source.strides
+    a = Matrix(work.pixels, channel, mn=True, image=image if work.batch > 1 else channel)
+    b = Matrix(columns, k, mn=work.direction == "bwd_data")
+    image, _, channel, *_ = result.strides
+    image = image if work.batch > 1 else channel
+    if not _stores(work, channel):
+        return ()
+    return (Product(a, b, depth, 1, channel, stores=True, images=work.batch, image_stride=image),)
 
 
 def _writes_planes(work: ConvWork) -> bool:
@@ -338,6 +338,14 @@ def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent:
         sizes, box = (product.depth, matrix.rows), (wide, extent)
         return TiledMap(dtype, sizes, (pitch,), swizzle=row_bytes, box=box)
     whole = config.is_whole(matrix, extent)
+    if matrix.image:
+        return TiledMap(
+            dtype,
+            (matrix.rows // product.images, product.depth, product.images),
+            (pitch, matrix.image * ITEM_BYTES),
+            swizzle=row_bytes,
+            box=(wide, config.depth, 1),
+        )
     return TiledMap(
         dtype,
         (wide, product.depth, matrix.rows // wide) if whole else (matrix.rows, product.depth, 1),
@@ -350,8 +358,17 @@ def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent:
 def _result_map(dtype: DType, product: Product, config: Config) -> TiledMap:
     """Return the tensor map of the result.
 
-    Its box is 16 rows of a block of columns; transposed, 64 rows of all columns of a tile.
+    Its box is 16 rows of a block of columns; transposed or of planes, 64 rows of all columns of a
+    tile.
     """
+    if product.images:
+        return TiledMap(
+            dtype,
+            (product.rows // product.images, product.columns, product.images),
+            (product.column_stride * ITEM_BYTES, product.image_stride * ITEM_BYTES),
+            swizzle=ROW_BYTES[-1],
+            box=(ROW_BYTES[-1] // ITEM_BYTES, config.stored_columns(product), 1),
+        )
     if product.transposed:
         return TiledMap(
             dtype,

@@ -24,6 +24,8 @@ MOST_DEEP, MOST_DEEP_TRANSPOSED, MOST_SPLIT = 64 * 128, 64 * 208, 128 * 192
 LEAST_TALL_COLUMNS = 64
 # Tiles of three warpgroups: rows and columns.
 THREE_ROWS, THREE_COLUMNS = 192, (64, 96, 128)
+# Rows and columns of tiles of planes.
+PLANES = {64: (64, 128), 128: (32, 64, 96, 128, 192, 256), 256: (64, 96, 128)}
 # Rows and columns of tiles that are reduced in the grid. With all others, 315 layers would be 0.1 %
 # faster.
 IN_GRID = {64: (16, 24, 32, 64, 80, 128, 144, 192, 256), 128: (24, 40, 128, 192, 256)}
@@ -42,6 +44,9 @@ class _Ways:
 
 def _ways(m: int, n: int, depth: int, kind: str) -> _Ways:
     size, deep = m * n, depth == DEEP
+    if kind == "planes":
+        stored = depth == USUAL and n in PLANES.get(m, ())
+        return _Ways(stored=stored, resident=stored and m == ROWS[1] and n <= MOST_RESIDENT_COLUMNS)
     if kind == "transposed":
         most = MOST_SUMS_OF_THREE * 3 if m == THREE_ROWS else MOST_SUMS * min(m // 64, 2)
         return _Ways(stored=size <= min(most * 128, MOST_DEEP_TRANSPOSED if deep else size))

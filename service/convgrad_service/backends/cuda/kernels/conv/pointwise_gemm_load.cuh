@@ -18,10 +18,18 @@ constexpr int kProducerA = CONSUMERS * 4, kProducerB = kProducerA + 1;
 constexpr u32 kStageBytes = OperandA::kBytes + (RESIDENT ? 0 : OperandB::kBytes);
 // Whether the result's columns are contiguous; blocks then are persistent over N.
 constexpr bool kTransposed = TRANSPOSED != 0;
+// Whether rows are pixels of planes, one per element of K in A and per column in the result, of several images.
+constexpr bool kPlanes = PLANES != 0;
+// Whether columns of the result are stored, whose rows are contiguous.
+constexpr bool kStoresColumns = kTransposed || kPlanes;
 // Staging buffer of a warp's 16 rows: boxes of D_BYTES per row, swizzled by that width (0: one box). Where
-// transposed, of a warpgroup's 64 rows: one box of 128 bytes per column.
-constexpr u32 kStagingBytes = (kTransposed ? 64 : 16) * BN * sizeof(T);
-constexpr int kBoxColumns = D_BYTES && !kTransposed ? D_BYTES / static_cast<int>(sizeof(T)) : BN;
+// columns are stored, of a warpgroup's 64 rows: one box of 128 bytes per column. Of planes, 64 columns at a time.
+constexpr int kStoredColumns = kPlanes && BN % 64 == 0 ? 64 : BN;
+constexpr u32 kStagingBytes = (kStoresColumns ? 64 : 16) * kStoredColumns * sizeof(T);
+// Staging buffers of a warp, or of a warpgroup that stores columns.
+constexpr int kStagingBuffers = BUFFERS * (kPlanes ? 1 : kMmasM);
+constexpr u32 kAllStagingBytes = kStagingBuffers * kStagingBytes * CONSUMERS * (kStoresColumns ? 1 : 4);
+constexpr int kBoxColumns = D_BYTES && !kStoresColumns ? D_BYTES / static_cast<int>(sizeof(T)) : BN;
 constexpr u32 kBoxBytes = 16 * kBoxColumns * sizeof(T);
 static_assert(BN % kBoxColumns == 0, "whole blocks");
 using Accumulators = float[kMmasM][kFragmentsN][4];
@@ -51,6 +59,7 @@ struct SharedLayout {
 // begin + k_step, ... Where transposed, `row` counts column tiles, and `column` is the first row of the rows' tile.
 struct BlockWork {
   int row, row_step, column, begin, steps, k_step = 1;
+  int image_tiles;  // of planes: row tiles of an image
 
   __device__ __forceinline__ explicit BlockWork(const PointwiseGemmArgs& args) {
     column = blockIdx.y * BN;
@@ -68,6 +77,7 @@ struct BlockWork {
       steps = max(min(args.steps_each, args.steps - begin), 0);
     } else {
       row = blockIdx.x, row_step = gridDim.x;
+      if (kPlanes) image_tiles = args.image_tiles;
       if (kTransposed) column = blockIdx.y * BM;
       begin = 0, steps = args.steps;
     }
@@ -96,7 +106,12 @@ struct Producer {
     mbarrier_arrive_expect_tx(barrier, Side::kBytes);
     const int k_tile = work.begin + step * (kGridSplit ? work.k_step : 1);
     constexpr int kExtent = kRows ? BM : BN;
-    Side::load(to, map, barrier, kRows != kTransposed ? row * kExtent : work.column, k_tile, single_copy);
+    if constexpr (kPlanes && kRows) {
+      const int image = row / work.image_tiles;
+      Side::load(to, map, barrier, (row - image * work.image_tiles) * kExtent, k_tile, 0, image);
+    } else {
+      Side::load(to, map, barrier, kRows != kTransposed ? row * kExtent : work.column, k_tile, single_copy);
+    }
     if (++step == work.steps) step = 0, row += work.row_step;
     state.advance(smem.stages);
   }

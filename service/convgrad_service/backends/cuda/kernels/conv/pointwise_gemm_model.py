@@ -70,7 +70,9 @@ class _Table:
         )
         self.configs = [config for config in alone for _ in range(kinds)]
         self.kind = np.tile(np.arange(1.0, kinds + 1), len(alone))
-        like = Product(Matrix(1, 1, a_mn), Matrix(1, 1, b_mn), 1, 1, 1, stores=True)
+        images = int(kind == "planes")
+        a, b = Matrix(1, 1, a_mn), Matrix(1, 1, b_mn)
+        like = Product(a, b, 1, 1, 1, stores=True, images=images)
 
         def column(of: Callable[[Config], float]) -> NDArray[np.float64]:
             return np.repeat(np.array([of(config) for config in alone], np.float64), kinds)
@@ -81,7 +83,7 @@ class _Table:
         self.resident = column(lambda one: one.resident) > 0
         self.in_grid = column(lambda one: one.in_grid) > 0
         self.deep = self.depth == DEEP
-        self.could_stay = (self.n <= MOST_RESIDENT_COLUMNS) & (kind == "gather")
+        self.could_stay = (self.n <= MOST_RESIDENT_COLUMNS) & (kind in ("gather", "planes"))
         self.together = column(lambda one: CLUSTERS[max(one.cluster, 1)])
         self.together = np.maximum(1, self.together * device.multiprocessors // MULTIPROCESSORS)
         self.b_bytes = column(lambda one: one.side_bytes(like.b, one.n))
@@ -133,7 +135,8 @@ class _Table:
         m, n, depth, cluster = (each[:end] for each in (self.m, self.n, self.depth, self.cluster))
         resident, deep, together = self.resident[:end], self.deep[:end], self.together[:end]
         split, in_grid = cluster > 0, self.in_grid[:end]
-        rows, across = np.ceil(product.rows / m), np.ceil(product.columns / n)
+        images = max(product.images, 1)
+        rows, across = images * np.ceil(product.rows / images / m), np.ceil(product.columns / n)
         tiles, steps = rows * across, np.ceil(product.depth / depth)
         # Blocks are persistent over the tiles of one dimension and keep their tile of the other.
         moving, kept = (across, rows) if self._transposed else (rows, across)
@@ -146,6 +149,8 @@ class _Table:
             allowed &= (m < ROWS[2]) | (tiles >= LEAST_TALL)
         if self._wgrad:
             allowed &= (m == ROWS[0]) | (product.rows > ROWS[0])
+        elif product.images:
+            pass
         elif product.depth <= USUAL:
             allowed &= depth == next((d for d in SHALLOW if d >= product.depth), USUAL)
         else:
@@ -238,6 +243,7 @@ def prepare(device: CudaDevice) -> None:
     for b_mn in (False, True):
         _table(device, "gather", False, b_mn)
         _table(device, "transposed", b_mn, False)
+        _table(device, "planes", True, b_mn)
     _table(device, "weight", True, True)
 
 

@@ -36,6 +36,8 @@ PATTERN_BYTES, BARRIER_BYTES, SLAB_ROWS, FRAGMENT_BYTES = 1024, 8, 16, 512
 GRID_FRAGMENTS, MOST_GRID_PARTS = 4, 255
 # The most results of a tile for which a block has a second store buffer.
 BUFFERED = 64 * 128
+# Rows of a warpgroup's product, and columns of planes that it stores at a time.
+WARPGROUP_ROWS, PLANE_COLUMNS = 64, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +52,14 @@ class Matrix:
         The leading dimension, in elements.
     mn
         Whether it is MN-major; otherwise it is K-major.
+    image
+        The stride between images, in elements, if the rows are pixels of several.
     """
 
     rows: int
     pitch: int
     mn: bool
+    image: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,10 @@ class Product:
     swapped
         Whether A and B are exchanged: the rows are channels of the result, or input channels for
         wgrad.
+    images
+        Of planes, the number of images that the rows are divided into; otherwise 0.
+    image_stride
+        Of planes, the stride between images of the result.
     """
 
     a: Matrix
@@ -80,6 +89,8 @@ class Product:
     column_stride: int
     stores: bool
     swapped: bool = False
+    images: int = 0
+    image_stride: int = 0
 
     @property
     def rows(self) -> int:
@@ -97,6 +108,8 @@ class Product:
     @property
     def kind(self) -> str:
         """The name of its cost model's correction."""
+        if self.images:
+            return "planes"
         return "transposed" if self.transposed else "weight" if self.a.mn else "gather"
 
     @property
@@ -173,10 +186,13 @@ class Config:
     def splits(self) -> int:
         return max(self.cluster, 1) * self.parts
 
-    @property
-    def buffers(self) -> int:
-        """Store buffers per warp."""
-        return 2 if self.m * self.n <= BUFFERED else 1
+    def buffers(self, product: Product) -> int:
+        """Return the store buffers per warp or, of planes, per warpgroup."""
+        return 2 if product.images or self.m * self.n <= BUFFERED else 1
+
+    def stored_columns(self, product: Product) -> int:
+        """Return the columns of a store buffer."""
+        return PLANE_COLUMNS if product.images and self.n % PLANE_COLUMNS == 0 else self.n
 
     @property
     def fragments(self) -> int:
@@ -214,7 +230,7 @@ class Config:
     def is_whole(self, matrix: Matrix, extent: int) -> bool:
         """Return whether whole boxes cover all rows of an MN-major operand, and those of a tile."""
         wide = self.row_bytes(matrix, extent) // ITEM_BYTES
-        return matrix.mn and matrix.rows % wide == 0 and extent % wide == 0
+        return matrix.mn and not matrix.image and matrix.rows % wide == extent % wide == 0
 
     def steps(self, product: Product) -> int:
         return ceil_div(product.depth, self.depth)
@@ -224,8 +240,10 @@ class Config:
         return ceil_div(self.steps(product), self.splits)
 
     def tiles(self, product: Product) -> tuple[int, int]:
-        """Return the tiles along rows and along columns."""
-        return ceil_div(product.rows, self.m), ceil_div(product.columns, self.n)
+        """Return the tiles along rows, of all images, and along columns."""
+        images = max(product.images, 1)
+        rows = images * ceil_div(product.rows // images, self.m)
+        return rows, ceil_div(product.columns, self.n)
 
     def grid(self, product: Product, device: CudaDevice) -> tuple[int, int, int]:
         rows, columns = self.tiles(product)
@@ -249,7 +267,8 @@ class Config:
         elif self.in_grid:
             results = GRID_FRAGMENTS * self.consumers * 4 * FRAGMENT_BYTES
         else:
-            results = self.buffers * self.m * self.n * ITEM_BYTES
+            rows = self.consumers * WARPGROUP_ROWS if product.images else self.m
+            results = self.buffers(product) * rows * self.stored_columns(product) * ITEM_BYTES
         if self.resident:
             results += self.steps(product) * self.side_bytes(product.b, self.n)
         ring = stages * (self.stage_bytes(product) + 2 * BARRIER_BYTES)
@@ -274,7 +293,8 @@ class Config:
             "DEPTH": self.depth,
             "REDUCE": 2 if self.in_grid else int(self.cluster > 0),
             "RESIDENT": int(self.resident),
-            "BUFFERS": self.buffers,
+            "BUFFERS": self.buffers(product),
             "TRANSPOSED": int(product.transposed),
+            "PLANES": int(product.images > 0),
             "D_BYTES": self.d_bytes,
         }

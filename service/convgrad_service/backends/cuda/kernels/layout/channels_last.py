@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
 
 from convgrad_service.backends.cuda.kernels.layout.strided_copy import StridedCopy
 from convgrad_service.backends.cuda.kernels.layout.transpose import RowCopy, Transpose
@@ -25,7 +25,9 @@ __all__ = [
     "Prepared",
     "in_whole_chunks",
     "overlapping",
+    "padded_width",
     "prepare_activation",
+    "prepare_rows",
     "prepare_side",
     "prepare_weight",
 ]
@@ -154,4 +156,47 @@ def _prepare(
         target,
         choose(COPIES, copy, device).fragment.steps,
         (Workspace(name, prod(shape) * dtype.itemsize),),
+    )
+
+
+def padded_width(work: ConvWork, chunk: int) -> int:
+    """Return the positions of a row of the input, padded to a multiple of ``chunk`` elements."""
+    whole = chunk // gcd(chunk, work.in_channels)
+    return ceil_div(work.input[2], whole) * whole
+
+
+def prepare_rows(work: ConvWork, device: CudaDevice, chunk: int = 1) -> Prepared:
+    """Return the input with contiguous rows (W, C), copied if necessary.
+
+    Rows start at multiples of ``chunk`` elements; a copy's are `padded_width` positions, zero
+    beyond W.
+    """
+    x, channels, width = work.x, work.in_channels, work.input[2]
+    padded = padded_width(work, chunk)
+    shape = (work.batch, *work.input[:2], padded, channels)
+    n, d, h, w, c = contiguous_strides(shape)
+    outer = [
+        CopyAxis(extent, x.strides[axis], stride)
+        for extent, axis, stride in zip(shape[:3], (0, 3, 4), (n, d, h), strict=True)
+    ]
+    rows = (channels == 1 or x.strides[2] == 1) and (width == 1 or x.strides[5] == channels)
+    aligned = all(axis.source % chunk == 0 for axis in outer if axis.extent > 1)
+    if rows and aligned and padded == width:
+        return Prepared(x)
+    axes, bound = (
+        [*outer, CopyAxis(padded, x.strides[5], w), CopyAxis(channels, x.strides[2], c)],
+        width,
+    )
+    if rows:
+        axes, bound = [*outer, CopyAxis(padded * channels, 1, 1)], width * channels
+    bounds: tuple[tuple[int, int, int], ...] = ()
+    if padded != width:
+        # A bound refers to two axes; the outer one here has extent 1.
+        axes, bounds = [CopyAxis(1, 0, 0), *axes], ((0, 4, bound),)
+    name = f"{work.prefix}input_rows"
+    copy = Copy(x.buffer, name, x.dtype, tuple(axes), bounds, pads=bool(bounds))
+    return Prepared(
+        replace(x, buffer=name, strides=(n, 0, c, d, h, w)),
+        choose(COPIES, copy, device).fragment.steps,
+        (Workspace(name, prod(shape) * x.dtype.itemsize),),
     )

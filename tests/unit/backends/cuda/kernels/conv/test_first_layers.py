@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -12,7 +13,6 @@ from convgrad.contract.base import validate
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_data import HopperFirstData
-from convgrad_service.backends.cuda.kernels.conv.hopper_first_split import HopperFirstSplit
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_taps import HopperFirstTaps
 from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.planner import plan_for
@@ -65,7 +65,7 @@ def resnet(direction: Direction, **changes: Any) -> ConvWork:
 
 @pytest.mark.parametrize(("dtype", "precision"), KINDS)
 def test_hopper_takes_the_layers_that_it_has_room_for(dtype: DType, precision: str) -> None:
-    family = HopperFirstData()
+    family = HopperFirstData(sparse=True)
 
     def takes(**changes: Any) -> bool:
         work = resnet("bwd_data", dtype=dtype, precision=precision, **changes)
@@ -75,12 +75,27 @@ def test_hopper_takes_the_layers_that_it_has_room_for(dtype: DType, precision: s
     assert takes(kernel=11, stride=4, pad=2)
     assert takes(kernel=3, stride=1, pad=1)
     assert takes(kernel=5, stride=1, pad=2, channels=(1, 16))
-    assert not takes(channels=(3, 65))
+    assert takes(kernel=3, stride=1, pad=1, channels=(3, 128))
+    # Of true float32, its accumulators leave no room for four rows of two fragments.
+    exact = dtype is DType.FLOAT32 and precision == "highest"
+    assert takes(kernel=4, stride=4, pad=0, channels=(3, 96)) != exact
+    assert not takes(channels=(3, 129))
     assert not takes(channels=(3, 8))
-    assert not takes(kernel=4, stride=4, pad=0)
+    assert not takes(kernel=1, stride=1, pad=0)
     assert not takes(kernel=15, stride=2, pad=7)
     assert not takes(kernel=3, pad=3, dilation=2)
     assert family.why_not(resnet("bwd_data", dtype=dtype, precision=precision), ADA) is not None
+
+
+def test_hopper_leaves_tiles_of_padding_to_others() -> None:
+    small, large = (
+        resnet("bwd_data", kernel=3, stride=1, pad=1, dtype=DType.FLOAT32, size=size)
+        for size in (32, 64)
+    )
+    assert "most of a tile" in str(HopperFirstData().why_not(small, H200))
+    assert HopperFirstData(sparse=True).why_not(small, H200) is None
+    assert HopperFirstData().why_not(replace(small, precision="high"), H200) is None
+    assert HopperFirstData().why_not(large, H200) is None
 
 
 @pytest.mark.parametrize(("dtype", "precision"), KINDS)
@@ -99,11 +114,14 @@ def test_blocks_fill_the_device_in_whole_turns(dtype: DType, precision: str) -> 
 def test_shares_of_the_weight(kernel: int, dtype: DType, precision: str) -> None:
     """One block a multiprocessor, or nearly."""
     work = resnet("bwd_weight", kernel=kernel, pad=kernel // 2, dtype=dtype, precision=precision)
-    family = HopperFirstTaps() if dtype is DType.BFLOAT16 else HopperFirstSplit()
+    family = HopperFirstTaps()
     assert family.why_not(work, H200) is None
     launch = family.launches(work, H200).steps[0]
     assert isinstance(launch, Launch)
     assert 120 <= prod(launch.grid) <= H200.multiprocessors
     assert launch.shared_bytes + 1024 <= H200.shared_bytes_per_block
     assert family.why_not(work, ADA) is not None
-    assert family.why_not(resnet("bwd_weight", kernel=kernel, dtype=dtype, size=223), H200)
+    copied = resnet("bwd_weight", kernel=kernel, dtype=dtype, size=223)
+    copy, taps, _ = family.launches(copied, H200).steps
+    assert isinstance(copy, Launch)
+    assert taps.instance.source == launch.instance.source

@@ -11,8 +11,9 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import Pointwise
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_model import chosen, timed
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import CLUSTERS, Config
 from convgrad_service.plans.cuda.device import H200, CudaDevice
-from convgrad_service.plans.cuda.program import Launch
-from tests.support.kernels.conv_work import ADA, pointwise
+from convgrad_service.plans.cuda.program import Launch, ceil_div
+from convgrad_service.plans.cuda.works import ConvWork, Direction
+from tests.support.kernels.conv_work import ADA, pointwise, work_of
 
 FAMILY, COUNTERS = PointwiseGemm(), 2**14
 INSTANCES = frozenset(FAMILY.instances())
@@ -116,6 +117,41 @@ def test_what_it_leaves_to_others(
 def test_channels_that_are_no_whole_chunks() -> None:
     assert products_of(pointwise(1, (36, 64), 7)) == ()
     assert products_of(pointwise(1, (64, 36), 7, "bwd_data")) == ()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("batch", [1, 8])
+def test_planes(batch: int, direction: Direction) -> None:
+    def of(size: int, layout: str = "NCHW") -> ConvWork:
+        return work_of(
+            direction,
+            batch=batch,
+            channels=(72, 1000),
+            size=size,
+            kernel=1,
+            pad=0,
+            layout=layout,
+        )
+
+    family, work = PointwiseGemm(planes=True), of(28)
+    assert products_of(of(7)) == ()
+    assert family.why_not(of(28, "NHWC"), H200) is not None
+    if direction == "bwd_weight":
+        assert products_of(work) == ()
+        return
+    (product,) = products_of(work)
+    found = timed(product, H200, COUNTERS)
+    assert found
+    for _, config in found:
+        stages = config.stages(product, H200)
+        assert stages >= 3
+        assert config.shared_bytes(product, stages) <= H200.shared_bytes_per_block
+        assert not config.reduces
+        # Tiles do not reach over images.
+        assert config.tiles(product)[0] == batch * ceil_div(28 * 28, config.m)
+    (step,) = family.launches(work, H200).steps
+    assert isinstance(step, Launch)
+    assert step.instance in INSTANCES
 
 
 def test_long_work_may_be_left_to_others() -> None:

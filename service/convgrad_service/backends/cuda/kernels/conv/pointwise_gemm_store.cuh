@@ -1,0 +1,118 @@
+// How persistent blocks of pointwise_gemm.cu store a tile's accumulators (REDUCE 0).
+#pragma once
+
+#include "conv/pointwise_gemm_load.cuh"
+
+namespace {
+
+// Address of columns 8 * chunk to 8 * chunk + 7 of a row in a staging buffer.
+__device__ __forceinline__ u32 staging_address(u32 staging, int row, int chunk) {
+  if constexpr (D_BYTES == 128) {
+    return staging + chunk / 8 * kBoxBytes + row * 128 + ((chunk % 8) ^ (row & 7)) * 16;
+  } else if constexpr (D_BYTES == 64) {
+    return staging + chunk / 4 * kBoxBytes + row * 64 + ((chunk % 4) ^ (row >> 1 & 3)) * 16;
+  } else {
+    return staging + row * (BN * static_cast<int>(sizeof(T))) + chunk * 16;
+  }
+}
+
+// accum = alpha * accum + bias.
+__device__ __forceinline__ void apply_alpha_bias(const PointwiseGemmArgs& args, int column,
+                                                 Accumulators& accum) {
+  const T* const bias = static_cast<const T*>(args.bias);
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int j = 0; j < kFragmentsN; ++j) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int at = column + j * 8 + lane % 4 * 2 + e;
+      const float add = bias != nullptr && at < args.columns ? widen(bias[at]) : 0.0f;
+#pragma unroll
+      for (int part = 0; part < kMmasM; ++part) {
+        accum[part][j][e] = accum[part][j][e] * args.alpha + add;
+        accum[part][j][e + 2] = accum[part][j][e + 2] * args.alpha + add;
+      }
+    }
+  }
+}
+
+// Rounds 16 rows of a warp to a free staging buffer and stores them by TMA.
+__device__ __forceinline__ void store_rows(const PointwiseGemmArgs& args, u32 staging, int row,
+                                           int column, const float (&accum)[kFragmentsN][4]) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int j = 0; j + 1 < kFragmentsN; j += 2) {
+    const u32 words[4] = {narrow_x2<T>(accum[j][0], accum[j][1]),
+                          narrow_x2<T>(accum[j][2], accum[j][3]),
+                          narrow_x2<T>(accum[j + 1][0], accum[j + 1][1]),
+                          narrow_x2<T>(accum[j + 1][2], accum[j + 1][3])};
+    stmatrix(staging_address(staging, lane % 16, j + lane / 16), words);
+  }
+  if constexpr (kFragmentsN % 2) {
+    constexpr int j = kFragmentsN - 1;
+    const u32 at = lane % 4 * 4;
+    st_shared_u32(staging_address(staging, lane / 4, j) + at, narrow_x2<T>(accum[j][0], accum[j][1]));
+    st_shared_u32(staging_address(staging, lane / 4 + 8, j) + at, narrow_x2<T>(accum[j][2], accum[j][3]));
+  }
+  fence_proxy_async();
+  __syncwarp();
+  if (lane == 0) {
+#pragma unroll
+    for (int block = 0; block < BN / kBoxColumns; ++block) {
+      tma_store<2>(args.d_map, staging + block * kBoxBytes, {column + block * kBoxColumns, row});
+    }
+    tma_store_commit();
+  }
+}
+
+// Stores 16 rows of a warp in float32, to columns whose rows are contiguous: eight rows are a sector.
+__device__ __forceinline__ void store_wide(const PointwiseGemmArgs& args, int row, int column,
+                                           const float (&accum)[kFragmentsN][4]) {
+  const int lane = threadIdx.x & 31;
+  row += lane / 4;
+  column += lane % 4 * 2;
+  float* to = static_cast<float*>(args.result) + column * args.column_stride + row;
+#pragma unroll
+  for (int j = 0; j < kFragmentsN; ++j, to += 8 * args.column_stride) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (column + j * 8 + e % 2 < args.columns && row + e / 2 * 8 < args.rows) {
+        to[e % 2 * args.column_stride + e / 2 * 8] = accum[j][e];
+      }
+    }
+  }
+}
+
+// Rounds 64 rows of a warpgroup to a free staging buffer, by columns, and stores them by TMA: kStoredColumns of
+// them from fragment `from` on.
+__device__ __forceinline__ void store_columns(const PointwiseGemmArgs& args, u32 staging, int row, int column,
+                                              int image, const float (&all)[kFragmentsN][4], int from) {
+  const int lane = threadIdx.x & 31, chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
+  const u32 to = staging + lane % 8 * 128 + (chunk ^ (lane % 8)) * 16;
+  constexpr int kCount = kStoredColumns / 8;
+#pragma unroll
+  for (int j = 0; j + 1 < kCount; j += 2) {
+    const float(&one)[4] = all[from + j], (&two)[4] = all[from + j + 1];
+    const u32 words[4] = {narrow_x2<T>(one[0], one[1]), narrow_x2<T>(one[2], one[3]),
+                          narrow_x2<T>(two[0], two[1]), narrow_x2<T>(two[2], two[3])};
+    stmatrix_trans(to + (j + lane / 16) * 1024, words);
+  }
+  if constexpr (kCount % 2) {
+    constexpr int j = kCount - 1;
+    const float(&one)[4] = all[from + j];
+    const u32 words[2] = {narrow_x2<T>(one[0], one[1]), narrow_x2<T>(one[2], one[3])};
+    stmatrix_trans(to + j * 1024, words);
+  }
+  fence_proxy_async();
+  named_barrier_sync(1 + threadIdx.x / 128, 128);
+  if (threadIdx.x % 128 == 0) {
+    if constexpr (kPlanes) {
+      tma_store<3>(args.d_map, staging, {row, column, image});
+    } else {
+      tma_store<2>(args.d_map, staging, {row, column});
+    }
+    tma_store_commit();
+  }
+}
+
+}  // namespace
