@@ -154,10 +154,9 @@ class HopperGather:
         args.activation = ACTIVATIONS[work.activation]
         size = work.sizes[1]
         args.wide_stores = in_whole_chunks(result, (work.batch, 1, written, *size), 2)
-        finished = finishes_rows(work, axes) and tile.has_epilogue and not planes
-        args.plain = (work.epilogue_free or finished) and args.wide_stores
-        if planes:
-            args.wide_stores = pixels_beside(work)
+        args.finishes = finishes_rows(work, axes) and tile.has_epilogue
+        args.plain = (work.epilogue_free or args.finishes) and args.wide_stores
+        args.planes = pixels_beside(work) if planes else 0
         args.images_first = schedule.images_first
         args.dims = work.conv.ndim + 2
         args.rounds = schedule.rounds
@@ -198,6 +197,7 @@ class HopperGather:
                 sides.x,
                 sides.source_map(axes, phase, tile, schedule.images_first),
             )
+        args.a_bytes = (tile.m + tile.halo(axes[2], phases[0][2])) * ROW_BYTES
         args.slots = shares * args.channel_tiles
         grid = (min(tile.clusters(device), args.slots * args.rounds) * tile.sharing, 1, 1)
         if tile.single:
@@ -205,10 +205,9 @@ class HopperGather:
             args.cluster, args.owned, args.stages = tile.split, tile.owned, stages
             args.by_cluster = divider(tile.split)
             args.reduce_bytes = tile.epilogue_bytes
-            args.a_bytes = (tile.m + tile.halo(axes[2], phases[0][2])) * ROW_BYTES
             args.skips = skips_taps(work, axes, tile, schedule.images_first)
         launch = Launch(
-            _instance(tile, work.dtype, sides.across, maps, stages, planes, finished),
+            _instance(tile, work.dtype, sides.across, maps, stages),
             grid,
             (tile.threads, 1, 1),
             pack_maps(args, given, y=result, accumulate=work.accumulate, bias=work.bias),
@@ -236,18 +235,12 @@ class HopperGather:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(tile, dtype, across, maps, tile.stages(H200), planes, finished)
+            _instance(tile, dtype, across, maps, tile.stages(H200))
             for dtype in DTYPES
             for tile in tiles_of(dtype)
             for across in ((False, True) if dtype.itemsize == 2 else (False,))
             for maps in (
                 MAPS if tile.taps == 1 and (across or dtype is DType.FLOAT32) else MAPS[:1]
-            )
-            for planes in ((False,) if tile.single or tile.pingpong else (False, True))
-            for finished in (
-                (False, True)
-                if tile.has_epilogue and maps == 1 and dtype.itemsize == 2 and not planes
-                else (False,)
             )
         ]
 
@@ -270,16 +263,6 @@ def _least_terms(work: ConvWork, axes: Sequence[Axis], written: int) -> int:
     return LEAST_TERMS_FINISHED
 
 
-def _instance(
-    tile: HopperTile,
-    dtype: DType,
-    across: bool,
-    maps: int,
-    stages: int,
-    planes: bool,
-    finished: bool,
-) -> Instance:
-    defines = tile.defines(dtype, across, maps, stages, planes)
-    if finished:
-        defines["EPILOGUE"] = 1
+def _instance(tile: HopperTile, dtype: DType, across: bool, maps: int, stages: int) -> Instance:
+    defines = tile.defines(dtype, across, maps, stages)
     return Instance.of("conv/hopper_gather.cu", defines, HOPPER)

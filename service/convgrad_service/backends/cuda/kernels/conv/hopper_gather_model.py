@@ -144,12 +144,7 @@ def _single_s(
     tile = schedule.tile
     read, written = work.channels
     chunks = ceil_div(read * work.dtype.itemsize, ROW_BYTES)
-    if tile.taps > 1:
-        taps = np.array([prod(along.taps for along in combined(axes)[0][:2])])
-        rows = row_tiles(work, axes, tile)[0]
-    else:
-        taps = taps_of_tiles(tuple(axes), work.batch, tile.pixels, schedule.images_first)
-        rows = len(taps)
+    taps = _tile_steps(work, axes, schedule)
     line = ROW_BYTES // work.dtype.itemsize
     elements = work.batch * (
         work.in_channels * prod(work.input) + work.out_channels * prod(work.output)
@@ -159,7 +154,7 @@ def _single_s(
         SingleWave(
             m=tile.m,
             n=tile.n,
-            tiles=rows * ceil_div(written, tile.n),
+            tiles=len(taps) * ceil_div(written, tile.n),
             steps=float(taps.max()) * chunks,
             mean_steps=float(taps.mean()) * chunks,
             split=tile.split,
@@ -174,6 +169,16 @@ def _single_s(
     )
 
 
+def _tile_steps(work: ConvWork, axes: Sequence[Axis], schedule: Schedule) -> NDArray[np.int64]:
+    """Return the k-tiles of each tile of pixels, for a chunk of channels: its taps, or with several
+    taps in a k-tile, its rows of taps, none of which are skipped."""
+    tile = schedule.tile
+    if tile.taps == 1:
+        return taps_of_tiles(tuple(axes), work.batch, tile.pixels, schedule.images_first)
+    rows = prod(along.taps for along in combined(axes)[0][:2])
+    return np.full(row_tiles(work, axes, tile)[0], rows)
+
+
 def _busy_s(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: Schedule) -> float:
     """Return the expected seconds of the busiest SM, or cluster."""
     tile = schedule.tile
@@ -181,7 +186,7 @@ def _busy_s(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: 
     chunks = ceil_div(read * work.dtype.itemsize, ROW_BYTES)
     columns = ceil_div(written, tile.n)
     workers = tile.clusters(device)
-    taps = taps_of_tiles(tuple(axes), work.batch, tile.pixels, schedule.images_first)
+    taps = _tile_steps(work, axes, schedule)
     counts = np.repeat(taps * chunks, columns)
     across = work.direction == "bwd_data" and work.dtype.itemsize == 2
     step_s = tile.step_s(across)

@@ -111,14 +111,13 @@ class SingleConfig:
             "BM": self.m,
             "BN": self.n,
             "CONSUMERS": self.warpgroups,
-            "BLOCKS": self.blocks,
         }
         return Instance.of("conv/hopper_weight_single.cu", defines, HOPPER)
 
 
 TILES = tuple(
     SingleConfig(m, n, m // 64, blocks)
-    for m, n, most in ((64, 64, 2), (64, 128, 1), (128, 64, 1), (128, 128, 1))
+    for m, n, most in ((64, 64, 2), (64, 128, 1), (128, 128, 1))
     for blocks in range(1, most + 1)
 )
 

@@ -19,10 +19,10 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_model import (
     expected_s,
 )
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
-    TILES,
     Config,
     Gemm,
     Tile,
+    tiles_of,
 )
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, gather_axis
 from convgrad_service.backends.cuda.kernels.core.limits import (
@@ -133,9 +133,10 @@ class ImplicitGemm:
         if config.workspace > 1:
             size = tiles * work.groups * len(gemm.phases) * config.workspace * tile.m * tile.n * 4
             workspace.append(Workspace(partials, size))
-        args = arguments(work, operands.source.operand, operands.other.operand, axes, gemm, config)
+        sides = operands.source.operand, operands.other.operand, operands.vector
+        args = arguments(work, *sides, axes, gemm, config)
         launch = Launch(
-            _instance(tile, work.dtype, work.direction, operands.vector),
+            _instance(tile, work.dtype, work.direction),
             (tiles * config.cluster, work.groups, len(gemm.phases) * config.workspace),
             (tile.threads, 1, 1),
             pack(
@@ -170,11 +171,10 @@ class ImplicitGemm:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(tile, dtype, direction, vector)
+            _instance(tile, dtype, direction)
             for dtype in self._dtypes
             for direction in OPERATIONS
-            for tile in TILES
-            for vector in VECTORS
+            for tile in tiles_of(dtype)
         ]
 
 
@@ -254,6 +254,6 @@ def vector_of(operand: Operand, extents: tuple[int, ...]) -> int:
     return next(fitting, 0)
 
 
-def _instance(tile: Tile, dtype: DType, direction: str, vector: int) -> Instance:
-    defines = tile.defines(dtype, OPERATIONS[direction], vector)
+def _instance(tile: Tile, dtype: DType, direction: str) -> Instance:
+    defines = tile.defines(dtype, OPERATIONS[direction])
     return Instance.of("conv/implicit_gemm.cu", defines)

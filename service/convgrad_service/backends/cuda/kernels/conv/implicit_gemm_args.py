@@ -38,13 +38,15 @@ def arguments(
     work: ConvWork,
     source: Operand,
     other: Operand,
+    vector: int,
     axes: Sequence[Axis],
     gemm: Gemm,
     config: Config,
 ) -> Any:
     """Return the kernel parameters without addresses.
 
-    ``source`` and ``other`` are the inputs, with contiguous channels.
+    ``source`` and ``other`` are the inputs, with contiguous channels in vectors of ``vector``
+    bytes.
     """
     source_channels, result_channels = work.channels
     result = work.result
@@ -66,6 +68,7 @@ def arguments(
     args.rows, args.columns = gemm.rows, gemm.columns
     args.source_channels, args.result_channels = source_channels, result_channels
     args.tap_chunks = ceil_div(source_channels * size, CHUNK_BYTES)
+    args.vector = vector
     args.cluster_log = config.cluster.bit_length() - 1
     args.workspace = config.workspace
     args.ring_bytes = config.tile.pipeline_bytes(config.steps(gemm, work.dtype))

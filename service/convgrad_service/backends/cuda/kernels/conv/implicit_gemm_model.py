@@ -18,9 +18,9 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
     CLUSTERS,
     STEP_BYTES,
-    TILES,
     Config,
     Gemm,
+    tiles_of,
 )
 from convgrad_service.backends.cuda.tuning.correction import MOST_CORRECTED, correction_of
 from convgrad_service.backends.cuda.tuning.features import features
@@ -162,7 +162,7 @@ def candidate_configs(
     """Yield the configurations with at least one k-tile per block and enough ``counters``."""
     steps = gemm.steps(dtype)
     clusters = CLUSTERS if device.capability >= (9, 0) else CLUSTERS[:1]
-    for tile in TILES:
+    for tile in tiles_of(dtype):
         tiles = gemm.tiles(tile) * gemm.groups * len(gemm.phases)
         fitting = [
             cluster

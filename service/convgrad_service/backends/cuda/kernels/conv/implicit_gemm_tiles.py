@@ -10,7 +10,7 @@ from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 
-__all__ = ["CLUSTERS", "STEP_BYTES", "TILES", "Config", "Gemm", "Tile"]
+__all__ = ["CLUSTERS", "STEP_BYTES", "TILES", "Config", "Gemm", "Tile", "tiles_of"]
 
 STEP_BYTES = 128
 """Bytes along K of a k-tile."""
@@ -61,7 +61,7 @@ class Tile:
         """Return the resident blocks per SM."""
         return min(self.blocks, device.fitting_blocks(self.shared_bytes(cluster, steps)))
 
-    def defines(self, dtype: DType, operation: str, vector: int) -> dict[str, object]:
+    def defines(self, dtype: DType, operation: str) -> dict[str, object]:
         """Return the preprocessor macros of an instance."""
         return {
             "ELEMENT": CUDA_TYPES[dtype],
@@ -72,22 +72,26 @@ class Tile:
             "WN": self.warp_n,
             "STAGES": self.stages,
             "BLOCKS": self.blocks,
-            "VECTOR": vector,
         }
 
 
 TILES = (
     Tile(64, 64, 32, 32, 4, 3),
-    Tile(64, 64, 32, 32, 6, 2),
     Tile(64, 32, 32, 16, 4, 4),
     Tile(32, 64, 16, 32, 4, 4),
     Tile(32, 32, 16, 16, 6, 4),
     Tile(128, 16, 32, 16, 4, 3),
     Tile(128, 32, 32, 32, 4, 3),
     Tile(128, 64, 32, 32, 4, 2),
-    Tile(64, 128, 32, 32, 4, 2),
     Tile(128, 128, 64, 32, 4, 1),
 )
+# Of TF32, which computes what no other family takes.
+TILES_TF32 = tuple(tile for tile in TILES if str(tile) in {"64x64", "64x32", "128x32", "128x64"})
+
+
+def tiles_of(dtype: DType) -> tuple[Tile, ...]:
+    """Return the tiles for a dtype."""
+    return TILES_TF32 if dtype is DType.FLOAT32 else TILES
 
 
 @dataclass(frozen=True, slots=True)
