@@ -43,8 +43,6 @@ constexpr int kArgumentWords = (sizeof(HopperGatherArgs) - sizeof(TensorMap) * (
 // Registers allow the code for a bias and an activation.
 constexpr bool kFinishes =
     sizeof(T) == 2 && MAPS == 1 && kMmasM * kFragmentsN * 4 <= (PINGPONG ? 160 : 128);
-// And that for channels-first results.
-constexpr bool kPlanes = !PINGPONG && kMmasM * kFragmentsN * 4 <= 128;
 
 template <int kValue>
 struct Count {
@@ -146,22 +144,17 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Shar
     if (steps < 0) break;
     float accum[kMmasM][kFragmentsN][4];
     const int last = mainloop(args, smem, state, steps, warpgroup * kWarpgroupRows, accum);
-    const u32 staging = smem.staging + warpgroup * kStagingBytes;
-    if (kPlanes && args.planes) {
-      wgmma_wait<0>();
-#pragma unroll
-      for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
-      if (steps > 0) release_stage(smem, last);
-      store_planes<T>(args, tile, staging, accum, 8 + warpgroup);
-      continue;
-    }
     // Result addresses are computed while the last wgmmas run.
-    const Results<T, kMmasM, kFragmentsN> results(args, tile, staging);
+    const Results<T, kMmasM, kFragmentsN> results(args, tile, smem.staging + warpgroup * kStagingBytes);
     wgmma_wait<0>();
 #pragma unroll
     for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
     if (steps > 0) release_stage(smem, last);
-    results.template store<kFinishes>(accum);
+    if (args.planes) {
+      store_planes(results, accum, 8 + warpgroup);
+    } else {
+      results.template store<kFinishes>(accum);
+    }
   }
 }
 

@@ -25,7 +25,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import ROW_
 from convgrad_service.backends.cuda.kernels.conv.single_model import Rates, SingleWave, single_s
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis
 from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
-from convgrad_service.backends.cuda.tuning.correction import MOST_CORRECTED, correction_of
+from convgrad_service.backends.cuda.tuning.correction import fastest
 from convgrad_service.backends.cuda.tuning.features import features
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
@@ -64,18 +64,13 @@ def choose_schedule(
 
     All schedules without split-K give bitwise equal results.
     """
-    every = [
-        (expected_s(work, axes, device, schedule), schedule)
-        for schedule in candidates(work, axes, device)
-    ]
-    found = sorted(every, key=lambda one: one[0])[:MOST_CORRECTED]
-    correction = correction_of(correction_name(work), device)
-    if correction is None or work.dtype.itemsize != 2:
-        return found[0]
-    factors = correction.factors(lines(work, axes, device, found))
-    times = [time_s * float(factor) for (time_s, _), factor in zip(found, factors, strict=True)]
-    best = min(range(len(found)), key=times.__getitem__)
-    return times[best], found[best][1]
+    return fastest(
+        correction_name(work),
+        ((expected_s(work, axes, device, one), one) for one in candidates(work, axes, device)),
+        lambda found: lines(work, axes, device, found),
+        device,
+        corrected=work.dtype.itemsize == 2,
+    )
 
 
 def correction_name(work: ConvWork) -> str:
@@ -99,10 +94,6 @@ def lines(
     )
     tiles = [schedule.tile for _, schedule in found]
     whole = in_whole_chunks(work.result, (work.batch, 1, written, *work.sizes[1]), 2)
-    elements = work.batch * (
-        work.in_channels * prod(work.input) + work.out_channels * prod(work.output)
-    )
-    elements += work.taps * read * written
     return features(
         expected_s=[time_s for time_s, _ in found],
         rows=sum(pixels),
@@ -114,7 +105,7 @@ def lines(
         inner=[tile.split for tile in tiles],
         outer=1,
         workers=[tile.clusters(device) * tile.split for tile in tiles],
-        moved=elements * work.dtype.itemsize,
+        moved=work.elements * work.dtype.itemsize,
         kind=[
             tile.pingpong
             + 2 * (tile.sharing > 1)
@@ -146,10 +137,6 @@ def _single_s(
     chunks = ceil_div(read * work.dtype.itemsize, ROW_BYTES)
     taps = _tile_steps(work, axes, schedule)
     line = ROW_BYTES // work.dtype.itemsize
-    elements = work.batch * (
-        work.in_channels * prod(work.input) + work.out_channels * prod(work.output)
-    )
-    elements += work.taps * read * written
     return single_s(
         SingleWave(
             m=tile.m,
@@ -163,7 +150,7 @@ def _single_s(
             a_rows=tile.m,
             taps=tile.taps,
             apart=(read % line != 0, written % line != 0),
-            moved_bytes=elements * work.dtype.itemsize,
+            moved_bytes=work.elements * work.dtype.itemsize,
         ),
         SINGLE,
     )

@@ -63,9 +63,9 @@ __device__ __forceinline__ void store_runs(u32 block, T* to, i64 channel_step, b
 
 // Stores all results of a warpgroup, whose threads synchronise at named barrier `barrier`.
 template <class T, int kMmasM, int kFragmentsN>
-__device__ __forceinline__ void store_planes(const HopperGatherArgs& args, const GatherTile& tile, u32 staging,
+__device__ __forceinline__ void store_planes(const Results<T, kMmasM, kFragmentsN>& to,
                                              const float (&accum)[kMmasM][kFragmentsN][4], int barrier) {
-  const Results<T, kMmasM, kFragmentsN> to(args, tile, staging);
+  const HopperGatherArgs& args = to.args;
   constexpr int kChannels = 128 / static_cast<int>(sizeof(T)), kOf = kChannels / 8;
   constexpr int kBlocks = (kFragmentsN + kOf - 1) / kOf;
   const int side = args.planes, thread = threadIdx.x % 128;

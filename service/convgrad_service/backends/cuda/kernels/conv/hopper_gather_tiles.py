@@ -38,8 +38,7 @@ MOST_SUMS = 128 * 256
 CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15}
 """Concurrent clusters of an H200 by cluster size, with one block per SM."""
 # Registers per thread of producers and consumers, by the number of consumer warpgroups.
-REGISTERS = {2: (56, 224), 3: (56, 152)}
-MOST_SUMS_OF_FEW, REGISTERS_OF_MANY = 128 * 160, (40, 232)
+REGISTERS = {2: (40, 232), 3: (56, 152)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +123,8 @@ class HopperTile:
 
     @property
     def has_planes(self) -> bool:
-        """Whether it can store channels-first results (``kPlanes``)."""
-        return not (self.single or self.pingpong) and self._thread_sums <= 128
+        """Whether it can store channels-first results."""
+        return not (self.single or self.pingpong)
 
     @property
     def _thread_sums(self) -> int:
@@ -194,8 +193,6 @@ class HopperTile:
         if self.single:
             return shape | {"SINGLE": 1}
         producer, consumer = REGISTERS[self.warpgroups]
-        if self.pingpong and self.m * self.n > MOST_SUMS_OF_FEW:
-            producer, consumer = REGISTERS_OF_MANY
         return shape | {
             "PINGPONG": int(self.pingpong),
             "SHARING": self.sharing,
@@ -208,12 +205,14 @@ class HopperTile:
 # Single tiles: pixels, channels, warpgroups, blocks per SM, and taps of a kernel row that share
 # pixels; those that may be split, and others.
 SPLIT = (
-    *((64, 64, 1, 1, 1), (64, 64, 1, 2, 1), (64, 64, 1, 1, 3), (128, 64, 1, 1, 1)),
-    *((128, 64, 1, 2, 1), (128, 64, 2, 1, 3), (128, 128, 2, 1, 1)),
+    *((64, 64, 1, 1, 1), (64, 64, 1, 2, 1), (64, 64, 1, 1, 3), (64, 128, 1, 1, 1)),
+    *((64, 128, 1, 2, 1), (64, 192, 1, 1, 1), (128, 64, 1, 1, 1), (128, 64, 1, 2, 1)),
+    *((128, 64, 2, 1, 3), (128, 128, 2, 1, 1)),
 )
 WHOLE = ((64, 64, 1, 2, 3), (256, 64, 2, 1, 3))
 SPLITS = (1, 2, 3, 4, 6, 8)
 TILES = (
+    HopperTile(128, 256),
     HopperTile(128, 256, sharing=2),
     HopperTile(256, 128),
     HopperTile(192, 128, 3),
@@ -224,7 +223,7 @@ TILES = (
     HopperTile(128, 64),
     *(
         HopperTile(m, n, pingpong=True)
-        for m, n in ((192, 128), (128, 128), (128, 160), (256, 64), (256, 32))
+        for m, n in ((192, 128), (128, 128), (128, 160), (256, 64), (128, 64), (256, 32))
     ),
     HopperTile(256, 64, pingpong=True, taps=3),
     *(

@@ -33,7 +33,7 @@ CLUSTERS, MEASURED_ON = {2: 66, 3: 39, 4: 30, 8: 15}, 132
 QUAD_BYTES = 4 * 128 * 16
 # By tile, the (cluster size, blocks that reduce one tile) that were the fastest for some layer.
 CLUSTERS_OF = {
-    "128x128": ((4, 4),),
+    "128x128": ((2, 1), (3, 3), (4, 4)),
     "128x192": ((2, 1), (2, 2), (4, 4), (8, 4)),
     "256x128": ((2, 1), (2, 2), (4, 4), (8, 4)),
 }

@@ -182,16 +182,7 @@ def gemm_of(work: ConvWork, axes: list[Axis]) -> Gemm:
     """Return the GEMM of a convolution."""
     chunk = CHUNK_BYTES // work.dtype.itemsize
     source, result = work.channels
-    size = work.dtype.itemsize
-    moved = (
-        size
-        * work.groups
-        * (
-            work.batch
-            * (work.in_channels * prod(work.input) + work.out_channels * prod(work.output))
-            + work.taps * work.in_channels * work.out_channels
-        )
-    )
+    moved = work.elements * work.dtype.itemsize
     tap_channels = ceil_div(source, chunk) * chunk
     irregular = work.taps > 1 or max(work.stride) > 1
     if work.direction == "bwd_weight":

@@ -22,7 +22,7 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
     Gemm,
     tiles_of,
 )
-from convgrad_service.backends.cuda.tuning.correction import MOST_CORRECTED, correction_of
+from convgrad_service.backends.cuda.tuning.correction import fastest
 from convgrad_service.backends.cuda.tuning.features import features
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
@@ -187,18 +187,14 @@ def choose_config(
 
     It depends on the problem and the device model only.
     """
-    every = [
-        (expected_s(gemm, dtype, config, device), config)
-        for config in candidate_configs(gemm, dtype, device, counters)
-    ]
-    found = sorted(every, key=lambda one: one[0])[:MOST_CORRECTED]
-    correction = correction_of(f"implicit_gemm_{'weight' if gemm.weight else 'gather'}", device)
-    if correction is None or dtype.itemsize != 2:
-        return found[0]
-    factors = correction.factors(lines(gemm, dtype, device, found))
-    times = [time_s * float(factor) for (time_s, _), factor in zip(found, factors, strict=True)]
-    best = min(range(len(found)), key=times.__getitem__)
-    return times[best], found[best][1]
+    every = candidate_configs(gemm, dtype, device, counters)
+    return fastest(
+        f"implicit_gemm_{'weight' if gemm.weight else 'gather'}",
+        ((expected_s(gemm, dtype, config, device), config) for config in every),
+        lambda found: lines(gemm, dtype, device, found),
+        device,
+        corrected=dtype.itemsize == 2,
+    )
 
 
 def lines(

@@ -77,12 +77,14 @@ class Tile:
 
 TILES = (
     Tile(64, 64, 32, 32, 4, 3),
+    Tile(64, 64, 32, 32, 6, 2),
     Tile(64, 32, 32, 16, 4, 4),
     Tile(32, 64, 16, 32, 4, 4),
     Tile(32, 32, 16, 16, 6, 4),
     Tile(128, 16, 32, 16, 4, 3),
     Tile(128, 32, 32, 32, 4, 3),
     Tile(128, 64, 32, 32, 4, 2),
+    Tile(64, 128, 32, 32, 4, 2),
     Tile(128, 128, 64, 32, 4, 1),
 )
 # Of TF32, which computes what no other family takes.
