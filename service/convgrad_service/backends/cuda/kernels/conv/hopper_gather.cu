@@ -31,6 +31,10 @@
 #include "conv/hopper_gather_single.cuh"
 #include "core/opaque.cuh"
 
+#ifndef EPILOGUE
+#define EPILOGUE 0
+#endif
+
 #if !SINGLE
 
 using namespace convgrad;
@@ -40,9 +44,9 @@ namespace {
 constexpr Major kWeights = ACROSS ? kMajorMn : kMajorK;
 constexpr int kArgumentWords = (sizeof(HopperGatherArgs) - sizeof(TensorMap) * (MAPS + 1)) / 4 - 1;
 
-// Registers allow the code for a bias and an activation.
-constexpr bool kFinishes =
-    sizeof(T) == 2 && MAPS == 1 && kMmasM * kFragmentsN * 4 <= (PINGPONG ? 160 : 128);
+// Whether there is code for a bias and an activation of plain results, as registers allow it. It costs ping-pong
+// warpgroups nothing, which overlap it; others have instances with and without (EPILOGUE).
+constexpr bool kFinishes = PINGPONG ? sizeof(T) == 2 && MAPS == 1 && kMmasM * kFragmentsN * 4 <= 160 : EPILOGUE;
 
 template <int kValue>
 struct Count {
@@ -150,7 +154,7 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Shar
 #pragma unroll
     for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
     if (steps > 0) release_stage(smem, last);
-    if (args.planes) {
+    if constexpr (PLANES) {
       store_planes(results, accum, 8 + warpgroup);
     } else {
       results.template store<kFinishes>(accum);
@@ -241,7 +245,7 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Shar
     for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
     if (steps > 0) release_stage(smem, last);
     const u32 staging = smem.staging + warpgroup * kStagingBytes;
-    if (kFinishes && args.finishes) {
+    if (kFinishes && args.plain == 2) {
       store_parts<true, T>(args, tile, rows, staging, accum);
     } else {
       store_parts<false, T>(args, tile, rows, staging, accum);

@@ -50,20 +50,18 @@ struct HopperGatherArgs {
   int in_channels;    // of the source
   int out_channels;   // of the result
   int activation;
-  int plain;          // results are the sums, or with `finishes` the clamped sums plus a bias, with wide stores
-  int finishes;
-  int wide_stores;    // the result's channels are contiguous, in whole and aligned 16-byte chunks
-  int planes;         // channels first: the number of contiguous pixels that are stored at once; else 0
+  int plain;          // results are the sums (1), or after bias and a clamping activation (2), with wide stores
+  int wide_stores;    // the result's channels are contiguous, in whole and aligned 16-byte chunks;
+                      // with PLANES: the number of contiguous pixels that are stored at once
   int images_first;   // N is the fastest coordinate of pixels
   int dims;           // dimensions of the source's tensor maps
   int rounds;
   int slots;          // tiles of a round: of all phases, over pixels and channels
   int channel_tiles;
   int phases;
-  int a_bytes;        // bytes of a box of pixels
-  // hopper_gather_single.cuh: blocks that split K; see SplitKReduce; pipeline stages; bytes for results; whether
-  // any tile skips taps.
-  int cluster, owned, stages, reduce_bytes, skips;
+  // hopper_gather_single.cuh: blocks that split K; see SplitKReduce; pipeline stages; bytes for results and of
+  // a box of pixels (with TAPS > 1 always); whether any tile skips taps.
+  int cluster, owned, stages, reduce_bytes, a_bytes, skips;
   Divider by_cluster;
   int x_size[3];
   int x_step[3];

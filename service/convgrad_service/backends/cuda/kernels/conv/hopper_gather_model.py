@@ -21,7 +21,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
     row_tiles,
     taps_of_tiles,
 )
-from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import ROW_BYTES
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import ROW_BYTES, HopperTile
 from convgrad_service.backends.cuda.kernels.conv.single_model import Rates, SingleWave, single_s
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis
 from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
@@ -64,13 +64,21 @@ def choose_schedule(
 
     All schedules without split-K give bitwise equal results.
     """
-    return fastest(
+    every = [(expected_s(work, axes, device, one), one) for one in candidates(work, axes, device)]
+    best = fastest(
         correction_name(work),
-        ((expected_s(work, axes, device, one), one) for one in candidates(work, axes, device)),
+        (one for one in every if not _is_newer(one[1].tile)),
         lambda found: lines(work, axes, device, found),
         device,
         corrected=work.dtype.itemsize == 2,
     )
+    newer = [one for one in every if _is_newer(one[1].tile)]
+    return min([best, *newer], key=lambda one: one[0])
+
+
+def _is_newer(tile: HopperTile) -> bool:
+    """Return whether a tile was not among those that corrections were fitted to."""
+    return tile.pingpong and tile.taps > 1
 
 
 def correction_name(work: ConvWork) -> str:
@@ -178,7 +186,10 @@ def _busy_s(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: 
     across = work.direction == "bwd_data" and work.dtype.itemsize == 2
     step_s = tile.step_s(across)
     # Of the last chunk of channels, only wgmmas with channels run, and only those are loaded.
-    step_s *= ceil_div(read * work.dtype.itemsize, MMA_BYTES) * MMA_BYTES / (chunks * ROW_BYTES)
+    # Taps that share pixels are limited by copies, whose rows are whole.
+    if tile.taps == 1:
+        used = ceil_div(read * work.dtype.itemsize, MMA_BYTES) * MMA_BYTES
+        step_s *= used / (chunks * ROW_BYTES)
     products = counts * step_s
     if tile.pingpong and schedule.images_first:
         products *= PINGPONG_BY_IMAGE

@@ -1,9 +1,13 @@
-// The epilogue of hopper_gather.cu with `planes`, for channels-first results (contiguous pixels): accumulators
+// The epilogue of hopper_gather.cu with PLANES, for channels-first results (contiguous pixels): accumulators
 // of 64 pixels are transposed through shared memory, 128 bytes of channels at a time, so that a warp stores
 // runs of pixels.
 #pragma once
 
 #include "conv/hopper_gather_result.cuh"
+
+#ifndef PLANES
+#define PLANES 0
+#endif
 
 namespace convgrad {
 
@@ -68,7 +72,7 @@ __device__ __forceinline__ void store_planes(const Results<T, kMmasM, kFragments
   const HopperGatherArgs& args = to.args;
   constexpr int kChannels = 128 / static_cast<int>(sizeof(T)), kOf = kChannels / 8;
   constexpr int kBlocks = (kFragmentsN + kOf - 1) / kOf;
-  const int side = args.planes, thread = threadIdx.x % 128;
+  const int side = args.wide_stores, thread = threadIdx.x % 128;
   const int pixel = thread % (64 / side) * side;
   const i64 step = args.y_stride[2];
 #pragma unroll

@@ -38,7 +38,8 @@ MOST_SUMS = 128 * 256
 CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15}
 """Concurrent clusters of an H200 by cluster size, with one block per SM."""
 # Registers per thread of producers and consumers, by the number of consumer warpgroups.
-REGISTERS = {2: (40, 232), 3: (56, 152)}
+REGISTERS = {2: (56, 224), 3: (56, 152)}
+MOST_SUMS_OF_FEW, REGISTERS_OF_MANY = 128 * 160, (40, 232)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ class HopperTile:
 
     @property
     def has_epilogue(self) -> bool:
-        """Whether a bias and an activation fit into registers without spilling (``kFinishes``)."""
+        """Whether a bias and an activation fit into registers without spilling."""
         return self.split == 1 and self._thread_sums <= (160 if self.pingpong else 128)
 
     @property
@@ -179,8 +180,18 @@ class HopperTile:
         turns = BARRIER_BYTES * self.warpgroups if self.pingpong else 0
         return ALIGNMENT + ring + self.epilogue_bytes + QUEUE_BYTES + turns
 
-    def defines(self, dtype: DType, across: bool, maps: int, stages: int) -> dict[str, object]:
-        """Return the preprocessor macros of an instance."""
+    def defines(
+        self,
+        dtype: DType,
+        *,
+        across: bool,
+        maps: int,
+        stages: int,
+        planes: bool = False,
+        finished: bool = False,
+    ) -> dict[str, object]:
+        """Return the preprocessor macros of an instance; ``planes`` and ``finished`` say how
+        cooperative warpgroups store results."""
         shape: dict[str, object] = {
             "ELEMENT": CUDA_TYPES[dtype],
             "ACROSS": int(across),
@@ -193,13 +204,18 @@ class HopperTile:
         if self.single:
             return shape | {"SINGLE": 1}
         producer, consumer = REGISTERS[self.warpgroups]
-        return shape | {
+        if self.pingpong and self.m * self.n > MOST_SUMS_OF_FEW:
+            producer, consumer = REGISTERS_OF_MANY
+        shape |= {
             "PINGPONG": int(self.pingpong),
             "SHARING": self.sharing,
             "STAGES": stages,
             "PRODUCER_REGISTERS": producer,
             "CONSUMER_REGISTERS": consumer,
         }
+        if not self.pingpong:
+            shape |= {"PLANES": 1} if planes else {"EPILOGUE": 1} if finished else {}
+        return shape
 
 
 # Single tiles: pixels, channels, warpgroups, blocks per SM, and taps of a kernel row that share

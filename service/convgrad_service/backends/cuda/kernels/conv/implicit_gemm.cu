@@ -15,7 +15,7 @@
 //   clusters.
 // Shared memory (dynamic): the pipeline's stages, reused by the reduction; mbarrier.
 // Preconditions: channels of the source, of the weight's inner dimension and of grad_output are contiguous, in
-//   aligned vectors of `vector` bytes; counters are zero.
+//   aligned vectors of VECTOR bytes; counters are zero.
 // Determinism: one order of additions, decided by the launch.
 // Limits: pixels of a phase and K below 2^31; 64-bit offsets.
 #include "conv/implicit_gemm_result.cuh"
@@ -28,7 +28,7 @@ using namespace convgrad;
 namespace {
 
 // The operand loaders of fprop and dgrad: pixels and weights.
-template <class Gemm, Operation kOperation>
+template <class Gemm, Operation kOperation, int kVector>
 struct GatherLoads {
   using T = typename Gemm::T;
   static constexpr bool kForward = kOperation == Operation::kFprop;
@@ -41,11 +41,11 @@ struct GatherLoads {
     using type = B;
   };
   using Weights = typename Either<
-      kForward, WeightRows<T, typename Gemm::TileB, Gemm::kThreads>,
-      WeightColumns<T, typename Gemm::TileB, Gemm::kThreads>>::type;
+      kForward, WeightRows<T, typename Gemm::TileB, Gemm::kThreads, kVector>,
+      WeightColumns<T, typename Gemm::TileB, Gemm::kThreads, kVector>>::type;
 
   const Phases& phases;
-  PixelRows<T, typename Gemm::TileA, Gemm::kThreads> pixels;
+  PixelRows<T, typename Gemm::TileA, Gemm::kThreads, kVector> pixels;
   Weights weights;
 
   __device__ __forceinline__ GatherLoads(const ImplicitGemmArgs& args, const Phases& phases,
@@ -61,11 +61,11 @@ struct GatherLoads {
 };
 
 // The operand loaders of wgrad: pixels of grad_output, and of the input at each column's tap.
-template <class Gemm>
+template <class Gemm, int kVector>
 struct WgradLoads {
   using T = typename Gemm::T;
-  GradientPixels<T, typename Gemm::TileA, Gemm::kThreads> gradient;
-  TapColumns<T, typename Gemm::TileB, Gemm::kThreads> input;
+  GradientPixels<T, typename Gemm::TileA, Gemm::kThreads, kVector> gradient;
+  TapColumns<T, typename Gemm::TileB, Gemm::kThreads, kVector> input;
 
   __device__ __forceinline__ WgradLoads(const ImplicitGemmArgs& args, const Phases& phases,
                                         int group, int row, int pixels, int column, int first_step)
@@ -82,15 +82,15 @@ template <class Gemm, Operation kOperation>
 struct LoadsOf;
 template <class Gemm>
 struct LoadsOf<Gemm, Operation::kFprop> {
-  using type = GatherLoads<Gemm, Operation::kFprop>;
+  using type = GatherLoads<Gemm, Operation::kFprop, VECTOR>;
 };
 template <class Gemm>
 struct LoadsOf<Gemm, Operation::kDgrad> {
-  using type = GatherLoads<Gemm, Operation::kDgrad>;
+  using type = GatherLoads<Gemm, Operation::kDgrad, VECTOR>;
 };
 template <class Gemm>
 struct LoadsOf<Gemm, Operation::kWgrad> {
-  using type = WgradLoads<Gemm>;
+  using type = WgradLoads<Gemm, VECTOR>;
 };
 
 constexpr Operation kOperation = Operation::OPERATION;

@@ -9,7 +9,6 @@ from math import prod
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_args import (
-    CHUNK_BYTES,
     MAX_PHASES,
     arguments,
 )
@@ -19,6 +18,7 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_model import (
     expected_s,
 )
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
+    CHUNK_BYTES,
     Config,
     Gemm,
     Tile,
@@ -121,7 +121,7 @@ class ImplicitGemm:
         operands = _operands(work, device)
         gemm = gemm_of(work, axes)
         if self._config is None:
-            time_s, config = choose_config(gemm, work.dtype, device, COUNTERS)
+            time_s, config = choose_config(gemm, work.dtype, device, COUNTERS, operands.vector)
         else:
             config = self._config
             time_s = expected_s(gemm, work.dtype, config, device)
@@ -133,10 +133,9 @@ class ImplicitGemm:
         if config.workspace > 1:
             size = tiles * work.groups * len(gemm.phases) * config.workspace * tile.m * tile.n * 4
             workspace.append(Workspace(partials, size))
-        sides = operands.source.operand, operands.other.operand, operands.vector
-        args = arguments(work, *sides, axes, gemm, config)
+        args = arguments(work, operands.source.operand, operands.other.operand, axes, gemm, config)
         launch = Launch(
-            _instance(tile, work.dtype, work.direction),
+            _instance(tile, work.dtype, work.direction, operands.vector),
             (tiles * config.cluster, work.groups, len(gemm.phases) * config.workspace),
             (tile.threads, 1, 1),
             pack(
@@ -164,17 +163,19 @@ class ImplicitGemm:
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> ImplicitGemm | None:
         """See `Tunable.tuned`."""
         gemm = gemm_of(work, [gather_axis(gathering(work), dim) for dim in range(3)])
-        every = candidate_configs(gemm, work.dtype, device, COUNTERS)
+        vector = _operands(work, device).vector
+        every = candidate_configs(gemm, work.dtype, device, COUNTERS, vector)
         found = next((one for one in every if str(one) == config), None)
         return None if found is None else ImplicitGemm(found, self._dtypes, self._least)
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(tile, dtype, direction)
+            _instance(tile, dtype, direction, vector)
             for dtype in self._dtypes
             for direction in OPERATIONS
-            for tile in tiles_of(dtype)
+            for vector in VECTORS
+            for tile in tiles_of(dtype, vector)
         ]
 
 
@@ -245,6 +246,6 @@ def vector_of(operand: Operand, extents: tuple[int, ...]) -> int:
     return next(fitting, 0)
 
 
-def _instance(tile: Tile, dtype: DType, direction: str) -> Instance:
-    defines = tile.defines(dtype, OPERATIONS[direction])
+def _instance(tile: Tile, dtype: DType, direction: str, vector: int) -> Instance:
+    defines = tile.defines(dtype, OPERATIONS[direction], vector)
     return Instance.of("conv/implicit_gemm.cu", defines)

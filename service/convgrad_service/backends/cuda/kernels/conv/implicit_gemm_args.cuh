@@ -38,7 +38,6 @@ struct ImplicitGemmArgs {
   int tap_chunks;        // chunks of 16 bytes that hold the source's channels
   int cluster_log;       // log2 of the blocks of a cluster, which split a tile's K
   int workspace;         // clusters among which a tile's K is split
-  int vector;            // bytes of a copy: 16, 8 or 4
   int ring_bytes;        // bytes of the stages that a block's k-tiles fill
   // Whether pixel p is at p times the stride of W: in the source, with one tap and one phase (fprop,
   // dgrad) or one tap (wgrad); in grad_output (wgrad); in the result (fprop, dgrad).

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import Config, Gemm
+from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
+    CHUNK_BYTES,
+    Config,
+    Gemm,
+)
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, Phase, divider
 from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
@@ -15,14 +19,12 @@ from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand, Size3
 
 __all__ = [
-    "CHUNK_BYTES",
     "MAX_PHASES",
     "ImplicitGemmArgs",
     "arguments",
 ]
 
 MAX_PHASES = 8
-CHUNK_BYTES = 16
 
 
 PhaseArgs = structure("conv/implicit_gemm_args.cuh", "GatherPhase")
@@ -38,15 +40,13 @@ def arguments(
     work: ConvWork,
     source: Operand,
     other: Operand,
-    vector: int,
     axes: Sequence[Axis],
     gemm: Gemm,
     config: Config,
 ) -> Any:
     """Return the kernel parameters without addresses.
 
-    ``source`` and ``other`` are the inputs, with contiguous channels in vectors of ``vector``
-    bytes.
+    ``source`` and ``other`` are the inputs, with contiguous channels.
     """
     source_channels, result_channels = work.channels
     result = work.result
@@ -68,7 +68,6 @@ def arguments(
     args.rows, args.columns = gemm.rows, gemm.columns
     args.source_channels, args.result_channels = source_channels, result_channels
     args.tap_chunks = ceil_div(source_channels * size, CHUNK_BYTES)
-    args.vector = vector
     args.cluster_log = config.cluster.bit_length() - 1
     args.workspace = config.workspace
     args.ring_bytes = config.tile.pipeline_bytes(config.steps(gemm, work.dtype))

@@ -10,7 +10,7 @@ namespace convgrad {
 // issuing the copies of the current one, so that copies never wait for addresses.
 
 // A of fprop and dgrad: rows are pixels of the result, columns are source channels at a tap.
-template <class T, class Tile, int kThreads>
+template <class T, class Tile, int kThreads, int kVector>
 class PixelRows {
  public:
   __device__ __forceinline__ PixelRows(const ImplicitGemmArgs& args, const Phases& phases,
@@ -40,13 +40,11 @@ class PixelRows {
   }
   __device__ __forceinline__ void load(u32 tile, const Phases& phases) {
     const int real = chunk_.left(args_) * static_cast<int>(sizeof(T));
-    with_vectors(args_, [&](auto vector) {
 #pragma unroll
-      for (int i = 0; i < Own::kCount; ++i) {
-        if (!Own::exists()) continue;
-        copy_vectors<vector.value>(tile + Own::at(to_, i), from_[i] + shift_, meets_ >> i & 1, real);
-      }
-    });
+    for (int i = 0; i < Own::kCount; ++i) {
+      if (!Own::exists()) continue;
+      copy_vectors<kVector>(tile + Own::at(to_, i), from_[i] + shift_, meets_ >> i & 1, real);
+    }
     shift_ += 128;
     if (chunk_.advance(args_)) find_tap(phases);
   }
@@ -99,7 +97,7 @@ __device__ __forceinline__ i64 weight_tap_at(const ImplicitGemmArgs& args, const
 }
 
 // B of fprop: rows are result channels, columns are source channels at a tap (K-major).
-template <class T, class Tile, int kThreads>
+template <class T, class Tile, int kThreads, int kVector>
 class WeightRows {
  public:
   __device__ __forceinline__ WeightRows(const ImplicitGemmArgs& args, const Phases& phases,
@@ -115,13 +113,11 @@ class WeightRows {
   __device__ __forceinline__ void load(u32 tile, const Phases& phases) {
     const int real = chunk_.left(args_) * static_cast<int>(sizeof(T));
     const char* from = from_;
-    with_vectors(args_, [&](auto vector) {
 #pragma unroll
-      for (int i = 0; i < Own::kCount; ++i, from += Own::kThreadRows * args_.other_stride[1]) {
-        if (!Own::exists()) continue;
-        copy_vectors<vector.value>(tile + Own::at(to_, i), from, i * Own::kThreadRows < there_, real);
-      }
-    });
+    for (int i = 0; i < Own::kCount; ++i, from += Own::kThreadRows * args_.other_stride[1]) {
+      if (!Own::exists()) continue;
+      copy_vectors<kVector>(tile + Own::at(to_, i), from, i * Own::kThreadRows < there_, real);
+    }
     from_ += 128;
     if (chunk_.advance(args_)) find_tap(phases);
   }
@@ -143,7 +139,7 @@ class WeightRows {
 };
 
 // B of dgrad: rows are source channels at a tap, columns are result channels (N-major).
-template <class T, class Tile, int kThreads>
+template <class T, class Tile, int kThreads, int kVector>
 class WeightColumns {
  public:
   __device__ __forceinline__ WeightColumns(const ImplicitGemmArgs& args, const Phases& phases,
@@ -161,24 +157,20 @@ class WeightColumns {
     const char* from = from_;
     if (within_ + 8 * kChunk - Own::row() <= args_.tap_chunks * kChunk) {
       const int rows = columns_ > 0 ? there_ : 0;
-      with_vectors(args_, [&](auto vector) {
 #pragma unroll
-        for (int i = 0; i < Own::kCount; ++i, from += Own::kThreadRows * args_.other_stride[2]) {
-          if (!Own::exists()) continue;
-          copy_vectors<vector.value>(tile + Own::at(to_, i), from, i * Own::kThreadRows < rows, real);
-        }
-      });
+      for (int i = 0; i < Own::kCount; ++i, from += Own::kThreadRows * args_.other_stride[2]) {
+        if (!Own::exists()) continue;
+        copy_vectors<kVector>(tile + Own::at(to_, i), from, i * Own::kThreadRows < rows, real);
+      }
     } else {
       // If the k-tile spans two taps, each row is looked up.
-      with_vectors(args_, [&](auto vector) {
 #pragma unroll 1
-        for (int i = 0; i < Own::kCount; ++i) {
-          if (!Own::exists()) continue;
-          bool there;
-          const char* const own = look_up(phases, element_ + i * Own::kThreadRows, there);
-          copy_vectors<vector.value>(tile + Own::at(to_, i), own, there && columns_ > 0, real);
-        }
-      });
+      for (int i = 0; i < Own::kCount; ++i) {
+        if (!Own::exists()) continue;
+        bool there;
+        const char* const own = look_up(phases, element_ + i * Own::kThreadRows, there);
+        copy_vectors<kVector>(tile + Own::at(to_, i), own, there && columns_ > 0, real);
+      }
     }
     element_ += 8 * kChunk, within_ += 8 * kChunk;
     there_ -= 8 * kChunk, from_ += 8 * kChunk * args_.other_stride[2];
@@ -248,7 +240,7 @@ class PixelWalk {
 };
 
 // A of wgrad: rows are pixels of grad_output, columns are its channels.
-template <class T, class Tile, int kThreads>
+template <class T, class Tile, int kThreads, int kVector>
 class GradientPixels {
  public:
   __device__ __forceinline__ GradientPixels(const ImplicitGemmArgs& args, const Phases& phases,
@@ -264,19 +256,17 @@ class GradientPixels {
   __device__ __forceinline__ void load(u32 tile) {
     const int real = channels_ * static_cast<int>(sizeof(T));
     const char* row = from_;
-    with_vectors(args_, [&](auto vector) {
 #pragma unroll
-      for (int i = 0; i < Own::kCount; ++i, row += Own::kThreadRows * args_.other_stride[5]) {
-        if (!Own::exists()) continue;
-        const char* from = row;
-        if (!args_.linear_other) {
-          const Position& at = walk_.at(i);
-          from = from_ + at.n * args_.other_stride[0] + at.d * args_.other_stride[3] +
-                 at.h * args_.other_stride[4] + at.w * args_.other_stride[5];
-        }
-        copy_vectors<vector.value>(tile + Own::at(to_, i), from, walk_.there(i) && channels_ > 0, real);
+    for (int i = 0; i < Own::kCount; ++i, row += Own::kThreadRows * args_.other_stride[5]) {
+      if (!Own::exists()) continue;
+      const char* from = row;
+      if (!args_.linear_other) {
+        const Position& at = walk_.at(i);
+        from = from_ + at.n * args_.other_stride[0] + at.d * args_.other_stride[3] +
+               at.h * args_.other_stride[4] + at.w * args_.other_stride[5];
       }
-    });
+      copy_vectors<kVector>(tile + Own::at(to_, i), from, walk_.there(i) && channels_ > 0, real);
+    }
     walk_.advance();
     if (args_.linear_other) from_ += Tile::kRows * args_.other_stride[5];
   }
@@ -292,7 +282,7 @@ class GradientPixels {
 
 // B of wgrad: rows are pixels of grad_output, columns are input channels at a tap, one tap per
 // chunk.
-template <class T, class Tile, int kThreads>
+template <class T, class Tile, int kThreads, int kVector>
 class TapColumns {
  public:
   __device__ __forceinline__ TapColumns(const ImplicitGemmArgs& args, const Phases& phases,
@@ -314,24 +304,22 @@ class TapColumns {
   __device__ __forceinline__ void load(u32 tile) {
     const int real = channels_ * static_cast<int>(sizeof(T));
     const char* row = from_;
-    with_vectors(args_, [&](auto vector) {
 #pragma unroll
-      for (int i = 0; i < Own::kCount; ++i, row += Own::kThreadRows * args_.source_stride[5]) {
-        if (!Own::exists()) continue;
-        bool meets = walk_.there(i) && channels_ > 0;
-        const char* from = row;
-        if (!args_.linear_source) {
-          const Position& at = walk_.at(i);
-          const int d = d_ + at.d * args_.axis[0].x_step, h = h_ + at.h * args_.axis[1].x_step;
-          const int w = w_ + at.w * args_.axis[2].x_step;
-          meets = meets && inside(d, args_.axis[0].size) && inside(h, args_.axis[1].size) &&
-                  inside(w, args_.axis[2].size);
-          from = from_ + at.n * args_.source_stride[0] + d * args_.source_stride[3] +
-                 h * args_.source_stride[4] + w * args_.source_stride[5];
-        }
-        copy_vectors<vector.value>(tile + Own::at(to_, i), from, meets, real);
+    for (int i = 0; i < Own::kCount; ++i, row += Own::kThreadRows * args_.source_stride[5]) {
+      if (!Own::exists()) continue;
+      bool meets = walk_.there(i) && channels_ > 0;
+      const char* from = row;
+      if (!args_.linear_source) {
+        const Position& at = walk_.at(i);
+        const int d = d_ + at.d * args_.axis[0].x_step, h = h_ + at.h * args_.axis[1].x_step;
+        const int w = w_ + at.w * args_.axis[2].x_step;
+        meets = meets && inside(d, args_.axis[0].size) && inside(h, args_.axis[1].size) &&
+                inside(w, args_.axis[2].size);
+        from = from_ + at.n * args_.source_stride[0] + d * args_.source_stride[3] +
+               h * args_.source_stride[4] + w * args_.source_stride[5];
       }
-    });
+      copy_vectors<kVector>(tile + Own::at(to_, i), from, meets, real);
+    }
     walk_.advance();
     if (args_.linear_source) from_ += Tile::kRows * args_.source_stride[5];
   }

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
+    CHUNK_BYTES,
     CLUSTERS,
     STEP_BYTES,
     Config,
@@ -157,12 +158,12 @@ def expected_s(gemm: Gemm, dtype: DType, config: Config, device: CudaDevice) -> 
 
 
 def candidate_configs(
-    gemm: Gemm, dtype: DType, device: CudaDevice, counters: int
+    gemm: Gemm, dtype: DType, device: CudaDevice, counters: int, vector: int = CHUNK_BYTES
 ) -> Iterator[Config]:
     """Yield the configurations with at least one k-tile per block and enough ``counters``."""
     steps = gemm.steps(dtype)
     clusters = CLUSTERS if device.capability >= (9, 0) else CLUSTERS[:1]
-    for tile in tiles_of(dtype):
+    for tile in tiles_of(dtype, vector):
         tiles = gemm.tiles(tile) * gemm.groups * len(gemm.phases)
         fitting = [
             cluster
@@ -181,13 +182,13 @@ def candidate_configs(
 
 
 def choose_config(
-    gemm: Gemm, dtype: DType, device: CudaDevice, counters: int
+    gemm: Gemm, dtype: DType, device: CudaDevice, counters: int, vector: int = CHUNK_BYTES
 ) -> tuple[float, Config]:
     """Return the configuration with the least expected time, and that in seconds.
 
     It depends on the problem and the device model only.
     """
-    every = candidate_configs(gemm, dtype, device, counters)
+    every = candidate_configs(gemm, dtype, device, counters, vector)
     return fastest(
         f"implicit_gemm_{'weight' if gemm.weight else 'gather'}",
         ((expected_s(gemm, dtype, config, device), config) for config in every),

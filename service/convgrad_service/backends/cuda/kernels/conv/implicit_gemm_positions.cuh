@@ -11,23 +11,6 @@ __device__ __forceinline__ bool inside(int position, int size) {
   return static_cast<u32>(position) < static_cast<u32>(size);
 }
 
-template <int kValue>
-struct VectorBytes {
-  enum : int { value = kValue };
-};
-
-// Calls run(VectorBytes<kVector>) for the vectors of a launch.
-template <class Run>
-__device__ __forceinline__ void with_vectors(const ImplicitGemmArgs& args, const Run& run) {
-  if (args.vector == 16) {
-    run(VectorBytes<16>{});
-  } else if (args.vector == 8) {
-    run(VectorBytes<8>{});
-  } else {
-    run(VectorBytes<4>{});
-  }
-}
-
 // Copies a chunk in vectors of kVector bytes, or fills it with zeros unless `there`. Vectors
 // shorter than 16 bytes are zeros past the first `real` bytes. A 16-byte chunk is copied whole: its
 // tensor has whole chunks, or is padded with zeros.

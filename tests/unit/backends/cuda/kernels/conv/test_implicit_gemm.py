@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGemm
-from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_args import ImplicitGemmArgs
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_model import (
     candidate_configs,
     choose_config,
@@ -57,8 +55,8 @@ def test_workspace_needs_counters() -> None:
 def test_vectors_follow_the_narrower_operand(channels: tuple[int, int], vector: int) -> None:
     launch = ImplicitGemm().launches(pointwise(2, channels, 8, "bwd_weight"), H200).steps[-1]
     assert isinstance(launch, Launch)
-    packed: Any = launch.arguments
-    assert ImplicitGemmArgs.from_buffer_copy(packed.template).vector == vector
+    assert dict(launch.instance.defines)["VECTOR"] == str(vector)
+    assert launch.instance in ImplicitGemm().instances()
 
 
 def test_odd_channels_are_copied_first() -> None:
