@@ -31,10 +31,6 @@
 #include "conv/hopper_gather_single.cuh"
 #include "core/opaque.cuh"
 
-#ifndef EPILOGUE
-#define EPILOGUE 0
-#endif
-
 #if !SINGLE
 
 using namespace convgrad;

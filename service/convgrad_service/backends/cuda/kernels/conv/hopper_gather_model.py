@@ -36,6 +36,8 @@ __all__ = ["choose_schedule", "correction_name", "expected_s", "lines"]
 MOST_COUNTED = 1 << 16
 # Slowdown of PINGPONG with images as the fastest coordinate (1.1 to 1.4 as measured).
 PINGPONG_BY_IMAGE = 1.13
+# That of taps that share pixels, if their channels are not whole cache lines (0.9 to 1.6).
+PARTIAL_LINES = 1.35
 # From the time of the busiest SM to that of a launch in a graph, fitted on an H200.
 START_S, SCALE = 5.9e-6, 1.09
 # Bytes of a row that a wgmma multiplies.
@@ -186,10 +188,12 @@ def _busy_s(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: 
     across = work.direction == "bwd_data" and work.dtype.itemsize == 2
     step_s = tile.step_s(across)
     # Of the last chunk of channels, only wgmmas with channels run, and only those are loaded.
-    # Taps that share pixels are limited by copies, whose rows are whole.
+    # Taps that share pixels are limited by copies, whose rows are whole in shared memory.
     if tile.taps == 1:
         used = ceil_div(read * work.dtype.itemsize, MMA_BYTES) * MMA_BYTES
         step_s *= used / (chunks * ROW_BYTES)
+    elif read * work.dtype.itemsize % ROW_BYTES:
+        step_s *= PARTIAL_LINES
     products = counts * step_s
     if tile.pingpong and schedule.images_first:
         products *= PINGPONG_BY_IMAGE

@@ -82,6 +82,22 @@ def test_a_bias_and_a_comparison_are_finished_in_rows(activation: str) -> None:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+@pytest.mark.parametrize("stride", [1, 2, 4])
+@pytest.mark.parametrize("biased", [False, True])
+def test_every_candidate_is_an_instance_of_the_library(
+    direction: Direction, layout: str, stride: int, biased: bool
+) -> None:
+    work = work_of(direction, layout=layout, stride=stride, channels=(64, 128), size=32)
+    work = replace(work, bias="bias") if biased else work
+    axes, library = axes_of(work), set(HopperGather().instances())
+    found = list(candidates(work, axes, H200))
+    assert {launch_of(work, one).instance for one in found} <= library
+    rows = [one for one in found if one.tile.pingpong and one.tile.taps > 1]
+    assert len(rows) == (layout == "NHWC" and stride == 1)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_what_is_not_hoppers_goes_elsewhere(direction: Direction) -> None:
     family = HopperGather()
     assert family.why_not(work_of(direction), H200) is None
