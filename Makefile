@@ -120,8 +120,8 @@ test-gpu: kernels ## every kernel test on this machine's GPU, stores the outcome
 	@$(PY) tests/kernels/gpu_check.py --git-sha $$(git rev-parse --short=12 HEAD)
 	@$(PY) -m pytest -m gpu tests/contract/test_on_gpu.py tests/torch tests/jax
 
-compile-all: $(READY) ## compile the GPU kernels that changed, for every architecture; needs no GPU; all take two hours
-	@$(PY) -m tests.perf.compile_kernels
+compile-all: $(READY) ## compile the GPU kernels that changed, for every architecture; needs no GPU; SLICE=100 stops after as many seconds
+	@$(PY) -m tests.perf.compile_kernels $(if $(SLICE),--seconds $(SLICE))
 
 check-manifests: $(READY) $(DEPLOY)/.ready ## lint the Dockerfile; validate the chart's manifests, KServe's and compose
 	@$(DEPLOY)/bin/hadolint Dockerfile

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 
+import numpy as np
 import pytest
 
 from convgrad_service.backends.base import Backend
@@ -95,6 +96,34 @@ def test_narrow_tiles(place: Place, seed: int) -> None:
         check(found, wanted, "bounded", f"seed {seed}, {case.id}", TF32)
 
 
+ROWS = {
+    "resnet": Conv(6, 72, 136, (14, 14), (3, 3), 1, 1),
+    "padding_beyond": Conv(3, 64, 48, (6, 9), (3, 3), padding=((3, 2), (4, 1))),
+    "3d": Conv(2, 64, 32, (4, 7, 11), (3, 3, 3), 1, 1),
+    "1d": Conv(2, 136, 64, (350,), (3,), padding=2),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("make", [conv_fwd, conv_bwd_data])
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_of_taps(
+    place: Place, seed: int, name: str, make: Callable[[str, Conv], Case]
+) -> None:
+    """Taps that share pixels; the bits are those of other tiles."""
+    case = make(name, ROWS[name])
+    layout = {1: "NWC", 2: "NHWC", 3: "NDHWC"}[case.ndim]
+    backend, other = (
+        _backend(place, Schedule(HopperTile(256, 64, pingpong=True, taps=taps))) for taps in (3, 1)
+    )
+    for gate in ("exact", "bounded"):
+        tensors, wanted = drawn(seed, case, "bfloat16", gate)
+        found = answers(backend, case, tensors, layout)
+        check(found, wanted, gate, f"seed {seed}, {case.id}")
+    for key, array in answers(other, case, tensors, layout).items():
+        assert np.array_equal(array, found[key])
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("pingpong", [False, True])
 @pytest.mark.parametrize("channels", [(96, 112), (40, 24)])
@@ -111,6 +140,7 @@ def test_partial_chunks(place: Place, seed: int, channels: tuple[int, int], ping
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["resnet", "3d_strided"])
 def test_nonfinite(place: Place, seed: int, name: str) -> None:
-    backend = _backend(place, Schedule(HopperTile(256, 64, pingpong=True)))
+    taps = 3 if name == "resnet" else 1
+    backend = _backend(place, Schedule(HopperTile(256, 64, pingpong=True, taps=taps)))
     for case in (case for case in CASES if case.name == name):
         check_rule(backend, seed, case, "float16", "NHWC" if case.ndim == 2 else "NDHWC")

@@ -13,7 +13,7 @@ from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight_single import (
     HopperWeightSingle,
-    SingleConfig,
+    SingleTile,
 )
 from convgrad_service.backends.cuda.kernels.fallback.weight_direct import WeightDirect
 from convgrad_service.plans.cuda.families import Families
@@ -33,20 +33,20 @@ Place = Callable[..., Backend]
 # One block, a cluster whose size is not a power of two, and one with more blocks than some sums
 # have k-tiles.
 CONFIGS = (
-    SingleConfig(64, 64, 1, 2),
-    SingleConfig(64, 192, 1, cluster=3),
-    SingleConfig(128, 128, 2, cluster=8),
+    SingleTile(64, 64, 1, single=True, blocks=2),
+    SingleTile(64, 192, 1, single=True, split=3),
+    SingleTile(128, 128, 2, single=True, split=8),
 )
 
 
-def alone(config: SingleConfig) -> Families:
+def alone(config: SingleTile) -> Families:
     return replace(FAMILIES, bwd_weight=(HopperWeightSingle(config), WeightDirect()))
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_gates(place: Place, seed: int, name: str, config: SingleConfig) -> None:
+def test_gates(place: Place, seed: int, name: str, config: SingleTile) -> None:
     layouts = with_layouts(CASES[name].ndim, grouped=False)
     gates(place(families=alone(config)), seed, CASES[name], "bfloat16", layouts[-1:])
 

@@ -15,7 +15,7 @@ from convgrad_service.plans.cuda.program import Instance
 from tests.perf import compile_kernels
 from tests.perf.cleared import Cleared
 
-COPY = ["--arch", "sm_80", "sm_120", "--match", "strided_copy", "--jobs", "1"]
+COPY = ["--arch", "sm_80", "sm_120", "--match", "strided_copy", "--processes", "1"]
 
 
 @pytest.fixture
@@ -71,13 +71,36 @@ def test_what_is_not_good_fails_is_named_and_is_tried_again(
     assert bad[how] == compiled[:1]
     assert bad["good"] == bad["instances"] - 1
     assert good["good"] == good["instances"]
+    assert bad["good"] == len(bad["done"])
     before = len(compiled)
     assert compile_kernels.main(COPY) == 0
-    assert len(compiled) == before + bad["instances"]
+    assert len(compiled) == before + 1
+    assert all(row["good"] == row["instances"] and "done" not in row for row in rows(tmp_path))
+
+
+def test_slices_of_a_shard_add_up(
+    compiled: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slice of two instances, then the others, of two architectures."""
+    once = compile_kernels.compiled
+
+    def tired(compiler: Compiler, instance: Instance) -> compile_kernels.Line:
+        if compiled:
+            monkeypatch.setattr(compile_kernels.time, "monotonic", lambda: float("inf"))
+        return once(compiler, instance)
+
+    with monkeypatch.context() as slice_:
+        slice_.setattr(compile_kernels, "compiled", tired)
+        assert compile_kernels.main([*COPY, "--seconds", "100"]) == 0
+    (row,) = rows(tmp_path)
+    assert len(row["done"]) == row["good"] == len(compiled) < row["instances"]
+    assert compile_kernels.main(COPY) == 0
+    assert len(compiled) == len(set(compiled)) * 2 == 2 * row["instances"]
+    assert all(row["good"] == row["instances"] and "done" not in row for row in rows(tmp_path))
 
 
 def test_shards_are_shared_out_and_add_up(compiled: list[str], tmp_path: Path) -> None:
-    arguments = ["--arch", "sm_80", "sm_90a", "--match", "transpose", "--jobs", "1"]
+    arguments = ["--arch", "sm_80", "sm_90a", "--match", "transpose", "--processes", "1"]
     for shard in ("1/2", "2/2"):
         assert compile_kernels.main([*arguments, "--shard", shard]) == 0
     names = {(row["source"], row["architecture"]) for row in rows(tmp_path)}

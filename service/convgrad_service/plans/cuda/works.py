@@ -232,6 +232,13 @@ class ConvWork(_Geometry):
         return self.batch * prod(self.output)
 
     @property
+    def elements(self) -> int:
+        """Elements of both activations and of the weight."""
+        x = self.batch * self.in_channels * prod(self.input)
+        weight = self.taps * self.in_channels * self.out_channels
+        return self.groups * (x + self.pixels * self.out_channels + weight)
+
+    @property
     def epilogue_free(self) -> bool:
         """Whether the result is the rounded sum."""
         return (

@@ -11,11 +11,11 @@ choice depends on the problem, the device model and this table alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 from convgrad_service.backends.cuda.tuning.features import NAMES
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 
-__all__ = ["MOST_CORRECTED", "Correction", "correction_of"]
+__all__ = ["MOST_CORRECTED", "Correction", "correction_of", "fastest"]
+
+C = TypeVar("C")
 
 MOST_CORRECTED = 24
 """Configurations, fastest first by the cost model, whose times are corrected."""
@@ -75,3 +77,34 @@ def _shipped() -> dict[str, Correction]:
 def correction_of(name: str, device: CudaDevice) -> Correction | None:
     """Return the shipped correction of a cost model, if there is one for this architecture."""
     return _shipped().get(name) if device.architecture in HOPPER else None
+
+
+def fastest(
+    name: str,
+    every: Iterable[tuple[float, C]],
+    lines: Callable[[list[tuple[float, C]]], NDArray[np.float64]],
+    device: CudaDevice,
+    *,
+    corrected: bool = True,
+) -> tuple[float, C]:
+    """Return the configuration with the least expected time, and that in seconds.
+
+    Parameters
+    ----------
+    name
+        The correction.
+    every
+        Configurations with the cost model's seconds; at least one.
+    lines
+        Returns the `features` of some of them.
+    corrected
+        Whether the correction was fitted to such work.
+    """
+    found = sorted(every, key=lambda one: one[0])[:MOST_CORRECTED]
+    correction = correction_of(name, device) if corrected else None
+    if correction is None:
+        return found[0]
+    factors = correction.factors(lines(found))
+    times = [time_s * float(factor) for (time_s, _), factor in zip(found, factors, strict=True)]
+    best = min(range(len(found)), key=times.__getitem__)
+    return times[best], found[best][1]

@@ -35,6 +35,7 @@ struct ChannelSumsArgs {
   int column_tiles;
   int splits;
   int channels;
+  int wide_result;  // the result has the type of sums
 };
 
 namespace {
@@ -110,9 +111,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   // From here on, a thread has one channel.
   const int first = tile * line, count = min(line, args.channels - first);
   const int own = static_cast<int>(threadIdx.x);
-  RESULT* const result = static_cast<RESULT*>(args.result) + first;
+  auto store = [&](S sum) {
+    if (args.wide_result) {
+      static_cast<S*>(args.result)[first + own] = sum;
+    } else {
+      static_cast<T*>(args.result)[first + own] = narrow<T>(sum);
+    }
+  };
   if (args.splits == 1) {
-    if (own < count) result[own] = narrow<RESULT>(sums[own]);
+    if (own < count) store(sums[own]);
     return;
   }
   S* const partials = static_cast<S*>(args.partials) + first;
@@ -138,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (own < count) {
     S total = sums[own];
     for (int i = 1; i < parts; ++i) total += sums[i * count + own];
-    result[own] = narrow<RESULT>(total);
+    store(total);
   }
   if (own == 0) args.arrived[tile] = 0;
 }

@@ -125,6 +125,7 @@ class ChannelSumsKernel:
             column_tiles=tiles,
             splits=splits,
             channels=work.channels,
+            wide_result=work.result_dtype is not work.y.dtype,
         )
         partials = f"{work.prefix}partials" if splits > 1 else None
         packed = pack(
@@ -134,7 +135,7 @@ class ChannelSumsKernel:
             result=work.result,
             arrived=ZEROS if splits > 1 else None,
         )
-        instance = _instance(work.y.dtype, work.result_dtype, view.vector, view.along_channels)
+        instance = _instance(work.y.dtype, view.vector, view.along_channels)
         launch = Launch(instance, (tiles * splits, 1, 1), (THREADS, 1, 1), packed)
         size = splits * work.channels * sum_dtype(work.y.dtype).itemsize
         workspace = (Workspace(partials, size),) if partials else ()
@@ -143,18 +144,16 @@ class ChannelSumsKernel:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         for dtype in FLOATING:
-            for result in {dtype: None, sum_dtype(dtype): None}:
-                for vector in (1, VECTOR_BYTES // dtype.itemsize):
-                    for along_channels in (False, True):
-                        yield _instance(dtype, result, vector, along_channels)
+            for vector in (1, VECTOR_BYTES // dtype.itemsize):
+                for along_channels in (False, True):
+                    yield _instance(dtype, vector, along_channels)
 
 
-def _instance(dtype: DType, result: DType, vector: int, along_channels: bool) -> Instance:
+def _instance(dtype: DType, vector: int, along_channels: bool) -> Instance:
     return Instance.of(
         "conv/channel_sums.cu",
         {
             "ELEMENT": CUDA_TYPES[dtype],
-            "RESULT": CUDA_TYPES[result],
             "VECTOR": vector,
             "CHANNELS": int(along_channels),
         },

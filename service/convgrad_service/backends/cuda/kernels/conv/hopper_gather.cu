@@ -15,10 +15,12 @@
 //   BM / CONSUMERS pixels each; or with PINGPONG two take alternate tiles, so that one's epilogue overlaps
 //   the other's mainloop (plain results only). The weight is K-major (ACROSS 0) or N-major (ACROSS 1,
 //   16-bit types).
+//   With TAPS > 1 (PINGPONG), a k-tile is a chunk of channels of all taps of a kernel row, which share its pixels, as
+//   in hopper_gather_single.cuh.
 // Cluster: SHARING blocks with different pixels share weights by multicast.
-// Shared memory (dynamic): 1,024 bytes of alignment; STAGES stages of BM rows of 128 bytes and of the weights'
-//   64-row boxes; 8 KB of staging per consumer warpgroup; mbarriers: full and empty per stage, full and
-//   empty per entry of the tile queue, one per warpgroup (PINGPONG); the tile queue.
+// Shared memory (dynamic): 1,024 bytes of alignment; STAGES stages of BM rows of 128 bytes (TAPS > 1: up to
+//   eight more) and of the weights' 64-row boxes; 8 KB of staging per consumer warpgroup; mbarriers: full and
+//   empty per stage, full and empty per entry of the tile queue, one per warpgroup (PINGPONG); the tile queue.
 // Preconditions: one group; source strides are multiples of 16 bytes. Positions outside the source are zeros.
 // Determinism: one order of additions per result, whatever the tile shape.
 // Limits: pixels of a phase and tiles below 2^31; 64-bit offsets. PINGPONG addresses results in 32-bit counts
@@ -38,6 +40,10 @@ namespace {
 constexpr Major kWeights = ACROSS ? kMajorMn : kMajorK;
 constexpr int kArgumentWords = (sizeof(HopperGatherArgs) - sizeof(TensorMap) * (MAPS + 1)) / 4 - 1;
 
+// Whether there is code for a bias and an activation of plain results, as registers allow it. It costs ping-pong
+// warpgroups nothing, which overlap it; others have instances with and without (EPILOGUE).
+constexpr bool kFinishes = PINGPONG ? sizeof(T) == 2 && MAPS == 1 && kMmasM * kFragmentsN * 4 <= 160 : EPILOGUE;
+
 template <int kValue>
 struct Count {
   enum : int { value = kValue };
@@ -56,7 +62,7 @@ __device__ __forceinline__ void for_k_tiles(const HopperGatherArgs& args, int st
   if (last == 3) run(Count<3>{}, steps);
 }
 
-// Issues the first kMmas wgmmas along K of one k-tile.
+// Issues the first kMmas wgmmas along K of one k-tile, of one tap.
 template <int kMmas>
 __device__ __forceinline__ void issue_k_tile(float (&accum)[kMmasM][kFragmentsN][4], u32 rows,
                                               u32 weights, int add) {
@@ -139,8 +145,7 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Shar
     float accum[kMmasM][kFragmentsN][4];
     const int last = mainloop(args, smem, state, steps, warpgroup * kWarpgroupRows, accum);
     // Result addresses are computed while the last wgmmas run.
-    const Results<T, kMmasM, kFragmentsN> results(args, tile,
-                                                 smem.staging + warpgroup * kStagingBytes);
+    const Results<T, kMmasM, kFragmentsN> results(args, tile, smem.staging + warpgroup * kStagingBytes);
     wgmma_wait<0>();
 #pragma unroll
     for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
@@ -148,7 +153,7 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Shar
     if constexpr (PLANES) {
       store_planes(results, accum, 8 + warpgroup);
     } else {
-      results.store(accum);
+      results.template store<kFinishes>(accum);
     }
   }
 }
@@ -160,6 +165,8 @@ __device__ __forceinline__ int ordered_mainloop(const HopperGatherArgs& args, co
                                                 PipelineState& state, int steps, u32 next_order_barrier,
                                                 float (&accum)[kMmasM][kFragmentsN][4]) {
   const int lane = threadIdx.x & 31;
+  // With TAPS > 1, the pixel of a stage with which the first tap of a row starts, and the distance to the next's.
+  const int first_shift = args.phase[0].axis[2].x0 - args.phase[0].axis[2].low, shift = args.x_tap[2];
   if (steps == 0 && lane == 0) mbarrier_arrive(next_order_barrier);
   int previous = 0;  // the stage whose products are under way
   int i = 0;
@@ -174,7 +181,11 @@ __device__ __forceinline__ int ordered_mainloop(const HopperGatherArgs& args, co
     for (; i < end; ++i) {
       mbarrier_wait(smem.full_barrier(state.index), state.parity);
       wgmma_fence();
-      issue_k_tile<mmas.value>(accum, smem.stage(state.index), smem.stage(state.index) + kABytes, 1);
+#pragma unroll
+      for (int tap = 0; tap < TAPS; ++tap) {
+        const u32 rows = smem.stage(state.index) + (TAPS > 1 ? (first_shift + tap * shift) * kRowBytes : 0);
+        issue_k_tile<mmas.value>(accum, rows, smem.stage(state.index) + kABytes + tap * kBBytes, 1);
+      }
       wgmma_commit();
       if (i == steps - 1 && lane == 0) mbarrier_arrive(next_order_barrier);
       wgmma_wait<1>();
@@ -229,7 +240,12 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Shar
 #pragma unroll
     for (int part = 0; part < kMmasM; ++part) fence_accumulators(accum[part]);
     if (steps > 0) release_stage(smem, last);
-    store_parts<T>(args, tile, rows, smem.staging + warpgroup * kStagingBytes, accum);
+    const u32 staging = smem.staging + warpgroup * kStagingBytes;
+    if (kFinishes && args.plain == 2) {
+      store_parts<true, T>(args, tile, rows, staging, accum);
+    } else {
+      store_parts<false, T>(args, tile, rows, staging, accum);
+    }
     tile = next, steps = next_steps;
   }
 }

@@ -10,6 +10,19 @@
 #ifndef SINGLE
 #define SINGLE 0
 #endif
+// Whether cooperative warpgroups alternate tiles.
+#ifndef PINGPONG
+#define PINGPONG 0
+#endif
+// Whether plain results of cooperative warpgroups have a bias or an activation.
+#ifndef EPILOGUE
+#define EPILOGUE 0
+#endif
+// The taps of a kernel row that share a tile's pixels. If there are several, rows of pixels extend beyond the
+// result's, so that pixels that are adjacent in a tile are adjacent in the source.
+#ifndef TAPS
+#define TAPS 1
+#endif
 
 namespace convgrad {
 
@@ -41,7 +54,7 @@ struct HopperGatherArgs {
   int in_channels;    // of the source
   int out_channels;   // of the result
   int activation;
-  int plain;          // results are the sums (with EPILOGUE after bias and activation), with wide stores
+  int plain;          // results are the sums (1), or after bias and a clamping activation (2), with wide stores
   int wide_stores;    // the result's channels are contiguous, in whole and aligned 16-byte chunks;
                       // with PLANES: the number of contiguous pixels that are stored at once
   int images_first;   // N is the fastest coordinate of pixels
@@ -51,7 +64,7 @@ struct HopperGatherArgs {
   int channel_tiles;
   int phases;
   // hopper_gather_single.cuh: blocks that split K; see SplitKReduce; pipeline stages; bytes for results and of
-  // a box of pixels; whether any tile skips taps.
+  // a box of pixels (with TAPS > 1 always); whether any tile skips taps.
   int cluster, owned, stages, reduce_bytes, a_bytes, skips;
   Divider by_cluster;
   int x_size[3];
@@ -88,6 +101,10 @@ __device__ __forceinline__ int position(const PixelAt& pixel, int axis, bool ima
 }
 __device__ __forceinline__ int image(const PixelAt& pixel, bool images_first) {
   return images_first ? pixel.at[0] : pixel.at[3];
+}
+
+__device__ __forceinline__ bool is_result(const GatherPhase& phase, const PixelAt& pixel) {
+  return TAPS == 1 || pixel.at[0] < phase.axis[2].count;
 }
 
 // The origin of a cluster's tile: pixels of one phase, and channels.

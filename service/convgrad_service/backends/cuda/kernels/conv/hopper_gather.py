@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.dense_tiles import uses_3xtf32
@@ -54,7 +55,7 @@ LEAST_CHANNELS, LEAST_CHANNELS_WIDE = 32, 48
 # dense_gather stores such results faster (measured on an H200).
 LEAST_TERMS_FINISHED, LEAST_TERMS_APART = 512, 1152
 # The most phases, by instance: the kernel parameters hold a tensor map for each.
-MAPS = (1, 8, 32)
+MAPS = (1, 32)
 # The most taps of a phase along one dimension: a bit mask holds them.
 MAX_TAPS = 32
 MAX_PIXELS = 2**31 - 2048
@@ -154,8 +155,8 @@ class HopperGather:
         args.activation = ACTIVATIONS[work.activation]
         size = work.sizes[1]
         args.wide_stores = in_whole_chunks(result, (work.batch, 1, written, *size), 2)
-        finished = finishes_rows(work, axes) and tile.has_epilogue and not planes
-        args.plain = (work.epilogue_free or finished) and args.wide_stores
+        finished = finishes_rows(work, axes) and tile.has_epilogue
+        args.plain = (1 if work.epilogue_free else 2 * finished) if args.wide_stores else 0
         if planes:
             args.wide_stores = pixels_beside(work)
         args.images_first = schedule.images_first
@@ -198,6 +199,7 @@ class HopperGather:
                 sides.x,
                 sides.source_map(axes, phase, tile, schedule.images_first),
             )
+        args.a_bytes = (tile.m + tile.halo(axes[2], phases[0][2])) * ROW_BYTES
         args.slots = shares * args.channel_tiles
         grid = (min(tile.clusters(device), args.slots * args.rounds) * tile.sharing, 1, 1)
         if tile.single:
@@ -205,10 +207,17 @@ class HopperGather:
             args.cluster, args.owned, args.stages = tile.split, tile.owned, stages
             args.by_cluster = divider(tile.split)
             args.reduce_bytes = tile.epilogue_bytes
-            args.a_bytes = (tile.m + tile.halo(axes[2], phases[0][2])) * ROW_BYTES
             args.skips = skips_taps(work, axes, tile, schedule.images_first)
         launch = Launch(
-            _instance(tile, work.dtype, sides.across, maps, stages, planes, finished),
+            _instance(
+                tile,
+                work.dtype,
+                across=sides.across,
+                maps=maps,
+                stages=stages,
+                planes=planes,
+                finished=finished,
+            ),
             grid,
             (tile.threads, 1, 1),
             pack_maps(args, given, y=result, accumulate=work.accumulate, bias=work.bias),
@@ -236,20 +245,31 @@ class HopperGather:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(tile, dtype, across, maps, tile.stages(H200), planes, finished)
+            _instance(
+                tile,
+                dtype,
+                across=across,
+                maps=maps,
+                stages=tile.stages(H200),
+                planes=store == "planes",
+                finished=store == "finished",
+            )
             for dtype in DTYPES
             for tile in tiles_of(dtype)
             for across in ((False, True) if dtype.itemsize == 2 else (False,))
             for maps in (
                 MAPS if tile.taps == 1 and (across or dtype is DType.FLOAT32) else MAPS[:1]
             )
-            for planes in ((False,) if tile.single or tile.pingpong else (False, True))
-            for finished in (
-                (False, True)
-                if tile.has_epilogue and maps == 1 and dtype.itemsize == 2 and not planes
-                else (False,)
-            )
+            for store in _stores(tile, dtype, maps)
         ]
+
+
+def _stores(tile: HopperTile, dtype: DType, maps: int) -> tuple[str, ...]:
+    """Return how instances of a tile store results. Those of several phases are sums in rows."""
+    if tile.single or tile.pingpong or maps > 1:
+        return ("rows",)
+    finishes = tile.has_epilogue and dtype.itemsize == 2
+    return ("rows", "planes", "finished") if finishes else ("rows", "planes")
 
 
 def _least_channels(work: ConvWork) -> int:
@@ -270,16 +290,5 @@ def _least_terms(work: ConvWork, axes: Sequence[Axis], written: int) -> int:
     return LEAST_TERMS_FINISHED
 
 
-def _instance(
-    tile: HopperTile,
-    dtype: DType,
-    across: bool,
-    maps: int,
-    stages: int,
-    planes: bool,
-    finished: bool,
-) -> Instance:
-    defines = tile.defines(dtype, across, maps, stages, planes)
-    if finished:
-        defines["EPILOGUE"] = 1
-    return Instance.of("conv/hopper_gather.cu", defines, HOPPER)
+def _instance(tile: HopperTile, dtype: DType, **how: Any) -> Instance:
+    return Instance.of("conv/hopper_gather.cu", tile.defines(dtype, **how), HOPPER)

@@ -14,9 +14,10 @@ constexpr int kMmaK = 32 / static_cast<int>(sizeof(T));  // of one wgmma
 constexpr int kMmasK = kTileK / kMmaK;
 // Weights are loaded in boxes of 64 channels; the last one may be partly unused.
 constexpr int kBoxColumns = 64, kBoxes = (BN + kBoxColumns - 1) / kBoxColumns;
-constexpr u32 kABytes = BM * kRowBytes, kBBytes = kBoxes * kBoxColumns * kRowBytes;
-constexpr u32 kStageBytes = kABytes + kBBytes;
-constexpr u32 kTransactionBytes = kABytes + (ACROSS ? kBBytes : BN * kRowBytes);
+// With TAPS > 1 a stage has the pixels for all taps of a kernel row, at most eight more than the tile's.
+constexpr u32 kABytes = (BM + (TAPS > 1 ? 8 : 0)) * kRowBytes, kBBytes = kBoxes * kBoxColumns * kRowBytes;
+constexpr u32 kStageBytes = kABytes + TAPS * kBBytes;
+constexpr u32 kWeightBytes = TAPS * (ACROSS ? kBBytes : BN * kRowBytes);
 // Warpgroups that share a tile; with PINGPONG each has its own.
 constexpr int kWarpgroupsPerTile = PINGPONG ? 1 : CONSUMERS;
 constexpr int kWarpgroupRows = BM / kWarpgroupsPerTile;  // pixels per warpgroup
@@ -34,6 +35,7 @@ constexpr int kLoadedK = kWholeBoxes ? kTileK : kTileK / SHARING;
 static_assert(kWarpgroupRows % 64 == 0 && kWarpgroupRows * kWarpgroupsPerTile == BM,
               "whole products for each");
 static_assert(!PINGPONG || CONSUMERS == 2, "two take turns");
+static_assert(TAPS == 1 || (PINGPONG && SHARING == 1), "the results of a row of taps");
 static_assert(BN % 32 == 0 && (ACROSS || kLoadedChannels % 8 == 0), "whole boxes for each");
 
 // Entries of the tile queue.
@@ -99,7 +101,7 @@ __device__ __forceinline__ void schedule_tiles(const HopperGatherArgs& args, con
     int steps = chunks;
 #pragma unroll
     for (int d = 0; d < 3; ++d) {
-      queued.taps[d] = taps_inside(args, phase, first, last, d);
+      queued.taps[d] = TAPS > 1 && d == 2 ? 1 : taps_inside(args, phase, first, last, d);
       queued.at[d] = phase.axis[d].low + position(own, d, args.images_first) * args.x_step[d];
       steps *= __popc(queued.taps[d]);
     }
@@ -149,10 +151,11 @@ __device__ __forceinline__ void load_pixels(const HopperGatherArgs& args, const 
     int base_offset[3];
 #pragma unroll
     for (int axis = 0; axis < 3; ++axis) base_offset[axis] = phase.axis[axis].x0 - phase.axis[axis].low;
+    if (TAPS > 1) base_offset[2] = 0;
     for_each_step(tile, channels, [&](int channel, int t, int r, int s) {
       mbarrier_wait(smem.empty_barrier(state.index), state.parity);
       const u32 barrier = smem.full_barrier(state.index), to = smem.stage(state.index);
-      mbarrier_arrive_expect_tx(barrier, kABytes);
+      mbarrier_arrive_expect_tx(barrier, TAPS > 1 ? args.a_bytes : kABytes);
       const int dd = base_offset[0] + t * x_tap[0], dh = base_offset[1] + r * x_tap[1],
                 dw = base_offset[2] + s * x_tap[2];
       // The slowest dimension has no im2col offset: its displacement is added to the coordinate.
@@ -187,8 +190,8 @@ __device__ __forceinline__ void load_weights(const HopperGatherArgs& args, const
     for_each_step(tile, channels, [&](int channel, int j0, int j1, int j2) {
       mbarrier_wait(smem.empty_barrier(state.index), state.parity);
       const u32 barrier = smem.full_barrier(state.index), to = smem.stage(state.index) + kABytes;
-      mbarrier_arrive_expect_tx(barrier, kTransactionBytes - kABytes);
-      const int t = r0[0] + j0 * r_step[0], r = r0[1] + j1 * r_step[1], s = r0[2] + j2 * r_step[2];
+      mbarrier_arrive_expect_tx(barrier, kWeightBytes);
+      const int t = r0[0] + j0 * r_step[0], r = r0[1] + j1 * r_step[1];
       auto load = [&](u32 there, const int (&at)[5]) {
         if constexpr (SHARING > 1) {
           tma_load_multicast<5>((1u << SHARING) - 1, there, args.weight, barrier, at, kEvictLast);
@@ -196,17 +199,22 @@ __device__ __forceinline__ void load_weights(const HopperGatherArgs& args, const
           tma_load<5>(there, args.weight, barrier, at, kEvictLast);
         }
       };
-      if constexpr (ACROSS) {
 #pragma unroll
-        for (int i = 0; i < kLoadedBoxes; ++i) {
-          const int box = kWholeBoxes ? smem.row * kLoadedBoxes + i : i;
-          const int own = kWholeBoxes ? 0 : smem.row * kLoadedK;
-          load(to + box * kBoxBytes + own * kRowBytes,
-               {tile.first_channel + box * kBoxColumns, s, r, t, channel + own});
+      for (int tap = 0; tap < TAPS; ++tap) {
+        const u32 at = to + tap * kBBytes;
+        const int s = r0[2] + (j2 + tap) * r_step[2];
+        if constexpr (ACROSS) {
+#pragma unroll
+          for (int i = 0; i < kLoadedBoxes; ++i) {
+            const int box = kWholeBoxes ? smem.row * kLoadedBoxes + i : i;
+            const int own = kWholeBoxes ? 0 : smem.row * kLoadedK;
+            load(at + box * kBoxBytes + own * kRowBytes,
+                 {tile.first_channel + box * kBoxColumns, s, r, t, channel + own});
+          }
+        } else {
+          const int own = smem.row * kLoadedChannels;
+          load(at + own * kRowBytes, {channel, s, r, t, tile.first_channel + own});
         }
-      } else {
-        const int own = smem.row * kLoadedChannels;
-        load(to + own * kRowBytes, {channel, s, r, t, tile.first_channel + own});
       }
       state.advance(STAGES);
     });

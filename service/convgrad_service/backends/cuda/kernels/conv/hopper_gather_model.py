@@ -21,11 +21,11 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
     row_tiles,
     taps_of_tiles,
 )
-from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import ROW_BYTES
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import ROW_BYTES, HopperTile
 from convgrad_service.backends.cuda.kernels.conv.single_model import Rates, SingleWave, single_s
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis
 from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
-from convgrad_service.backends.cuda.tuning.correction import MOST_CORRECTED, correction_of
+from convgrad_service.backends.cuda.tuning.correction import fastest
 from convgrad_service.backends.cuda.tuning.features import features
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
@@ -36,6 +36,8 @@ __all__ = ["choose_schedule", "correction_name", "expected_s", "lines"]
 MOST_COUNTED = 1 << 16
 # Slowdown of PINGPONG with images as the fastest coordinate (1.1 to 1.4 as measured).
 PINGPONG_BY_IMAGE = 1.13
+# That of taps that share pixels, if their channels are not whole cache lines (0.9 to 1.6).
+PARTIAL_LINES = 1.35
 # From the time of the busiest SM to that of a launch in a graph, fitted on an H200.
 START_S, SCALE = 5.9e-6, 1.09
 # Bytes of a row that a wgmma multiplies.
@@ -64,18 +66,21 @@ def choose_schedule(
 
     All schedules without split-K give bitwise equal results.
     """
-    every = [
-        (expected_s(work, axes, device, schedule), schedule)
-        for schedule in candidates(work, axes, device)
-    ]
-    found = sorted(every, key=lambda one: one[0])[:MOST_CORRECTED]
-    correction = correction_of(correction_name(work), device)
-    if correction is None or work.dtype.itemsize != 2:
-        return found[0]
-    factors = correction.factors(lines(work, axes, device, found))
-    times = [time_s * float(factor) for (time_s, _), factor in zip(found, factors, strict=True)]
-    best = min(range(len(found)), key=times.__getitem__)
-    return times[best], found[best][1]
+    every = [(expected_s(work, axes, device, one), one) for one in candidates(work, axes, device)]
+    best = fastest(
+        correction_name(work),
+        (one for one in every if not _is_newer(one[1].tile)),
+        lambda found: lines(work, axes, device, found),
+        device,
+        corrected=work.dtype.itemsize == 2,
+    )
+    newer = [one for one in every if _is_newer(one[1].tile)]
+    return min([best, *newer], key=lambda one: one[0])
+
+
+def _is_newer(tile: HopperTile) -> bool:
+    """Return whether a tile was not among those that corrections were fitted to."""
+    return tile.pingpong and tile.taps > 1
 
 
 def correction_name(work: ConvWork) -> str:
@@ -99,10 +104,6 @@ def lines(
     )
     tiles = [schedule.tile for _, schedule in found]
     whole = in_whole_chunks(work.result, (work.batch, 1, written, *work.sizes[1]), 2)
-    elements = work.batch * (
-        work.in_channels * prod(work.input) + work.out_channels * prod(work.output)
-    )
-    elements += work.taps * read * written
     return features(
         expected_s=[time_s for time_s, _ in found],
         rows=sum(pixels),
@@ -114,7 +115,7 @@ def lines(
         inner=[tile.split for tile in tiles],
         outer=1,
         workers=[tile.clusters(device) * tile.split for tile in tiles],
-        moved=elements * work.dtype.itemsize,
+        moved=work.elements * work.dtype.itemsize,
         kind=[
             tile.pingpong
             + 2 * (tile.sharing > 1)
@@ -144,22 +145,13 @@ def _single_s(
     tile = schedule.tile
     read, written = work.channels
     chunks = ceil_div(read * work.dtype.itemsize, ROW_BYTES)
-    if tile.taps > 1:
-        taps = np.array([prod(along.taps for along in combined(axes)[0][:2])])
-        rows = row_tiles(work, axes, tile)[0]
-    else:
-        taps = taps_of_tiles(tuple(axes), work.batch, tile.pixels, schedule.images_first)
-        rows = len(taps)
+    taps = _tile_steps(work, axes, schedule)
     line = ROW_BYTES // work.dtype.itemsize
-    elements = work.batch * (
-        work.in_channels * prod(work.input) + work.out_channels * prod(work.output)
-    )
-    elements += work.taps * read * written
     return single_s(
         SingleWave(
             m=tile.m,
             n=tile.n,
-            tiles=rows * ceil_div(written, tile.n),
+            tiles=len(taps) * ceil_div(written, tile.n),
             steps=float(taps.max()) * chunks,
             mean_steps=float(taps.mean()) * chunks,
             split=tile.split,
@@ -168,10 +160,20 @@ def _single_s(
             a_rows=tile.m,
             taps=tile.taps,
             apart=(read % line != 0, written % line != 0),
-            moved_bytes=elements * work.dtype.itemsize,
+            moved_bytes=work.elements * work.dtype.itemsize,
         ),
         SINGLE,
     )
+
+
+def _tile_steps(work: ConvWork, axes: Sequence[Axis], schedule: Schedule) -> NDArray[np.int64]:
+    """Return the k-tiles of each tile of pixels, for a chunk of channels: its taps, or with several
+    taps in a k-tile, its rows of taps, none of which are skipped."""
+    tile = schedule.tile
+    if tile.taps == 1:
+        return taps_of_tiles(tuple(axes), work.batch, tile.pixels, schedule.images_first)
+    rows = prod(along.taps for along in combined(axes)[0][:2])
+    return np.full(row_tiles(work, axes, tile)[0], rows)
 
 
 def _busy_s(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: Schedule) -> float:
@@ -181,12 +183,17 @@ def _busy_s(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: 
     chunks = ceil_div(read * work.dtype.itemsize, ROW_BYTES)
     columns = ceil_div(written, tile.n)
     workers = tile.clusters(device)
-    taps = taps_of_tiles(tuple(axes), work.batch, tile.pixels, schedule.images_first)
+    taps = _tile_steps(work, axes, schedule)
     counts = np.repeat(taps * chunks, columns)
     across = work.direction == "bwd_data" and work.dtype.itemsize == 2
     step_s = tile.step_s(across)
     # Of the last chunk of channels, only wgmmas with channels run, and only those are loaded.
-    step_s *= ceil_div(read * work.dtype.itemsize, MMA_BYTES) * MMA_BYTES / (chunks * ROW_BYTES)
+    # Taps that share pixels are limited by copies, whose rows are whole in shared memory.
+    if tile.taps == 1:
+        used = ceil_div(read * work.dtype.itemsize, MMA_BYTES) * MMA_BYTES
+        step_s *= used / (chunks * ROW_BYTES)
+    elif read * work.dtype.itemsize % ROW_BYTES:
+        step_s *= PARTIAL_LINES
     products = counts * step_s
     if tile.pingpong and schedule.images_first:
         products *= PINGPONG_BY_IMAGE

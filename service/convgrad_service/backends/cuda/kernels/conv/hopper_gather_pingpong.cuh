@@ -33,8 +33,9 @@ struct PartRows {
 #pragma unroll
     for (int i = 0; i < (kMmasM + 1) / 2; ++i) {
       const int pixel = tile.first_pixel + (i * 2 + lane / 16) * 64 + warp * 16 + lane % 16;
-      const i64 element = result_of(args, phase, pixel_at(phase, pixel));
-      at[i] = pixel < phase.pixels ? static_cast<u32>(element / kChunk) : kNowhere;
+      const PixelAt found = pixel_at(phase, pixel);
+      const i64 element = result_of(args, phase, found);
+      at[i] = pixel < phase.pixels && is_result(phase, found) ? static_cast<u32>(element / kChunk) : kNowhere;
     }
   }
   __device__ __forceinline__ u32 of(int part, int row) const {
@@ -44,7 +45,7 @@ struct PartRows {
 
 // Stores 64 pixels through the warp's staging buffer, eight lanes per 128-byte row. Reads all before storing
 // any: a store holds its registers for long.
-template <class T, int kFragmentsN>
+template <bool kFinish, class T, int kFragmentsN>
 __device__ __forceinline__ void store_part(const Results<T, 1, kFragmentsN>& results,
                                            const u32 (&rows)[4],
                                            const float (&accum)[1][kFragmentsN][4]) {
@@ -58,7 +59,7 @@ __device__ __forceinline__ void store_part(const Results<T, 1, kFragmentsN>& res
 #pragma unroll
   for (int j = 0; j < kBuffers; ++j) {
     __syncwarp();
-    results.write_rows(staging_rows, accum[0], j * kOfBuffer);
+    results.template write_rows<kFinish>(staging_rows, accum[0], j * kOfBuffer);
     __syncwarp();
     const bool inside = results.first_channel + j * Part::kRowOf + column < results.args.out_channels &&
                         j * Part::kRowOf + column < kFragmentsN * 8;
@@ -77,7 +78,7 @@ __device__ __forceinline__ void store_part(const Results<T, 1, kFragmentsN>& res
 }
 
 // Warp.
-template <class T, int kMmasM, int kFragmentsN>
+template <bool kFinish, class T, int kMmasM, int kFragmentsN>
 __device__ __forceinline__ void store_parts(const HopperGatherArgs& args, const GatherTile& tile,
                                             const PartRows<T, kMmasM>& rows, u32 staging,
                                             const float (&accum)[kMmasM][kFragmentsN][4]) {
@@ -89,7 +90,7 @@ __device__ __forceinline__ void store_parts(const HopperGatherArgs& args, const 
     u32 to[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) to[i] = rows.of(part, i * 4 + results.lane / 8);
-    store_part(results, to, own);
+    store_part<kFinish>(results, to, own);
   }
 }
 

@@ -108,16 +108,7 @@ def possible(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule:
     Single tiles must run at once, one cluster each if K is split, or in a few waves. Plain products
     are left to pointwise_gemm, against which they have not been measured.
     """
-    tile = schedule.tile
-    if tile.pingpong:
-        return may_pingpong(work, axes) and (work.epilogue_free or tile.has_epilogue)
-    if not tile.single:
-        return True
-    if is_product(work):
-        return False
-    phases = combined(axes)
-    if max(prod(along.taps for along in phase) for phase in phases) > MOST_LISTED:
-        return False
+    tile, phases = schedule.tile, combined(axes)
     if tile.taps > 1:
         along = axes[2].phases[0]
         # With a dilation, two layers took 1.04 and 1.68 of the other tiles' time on an H200.
@@ -125,10 +116,20 @@ def possible(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule:
         shared = len(phases) == 1 and adjacent and along.taps == tile.taps
         if not shared or schedule.images_first or tile.halo(axes[2], along) > MOST_HALO:
             return False
+    if stores_planes(work) and not tile.has_planes:
+        return False
+    if tile.pingpong:
+        return may_pingpong(work, axes) and (work.epilogue_free or tile.has_epilogue)
+    if not tile.single:
+        return True
+    if is_product(work):
+        return False
+    if max(prod(along.taps for along in phase) for phase in phases) > MOST_LISTED:
+        return False
     waves = 1 if tile.split > 1 else MOST_WAVES
     rows = sum(row_tiles(work, axes, tile))
     tiles = rows * ceil_div(work.channels[1], tile.n)
-    return not stores_planes(work) and rows <= MOST_ROWS and tiles <= waves * tile.clusters(device)
+    return rows <= MOST_ROWS and tiles <= waves * tile.clusters(device)
 
 
 def is_product(work: ConvWork) -> bool:

@@ -68,10 +68,10 @@ __device__ __forceinline__ void store_runs(u32 block, T* to, i64 channel_step, b
 // Stores all results of a warpgroup, whose threads synchronise at named barrier `barrier`.
 template <class T, int kMmasM, int kFragmentsN>
 __device__ __forceinline__ void store_planes(const Results<T, kMmasM, kFragmentsN>& to,
-                                             float (&accum)[kMmasM][kFragmentsN][4], int barrier) {
+                                             const float (&accum)[kMmasM][kFragmentsN][4], int barrier) {
+  const HopperGatherArgs& args = to.args;
   constexpr int kChannels = 128 / static_cast<int>(sizeof(T)), kOf = kChannels / 8;
   constexpr int kBlocks = (kFragmentsN + kOf - 1) / kOf;
-  const HopperGatherArgs& args = to.args;
   const int side = args.wide_stores, thread = threadIdx.x % 128;
   const int pixel = thread % (64 / side) * side;
   const i64 step = args.y_stride[2];

@@ -6,22 +6,7 @@
 #include "core/vectors.cuh"
 #include "ptx/warpgroup.cuh"
 
-// Whether plain results have a bias or an activation; only these instances have the code for it.
-#ifndef EPILOGUE
-#define EPILOGUE 0
-#endif
-
-// The taps of a kernel row that share a tile's pixels. If there are several, rows of pixels extend beyond the
-// result's, so that pixels that are adjacent in a tile are adjacent in the source.
-#ifndef TAPS
-#define TAPS 1
-#endif
-
 namespace convgrad {
-
-__device__ __forceinline__ bool is_result(const GatherPhase& phase, const PixelAt& pixel) {
-  return TAPS == 1 || pixel.at[0] < phase.axis[2].count;
-}
 
 // Staging buffer per warp: 16 rows of 128 bytes.
 constexpr u32 kWarpStagingBytes = 16 * 128, kStagingBytes = 4 * kWarpStagingBytes;
@@ -60,10 +45,16 @@ struct Results {
     return __shfl_sync(~0u, row_at, part * 16 + row);
   }
 
-  // Warp: stores all results; overwrites the accumulators.
+  // Warp: stores all results; overwrites the accumulators. With kFinishes, plain ones may have a bias and an
+  // activation.
+  template <bool kFinishes>
   __device__ __forceinline__ void store(float (&accum)[kMmasM][kFragmentsN][4]) const {
     if (args.plain) {
-      store_rows(accum);
+      if (kFinishes && (EPILOGUE || args.plain == 2)) {
+        store_rows<true>(accum);
+      } else {
+        store_rows<false>(accum);
+      }
     } else {
       store_finished(accum);
     }
@@ -82,6 +73,7 @@ struct Results {
 
   // Plain results, rounded, in rows of 128 bytes: through the warp's staging buffer, so that eight lanes store a
   // row. TMA stores would queue behind the next tile's loads.
+  template <bool kFinish>
   __device__ __forceinline__ void store_rows(const float (&accum)[kMmasM][kFragmentsN][4]) const {
     constexpr int kOfBuffer = kRowOf / 8;
     constexpr int kBuffers = (kFragmentsN + kOfBuffer - 1) / kOfBuffer;
@@ -96,7 +88,7 @@ struct Results {
 #pragma unroll
       for (int j = 0; j < kBuffers; ++j) {
         __syncwarp();
-        write_rows(staging_rows, accum[part], j * kOfBuffer);
+        write_rows<kFinish>(staging_rows, accum[part], j * kOfBuffer);
         __syncwarp();
         // Read all before storing any: a store holds its registers for long.
         const bool inside = first_channel + j * kRowOf + column < args.out_channels &&
@@ -116,11 +108,12 @@ struct Results {
     }
   }
 
-  // This lane's two sums of a fragment's row, rounded; with EPILOGUE after bias and a clamping activation, with
+  // This lane's two sums of a fragment's row, rounded; with kFinish after bias and a clamping activation, with
   // the same bits as `finish`.
+  template <bool kFinish>
   __device__ __forceinline__ u32 rounded(const float (&accum)[4], int half, u32 biases) const {
     float first = accum[half * 2], second = accum[half * 2 + 1];
-    if constexpr (EPILOGUE) {
+    if constexpr (kFinish) {
       first = clamped(first + widen(T{static_cast<unsigned short>(biases)}));
       second = clamped(second + widen(T{static_cast<unsigned short>(biases >> 16)}));
     }
@@ -132,8 +125,9 @@ struct Results {
     return args.activation == kRelu6 && v > 6.0f ? 6.0f : v;
   }
   // Biases of this lane's two columns of a fragment; zeros where there are none.
+  template <bool kFinish>
   __device__ __forceinline__ u32 biases_of(int fragment) const {
-    if constexpr (!EPILOGUE) return 0;
+    if constexpr (!kFinish) return 0;
     const int channel = first_channel + fragment * 8 + lane % 4 * 2;
     u32 both;
     load_if(args.bias != nullptr && channel < args.out_channels,
@@ -142,6 +136,7 @@ struct Results {
   }
 
   // Writes the warp's 16 rows of 128 bytes, from fragment `first` on, to its staging buffer.
+  template <bool kFinish>
   __device__ __forceinline__ void write_rows(u32 staging_rows, const float (&accum)[kFragmentsN][4],
                                              int first) const {
     if constexpr (sizeof(T) == 2) {
@@ -149,10 +144,11 @@ struct Results {
 #pragma unroll
       for (int j = 0; j < 8 && first + j < kFragmentsN; j += 2) {
         const u32 to = staging_rows + row * 128 + ((j + chunk) ^ (row & 7)) * 16;
-        const u32 here = biases_of(first + j), beside = biases_of(first + j + 1);
-        const u32 words[4] = {rounded(accum[first + j], 0, here), rounded(accum[first + j], 1, here),
-                              rounded(accum[first + j + 1], 0, beside),
-                              rounded(accum[first + j + 1], 1, beside)};
+        const u32 here = biases_of<kFinish>(first + j), beside = biases_of<kFinish>(first + j + 1);
+        const u32 words[4] = {rounded<kFinish>(accum[first + j], 0, here),
+                              rounded<kFinish>(accum[first + j], 1, here),
+                              rounded<kFinish>(accum[first + j + 1], 0, beside),
+                              rounded<kFinish>(accum[first + j + 1], 1, beside)};
         stmatrix(to, words);
       }
     } else {

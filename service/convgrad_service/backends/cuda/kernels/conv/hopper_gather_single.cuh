@@ -9,14 +9,14 @@
 // TAPS > 1: a kernel row has TAPS taps, and the phase is the only one. A k-tile is a chunk of channels of all
 //   of them: pixels are loaded once, with up to eight more, and each tap reads them from a different row on.
 //   Rows of pixels extend beyond the result's by as many (`is_result`).
-// Cluster: with SPLIT, blocks divide the k-tiles of one tile and reduce through distributed shared memory
+// Cluster: if there are several blocks, they divide the k-tiles of one tile and reduce through distributed shared memory
 //   (SplitKReduce); all tiles of a phase are split at the same k-tiles, whatever taps they skip.
 // Shared memory (dynamic): 1,024 bytes of alignment; `stages` stages of rows of 128 bytes, of pixels and of
-//   weights (boxes of 64); partial sums (SPLIT) or 8 KB of staging per warpgroup; mbarriers: full and empty per
+//   weights (boxes of 64); partial sums (clusters) or 8 KB of staging per warpgroup; mbarriers: full and empty per
 //   stage, of the reduction, of the list; the list of taps.
 // Preconditions: at most 128 taps of a phase.
-// Determinism: one order of additions per result, whatever the tile shape and TAPS; with SPLIT, one for each
-//   number of blocks and TAPS.
+// Determinism: one order of additions per result, whatever the tile shape and TAPS; of clusters, one for
+//   each number of blocks and TAPS.
 #pragma once
 
 #include "conv/hopper_gather_single_copies.cuh"
@@ -98,7 +98,7 @@ __device__ __forceinline__ void store_owned(const TileRows& tile, const Reduce& 
 
 using namespace convgrad;
 
-extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
+extern "C" __global__ void __launch_bounds__(kThreads, CONSUMERS == 1 ? 2 : 1)
     hopper_gather(const __grid_constant__ HopperGatherArgs args) {
   extern __shared__ uint4 shared[];
   const int warp = threadIdx.x / 32;
@@ -124,12 +124,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     fence_mbarrier_init();
     fence_proxy_async();
   }
-  const int part = SPLIT ? static_cast<int>(cluster_rank()) : 0;
-  const Reduce reduce(smem.pointer(smem.reduce), smem.reduce_barrier(), part, SPLIT ? args.cluster : 1,
+  const bool split = args.cluster > 1;
+  const Reduce reduce(smem.pointer(smem.reduce), smem.reduce_barrier(), split ? cluster_rank() : 0, args.cluster,
                       args.owned);
-  if (SPLIT && threadIdx.x == 0) reduce.prepare();
+  if (split && threadIdx.x == 0) reduce.prepare();
   opaque_use(prefetched);
-  sync_block();
+  sync_block(split);
   if (warp == CONSUMERS * 4) {
     switch (args.dims + (args.images_first ? 3 : 0)) {
       case 3: produce_pixels<3, false>(args, smem); break;
@@ -140,11 +140,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       default: produce_pixels<5, true>(args, smem);
     }
     __syncwarp();
-    if (SPLIT) cluster_wait();
+    if (split) cluster_wait();
   } else if (warp == CONSUMERS * 4 + 1) {
     produce_weights(args, smem);
     __syncwarp();
-    if (SPLIT) cluster_wait();
+    if (split) cluster_wait();
   } else {
     wait_on_dependent_grids();
     const Place place(args);
@@ -168,12 +168,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         }
       }
     }
-    if constexpr (SPLIT) {
+    if (split) {
       cluster_wait();
       reduce.exchange(accum);
       store_owned(tile, reduce);
     } else {
-      tile.store(accum);
+      tile.template store<kFinishes>(accum);
     }
   }
 }

@@ -19,6 +19,8 @@ constexpr int kBoxColumns = 64, kBoxes = (BN + kBoxColumns - 1) / kBoxColumns;
 constexpr u32 kABytes = (BM + (TAPS > 1 ? 8 : 0)) * kRowBytes, kBBytes = kBoxes * kBoxColumns * kRowBytes;
 constexpr u32 kStageBytes = kABytes + TAPS * kBBytes;
 constexpr int kWarpgroupRows = BM / CONSUMERS, kMmasM = kWarpgroupRows / 64, kFragmentsN = BN / 8;
+// Registers allow the code for a bias and an activation.
+constexpr bool kFinishes = sizeof(T) == 2 && MAPS == 1 && kMmasM * kFragmentsN * 4 <= 128;
 constexpr int kBoxBytes = kTileK * kRowBytes;
 constexpr Major kWeights = ACROSS ? kMajorMn : kMajorK;
 constexpr int kConsumers = CONSUMERS * 128, kThreads = kConsumers + 64;
@@ -50,7 +52,7 @@ struct Place {
   int first, end, taps;
 
   __device__ __forceinline__ explicit Place(const HopperGatherArgs& args) {
-    part = SPLIT ? static_cast<int>(cluster_rank()) : 0;
+    part = args.cluster > 1 ? static_cast<int>(cluster_rank()) : 0;
     int phase = 0, row = blockIdx.z;
     if (MAPS > 1) {
       while (row >= args.phase[phase].tiles) row -= args.phase[phase++].tiles;
@@ -60,7 +62,9 @@ struct Place {
     taps = of.axis[0].taps * of.axis[1].taps * (TAPS > 1 ? 1 : of.axis[2].taps);
     const int all = (args.in_channels + kTileK - 1) / kTileK * taps;
     first = 0, end = all;
-    if (SPLIT) first = divide(all * part, args.by_cluster), end = divide(all * (part + 1), args.by_cluster);
+    if (args.cluster > 1) {
+      first = divide(all * part, args.by_cluster), end = divide(all * (part + 1), args.by_cluster);
+    }
   }
 };
 
@@ -88,7 +92,7 @@ __device__ __forceinline__ Walk list_taps(const HopperGatherArgs& args, const Pl
   }
   const int taps = place.taps, next = place.first + 1, lane = threadIdx.x & 31;
   int chunk = 0, end_chunk = (args.in_channels + kTileK - 1) / kTileK, end_tap = 0, next_tap = 1;
-  if (SPLIT) {
+  if (args.cluster > 1) {
     chunk = divide(next, phase.by_taps), next_tap = next - chunk * taps;
     end_chunk = divide(place.end, phase.by_taps), end_tap = place.end - end_chunk * taps;
   }
@@ -102,7 +106,7 @@ __device__ __forceinline__ Walk list_taps(const HopperGatherArgs& args, const Pl
     const u32 mask = __ballot_sync(~0u, in);
     if (in) st_shared_u32(list + (walk.kept + __popc(mask & ((1u << lane) - 1))) * 4, entry);
     walk.index += __popc(__ballot_sync(~0u, in && tap < next_tap));
-    if (SPLIT) below_end += __popc(__ballot_sync(~0u, in && tap < end_tap));
+    if (args.cluster > 1) below_end += __popc(__ballot_sync(~0u, in && tap < end_tap));
     walk.kept += __popc(mask);
   }
   walk.steps = (end_chunk - chunk) * walk.kept + below_end - walk.index;
@@ -126,7 +130,7 @@ struct Steps {
 // The tap of the block's first k-tile, and its channel.
 __device__ __forceinline__ u32 first_entry(const HopperGatherArgs& args, const Place& place, int& channel) {
   channel = 0;
-  if (!SPLIT) return 0;
+  if (args.cluster == 1) return 0;
   const GatherPhase& phase = phase_of(args, place.tile.phase);
   const int chunk = divide(place.first, phase.by_taps);
   channel = chunk * kTileK;
@@ -134,10 +138,10 @@ __device__ __forceinline__ u32 first_entry(const HopperGatherArgs& args, const P
 }
 
 // All threads, between the initialisation of the mbarriers and their use.
-__device__ __forceinline__ void sync_block() {
+__device__ __forceinline__ void sync_block(bool split) {
   __syncwarp();
   __syncthreads();
-  if (SPLIT) cluster_arrive();
+  if (split) cluster_arrive();
 }
 
 template <int kDims, bool kImages>

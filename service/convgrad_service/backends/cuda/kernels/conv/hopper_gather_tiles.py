@@ -64,7 +64,7 @@ class HopperTile:
     blocks
         Blocks per SM; of a ``single`` tile.
     taps
-        Taps of a kernel row that share the tile's pixels; of a ``single`` tile.
+        Taps of a kernel row that share the tile's pixels; of a ``single`` or ``pingpong`` tile.
     """
 
     m: int
@@ -95,7 +95,7 @@ class HopperTile:
         return self.m * self.sharing
 
     def step_s(self, across: bool) -> float:
-        """Return the seconds of a k-tile, limited by wgmma or by loads from L2.
+        """Return the seconds of a k-tile, of all ``taps``, limited by wgmma or by loads from L2.
 
         The L2 rate per SM does not rise if other SMs are idle. N-major weights (``across``) are
         loaded in whole boxes.
@@ -103,9 +103,9 @@ class HopperTile:
         flops, l2_bytes_s = (
             (PINGPONG_FLOPS, PINGPONG_L2_BYTES_S) if self.pingpong else (FLOPS, L2_BYTES_S)
         )
-        products = self.m * self.n * ROW_BYTES / flops
+        products = self.taps * self.m * self.n * ROW_BYTES / flops
         shared = SHARED if self.sharing > 1 else 1.0
-        loaded = self.stage_bytes if across else (self.m + self.n) * ROW_BYTES
+        loaded = self.stage_bytes if across else (self.m + self.taps * self.n) * ROW_BYTES
         return max(products, loaded / l2_bytes_s) * MULTIPROCESSORS * shared
 
     def tile_s(self, itemsize: int) -> float:
@@ -120,8 +120,17 @@ class HopperTile:
     @property
     def has_epilogue(self) -> bool:
         """Whether a bias and an activation fit into registers without spilling."""
-        sums = self.m * self.n // (WARPGROUP * (1 if self.pingpong else self.warpgroups))
-        return self.split == 1 and sums <= (160 if self.pingpong else 128)
+        return self.split == 1 and self._thread_sums <= (160 if self.pingpong else 128)
+
+    @property
+    def has_planes(self) -> bool:
+        """Whether it can store channels-first results."""
+        return not (self.single or self.pingpong)
+
+    @property
+    def _thread_sums(self) -> int:
+        """Accumulators of a thread."""
+        return self.m * self.n // (WARPGROUP * (1 if self.pingpong else self.warpgroups))
 
     @property
     def stage_bytes(self) -> int:
@@ -172,39 +181,41 @@ class HopperTile:
         return ALIGNMENT + ring + self.epilogue_bytes + QUEUE_BYTES + turns
 
     def defines(
-        self, dtype: DType, across: bool, maps: int, stages: int, planes: bool = False
+        self,
+        dtype: DType,
+        *,
+        across: bool,
+        maps: int,
+        stages: int,
+        planes: bool = False,
+        finished: bool = False,
     ) -> dict[str, object]:
-        """Return the preprocessor macros of an instance."""
-        if self.single:
-            return {
-                "ELEMENT": CUDA_TYPES[dtype],
-                "ACROSS": int(across),
-                "MAPS": maps,
-                "BM": self.m,
-                "BN": self.n,
-                "CONSUMERS": self.warpgroups,
-                "SINGLE": 1,
-                "SPLIT": int(self.split > 1),
-                "TAPS": self.taps,
-                "BLOCKS": self.blocks,
-            }
-        producer, consumer = REGISTERS[self.warpgroups]
-        if self.pingpong and self.m * self.n > MOST_SUMS_OF_FEW:
-            producer, consumer = REGISTERS_OF_MANY
-        return {
+        """Return the preprocessor macros of an instance; ``planes`` and ``finished`` say how
+        cooperative warpgroups store results."""
+        shape: dict[str, object] = {
             "ELEMENT": CUDA_TYPES[dtype],
             "ACROSS": int(across),
             "MAPS": maps,
             "BM": self.m,
             "BN": self.n,
             "CONSUMERS": self.warpgroups,
+            "TAPS": self.taps,
+        }
+        if self.single:
+            return shape | {"SINGLE": 1}
+        producer, consumer = REGISTERS[self.warpgroups]
+        if self.pingpong and self.m * self.n > MOST_SUMS_OF_FEW:
+            producer, consumer = REGISTERS_OF_MANY
+        shape |= {
             "PINGPONG": int(self.pingpong),
             "SHARING": self.sharing,
             "STAGES": stages,
             "PRODUCER_REGISTERS": producer,
             "CONSUMER_REGISTERS": consumer,
-            **({"PLANES": 1} if planes else {}),
         }
+        if not self.pingpong:
+            shape |= {"PLANES": 1} if planes else {"EPILOGUE": 1} if finished else {}
+        return shape
 
 
 # Single tiles: pixels, channels, warpgroups, blocks per SM, and taps of a kernel row that share
@@ -214,7 +225,7 @@ SPLIT = (
     *((64, 128, 1, 2, 1), (64, 192, 1, 1, 1), (128, 64, 1, 1, 1), (128, 64, 1, 2, 1)),
     *((128, 64, 2, 1, 3), (128, 128, 2, 1, 1)),
 )
-WHOLE = ((64, 64, 1, 2, 3), (256, 64, 2, 1, 1), (256, 64, 2, 1, 3))
+WHOLE = ((64, 64, 1, 2, 3), (256, 64, 2, 1, 3))
 SPLITS = (1, 2, 3, 4, 6, 8)
 TILES = (
     HopperTile(128, 256),
@@ -230,6 +241,7 @@ TILES = (
         HopperTile(m, n, pingpong=True)
         for m, n in ((192, 128), (128, 128), (128, 160), (256, 64), (128, 64), (256, 32))
     ),
+    HopperTile(256, 64, pingpong=True, taps=3),
     *(
         HopperTile(m, n, warpgroups, split=split, single=True, blocks=blocks, taps=taps)
         for m, n, warpgroups, blocks, taps in (*SPLIT, *WHOLE)

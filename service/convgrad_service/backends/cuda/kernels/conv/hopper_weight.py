@@ -35,7 +35,7 @@ from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     prepare_side,
 )
 from convgrad_service.backends.cuda.kernels.layout.planes import PixelRows, image_rows
-from convgrad_service.backends.cuda.tuning.correction import MOST_CORRECTED, correction_of
+from convgrad_service.backends.cuda.tuning.correction import fastest
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import (
     ZEROS,
@@ -226,14 +226,15 @@ def _best(work: ConvWork, device: CudaDevice, rows: PixelRows | None) -> tuple[f
     """Return the fastest partition and its expected seconds. Cached, as each plan needs it twice
     and the search is slow."""
     every = [(launch_s(expected_s(cut, device)), cut) for cut in reachable(work, device, rows)]
-    found = sorted(every, key=lambda one: one[0])[:MOST_CORRECTED]
-    correction = correction_of("hopper_weight", device)
-    if not found or correction is None or work.dtype.itemsize != 2:
-        return min(found, key=lambda one: one[0], default=None)
-    factors = correction.factors(lines(work, device, found))
-    times = [time_s * float(factor) for (time_s, _), factor in zip(found, factors, strict=True)]
-    best = min(range(len(found)), key=times.__getitem__)
-    return times[best], found[best][1]
+    if not every:
+        return None
+    return fastest(
+        "hopper_weight",
+        every,
+        lambda found: lines(work, device, found),
+        device,
+        corrected=work.dtype.itemsize == 2,
+    )
 
 
 def reachable(work: ConvWork, device: CudaDevice, rows: PixelRows | None = None) -> Iterator[Cut]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,10 +89,6 @@ def lines(
 ) -> NDArray[np.float64]:
     """Return the `features` of partitions with their expected seconds."""
     cuts = [cut for _, cut in found]
-    elements = work.batch * (
-        work.in_channels * prod(work.input) + work.out_channels * prod(work.output)
-    )
-    elements += work.taps * work.in_channels * work.out_channels
     return features(
         expected_s=[time_s for time_s, _ in found],
         rows=work.out_channels,
@@ -105,7 +100,7 @@ def lines(
         inner=[cut.summing for cut in cuts],
         outer=[cut.shares for cut in cuts],
         workers=device.multiprocessors,
-        moved=elements * work.dtype.itemsize,
+        moved=work.elements * work.dtype.itemsize,
         kind=[cut.together + 2 * (cut.copying > 1) for cut in cuts],
         order=[cut.shared_taps for cut in cuts],
     )

@@ -164,7 +164,7 @@ __device__ __forceinline__ void store_owned(const HopperWeightSingleArgs& args, 
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
+extern "C" __global__ void __launch_bounds__(kThreads, CONSUMERS == 1 ? 2 : 1)
     hopper_weight_single(const __grid_constant__ HopperWeightSingleArgs args) {
   extern __shared__ uint4 shared[];
   const int warp = threadIdx.x / 32;

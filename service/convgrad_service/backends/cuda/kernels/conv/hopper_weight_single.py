@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -11,6 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
+    BOX_ROWS,
+    SPLITS,
+    WARP_FRAGMENT_BYTES,
+    HopperTile,
+)
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import (
     im2col_maps,
     why_not_im2col,
@@ -22,20 +28,17 @@ from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import Prepared, prepare_side
 from convgrad_service.backends.cuda.structures import structure
-from convgrad_service.backends.cuda.tuning.correction import MOST_CORRECTED, correction_of
+from convgrad_service.backends.cuda.tuning.correction import fastest
 from convgrad_service.backends.cuda.tuning.features import features
-from convgrad_service.plans.cuda.device import HOPPER, RESERVED_BYTES, CudaDevice
+from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["HopperWeightSingle", "SingleConfig", "configs", "expected_s", "lines"]
+__all__ = ["HopperWeightSingle", "SingleTile", "configs", "expected_s", "lines"]
 
 HopperWeightSingleArgs = structure("conv/hopper_weight_single.cuh", "HopperWeightSingleArgs")
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
-BOX, PIXELS, ROW_BYTES = 64, 64, 128
-ALIGNMENT, BARRIER_BYTES, FRAGMENT_BYTES = 1024, 8, 512
-MOST_STAGES, LEAST_STAGES, PRODUCERS = 16, 3, 64
-CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
+PIXELS, LEAST_STAGES = 64, 3
 LEAST_CHANNELS, MAX_GRID_YZ = 16, 65535
 RATES = Rates(
     start=5.094,
@@ -54,56 +57,20 @@ RATES = Rates(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SingleConfig:
-    """A tile of ``m`` channels of grad_output and ``n`` columns, computed by so many warpgroups,
-    blocks per SM, and blocks of a cluster that split K."""
+class SingleTile(HopperTile):
+    """A tile of ``m`` channels of grad_output and ``n`` columns."""
 
-    m: int
-    n: int
-    warpgroups: int
-    blocks: int = 1
-    cluster: int = 1
-
-    def __str__(self) -> str:
-        split = f"_k{self.cluster}" if self.cluster > 1 else ""
-        return f"{self.m}x{self.n}{split}" + (f"_b{self.blocks}" if self.blocks > 1 else "")
+    __slots__ = ()
 
     @property
-    def threads(self) -> int:
-        return self.warpgroups * 128 + PRODUCERS
-
-    @property
-    def stage_bytes(self) -> int:
-        return (self.m + self.n) * ROW_BYTES
-
-    @property
-    def owned(self) -> int:
-        """Fragments of a warp that each block of the cluster reduces."""
-        return ceil_div(self.m // self.warpgroups // 64 * self.n // 8, self.cluster)
-
-    @property
-    def reduce_bytes(self) -> int:
-        return self.cluster * self.owned * self.warpgroups * 4 * FRAGMENT_BYTES
-
-    def shared_bytes(self, stages: int) -> int:
-        ring = stages * (self.stage_bytes + 2 * BARRIER_BYTES)
-        return ALIGNMENT + ring + self.reduce_bytes + BARRIER_BYTES
-
-    def stages(self, device: CudaDevice) -> int:
-        """Return the number of pipeline stages that fit."""
-        room = device.shared_bytes_per_multiprocessor // self.blocks - RESERVED_BYTES
-        room = min(room, device.shared_bytes_per_block) - self.shared_bytes(0)
-        return min(MOST_STAGES, room // (self.stage_bytes + 2 * BARRIER_BYTES))
-
-    def clusters(self, device: CudaDevice) -> int:
-        """Return the number of concurrent clusters."""
-        return self.blocks * (device.multiprocessors * CLUSTERS[self.cluster] // CLUSTERS[1])
+    def epilogue_bytes(self) -> int:
+        """Shared memory of the partial sums, also of a block that has the only ones."""
+        return self.split * self.owned * self.warpgroups * 4 * WARP_FRAGMENT_BYTES
 
     def tiles(self, work: ConvWork) -> tuple[int, int]:
         """Return the number of tiles along rows and columns."""
-        boxes = ceil_div(work.in_channels, BOX) * work.taps
-        return ceil_div(work.out_channels, self.m), ceil_div(boxes * BOX, self.n)
+        boxes = ceil_div(work.in_channels, BOX_ROWS) * work.taps
+        return ceil_div(work.out_channels, self.m), ceil_div(boxes * BOX_ROWS, self.n)
 
     def instance(self, dtype: DType) -> Instance:
         defines = {
@@ -111,25 +78,23 @@ class SingleConfig:
             "BM": self.m,
             "BN": self.n,
             "CONSUMERS": self.warpgroups,
-            "BLOCKS": self.blocks,
         }
         return Instance.of("conv/hopper_weight_single.cu", defines, HOPPER)
 
 
 TILES = tuple(
-    SingleConfig(m, n, m // 64, blocks)
-    for m, n, most in ((64, 64, 2), (64, 128, 1), (128, 64, 1), (128, 128, 1))
-    for blocks in range(1, most + 1)
+    SingleTile(m, n, m // 64, single=True, blocks=blocks)
+    for m, n, blocks in ((64, 64, 1), (64, 64, 2), (64, 128, 1), (128, 64, 1), (128, 128, 1))
 )
 
 
-def configs(work: ConvWork, device: CudaDevice) -> Iterator[SingleConfig]:
+def configs(work: ConvWork, device: CudaDevice) -> Iterator[SingleTile]:
     """Yield the configurations whose clusters run at once, with a k-tile for each block."""
     steps = ceil_div(work.pixels, PIXELS)
     for tile in TILES:
-        for cluster in CLUSTERS:
-            one = SingleConfig(tile.m, tile.n, tile.warpgroups, tile.blocks, cluster)
-            if one.stages(device) < LEAST_STAGES or cluster > steps:
+        for split in SPLITS:
+            one = replace(tile, split=split)
+            if one.stages(device) < LEAST_STAGES or split > steps:
                 continue
             tiles = one.tiles(work)
             if prod(tiles) <= one.clusters(device) and max(tiles) <= MAX_GRID_YZ:
@@ -141,7 +106,7 @@ class HopperWeightSingle:
 
     name = "hopper_weight_single"
 
-    def __init__(self, config: SingleConfig | None = None) -> None:
+    def __init__(self, config: SingleTile | None = None) -> None:
         """Create the family; ``config`` overrides the chosen configuration."""
         self._config = config
 
@@ -166,7 +131,7 @@ class HopperWeightSingle:
             return "operands are not channels last, in whole chunks"
         if next(configs(work, device), None) is None:
             return "more tiles than fit on the device at once"
-        for one in im2col_maps(work, BOX, 0):
+        for one in im2col_maps(work, BOX_ROWS, 0):
             reason = one.why_not()
             if reason is not None:
                 return reason
@@ -179,12 +144,12 @@ class HopperWeightSingle:
             time_s, config = _chosen(work, device)
         else:
             time_s = expected_s(work, device, config)
-        x_map, y_map = im2col_maps(work, BOX, 0, work.x, work.y)
+        x_map, y_map = im2col_maps(work, BOX_ROWS, 0, work.x, work.y)
         rows, columns = config.tiles(work)
         stages = config.stages(device)
         launch = Launch(
             config.instance(work.dtype),
-            (config.cluster, columns, rows),
+            (config.split, columns, rows),
             (config.threads, 1, 1),
             pack_maps(
                 _arguments(work, config, stages),
@@ -193,13 +158,13 @@ class HopperWeightSingle:
                 accumulate=work.accumulate,
             ),
             config.shared_bytes(stages),
-            cluster=config.cluster,
+            cluster=config.split,
         )
         return Fragment(
             f"{self.name}_{config}",
             (launch,),
             expected_s=time_s,
-            order=f"split {config.cluster}" if config.cluster > 1 else "",
+            order=f"split {config.split}" if config.split > 1 else "",
         )
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> HopperWeightSingle | None:
@@ -212,7 +177,7 @@ class HopperWeightSingle:
         return [tile.instance(dtype) for dtype in DTYPES for tile in TILES]
 
 
-def expected_s(work: ConvWork, device: CudaDevice, config: SingleConfig) -> float:
+def expected_s(work: ConvWork, device: CudaDevice, config: SingleTile) -> float:
     """Return the expected seconds of a launch in a graph."""
     steps = ceil_div(work.pixels, PIXELS)
     return single_s(
@@ -222,13 +187,13 @@ def expected_s(work: ConvWork, device: CudaDevice, config: SingleConfig) -> floa
             tiles=prod(config.tiles(work)),
             steps=steps,
             mean_steps=steps,
-            split=config.cluster,
+            split=config.split,
             blocks=config.blocks,
-            slots=config.clusters(device) * config.cluster,
+            slots=config.clusters(device) * config.split,
             a_rows=config.m,
             taps=1,
-            apart=(work.out_channels % BOX != 0, work.in_channels % BOX != 0),
-            moved_bytes=_moved_bytes(work),
+            apart=(work.out_channels % BOX_ROWS != 0, work.in_channels % BOX_ROWS != 0),
+            moved_bytes=work.elements * work.dtype.itemsize,
         ),
         RATES,
     )
@@ -238,21 +203,18 @@ def _sides(work: ConvWork, device: CudaDevice) -> Iterator[Prepared]:
     return (prepare_side(work, name, device) for name in ("input", "grad_output"))
 
 
-def _chosen(work: ConvWork, device: CudaDevice) -> tuple[float, SingleConfig]:
+def _chosen(work: ConvWork, device: CudaDevice) -> tuple[float, SingleTile]:
     """Return the configuration with the least expected time, and that in seconds."""
-    every = [(expected_s(work, device, one), one) for one in configs(work, device)]
-    found = sorted(every, key=lambda one: one[0])[:MOST_CORRECTED]
-    correction = correction_of("hopper_weight_single", device)
-    if correction is None:
-        return found[0]
-    factors = correction.factors(lines(work, device, found))
-    times = [time_s * float(factor) for (time_s, _), factor in zip(found, factors, strict=True)]
-    best = int(np.argmin(times))
-    return times[best], found[best][1]
+    return fastest(
+        "hopper_weight_single",
+        ((expected_s(work, device, one), one) for one in configs(work, device)),
+        lambda found: lines(work, device, found),
+        device,
+    )
 
 
 def lines(
-    work: ConvWork, device: CudaDevice, found: Sequence[tuple[float, SingleConfig]]
+    work: ConvWork, device: CudaDevice, found: Sequence[tuple[float, SingleTile]]
 ) -> NDArray[np.float64]:
     """Return the `features` of configurations with their expected seconds."""
     every = [config for _, config in found]
@@ -264,30 +226,21 @@ def lines(
         m=[config.m for config in every],
         n=[config.n for config in every],
         k=PIXELS,
-        inner=[config.cluster for config in every],
+        inner=[config.split for config in every],
         outer=1,
-        workers=[config.clusters(device) * config.cluster for config in every],
-        moved=_moved_bytes(work),
+        workers=[config.clusters(device) * config.split for config in every],
+        moved=work.elements * work.dtype.itemsize,
         kind=[config.blocks for config in every],
         order=0,
     )
 
 
-def _moved_bytes(work: ConvWork) -> int:
-    """Return the bytes that must be read and written."""
-    elements = work.batch * (
-        work.in_channels * prod(work.input) + work.out_channels * prod(work.output)
-    )
-    elements += work.taps * work.in_channels * work.out_channels
-    return elements * work.dtype.itemsize
-
-
-def _arguments(work: ConvWork, config: SingleConfig, stages: int) -> Any:
+def _arguments(work: ConvWork, config: SingleTile, stages: int) -> Any:
     """Return the kernel parameters without addresses and tensor maps."""
     args = HopperWeightSingleArgs()
     args.dims, args.steps = dims_of(work), ceil_div(work.pixels, PIXELS)
-    args.cluster, args.owned = config.cluster, config.owned
-    args.stages, args.reduce_bytes = stages, config.reduce_bytes
+    args.cluster, args.owned = config.split, config.owned
+    args.stages, args.reduce_bytes = stages, config.epilogue_bytes
     args.y_size[:] = work.output
     for name in ("stride", "pad", "dilation", "kernel"):
         getattr(args, name)[:] = getattr(work, name)

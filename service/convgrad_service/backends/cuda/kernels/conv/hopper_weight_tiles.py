@@ -34,10 +34,10 @@ CLUSTERS, MEASURED_ON = {2: 66, 3: 39, 4: 30, 8: 15}, 132
 # Bytes of four accumulator fragments of a warpgroup, the unit of a reduction.
 QUAD_BYTES = 4 * 128 * 16
 # By tile, the (cluster size, blocks that reduce one tile) that were the fastest for some layer.
-SUMMING = {
-    "128x128": ((3, 3), (4, 4)),
-    "128x192": ((2, 2), (3, 3), (4, 4), (8, 4)),
-    "256x128": ((2, 2), (4, 4), (8, 4)),
+CLUSTERS_OF = {
+    "128x128": ((2, 1), (3, 3), (4, 4)),
+    "128x192": ((2, 1), (2, 2), (4, 4), (8, 4)),
+    "256x128": ((2, 1), (2, 2), (4, 4), (8, 4)),
 }
 # Partial sums that a thread reads at a time, and the most units of a tile's rendezvous word
 # (hopper_weight_grid_reduce.cuh).
@@ -95,16 +95,10 @@ class WeightTile:
         products = self.warpgroups * self.rows * self.products
         return products * (PIXELS // 16) * self.columns // 2
 
-    @property
-    def copying(self) -> tuple[int, ...]:
-        """Numbers of blocks that may share loads by multicast, if registers allow it."""
-        return () if self.rows * self.columns > 256 else (2,)
-
     @cached_property
     def clusters(self) -> tuple[tuple[int, int], ...]:
         """All cluster shapes (blocks, blocks that reduce one tile), the single block first."""
-        summing = SUMMING.get(self.name, ())
-        return ((1, 1), *((copying, 1) for copying in self.copying), *summing)
+        return ((1, 1), *CLUSTERS_OF.get(self.name, ()))
 
     def joined_bytes(self, summing: int) -> int:
         """Return the bytes of accumulators, and of slices received, in a cluster reduction."""

@@ -9,7 +9,6 @@ from math import prod
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_args import (
-    CHUNK_BYTES,
     MAX_PHASES,
     arguments,
 )
@@ -19,10 +18,11 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_model import (
     expected_s,
 )
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
-    TILES,
+    CHUNK_BYTES,
     Config,
     Gemm,
     Tile,
+    tiles_of,
 )
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, gather_axis
 from convgrad_service.backends.cuda.kernels.core.limits import (
@@ -121,7 +121,7 @@ class ImplicitGemm:
         operands = _operands(work, device)
         gemm = gemm_of(work, axes)
         if self._config is None:
-            time_s, config = choose_config(gemm, work.dtype, device, COUNTERS)
+            time_s, config = choose_config(gemm, work.dtype, device, COUNTERS, operands.vector)
         else:
             config = self._config
             time_s = expected_s(gemm, work.dtype, config, device)
@@ -163,7 +163,8 @@ class ImplicitGemm:
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> ImplicitGemm | None:
         """See `Tunable.tuned`."""
         gemm = gemm_of(work, [gather_axis(gathering(work), dim) for dim in range(3)])
-        every = candidate_configs(gemm, work.dtype, device, COUNTERS)
+        vector = _operands(work, device).vector
+        every = candidate_configs(gemm, work.dtype, device, COUNTERS, vector)
         found = next((one for one in every if str(one) == config), None)
         return None if found is None else ImplicitGemm(found, self._dtypes, self._least)
 
@@ -173,8 +174,8 @@ class ImplicitGemm:
             _instance(tile, dtype, direction, vector)
             for dtype in self._dtypes
             for direction in OPERATIONS
-            for tile in TILES
             for vector in VECTORS
+            for tile in tiles_of(dtype, vector)
         ]
 
 
@@ -182,16 +183,7 @@ def gemm_of(work: ConvWork, axes: list[Axis]) -> Gemm:
     """Return the GEMM of a convolution."""
     chunk = CHUNK_BYTES // work.dtype.itemsize
     source, result = work.channels
-    size = work.dtype.itemsize
-    moved = (
-        size
-        * work.groups
-        * (
-            work.batch
-            * (work.in_channels * prod(work.input) + work.out_channels * prod(work.output))
-            + work.taps * work.in_channels * work.out_channels
-        )
-    )
+    moved = work.elements * work.dtype.itemsize
     tap_channels = ceil_div(source, chunk) * chunk
     irregular = work.taps > 1 or max(work.stride) > 1
     if work.direction == "bwd_weight":

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import Config, Gemm
+from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
+    CHUNK_BYTES,
+    Config,
+    Gemm,
+)
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, Phase, divider
 from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
@@ -15,14 +19,12 @@ from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand, Size3
 
 __all__ = [
-    "CHUNK_BYTES",
     "MAX_PHASES",
     "ImplicitGemmArgs",
     "arguments",
 ]
 
 MAX_PHASES = 8
-CHUNK_BYTES = 16
 
 
 PhaseArgs = structure("conv/implicit_gemm_args.cuh", "GatherPhase")

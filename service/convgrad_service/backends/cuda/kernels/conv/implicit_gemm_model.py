@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
+    CHUNK_BYTES,
     CLUSTERS,
     STEP_BYTES,
-    TILES,
     Config,
     Gemm,
+    tiles_of,
 )
-from convgrad_service.backends.cuda.tuning.correction import MOST_CORRECTED, correction_of
+from convgrad_service.backends.cuda.tuning.correction import fastest
 from convgrad_service.backends.cuda.tuning.features import features
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
@@ -157,12 +158,12 @@ def expected_s(gemm: Gemm, dtype: DType, config: Config, device: CudaDevice) -> 
 
 
 def candidate_configs(
-    gemm: Gemm, dtype: DType, device: CudaDevice, counters: int
+    gemm: Gemm, dtype: DType, device: CudaDevice, counters: int, vector: int = CHUNK_BYTES
 ) -> Iterator[Config]:
     """Yield the configurations with at least one k-tile per block and enough ``counters``."""
     steps = gemm.steps(dtype)
     clusters = CLUSTERS if device.capability >= (9, 0) else CLUSTERS[:1]
-    for tile in TILES:
+    for tile in tiles_of(dtype, vector):
         tiles = gemm.tiles(tile) * gemm.groups * len(gemm.phases)
         fitting = [
             cluster
@@ -181,24 +182,20 @@ def candidate_configs(
 
 
 def choose_config(
-    gemm: Gemm, dtype: DType, device: CudaDevice, counters: int
+    gemm: Gemm, dtype: DType, device: CudaDevice, counters: int, vector: int = CHUNK_BYTES
 ) -> tuple[float, Config]:
     """Return the configuration with the least expected time, and that in seconds.
 
     It depends on the problem and the device model only.
     """
-    every = [
-        (expected_s(gemm, dtype, config, device), config)
-        for config in candidate_configs(gemm, dtype, device, counters)
-    ]
-    found = sorted(every, key=lambda one: one[0])[:MOST_CORRECTED]
-    correction = correction_of(f"implicit_gemm_{'weight' if gemm.weight else 'gather'}", device)
-    if correction is None or dtype.itemsize != 2:
-        return found[0]
-    factors = correction.factors(lines(gemm, dtype, device, found))
-    times = [time_s * float(factor) for (time_s, _), factor in zip(found, factors, strict=True)]
-    best = min(range(len(found)), key=times.__getitem__)
-    return times[best], found[best][1]
+    every = candidate_configs(gemm, dtype, device, counters, vector)
+    return fastest(
+        f"implicit_gemm_{'weight' if gemm.weight else 'gather'}",
+        ((expected_s(gemm, dtype, config, device), config) for config in every),
+        lambda found: lines(gemm, dtype, device, found),
+        device,
+        corrected=dtype.itemsize == 2,
+    )
 
 
 def lines(

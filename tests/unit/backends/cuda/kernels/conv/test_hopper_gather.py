@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
     tiles_of,
 )
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, gather_axis
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.program import Launch
 from convgrad_service.plans.cuda.works import ConvWork, Direction
@@ -46,6 +48,12 @@ DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd_data")
 
 def axes_of(work: ConvWork) -> list[Axis]:
     return [gather_axis(work, dim) for dim in range(3)]
+
+
+def arguments_of(work: ConvWork) -> Any:
+    args = structure("conv/hopper_gather.cuh", "HopperGatherArgs", MAPS=1)
+    packed = launch_of(work).arguments.packed  # type: ignore[attr-defined]
+    return args.from_buffer_copy(packed.template)
 
 
 def launch_of(work: ConvWork, schedule: Schedule | None = None) -> Launch:
@@ -68,8 +76,25 @@ def test_a_bias_and_a_comparison_are_finished_in_rows(activation: str) -> None:
         assert "such results" in reason
     else:
         assert reason is None
-        assert dict(launch_of(work).instance.defines)["EPILOGUE"] == "1"
-    assert "EPILOGUE" not in dict(launch_of(plain).instance.defines)
+        assert arguments_of(work).plain == 2
+        assert launch_of(work).instance in HopperGather().instances()
+    assert arguments_of(plain).plain == 1
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+@pytest.mark.parametrize("stride", [1, 2, 4])
+@pytest.mark.parametrize("biased", [False, True])
+def test_every_candidate_is_an_instance_of_the_library(
+    direction: Direction, layout: str, stride: int, biased: bool
+) -> None:
+    work = work_of(direction, layout=layout, stride=stride, channels=(64, 128), size=32)
+    work = replace(work, bias="bias") if biased else work
+    axes, library = axes_of(work), set(HopperGather().instances())
+    found = list(candidates(work, axes, H200))
+    assert {launch_of(work, one).instance for one in found} <= library
+    rows = [one for one in found if one.tile.pingpong and one.tile.taps > 1]
+    assert len(rows) == (layout == "NHWC" and stride == 1)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -56,6 +56,7 @@ def test_vectors_follow_the_narrower_operand(channels: tuple[int, int], vector: 
     launch = ImplicitGemm().launches(pointwise(2, channels, 8, "bwd_weight"), H200).steps[-1]
     assert isinstance(launch, Launch)
     assert dict(launch.instance.defines)["VECTOR"] == str(vector)
+    assert launch.instance in ImplicitGemm().instances()
 
 
 def test_odd_channels_are_copied_first() -> None:
