@@ -8,6 +8,14 @@ from dataclasses import dataclass
 from math import prod
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.conv.hopper_first_data_forms import (
+    GROUPS,
+    ROW_BYTES,
+    SHAPES,
+    STATIC_BYTES,
+    STEP,
+    Form,
+)
 from convgrad_service.backends.cuda.kernels.core.elements import (
     ACTIVATIONS,
     CUDA_TYPES,
@@ -26,7 +34,7 @@ from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     prepare_side,
 )
 from convgrad_service.backends.cuda.structures import structure
-from convgrad_service.plans.cuda.device import HOPPER, SHARED_BYTES, CudaDevice
+from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
@@ -35,56 +43,15 @@ __all__ = ["HopperFirstData"]
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 MOST_CHANNELS, LEAST_CHANNELS = 8, 16
 """The most channels of the input, and the fewest of grad_output."""
-GROUPS, STEP = 64, 16
-"""Groups of positions per warpgroup, and channels of a k-step."""
-# With split float32: the most 8-column fragments of a warpgroup, and the most taps along W.
-MOST_SPLIT, MOST_SPLIT_TAPS = 7, 7
-MOST_FINISHED = 4
-ROW_BYTES, ALIGNMENT, STATIC_BYTES = 128, 1024, 1024
 MAX_OFFSET = 2**31 - 1
 IN_TWOS = 3
 """An epilogue code of the kernel: pairs of columns are contiguous and at even offsets."""
 # Cost model, fitted to an H200, in clocks: an SM's overhead per row of y; the latency per row of a
-# block that runs alone; a block's start, per tap along D; and the slowdown factor of wgmmas that
-# overlap splitting.
-ROW_CLOCKS, WAIT_CLOCKS, START_CLOCKS, SPLIT_CLOCKS = 300, 500, 6000, 1.5
+# block that runs alone; and a block's start, per tap along D.
+ROW_CLOCKS, WAIT_CLOCKS, START_CLOCKS = 300, 500, 6000
 
 
 HopperFirstDataArgs = structure("conv/hopper_first_data.cuh", "HopperFirstDataArgs")
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The capacity of an instance: kernel rows, 8-column fragments per kernel row, steps along W,
-    and k-steps of 16 channels of grad_output."""
-
-    rows: int
-    eights: int
-    taps: int
-    steps: int
-
-    @property
-    def columns(self) -> int:
-        return self.rows * self.eights * 8
-
-    @property
-    def most_finished(self) -> int:
-        """The most rows of the input that one row of grad_output completes."""
-        return 2 if self.eights == 1 else MOST_FINISHED
-
-    @property
-    def most_warpgroups(self) -> int:
-        """The most consumer warpgroups, limited by registers for accumulators."""
-        return 2 if self.eights == 1 else 1
-
-
-SHAPES = (
-    *(Shape(rows, 1, taps, steps) for rows in (4, 7, 8) for taps in (2, 4) for steps in (2, 4)),
-    *(Shape(7, 1, taps, steps) for taps in (5, 7) for steps in (2, 4)),
-    *(Shape(rows, 2, 4, steps) for rows in (3, 4) for steps in (2, 4)),
-    *(Shape(4, 1, taps, 8) for taps in (2, 4)),
-    *(Shape(4, 2, 1, steps) for steps in (4, 8)),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,85 +61,6 @@ class Cut:
     warpgroups: int
     segment_rows: int
     row_segments: int
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """An instance and how a layer uses it.
-
-    Attributes
-    ----------
-    dtype, split, shape
-        Its dtype, whether float32 is split, and its capacity.
-    row_step
-        The number of blocks that share the kernel rows: 1 or the stride along H.
-    planes
-        Taps along D.
-    """
-
-    dtype: DType
-    split: bool
-    shape: Shape
-    row_step: int = 1
-    planes: int = 1
-
-    @property
-    def wide(self) -> bool:
-        return self.dtype is DType.FLOAT32
-
-    @property
-    def stages(self) -> int:
-        return 3 if self.wide else 4
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of the largest size per SM."""
-        return 1 if self.wide else 2
-
-    def together(self, warpgroups: int) -> int:
-        """Return the blocks per SM of that many warpgroups each, limited by registers."""
-        return 1 if self.split else self.blocks * self.shape.most_warpgroups // warpgroups
-
-    @property
-    def loaders(self) -> int:
-        """Producer threads: a whole warpgroup if they split float32, else one warp."""
-        return 128 if self.split else 32
-
-    @property
-    def subs(self) -> int:
-        """Rows of 128 bytes in shared memory per position of y."""
-        return ceil_div(self.shape.steps * STEP * self.dtype.itemsize, ROW_BYTES)
-
-    @property
-    def weight_bytes(self) -> int:
-        parts = 3 * ceil_div(self.shape.steps * STEP * 2, ROW_BYTES) if self.split else self.subs
-        return parts * self.planes * self.shape.taps * self.shape.columns * ROW_BYTES
-
-    @property
-    def product_clocks(self) -> float:
-        """Clocks of all wgmmas of a warpgroup for a row of y."""
-        shape = self.shape
-        each = max(shape.columns / 2, 16 + shape.columns / 4)
-        return (
-            shape.taps
-            * shape.steps
-            * each
-            * (6 * SPLIT_CLOCKS if self.split else 2 if self.wide else 1)
-        )
-
-    def positions(self, warpgroups: int) -> int:
-        """Return the number of positions of y per row that a block of warpgroups reads."""
-        return warpgroups * GROUPS + self.shape.taps - 1
-
-    def sub_bytes(self, warpgroups: int) -> int:
-        return ceil_div(self.positions(warpgroups) * ROW_BYTES, ALIGNMENT) * ALIGNMENT
-
-    def stage_bytes(self, warpgroups: int) -> int:
-        return self.sub_bytes(warpgroups) * self.subs
-
-    def shared_bytes(self, warpgroups: int) -> int:
-        """Return the bytes of shared memory: alignment, the pipeline and the weights."""
-        return ALIGNMENT + self.stages * self.stage_bytes(warpgroups) + self.weight_bytes
 
 
 class HopperFirstData:
@@ -271,7 +159,7 @@ class HopperFirstData:
         """See `Family.instances`."""
         kinds = [(dtype, False) for dtype in DTYPES] + [(DType.FLOAT32, True)]
         forms = (Form(dtype, split, shape) for dtype, split in kinds for shape in SHAPES)
-        return [_instance(form) for form in forms if _fits(form)]
+        return [_instance(form) for form in forms if form.fits]
 
 
 def _form(work: ConvWork) -> Form | None:
@@ -286,7 +174,7 @@ def _form(work: ConvWork) -> Form | None:
     fitting = [
         form
         for form in forms
-        if _fits(form)
+        if form.fits
         and ceil_div(work.kernel[1], form.row_step) <= form.shape.rows
         and stride // form.row_step <= form.shape.most_finished
         and work.stride[2] * work.in_channels <= form.shape.eights * 8
@@ -294,14 +182,6 @@ def _form(work: ConvWork) -> Form | None:
         and work.out_channels <= form.shape.steps * STEP
     ]
     return min(fitting, key=lambda form: form.product_clocks * form.row_step, default=None)
-
-
-def _fits(form: Form) -> bool:
-    """Return whether the instance fits into registers and shared memory."""
-    shape = form.shape
-    small = shape.rows * shape.eights <= MOST_SPLIT and shape.taps <= MOST_SPLIT_TAPS
-    shared = form.shared_bytes(1) + STATIC_BYTES <= SHARED_BYTES[HOPPER[0]]
-    return shared and (small or not form.split)
 
 
 def _plain(work: ConvWork) -> int:
