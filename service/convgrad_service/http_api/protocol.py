@@ -1,4 +1,4 @@
-"""The HTTP protocol of a connection: caches parsed heads, and receives bodies in place.
+"""The HTTP protocol of a connection, which receives large bodies in place.
 
 Its limits are in `protocol_limits`.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -17,7 +17,6 @@ from convgrad.errors import MalformedRequest
 from convgrad_service.http_api.connection import CONNECTION
 from convgrad_service.http_api.protocol_limits import HeadRefused, LimitedProtocol, check_head
 from convgrad_service.http_api.receive_into import ReadInParts, ReceiveInto
-from convgrad_service.http_api.request_head_cache import RequestHeadCache
 from convgrad_service.http_api.write_coalescing import CoalescedWriter
 from convgrad_service.server.settings import Settings
 
@@ -32,16 +31,10 @@ _MAX_SENT_AHEAD = 16
 
 
 class GuardedProtocol(LimitedProtocol):
-    """One connection. ``settings`` and ``heads`` are set by `guarded_protocol`."""
-
-    heads: ClassVar[RequestHeadCache]
+    """One connection. ``settings`` are set by `guarded_protocol`."""
 
     _reader: asyncio.BaseProtocol
     """What passes received data on to this protocol."""
-    _between = True
-    """Whether the parser has seen the end of a request, and nothing of the next."""
-    _first = b""
-    """What was read last, if a request began with it whose head is yet to be parsed."""
     _repeating_head = False
     _parts = 0
     parts_bytes = 0
@@ -66,9 +59,6 @@ class GuardedProtocol(LimitedProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return  # pipelined after a refused request
-        if self._between and self._known_received(data):
-            return
-        self._first = data if self._between else b""
         # Before parsing: the parser concatenates an endless header line piece by piece.
         if self._in_head:
             if self._head_bytes > self.settings.max_header_bytes:
@@ -91,7 +81,7 @@ class GuardedProtocol(LimitedProtocol):
             while left:
                 try:
                     self.parser.feed_data(left)
-                    return
+                    break
                 except httptools.HttpParserUpgrade as upgrade:
                     left = left[upgrade.args[0] :]
                     self._ignore_upgrade()
@@ -99,50 +89,7 @@ class GuardedProtocol(LimitedProtocol):
             if str(error) == "Invalid HTTP version":
                 self._refusal = HeadRefused(505, "the version of HTTP is unknown; expected 1.1")
             self.send_400_response(f"this is not a valid HTTP/1.1 request: {error}")
-
-    def _known_received(self, data: bytes) -> bool:
-        """Handle a whole request whose head is cached, without the parser; return whether it is."""
-        before: RequestResponseCycle | None = self.cycle  # None before the first request
-        if self.pipeline or (before is not None and not before.response_complete):
-            return False
-        found = self.heads.find(data)
-        if found is None or len(data) - found[2] != found[0].body_bytes:
-            return False
-        known, request_id, body_at = found
-        self._unset_keepalive_if_required()
-        self._end_head()
-        self.parts_bytes = known.body_bytes
-        exchange = _Exchange(self)
-        scope: dict[str, Any] = {
-            "type": "http",
-            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
-            "server": self.server,
-            "client": self.client,
-            "scheme": self.scheme,
-            "root_path": self.root_path,
-            "state": self.app_state.copy(),
-            CONNECTION: exchange,
-            **known.scope(request_id),
-        }
-        self.scope = cast(Any, scope)
-        cycle = self.cycle = exchange.cycle = RequestResponseCycle(
-            scope=self.scope,
-            transport=cast(asyncio.Transport, CoalescedWriter(self.transport)),
-            flow=self.flow,
-            logger=self.logger,
-            access_logger=self.access_logger,
-            access_log=self.access_log,
-            default_headers=self.server_state.default_headers,
-            message_event=asyncio.Event(),
-            expect_100_continue=False,
-            keep_alive=True,
-            on_response=self.on_response_complete,
-        )
-        cycle.body += memoryview(data)[body_at:]
-        cycle.more_body = False
-        cycle.message_event.set()
-        self._start_asgi_task(cycle, self.app)
-        return True
+        self._expect_rest_of_head()
 
     def _ignore_upgrade(self) -> None:
         """Ignore an upgrade and stay with HTTP/1.1 (RFC 9110, 7.8).
@@ -160,22 +107,17 @@ class GuardedProtocol(LimitedProtocol):
     def on_message_begin(self) -> None:
         if self._repeating_head:
             return
-        self._between = False
         super().on_message_begin()
         self._begin_head()
         self._parts = self.parts_bytes = 0
 
     def on_url(self, url: bytes) -> None:
-        if self._repeating_head:
-            return
-        self._count_head(len(url))
-        super().on_url(url)
+        if not self._repeating_head:
+            super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._repeating_head:
-            return
-        self._count_head(len(name) + len(value) + 4)
-        if self._in_head:  # trailers are no headers: what a proxy checked would not be what we read
+        # Trailers are no headers: what a proxy checked would not be what we read.
+        if self._in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -184,6 +126,7 @@ class GuardedProtocol(LimitedProtocol):
         self._end_head()
         version = self.parser.get_http_version()
         try:
+            self._check_head_size()
             check_head(version, self.headers)
         except HeadRefused as error:
             self._refusal = error
@@ -197,19 +140,8 @@ class GuardedProtocol(LimitedProtocol):
             self.expect_100_continue = False  # which RFC 9110, 10.1.1, requires
         super().on_headers_complete()
         exchange.cycle = self.cycle
-        if self._first:
-            self._learn_head(self._first)
         if self.scope["method"] != "HEAD":  # whose answer has no body
             self.cycle.transport = cast(asyncio.Transport, CoalescedWriter(self.transport))
-
-    def _learn_head(self, first: bytes) -> None:
-        self._first = b""
-        scope = cast(dict[str, Any], self.scope)
-        plain = scope["method"] == "POST" and scope["http_version"] == "1.1"
-        if plain and self.cycle.keep_alive and not self.parser.should_upgrade():
-            self.heads.learn(
-                first, scope["raw_path"], scope["path"], scope["query_string"], self.headers
-            )
 
     def on_body(self, body: bytes) -> None:
         self._parts += 1
@@ -225,13 +157,11 @@ class GuardedProtocol(LimitedProtocol):
     def on_message_complete(self) -> None:
         # For an upgrade this is only the end of the head; the new parser reports the body's end.
         if not self.parser.should_upgrade():
-            self._between = True
             super().on_message_complete()
 
     def begin_again(self) -> None:
         """Start parsing a new request, with a new parser that has not seen the last body."""
         self.parser = httptools.HttpRequestParser(self)
-        self._between = True
         self.cycle.more_body = False
         self.cycle.message_event.set()
         self.turn_to(self._reader)
@@ -306,5 +236,4 @@ class _Exchange:
 
 def guarded_protocol(settings: Settings) -> type[GuardedProtocol]:
     """Return a protocol class with these settings, which uvicorn instantiates per connection."""
-    own = {"settings": settings, "heads": RequestHeadCache()}
-    return type("GuardedProtocol", (GuardedProtocol,), own)
+    return type("GuardedProtocol", (GuardedProtocol,), {"settings": settings})
