@@ -19,8 +19,7 @@ from convgrad_service.engine.hub import Engine, JobHandle, call_hub
 from convgrad_service.engine.memory.lease import Lease
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, has_index_inputs
 from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest, Result, blank
-from convgrad_service.engine.scheduling.partition import JobResult, OnPartDone
-from convgrad_service.engine.scheduling.progress import Progress
+from convgrad_service.engine.scheduling.partition import JobResult, OnPartDone, Progress
 from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.engine.shm.stored import TensorStore
 from convgrad_service.engine.telemetry.record import Timings

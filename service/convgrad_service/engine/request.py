@@ -14,8 +14,7 @@ from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest
 from convgrad_service.engine.deadline import Deadline
 from convgrad_service.engine.hub import JobHandle
-from convgrad_service.engine.scheduling.partition import JobResult
-from convgrad_service.engine.scheduling.progress import Progress
+from convgrad_service.engine.scheduling.partition import JobResult, Progress
 from convgrad_service.engine.scheduling.quotas import ANYBODY, Caller
 from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.engine.telemetry.record import Timings

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from convgrad_service.engine.deadline import Deadline
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.telemetry.request_context import RequestContext
+from convgrad_service.engine.telemetry.record import RequestContext
 from convgrad_service.grpc_api.call import EOF, Call
 from convgrad_service.grpc_api.exchange import Exchanges
 from convgrad_service.grpc_api.infer_transport import (

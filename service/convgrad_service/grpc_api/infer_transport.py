@@ -17,8 +17,7 @@ from convgrad_service.engine.execution import Execution, ResponseTemplate, split
 from convgrad_service.engine.memory.lease import Lease
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest, Decoded, Result, blank
-from convgrad_service.engine.telemetry.request_context import RequestContext
-from convgrad_service.grpc_api.compression import is_compressed
+from convgrad_service.engine.telemetry.record import RequestContext
 from convgrad_service.grpc_api.infer_wire import (
     Part,
     cut_raw_contents,
@@ -30,6 +29,7 @@ from convgrad_service.grpc_api.infer_wire import (
     request_names,
 )
 from convgrad_service.grpc_api.limits import Arrivals, Held
+from convgrad_service.grpc_api.messages import is_compressed
 from convgrad_service.oip.answer_parts import MAX_PART_BYTES, AnswerParts, row_bytes
 from convgrad_service.oip.fields import described, request_fields, tensor_in
 from convgrad_service.oip.request import InferRequest, Region, Span

@@ -13,11 +13,10 @@ from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.telemetry.tracing import traces_to
 from convgrad_service.grpc_api.call import Call
 from convgrad_service.grpc_api.exchange import Exchanges
-from convgrad_service.grpc_api.health import HealthMethods
 from convgrad_service.grpc_api.infer import MAX_MESSAGE_BYTES, InferMethods
 from convgrad_service.grpc_api.messages import SERVICE, message, parsed
-from convgrad_service.grpc_api.reflection import reflection_handlers
 from convgrad_service.grpc_api.service import DescribingMethods
+from convgrad_service.grpc_api.standard_services import HealthMethods, reflection_handlers
 from convgrad_service.oip.shared_memory import SharedMemory
 from convgrad_service.security.keys import KeyRing
 from convgrad_service.server.settings import Settings

@@ -20,11 +20,11 @@ from convgrad_service.oip.fields import operation_named
 from convgrad_service.oip.models import (
     model_config,
     model_metadata,
+    model_statistics,
     repository_index,
     server_metadata,
 )
 from convgrad_service.oip.shared_memory import Kind, Registration, SharedMemory
-from convgrad_service.oip.statistics import model_statistics
 
 __all__ = ["DescribingMethods"]
 

@@ -18,12 +18,12 @@ from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import SMALL_BYTES, Fields, Result, blank
 from convgrad_service.engine.telemetry.record import Timings
 from convgrad_service.http_api.body import Body, TextReader
-from convgrad_service.http_api.json_answer import (
+from convgrad_service.http_api.json_forms import (
+    describe_json_request,
     json_answer,
     refuse_endless_values,
     stored_tensor,
 )
-from convgrad_service.http_api.json_body import describe_json_request
 from convgrad_service.http_api.multipart_body import MEDIA_TYPE as MULTIPART
 from convgrad_service.http_api.multipart_body import MultipartReader
 from convgrad_service.http_api.npy_answer import (

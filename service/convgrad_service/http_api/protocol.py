@@ -14,10 +14,9 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from convgrad.errors import MalformedRequest
-from convgrad_service.http_api.connection import CONNECTION
+from convgrad_service.http_api.connection_io import CoalescedWriter, ReadInParts, ReceiveInto
+from convgrad_service.http_api.context import CONNECTION
 from convgrad_service.http_api.protocol_limits import HeadRefused, LimitedProtocol, check_head
-from convgrad_service.http_api.receive_into import ReadInParts, ReceiveInto
-from convgrad_service.http_api.write_coalescing import CoalescedWriter
 from convgrad_service.server.settings import Settings
 
 __all__ = ["GuardedProtocol", "guarded_protocol"]

@@ -14,7 +14,7 @@ from convgrad.wire import strict_json
 from convgrad.wire.sentences import shown
 from convgrad_service.http_api.body import small_body
 from convgrad_service.http_api.context import context_of
-from convgrad_service.oip.regions import known_keys, size_of
+from convgrad_service.oip.request import known_keys, size_of
 from convgrad_service.oip.shared_memory import Kind, Registration, SharedMemory
 from convgrad_service.server.settings import Settings
 

@@ -6,35 +6,79 @@ import gc
 import threading
 from collections.abc import Iterable
 from functools import partial
+from typing import NamedTuple
 
 from convgrad_service.backends.base import ServingBackend
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.backends.selection import BackendOptions, backend_named
+from convgrad_service.cgroups import memory_bytes
 from convgrad_service.engine.embedded import embedded_hub
 from convgrad_service.engine.hub import Engine, Hub
 from convgrad_service.engine.options import EngineOptions, Limits
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.scheduling.quotas import Usage
-from convgrad_service.engine.telemetry.metrics import Labelled, Metrics
-from convgrad_service.engine.telemetry.triton_metrics import TritonMetrics
+from convgrad_service.engine.telemetry.metrics import Labelled, Metrics, TritonMetrics
 from convgrad_service.engine.workers.inline_executor import InlineBackend
 from convgrad_service.engine.workers.worker_main import WorkerRecipe
 from convgrad_service.server.logs import configure_logs
 from convgrad_service.server.malloc import keep_large_blocks
-from convgrad_service.server.memory_budget import MemoryBudget, memory_budget
 from convgrad_service.server.settings import Settings
 from convgrad_service.server.warm_up import warm_up
 
 __all__ = [
+    "MemoryBudget",
     "add_metrics",
     "backend_of",
     "embedded_pipeline",
     "engine_options",
     "freeze_startup_objects",
+    "memory_budget",
     "pipeline_on",
     "prepare_process",
     "worker_recipe",
 ]
+
+# Assumed if the system does not report its memory.
+_UNKNOWN_BYTES = 8 * 2**30
+# Used by the interpreters, libraries and threads of a server's processes, and kept by malloc.
+_PROCESSES_BYTES = 384 * 2**20
+# Number of JSON bodies of the maximum size that may be in memory at the same time.
+_MAX_SIZE_TEXTS = 4
+
+
+class MemoryBudget(NamedTuple):
+    """Bytes for tensors of requests in flight, JSON bodies not yet decoded, stored tensors, and the
+    workspace of one problem."""
+
+    tensors: int
+    texts: int
+    stored: int
+    workspace: int
+
+
+def memory_budget(settings: Settings) -> MemoryBudget:
+    """Return the budget from the settings; what they leave unset is a share of `memory_bytes`.
+
+    After subtracting what the processes themselves need, half is for tensors, and an eighth each
+    for JSON texts, stored tensors and the workspace of each of two problems.
+    """
+    limit = settings.memory_bytes or memory_bytes() or _UNKNOWN_BYTES
+    free = max(limit - _PROCESSES_BYTES, limit // 4)
+    tensors = int(settings.max_inflight_bytes or free // 2)
+    texts = max(
+        min(_MAX_SIZE_TEXTS * settings.max_json_bytes, tensors // 4), settings.max_json_bytes
+    )
+
+    def capped_unless_set(name: str, size_bytes: int) -> int:
+        return int(size_bytes) if name in settings.model_fields_set else min(size_bytes, free // 8)
+
+    return MemoryBudget(
+        tensors,
+        capped_unless_set("max_json_bytes", texts),
+        capped_unless_set("max_stored_bytes", settings.max_stored_bytes),
+        capped_unless_set("workspace_bytes", settings.workspace_bytes),
+    )
+
 
 # How much memory freed by requests is kept for later ones: in the arena, and in the heaps of all
 # processes. A share of the tensors' budget, and at most. Kept pages need not be faulted in again.

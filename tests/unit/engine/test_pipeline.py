@@ -28,7 +28,7 @@ from convgrad_service.backends.base import Outcome
 from convgrad_service.engine.deadline import CancelScope, Deadline
 from convgrad_service.engine.embedded import embedded_hub
 from convgrad_service.engine.hub import Hub, JobHandle
-from convgrad_service.engine.memory.free_list import PAGE_BYTES
+from convgrad_service.engine.memory.arena import PAGE_BYTES
 from convgrad_service.engine.options import SMALL_REQUEST_BYTES, EngineOptions, Limits
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import ComputeRequest, Decoded, Result, blank
