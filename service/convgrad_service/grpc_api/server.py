@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
+from google.protobuf.json_format import ParseDict
 
 from convgrad.errors import UnsupportedProblem
 from convgrad_service.engine.pipeline import Pipeline
@@ -15,7 +16,7 @@ from convgrad_service.grpc_api.call import Call
 from convgrad_service.grpc_api.exchange import Exchanges
 from convgrad_service.grpc_api.infer import MAX_MESSAGE_BYTES, InferMethods
 from convgrad_service.grpc_api.messages import SERVICE, message, parsed
-from convgrad_service.grpc_api.service import DescribingMethods
+from convgrad_service.grpc_api.service import DescribingMethods, Method
 from convgrad_service.grpc_api.standard_services import HealthMethods, reflection_handlers
 from convgrad_service.oip.shared_memory import SharedMemory
 from convgrad_service.security.keys import KeyRing
@@ -94,15 +95,16 @@ class GrpcServer:
             if self._traces is not None:
                 await self._traces.close()
 
-    def _describing(
-        self, name: str, method: Callable[[Any, str], Awaitable[Any]]
-    ) -> grpc.RpcMethodHandler:
-        request_class = message(SERVICE.methods_by_name[name].input_type.name)
+    def _describing(self, name: str, method: Method) -> grpc.RpcMethodHandler:
+        described = SERVICE.methods_by_name[name]
+        request_class = message(described.input_type.name)
+        response_class = message(described.output_type.name)
 
         async def work(call: Call) -> bytes:
             # Methods without a key are answered without reading their empty message.
             body = b"" if name in _NO_KEY else await self._exchanges.arrivals.message(call)
-            answer = await method(parsed(body, request_class), call.context.owner)
+            fields = await method(parsed(body, request_class), call.context.owner)
+            answer = ParseDict(fields, response_class(), ignore_unknown_fields=True)
             encoded: bytes = answer.SerializeToString()
             call.context.sent_bytes = len(encoded)
             return encoded

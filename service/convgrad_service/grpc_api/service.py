@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, get_args
-
-from google.protobuf.json_format import ParseDict
 
 from convgrad.contract import OPERATIONS
 from convgrad.errors import DeviceUnavailable, NotFound, UnsupportedProblem
 from convgrad.wire.sentences import shown
 from convgrad_service.engine.hub import call_hub
 from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.shm.registry import RegionInfo
 from convgrad_service.engine.telemetry.request_metrics import RequestMetrics
-from convgrad_service.grpc_api.messages import message
 from convgrad_service.oip.fields import operation_named
 from convgrad_service.oip.models import (
     model_config,
@@ -24,15 +21,17 @@ from convgrad_service.oip.models import (
     repository_index,
     server_metadata,
 )
-from convgrad_service.oip.shared_memory import Kind, Registration, SharedMemory
+from convgrad_service.oip.shared_memory import Kind, SharedMemory
 
-__all__ = ["DescribingMethods"]
+__all__ = ["DescribingMethods", "Method"]
 
-Method = Callable[[Any, str], Awaitable[Any]]
+Fields = Mapping[str, Any]
+"""The fields of a response, as in JSON; those that its message does not have are left out."""
+Method = Callable[[Any, str], Awaitable[Fields]]
 
 
 class DescribingMethods:
-    """Every method that does not compute, from parsed request to response message."""
+    """Every method that does not compute, from parsed request to the fields of the response."""
 
     def __init__(
         self, pipeline: Pipeline, shared_memory: SharedMemory, service_name: str | None = None
@@ -58,86 +57,67 @@ class DescribingMethods:
                 f"{kind.title()}SharedMemoryUnregister": partial(self._unregister_region, kind),
             }
 
-    async def _server_live(self, _: Any, __: str) -> Any:
+    async def _server_live(self, _: Any, __: str) -> Fields:
         try:
             self._pipeline.require_live()
         except DeviceUnavailable:
-            return message("ServerLiveResponse")(live=False)
-        return message("ServerLiveResponse")(live=True)
+            return {"live": False}
+        return {"live": True}
 
-    async def _server_ready(self, _: Any, __: str) -> Any:
-        return message("ServerReadyResponse")(ready=self._pipeline.unready_reason is None)
+    async def _server_ready(self, _: Any, __: str) -> Fields:
+        return {"ready": self._pipeline.unready_reason is None}
 
-    async def _server_metadata(self, _: Any, __: str) -> Any:
-        metadata = server_metadata(self._memory.extensions)
-        return message("ServerMetadataResponse")(**metadata)
+    async def _server_metadata(self, _: Any, __: str) -> Fields:
+        return server_metadata(self._memory.extensions)
 
-    async def _model_ready(self, request: Any, __: str) -> Any:
+    async def _model_ready(self, request: Any, owner: str) -> Fields:
         # The protocol reports an unknown model as not ready.
         try:
             if request.name != self._service_name:
                 operation_named(request.name, request.version)
         except NotFound:
-            return message("ModelReadyResponse")(ready=False)
-        return message("ModelReadyResponse")(ready=self._pipeline.unready_reason is None)
+            return {"ready": False}
+        return await self._server_ready(request, owner)
 
-    async def _model_metadata(self, request: Any, __: str) -> Any:
-        operation = operation_named(request.name, request.version)
-        answer = message("ModelMetadataResponse")()
-        return ParseDict(model_metadata(operation.name), answer)
+    async def _model_metadata(self, request: Any, _: str) -> Fields:
+        return model_metadata(operation_named(request.name, request.version).name)
 
-    async def _model_config(self, request: Any, __: str) -> Any:
-        operation = operation_named(request.name, request.version)
-        answer = message("ModelConfigResponse")()
-        # The message has only some of the JSON's fields.
-        ParseDict(model_config(operation.name), answer.config, ignore_unknown_fields=True)
-        return answer
+    async def _model_config(self, request: Any, _: str) -> Fields:
+        return {"config": model_config(operation_named(request.name, request.version).name)}
 
-    async def _model_statistics(self, request: Any, __: str) -> Any:
+    async def _model_statistics(self, request: Any, _: str) -> Fields:
         names = (
             [operation_named(request.name, request.version).name] if request.name else OPERATIONS
         )
         counts = await call_hub(self._pipeline.engine, RequestMetrics.statistics)
-        answer = message("ModelStatisticsResponse")()
-        return ParseDict(model_statistics(counts, names), answer, ignore_unknown_fields=True)
+        return model_statistics(counts, names)
 
-    async def _repository_index(self, request: Any, __: str) -> Any:
+    async def _repository_index(self, request: Any, _: str) -> Fields:
         if request.repository_name:
             raise NotFound(
                 f"there is no repository {shown(request.repository_name)}; the only one has no name"
             )
-        index = repository_index(self._pipeline.unready_reason, only_ready=request.ready)
-        return message("RepositoryIndexResponse")(models=index)
+        reason = self._pipeline.unready_reason
+        return {"models": repository_index(reason, only_ready=request.ready)}
 
-    async def _refuse_control(self, _: Any, __: str) -> Any:
+    async def _refuse_control(self, _: Any, __: str) -> Fields:
         raise UnsupportedProblem(
             "models are this server's operations, which cannot be loaded or unloaded"
         )
 
-    async def _region_status(self, kind: Kind, request: Any, owner: str) -> Any:
-        answer = _shared_memory_response(kind, "Status")
-        for found in await self._memory.status(owner, kind, request.name):
-            region = answer.regions[found.name]
-            region.name, region.byte_size = found.name, found.size_bytes
-            if kind == "cuda":
-                region.device_id = found.device
-            else:
-                region.key, region.offset = found.key, found.offset
-        return answer
+    async def _region_status(self, kind: Kind, request: Any, owner: str) -> Fields:
+        found = await self._memory.status(owner, kind, request.name)
+        return {"regions": {region["name"]: region for region in found}}
 
-    async def _register_region(self, kind: Kind, request: Any, owner: str) -> Any:
-        region = Registration(kind, request.name, request.byte_size)
+    async def _register_region(self, kind: Kind, request: Any, owner: str) -> Fields:
         if kind == "cuda":
-            region = replace(region, handle=request.raw_handle, device=request.device_id)
+            handle, device = request.raw_handle, request.device_id
+            info = RegionInfo(request.name, "", 0, request.byte_size, handle, device)
         else:
-            region = replace(region, key=request.key, offset=request.offset)
-        await self._memory.register(owner, region)
-        return _shared_memory_response(kind, "Register")
+            info = RegionInfo(request.name, request.key, request.offset, request.byte_size)
+        await self._memory.register(owner, info)
+        return {}
 
-    async def _unregister_region(self, kind: Kind, request: Any, owner: str) -> Any:
+    async def _unregister_region(self, kind: Kind, request: Any, owner: str) -> Fields:
         await self._memory.unregister(owner, kind, request.name)
-        return _shared_memory_response(kind, "Unregister")
-
-
-def _shared_memory_response(kind: Kind, method: str) -> Any:
-    return message(f"{kind.title()}SharedMemory{method}Response")()
+        return {}
