@@ -77,8 +77,7 @@ class SharedMemory:
 
 def _described(info: RegionInfo) -> dict[str, Any]:
     """Return a region as the protocol describes it, in JSON and in its messages."""
+    where: dict[str, Any] = {"key": info.key, "offset": info.offset}
     if info.device is not None:
         where = {"device_id": info.device}
-    else:
-        where = {"key": info.key, "offset": info.offset}
     return {"name": info.name, **where, "byte_size": info.size_bytes}
