@@ -12,10 +12,10 @@ from convgrad.contract import Operation, Report, Request
 from convgrad.errors import MalformedRequest
 from convgrad.wire import safetensors
 from convgrad.wire.shapes import data_view, dtype_of
-from convgrad_service.engine.execution import Execution, ResponseTemplate, split_at
+from convgrad_service.engine.execution import Execution, ResponseTemplate, Result, split_at
 from convgrad_service.engine.memory.lease import Lease
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import SMALL_BYTES, Fields, Result, blank
+from convgrad_service.engine.request import SMALL_BYTES, Fields, blank
 from convgrad_service.engine.telemetry.record import Timings
 from convgrad_service.http_api.body import Body, TextReader
 from convgrad_service.http_api.json_forms import (

@@ -14,8 +14,7 @@ from convgrad.dtypes import DType
 from convgrad.errors import NotAcceptable
 from convgrad.wire import npy
 from convgrad.wire.shapes import dtype_of
-from convgrad_service.engine.execution import Execution
-from convgrad_service.engine.request import Result
+from convgrad_service.engine.execution import Execution, Result
 from convgrad_service.http_api.problem_details import Headers
 from convgrad_service.http_api.response import Arriving, Chunk
 from convgrad_service.problems import Problem

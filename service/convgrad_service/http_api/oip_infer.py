@@ -25,12 +25,13 @@ from convgrad_service.engine.execution import (
     Execution,
     Filler,
     ResponseTemplate,
+    Result,
     split_at,
 )
 from convgrad_service.engine.hub import call_hub
 from convgrad_service.engine.memory.lease import Lease
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import SMALL_BYTES, Decoded, Result, blank
+from convgrad_service.engine.request import SMALL_BYTES, Decoded, blank
 from convgrad_service.engine.telemetry.request_metrics import RequestMetrics
 from convgrad_service.http_api.body import Text, small_body
 from convgrad_service.http_api.codecs import MAX_KEY_BYTES

@@ -18,10 +18,10 @@ from starlette.types import Receive, Scope, Send
 from convgrad.contract import Operation
 from convgrad.errors import ServiceError
 from convgrad_service.engine.deadline import CancelScope, Deadline
-from convgrad_service.engine.execution import Execution
+from convgrad_service.engine.execution import Execution, Result
 from convgrad_service.engine.memory.lease import Lease
 from convgrad_service.engine.pipeline import Pipeline, Transport
-from convgrad_service.engine.request import SMALL_BYTES, ClientGone, ComputeRequest, Decoded, Result
+from convgrad_service.engine.request import SMALL_BYTES, ClientGone, ComputeRequest, Decoded
 from convgrad_service.http_api.body import Body, BodyLimits
 from convgrad_service.http_api.codecs import ANSWER_FORMS, BODY_FORMS, AnswerForm, BodyForm
 from convgrad_service.http_api.context import CONNECTION, Connection, connection_of, context_of
