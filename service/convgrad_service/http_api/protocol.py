@@ -97,7 +97,8 @@ class GuardedProtocol(LimitedProtocol):
         every request, so a new parser takes over for the body.
         """
         names = (b"content-length", b"transfer-encoding")
-        framing = [b"%s: %s\r\n" % header for header in self.headers if header[0] in names]
+        headers = self.scope["headers"]
+        framing = [b"%s: %s\r\n" % header for header in headers if header[0] in names]
         self.parser = httptools.HttpRequestParser(self)
         self._repeating_head = True
         self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
@@ -109,15 +110,6 @@ class GuardedProtocol(LimitedProtocol):
         super().on_message_begin()
         self._begin_head()
         self._parts = self.parts_bytes = 0
-
-    def on_url(self, url: bytes) -> None:
-        if not self._repeating_head:
-            super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        # Trailers are no headers: what a proxy checked would not be what we read.
-        if self._in_head:
-            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self._repeating_head:
@@ -138,6 +130,9 @@ class GuardedProtocol(LimitedProtocol):
         if version == "1.0":
             self.expect_100_continue = False  # which RFC 9110, 10.1.1, requires
         super().on_headers_complete()
+        # What follows are trailers, which are no headers: what a proxy checked would not be what we
+        # read.
+        self.headers = []
         exchange.cycle = self.cycle
         if self.scope["method"] != "HEAD":  # whose answer has no body
             self.cycle.transport = cast(asyncio.Transport, CoalescedWriter(self.transport))
