@@ -22,8 +22,7 @@ from convgrad_service.error_frames import without_frames
 from convgrad_service.grpc_api.call import Call
 from convgrad_service.grpc_api.limits import Answers, Arrivals
 from convgrad_service.grpc_api.messages import SERVICE
-from convgrad_service.security.keys import KEY_REFUSALS, KeyRing
-from convgrad_service.security.scopes import require_method
+from convgrad_service.security.keys import KEY_REFUSALS, KeyRing, require_method
 from convgrad_service.server.settings import Settings
 
 __all__ = ["Exchanges"]

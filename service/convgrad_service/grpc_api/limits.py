@@ -26,6 +26,15 @@ __all__ = ["RETRY_AFTER_S", "Answer", "Answers", "Arrivals", "Places", "larger_s
 RETRY_AFTER_S = 1.0
 # Who shares: clients first, then the connections of one client, which may be a proxy.
 _SHARES: tuple[Callable[[Call], Hashable], ...] = (lambda call: call.client, lambda call: call.peer)
+# A message that arrives within this time needs no permit: the network bounds its size.
+_AT_ONCE_S = 0.1
+# For methods without a key, whose messages are a few bytes sent together with the headers.
+_OPEN_PERMITS, _OPEN_TIMEOUT_S = 2, 1.0
+_STREAMS_PER_PERMIT = 8
+# Smaller answers are not counted.
+_SMALL_ANSWER_BYTES = 4096
+# The share of the limit that the unread answers of one connection may take.
+_CONNECTION_SHARE = 1 / 4
 
 
 def larger_share(held: Mapping[Call, int], newcomer: Call, size: int) -> list[Call]:
@@ -99,17 +108,6 @@ class Places:
     def _cut(self, call: Call, error: ServiceError) -> None:
         del self._idle_since_s[call]
         call.cut(error)
-
-
-# A message that arrives within this time needs no permit: the network bounds its size.
-_AT_ONCE_S = 0.1
-# For methods without a key, whose messages are a few bytes sent together with the headers.
-_OPEN_PERMITS, _OPEN_TIMEOUT_S = 2, 1.0
-_STREAMS_PER_PERMIT = 8
-# Smaller answers are not counted.
-_SMALL_ANSWER_BYTES = 4096
-# The share of the limit that the unread answers of one connection may take.
-_CONNECTION_SHARE = 1 / 4
 
 
 class Arrivals:

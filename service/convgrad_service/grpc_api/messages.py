@@ -21,6 +21,12 @@ __all__ = ["POOL", "SERVICE", "inflated", "is_compressed", "message", "parsed"]
 
 _EITHER_HEADER = zlib.MAX_WBITS + 32
 _GZIP, _ZLIB = b"\x1f\x8b", b"\x78"
+POOL = DescriptorPool()
+"""The protocol's descriptors."""
+# Of messages without tensors, which have a few bytes.
+_MAX_INFLATED_BYTES = 64 * 1024
+SERVICE: ServiceDescriptor = POOL.FindServiceByName("inference.GRPCInferenceService")
+"""The protocol's service."""
 
 
 def is_compressed(message: bytes) -> bool:
@@ -57,19 +63,10 @@ def inflated(message: bytes, max_bytes: int) -> bytes:
     return found
 
 
-POOL = DescriptorPool()
-"""The protocol's descriptors."""
-
-# Of messages without tensors, which have a few bytes.
-_MAX_INFLATED_BYTES = 64 * 1024
-
 for _file in descriptor_pb2.FileDescriptorSet.FromString(
     files(__package__).joinpath("open_inference.binpb").read_bytes()
 ).file:
     POOL.Add(_file)
-
-SERVICE: ServiceDescriptor = POOL.FindServiceByName("inference.GRPCInferenceService")
-"""The protocol's service."""
 
 
 def message(name: str) -> Any:

@@ -28,6 +28,8 @@ HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _INTERVAL_S = 0.5
 _MAX_WATCHES = 1024
 _Request, _Response = health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse
+_V1ALPHA, _V1 = "grpc.reflection.v1alpha", "grpc.reflection.v1"
+_SERVICES = tuple(f"{package}.ServerReflection" for package in (_V1ALPHA, _V1))
 
 
 class HealthMethods:
@@ -103,10 +105,6 @@ class HealthMethods:
 def _answer(status: int) -> bytes:
     encoded: bytes = _Response(status=status).SerializeToString()
     return encoded
-
-
-_V1ALPHA, _V1 = "grpc.reflection.v1alpha", "grpc.reflection.v1"
-_SERVICES = tuple(f"{package}.ServerReflection" for package in (_V1ALPHA, _V1))
 
 
 def reflection_handlers(exchanges: Exchanges) -> Mapping[str, grpc.RpcMethodHandler]:

@@ -40,6 +40,21 @@ _COMPUTING: tuple[tuple[Mapping[str, Operation], str, type[HttpTransport]], ...]
     (TIMINGS, "POST", TimeTransport),
     (PLANS, "GET", PlanTransport),
 )
+_REQUEST_HEADERS = (
+    "Authorization",
+    "Content-Type",
+    "Inference-Header-Content-Length",
+    "X-Request-Id",
+    "X-Request-Timeout",
+    "X-Time-To-Live",
+)
+_ANSWER_HEADERS = (
+    "Inference-Header-Content-Length",
+    "Retry-After",
+    "Server-Timing",
+    "X-Report",
+    "X-Request-Id",
+)
 
 
 def app_on(
@@ -148,23 +163,6 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     answer.raw_headers[:] = headers
     answer.headers.update(error.headers or {})  # Allow, with a 405
     return answer
-
-
-_REQUEST_HEADERS = (
-    "Authorization",
-    "Content-Type",
-    "Inference-Header-Content-Length",
-    "X-Request-Id",
-    "X-Request-Timeout",
-    "X-Time-To-Live",
-)
-_ANSWER_HEADERS = (
-    "Inference-Header-Content-Length",
-    "Retry-After",
-    "Server-Timing",
-    "X-Report",
-    "X-Request-Id",
-)
 
 
 def with_cors(app: ASGIApp, origins: str) -> ASGIApp:

@@ -17,6 +17,9 @@ __all__ = ["CoalescedWriter", "ReadInParts", "ReceiveInto"]
 
 # Size of one read: more than a socket's buffer gains nothing, and would delay the event loop.
 _READ_BYTES = 2**20
+# Longer parts are not copied.
+_JOINED_BYTES = 64 * 1024
+_INTERIM = b"HTTP/1.1 1"  # 100 Continue: nothing follows until the client sends its body
 
 
 class _Forwarding(asyncio.BufferedProtocol):
@@ -134,11 +137,6 @@ class ReceiveInto(_Forwarding):
 
 def _size(target: memoryview | int) -> int:
     return target if isinstance(target, int) else len(target)
-
-
-# Longer parts are not copied.
-_JOINED_BYTES = 64 * 1024
-_INTERIM = b"HTTP/1.1 1"  # 100 Continue: nothing follows until the client sends its body
 
 
 class CoalescedWriter:

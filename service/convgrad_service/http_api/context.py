@@ -28,6 +28,8 @@ __all__ = [
 ]
 
 _KEY = "convgrad.context"
+CONNECTION = "convgrad.connection"
+"""The key of an ASGI scope under which our protocol offers itself."""
 
 
 def begin_context(scope: MutableMapping[str, Any]) -> RequestContext:
@@ -85,10 +87,6 @@ def client_of(scope: Scope) -> str:
     """Return the peer's address (the proxy's behind a proxy), or ""."""
     client = scope.get("client")
     return client[0] if client else ""
-
-
-CONNECTION = "convgrad.connection"
-"""The key of an ASGI scope under which our protocol offers itself."""
 
 
 class Connection(Protocol):

@@ -18,6 +18,13 @@ from convgrad_service.http_api.codecs import ANSWER_FORMS, BODY_FORMS
 from convgrad_service.server.settings import Settings
 
 __all__ = ["answer_layers", "catalogue", "health_router"]
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+_NOT_LIVE: dict[int | str, dict[str, Any]] = {
+    503: {"description": "No device has worked for a long time: the server must be restarted."}
+}
+_NOT_READY: dict[int | str, dict[str, Any]] = {
+    503: {"description": "Requests are refused: the server shuts down, or its device has failed."}
+}
 
 
 def catalogue(pipeline: Pipeline, settings: Settings) -> dict[str, Any]:
@@ -113,15 +120,6 @@ def _described_layer(layer: layers.Layer) -> dict[str, Any]:
         "operations": layers.operations_of(layer),
         "spellings": layers.spellings(layer),
     }
-
-
-_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-_NOT_LIVE: dict[int | str, dict[str, Any]] = {
-    503: {"description": "No device has worked for a long time: the server must be restarted."}
-}
-_NOT_READY: dict[int | str, dict[str, Any]] = {
-    503: {"description": "Requests are refused: the server shuts down, or its device has failed."}
-}
 
 
 def health_router(pipeline: Pipeline) -> APIRouter:

@@ -42,6 +42,9 @@ _BASE64 = LongValues(
     wrap=lambda text: text,
     advice='send large tensors as "npy" or "data"',
 )
+# This form is for human readers: an element takes some twenty characters and a microsecond, against
+# five characters in base64.
+_MAX_VALUES = 2**20
 
 
 def describe_json_request(
@@ -130,11 +133,6 @@ def parse_json_body(body: bytes | bytearray | memoryview) -> dict[str, Any]:
     """Parse a body; long strings under ``npy`` and ``data`` become views of the bytes between their
     quotes."""
     return _BASE64.parse_object(memoryview(body).cast("B"), "the body")
-
-
-# This form is for human readers: an element takes some twenty characters and a microsecond, against
-# five characters in base64.
-_MAX_VALUES = 2**20
 
 
 def json_answer(

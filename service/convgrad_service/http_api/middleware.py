@@ -33,8 +33,7 @@ from convgrad_service.http_api.context import (
     http_span,
 )
 from convgrad_service.http_api.problem_details import internal, problem_details
-from convgrad_service.security.keys import KEY_REFUSALS, KeyRing
-from convgrad_service.security.scopes import require_path
+from convgrad_service.security.keys import KEY_REFUSALS, KeyRing, require_path
 
 __all__ = ["ExchangeMiddleware", "needs_no_key"]
 

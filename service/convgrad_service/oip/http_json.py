@@ -42,6 +42,9 @@ __all__ = ["HttpAnswer", "encode_answer", "read_infer_head", "refuse_in_json"]
 _REQUEST_KEYS = ("id", "model_name", "model_version", "parameters", "inputs", "outputs")
 _INPUT_KEYS = ("name", "shape", "datatype", "parameters", "data")
 _OUTPUT_KEYS = ("name", "parameters")
+# A number in JSON takes about twenty characters and a microsecond.
+_MAX_NUMBERS = 2**20
+_ASK = 'ask for binary data with the parameter "binary_data_output": true'
 
 
 def read_infer_head(text: memoryview, operation: Operation, data_bytes: int | None) -> InferRequest:
@@ -176,11 +179,6 @@ def _string(value: Any, what: str) -> str:
     if not isinstance(value, str):
         raise MalformedRequest(f"{what}: expected a string, got {shown(value)}")
     return value
-
-
-# A number in JSON takes about twenty characters and a microsecond.
-_MAX_NUMBERS = 2**20
-_ASK = 'ask for binary data with the parameter "binary_data_output": true'
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,9 @@ _EXTENSIONS = (
     "parameters",
     "statistics",
 )
+# Optional tensors that hold integers, or have one dimension.
+_INDICES = ("indices",)
+_PER_CHANNEL = ("bias", "bias0", "bias1", "grad_grad_bias")
 
 
 def server_metadata(extensions: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -145,11 +148,6 @@ def _example_tensors(operation: Operation) -> tuple[list[dict[str, Any]], list[d
         for name in operation.outputs
     ]
     return inputs, outputs
-
-
-# Optional tensors that hold integers, or have one dimension.
-_INDICES = ("indices",)
-_PER_CHANNEL = ("bias", "bias0", "bias1", "grad_grad_bias")
 
 
 def _tensor(name: str, dtype: DType, rank: int) -> dict[str, Any]:

@@ -48,6 +48,17 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 IN_JSON = frozenset({DType.FLOAT32, DType.FLOAT64, DType.INT32, DType.INT64})
 """Dtypes whose elements may be JSON numbers; 16-bit ones can only be sent as binary data."""
+# No parameter is longer than a few hundred characters; the parser blocks all other threads.
+_MAX_TEXT = 64 * 1024
+_MAX_MICROSECONDS = 2**63 - 1
+_COUNT, _BOOL = "an int >= 0", "true or false"
+_REGION, _SIZE, _OFFSET = (
+    "shared_memory_region",
+    "shared_memory_byte_size",
+    "shared_memory_offset",
+)
+_KEYS = (_REGION, _SIZE, _OFFSET)
+_INT64 = 2**63
 
 
 def protocol_name(dtype: DType) -> str:
@@ -69,11 +80,6 @@ def dtype_named(name: Any, *, tensor: str) -> DType:
             f"{tensor}: expected datatype to be {', '.join(_DTYPES)}, got {shown(name)}"
         )
     return dtype
-
-
-# No parameter is longer than a few hundred characters; the parser blocks all other threads.
-_MAX_TEXT = 64 * 1024
-_MAX_MICROSECONDS = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +170,6 @@ def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-_COUNT, _BOOL = "an int >= 0", "true or false"
 _RESERVED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "timeout": ("an int >= 0, in microseconds", _is_count),
     "priority": (_COUNT, _is_count),
@@ -315,15 +320,6 @@ def _check_names(names: list[str], known: tuple[str, ...], what: str, operation:
         if name in seen:
             raise MalformedRequest(f"the {what} {shown(name)} is repeated")
         seen.add(name)
-
-
-_REGION, _SIZE, _OFFSET = (
-    "shared_memory_region",
-    "shared_memory_byte_size",
-    "shared_memory_offset",
-)
-_KEYS = (_REGION, _SIZE, _OFFSET)
-_INT64 = 2**63
 
 
 def region_of(

@@ -44,6 +44,14 @@ _UNKNOWN_BYTES = 8 * 2**30
 _PROCESSES_BYTES = 384 * 2**20
 # Number of JSON bodies of the maximum size that may be in memory at the same time.
 _MAX_SIZE_TEXTS = 4
+# How much memory freed by requests is kept for later ones: in the arena, and in the heaps of all
+# processes. A share of the tensors' budget, and at most. Kept pages need not be faulted in again.
+_KEPT_SHARE, _MAX_KEPT_BYTES = 1 / 4, 2**30
+# New objects after which the garbage collector runs.
+_OBJECTS_PER_COLLECTION = 10_000
+# For 64 small requests, which are answered even while large ones, or responses that nobody reads,
+# hold all other memory.
+_RESERVE_BYTES = 4 * 2**20
 
 
 class MemoryBudget(NamedTuple):
@@ -78,16 +86,6 @@ def memory_budget(settings: Settings) -> MemoryBudget:
         capped_unless_set("max_stored_bytes", settings.max_stored_bytes),
         capped_unless_set("workspace_bytes", settings.workspace_bytes),
     )
-
-
-# How much memory freed by requests is kept for later ones: in the arena, and in the heaps of all
-# processes. A share of the tensors' budget, and at most. Kept pages need not be faulted in again.
-_KEPT_SHARE, _MAX_KEPT_BYTES = 1 / 4, 2**30
-# New objects after which the garbage collector runs.
-_OBJECTS_PER_COLLECTION = 10_000
-# For 64 small requests, which are answered even while large ones, or responses that nobody reads,
-# hold all other memory.
-_RESERVE_BYTES = 4 * 2**20
 
 
 def engine_options(settings: Settings) -> EngineOptions:

@@ -51,6 +51,7 @@ _SUM_PART_FACTOR = 2
 # (four of them, one core: tests/perf/results/sums.jsonl), so a 32nd of the inputs costs 2.7 ms per
 # GB of inputs.
 _INPUTS_PER_PARTIAL_SUMS = 32
+T = TypeVar("T")
 
 
 class JobResult(NamedTuple):
@@ -169,9 +170,6 @@ def merge_results(results: Sequence[JobResult], elapsed_s: float = math.inf) -> 
         scale * sum(part.upload_s for part in results),
         scale * sum(part.download_s for part in results),
     )
-
-
-T = TypeVar("T")
 
 
 class Progress:

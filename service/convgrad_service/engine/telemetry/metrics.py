@@ -20,6 +20,29 @@ __all__ = ["Labelled", "Metrics", "TritonMetrics"]
 
 Labelled = Callable[[], Mapping[Any, float]]
 """Reads a metric's values, by the value of its label, or by a tuple of those of its labels."""
+_WAITING = (
+    "nv_inference_pending_request_count",
+    "Instantaneous number of pending requests awaiting execution",
+)
+_DURATIONS = (
+    ("request", "inference request", "success"),
+    ("queue", "inference queuing", "queue"),
+    ("compute_input", "compute input", "input"),
+    ("compute_infer", "compute inference", "infer"),
+    ("compute_output", "inference compute output", "output"),
+)
+# The end of a counter's name, its help, and the attribute of `OperationStatistics`.
+_COUNTERS = (
+    ("request_success", "Number of successful inference requests", "success.count"),
+    ("request_failure", "Number of failed inference requests", "fail.count"),
+    # Requests are never batched, so an execution is a request.
+    ("count", "Number of inferences performed", "success.count"),
+    ("exec_count", "Number of model executions performed", "success.count"),
+    *(
+        (f"{name}_duration_us", f"Cumulative {text} duration in microseconds", f"{field}.us")
+        for name, text, field in _DURATIONS
+    ),
+)
 
 
 class Metrics:
@@ -68,31 +91,6 @@ class _Read(Collector):
         for labels, value in self._read().items():
             family.add_metric((labels,) if isinstance(labels, str) else labels, value)
         yield family
-
-
-_WAITING = (
-    "nv_inference_pending_request_count",
-    "Instantaneous number of pending requests awaiting execution",
-)
-_DURATIONS = (
-    ("request", "inference request", "success"),
-    ("queue", "inference queuing", "queue"),
-    ("compute_input", "compute input", "input"),
-    ("compute_infer", "compute inference", "infer"),
-    ("compute_output", "inference compute output", "output"),
-)
-# The end of a counter's name, its help, and the attribute of `OperationStatistics`.
-_COUNTERS = (
-    ("request_success", "Number of successful inference requests", "success.count"),
-    ("request_failure", "Number of failed inference requests", "fail.count"),
-    # Requests are never batched, so an execution is a request.
-    ("count", "Number of inferences performed", "success.count"),
-    ("exec_count", "Number of model executions performed", "success.count"),
-    *(
-        (f"{name}_duration_us", f"Cumulative {text} duration in microseconds", f"{field}.us")
-        for name, text, field in _DURATIONS
-    ),
-)
 
 
 class TritonMetrics:

@@ -24,6 +24,14 @@ __all__ = [
 ]
 
 STAGES = ("receive", "decode", "queue", "upload", "compute", "download", "encode")
+TRACE_HEADERS = ("traceparent", "tracestate")
+"""The W3C trace context headers; gRPC metadata uses the same names."""
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
+# Printable ASCII: the id is echoed in a header and in log lines.
+_ACCEPTABLE_ID = re.compile(r"[ -~]{1,128}")
+# One seed from the system per process, no system call per id: ids are not secret.
+_ids = random.Random()  # noqa: S311
+access = logging.getLogger("convgrad.access")
 
 
 class Record(NamedTuple):
@@ -89,17 +97,6 @@ class _Stage:
 
     def __exit__(self, *_: object) -> None:
         self._timings.add(self._name, time.monotonic() - self._began_s, self._began_s)
-
-
-TRACE_HEADERS = ("traceparent", "tracestate")
-"""The W3C trace context headers; gRPC metadata uses the same names."""
-
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
-
-# Printable ASCII: the id is echoed in a header and in log lines.
-_ACCEPTABLE_ID = re.compile(r"[ -~]{1,128}")
-# One seed from the system per process, no system call per id: ids are not secret.
-_ids = random.Random()  # noqa: S311
 
 
 @dataclass(slots=True)
@@ -185,9 +182,6 @@ class RequestContext:
         """Return the value of the Server-Timing header, in milliseconds."""
         stages = [*self.timings.stages_s.items(), ("total", self.timings.total_s)]
         return ", ".join([f"{name};dur={seconds * 1e3:.3f}" for name, seconds in stages])
-
-
-access = logging.getLogger("convgrad.access")
 
 
 def log_exchange(

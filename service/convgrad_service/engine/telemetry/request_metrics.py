@@ -23,6 +23,31 @@ __all__ = ["Duration", "KeyMetrics", "OperationStatistics", "RequestMetrics", "i
 
 # Statuses from here on say that the server, not the request, was at fault.
 _SERVER_AT_FAULT = 429
+# From one stage of a tiny problem on a warm server to the longest request the defaults allow.
+_SECONDS = (
+    0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
+    1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
+)  # fmt: skip
+_BOUNDS = [*map(floatToGoString, _SECONDS), "+Inf"]
+_STAGES = {
+    "receive": "Time to receive the body.",
+    "decode": "Time to decode and check a request.",
+    "queue": "Time a problem waited for a compute slot.",
+    "upload": "Time a problem's inputs took to its device.",
+    "compute": "Time a problem computed.",
+    "download": "Time a problem's outputs took from its device.",
+    "encode": "Time to encode an answer.",
+}
+_LABELS = ("operation", "transport", "code")
+# Requests without an answer: the client hung up, or the server ended.
+_UNANSWERED = ("client-gone", "cancelled")
+Kind = tuple[str, ...]
+_KEY_TOTALS = {
+    "received_bytes": "Bytes of request bodies received from an API key.",
+    "sent_bytes": "Bytes of answers sent to an API key.",
+    "computed_flops": "Floating-point operations computed for an API key.",
+    "compute_seconds": "Time that problems of an API key computed.",
+}
 
 
 @dataclass(slots=True)
@@ -69,29 +94,6 @@ def is_inference(code: str) -> bool:
     """Return whether a request that ended with ``code`` counts: not if its content was refused."""
     row = CODES.get(code)
     return row is None or row.http_status >= _SERVER_AT_FAULT
-
-
-# From one stage of a tiny problem on a warm server to the longest request the defaults allow.
-_SECONDS = (
-    0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
-    1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
-)  # fmt: skip
-_BOUNDS = [*map(floatToGoString, _SECONDS), "+Inf"]
-
-_STAGES = {
-    "receive": "Time to receive the body.",
-    "decode": "Time to decode and check a request.",
-    "queue": "Time a problem waited for a compute slot.",
-    "upload": "Time a problem's inputs took to its device.",
-    "compute": "Time a problem computed.",
-    "download": "Time a problem's outputs took from its device.",
-    "encode": "Time to encode an answer.",
-}
-
-_LABELS = ("operation", "transport", "code")
-# Requests without an answer: the client hung up, or the server ended.
-_UNANSWERED = ("client-gone", "cancelled")
-Kind = tuple[str, ...]
 
 
 class _Histogram:
@@ -230,14 +232,6 @@ class RequestMetrics(Collector):
         for kind, counters in self._counters.items():
             grouped.setdefault(kind[:labels], []).append(counters)
         return grouped
-
-
-_KEY_TOTALS = {
-    "received_bytes": "Bytes of request bodies received from an API key.",
-    "sent_bytes": "Bytes of answers sent to an API key.",
-    "computed_flops": "Floating-point operations computed for an API key.",
-    "compute_seconds": "Time that problems of an API key computed.",
-}
 
 
 @dataclass(slots=True)
