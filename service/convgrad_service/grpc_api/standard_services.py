@@ -1,4 +1,9 @@
-"""The standard services of a gRPC server: health checking, and reflection."""
+"""The standard services of a gRPC server: health checking, and reflection.
+
+Of grpcio-health-checking only the messages are used: its servicer has no limit on watchers, and
+when one leaves, the others get no more notifications (1.81). Reflection has the names of both of
+its versions, v1alpha and v1, whose messages are identical; grpcio-reflection knows v1alpha only.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """One inference request, from either HTTP or gRPC, before any tensor's elements are read.
 
 It is known from the head of a message, so that memory can be allocated before the data arrives.
+
+The protocol's parameters are booleans, ints, floats and strings; other values of an operation
+(lists of ints, objects) are sent as JSON text: ``"stride": "[2, 2]"``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The Prometheus registry of a server, and Triton's metrics for existing dashboards.
 
-Names of our own metrics carry base units (seconds, bytes).
+Names of our own metrics carry base units (seconds, bytes). Triton's have the names, labels and
+units (microseconds) of its documentation; an operation is a model, always version 1.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from prometheus_client.utils import floatToGoString
 from convgrad.errors import CODES
 from convgrad_service.engine.telemetry.record import Record
 
-__all__ = ["Duration", "KeyMetrics", "OperationStatistics", "RequestMetrics", "is_inference"]
+__all__ = ["Duration", "OperationStatistics", "RequestMetrics", "is_inference"]
 
 # Statuses from here on say that the server, not the request, was at fault.
 _SERVER_AT_FAULT = 429
@@ -132,11 +132,13 @@ class _Counters:
 
 
 class RequestMetrics(Collector):
-    """Counters by operation, transport and code, and `KeyMetrics`."""
+    """Counters by operation, transport and code, and by API key."""
 
     def __init__(self) -> None:
         self._counters: dict[Kind, _Counters] = {}
-        self._keys = KeyMetrics()
+        # By API key, which is no label of the others: every operation times every key is too many.
+        self._key_requests: Counter[Kind] = Counter()
+        self._key_totals: dict[str, dict[Kind, float]] = {name: {} for name in _KEY_TOTALS}
         # Every code from the start: rate() would miss a series that begins at one.
         self._by_code = dict.fromkeys(("ok", *_UNANSWERED, *CODES), 0)
 
@@ -159,7 +161,18 @@ class RequestMetrics(Collector):
             if (histogram := spent.get(stage)) is not None:
                 histogram.observe(seconds)
         if record.key:
-            self._keys.count(record)
+            self._count_key(record)
+
+    def _count_key(self, record: Record) -> None:
+        self._key_requests[record.key, record.code] += 1
+        for name, value in (
+            ("received_bytes", record.received_bytes),
+            ("sent_bytes", record.sent_bytes),
+            ("computed_flops", record.flops),
+            ("compute_seconds", record.stages_s.get("compute", 0.0)),
+        ):
+            totals = self._key_totals[name]
+            totals[record.key,] = totals.get((record.key,), 0) + value
 
     def statistics(self) -> Mapping[str, OperationStatistics]:
         """Return the statistics of all operations that were called."""
@@ -185,14 +198,12 @@ class RequestMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield self._counter("requests", "requests", "Requests by how they ended.", 3)
-        by_code = CounterMetricFamily(
-            "convgrad_requests_by_code",
+        yield _counter_family(
+            "requests_by_code",
             "Requests by how they ended, of every code from the start: for alerts.",
-            labels=("code",),
+            ("code",),
+            {(code,): count for code, count in self._by_code.items()},
         )
-        for code, count in self._by_code.items():
-            by_code.add_metric((code,), count)
-        yield by_code
         yield self._counter("received_bytes", "received_bytes", "Bytes of request bodies received.")
         yield self._counter("sent_bytes", "sent_bytes", "Bytes of answers sent.")
         # Divided by the rate of convgrad_compute_seconds_sum: achieved FLOP/s and bytes/s.
@@ -208,13 +219,19 @@ class RequestMetrics(Collector):
         yield self._histogram("request", "Time from a request's headers to its answer's end.", 3)
         for stage, text in _STAGES.items():
             yield self._histogram(stage, text, 1)
-        yield from self._keys.collect()
+        yield _counter_family(
+            "key_requests",
+            "Requests of an API key by how they ended.",
+            ("key", "code"),
+            self._key_requests,
+        )
+        for name, text in _KEY_TOTALS.items():
+            yield _counter_family(f"key_{name}", text, ("key",), self._key_totals[name])
 
-    def _counter(self, name: str, field: str, text: str, labels: int = 2) -> CounterMetricFamily:
-        family = CounterMetricFamily(f"convgrad_{name}", text, labels=_LABELS[:labels])
-        for kind, group in self._grouped(labels).items():
-            family.add_metric(kind, sum(getattr(counters, field) for counters in group))
-        return family
+    def _counter(self, name: str, field: str, text: str, labels: int = 2) -> Metric:
+        grouped = self._grouped(labels).items()
+        totals = {kind: sum(getattr(each, field) for each in group) for kind, group in grouped}
+        return _counter_family(name, text, _LABELS[:labels], totals)
 
     def _histogram(self, name: str, text: str, labels: int) -> HistogramMetricFamily:
         family = HistogramMetricFamily(f"convgrad_{name}_seconds", text, labels=_LABELS[:labels])
@@ -234,47 +251,10 @@ class RequestMetrics(Collector):
         return grouped
 
 
-@dataclass(slots=True)
-class _KeyCounters:
-    codes: Counter[str] = field(default_factory=Counter)
-    received_bytes: int = 0
-    sent_bytes: int = 0
-    computed_flops: int = 0
-    compute_seconds: float = 0.0
-
-
-class KeyMetrics(Collector):
-    """Counters by API key.
-
-    Not a label of `RequestMetrics`, which would multiply every operation by every key.
-    """
-
-    def __init__(self) -> None:
-        self._counters: dict[str, _KeyCounters] = {}
-
-    def count(self, record: Record) -> None:
-        """Count one request that came with a key."""
-        counters = self._counters.get(record.key)
-        if counters is None:
-            counters = self._counters[record.key] = _KeyCounters()
-        counters.codes[record.code] += 1
-        counters.received_bytes += record.received_bytes
-        counters.sent_bytes += record.sent_bytes
-        counters.computed_flops += record.flops
-        counters.compute_seconds += record.stages_s.get("compute", 0.0)
-
-    def collect(self) -> Iterable[Metric]:
-        requests = CounterMetricFamily(
-            "convgrad_key_requests",
-            "Requests of an API key by how they ended.",
-            labels=("key", "code"),
-        )
-        for key, counters in self._counters.items():
-            for code, count in counters.codes.items():
-                requests.add_metric((key, code), count)
-        yield requests
-        for name, text in _KEY_TOTALS.items():
-            family = CounterMetricFamily(f"convgrad_key_{name}", text, labels=("key",))
-            for key, counters in self._counters.items():
-                family.add_metric((key,), getattr(counters, name))
-            yield family
+def _counter_family(
+    name: str, text: str, labels: tuple[str, ...], totals: Mapping[Kind, float]
+) -> Metric:
+    family = CounterMetricFamily(f"convgrad_{name}", text, labels=labels)
+    for kind, total in totals.items():
+        family.add_metric(kind, total)
+    return family
