@@ -254,7 +254,7 @@ class Execution:
 
 
 class Result:
-    """What a transport encodes; its attributes are made on demand, as a template needs none.
+    """A result for a transport to encode. Attributes are made on demand: a template needs none.
 
     With ``progress`` the outputs are still being computed.
     """
@@ -302,7 +302,7 @@ def _add_stages(
 ) -> None:
     """Add the stages of a job that has ended now."""
     spent_s = time.monotonic() - submitted_s
-    # Of a cancelled job too, the start is known if it had one.
+    # A cancelled job may have started, too.
     waited_s = spent_s if handle.waited_s is None else min(handle.waited_s, spent_s)
     compute_s = max(spent_s - waited_s - upload_s - download_s, 0.0)
     timings.add("queue", waited_s, submitted_s)

@@ -86,15 +86,15 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class _Notes:
-    """What is reused for similar requests: the request, without its id, and the names of the inputs
-    in raw_input_contents; these are None if the next message may have others."""
+    """Cached for requests with the same key: the request without its id, and the names of the
+    inputs in raw_input_contents, or None if the next message may hold other inputs there."""
 
     request: InferRequest
     raw_inputs: tuple[str, ...] | None = None
 
 
 class _Split(NamedTuple):
-    """A small message without its id, and what lies in it.
+    """A small message without its id, and the position of its tensors.
 
     ``key`` is its cache key: all of it but the tensors' elements. ``operation`` is None if the
     message does not begin with the name of a model.
@@ -128,7 +128,7 @@ class _Split(NamedTuple):
         return self.operation is not None and pipeline.knows(self.operation, self.key)
 
     def notes(self, request: InferRequest) -> _Notes | None:
-        """Return the notes for requests with the same key; None if there may be no others."""
+        """Return the notes for requests with the same key; None if they must not be cached."""
         if (
             self.operation is not request.operation
             or self.id != request.id.encode()

@@ -48,11 +48,11 @@ class _Forwarding(asyncio.BufferedProtocol):
 class ReadInParts(_Forwarding):
     """Passes data on in parts of a limited size; uvloop alone would read up to 256 KB at a time.
 
-    What comes with a request's head is copied twice, and is held in memory while the request waits
-    to be admitted.
+    The part of a body that arrives together with the head is copied twice, and is held in memory
+    while the request waits to be admitted.
     """
 
-    # Of all connections: the data is copied before anything else is read.
+    # Shared by all connections: the data is copied before anything else is read.
     _shared = memoryview(bytearray(64 * 1024))
 
     def get_buffer(self, sizehint: int) -> memoryview:

@@ -75,7 +75,7 @@ _INFER_EXAMPLE: dict[str, Any] = {
 _METHODS = {"get", "put", "post", "delete"}
 # The errors of every operation, from the error table; `_describe_keys` adds those of API keys.
 _ERROR_STATUSES = (400, 404, 406, 408, 413, 415, 422, 429, 500, 503, 504)
-# Likewise of /verify and /time, and of /plan, which has no body.
+# The errors of /plan, which has no body, and of /verify and /time.
 _PLAN_STATUSES = (400, 401, 406, 413, 422, 429, 500, 503, 504)
 _EXAMINATION_STATUSES = (*_PLAN_STATUSES, 404, 408, 415)
 # The answers of each kind of examination, and its summary.

@@ -21,8 +21,8 @@ from convgrad_service.server.settings import Settings
 
 __all__ = ["GuardedProtocol", "guarded_protocol"]
 
-# A body of more parts than this, with fewer bytes per part on average, is refused: it would take a
-# parser call for every byte or two.
+# A body of more parts than this is refused if they are smaller than this on average: it would take
+# a call of the parser for every byte or two.
 _MANY_PARTS, _SMALL_PART_BYTES = 4096, 64
 
 # Limit of pipelined requests.
@@ -33,14 +33,14 @@ class GuardedProtocol(LimitedProtocol):
     """One connection. ``settings`` are set by `guarded_protocol`."""
 
     _reader: asyncio.BaseProtocol
-    """What passes received data on to this protocol."""
+    """The object that passes received data on to this protocol."""
     _repeating_head = False
     _parts = 0
     parts_bytes = 0
     gone: Callable[[], None] | None = None
     """Called when the client has gone; set by whoever computes for it."""
     watching: RequestResponseCycle | None = None
-    """Whose client that is: behind it others may have been received."""
+    """The exchange that set ``gone``. Later requests may have been received already."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -66,7 +66,8 @@ class GuardedProtocol(LimitedProtocol):
                 return
             self._head_bytes += len(data)
         else:
-            # Likewise an endless trailer. Chunks of a fair size take far less than they hold.
+            # The same holds for an endless trailer. The framing of chunks of a fair size is far
+            # smaller than their contents.
             if self._body_bytes > self.settings.max_header_bytes + 2 * self.parts_bytes:
                 self._refusal = MalformedRequest(
                     f"{self._body_bytes:,} bytes framed {self.parts_bytes:,} bytes of body"
@@ -130,8 +131,8 @@ class GuardedProtocol(LimitedProtocol):
         if version == "1.0":
             self.expect_100_continue = False  # which RFC 9110, 10.1.1, requires
         super().on_headers_complete()
-        # What follows are trailers, which are no headers: what a proxy checked would not be what we
-        # read.
+        # Trailers follow, if anything. They must not become headers: a proxy would have checked
+        # other headers than we read.
         self.headers = []
         exchange.cycle = self.cycle
         if self.scope["method"] != "HEAD":  # whose answer has no body
