@@ -35,6 +35,7 @@ from convgrad.contract import OPERATIONS
 from convgrad.contract.base import validate
 from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest, ServiceError
+from convgrad.layers import Kind
 from convgrad.wire.json_tensors import decode_tensor
 from convgrad_service.backends.base import ServingBackend
 from convgrad_service.backends.cuda.nvrtc import CompileError
@@ -45,10 +46,10 @@ from convgrad_service.problems import Problem, problem_from
 __all__ = ["read_warm_up", "warm_up"]
 
 _log = logging.getLogger("convgrad.warm_up")
-# The operations of each kind of layer; the pools' names have the number of dimensions.
-_OPERATIONS = {
-    "conv": ("conv_fwd", "conv_bwd_data", "grouped_conv_bwd_weight"),
-    "maxpool": ("maxpool{}d_fwd", "maxpool{}d_bwd"),
+# The kinds of layers in a file: `Layer.kind`, and the operations, named by the number of dimensions.
+_KINDS: Mapping[str, tuple[Kind, tuple[str, ...]]] = {
+    "conv": ("conv", ("conv_fwd", "conv_bwd_data", "grouped_conv_bwd_weight")),
+    "maxpool": ("pool", ("maxpool{}d_fwd", "maxpool{}d_bwd")),
 }
 
 
@@ -154,9 +155,9 @@ def _layer_requests(
     where = f"{where} ({given.get('name', 'without a name')})"
     batches = given.get("batch", given.get("N", 1))
     try:
-        operations = _OPERATIONS[given["kind"]]
+        kind, operations = _KINDS[given["kind"]]
         for batch in batches if isinstance(batches, list) else [batches]:
-            layer = _layer(given, batch)
+            layer = _layer(given, kind, batch)
             for operation in (name.format(layer.ndim) for name in operations):
                 shapes, parameters = layers.arguments(operation, layer)
                 dtype = given.get("dtype", "float32")
@@ -168,11 +169,11 @@ def _layer_requests(
         raise ValueError(f"{where}: {error}") from None
 
 
-def _layer(given: Mapping[str, Any], batch: int) -> layers.Layer:
-    kernel, pools = given["kernel_size"], given["kind"] == "maxpool"
+def _layer(given: Mapping[str, Any], kind: Kind, batch: int) -> layers.Layer:
+    kernel, pools = given["kernel_size"], kind == "pool"
     padding = given.get("padding", [0] * len(kernel))
     return layers.Layer(
-        kind="pool" if pools else "conv",
+        kind=kind,
         batch=batch,
         in_channels=given["C"],
         out_channels=given["C"] if pools else given["K"],
