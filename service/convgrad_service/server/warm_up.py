@@ -46,7 +46,7 @@ from convgrad_service.problems import Problem, problem_from
 __all__ = ["read_warm_up", "warm_up"]
 
 _log = logging.getLogger("convgrad.warm_up")
-# The kinds of layers in a file: `Layer.kind`, and the operations, named by the number of dimensions.
+# The kinds of layers in a file: `Layer.kind`, and operations, whose names may contain `ndim`.
 _KINDS: Mapping[str, tuple[Kind, tuple[str, ...]]] = {
     "conv": ("conv", ("conv_fwd", "conv_bwd_data", "grouped_conv_bwd_weight")),
     "maxpool": ("pool", ("maxpool{}d_fwd", "maxpool{}d_bwd")),
