@@ -1,4 +1,4 @@
-"""The HTTP protocol of a connection, which receives large bodies in place.
+"""The HTTP protocol of a connection: caches parsed heads, and receives bodies in place.
 
 Its limits are in `protocol_limits`.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -17,6 +17,7 @@ from convgrad.errors import MalformedRequest
 from convgrad_service.http_api.connection_io import CoalescedWriter, ReadInParts, ReceiveInto
 from convgrad_service.http_api.context import CONNECTION
 from convgrad_service.http_api.protocol_limits import HeadRefused, LimitedProtocol, check_head
+from convgrad_service.http_api.request_head_cache import RequestHeadCache
 from convgrad_service.server.settings import Settings
 
 __all__ = ["GuardedProtocol", "guarded_protocol"]
@@ -30,10 +31,16 @@ _MAX_SENT_AHEAD = 16
 
 
 class GuardedProtocol(LimitedProtocol):
-    """One connection. ``settings`` are set by `guarded_protocol`."""
+    """One connection. ``settings`` and ``heads`` are set by `guarded_protocol`."""
+
+    heads: ClassVar[RequestHeadCache]
 
     _reader: asyncio.BaseProtocol
     """The object that passes received data on to this protocol."""
+    _between = True
+    """Whether the parser has seen the end of a request, and nothing of the next."""
+    _first = b""
+    """The data of the last read, if a request began with it whose head is yet to be parsed."""
     _repeating_head = False
     _parts = 0
     parts_bytes = 0
@@ -58,6 +65,9 @@ class GuardedProtocol(LimitedProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return  # pipelined after a refused request
+        if self._between and self._known_received(data):
+            return
+        self._first = data if self._between else b""
         # Before parsing: the parser concatenates an endless header line piece by piece.
         if self._in_head:
             if self._head_bytes > self.settings.max_header_bytes:
@@ -91,6 +101,50 @@ class GuardedProtocol(LimitedProtocol):
             self.send_400_response(f"this is not a valid HTTP/1.1 request: {error}")
         self._expect_rest_of_head()
 
+    def _known_received(self, data: bytes) -> bool:
+        """Handle a whole request whose head is cached, without the parser; return whether it is."""
+        before: RequestResponseCycle | None = self.cycle  # None before the first request
+        if self.pipeline or (before is not None and not before.response_complete):
+            return False
+        found = self.heads.find(data)
+        if found is None or len(data) - found[2] != found[0].body_bytes:
+            return False
+        known, request_id, body_at = found
+        self._unset_keepalive_if_required()
+        self._end_head()
+        self.parts_bytes = known.body_bytes
+        exchange = _Exchange(self)
+        scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,
+            "root_path": self.root_path,
+            "state": self.app_state.copy(),
+            CONNECTION: exchange,
+            **known.scope(request_id),
+        }
+        self.scope = cast(Any, scope)
+        cycle = self.cycle = exchange.cycle = RequestResponseCycle(
+            scope=self.scope,
+            transport=cast(asyncio.Transport, CoalescedWriter(self.transport)),
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=self.access_log,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=False,
+            keep_alive=True,
+            on_response=self.on_response_complete,
+        )
+        cycle.body += memoryview(data)[body_at:]
+        cycle.more_body = False
+        cycle.message_event.set()
+        self._start_asgi_task(cycle, self.app)
+        return True
+
     def _ignore_upgrade(self) -> None:
         """Ignore an upgrade and stay with HTTP/1.1 (RFC 9110, 7.8).
 
@@ -108,6 +162,7 @@ class GuardedProtocol(LimitedProtocol):
     def on_message_begin(self) -> None:
         if self._repeating_head:
             return
+        self._between = False
         super().on_message_begin()
         self._begin_head()
         self._parts = self.parts_bytes = 0
@@ -135,8 +190,19 @@ class GuardedProtocol(LimitedProtocol):
         # other headers than we read.
         self.headers = []
         exchange.cycle = self.cycle
+        if self._first:
+            self._learn_head(self._first)
         if self.scope["method"] != "HEAD":  # whose answer has no body
             self.cycle.transport = cast(asyncio.Transport, CoalescedWriter(self.transport))
+
+    def _learn_head(self, first: bytes) -> None:
+        self._first = b""
+        scope = cast(dict[str, Any], self.scope)
+        plain = scope["method"] == "POST" and scope["http_version"] == "1.1"
+        if plain and self.cycle.keep_alive and not self.parser.should_upgrade():
+            self.heads.learn(
+                first, scope["raw_path"], scope["path"], scope["query_string"], scope["headers"]
+            )
 
     def on_body(self, body: bytes) -> None:
         self._parts += 1
@@ -152,11 +218,13 @@ class GuardedProtocol(LimitedProtocol):
     def on_message_complete(self) -> None:
         # For an upgrade this is only the end of the head; the new parser reports the body's end.
         if not self.parser.should_upgrade():
+            self._between = True
             super().on_message_complete()
 
     def begin_again(self) -> None:
         """Start parsing a new request, with a new parser that has not seen the last body."""
         self.parser = httptools.HttpRequestParser(self)
+        self._between = True
         self.cycle.more_body = False
         self.cycle.message_event.set()
         self.turn_to(self._reader)
@@ -231,4 +299,5 @@ class _Exchange:
 
 def guarded_protocol(settings: Settings) -> type[GuardedProtocol]:
     """Return a protocol class with these settings, which uvicorn instantiates per connection."""
-    return type("GuardedProtocol", (GuardedProtocol,), {"settings": settings})
+    own = {"settings": settings, "heads": RequestHeadCache()}
+    return type("GuardedProtocol", (GuardedProtocol,), own)
