@@ -178,7 +178,7 @@ class GuardedProtocol(LimitedProtocol):
         except HeadRefused as error:
             self._refusal = error
             raise
-        # Extensions of ASGI; see connection.Connection.
+        # Extensions of ASGI; see context.Connection.
         exchange = cast(dict[str, Any], self.scope)[CONNECTION] = _Exchange(self)
         if len(self.pipeline) >= _MAX_SENT_AHEAD:
             # One read may hold ten thousand tiny requests, all of which would be prepared here.
@@ -241,7 +241,7 @@ class GuardedProtocol(LimitedProtocol):
 
 
 class _Exchange:
-    """One exchange on a connection; see `connection.Connection`."""
+    """One exchange on a connection; see `context.Connection`."""
 
     def __init__(self, protocol: GuardedProtocol) -> None:
         self._protocol = protocol
