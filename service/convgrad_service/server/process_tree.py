@@ -33,7 +33,6 @@ from convgrad_service.engine.workers.child_process import Backoff, spawn
 from convgrad_service.engine.workers.supervisor import Supervisor
 from convgrad_service.engine.workers.worker_main import WorkerRecipe
 from convgrad_service.server.composition import (
-    add_metrics,
     engine_options,
     freeze_startup_objects,
     worker_recipe,
@@ -47,7 +46,11 @@ from convgrad_service.server.front_ends import (
     serve_http,
 )
 from convgrad_service.server.http_server import listening_socket
-from convgrad_service.server.process_metrics import add_connection_metrics, add_process_metrics
+from convgrad_service.server.metrics import (
+    add_connection_metrics,
+    add_metrics,
+    add_process_metrics,
+)
 from convgrad_service.server.settings import Settings
 
 __all__ = ["CannotListen", "ProcessTree", "run_until_signalled"]

@@ -7,6 +7,7 @@ units (microseconds) of its documentation; an operation is a model, always versi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -17,10 +18,10 @@ from prometheus_client.registry import Collector
 from convgrad import _version
 from convgrad_service.engine.telemetry.request_metrics import OperationStatistics, RequestMetrics
 
-__all__ = ["Labelled", "Metrics", "TritonMetrics"]
+__all__ = ["Metrics", "TritonMetrics"]
 
-Labelled = Callable[[], Mapping[Any, float]]
-"""Reads a metric's values, by the value of its label, or by a tuple of those of its labels."""
+Read = Callable[[], float | Mapping[Any, float]]
+"""Reads a metric's value or, if it has labels, its values by the label, or by a tuple of labels."""
 _WAITING = (
     "nv_inference_pending_request_count",
     "Instantaneous number of pending requests awaiting execution",
@@ -58,21 +59,13 @@ class Metrics:
         self.more: list[Callable[[], bytes]] = []
         """Sources of further metrics, already in the exposition format."""
 
-    def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """Add a gauge that is read on every scrape."""
-        self.gauges(name, text, (), lambda: {(): read()})
+    def gauge(self, name: str, text: str, read: Read, *labels: str) -> None:
+        """Add the gauge ``convgrad_<name>``, which is read on every scrape."""
+        self.registry.register(_Read(GaugeMetricFamily, name, text, read, labels))
 
-    def gauges(self, name: str, text: str, labels: tuple[str, ...], read: Labelled) -> None:
-        """Add a gauge with labels."""
-        self.registry.register(_Read(lambda: GaugeMetricFamily(name, text, labels=labels), read))
-
-    def total(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """Add a counter that is read on every scrape."""
-        self.totals(name, text, (), lambda: {(): read()})
-
-    def totals(self, name: str, text: str, labels: tuple[str, ...], read: Labelled) -> None:
-        """Add a counter with labels."""
-        self.registry.register(_Read(lambda: CounterMetricFamily(name, text, labels=labels), read))
+    def total(self, name: str, text: str, read: Read, *labels: str) -> None:
+        """Add the counter ``convgrad_<name>``, which is read on every scrape."""
+        self.registry.register(_Read(CounterMetricFamily, name, text, read, labels))
 
     def exposition(self) -> bytes:
         """Return all metrics in Prometheus' text format 0.0.4."""
@@ -83,13 +76,18 @@ class _Read(Collector):
     """One metric whose values live elsewhere."""
 
     def __init__(
-        self, family: Callable[[], CounterMetricFamily | GaugeMetricFamily], read: Labelled
+        self,
+        family: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        name: str,
+        text: str,
+        read: Read,
+        labels: tuple[str, ...],
     ) -> None:
-        self._family, self._read = family, read
+        self._family, self._read = partial(family, f"convgrad_{name}", text, labels=labels), read
 
     def collect(self) -> Iterable[Metric]:
-        family = self._family()
-        for labels, value in self._read().items():
+        family, values = self._family(), self._read()
+        for labels, value in (values if isinstance(values, Mapping) else {(): values}).items():
             family.add_metric((labels,) if isinstance(labels, str) else labels, value)
         yield family
 
