@@ -63,7 +63,7 @@ def test_a_misspelt_variable_is_warned_of(
 
 
 def test_the_servers_settings_are_nobody_elses_business(monkeypatch: pytest.MonkeyPatch) -> None:
-    from convgrad_service.server.setting_table import setting_fields
+    from convgrad_service.server.command import setting_fields
 
     for name, _, _ in setting_fields():
         monkeypatch.setenv(f"CONVGRAD_{name.upper()}", "1")

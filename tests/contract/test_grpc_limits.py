@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 import pytest
 from grpc_health.v1 import health_pb2
 
-from convgrad_service.grpc_api import health
+from convgrad_service.grpc_api import standard_services
 from tests.support.fake_backends import Zeros
 from tests.support.h2_client import (
     CHECK,
@@ -185,7 +185,7 @@ def test_a_health_check_whose_message_does_not_come_is_cut_off() -> None:
 
 
 def test_watches_are_limited_and_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "_MAX_WATCHES", 40)
+    monkeypatch.setattr(standard_services, "_MAX_WATCHES", 40)
     backend = Zeros()
     with serving_oip(backend) as server, connected(server.grpc) as client:
         streams = [client.open(WATCH, grpc_message(b""), last=True) for _ in range(40)]

@@ -12,7 +12,7 @@ import pytest
 
 from convgrad.errors import InvalidProblem
 from convgrad.wire import safetensors
-from convgrad_service.http_api import receive_into as module
+from convgrad_service.http_api import connection_io as module
 from tests.support.fake_backends import Failing, Sums
 from tests.support.http_server import LiveServer, binary_example, serving
 from tests.support.raw_http import MIB, body_and_sum, read_all, read_one, safetensors_request

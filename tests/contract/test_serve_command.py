@@ -18,8 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from convgrad_service.server.command import serve
-from convgrad_service.server.setting_table import setting_fields
+from convgrad_service.server.command import serve, setting_fields
 from tests.support.http_server import EXAMPLE, JSON
 from tests.support.tls_files import TlsFiles
 

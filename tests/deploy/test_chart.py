@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from convgrad import __version__
-from convgrad_service.server.setting_table import setting_fields
+from convgrad_service.server.command import setting_fields
 from tests.deploy.chart import CHART, VARIANTS, rendered
 from tests.deploy.compare_helm import differences
 

@@ -15,7 +15,7 @@ import yaml
 
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.security.keys import hash_of, new_key
-from convgrad_service.server.setting_table import setting_fields
+from convgrad_service.server.command import setting_fields
 from tests.deploy.chart import VARIANTS, rendered
 from tests.support.http_server import serving
 

@@ -9,8 +9,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from convgrad_service.server.command import setting_fields
 from convgrad_service.server.ray_options import Options
-from convgrad_service.server.setting_table import setting_fields
 
 ROOT = Path(__file__).parents[2]
 CONFIGURATION = yaml.safe_load((ROOT / "deploy/ray/serve.yaml").read_text())

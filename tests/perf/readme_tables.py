@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from convgrad.errors import CODES, ServiceError
-from convgrad_service.server.setting_table import markdown_table
+from convgrad_service.server.command import markdown_table
 from tests.perf import family_tables, load_tables, network_tables, peer_times, speed_tables
 from tests.perf.image_size import image_table
 from tests.perf.records import records

@@ -9,10 +9,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from numpy.typing import NDArray
 
 from convgrad.contract import Report
-from convgrad_service.engine.execution import Execution
+from convgrad_service.engine.execution import Execution, Result
 from convgrad_service.engine.memory.lease import Lease
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import ComputeRequest, Decoded, Result
+from convgrad_service.engine.request import ComputeRequest, Decoded
 
 __all__ = ["InMemory", "Kept", "answer", "begun", "kept"]
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Hashable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,16 +18,15 @@ from convgrad.errors import ServiceError
 from convgrad_service.engine.hub import Engine, JobHandle, call_hub
 from convgrad_service.engine.memory.lease import Lease
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, has_index_inputs
-from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest, Result, blank
-from convgrad_service.engine.scheduling.partition import JobResult, OnPartDone
-from convgrad_service.engine.scheduling.progress import Progress
+from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest, blank
+from convgrad_service.engine.scheduling.partition import JobResult, OnPartDone, Progress
 from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.engine.shm.stored import TensorStore
 from convgrad_service.engine.telemetry.record import Timings
 from convgrad_service.engine.workers.execute import Job
 
-__all__ = ["Execution", "Filler", "PreparedRequest", "ResponseTemplate", "Source", "abandon"]
-__all__ += ["split_at"]
+__all__ = ["Execution", "Filler", "PreparedRequest", "ResponseTemplate", "Result", "Source"]
+__all__ += ["abandon", "split_at"]
 
 Parts = Mapping[str, RegionPart]
 Filler = Callable[[NDArray[Any]], None]
@@ -69,18 +68,11 @@ class PreparedRequest(NamedTuple):
     templates: dict[Hashable, ResponseTemplate] | None
 
 
-class InThread(Protocol):
-    """See `Pipeline.in_thread`."""
-
-    def __call__(
-        self, function: Callable[[], None], *leases: Lease | None, inline: bool = False
-    ) -> Awaitable[None]: ...
-
-
 class Execution:
     """One request, from `fill` over `compute` to `end`.
 
-    ``to_store`` maps the names of outputs to be stored on the server to their memory.
+    ``in_thread`` is `Pipeline.in_thread`. ``to_store`` maps the names of outputs to be stored on
+    the server to their memory.
     """
 
     def __init__(
@@ -89,7 +81,7 @@ class Execution:
         request: ComputeRequest,
         prepared: PreparedRequest,
         lease: Lease,
-        in_thread: InThread,
+        in_thread: Callable[..., Awaitable[None]],
         to_store: Parts = _NO_PARTS,
     ) -> None:
         self.request, self.layout, self.lease = prepared.request, prepared.layout, lease
@@ -158,7 +150,7 @@ class Execution:
         self._computing = await progress.first(self._compute(progress.part_done))
         if self._computing.done():
             return self._computing.result()
-        return _Result(self, progress.so_far, progress)
+        return Result(self, progress.so_far, progress)
 
     async def end(self) -> None:
         """Stop computing, and release the memory."""
@@ -210,7 +202,7 @@ class Execution:
             owner = self._compute_request.owner
             await call_hub(self._engine, TensorStore.commit, owner, self._to_store)
             self.is_stored = True
-        return _Result(self, job_result)
+        return Result(self, job_result)
 
     def _try_inline(self) -> JobResult | None:
         """Compute on the event loop; None if a worker must do it."""
@@ -236,7 +228,8 @@ class Execution:
             request.submitted(handle)
         upload_s = download_s = 0.0
         try:
-            job_result = await _shielded(handle.done)
+            # Not cancelled with the caller: it says when the job's memory is free.
+            job_result = await asyncio.shield(handle.done)
             upload_s, download_s = job_result.upload_s, job_result.download_s
         except asyncio.CancelledError:
             engine.cancel(handle)
@@ -260,8 +253,11 @@ class Execution:
         )
 
 
-class _Result:
-    """A `Result` whose attributes are made on demand: with a template they are not needed."""
+class Result:
+    """A result for a transport to encode. Attributes are made on demand: a template needs none.
+
+    With ``progress`` the outputs are still being computed.
+    """
 
     __slots__ = ("_execution", "job_result", "progress")
 
@@ -276,10 +272,12 @@ class _Result:
 
     @property
     def outputs(self) -> Mapping[str, NDArray[Any]]:
+        """The outputs by name."""
         return self._execution.outputs
 
     @property
     def report(self) -> Report:
+        """How they were computed, for the client."""
         return self._execution.report(self.job_result)
 
 
@@ -299,28 +297,12 @@ async def abandon(engine: Engine, parts: Parts) -> None:
         await asyncio.shield(call_hub(engine, TensorStore.abandon, list(parts.values())))
 
 
-async def _shielded(done: asyncio.Future[JobResult]) -> JobResult:
-    """Await ``done`` without cancelling it, as it says when the job's memory is free.
-
-    Like asyncio.shield(), with half the work.
-    """
-    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def wake(_: object) -> None:
-        if not waiter.done():
-            waiter.set_result(None)
-
-    done.add_done_callback(wake)
-    await waiter
-    return done.result()
-
-
 def _add_stages(
     timings: Timings, handle: JobHandle, submitted_s: float, upload_s: float, download_s: float
 ) -> None:
     """Add the stages of a job that has ended now."""
     spent_s = time.monotonic() - submitted_s
-    # Of a cancelled job too, the start is known if it had one.
+    # A cancelled job may have started, too.
     waited_s = spent_s if handle.waited_s is None else min(handle.waited_s, spent_s)
     compute_s = max(spent_s - waited_s - upload_s - download_s, 0.0)
     timings.add("queue", waited_s, submitted_s)

@@ -14,8 +14,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from convgrad.errors import InvalidProblem, ServiceError
 from convgrad_service.backends.base import Vitals
-from convgrad_service.engine.memory.arena import Arena
-from convgrad_service.engine.memory.free_list import FreeList
+from convgrad_service.engine.memory.arena import Arena, FreeList
 from convgrad_service.engine.memory.lease import Lease, LeasePool
 from convgrad_service.engine.options import SMALL_REQUEST_BYTES, EngineOptions
 from convgrad_service.engine.scheduling.partition import JobResult, OnPartDone

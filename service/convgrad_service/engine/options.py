@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from convgrad.errors import ProblemTooLarge
-from convgrad_service.engine.memory.free_list import FreeList
+from convgrad_service.engine.memory.arena import FreeList
 from convgrad_service.engine.memory.tensor_layout import ProblemSize
 
 __all__ = [

@@ -22,7 +22,7 @@ from convgrad.contract import Operation, Request, validate
 from convgrad.errors import DeviceUnavailable, Overloaded
 from convgrad_service.engine.admission_gate import Admission, AdmissionGate
 from convgrad_service.engine.deadline import CancelScope, Deadline
-from convgrad_service.engine.execution import Execution, PreparedRequest, abandon
+from convgrad_service.engine.execution import Execution, PreparedRequest, Result, abandon
 from convgrad_service.engine.hub import Engine, call_hub
 from convgrad_service.engine.memory.lease import Lease, leased, out_of_memory
 from convgrad_service.engine.memory.tensor_layout import (
@@ -37,7 +37,6 @@ from convgrad_service.engine.request import (
     ComputeRequest,
     Decoded,
     Fields,
-    Result,
     blank,
 )
 from convgrad_service.engine.scheduling.quotas import NO_LIMITS, Ticket

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from convgrad.contract import Operation, Report, Request
+from convgrad.contract import Operation, Request
 from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest
 from convgrad_service.engine.deadline import Deadline
 from convgrad_service.engine.hub import JobHandle
-from convgrad_service.engine.scheduling.partition import JobResult
-from convgrad_service.engine.scheduling.progress import Progress
 from convgrad_service.engine.scheduling.quotas import ANYBODY, Caller
 from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.engine.telemetry.record import Timings
@@ -27,7 +25,6 @@ __all__ = [
     "ComputeRequest",
     "Decoded",
     "Fields",
-    "Result",
     "blank",
 ]
 
@@ -98,26 +95,6 @@ class Decoded:
     timeout_s: float | None = None
     notes: Any = None
     repeatable: bool = True
-
-
-class Result(Protocol):
-    """What a transport encodes. With ``progress`` the outputs are still being computed."""
-
-    job_result: JobResult
-    progress: Progress | None
-
-    @property
-    def request(self) -> Request: ...
-
-    @property
-    def outputs(self) -> Mapping[str, NDArray[Any]]:
-        """The outputs by name."""
-        ...
-
-    @property
-    def report(self) -> Report:
-        """How they were computed, for the client."""
-        ...
 
 
 def blank(shape: tuple[int, ...], dtype: DType, *, name: str) -> NDArray[Any]:

@@ -1,6 +1,7 @@
 """The Open Inference Protocol v2 over gRPC: messages in and out, and the server that carries them.
 
-`server` is the place to start reading: grpcio hands a call to a handler of `exchange`, in which it
-is answered by `infer` or `service`, within the `limits`. `open_inference.proto` says what is
-spoken; `infer_wire` reads the message that holds tensors, without protobuf's copies.
+Start with `server`: grpcio hands a call to a handler of `exchange`, in which it is answered by
+`infer`, by a method of `server.DescribingMethods` or by one of the `standard_services`, within the
+`limits`. `open_inference.proto` defines the messages; `infer_wire` reads the one that holds
+tensors, without protobuf's copies.
 """

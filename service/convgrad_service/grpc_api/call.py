@@ -18,7 +18,7 @@ import grpc
 
 from convgrad.errors import ServiceError
 from convgrad_service.engine.scheduling.quotas import ANYBODY
-from convgrad_service.engine.telemetry.request_context import RequestContext
+from convgrad_service.engine.telemetry.record import RequestContext
 
 __all__ = ["EOF", "Call", "Trailers", "status_of"]
 

@@ -15,16 +15,14 @@ import grpc
 
 from convgrad.errors import CODES, DeadlineExceeded, Internal, ServiceError
 from convgrad_service.engine.hub import Engine
-from convgrad_service.engine.telemetry.access_log import access as _access
-from convgrad_service.engine.telemetry.access_log import log_exchange
-from convgrad_service.engine.telemetry.request_context import TRACE_HEADERS, RequestContext
+from convgrad_service.engine.telemetry.record import TRACE_HEADERS, RequestContext, log_exchange
+from convgrad_service.engine.telemetry.record import access as _access
 from convgrad_service.engine.telemetry.tracing import Traces
 from convgrad_service.error_frames import without_frames
 from convgrad_service.grpc_api.call import Call
 from convgrad_service.grpc_api.limits import Answers, Arrivals
 from convgrad_service.grpc_api.messages import SERVICE
-from convgrad_service.security.keys import KEY_REFUSALS, KeyRing
-from convgrad_service.security.scopes import require_method
+from convgrad_service.security.keys import KEY_REFUSALS, KeyRing, require_method
 from convgrad_service.server.settings import Settings
 
 __all__ = ["Exchanges"]

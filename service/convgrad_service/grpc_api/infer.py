@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from convgrad_service.engine.deadline import Deadline
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.telemetry.request_context import RequestContext
+from convgrad_service.engine.telemetry.record import RequestContext
 from convgrad_service.grpc_api.call import EOF, Call
 from convgrad_service.grpc_api.exchange import Exchanges
 from convgrad_service.grpc_api.infer_transport import (
@@ -16,7 +16,6 @@ from convgrad_service.grpc_api.infer_transport import (
     Message,
 )
 from convgrad_service.grpc_api.infer_wire import Part, encode_stream_error
-from convgrad_service.grpc_api.request_keys import RequestKeys
 from convgrad_service.oip.shared_memory import SharedMemory
 from convgrad_service.server.settings import Settings
 
@@ -42,7 +41,6 @@ class InferMethods:
     ) -> None:
         self._pipeline, self._memory = pipeline, shared_memory
         self._settings, self._exchanges = settings, exchanges
-        self._keys = RequestKeys()
 
     async def infer(self, call: Call) -> bytes:
         """ModelInfer."""
@@ -149,7 +147,6 @@ class InferMethods:
         transport = InferTransport(
             self._pipeline,
             self._memory,
-            self._keys,
             self._exchanges.arrivals,
             context,
             deadline,

@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Awaitable, Callable, Hashable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from convgrad.contract import Report
-from convgrad.errors import ProblemTooLarge, ServiceError
+from convgrad.contract import OPERATIONS, Operation, Report
+from convgrad.errors import MalformedRequest, ProblemTooLarge, ServiceError
 from convgrad_service.engine.deadline import Deadline
-from convgrad_service.engine.execution import Execution, ResponseTemplate, split_at
+from convgrad_service.engine.execution import Execution, ResponseTemplate, Result, split_at
 from convgrad_service.engine.memory.lease import Lease
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest, Decoded, Result, blank
-from convgrad_service.engine.telemetry.request_context import RequestContext
-from convgrad_service.grpc_api.compression import is_compressed
+from convgrad_service.engine.request import SMALL_BYTES, ComputeRequest, Decoded, blank
+from convgrad_service.engine.telemetry.record import RequestContext
 from convgrad_service.grpc_api.infer_wire import (
     Part,
+    cut_raw_contents,
     encode_response,
     encode_stream_part,
     encode_stream_response,
@@ -28,10 +29,10 @@ from convgrad_service.grpc_api.infer_wire import (
     request_names,
 )
 from convgrad_service.grpc_api.limits import Arrivals, Held
-from convgrad_service.grpc_api.request_keys import Notes, RequestKeys, SplitMessage
+from convgrad_service.grpc_api.messages import is_compressed
 from convgrad_service.oip.answer_parts import MAX_PART_BYTES, AnswerParts, row_bytes
 from convgrad_service.oip.fields import described, request_fields, tensor_in
-from convgrad_service.oip.request import InferRequest, Span
+from convgrad_service.oip.request import InferRequest, Region, Span
 from convgrad_service.oip.shared_memory import SharedMemory
 from convgrad_service.problems import Problem
 
@@ -40,7 +41,10 @@ __all__ = ["MAX_MESSAGE_BYTES", "InferTransport", "Message"]
 MAX_MESSAGE_BYTES = 2**31 - 1
 """Largest message that protobuf and gRPC allow."""
 
-_ID = 0x1A  # the tag of a response's id
+# The tags of a request's first fields, which are strings, and of a response's id.
+_NAME, _VERSION, _ID = 0x0A, 0x12, 0x1A
+_MAX_SHORT = 0x7F  # the length of strings whose length takes one byte
+_MAX_KEY_BYTES = 4096
 _DOUBLE = struct.Struct("<d")
 # Room for names, shapes and the report in addition to an answer's tensors.
 _HEAD_BYTES = 64 * 1024
@@ -80,6 +84,69 @@ class Message:
         return request
 
 
+@dataclass(frozen=True, slots=True)
+class _Notes:
+    """Cached for requests with the same key: the request without its id, and the names of the
+    inputs in raw_input_contents, or None if the next message may hold other inputs there."""
+
+    request: InferRequest
+    raw_inputs: tuple[str, ...] | None = None
+
+
+class _Split(NamedTuple):
+    """A small message without its id, and the position of its tensors.
+
+    ``key`` is its cache key: all of it but the tensors' elements. ``operation`` is None if the
+    message does not begin with the name of a model.
+    """
+
+    text: bytes
+    id: bytes
+    operation: Operation | None
+    spans: list[Span]
+    key: tuple[str, bytes, tuple[int, ...], str]
+
+    @classmethod
+    def of(cls, message: bytes, owner: str) -> _Split | None:
+        """Split a message; None if it cannot be parsed."""
+        name_end = _end_of_string(message, 0, _NAME) or 0
+        at = _end_of_string(message, name_end, _VERSION) or name_end
+        text, request_id = message, b""
+        end = _end_of_string(message, at, _ID)
+        if end is not None and (found := message[at + 2 : end]).isascii():
+            text, request_id = message[:at] + message[end:], found
+        try:
+            rest, spans = cut_raw_contents(text)
+        except MalformedRequest:
+            return None
+        operation = OPERATIONS.get(message[2:name_end].decode("latin-1"))
+        key = "ModelInfer", rest, tuple([span.size_bytes for span in spans]), owner
+        return cls(text, request_id, operation, spans, key)
+
+    def is_known_to(self, pipeline: Pipeline) -> bool:
+        """Return whether the pipeline has cached what depends on the key alone."""
+        return self.operation is not None and pipeline.knows(self.operation, self.key)
+
+    def notes(self, request: InferRequest) -> _Notes | None:
+        """Return the notes for requests with the same key; None if they must not be cached."""
+        if (
+            self.operation is not request.operation
+            or self.id != request.id.encode()
+            or len(self.key[1]) > _MAX_KEY_BYTES
+            or not all(isinstance(tensor.source, Span | Region) for tensor in request.inputs)
+        ):
+            return None
+        names = (tensor.name for tensor in request.inputs if isinstance(tensor.source, Span))
+        return _Notes(replace(request, id=""), tuple(names))
+
+
+def _end_of_string(message: bytes, at: int, tag: int) -> int | None:
+    """Return the end of a short string field with this tag; None if another one is at ``at``."""
+    if message[at : at + 1] != bytes((tag,)) or at + 1 >= len(message):
+        return None
+    return at + 2 + message[at + 1] if message[at + 1] <= _MAX_SHORT else None
+
+
 class InferTransport:
     """See `Transport`. ``in_stream`` allows several responses, as messages of a stream."""
 
@@ -92,7 +159,6 @@ class InferTransport:
         self,
         pipeline: Pipeline,
         shared_memory: SharedMemory,
-        keys: RequestKeys,
         arrivals: Arrivals,
         context: RequestContext,
         deadline: Deadline,
@@ -102,13 +168,13 @@ class InferTransport:
         in_stream: bool,
     ) -> None:
         self.streams = False
-        self._pipeline, self._memory, self._keys = pipeline, shared_memory, keys
+        self._pipeline, self._memory = pipeline, shared_memory
         self._arrivals, self._context, self._message = arrivals, context, message
         self._reply, self._in_stream = send, in_stream
-        self._split: SplitMessage | None = None
+        self._split: _Split | None = None
         self._held: Held | None = None
         self._parsed: InferRequest
-        self._notes: Notes
+        self._notes: _Notes
         self.request = ComputeRequest(None, deadline, context.timings, context.caller)
 
     async def head(self) -> Hashable | None:
@@ -120,19 +186,15 @@ class InferTransport:
         size_bytes = self._context.received_bytes = len(message.body)
         key: Hashable | None = None
         if size_bytes <= SMALL_BYTES and not self._in_stream:
-            self._split = SplitMessage(message.body)
-            found = self._keys.find(self._split, owner, self._pipeline)
-            if found is not None:
-                self.request.operation, key = found
+            self._split = _Split.of(message.body, owner)
+            if self._split is not None and self._split.is_known_to(self._pipeline):
+                self.request.operation, key = self._split.operation, self._split.key
         if key is None:
             parsed = self._parsed = message.read()
             self.request.operation = parsed.operation
-            self._notes = Notes(parsed)
-            if self._split is not None:
-                learnt = self._keys.learn(self._split, parsed, owner)
-                if learnt is not None:
-                    key, extents = learnt
-                    self._notes = Notes(replace(parsed, id=""), extents)
+            self._notes = _Notes(parsed)
+            if self._split is not None and (notes := self._split.notes(parsed)) is not None:
+                key, self._notes = self._split.key, notes
             self.streams = parsed.in_parts
         assert self.request.operation is not None  # noqa: S101 - set above
         self._context.operation = self.request.operation.name
@@ -152,15 +214,14 @@ class InferTransport:
         )
 
     async def fill(self, execution: Execution) -> None:
-        notes: Notes = execution.notes
+        notes: _Notes = execution.notes
         body, self._message.body = self._message.body, b""
         with self.request.timings.stage("decode"):
-            if notes.extents is not None and self._split is not None:
-                text = memoryview(self._split.text)
-                views = execution.input_views()
-                for name, begin, end in notes.extents:
+            if notes.raw_inputs is not None and self._split is not None:
+                text, views = memoryview(self._split.text), execution.input_views()
+                for name, span in zip(notes.raw_inputs, self._split.spans, strict=True):
                     if name in views:
-                        views[name][:] = text[begin:end]
+                        views[name][:] = text[span.start : span.start + span.size_bytes]
             else:
                 await execution.fill(
                     {

@@ -23,11 +23,17 @@ from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import checked_shape, data_view, dtype_of, reshaped
 from convgrad_service.grpc_api.messages import message
 from convgrad_service.oip.answer_parts import Rows
-from convgrad_service.oip.datatypes import dtype_named, protocol_name
 from convgrad_service.oip.fields import VERSION, operation_named
-from convgrad_service.oip.parameters import separated
-from convgrad_service.oip.regions import region_of
-from convgrad_service.oip.request import InferInput, InferOutput, InferRequest, Span
+from convgrad_service.oip.request import (
+    InferInput,
+    InferOutput,
+    InferRequest,
+    Span,
+    dtype_named,
+    protocol_name,
+    region_of,
+    separated,
+)
 
 __all__ = [
     "Part",

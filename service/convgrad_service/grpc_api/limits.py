@@ -9,19 +9,23 @@ Answers count by their size until grpcio has sent them.
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from convgrad.errors import MalformedRequest, Overloaded
+from convgrad.errors import MalformedRequest, Overloaded, RequestTimeout, ServiceError
 from convgrad_service.engine.deadline import Deadline
 from convgrad_service.grpc_api.call import EOF, Call
-from convgrad_service.grpc_api.compression import inflated
-from convgrad_service.grpc_api.places import RETRY_AFTER_S, Places, larger_share
+from convgrad_service.grpc_api.messages import inflated
 from convgrad_service.server.settings import Settings
 
-__all__ = ["Answer", "Answers", "Arrivals"]
+__all__ = ["RETRY_AFTER_S", "Answer", "Answers", "Arrivals", "Places", "larger_share"]
 
+RETRY_AFTER_S = 1.0
+# Who shares: clients first, then the connections of one client, which may be a proxy.
+_SHARES: tuple[Callable[[Call], Hashable], ...] = (lambda call: call.client, lambda call: call.peer)
 # A message that arrives within this time needs no permit: the network bounds its size.
 _AT_ONCE_S = 0.1
 # For methods without a key, whose messages are a few bytes sent together with the headers.
@@ -31,6 +35,79 @@ _STREAMS_PER_PERMIT = 8
 _SMALL_ANSWER_BYTES = 4096
 # The share of the limit that the unread answers of one connection may take.
 _CONNECTION_SHARE = 1 / 4
+
+
+def larger_share(held: Mapping[Call, int], newcomer: Call, size: int) -> list[Call]:
+    """Return the calls that should make room for ``size`` more of a newcomer's.
+
+    They are those of the client that holds most, if it holds more than the newcomer then would. If
+    there is none, they are those of such a connection.
+    """
+    for share in _SHARES:
+        totals: Counter[Hashable] = Counter()
+        for call, each in held.items():
+            totals[share(call)] += each
+        for who, most in totals.most_common(1):
+            if most > totals[share(newcomer)] + size:
+                return [call for call in held if share(call) == who]
+    return []
+
+
+class Places:
+    """Places of calls; when all are taken, a newcomer may displace another call.
+
+    That is the call that has been idle longest, if for ``patience_s`` or more; otherwise one of the
+    client that has most places, if it has more than the newcomer's client then would.
+    """
+
+    def __init__(self, count: int, patience_s: float, idle: str) -> None:
+        self.count = count
+        self._patience_s, self._idle = patience_s, idle
+        self._idle_since_s: dict[Call, float] = {}
+
+    def take(self, call: Call) -> bool:
+        """Return whether the call gets a place."""
+        if len(self._idle_since_s) >= self.count and not self._displace(call):
+            return False
+        self._idle_since_s[call] = time.monotonic()
+        return True
+
+    def rest(self, call: Call) -> None:
+        """Count the call, if it has a place, as idle from now on."""
+        if call in self._idle_since_s:
+            self._idle_since_s[call] = time.monotonic()
+
+    def work(self, call: Call) -> None:
+        """Count the call, if it has a place, as not idle."""
+        if call in self._idle_since_s:
+            self._idle_since_s[call] = math.inf
+
+    def leave(self, call: Call) -> None:
+        """Free the call's place, if it has one."""
+        self._idle_since_s.pop(call, None)
+
+    def _displace(self, newcomer: Call) -> bool:
+        longest = min(self._idle_since_s, key=self._idle_since_s.__getitem__)
+        if time.monotonic() - self._idle_since_s[longest] >= self._patience_s:
+            self._cut(
+                longest, RequestTimeout(f"{self._idle} {self._patience_s:g} s, and others wait")
+            )
+            return True
+        found = larger_share(dict.fromkeys(self._idle_since_s, 1), newcomer, 1)
+        if not found:
+            return False
+        self._cut(
+            min(found, key=self._idle_since_s.__getitem__),
+            Overloaded(
+                f"this client had {len(found)} of {self.count} places, and others wait",
+                retry_after_s=RETRY_AFTER_S,
+            ),
+        )
+        return True
+
+    def _cut(self, call: Call, error: ServiceError) -> None:
+        del self._idle_since_s[call]
+        call.cut(error)
 
 
 class Arrivals:
@@ -89,7 +166,7 @@ class Arrivals:
     async def inflated(self, message: bytes) -> bytes:
         """Inflate a compressed message; one at a time, since a few bytes may become very many.
 
-        Raises as `compression.inflated`, and Overloaded if others do not end in time.
+        Raises as `messages.inflated`, and Overloaded if others do not end in time.
         """
         try:
             async with asyncio.timeout(self._wait_s):

@@ -1,36 +1,148 @@
-"""The grpcio server: the inference service, health checking and reflection on one port."""
+"""The grpcio server: the inference service, health checking and reflection on one port.
+
+`DescribingMethods` are those of the inference service that do not compute.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
 import grpc
+from google.protobuf.json_format import ParseDict
 
-from convgrad.errors import UnsupportedProblem
+from convgrad.contract import OPERATIONS
+from convgrad.errors import DeviceUnavailable, NotFound, UnsupportedProblem
+from convgrad.wire.sentences import shown
+from convgrad_service.engine.hub import call_hub
 from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.shm.registry import RegionInfo
+from convgrad_service.engine.telemetry.request_metrics import RequestMetrics
 from convgrad_service.engine.telemetry.tracing import traces_to
 from convgrad_service.grpc_api.call import Call
 from convgrad_service.grpc_api.exchange import Exchanges
-from convgrad_service.grpc_api.health import HealthMethods
 from convgrad_service.grpc_api.infer import MAX_MESSAGE_BYTES, InferMethods
 from convgrad_service.grpc_api.messages import SERVICE, message, parsed
-from convgrad_service.grpc_api.reflection import reflection_handlers
-from convgrad_service.grpc_api.service import DescribingMethods
-from convgrad_service.oip.shared_memory import SharedMemory
+from convgrad_service.grpc_api.standard_services import HealthMethods, reflection_handlers
+from convgrad_service.oip.fields import operation_named
+from convgrad_service.oip.models import (
+    model_config,
+    model_metadata,
+    model_statistics,
+    repository_index,
+    server_metadata,
+)
+from convgrad_service.oip.shared_memory import Kind, SharedMemory
 from convgrad_service.security.keys import KeyRing
 from convgrad_service.server.settings import Settings
 from convgrad_service.server.tls import Pem, newest_pem
 
-__all__ = ["GrpcServer"]
+__all__ = ["DescribingMethods", "GrpcServer", "Method"]
 
+Fields = Mapping[str, Any]
+"""The fields of a response, as in JSON; those that its message does not have are left out."""
+Method = Callable[[Any, str], Awaitable[Fields]]
 # Concurrent calls per connection; clients queue further ones.
 _MAX_STREAMS = 256
 # The largest frame that HTTP/2 allows: a large tensor takes fewer of them.
 _FRAME_BYTES = 2**24 - 1
 _READ_BYTES = 2**20
 _NO_KEY = frozenset({"ServerLive", "ServerReady"})
+
+
+class DescribingMethods:
+    """Every method that does not compute, from parsed request to the fields of the response."""
+
+    def __init__(
+        self, pipeline: Pipeline, shared_memory: SharedMemory, service_name: str | None = None
+    ) -> None:
+        self._pipeline, self._service_name = pipeline, service_name
+        self._memory = shared_memory
+        self.methods: dict[str, Method] = {
+            "ServerLive": self._server_live,
+            "ServerReady": self._server_ready,
+            "ServerMetadata": self._server_metadata,
+            "ModelReady": self._model_ready,
+            "ModelMetadata": self._model_metadata,
+            "ModelConfig": self._model_config,
+            "ModelStatistics": self._model_statistics,
+            "RepositoryIndex": self._repository_index,
+            "RepositoryModelLoad": self._refuse_control,
+            "RepositoryModelUnload": self._refuse_control,
+        }
+        for kind in get_args(Kind):
+            self.methods |= {
+                f"{kind.title()}SharedMemoryStatus": partial(self._region_status, kind),
+                f"{kind.title()}SharedMemoryRegister": partial(self._register_region, kind),
+                f"{kind.title()}SharedMemoryUnregister": partial(self._unregister_region, kind),
+            }
+
+    async def _server_live(self, _: Any, __: str) -> Fields:
+        try:
+            self._pipeline.require_live()
+        except DeviceUnavailable:
+            return {"live": False}
+        return {"live": True}
+
+    async def _server_ready(self, _: Any, __: str) -> Fields:
+        return {"ready": self._pipeline.unready_reason is None}
+
+    async def _server_metadata(self, _: Any, __: str) -> Fields:
+        return server_metadata(self._memory.extensions)
+
+    async def _model_ready(self, request: Any, owner: str) -> Fields:
+        # The protocol reports an unknown model as not ready.
+        try:
+            if request.name != self._service_name:
+                operation_named(request.name, request.version)
+        except NotFound:
+            return {"ready": False}
+        return await self._server_ready(request, owner)
+
+    async def _model_metadata(self, request: Any, _: str) -> Fields:
+        return model_metadata(operation_named(request.name, request.version).name)
+
+    async def _model_config(self, request: Any, _: str) -> Fields:
+        return {"config": model_config(operation_named(request.name, request.version).name)}
+
+    async def _model_statistics(self, request: Any, _: str) -> Fields:
+        names = (
+            [operation_named(request.name, request.version).name] if request.name else OPERATIONS
+        )
+        counts = await call_hub(self._pipeline.engine, RequestMetrics.statistics)
+        return model_statistics(counts, names)
+
+    async def _repository_index(self, request: Any, _: str) -> Fields:
+        if request.repository_name:
+            raise NotFound(
+                f"there is no repository {shown(request.repository_name)}; the only one has no name"
+            )
+        reason = self._pipeline.unready_reason
+        return {"models": repository_index(reason, only_ready=request.ready)}
+
+    async def _refuse_control(self, _: Any, __: str) -> Fields:
+        raise UnsupportedProblem(
+            "models are this server's operations, which cannot be loaded or unloaded"
+        )
+
+    async def _region_status(self, kind: Kind, request: Any, owner: str) -> Fields:
+        found = await self._memory.status(owner, kind, request.name)
+        return {"regions": {region["name"]: region for region in found}}
+
+    async def _register_region(self, kind: Kind, request: Any, owner: str) -> Fields:
+        if kind == "cuda":
+            handle, device = request.raw_handle, request.device_id
+            info = RegionInfo(request.name, "", 0, request.byte_size, handle, device)
+        else:
+            info = RegionInfo(request.name, request.key, request.offset, request.byte_size)
+        await self._memory.register(owner, info)
+        return {}
+
+    async def _unregister_region(self, kind: Kind, request: Any, owner: str) -> Fields:
+        await self._memory.unregister(owner, kind, request.name)
+        return {}
 
 
 class GrpcServer:
@@ -95,15 +207,16 @@ class GrpcServer:
             if self._traces is not None:
                 await self._traces.close()
 
-    def _describing(
-        self, name: str, method: Callable[[Any, str], Awaitable[Any]]
-    ) -> grpc.RpcMethodHandler:
-        request_class = message(SERVICE.methods_by_name[name].input_type.name)
+    def _describing(self, name: str, method: Method) -> grpc.RpcMethodHandler:
+        described = SERVICE.methods_by_name[name]
+        request_class = message(described.input_type.name)
+        response_class = message(described.output_type.name)
 
         async def work(call: Call) -> bytes:
             # Methods without a key are answered without reading their empty message.
             body = b"" if name in _NO_KEY else await self._exchanges.arrivals.message(call)
-            answer = await method(parsed(body, request_class), call.context.owner)
+            fields = await method(parsed(body, request_class), call.context.owner)
+            answer = ParseDict(fields, response_class(), ignore_unknown_fields=True)
             encoded: bytes = answer.SerializeToString()
             call.context.sent_bytes = len(encoded)
             return encoded
@@ -138,7 +251,7 @@ def _options(settings: Settings) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),  # a port that is taken is an error
         ("grpc.max_receive_message_length", int(settings.grpc_max_message_bytes)),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.per_message_decompression", 0),  # see compression.py
+        ("grpc.per_message_decompression", 0),  # see messages.py
         ("grpc.max_metadata_size", int(settings.max_header_bytes)),
         ("grpc.absolute_max_metadata_size", int(settings.max_header_bytes)),
         ("grpc.max_concurrent_streams", _MAX_STREAMS),

@@ -9,6 +9,7 @@ from functools import partial
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -18,31 +19,41 @@ from convgrad.contract import OPERATIONS, Operation
 from convgrad.contract.examinations import PLANS, TIMINGS, VERIFICATIONS
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.telemetry.tracing import traces_to
-from convgrad_service.http_api.catalogue import catalogue
 from convgrad_service.http_api.context import context_of
-from convgrad_service.http_api.cors import with_cors
-from convgrad_service.http_api.docs import add_docs
+from convgrad_service.http_api.describing import answer_layers, catalogue, health_router
 from convgrad_service.http_api.examinations import PlanTransport, TimeTransport, VerifyTransport
-from convgrad_service.http_api.health import health_router
-from convgrad_service.http_api.layer_words import answer_layers
 from convgrad_service.http_api.middleware import ExchangeMiddleware
-from convgrad_service.http_api.oip_routes import add_oip
+from convgrad_service.http_api.oip import add_oip
 from convgrad_service.http_api.openapi import install_openapi
-from convgrad_service.http_api.operations import OperationTransport
-from convgrad_service.http_api.page import add_page
+from convgrad_service.http_api.pages import add_docs, add_page
 from convgrad_service.http_api.problem_details import from_http_exception, problem_details
 from convgrad_service.http_api.stored_tensors import stored_routes
-from convgrad_service.http_api.transport import Endpoint, HttpTransport
+from convgrad_service.http_api.transport import Endpoint, HttpTransport, OperationTransport
 from convgrad_service.security.keys import KeyRing
 from convgrad_service.server.settings import Settings
 
-__all__ = ["app_on", "management_app"]
+__all__ = ["app_on", "management_app", "with_cors"]
 
 _COMPUTING: tuple[tuple[Mapping[str, Operation], str, type[HttpTransport]], ...] = (
     (OPERATIONS, "POST", OperationTransport),
     (VERIFICATIONS, "POST", VerifyTransport),
     (TIMINGS, "POST", TimeTransport),
     (PLANS, "GET", PlanTransport),
+)
+_REQUEST_HEADERS = (
+    "Authorization",
+    "Content-Type",
+    "Inference-Header-Content-Length",
+    "X-Request-Id",
+    "X-Request-Timeout",
+    "X-Time-To-Live",
+)
+_ANSWER_HEADERS = (
+    "Inference-Header-Content-Length",
+    "Retry-After",
+    "Server-Timing",
+    "X-Report",
+    "X-Request-Id",
 )
 
 
@@ -69,7 +80,7 @@ def app_on(
         summary="Gradients of convolution and pooling layers as a service.",
         version=_version.__version__,
         lifespan=lifespan,
-        docs_url=None,  # ours, from local files; see docs.py
+        docs_url=None,  # ours, from local files; see pages.py
         redoc_url=None,
         redirect_slashes=False,  # a redirected POST sends its tensors twice
     )
@@ -152,3 +163,15 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     answer.raw_headers[:] = headers
     answer.headers.update(error.headers or {})  # Allow, with a 405
     return answer
+
+
+def with_cors(app: ASGIApp, origins: str) -> ASGIApp:
+    """Wrap ``app`` for a comma-separated list of origins; preflight requests need no API key."""
+    return CORSMiddleware(
+        app,
+        allow_origins=[origin.strip() for origin in origins.split(",") if origin.strip()],
+        allow_methods=["GET", "POST", "PUT", "DELETE"],
+        allow_headers=_REQUEST_HEADERS,
+        expose_headers=_ANSWER_HEADERS,
+        max_age=3600,
+    )

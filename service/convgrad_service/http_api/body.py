@@ -22,8 +22,7 @@ from convgrad_service.engine.options import MAX_TRANSFER_S
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import SMALL_BYTES, ClientGone
 from convgrad_service.engine.telemetry.record import Timings
-from convgrad_service.http_api.connection import Connection, connection_of
-from convgrad_service.http_api.context import context_of
+from convgrad_service.http_api.context import Connection, connection_of, context_of
 from convgrad_service.server.settings import Settings
 
 __all__ = ["Body", "BodyLimits", "Text", "TextReader", "small_body"]

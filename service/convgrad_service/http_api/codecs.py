@@ -1,41 +1,39 @@
-"""The media types of request and response bodies at ``POST /<operation>``."""
+"""The media types of request and response bodies at ``POST /<operation>``.
+
+JSON is in `json_forms`, forms are in `multipart_body`. Answers in NumPy files, .npy for one tensor
+and .npz for any number, have their report in ``X-Report``.
+"""
 
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from numpy.typing import NDArray
+
 from convgrad.contract import Operation, Report, Request
-from convgrad.errors import MalformedRequest
-from convgrad.wire import safetensors
+from convgrad.dtypes import DType
+from convgrad.errors import MalformedRequest, NotAcceptable
+from convgrad.wire import npy, safetensors
 from convgrad.wire.shapes import data_view, dtype_of
-from convgrad_service.engine.execution import Execution, ResponseTemplate, split_at
+from convgrad_service.engine.execution import Execution, ResponseTemplate, Result, split_at
 from convgrad_service.engine.memory.lease import Lease
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import SMALL_BYTES, Fields, Result, blank
+from convgrad_service.engine.request import SMALL_BYTES, Fields, blank
 from convgrad_service.engine.telemetry.record import Timings
 from convgrad_service.http_api.body import Body, TextReader
-from convgrad_service.http_api.json_answer import (
+from convgrad_service.http_api.json_forms import (
+    describe_json_request,
     json_answer,
     refuse_endless_values,
     stored_tensor,
 )
-from convgrad_service.http_api.json_body import describe_json_request
 from convgrad_service.http_api.multipart_body import MEDIA_TYPE as MULTIPART
 from convgrad_service.http_api.multipart_body import MultipartReader
-from convgrad_service.http_api.npy_answer import (
-    NPY,
-    NPZ,
-    encode_npy,
-    encode_npz,
-    npy_headers,
-    npz_headers,
-    refuse_npy,
-    refuse_npz,
-)
 from convgrad_service.http_api.problem_details import Headers
 from convgrad_service.http_api.response import Arriving, Chunk
 from convgrad_service.problems import Problem
@@ -45,14 +43,25 @@ __all__ = [
     "BODY_FORMS",
     "JSON",
     "MAX_KEY_BYTES",
+    "NPY",
+    "NPZ",
+    "REPORT_HEADER",
     "SAFETENSORS",
     "AnswerForm",
     "BodyForm",
     "Reader",
+    "npy_content_type",
 ]
+
+NPY = npy.MEDIA_TYPE
+NPZ = "application/x-npz"
+REPORT_HEADER = "X-Report"
+
 
 MAX_KEY_BYTES = 4096
 """Requests with longer heads are not cached."""
+JSON = "application/json"
+SAFETENSORS = safetensors.MEDIA_TYPE
 
 
 class Reader(Protocol):
@@ -210,6 +219,81 @@ def _safetensors_template(execution: Execution, report: Report) -> ResponseTempl
     return ResponseTemplate(*split_at(text, lambda seconds: repr(seconds).encode()), outputs)
 
 
+def _encode_npy(execution: Execution, result: Result) -> Sequence[Chunk]:
+    """Encode the only output as a .npy file."""
+    ((name, array),) = result.outputs.items()
+    header, data = npy.encode(array)
+    assert isinstance(data, memoryview)  # noqa: S101
+    if result.progress is None:
+        return [header, data]
+    return [header, Arriving(data, partial(result.progress.until, name))]
+
+
+def _encode_npz(execution: Execution, result: Result) -> Sequence[Chunk]:
+    """Encode all outputs as a .npz file, uncompressed."""
+    collected = _Chunks()
+    with zipfile.ZipFile(collected, "w") as archive:  # type: ignore[call-overload]
+        for name, array in result.outputs.items():
+            # A fixed date, so that answers to the same request are identical.
+            entry = zipfile.ZipInfo(f"{name}.npy")
+            with archive.open(entry, "w", force_zip64=True) as file:
+                for part in npy.encode(array):
+                    file.write(part)
+    return collected.parts
+
+
+def npy_content_type(array: NDArray[Any]) -> str:
+    """Return the media type of an array's .npy file, with dtypes that NumPy lacks."""
+    return f"{NPY}; dtype=bfloat16" if dtype_of(array) is DType.BFLOAT16 else NPY
+
+
+def _npy_headers(result: Result) -> Headers:
+    """Return the headers of a .npy answer."""
+    ((_, array),) = result.outputs.items()
+    return [(b"content-type", npy_content_type(array).encode()), _report(result)]
+
+
+def _npz_headers(result: Result) -> Headers:
+    """Return the headers of a .npz answer."""
+    return [(b"content-type", NPZ.encode()), _report(result)]
+
+
+def _refuse_npy(request: Request, problem: Problem) -> None:
+    """Raise NotAcceptable unless there is exactly one output, and it is not stored."""
+    if len(problem.outputs) > 1:
+        raise NotAcceptable(
+            f"{NPY} holds one tensor, and the answer has {', '.join(problem.outputs)}; accept {NPZ}"
+        )
+    _refuse_npz(request, problem)
+
+
+def _refuse_npz(request: Request, problem: Problem) -> None:
+    """Raise NotAcceptable if an output is stored."""
+    if request.store:
+        raise NotAcceptable(
+            "an answer in NumPy's files cannot name the outputs that were stored; accept "
+            "application/json"
+        )
+
+
+def _report(result: Result) -> tuple[bytes, bytes]:
+    return REPORT_HEADER.lower().encode(), result.report.model_dump_json().encode("ascii")
+
+
+class _Chunks:
+    """A file for `zipfile` that collects what is written without copying."""
+
+    def __init__(self) -> None:
+        self.parts: list[Chunk] = []
+
+    def write(self, part: bytes | memoryview) -> int:
+        self.parts.append(part)
+        return len(part)
+
+    def flush(self) -> None:
+        """Do nothing: nothing is buffered."""
+
+
 def _refuse_nothing(request: Request, problem: Problem) -> None:
     """Accept everything: safetensors can hold any answer."""
 
@@ -219,8 +303,6 @@ def _content_type(media_type: str) -> Callable[[Result], Headers]:
     return lambda _: headers
 
 
-JSON = "application/json"
-SAFETENSORS = safetensors.MEDIA_TYPE
 BODY_FORMS: Mapping[str, BodyForm] = {
     form.media_type: form
     for form in (
@@ -240,7 +322,7 @@ ANSWER_FORMS: Mapping[str, AnswerForm] = {
             _content_type(SAFETENSORS),
             streams=True,
         ),
-        AnswerForm(NPY, encode_npy, refuse_npy, npy_headers, streams=True),
-        AnswerForm(NPZ, encode_npz, refuse_npz, npz_headers),
+        AnswerForm(NPY, _encode_npy, _refuse_npy, _npy_headers, streams=True),
+        AnswerForm(NPZ, _encode_npz, _refuse_npz, _npz_headers),
     )
 }

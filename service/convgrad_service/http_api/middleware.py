@@ -20,22 +20,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from convgrad.errors import ServiceError
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import ClientGone
-from convgrad_service.engine.telemetry.access_log import access as _access
-from convgrad_service.engine.telemetry.access_log import log_exchange
-from convgrad_service.engine.telemetry.request_context import TRACE_HEADERS
+from convgrad_service.engine.telemetry.record import TRACE_HEADERS, log_exchange
+from convgrad_service.engine.telemetry.record import access as _access
 from convgrad_service.engine.telemetry.tracing import Traces
-from convgrad_service.http_api.connection import connection_of
+from convgrad_service.http_api.connection_io import ReceiveInto
 from convgrad_service.http_api.context import (
     RequestContext,
     begin_context,
     client_of,
+    connection_of,
     context_headers,
     http_span,
 )
 from convgrad_service.http_api.problem_details import internal, problem_details
-from convgrad_service.http_api.receive_into import ReceiveInto
-from convgrad_service.security.keys import KEY_REFUSALS, KeyRing
-from convgrad_service.security.scopes import require_path
+from convgrad_service.security.keys import KEY_REFUSALS, KeyRing, require_path
 
 __all__ = ["ExchangeMiddleware", "needs_no_key"]
 

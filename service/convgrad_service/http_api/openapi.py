@@ -6,25 +6,36 @@ accept. FastAPI describes the other routes (health, metrics), and the operations
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from inspect import cleandoc
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from convgrad.contract import OPERATIONS, Operation, Report
-from convgrad.errors import CODES
-from convgrad_service.http_api import problem_details
-from convgrad_service.http_api.codecs import BODY_FORMS, JSON, SAFETENSORS
+from convgrad.contract.examinations import PLANS, TIMINGS, VERIFICATIONS
+from convgrad.contract.timing import PlanExplained, TimedPlan
+from convgrad.contract.verification import Verification
+from convgrad_service.http_api.codecs import BODY_FORMS, JSON, NPY, NPZ, REPORT_HEADER, SAFETENSORS
+from convgrad_service.http_api.examinations import EVENT_STREAM
 from convgrad_service.http_api.middleware import needs_no_key
 from convgrad_service.http_api.multipart_body import MEDIA_TYPE as MULTIPART
-from convgrad_service.http_api.npy_answer import NPY, NPZ, REPORT_HEADER
-from convgrad_service.http_api.openapi_examinations import EXAMINATION_MODELS, examination_paths
-from convgrad_service.http_api.openapi_tensors import REF as _REF
-from convgrad_service.http_api.openapi_tensors import (
-    named_tensors,
-    stored_tensor_paths,
+from convgrad_service.http_api.openapi_parts import (
+    ANSWER_HEADERS,
+    BINARY,
+    PARAMETERS,
+    REF,
+    answer_schema,
+    described,
+    error_response,
+    form_schema,
+    header,
+    named_schemas,
+    ref,
+    responses_of,
     with_named_tensors,
 )
 from convgrad_service.server.settings import Settings
@@ -64,6 +75,21 @@ _INFER_EXAMPLE: dict[str, Any] = {
 _METHODS = {"get", "put", "post", "delete"}
 # The errors of every operation, from the error table; `_describe_keys` adds those of API keys.
 _ERROR_STATUSES = (400, 404, 406, 408, 413, 415, 422, 429, 500, 503, 504)
+# The errors of /plan, which has no body, and of /verify and /time.
+_PLAN_STATUSES = (400, 401, 406, 413, 422, 429, 500, 503, 504)
+_EXAMINATION_STATUSES = (*_PLAN_STATUSES, 404, 408, 415)
+# The answers of each kind of examination, and its summary.
+_EXAMINATIONS: Mapping[str, tuple[type[BaseModel], str]] = {
+    "verify": (
+        Verification,
+        "Verify a result of {} against a float64 reference, element by element.",
+    ),
+    "time": (TimedPlan, "Time {} on a device that does nothing else."),
+    "plan": (
+        PlanExplained,
+        "Explain which kernel would compute {}, and why the others would not.",
+    ),
+}
 
 
 def install_openapi(app: FastAPI, settings: Settings) -> None:
@@ -85,31 +111,236 @@ def _document(app: FastAPI, settings: Settings) -> dict[str, Any]:
         description=_DESCRIPTION,
         routes=app.routes,
     )
-    models = [(operation.request, "validation") for operation in OPERATIONS.values()]
-    answers = [(Report, "serialization"), *EXAMINATION_MODELS]
+    requests = (*OPERATIONS.values(), *VERIFICATIONS.values(), *TIMINGS.values())
+    answers = (Report, *(answer for answer, _ in _EXAMINATIONS.values()))
+    models = [
+        *((operation.request, "validation") for operation in requests),
+        *((answer, "serialization") for answer in answers),
+    ]
     _, definitions = models_json_schema(
-        [*models, *answers],  # type: ignore[list-item] # literals, widened
-        ref_template=_REF.replace("{}", "{model}"),
+        models,  # type: ignore[arg-type] # literals, widened
+        ref_template=REF.replace("{}", "{model}"),
     )
     schemas: dict[str, Any] = document.setdefault("components", {}).setdefault("schemas", {})
     schemas.update(with_named_tensors(definitions["$defs"]))
-    schemas.update(named_tensors())
-    schemas["Problem"] = _problem_schema()
-    paths = {f"/{operation.name}": _path(operation, settings) for operation in OPERATIONS.values()}
-    paths["/v2/models/{model}/infer"] = _infer_path(settings)
-    paths.update(examination_paths(_PARAMETERS, _ANSWER_HEADERS, _error_response))
-    paths.update(stored_tensor_paths(_error_response))
+    schemas.update(named_schemas())
     for methods in document["paths"].values():
-        for described in methods.values():
-            if "422" in described["responses"]:
+        for item in methods.values():
+            if "422" in item["responses"]:
                 # FastAPI assumes that routes with parameters answer 422.
-                own = {str(status): _error_response(status) for status in _ERROR_STATUSES}
-                described["responses"] = {**own, "200": described["responses"]["200"]}
+                item["responses"] = responses_of(item["responses"]["200"], _ERROR_STATUSES)
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
-    document["paths"] = {**paths, **document["paths"]}
+    document["paths"] = {**_paths(settings), **document["paths"]}
     _describe_keys(document, required=settings.api_keys is not None)
     return document
+
+
+def _paths(settings: Settings) -> dict[str, Any]:
+    """Return the path items of what FastAPI knows nothing about."""
+    return {
+        **{f"/{each.name}": {"post": _computed(each, settings)} for each in OPERATIONS.values()},
+        "/v2/models/{model}/infer": {"post": _infer(settings)},
+        **{
+            f"/{each.name}": {"post": _examined(each)}
+            for each in (*VERIFICATIONS.values(), *TIMINGS.values())
+        },
+        **{f"/{each.name}": {"get": _planned(each)} for each in PLANS.values()},
+        "/layers": {"get": _layers()},
+        **_stored_tensors(),
+    }
+
+
+def _computed(operation: Operation, settings: Settings) -> dict[str, Any]:
+    """Describe ``POST /<operation>``."""
+    model = operation.request
+    details = cleandoc(model.__doc__ or "").partition("\n")[2].strip()
+    limits = {name: int(getattr(settings, form.limit)) for name, form in BODY_FORMS.items()}
+    listed = ", ".join(f"{limit:,} bytes of {name}" for name, limit in limits.items())
+    return described(
+        "operations",
+        operation.name,
+        operation.summary,
+        {
+            "description": "The computed tensors, and how they were computed.",
+            "headers": ANSWER_HEADERS | _REPORT_HEADER,
+            "content": {
+                JSON: {"schema": answer_schema(operation)},
+                **dict.fromkeys((SAFETENSORS, NPY, NPZ), BINARY),
+            },
+        },
+        _ERROR_STATUSES,
+        # Docstrings are laid out for a terminal; Markdown would join their lines.
+        description=f"```text\n{details}\n```" if details else "",
+        parameters=PARAMETERS,
+        requestBody={
+            "required": True,
+            "description": f"At most {listed}.",
+            "content": {
+                JSON: {"schema": ref(model), "example": operation.example},
+                SAFETENSORS: BINARY,
+                MULTIPART: {"schema": form_schema(operation)},
+            },
+        },
+    )
+
+
+def _infer(settings: Settings) -> dict[str, Any]:
+    """Describe the protocol's inference path; its own specification has the details."""
+    return described(
+        "open inference protocol",
+        "infer",
+        "Compute an operation by the Open Inference Protocol v2.",
+        {"description": "The outputs, in JSON or behind it.", "headers": ANSWER_HEADERS},
+        _ERROR_STATUSES,
+        description="JSON, or JSON followed by the tensors' bytes (Triton's binary data "
+        "extension): then `Inference-Header-Content-Length` is the length of the JSON. "
+        "Parameters are scalars or, for lists, JSON text.",
+        parameters=[
+            {
+                "name": "model",
+                "in": "path",
+                "required": True,
+                "schema": {"type": "string", "enum": list(OPERATIONS)},
+            },
+            {
+                "name": "Inference-Header-Content-Length",
+                "in": "header",
+                "description": "Bytes of JSON before the binary data.",
+                "schema": {"type": "integer", "minimum": 1},
+            },
+            *PARAMETERS,
+        ],
+        requestBody={
+            "required": True,
+            "description": f"At most {int(settings.max_json_bytes):,} bytes of JSON, or "
+            f"{int(settings.max_body_bytes):,} with binary data.",
+            "content": {
+                JSON: {"schema": {"type": "object"}, "example": _INFER_EXAMPLE},
+                "application/octet-stream": BINARY,
+            },
+        },
+    )
+
+
+def _examination(operation: Operation, statuses: Iterable[int], **more: Any) -> dict[str, Any]:
+    kind, _, name = operation.name.partition("/")
+    answer, summary = _EXAMINATIONS[kind]
+    success = {
+        "description": "The report.",
+        "headers": ANSWER_HEADERS,
+        "content": {JSON: {"schema": ref(answer)}},
+    }
+    return described(kind, f"{kind}_{name}", summary.format(name), success, statuses, **more)
+
+
+def _examined(operation: Operation) -> dict[str, Any]:
+    """Describe ``POST /verify/<operation>``, which has tensors, or ``POST /time/<operation>``."""
+    content: dict[str, Any] = {
+        JSON: {"schema": ref(operation.request), "example": operation.example}
+    }
+    if operation.tensors:
+        content[SAFETENSORS] = BINARY
+    body = {"required": True, "content": content}
+    found = _examination(operation, _EXAMINATION_STATUSES, parameters=PARAMETERS, requestBody=body)
+    if not operation.tensors:
+        found["responses"]["202"] = {
+            "description": "With `Accept: text/event-stream`: the events `queued`, `running`, and "
+            "`result` with the answer or `error` with a problem. Closing the connection cancels.",
+            "content": {EVENT_STREAM: {"schema": {"type": "string"}}},
+        }
+    return found
+
+
+def _planned(operation: Operation) -> dict[str, Any]:
+    """Describe ``GET /plan/<operation>``."""
+    fields = operation.request.model_json_schema(ref_template=REF.replace("{}", "{model}"))
+    said = {
+        name: f"{field.get('description', '')} Lists and objects are JSON text."
+        for name, field in fields["properties"].items()
+        if name not in ("response", "stored", "store")
+    }
+    parameters = [*_query_parameters(said), *PARAMETERS]
+    return _examination(operation, _PLAN_STATUSES, parameters=parameters)
+
+
+def _layers() -> dict[str, Any]:
+    return described(
+        "plan",
+        "layers",
+        "Describe a layer in every notation, or list the suites.",
+        {
+            "description": "The layer or the suite; without a query, the names of the suites.",
+            "headers": ANSWER_HEADERS,
+            "content": {JSON: {"schema": {"type": "object"}}},
+        },
+        (400,),
+        parameters=_query_parameters(
+            {
+                "layer": "A layer in any notation; the answer has its sizes and all its notations.",
+                "batch": "Number of samples; overrides the layer's.",
+                "suite": "The name of a suite or network; the answer lists its layers.",
+            }
+        ),
+    )
+
+
+def _query_parameters(described: Mapping[str, str]) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "in": "query", "description": text, "schema": {"type": "string"}}
+        for name, text in described.items()
+    ]
+
+
+def _stored_tensors() -> dict[str, Any]:
+    """Return the path items of stored tensors."""
+
+    def operation(
+        name: str, summary: str, content: Mapping[str, Any], *statuses: int, **more: Any
+    ) -> dict[str, Any]:
+        success = {"description": "Done.", "content": content}
+        return described("stored tensors", name, summary, success, statuses, **more)
+
+    description = {"$ref": REF.format("StoredTensorDescription")}
+    listed = {
+        "type": "object",
+        "properties": {"tensors": {"type": "array", "items": description}},
+        "required": ["tensors"],
+    }
+    tensor = {JSON: {"schema": {"$ref": REF.format("Tensor")}}, SAFETENSORS: BINARY, NPY: BINARY}
+    name = {
+        "name": "name",
+        "in": "path",
+        "required": True,
+        "description": "The tensor's name on the server.",
+        "schema": {"type": "string", "pattern": "^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$"},
+    }
+    time_to_live = {
+        "name": "X-Time-To-Live",
+        "in": "header",
+        "description": "Seconds since its last use after which it is deleted; at most the "
+        "server's own limit.",
+        "schema": {"type": "number", "exclusiveMinimum": 0},
+    }
+    all_tensors = operation("list_tensors", "List the stored tensors.", {JSON: {"schema": listed}})
+    return {
+        "/tensors": {"get": all_tensors},
+        "/tensors/{name}": {
+            "parameters": [name],
+            "put": operation(
+                "put_tensor",
+                "Store a tensor.",
+                {JSON: {"schema": description}},
+                *(400, 413, 415, 429),
+                parameters=[time_to_live],
+                requestBody={"required": True, "content": tensor},
+            ),
+            "get": operation("get_tensor", "Fetch a tensor.", tensor, 404, 406),
+            "delete": operation(
+                "drop_tensor", "Delete a tensor.", {JSON: {"schema": {"type": "object"}}}, 404
+            ),
+        },
+    }
 
 
 def _describe_keys(document: dict[str, Any], *, required: bool) -> None:
@@ -120,16 +351,13 @@ def _describe_keys(document: dict[str, Any], *, required: bool) -> None:
     """
     for path, item in document["paths"].items():
         for method in item.keys() & _METHODS:
-            described = item[method]
             if needs_no_key(path):
                 if required:
-                    described["security"] = []
+                    item[method]["security"] = []
                 continue
-            responses = described["responses"] | {
-                "401": _error_response(401),
-                "403": _error_response(403),
-            }
-            described["responses"] = dict(sorted(responses.items()))
+            refusals = {str(status): error_response(status) for status in (401, 403)}
+            responses = item[method]["responses"] | refusals
+            item[method]["responses"] = dict(sorted(responses.items()))
     if required:
         document["components"]["securitySchemes"] = {
             "apiKey": {
@@ -141,182 +369,4 @@ def _describe_keys(document: dict[str, Any], *, required: bool) -> None:
         document["security"] = [{"apiKey": []}]
 
 
-def _path(operation: Operation, settings: Settings) -> dict[str, Any]:
-    model = operation.request
-    described = cleandoc(model.__doc__ or "").partition("\n")[2]
-    limits = {name: int(getattr(settings, form.limit)) for name, form in BODY_FORMS.items()}
-    return {
-        "post": {
-            "tags": ["operations"],
-            "operationId": operation.name,
-            "summary": operation.summary,
-            # Docstrings are laid out for a terminal; Markdown would join their lines.
-            "description": f"```text\n{described.strip()}\n```" if described.strip() else "",
-            "parameters": _PARAMETERS,
-            "requestBody": {
-                "required": True,
-                "description": "At most "
-                + ", ".join(f"{limit:,} bytes of {name}" for name, limit in limits.items())
-                + ".",
-                "content": {
-                    JSON: {
-                        "schema": {"$ref": _REF.format(model.__name__)},
-                        "example": operation.example,
-                    },
-                    SAFETENSORS: {"schema": _BINARY},
-                    MULTIPART: {"schema": _form_schema(operation)},
-                },
-            },
-            "responses": {
-                "200": {
-                    "description": "The computed tensors, and how they were computed.",
-                    "headers": _ANSWER_HEADERS | _REPORT_HEADER,
-                    "content": {
-                        JSON: {"schema": _answer_schema(operation)},
-                        SAFETENSORS: {"schema": _BINARY},
-                        NPY: {"schema": _BINARY},
-                        NPZ: {"schema": _BINARY},
-                    },
-                },
-                **{str(status): _error_response(status) for status in _ERROR_STATUSES},
-            },
-        }
-    }
-
-
-def _infer_path(settings: Settings) -> dict[str, Any]:
-    """Describe the protocol's inference path; its own specification has the details."""
-    answer = {"description": "The outputs, in JSON or behind it.", "headers": _ANSWER_HEADERS}
-    return {
-        "post": {
-            "tags": ["open inference protocol"],
-            "operationId": "infer",
-            "summary": "Compute an operation by the Open Inference Protocol v2.",
-            "description": "JSON, or JSON followed by the tensors' bytes (Triton's binary data "
-            "extension): then `Inference-Header-Content-Length` is the length of the JSON. "
-            "Parameters are scalars or, for lists, JSON text.",
-            "parameters": [
-                {
-                    "name": "model",
-                    "in": "path",
-                    "required": True,
-                    "schema": {"type": "string", "enum": list(OPERATIONS)},
-                },
-                {
-                    "name": "Inference-Header-Content-Length",
-                    "in": "header",
-                    "description": "Bytes of JSON before the binary data.",
-                    "schema": {"type": "integer", "minimum": 1},
-                },
-                *_PARAMETERS,
-            ],
-            "requestBody": {
-                "required": True,
-                "description": f"At most {int(settings.max_json_bytes):,} bytes of JSON, or "
-                f"{int(settings.max_body_bytes):,} with binary data.",
-                "content": {
-                    "application/json": {"schema": {"type": "object"}, "example": _INFER_EXAMPLE},
-                    "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
-                },
-            },
-            "responses": {
-                "200": answer,
-                **{str(status): _error_response(status) for status in _ERROR_STATUSES},
-            },
-        }
-    }
-
-
-def _form_schema(operation: Operation) -> dict[str, Any]:
-    """Describe a form: files by tensor name, and parameters as text."""
-    properties: dict[str, Any] = {
-        name: _BINARY | {"description": "A .npy file."}
-        if name in operation.tensors
-        else {"type": "string", "description": "As JSON, or bare text."}
-        for name in operation.request.model_fields
-    }
-    return {
-        "type": "object",
-        "title": f"{operation.request.__name__.removesuffix('Request')}Form",
-        "properties": properties,
-        "required": list(operation.required_tensors),
-    }
-
-
-def _answer_schema(operation: Operation) -> dict[str, Any]:
-    properties = {name: {"$ref": _REF.format("OutputTensor")} for name in operation.outputs}
-    # If outputs can be chosen, none is required; otherwise the first is.
-    always = [] if "outputs" in operation.request.model_fields else [operation.outputs[0]]
-    return {
-        "type": "object",
-        "properties": {**properties, "report": {"$ref": _REF.format("Report")}},
-        "required": [*always, "report"],
-    }
-
-
-def _error_response(status: int) -> dict[str, Any]:
-    codes = [row.code for row in CODES.values() if row.http_status == status]
-    headers = dict(_ANSWER_HEADERS)
-    if status in (429, 503):
-        headers["Retry-After"] = {
-            "description": "Seconds to wait before retrying.",
-            "schema": {"type": "integer"},
-        }
-    return {
-        "description": " or ".join(codes),
-        "headers": headers,
-        "content": {problem_details.MEDIA_TYPE: {"schema": {"$ref": _REF.format("Problem")}}},
-    }
-
-
-def _problem_schema() -> dict[str, Any]:
-    text = {"type": "string"}
-    properties = {
-        "type": text,
-        "title": text,
-        "status": {"type": "integer"},
-        "detail": {**text, "description": "What was found and what was expected."},
-        "code": {**text, "enum": list(CODES)},
-        "request_id": text,
-        "error": {**text, "description": "The same as detail."},
-    }
-    return {
-        "title": "Problem",
-        "description": "An error (RFC 9457).",
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-    }
-
-
-_BINARY: dict[str, Any] = {"type": "string", "format": "binary"}
-_ANSWER_HEADERS: dict[str, Any] = {
-    "X-Request-Id": {
-        "description": "Names the request in the server's log.",
-        "schema": {"type": "string"},
-    },
-    "Server-Timing": {
-        "description": "Milliseconds spent in each stage.",
-        "schema": {"type": "string"},
-    },
-}
-_REPORT_HEADER: dict[str, Any] = {
-    REPORT_HEADER: {
-        "description": "How an answer in .npy or .npz was computed, as JSON.",
-        "schema": {"type": "string"},
-    },
-}
-_PARAMETERS: list[dict[str, Any]] = [
-    {
-        "name": "X-Request-Timeout",
-        "in": "header",
-        "description": "Seconds allowed for the request; at most the server's limit.",
-        "schema": {"type": "number", "exclusiveMinimum": 0},
-    },
-    {
-        "name": "X-Request-Id",
-        "in": "header",
-        "description": "The client's id for the request: 1 to 128 printable ASCII characters.",
-        "schema": {"type": "string", "maxLength": 128},
-    },
-]
+_REPORT_HEADER = {REPORT_HEADER: header("How an answer in .npy or .npz was computed, as JSON.")}

@@ -14,17 +14,16 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from convgrad.errors import MalformedRequest
-from convgrad_service.http_api.connection import CONNECTION
+from convgrad_service.http_api.connection_io import CoalescedWriter, ReadInParts, ReceiveInto
+from convgrad_service.http_api.context import CONNECTION
 from convgrad_service.http_api.protocol_limits import HeadRefused, LimitedProtocol, check_head
-from convgrad_service.http_api.receive_into import ReadInParts, ReceiveInto
 from convgrad_service.http_api.request_head_cache import RequestHeadCache
-from convgrad_service.http_api.write_coalescing import CoalescedWriter
 from convgrad_service.server.settings import Settings
 
 __all__ = ["GuardedProtocol", "guarded_protocol"]
 
-# A body of more parts than this, with fewer bytes per part on average, is refused: it would take a
-# parser call for every byte or two.
+# A body of more parts than this is refused if they are smaller than this on average: it would take
+# a call of the parser for every byte or two.
 _MANY_PARTS, _SMALL_PART_BYTES = 4096, 64
 
 # Limit of pipelined requests.
@@ -37,18 +36,18 @@ class GuardedProtocol(LimitedProtocol):
     heads: ClassVar[RequestHeadCache]
 
     _reader: asyncio.BaseProtocol
-    """What passes received data on to this protocol."""
+    """The object that passes received data on to this protocol."""
     _between = True
     """Whether the parser has seen the end of a request, and nothing of the next."""
     _first = b""
-    """What was read last, if a request began with it whose head is yet to be parsed."""
+    """The data of the last read, if a request began with it whose head is yet to be parsed."""
     _repeating_head = False
     _parts = 0
     parts_bytes = 0
     gone: Callable[[], None] | None = None
     """Called when the client has gone; set by whoever computes for it."""
     watching: RequestResponseCycle | None = None
-    """Whose client that is: behind it others may have been received."""
+    """The exchange that set ``gone``. Later requests may have been received already."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -77,7 +76,8 @@ class GuardedProtocol(LimitedProtocol):
                 return
             self._head_bytes += len(data)
         else:
-            # Likewise an endless trailer. Chunks of a fair size take far less than they hold.
+            # The same holds for an endless trailer. The framing of chunks of a fair size is far
+            # smaller than their contents.
             if self._body_bytes > self.settings.max_header_bytes + 2 * self.parts_bytes:
                 self._refusal = MalformedRequest(
                     f"{self._body_bytes:,} bytes framed {self.parts_bytes:,} bytes of body"
@@ -91,7 +91,7 @@ class GuardedProtocol(LimitedProtocol):
             while left:
                 try:
                     self.parser.feed_data(left)
-                    return
+                    break
                 except httptools.HttpParserUpgrade as upgrade:
                     left = left[upgrade.args[0] :]
                     self._ignore_upgrade()
@@ -99,6 +99,7 @@ class GuardedProtocol(LimitedProtocol):
             if str(error) == "Invalid HTTP version":
                 self._refusal = HeadRefused(505, "the version of HTTP is unknown; expected 1.1")
             self.send_400_response(f"this is not a valid HTTP/1.1 request: {error}")
+        self._expect_rest_of_head()
 
     def _known_received(self, data: bytes) -> bool:
         """Handle a whole request whose head is cached, without the parser; return whether it is."""
@@ -151,7 +152,8 @@ class GuardedProtocol(LimitedProtocol):
         every request, so a new parser takes over for the body.
         """
         names = (b"content-length", b"transfer-encoding")
-        framing = [b"%s: %s\r\n" % header for header in self.headers if header[0] in names]
+        headers = self.scope["headers"]
+        framing = [b"%s: %s\r\n" % header for header in headers if header[0] in names]
         self.parser = httptools.HttpRequestParser(self)
         self._repeating_head = True
         self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
@@ -165,30 +167,18 @@ class GuardedProtocol(LimitedProtocol):
         self._begin_head()
         self._parts = self.parts_bytes = 0
 
-    def on_url(self, url: bytes) -> None:
-        if self._repeating_head:
-            return
-        self._count_head(len(url))
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._repeating_head:
-            return
-        self._count_head(len(name) + len(value) + 4)
-        if self._in_head:  # trailers are no headers: what a proxy checked would not be what we read
-            super().on_header(name, value)
-
     def on_headers_complete(self) -> None:
         if self._repeating_head:
             return
         self._end_head()
         version = self.parser.get_http_version()
         try:
+            self._check_head_size()
             check_head(version, self.headers)
         except HeadRefused as error:
             self._refusal = error
             raise
-        # Extensions of ASGI; see connection.Connection.
+        # Extensions of ASGI; see context.Connection.
         exchange = cast(dict[str, Any], self.scope)[CONNECTION] = _Exchange(self)
         if len(self.pipeline) >= _MAX_SENT_AHEAD:
             # One read may hold ten thousand tiny requests, all of which would be prepared here.
@@ -196,6 +186,9 @@ class GuardedProtocol(LimitedProtocol):
         if version == "1.0":
             self.expect_100_continue = False  # which RFC 9110, 10.1.1, requires
         super().on_headers_complete()
+        # Trailers follow, if anything. They must not become headers: a proxy would have checked
+        # other headers than we read.
+        self.headers = []
         exchange.cycle = self.cycle
         if self._first:
             self._learn_head(self._first)
@@ -208,7 +201,7 @@ class GuardedProtocol(LimitedProtocol):
         plain = scope["method"] == "POST" and scope["http_version"] == "1.1"
         if plain and self.cycle.keep_alive and not self.parser.should_upgrade():
             self.heads.learn(
-                first, scope["raw_path"], scope["path"], scope["query_string"], self.headers
+                first, scope["raw_path"], scope["path"], scope["query_string"], scope["headers"]
             )
 
     def on_body(self, body: bytes) -> None:
@@ -248,7 +241,7 @@ class GuardedProtocol(LimitedProtocol):
 
 
 class _Exchange:
-    """One exchange on a connection; see `connection.Connection`."""
+    """One exchange on a connection; see `context.Connection`."""
 
     def __init__(self, protocol: GuardedProtocol) -> None:
         self._protocol = protocol

@@ -51,12 +51,17 @@ def check_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
     """
     if version not in ("1.0", "1.1"):
         raise HeadRefused(505, f"the request is in HTTP/{version}; expected HTTP/1.1")
-    hosts = [value for name, value in headers if name == b"host"]
+    hosts, transfer_encodings = [], []
+    for name, value in headers:
+        if name == b"host":
+            hosts.append(value)
+        elif name == b"transfer-encoding":
+            transfer_encodings.append(value)
     if len(hosts) != 1 and (hosts or version == "1.1"):
         raise HeadRefused(400, f"the request has {len(hosts)} Host headers; expected one")
     if hosts and not _HOST.fullmatch(hosts[0]):
         raise HeadRefused(400, f"Host is {shown(hosts[0].decode('latin-1'))}, not a valid host")
-    listed = b",".join(value for name, value in headers if name == b"transfer-encoding")
+    listed = b",".join(transfer_encodings)
     if listed and version == "1.0":
         raise HeadRefused(400, "HTTP/1.0 has no Transfer-Encoding")
     codings = [coding.strip().lower() for coding in listed.split(b",")] if listed else []
@@ -80,7 +85,6 @@ class LimitedProtocol(HttpToolsProtocol):
     _head_bytes = 0
     _body_bytes = 0
     """Bytes that were read after the head, with what frames the body."""
-    _parsed_head_bytes = 0
     _refusal: ServiceError | None = None
     _slow: tuple[RequestResponseCycle, int, float] | None = None
     """A paused answer, the bytes that were left of it, and when."""
@@ -97,10 +101,10 @@ class LimitedProtocol(HttpToolsProtocol):
                 )
             )
             return
-        self._begin_head()
+        self._expect_rest_of_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        _stop(self._head_timer)
+        self._stop_head_timer()
         _stop(self._write_timer)
         super().connection_lost(exc)
 
@@ -156,21 +160,30 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _begin_head(self) -> None:
         self._in_head = True
-        self._head_bytes = self._parsed_head_bytes = 0
-        _stop(self._head_timer)
-        self._head_timer = self.loop.call_later(self.settings.header_timeout_s, self._head_late)
+        self._head_bytes = 0
+        self._stop_head_timer()
 
     def _end_head(self) -> None:
         self._in_head = False
         self._body_bytes = 0
-        _stop(self._head_timer)
+        self._stop_head_timer()
 
-    def _count_head(self, size: int) -> None:
-        # Counts parsed bytes, since one read may contain a body too.
-        self._parsed_head_bytes += size
-        if self._parsed_head_bytes > self.settings.max_header_bytes:
-            self._refusal = self._too_large()
-            raise self._refusal
+    def _expect_rest_of_head(self) -> None:
+        """Limit the time until the head is complete, unless it came in one read, as most do."""
+        if self._in_head and self._head_timer is None:
+            timeout_s = self.settings.header_timeout_s
+            self._head_timer = self.loop.call_later(timeout_s, self._head_late)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _check_head_size(self) -> None:
+        """Refuse a head that is too long: a read may hold all of it, and a body too."""
+        size = len(self.url) + sum([len(name) + len(value) + 4 for name, value in self.headers])
+        if size > self.settings.max_header_bytes:
+            raise self._too_large()
 
     def _too_large(self) -> HeadRefused:
         return HeadRefused(

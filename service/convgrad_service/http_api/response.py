@@ -13,7 +13,7 @@ from starlette.types import Send
 from convgrad.errors import MalformedRequest, UnsupportedMediaType
 from convgrad_service.engine.request import SMALL_BYTES
 from convgrad_service.http_api.base64_tensors import EncodedLater
-from convgrad_service.http_api.connection import Connection
+from convgrad_service.http_api.context import Connection
 from convgrad_service.http_api.problem_details import Headers
 
 __all__ = [

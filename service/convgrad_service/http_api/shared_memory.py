@@ -12,10 +12,11 @@ from fastapi.responses import JSONResponse
 from convgrad.errors import MalformedRequest
 from convgrad.wire import strict_json
 from convgrad.wire.sentences import shown
+from convgrad_service.engine.shm.registry import RegionInfo
 from convgrad_service.http_api.body import small_body
 from convgrad_service.http_api.context import context_of
-from convgrad_service.oip.regions import known_keys, size_of
-from convgrad_service.oip.shared_memory import Kind, Registration, SharedMemory
+from convgrad_service.oip.request import known_keys, size_of
+from convgrad_service.oip.shared_memory import Kind, SharedMemory
 from convgrad_service.server.settings import Settings
 
 __all__ = ["shared_memory_router"]
@@ -43,14 +44,13 @@ def _add(
     @router.get(f"{path}/status", summary=f"The regions of {kind} shared memory.")
     @router.get(f"{region}/status", include_in_schema=False)
     async def status(request: Request, name: str = "") -> JSONResponse:
-        found = await memory.status(context_of(request.scope).owner, kind, name)
-        return JSONResponse([_described(each) for each in found])
+        return JSONResponse(await memory.status(context_of(request.scope).owner, kind, name))
 
     @router.post(f"{region}/register", summary=f"Register a region of {kind} shared memory.")
     async def register(name: str, request: Request) -> JSONResponse:
         body = await small_body(request, settings, _MAX_BODY_BYTES)
-        registration = _registration(kind, name, strict_json.loads_object(body, "the request"))
-        await memory.register(context_of(request.scope).owner, registration)
+        info = _region(kind, name, strict_json.loads_object(body, "the request"))
+        await memory.register(context_of(request.scope).owner, info)
         return JSONResponse({})
 
     @router.post(f"{path}/unregister", summary=f"Drop all regions of {kind} shared memory.")
@@ -60,18 +60,18 @@ def _add(
         return JSONResponse({})
 
 
-def _registration(kind: Kind, name: str, fields: dict[str, Any]) -> Registration:
+def _region(kind: Kind, name: str, fields: dict[str, Any]) -> RegionInfo:
     size_bytes = size_of(fields.get("byte_size"), "byte_size")
     if kind == "cuda":
         known_keys(fields, ("raw_handle", "device_id", "byte_size"), "the request")
         device = size_of(fields.get("device_id"), "device_id")
         handle = _handle(fields.get("raw_handle"))
-        return Registration(kind, name, size_bytes, handle=handle, device=device)
+        return RegionInfo(name, "", 0, size_bytes, handle, device)
     known_keys(fields, ("key", "offset", "byte_size"), "the request")
     key = fields.get("key")
     if not isinstance(key, str):
         raise MalformedRequest(f"key: expected a string, got {shown(key)}")
-    return Registration(kind, name, size_bytes, size_of(fields.get("offset", 0), "offset"), key=key)
+    return RegionInfo(name, key, size_of(fields.get("offset", 0), "offset"), size_bytes)
 
 
 def _handle(value: Any) -> bytes:
@@ -82,18 +82,3 @@ def _handle(value: Any) -> bytes:
         return base64.b64decode(text, validate=True)
     except binascii.Error:
         raise MalformedRequest("raw_handle: b64 is not base64") from None
-
-
-def _described(region: Registration) -> dict[str, Any]:
-    if region.kind == "cuda":
-        return {
-            "name": region.name,
-            "device_id": region.device,
-            "byte_size": region.size_bytes,
-        }
-    return {
-        "name": region.name,
-        "key": region.key,
-        "offset": region.offset,
-        "byte_size": region.size_bytes,
-    }

@@ -1,4 +1,7 @@
-"""The base of all HTTP endpoints that compute: bodies, disconnects, responses."""
+"""The base of all HTTP endpoints that compute, and the transport of every operation.
+
+It covers bodies, disconnects and responses.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
@@ -13,15 +18,14 @@ from starlette.types import Receive, Scope, Send
 from convgrad.contract import Operation
 from convgrad.errors import ServiceError
 from convgrad_service.engine.deadline import CancelScope, Deadline
-from convgrad_service.engine.execution import Execution
+from convgrad_service.engine.execution import Execution, Result
 from convgrad_service.engine.memory.lease import Lease
 from convgrad_service.engine.pipeline import Pipeline, Transport
-from convgrad_service.engine.request import ClientGone, ComputeRequest, Decoded
+from convgrad_service.engine.request import SMALL_BYTES, ClientGone, ComputeRequest, Decoded
 from convgrad_service.http_api.body import Body, BodyLimits
-from convgrad_service.http_api.codecs import BODY_FORMS, BodyForm
-from convgrad_service.http_api.connection import CONNECTION, Connection, connection_of
-from convgrad_service.http_api.context import context_of
-from convgrad_service.http_api.negotiation import match_content_type
+from convgrad_service.http_api.codecs import ANSWER_FORMS, BODY_FORMS, AnswerForm, BodyForm
+from convgrad_service.http_api.context import CONNECTION, Connection, connection_of, context_of
+from convgrad_service.http_api.negotiation import choose_accepted, match_content_type
 from convgrad_service.http_api.problem_details import Headers as HeaderList
 from convgrad_service.http_api.response import (
     Chunk,
@@ -31,7 +35,7 @@ from convgrad_service.http_api.response import (
 )
 from convgrad_service.server.settings import Settings
 
-__all__ = ["BodyTransport", "Endpoint", "HttpTransport"]
+__all__ = ["BodyTransport", "Endpoint", "HttpTransport", "OperationTransport"]
 
 T = TypeVar("T")
 
@@ -192,3 +196,36 @@ def _headers(pairs: Iterable[tuple[bytes, bytes]]) -> dict[bytes, str]:
         text = value.decode("latin-1")
         headers[name] = f"{headers[name]},{text}" if name in headers else text
     return headers
+
+
+class OperationTransport(BodyTransport):
+    """A body of any `BodyForm`, and an answer of any `AnswerForm`."""
+
+    def _choose_forms(self, content_type: str | None, accept: str) -> BodyForm:
+        came_in, self._form_out = _forms(content_type, accept)
+        self.streams = self._form_out.streams
+        return came_in
+
+    async def head(self) -> Hashable | None:
+        key = await super().head()
+        return None if key is None else (key, self._form_out.media_type)
+
+    def decode(self) -> Decoded:
+        return replace(super().decode(), refuse=self._form_out.refuse)
+
+    async def send(self, execution: Execution, result: Result) -> None:
+        form = self._form_out
+        with self.request.timings.stage("encode"):
+            small = sum(tensor.spec.size_bytes for tensor in execution.layout.outputs)
+            chunks = await self.pipeline.in_thread(
+                lambda: form.encode(execution, result),
+                execution.lease,
+                inline=small <= SMALL_BYTES,
+            )
+        await self.respond([*form.headers(result), (b"vary", b"accept")], chunks)
+
+
+@lru_cache(maxsize=256)
+def _forms(content_type: str | None, accept: str) -> tuple[BodyForm, AnswerForm]:
+    came_in = BODY_FORMS[match_content_type(content_type, tuple(BODY_FORMS))]
+    return came_in, ANSWER_FORMS[choose_accepted(accept, tuple(ANSWER_FORMS), came_in.answered)]

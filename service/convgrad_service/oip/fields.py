@@ -15,8 +15,7 @@ from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import Buffer
 from convgrad_service.engine.request import blank
 from convgrad_service.oip.json_text import NumberList
-from convgrad_service.oip.parameters import parsed
-from convgrad_service.oip.request import InferInput, InferRequest, Region, Span
+from convgrad_service.oip.request import InferInput, InferRequest, Region, Span, parsed
 
 __all__ = [
     "VERSION",

@@ -1,4 +1,4 @@
-"""The operations as the protocol's models: metadata, configuration, index.
+"""The operations as the protocol's models: metadata, configuration, index, statistics.
 
 The protocol cannot express variable dtypes and ranks, so inputs and outputs have those of the
 operation's example; a model's configuration lists all dtypes, layouts and ranks among its
@@ -8,7 +8,7 @@ Every extent is -1, variable.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, get_args
 
@@ -16,13 +16,15 @@ from convgrad import _version
 from convgrad.contract import OPERATIONS, Operation, validate
 from convgrad.dtypes import DType
 from convgrad.wire.json_tensors import decode_tensor
-from convgrad_service.oip.datatypes import protocol_name
+from convgrad_service.engine.telemetry.request_metrics import Duration, OperationStatistics
 from convgrad_service.oip.fields import VERSION, output_fields
+from convgrad_service.oip.request import protocol_name
 from convgrad_service.problems import problem_from
 
 __all__ = [
     "model_config",
     "model_metadata",
+    "model_statistics",
     "repository_index",
     "server_metadata",
 ]
@@ -35,6 +37,9 @@ _EXTENSIONS = (
     "parameters",
     "statistics",
 )
+# Optional tensors that hold integers, or have one dimension.
+_INDICES = ("indices",)
+_PER_CHANNEL = ("bias", "bias0", "bias1", "grad_grad_bias")
 
 
 def server_metadata(extensions: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -145,11 +150,6 @@ def _example_tensors(operation: Operation) -> tuple[list[dict[str, Any]], list[d
     return inputs, outputs
 
 
-# Optional tensors that hold integers, or have one dimension.
-_INDICES = ("indices",)
-_PER_CHANNEL = ("bias", "bias0", "bias1", "grad_grad_bias")
-
-
 def _tensor(name: str, dtype: DType, rank: int) -> dict[str, Any]:
     return {"name": name, "datatype": protocol_name(dtype), "shape": [-1] * rank}
 
@@ -168,3 +168,47 @@ def _extra_parameters(operation: Operation) -> dict[str, str]:
             lists[f"{name}s"] = get_args(field.annotation)
     joined = {name: ",".join(map(str, values)) for name, values in lists.items()}
     return {name: text for name, text in joined.items() if text}
+
+
+def model_statistics(
+    counts: Mapping[str, OperationStatistics], operations: Iterable[str]
+) -> dict[str, Any]:
+    """Return the counters of ``operations`` as JSON, whose names the gRPC message shares.
+
+    Nothing is batched or cached: each request is one execution of batch size 1.
+    """
+    return {
+        "model_stats": [
+            _model(name, counts.get(name, OperationStatistics())) for name in operations
+        ]
+    }
+
+
+def _model(name: str, counts: OperationStatistics) -> dict[str, Any]:
+    computed = {
+        "compute_input": _duration(counts.input),
+        "compute_infer": _duration(counts.infer),
+        "compute_output": _duration(counts.output),
+    }
+    return {
+        "name": name,
+        "version": VERSION,
+        "last_inference": counts.last_inference_ms,
+        "inference_count": counts.success.count,
+        "execution_count": counts.success.count,
+        "inference_stats": {
+            "success": _duration(counts.success),
+            "fail": _duration(counts.fail),
+            "queue": _duration(counts.queue),
+            **computed,
+            "cache_hit": _duration(Duration()),
+            "cache_miss": _duration(Duration()),
+        },
+        "batch_stats": [{"batch_size": 1, **computed}] if counts.success.count else [],
+        "memory_usage": [],
+        "response_stats": {},
+    }
+
+
+def _duration(duration: Duration) -> dict[str, int]:
+    return {"count": duration.count, "ns": duration.ns}

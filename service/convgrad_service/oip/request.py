@@ -1,12 +1,15 @@
 """One inference request, from either HTTP or gRPC, before any tensor's elements are read.
 
 It is known from the head of a message, so that memory can be allocated before the data arrives.
+
+The protocol's parameters are booleans, ints, floats and strings; other values of an operation
+(lists of ints, objects) are sent as JSON text: ``"stride": "[2, 2]"``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +18,174 @@ from numpy.typing import NDArray
 from convgrad.contract import Operation
 from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest
+from convgrad.wire import strict_json
 from convgrad.wire.sentences import shown
-from convgrad_service.oip.datatypes import protocol_name
 from convgrad_service.oip.json_text import NumberList
-from convgrad_service.oip.parameters import parsed
 
-__all__ = ["InferInput", "InferOutput", "InferRequest", "Region", "Span"]
+__all__ = [
+    "IN_JSON",
+    "InferInput",
+    "InferOutput",
+    "InferRequest",
+    "Region",
+    "Reserved",
+    "Span",
+    "dtype_named",
+    "known_keys",
+    "parsed",
+    "protocol_name",
+    "region_of",
+    "separated",
+    "size_of",
+]
+
+_NAMES = {
+    DType.FLOAT16: "FP16",
+    DType.BFLOAT16: "BF16",
+    DType.FLOAT32: "FP32",
+    DType.FLOAT64: "FP64",
+    DType.INT32: "INT32",
+    DType.INT64: "INT64",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+IN_JSON = frozenset({DType.FLOAT32, DType.FLOAT64, DType.INT32, DType.INT64})
+"""Dtypes whose elements may be JSON numbers; 16-bit ones can only be sent as binary data."""
+# No parameter is longer than a few hundred characters; the parser blocks all other threads.
+_MAX_TEXT = 64 * 1024
+_MAX_MICROSECONDS = 2**63 - 1
+_COUNT, _BOOL = "an int >= 0", "true or false"
+_REGION, _SIZE, _OFFSET = (
+    "shared_memory_region",
+    "shared_memory_byte_size",
+    "shared_memory_offset",
+)
+_KEYS = (_REGION, _SIZE, _OFFSET)
+_INT64 = 2**63
+
+
+def protocol_name(dtype: DType) -> str:
+    """Return the protocol's name of ``dtype``, e.g. ``FP32``."""
+    return _NAMES[dtype]
+
+
+def dtype_named(name: Any, *, tensor: str) -> DType:
+    """Return the dtype with the protocol's ``name``, for the input ``tensor``.
+
+    Raises
+    ------
+    MalformedRequest
+        There is no such dtype, or no operation takes it.
+    """
+    dtype = _DTYPES.get(name) if isinstance(name, str) else None
+    if dtype is None:
+        raise MalformedRequest(
+            f"{tensor}: expected datatype to be {', '.join(_DTYPES)}, got {shown(name)}"
+        )
+    return dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """The values of the protocol's reserved parameters.
+
+    ``in_parts`` is this server's extension: an answer in several responses. ``operation`` holds all
+    other parameters.
+    """
+
+    timeout_s: float | None = None
+    binary_data_output: bool = False
+    in_parts: bool = False
+    operation: Mapping[str, Any] = field(default_factory=dict)
+
+
+def separated(parameters: Mapping[str, Any]) -> Reserved:
+    """Separate the protocol's reserved parameters from the operation's.
+
+    Sequence and priority parameters are checked but have no effect: every operation is a pure
+    function of its request, and requests are served in order of arrival.
+
+    Raises
+    ------
+    MalformedRequest
+        A value has the wrong type, or a reserved key is unknown.
+    """
+    own: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for key, value in parameters.items():
+        if key in _RESERVED:
+            expected, accepts = _RESERVED[key]
+            if not accepts(value):
+                raise MalformedRequest(f"{key}: expected {expected}, got {shown(value)}")
+            own[key] = value
+        elif key.startswith("triton_"):
+            raise MalformedRequest(
+                f"the parameter {shown(key)} is reserved; of those that begin with triton_ this "
+                "server knows triton_enable_empty_final_response, in gRPC"
+            )
+        else:
+            others[key] = value
+    microseconds = own.get("timeout", 0)
+    return Reserved(
+        # As Triton has it, 0 means none.
+        timeout_s=microseconds / 1e6 if microseconds else None,
+        binary_data_output=own.get("binary_data_output", False),
+        in_parts=own.get("in_parts", False),
+        operation=others,
+    )
+
+
+def parsed(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the operation's parameters, with JSON text parsed into lists and objects.
+
+    A string is JSON text if it begins with ``[`` or ``{``, as no name of a layout or format does.
+
+    Raises
+    ------
+    MalformedRequest
+        Such a text is not JSON, or a value has a type that the protocol does not have.
+    """
+    return {name: _value(name, value) for name, value in parameters.items()}
+
+
+def _value(name: str, value: Any) -> Any:
+    if isinstance(value, str):
+        if not value.startswith(("[", "{")):
+            return value
+        if len(value) > _MAX_TEXT:
+            raise MalformedRequest(
+                f"{name}: expected at most {_MAX_TEXT:,} characters, got {len(value):,}"
+            )
+        return strict_json.loads(value, f"the parameter {shown(name)}")
+    if isinstance(value, bool | int | float):
+        return value
+    raise MalformedRequest(
+        f"{name}: expected a bool, a number or a string, got {shown(value)}; a list is written as "
+        'JSON text, such as "[2, 2]"'
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_MICROSECONDS
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+_RESERVED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "timeout": ("an int >= 0, in microseconds", _is_count),
+    "priority": (_COUNT, _is_count),
+    "sequence_id": (
+        "an int >= 0 or a string",
+        lambda value: isinstance(value, str) or _is_count(value),
+    ),
+    "sequence_start": (_BOOL, _is_bool),
+    "sequence_end": (_BOOL, _is_bool),
+    "binary_data_output": (_BOOL, _is_bool),
+    "in_parts": (_BOOL, _is_bool),
+    "triton_enable_empty_final_response": (_BOOL, _is_bool),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,3 +323,41 @@ def _check_names(names: list[str], known: tuple[str, ...], what: str, operation:
         if name in seen:
             raise MalformedRequest(f"the {what} {shown(name)} is repeated")
         seen.add(name)
+
+
+def region_of(
+    parameters: Mapping[str, Any], tensor: str, others: tuple[str, ...] = ()
+) -> Region | None:
+    """Return the region that a tensor's parameters name, or None.
+
+    ``others`` are the other parameters that the tensor may have.
+
+    Raises
+    ------
+    MalformedRequest
+        A parameter is unknown, missing or of the wrong type.
+    """
+    known_keys(parameters, (*others, *_KEYS), f"parameters of {shown(tensor)}")
+    if not any(key in parameters for key in _KEYS):
+        return None
+    name = parameters.get(_REGION)
+    if not isinstance(name, str):
+        raise MalformedRequest(f"{tensor}: expected {_REGION} to be a string, got {shown(name)}")
+    size_bytes = size_of(parameters.get(_SIZE), f"{tensor}: {_SIZE}")
+    return Region(name, size_of(parameters.get(_OFFSET, 0), f"{tensor}: {_OFFSET}"), size_bytes)
+
+
+def size_of(value: Any, what: str) -> int:
+    """Return ``value`` if it is an int from 0 to 2**63 - 1; else raise MalformedRequest."""
+    if type(value) is not int or not 0 <= value < _INT64:
+        raise MalformedRequest(f"{what}: expected an int from 0 to 2**63 - 1, got {shown(value)}")
+    return value
+
+
+def known_keys(found: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
+    """Raise MalformedRequest for the first key of ``found`` that is not ``known``."""
+    for key in found:
+        if key not in known:
+            raise MalformedRequest(
+                f"{what}: unknown field {shown(key)}; expected {', '.join(known)}"
+            )

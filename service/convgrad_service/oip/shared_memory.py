@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from convgrad.errors import UnsupportedProblem
 from convgrad.wire.sentences import shown
@@ -13,26 +12,9 @@ from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionR
 from convgrad_service.oip.request import Region
 from convgrad_service.server.settings import Settings
 
-__all__ = ["Kind", "Registration", "SharedMemory"]
+__all__ = ["Kind", "SharedMemory"]
 
 Kind = Literal["system", "cuda"]
-
-
-@dataclass(frozen=True, slots=True)
-class Registration:
-    """A region under the name that requests use for it.
-
-    ``key`` is the file below /dev/shm of a system region, ``handle`` the IPC handle of a CUDA one
-    on ``device``; ``offset`` and ``size_bytes`` bound the registered part.
-    """
-
-    kind: Kind
-    name: str
-    size_bytes: int
-    offset: int = 0
-    key: str = ""
-    handle: bytes = b""
-    device: int = 0
 
 
 class SharedMemory:
@@ -50,22 +32,10 @@ class SharedMemory:
         self._kinds: Collection[Kind] = [kind for kind, on in enabled.items() if on]
         self.extensions = tuple(f"{kind}_shared_memory" for kind in self._kinds)
 
-    async def register(self, owner: str, registration: Registration) -> None:
+    async def register(self, owner: str, info: RegionInfo) -> None:
         """Map a region; raises a ServiceError if it does not match the registration."""
-        self._require(registration.kind)
-        await call_hub(
-            self._engine,
-            Hub.register_region,
-            owner,
-            RegionInfo(
-                registration.name,
-                registration.key,
-                registration.offset,
-                registration.size_bytes,
-                registration.handle,
-                registration.device if registration.kind == "cuda" else None,
-            ),
-        )
+        self._require("system" if info.device is None else "cuda")
+        await call_hub(self._engine, Hub.register_region, owner, info)
 
     async def unregister(self, owner: str, kind: Kind, name: str) -> None:
         """Drop a region once nothing in flight uses it; a ``name`` of "" drops all of the kind."""
@@ -77,22 +47,12 @@ class SharedMemory:
                 self._engine, RegionRegistry.unregister, owner, name, on_device=kind == "cuda"
             )
 
-    async def status(self, owner: str, kind: Kind, name: str) -> list[Registration]:
-        """Return the owner's regions of a kind, or the one named; raises NotFound if missing."""
+    async def status(self, owner: str, kind: Kind, name: str) -> list[dict[str, Any]]:
+        """Describe the owner's regions of a kind, or the one named; raises NotFound if missing."""
         self._require(kind)
-        return [
-            Registration(
-                kind,
-                info.name,
-                info.size_bytes,
-                info.offset,
-                info.key,
-                device=info.device or 0,
-            )
-            for info in await call_hub(
-                self._engine, RegionRegistry.list_regions, owner, name, on_device=kind == "cuda"
-            )
-        ]
+        listed = RegionRegistry.list_regions
+        found = await call_hub(self._engine, listed, owner, name, on_device=kind == "cuda")
+        return [_described(info) for info in found]
 
     def parts(self, owner: str, regions: Mapping[str, Region]) -> Mapping[str, RegionPart]:
         """Return the owner's regions for these tensors; raises UnsupportedProblem if disabled."""
@@ -113,3 +73,11 @@ class SharedMemory:
                 f"{kind} shared memory is not enabled on this server; "
                 f"CONVGRAD_{kind.upper()}_SHARED_MEMORY=true enables it where the server is started"
             )
+
+
+def _described(info: RegionInfo) -> dict[str, Any]:
+    """Return a region as the protocol describes it, in JSON and in its messages."""
+    where: dict[str, Any] = {"key": info.key, "offset": info.offset}
+    if info.device is not None:
+        where = {"device_id": info.device}
+    return {"name": info.name, **where, "byte_size": info.size_bytes}

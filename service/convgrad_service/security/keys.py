@@ -6,7 +6,7 @@ file has one line per key: ``name:hash``, optionally followed by
 
 - limits that override the settings, as in ``max_inflight=4 max_inflight_bytes=1GiB
   max_requests_per_s=none max_flops_per_s=1e12``,
-- ``scopes=infer,metrics`` to restrict what the key may do, see `scopes`,
+- ``scopes=infer,metrics`` to restrict what the key may do, see `SCOPES`,
 - ``expires=2027-01-31T12:00:00Z``.
 
 A name may have several keys, which share its limits, so that keys can be rotated. The file may be
@@ -30,11 +30,14 @@ from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
 from convgrad.errors import PermissionDenied, Unauthenticated
 from convgrad_service.engine.scheduling.quotas import NO_LIMITS, Caller, KeyLimits
-from convgrad_service.security.scopes import SCOPES
 
 __all__ = [
+    "ADMIN",
+    "INFER",
     "KEY_REFUSALS",
+    "METRICS",
     "NAME",
+    "SCOPES",
     "Key",
     "KeyRing",
     "KeysError",
@@ -42,7 +45,29 @@ __all__ = [
     "new_key",
     "read_keys",
     "read_line",
+    "require_method",
+    "require_path",
 ]
+
+INFER, METRICS, ADMIN = "infer", "metrics", "admin"
+SCOPES = frozenset({INFER, METRICS, ADMIN})
+"""``infer``: compute and store tensors; ``metrics``: read metrics and statistics; ``admin``:
+register shared memory. Descriptions of the server need no scope."""
+
+_FOLDERS = (
+    ("/v2/systemsharedmemory", ADMIN),
+    ("/v2/cudasharedmemory", ADMIN),
+    ("/tensors", INFER),
+    ("/metrics", METRICS),
+)
+# Clients of the protocol request this description of the server by POST.
+_INDEX = "/v2/repository/index"
+_METHODS = {
+    "ModelInfer": INFER,
+    "ModelStreamInfer": INFER,
+    "ModelStatistics": METRICS,
+}
+
 
 _log = logging.getLogger("convgrad.keys")
 
@@ -245,3 +270,30 @@ def _expires_s(value: str) -> float:
             f"expires: expected a date or a time such as 2027-01-31T12:00:00Z; got {value[:64]!r}"
         ) from None
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def require_path(caller: Caller, verb: str, path: str) -> None:
+    """Raise PermissionDenied unless the key may do this over HTTP."""
+    if caller.scopes is None:
+        return
+    scope = next((scope for folder, scope in _FOLDERS if path.startswith(folder)), None)
+    if scope is None and path.endswith("/stats"):
+        scope = METRICS
+    if scope is None and verb not in ("GET", "HEAD") and path != _INDEX:
+        scope = INFER
+    _require(caller, scope)
+
+
+def require_method(caller: Caller, method: str) -> None:
+    """Raise PermissionDenied unless the key may call this method over gRPC."""
+    if caller.scopes is not None:
+        _require(caller, ADMIN if "SharedMemory" in method else _METHODS.get(method))
+
+
+def _require(caller: Caller, scope: str | None) -> None:
+    assert caller.scopes is not None  # noqa: S101 - checked by both callers
+    if scope is not None and scope not in caller.scopes:
+        raise PermissionDenied(
+            f"the API key {caller.name!r} has the scopes {', '.join(sorted(caller.scopes))}; this "
+            f"needs the scope {scope}"
+        )

@@ -8,19 +8,19 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import ByteSize, ValidationError
 from pydantic.fields import FieldInfo
 
 from convgrad import _version
 from convgrad_service.server.logs import configure_logs
-from convgrad_service.server.setting_table import setting_fields
 from convgrad_service.server.settings import Settings, log_format_variable
 
-__all__ = ["serve"]
+__all__ = ["markdown_table", "serve", "setting_fields"]
+
 
 _log = logging.getLogger("convgrad.serve")
 
@@ -28,6 +28,45 @@ _log = logging.getLogger("convgrad.serve")
 _OTHER_DESCRIPTORS = 512
 _ALIASES = {"http_host": "--host", "http_port": "--port"}
 _METAVARS = {"bytes": "BYTES", "s": "SECONDS", "count": "N", "FLOP": "FLOPS"}
+
+
+def setting_fields() -> Iterator[tuple[str, FieldInfo, str]]:
+    """Yield each setting's name, field and unit ("" if it has none)."""
+    for name, field in Settings.model_fields.items():
+        yield name, field, _unit(field)
+
+
+def markdown_table() -> str:
+    """Return the Markdown table of docs/reference/settings.md."""
+    rows = ["| variable | default | meaning |", "| --- | --- | --- |"]
+    for name, field, unit in setting_fields():
+        default = _in_markdown(field.default, unit)
+        rows.append(f"| `CONVGRAD_{name.upper()}` | {default} | {field.description} |")
+    return "\n".join(rows) + "\n"
+
+
+def _unit(field: FieldInfo) -> str:
+    extra: Any = field.json_schema_extra
+    if isinstance(extra, dict) and "unit" in extra:
+        return str(extra["unit"])
+    # An optional field has its Annotated type among the members of a union.
+    for member in getattr(field.annotation, "__args__", ()):
+        for item in getattr(member, "__metadata__", ()):
+            inner = getattr(item, "json_schema_extra", None)
+            if isinstance(inner, dict) and "unit" in inner:
+                return str(inner["unit"])
+    return ""
+
+
+def _in_markdown(value: Any, unit: str) -> str:
+    if value is None:
+        return "unset"
+    if isinstance(value, ByteSize):
+        return f"`{value.human_readable(separator=' ')}`".replace(".0 ", " ")
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    suffix = f" {unit}" if unit not in ("", "count") else ""
+    return f"`{value:g}`{suffix}" if isinstance(value, float) else f"`{value}`{suffix}"
 
 
 def serve(argv: Sequence[str] | None = None) -> int:

@@ -3,39 +3,43 @@
 from __future__ import annotations
 
 import gc
-import threading
-from collections.abc import Iterable
 from functools import partial
+from typing import NamedTuple
 
 from convgrad_service.backends.base import ServingBackend
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.backends.selection import BackendOptions, backend_named
+from convgrad_service.cgroups import memory_bytes
 from convgrad_service.engine.embedded import embedded_hub
-from convgrad_service.engine.hub import Engine, Hub
+from convgrad_service.engine.hub import Engine
 from convgrad_service.engine.options import EngineOptions, Limits
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.scheduling.quotas import Usage
-from convgrad_service.engine.telemetry.metrics import Labelled, Metrics
-from convgrad_service.engine.telemetry.triton_metrics import TritonMetrics
 from convgrad_service.engine.workers.inline_executor import InlineBackend
 from convgrad_service.engine.workers.worker_main import WorkerRecipe
 from convgrad_service.server.logs import configure_logs
 from convgrad_service.server.malloc import keep_large_blocks
-from convgrad_service.server.memory_budget import MemoryBudget, memory_budget
+from convgrad_service.server.metrics import add_metrics
 from convgrad_service.server.settings import Settings
 from convgrad_service.server.warm_up import warm_up
 
 __all__ = [
-    "add_metrics",
+    "MemoryBudget",
     "backend_of",
     "embedded_pipeline",
     "engine_options",
     "freeze_startup_objects",
+    "memory_budget",
     "pipeline_on",
     "prepare_process",
     "worker_recipe",
 ]
 
+# Assumed if the system does not report its memory.
+_UNKNOWN_BYTES = 8 * 2**30
+# Used by the interpreters, libraries and threads of a server's processes, and kept by malloc.
+_PROCESSES_BYTES = 384 * 2**20
+# Number of JSON bodies of the maximum size that may be in memory at the same time.
+_MAX_SIZE_TEXTS = 4
 # How much memory freed by requests is kept for later ones: in the arena, and in the heaps of all
 # processes. A share of the tensors' budget, and at most. Kept pages need not be faulted in again.
 _KEPT_SHARE, _MAX_KEPT_BYTES = 1 / 4, 2**30
@@ -44,6 +48,40 @@ _OBJECTS_PER_COLLECTION = 10_000
 # For 64 small requests, which are answered even while large ones, or responses that nobody reads,
 # hold all other memory.
 _RESERVE_BYTES = 4 * 2**20
+
+
+class MemoryBudget(NamedTuple):
+    """Bytes for tensors of requests in flight, JSON bodies not yet decoded, stored tensors, and the
+    workspace of one problem."""
+
+    tensors: int
+    texts: int
+    stored: int
+    workspace: int
+
+
+def memory_budget(settings: Settings) -> MemoryBudget:
+    """Return the budget from the settings; what they leave unset is a share of `memory_bytes`.
+
+    After subtracting what the processes themselves need, half is for tensors, and an eighth each
+    for JSON texts, stored tensors and the workspace of each of two problems.
+    """
+    limit = settings.memory_bytes or memory_bytes() or _UNKNOWN_BYTES
+    free = max(limit - _PROCESSES_BYTES, limit // 4)
+    tensors = int(settings.max_inflight_bytes or free // 2)
+    texts = max(
+        min(_MAX_SIZE_TEXTS * settings.max_json_bytes, tensors // 4), settings.max_json_bytes
+    )
+
+    def capped_unless_set(name: str, size_bytes: int) -> int:
+        return int(size_bytes) if name in settings.model_fields_set else min(size_bytes, free // 8)
+
+    return MemoryBudget(
+        tensors,
+        capped_unless_set("max_json_bytes", texts),
+        capped_unless_set("max_stored_bytes", settings.max_stored_bytes),
+        capped_unless_set("workspace_bytes", settings.workspace_bytes),
+    )
 
 
 def engine_options(settings: Settings) -> EngineOptions:
@@ -136,121 +174,3 @@ def embedded_pipeline(settings: Settings, backend: ServingBackend | None = None)
     hub = embedded_hub(backend or backend_of(settings), engine_options(settings))
     add_metrics(hub)
     return pipeline_on(hub, settings)
-
-
-def add_metrics(hub: Hub) -> Metrics:
-    """Create the hub's Prometheus metrics."""
-    metrics = Metrics(hub.backend, hub.requests)
-    schedule, memory = hub.scheduler, hub.memory
-    in_line = schedule.lines.values()
-    metrics.gauge(
-        "convgrad_queue_depth", "Problems waiting.", lambda: schedule.waiting + sum(in_line)
-    )
-    metrics.gauge("convgrad_running", "Problems running.", lambda: schedule.running)
-    metrics.gauge("convgrad_workers", "Workers that accept problems.", lambda: schedule.workers)
-    metrics.total("convgrad_workers_lost", "Workers that have died.", lambda: schedule.deaths)
-    children, by_name = hub.children, ("name",)
-    metrics.gauge(
-        "convgrad_front_ends_missing",
-        "Front ends that are not serving.",
-        lambda: len(children.missing),
-    )
-    metrics.totals(
-        "convgrad_children_ended",
-        "Child processes that exited unexpectedly.",
-        by_name,
-        lambda: children.ended,
-    )
-    metrics.totals(
-        "convgrad_children_hung",
-        "Of those, processes killed because they sent no heartbeats or made no progress.",
-        by_name,
-        lambda: children.hung,
-    )
-    metrics.totals(
-        "convgrad_child_start_failures",
-        "Failed attempts to start a child process; each is retried.",
-        by_name,
-        lambda: children.failed_starts,
-    )
-    metrics.gauge(
-        "convgrad_inflight_bytes",
-        "Memory held by the tensors of requests in flight.",
-        lambda: memory.used_bytes + hub.reserve_memory.used_bytes,
-    )
-    metrics.gauge(
-        "convgrad_memory_waiting",
-        "Requests waiting for memory for their tensors or their JSON text.",
-        lambda: memory.waiting + hub.texts.waiting,
-    )
-    metrics.gauge(
-        "convgrad_stored_bytes",
-        "Memory held by stored tensors.",
-        lambda: hub.tensors.used_bytes,
-    )
-    _add_key_metrics(metrics, hub)
-    _add_device_metrics(metrics, hub)
-    metrics.gauge("convgrad_threads", "Threads of the process.", threading.active_count)
-    triton = TritonMetrics(hub.requests.statistics, lambda: float(schedule.waiting))
-    metrics.more.append(triton.exposition)
-    hub.metrics = metrics.exposition
-    return metrics
-
-
-def _add_key_metrics(metrics: Metrics, hub: Hub) -> None:
-    """Add the usage of keys that have limits, labelled with their names in the key file."""
-    by_key = ("key",)
-
-    def keys() -> Iterable[tuple[str, Usage]]:
-        # A name with a slash is a quota of timings, not a key.
-        return ((name, usage) for name, usage in hub.quotas.used.items() if "/" not in name)
-
-    metrics.gauges(
-        "convgrad_key_inflight_requests",
-        "Requests in flight of an API key that has limits.",
-        by_key,
-        lambda: {name: usage.requests for name, usage in keys()},
-    )
-    metrics.gauges(
-        "convgrad_key_inflight_bytes",
-        "Memory held by the tensors of such a key's requests in flight.",
-        by_key,
-        lambda: {name: usage.size_bytes for name, usage in keys()},
-    )
-    metrics.totals(
-        "convgrad_key_refused",
-        "Requests refused because of an API key's limit, by limit.",
-        ("key", "limit"),
-        lambda: {
-            (name, limit): count for name, usage in keys() for limit, count in usage.refused.items()
-        },
-    )
-
-
-def _add_device_metrics(metrics: Metrics, hub: Hub) -> None:
-    """Add what the workers report about their devices."""
-
-    def of_each(field: str) -> Labelled:
-        return lambda: {
-            str(index): getattr(vitals, field) for index, vitals in hub.vitals().items()
-        }
-
-    by_device = ("device",)
-    # The UUID joins these series with those of NVIDIA's DCGM exporter.
-    metrics.gauges(
-        "convgrad_device_info",
-        "Always 1; uuid is the GPU's, empty for the CPU.",
-        ("device", "uuid"),
-        lambda: {(str(index), vitals.uuid): 1.0 for index, vitals in hub.vitals().items()},
-    )
-    for name, text, field in (
-        ("memory_used_bytes", "Memory of a device in use by any process.", "memory_used_bytes"),
-        ("memory_total_bytes", "Memory of a device.", "memory_total_bytes"),
-    ):
-        metrics.gauges(f"convgrad_device_{name}", text, by_device, of_each(field))
-    for name, text, field in (
-        ("cache_hits", "Kernels found in the cache on first use.", "kernels_found"),
-        ("cache_misses", "Kernels compiled on first use.", "kernels_compiled"),
-        ("compile_seconds", "Time spent compiling kernels.", "compile_s"),
-    ):
-        metrics.totals(f"convgrad_kernel_{name}", text, by_device, of_each(field))

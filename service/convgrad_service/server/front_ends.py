@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import uvloop
 
@@ -23,27 +23,21 @@ from convgrad_service.server.composition import (
 )
 from convgrad_service.server.settings import Settings
 
-if TYPE_CHECKING:
-    from convgrad_service.server.http_server import ConvgradServer
+__all__ = ["FrontStart", "Serve", "front_main", "serve_grpc", "serve_http"]
 
-__all__ = [
-    "FrontStart",
-    "grpc_main",
-    "http_main",
-    "serve_grpc",
-    "serve_http",
-    "serve_management",
-]
+Serve = Callable[..., Coroutine[Any, Any, None]]
+"""`serve_http` or `serve_grpc`."""
 
 
 class FrontStart(NamedTuple):
     """What a front end's process is started with.
 
     ``arena``, ``channel`` and ``connections`` are file descriptors: of the shared arena, of the
-    messages to the hub, and of the socket on which the hub passes accepted connections.
+    messages to the hub, and of the socket on which the hub passes accepted connections to HTTP.
     ``inline_backend`` computes small problems in the front end itself.
     """
 
+    serve: Serve
     settings: Settings
     arena: int
     channel: int
@@ -51,16 +45,41 @@ class FrontStart(NamedTuple):
     inline_backend: InlineBackend | None
 
 
-def http_main(start: FrontStart) -> None:
-    """Entry point of an HTTP front end's process: serve until the hub drains it."""
+def front_main(start: FrontStart) -> None:
+    """Entry point of a front end's process: serve until the hub drains it."""
     prepare_process(start.settings)
-    uvloop.run(_serve_http(start))
+    uvloop.run(_serve(start))
 
 
-def grpc_main(start: FrontStart) -> None:
-    """Entry point of the gRPC front end's process: serve until the hub drains it."""
-    prepare_process(start.settings)
-    uvloop.run(_serve_grpc(start))
+async def _serve(start: FrontStart) -> None:
+    stop = asyncio.Event()
+    # Without the hub a front end can neither answer nor refuse, so it exits.
+    engine = RemoteHub(
+        Arena(start.arena),
+        drained=stop.set,
+        lost=lambda: os._exit(1),
+        inline_backend=start.inline_backend,
+        heartbeat_timeout_s=start.settings.heartbeat_timeout_s,
+    )
+    await engine.open(socket.socket(fileno=start.channel))
+    listens = False
+
+    def on_listening(port: int) -> None:
+        nonlocal listens
+        listens = True
+        freeze_startup_objects()
+        engine.send(Listening(port))
+
+    serve = start.serve
+    if serve is serve_http:
+        serve = partial(serve, dispatched=socket.socket(fileno=start.connections))
+    try:
+        await serve(engine, start.settings, on_listening, stop)
+    except OSError as error:
+        if listens:
+            raise
+        engine.send(Listening(0, str(error)))
+        await stop.wait()
 
 
 async def serve_http(
@@ -71,40 +90,26 @@ async def serve_http(
     *,
     listening: socket.socket | None = None,
     dispatched: socket.socket | None = None,
+    management: bool = False,
 ) -> None:
     """Serve HTTP in this process until ``stop`` is set, then let running requests finish.
 
     Connections are accepted from ``listening``, or received over ``dispatched``. ``on_listening``
-    is called with the port, or 0 if connections are dispatched.
+    is called with the port, or 0 if connections are dispatched. The ``management`` port serves
+    health and metrics only.
     """
-    from convgrad_service.http_api.app import app_on
+    from convgrad_service.http_api.app import app_on, management_app
     from convgrad_service.server.http_server import ConvgradServer
 
-    app = app_on(pipeline_on(engine, settings), settings)
-    server = ConvgradServer(app, settings, on_listening=on_listening, dispatched=dispatched)
-    await _serve_until(stop, server, [] if listening is None else [listening])
-
-
-async def serve_management(
-    engine: Engine,
-    settings: Settings,
-    on_listening: Callable[[int], None],
-    stop: asyncio.Event,
-    *,
-    listening: socket.socket,
-) -> None:
-    """Serve health and metrics on the management port until ``stop`` is set."""
-    from convgrad_service.http_api.app import management_app
-    from convgrad_service.server.http_server import ConvgradServer
-
-    app = management_app(pipeline_on(engine, settings))
-    server = ConvgradServer(app, settings, on_listening=on_listening, tls=False)
-    await _serve_until(stop, server, [listening])
-
-
-async def _serve_until(
-    stop: asyncio.Event, server: ConvgradServer, sockets: list[socket.socket]
-) -> None:
+    pipeline = pipeline_on(engine, settings)
+    server = ConvgradServer(
+        management_app(pipeline) if management else app_on(pipeline, settings),
+        settings,
+        on_listening=on_listening,
+        dispatched=dispatched,
+        tls=not management,
+    )
+    sockets = [] if listening is None else [listening]
     serving = asyncio.ensure_future(server.serve(sockets=sockets))
     stopping = asyncio.ensure_future(stop.wait())
     try:
@@ -114,18 +119,6 @@ async def _serve_until(
     finally:
         stopping.cancel()
         serving.cancel()
-
-
-async def _serve_http(start: FrontStart) -> None:
-    stop = asyncio.Event()
-    engine = await _remote_hub(start, stop)
-    await serve_http(
-        engine,
-        start.settings,
-        partial(_listening, engine),
-        stop,
-        dispatched=socket.socket(fileno=start.connections),
-    )
 
 
 async def serve_grpc(
@@ -149,31 +142,3 @@ async def serve_grpc(
     await stop.wait()
     pipeline.draining = True
     await server.stop(settings.shutdown_grace_s)
-
-
-async def _serve_grpc(start: FrontStart) -> None:
-    stop = asyncio.Event()
-    engine = await _remote_hub(start, stop)
-    try:
-        await serve_grpc(engine, start.settings, partial(_listening, engine), stop)
-    except OSError as error:
-        engine.send(Listening(0, str(error)))
-        await stop.wait()
-
-
-def _listening(engine: RemoteHub, port: int) -> None:
-    freeze_startup_objects()
-    engine.send(Listening(port))
-
-
-async def _remote_hub(start: FrontStart, stop: asyncio.Event) -> RemoteHub:
-    # Without the hub a front end can neither answer nor refuse, so it exits.
-    engine = RemoteHub(
-        Arena(start.arena),
-        drained=stop.set,
-        lost=lambda: os._exit(1),
-        inline_backend=start.inline_backend,
-        heartbeat_timeout_s=start.settings.heartbeat_timeout_s,
-    )
-    await engine.open(socket.socket(fileno=start.channel))
-    return engine

@@ -11,7 +11,7 @@ import time
 from types import TracebackType
 from typing import Literal
 
-from convgrad_service.engine.telemetry.access_log import ExchangeLine
+from convgrad_service.engine.telemetry.record import ExchangeLine
 
 __all__ = ["LogFormat", "configure_logs"]
 
@@ -21,8 +21,8 @@ LogFormat = Literal["text", "json"]
 def configure_logs(level: str, format: LogFormat = "text") -> None:
     """Send the records of convgrad and uvicorn from ``level`` up to stderr.
 
-    What else Python would print there is a record too: warnings and errors of other packages,
-    Python's warnings, and the tracebacks of unhandled exceptions.
+    Everything else that Python would print there becomes a record too: warnings and errors of other
+    packages, Python's warnings, and the tracebacks of unhandled exceptions.
     """
     if format == "json":
         # gRPC's library writes its own lines, such as those of failed handshakes.

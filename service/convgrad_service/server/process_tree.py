@@ -18,7 +18,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,6 @@ from convgrad_service.engine.workers.child_process import Backoff, spawn
 from convgrad_service.engine.workers.supervisor import Supervisor
 from convgrad_service.engine.workers.worker_main import WorkerRecipe
 from convgrad_service.server.composition import (
-    add_metrics,
     engine_options,
     freeze_startup_objects,
     worker_recipe,
@@ -41,14 +40,17 @@ from convgrad_service.server.composition import (
 from convgrad_service.server.connection_dispatcher import ConnectionDispatcher
 from convgrad_service.server.front_ends import (
     FrontStart,
-    grpc_main,
-    http_main,
+    Serve,
+    front_main,
     serve_grpc,
     serve_http,
-    serve_management,
 )
 from convgrad_service.server.http_server import listening_socket
-from convgrad_service.server.process_metrics import add_connection_metrics, add_process_metrics
+from convgrad_service.server.metrics import (
+    add_connection_metrics,
+    add_metrics,
+    add_process_metrics,
+)
 from convgrad_service.server.settings import Settings
 
 __all__ = ["CannotListen", "ProcessTree", "run_until_signalled"]
@@ -57,9 +59,6 @@ _log = logging.getLogger("convgrad.serve")
 
 # How long a front end may take beyond the shutdown grace before it is killed.
 _EXTRA_GRACE_S = 5.0
-
-_Serve = Callable[[Hub, Settings, Callable[[int], None], asyncio.Event], Coroutine[Any, Any, None]]
-_Main = Callable[[FrontStart], None]
 
 
 class CannotListen(Exception):
@@ -127,7 +126,7 @@ class ProcessTree:
         ports = {"http": self._listening.getsockname()[1], "grpc": grpc_port}
         if management is not None:
             # Stopped last, so that health and metrics are available while requests finish.
-            serve = partial(serve_management, listening=management)
+            serve = partial(serve_http, listening=management, management=True)
             self.management_port = await self._serve_locally(serve, self._stop_management)
             ports["management"] = self.management_port
         add_connection_metrics(self._metrics, ports)
@@ -145,10 +144,10 @@ class ProcessTree:
             await self._serve_locally(partial(serve_http, listening=self._listening), stop)
             self._front_tasks += self._local_tasks
             return grpc_port
-        grpc = self._start_front("convgrad-grpc", grpc_main, None)
+        grpc = self._start_front("convgrad-grpc", serve_grpc, None)
         dispatcher = ConnectionDispatcher(self._listening)
         http = [
-            self._start_front(f"convgrad-http-{number}", http_main, dispatcher)
+            self._start_front(f"convgrad-http-{number}", serve_http, dispatcher)
             for number in range(count)
         ]
         self._watchdog = asyncio.ensure_future(self._kill_silent_front_ends())
@@ -201,7 +200,7 @@ class ProcessTree:
             where = f"{host}:{port}"
             raise CannotListen(f"cannot listen on {where} for management: {error}") from None
 
-    async def _serve_locally(self, serve: _Serve, stop: asyncio.Event) -> int:
+    async def _serve_locally(self, serve: Serve, stop: asyncio.Event) -> int:
         """Serve in this process until ``stop`` is set; return the port once it listens."""
         port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         serving = asyncio.ensure_future(serve(self.hub, self._settings, port.set_result, stop))
@@ -217,18 +216,18 @@ class ProcessTree:
         return port.result()
 
     def _start_front(
-        self, name: str, main: _Main, dispatcher: ConnectionDispatcher | None
+        self, name: str, serve: Serve, dispatcher: ConnectionDispatcher | None
     ) -> asyncio.Future[int]:
         """Start a front end in a process of its own; return its future port."""
         port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        supervising = self._supervise_front(name, main, dispatcher, port)
+        supervising = self._supervise_front(name, serve, dispatcher, port)
         self._front_tasks.append(asyncio.ensure_future(supervising))
         return port
 
     async def _supervise_front(
         self,
         name: str,
-        main: _Main,
+        serve: Serve,
         dispatcher: ConnectionDispatcher | None,
         port: asyncio.Future[int],
     ) -> None:
@@ -248,7 +247,7 @@ class ProcessTree:
 
         while not self.hub.draining:
             try:
-                status = await self._run_front(name, main, dispatcher, on_listening)
+                status = await self._run_front(name, serve, dispatcher, on_listening)
                 ended = f"ended with {status}"
                 children.ended[name] += 1
             # Any error is retried: otherwise nobody would ever serve the port again.
@@ -278,7 +277,7 @@ class ProcessTree:
     async def _run_front(
         self,
         name: str,
-        main: _Main,
+        serve: Serve,
         dispatcher: ConnectionDispatcher | None,
         on_listening: Callable[[Listening], None],
     ) -> int:
@@ -289,18 +288,17 @@ class ProcessTree:
         arena = self.hub.arena.descriptor
         with self.supervisor.reserve.spent(), contextlib.ExitStack() as close_on_error:
             with contextlib.ExitStack() as close_after_spawn:
-                channel, their_channel = socket.socketpair()
-                close_on_error.enter_context(channel)
-                close_after_spawn.enter_context(their_channel)
+                ours, theirs = [], []
                 # SOCK_SEQPACKET keeps messages apart: each is one connection.
-                connections, their_connections = socket.socketpair(
-                    socket.AF_UNIX, socket.SOCK_SEQPACKET
+                for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
+                    end, other = socket.socketpair(socket.AF_UNIX, kind)
+                    ours.append(close_on_error.enter_context(end))
+                    theirs.append(close_after_spawn.enter_context(other).fileno())
+                channel, connections = ours
+                start = FrontStart(
+                    serve, self._settings, arena, theirs[0], theirs[1], self._inline_backend
                 )
-                close_on_error.enter_context(connections)
-                close_after_spawn.enter_context(their_connections)
-                sockets = their_channel.fileno(), their_connections.fileno()
-                start = FrontStart(self._settings, arena, *sockets, self._inline_backend)
-                process = spawn(name, main, start, descriptors=[arena, *sockets])
+                process = spawn(name, front_main, start, descriptors=[arena, *theirs])
             close_on_error.pop_all()
 
         def listens(message: Listening) -> None:

@@ -30,23 +30,27 @@ from typing import Any
 
 import numpy as np
 
+from convgrad import layers
 from convgrad.contract import OPERATIONS
 from convgrad.contract.base import validate
 from convgrad.dtypes import DType
-from convgrad.errors import ServiceError
+from convgrad.errors import MalformedRequest, ServiceError
+from convgrad.layers import Kind
 from convgrad.wire.json_tensors import decode_tensor
 from convgrad_service.backends.base import ServingBackend
 from convgrad_service.backends.cuda.nvrtc import CompileError
 from convgrad_service.engine.memory.tensor_layout import problem_size
 from convgrad_service.engine.scheduling.partition import pieces_of
 from convgrad_service.problems import Problem, problem_from
-from convgrad_service.problems.layouts import LAYOUTS, activation_shape, weight_shape
 
 __all__ = ["read_warm_up", "warm_up"]
 
 _log = logging.getLogger("convgrad.warm_up")
-_CHANNELS_FIRST = {1: "NCW", 2: "NCHW", 3: "NCDHW"}
-_WINDOW = ("stride", "padding", "dilation")
+# The kinds of layers in a file: `Layer.kind`, and operations, whose names may contain `ndim`.
+_KINDS: Mapping[str, tuple[Kind, tuple[str, ...]]] = {
+    "conv": ("conv", ("conv_fwd", "conv_bwd_data", "grouped_conv_bwd_weight")),
+    "maxpool": ("pool", ("maxpool{}d_fwd", "maxpool{}d_bwd")),
+}
 
 
 def read_warm_up(path: Path) -> list[Problem]:
@@ -145,54 +149,39 @@ def _array(name: str, value: Any) -> Any:
 
 
 def _layer_requests(
-    where: str, layer: Mapping[str, Any]
+    where: str, given: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    where = f"{where} ({layer.get('name', 'without a name')})"
-    batches = layer.get("batch", layer.get("N", 1))
+    """Yield the forward operation and all gradients of a layer, for each of its batches."""
+    where = f"{where} ({given.get('name', 'without a name')})"
+    batches = given.get("batch", given.get("N", 1))
     try:
+        kind, operations = _KINDS[given["kind"]]
         for batch in batches if isinstance(batches, list) else [batches]:
-            requests = _KINDS[layer["kind"]](layer, batch)
-            yield from ((where, operation, fields) for operation, fields in requests)
+            layer = _layer(given, kind, batch)
+            for operation in (name.format(layer.ndim) for name in operations):
+                shapes, parameters = layers.arguments(operation, layer)
+                dtype = given.get("dtype", "float32")
+                tensors = {name: {"shape": shape, "dtype": dtype} for name, shape in shapes.items()}
+                yield where, operation, {**tensors, **parameters}
     except KeyError as missing:
         raise ValueError(f"{where}: {missing} is missing") from None
+    except MalformedRequest as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
-def _conv(layer: Mapping[str, Any], batch: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    x, y, more = _activations(layer, batch)
-    layout, dtype = LAYOUTS[more["layout"]], layer.get("dtype", "float32")
-    sizes = layer["groups"], layer["C"], layer["K"], layer["kernel_size"]
-    weight = {"shape": weight_shape(layout, *sizes), "dtype": dtype}
-    more["groups"] = layer["groups"]
-    yield "conv_fwd", {"input": x, "weight": weight, **more}
-    size = {"input_size": layer["input_size"]}
-    yield "conv_bwd_data", {"grad_output": y, "weight": weight, **size, **more}
-    size = {"weight_size": layer["kernel_size"]}
-    yield "grouped_conv_bwd_weight", {"input": x, "grad_output": y, **size, **more}
-
-
-def _pooling(layer: Mapping[str, Any], batch: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    x, y, more = _activations(layer, batch)
-    more["kernel_size"] = layer["kernel_size"]
-    operation = f"maxpool{layer['ndim']}d"
-    yield f"{operation}_fwd", {"input": x, **more}
-    yield f"{operation}_bwd", {"grad_output": y, "input": x, **more}
-
-
-def _activations(layer: Mapping[str, Any], batch: int) -> tuple[Any, Any, dict[str, Any]]:
-    """Return the input, the output, and the parameters common to all operations."""
-    name = layer.get("layout") or _CHANNELS_FIRST[layer["ndim"]]
-    if name not in LAYOUTS:
-        raise ValueError(f"expected a layout ({', '.join(LAYOUTS)}), got {name!r}")
-    groups, channels = layer.get("groups", 1), layer["C"]
-    x, y = (
-        {
-            "shape": activation_shape(LAYOUTS[name], batch, groups, count, layer[size]),
-            "dtype": layer.get("dtype", "float32"),
-        }
-        for count, size in ((channels, "input_size"), (layer.get("K", channels), "output_size"))
+def _layer(given: Mapping[str, Any], kind: Kind, batch: int) -> layers.Layer:
+    kernel, pools = given["kernel_size"], kind == "pool"
+    padding = given.get("padding", [0] * len(kernel))
+    return layers.Layer(
+        kind=kind,
+        batch=batch,
+        in_channels=given["C"],
+        out_channels=given["C"] if pools else given["K"],
+        groups=1 if pools else given["groups"],
+        input_size=tuple(given["input_size"]),
+        kernel_size=tuple(kernel),
+        stride=tuple(given.get("stride", kernel if pools else [1] * len(kernel))),
+        padding=tuple((each, each) if isinstance(each, int) else tuple(each) for each in padding),
+        dilation=tuple(given.get("dilation", [1] * len(kernel))),
+        layout=given.get("layout"),
     )
-    more = {key: layer[key] for key in _WINDOW if key in layer}
-    return x, y, {"layout": name, **more}
-
-
-_KINDS = {"conv": _conv, "maxpool": _pooling}

@@ -27,11 +27,12 @@ from convgrad.errors import (
 from convgrad_service.backends.base import Outcome
 from convgrad_service.engine.deadline import CancelScope, Deadline
 from convgrad_service.engine.embedded import embedded_hub
+from convgrad_service.engine.execution import Result
 from convgrad_service.engine.hub import Hub, JobHandle
-from convgrad_service.engine.memory.free_list import PAGE_BYTES
+from convgrad_service.engine.memory.arena import PAGE_BYTES
 from convgrad_service.engine.options import SMALL_REQUEST_BYTES, EngineOptions, Limits
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import ComputeRequest, Decoded, Result, blank
+from convgrad_service.engine.request import ComputeRequest, Decoded, blank
 from convgrad_service.engine.telemetry.record import Timings
 from tests.support.fake_backends import Blocking, Zeros
 from tests.support.in_memory import Kept, answer, begun, kept

@@ -17,7 +17,7 @@ from convgrad.contract import OPERATIONS, Report, validate
 from convgrad.errors import MalformedRequest, ProblemTooLarge
 from convgrad.wire.json_tensors import Form, decode_tensor, encode_tensor
 from convgrad_service import long_json
-from convgrad_service.http_api.json_answer import refuse_endless_values
+from convgrad_service.http_api.json_forms import refuse_endless_values
 from convgrad_service.long_json import LongValues
 from tests.support.json_bodies import decode_json_request, encode_json_answer
 

@@ -12,7 +12,7 @@ from convgrad.contract import OPERATIONS
 from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest, NotFound
 from convgrad_service.oip.fields import operation_named, request_fields
-from convgrad_service.oip.http_head import read_infer_head
+from convgrad_service.oip.http_json import read_infer_head
 from convgrad_service.oip.json_text import NumberList
 from convgrad_service.oip.request import InferRequest, Region, Span
 

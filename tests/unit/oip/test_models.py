@@ -13,15 +13,15 @@ from convgrad.contract import OPERATIONS, Report, validate
 from convgrad.errors import MalformedRequest, ProblemTooLarge
 from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.telemetry.request_metrics import RequestMetrics
-from convgrad_service.oip.http_answer import encode_answer, refuse_in_json
+from convgrad_service.oip.http_json import encode_answer, refuse_in_json
 from convgrad_service.oip.models import (
     model_config,
     model_metadata,
+    model_statistics,
     repository_index,
     server_metadata,
 )
 from convgrad_service.oip.request import InferOutput, InferRequest
-from convgrad_service.oip.statistics import model_statistics
 from convgrad_service.problems import problem_from
 
 REPORT = Report(backend="cpu", kernel="k", flops=8, bytes=9, compute_s=0.5)

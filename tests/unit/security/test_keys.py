@@ -11,8 +11,14 @@ import pytest
 from convgrad.errors import PermissionDenied, Unauthenticated
 from convgrad_service.engine.scheduling.quotas import KeyLimits
 from convgrad_service.security import keys
-from convgrad_service.security.keys import KeyRing, KeysError, hash_of, new_key
-from convgrad_service.security.scopes import require_method, require_path
+from convgrad_service.security.keys import (
+    KeyRing,
+    KeysError,
+    hash_of,
+    new_key,
+    require_method,
+    require_path,
+)
 from convgrad_service.server.key_command import key as key_command
 
 

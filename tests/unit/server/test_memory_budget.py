@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from convgrad_service.server.memory_budget import memory_budget
+from convgrad_service.server.composition import memory_budget
 from convgrad_service.server.settings import Settings
 
 MiB, GiB = 2**20, 2**30

@@ -7,7 +7,7 @@ import re
 import pytest
 from pydantic import ValidationError
 
-from convgrad_service.server.setting_table import setting_fields
+from convgrad_service.server.command import setting_fields
 from convgrad_service.server.settings import Settings
 
 

@@ -12,8 +12,7 @@ from typing import Any
 from convgrad_service.engine.hub import JobHandle
 from convgrad_service.engine.ipc import messages as m
 from convgrad_service.engine.ipc.channel import Channel, InternTable, Ping, Pong
-from convgrad_service.engine.memory.arena import Arena
-from convgrad_service.engine.memory.free_list import FreeList
+from convgrad_service.engine.memory.arena import Arena, FreeList
 from convgrad_service.engine.memory.lease import Lease
 from convgrad_service.engine.scheduling.partition import JobResult, OnPartDone
 from convgrad_service.engine.scheduling.quotas import Caller, Ticket

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from convgrad.errors import DeviceOutOfMemory, Overloaded, ProblemTooLarge
-from convgrad_service.engine.memory.free_list import PAGE_BYTES, FreeList
+from convgrad_service.engine.memory.arena import PAGE_BYTES, FreeList
 from convgrad_service.engine.shm.registry import RegionPart, RegionSlice
 
 __all__ = ["Lease", "LeasePool", "leased", "out_of_memory"]

@@ -30,7 +30,7 @@ _SHM_DIRECTORY = Path("/dev/shm")  # noqa: S108 - where shm_open creates files o
 # A file name, but not a POSIX semaphore's.
 _KEY = re.compile(r"/?(?!sem\.)[A-Za-z0-9_][A-Za-z0-9_.\-]{0,250}")
 _MAX_NAME_CHARACTERS = 256
-# What all files may take of a worker's address space, of 2^47 bytes: a file may be sparse.
+# Limit of all mappings together. A worker's address space has 2^47 bytes, and files may be sparse.
 _MAX_MAPPED_BYTES = 2**45
 # The prefix of files that the convgrad client creates.
 _CLIENT_PREFIX = "convgrad-"

@@ -1,14 +1,37 @@
-"""What is measured of one request: its stages while it runs, one record once it has ended."""
+"""One exchange: its id, caller, stages and outcome, and what is counted and logged of it."""
 
 from __future__ import annotations
 
+import logging
+import random
+import re
 import time
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-__all__ = ["STAGES", "Record", "Timings"]
+from convgrad_service.engine.scheduling.quotas import ANYBODY, Caller
+
+__all__ = [
+    "STAGES",
+    "TRACE_HEADERS",
+    "ExchangeLine",
+    "Record",
+    "RequestContext",
+    "Timings",
+    "access",
+    "log_exchange",
+]
 
 STAGES = ("receive", "decode", "queue", "upload", "compute", "download", "encode")
+TRACE_HEADERS = ("traceparent", "tracestate")
+"""The W3C trace context headers; gRPC metadata uses the same names."""
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
+# Printable ASCII: the id is echoed in a header and in log lines.
+_ACCEPTABLE_ID = re.compile(r"[ -~]{1,128}")
+# One seed from the system per process, no system call per id: ids are not secret.
+_ids = random.Random()  # noqa: S311
+access = logging.getLogger("convgrad.access")
 
 
 class Record(NamedTuple):
@@ -74,3 +97,146 @@ class _Stage:
 
     def __exit__(self, *_: object) -> None:
         self._timings.add(self._name, time.monotonic() - self._began_s, self._began_s)
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """One exchange.
+
+    Attributes
+    ----------
+    operation
+        None for exchanges that do not compute, such as health checks, or before routing.
+    caller
+        The owner of the API key.
+    trace
+        The incoming trace context headers.
+    span
+        The OpenTelemetry span, if tracing is on.
+    client
+        The peer's address.
+    code
+        "ok", or the code of the error that was returned.
+    """
+
+    request_id: str
+    timings: Timings = field(default_factory=Timings)
+    operation: str | None = None
+    caller: Caller = ANYBODY
+    trace: Mapping[str, str] = field(default_factory=dict)
+    span: Any = None
+    client: str = ""
+    code: str = "ok"
+    status: int = 0
+    received_bytes: int = 0
+    sent_bytes: int = 0
+
+    @property
+    def owner(self) -> str:
+        """The name of the caller's API key, or "" without keys."""
+        return self.caller.name
+
+    @property
+    def trace_id(self) -> str:
+        """The trace id in hexadecimal digits, or "" outside any trace."""
+        if self.span is not None:
+            return f"{self.span.get_span_context().trace_id:032x}"
+        if not self.trace:
+            return ""
+        named = _TRACEPARENT.fullmatch(self.trace.get("traceparent", ""))
+        return "" if named is None else named[1]
+
+    @property
+    def traceresponse(self) -> str | None:
+        """The value of W3C's draft header ``traceresponse``; None without a span."""
+        if self.span is None:
+            return None
+        span = self.span.get_span_context()
+        return f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
+
+    @classmethod
+    def begin(cls, given_ids: Iterable[str]) -> RequestContext:
+        """Make a context with the first acceptable of the client's ids, or with a new id."""
+        for given in given_ids:
+            if _ACCEPTABLE_ID.fullmatch(given):
+                return cls(given)
+        return cls(f"{_ids.getrandbits(128):032x}")
+
+    def record(self, transport: str) -> Record:
+        """Return what is counted of the exchange once it has ended."""
+        timings = self.timings
+        return Record(
+            self.operation or "",
+            transport,
+            self.code,
+            timings.total_s,
+            timings.stages_s,
+            self.received_bytes,
+            self.sent_bytes,
+            timings.flops,
+            timings.compulsory_bytes,
+            self.owner,
+        )
+
+    def server_timing(self) -> str:
+        """Return the value of the Server-Timing header, in milliseconds."""
+        stages = [*self.timings.stages_s.items(), ("total", self.timings.total_s)]
+        return ", ".join([f"{name};dur={seconds * 1e3:.3f}" for name, seconds in stages])
+
+
+def log_exchange(
+    level: int, context: RequestContext, transport_fields: Mapping[str, str | int]
+) -> None:
+    """Log a finished exchange; ``transport_fields`` are the transport's own, such as the path."""
+    access.log(level, ExchangeLine(context, transport_fields))
+
+
+class ExchangeLine:
+    """The message of an access-log record; `str` gives the text, `fields` the JSON fields."""
+
+    __slots__ = ("_context", "_total_s", "_transport_fields")
+
+    def __init__(self, context: RequestContext, transport_fields: Mapping[str, str | int]) -> None:
+        self._context, self._transport_fields = context, transport_fields
+        self._total_s = context.timings.total_s
+
+    def fields(self) -> dict[str, str | int | float]:
+        """Return the fields in the order of the text."""
+        context, stages_s = self._context, self._context.timings.stages_s
+        key, trace_id = context.owner, context.trace_id
+        return {
+            "request_id": context.request_id,
+            **({"key": key} if key else {}),
+            **self._transport_fields,
+            "code": context.code,
+            "received_bytes": context.received_bytes,
+            "sent_bytes": context.sent_bytes,
+            "client": context.client,
+            **({"trace_id": trace_id} if trace_id else {}),
+            "total_s": round(self._total_s, 6),
+            **{f"{stage}_s": round(seconds, 6) for stage, seconds in stages_s.items()},
+        }
+
+    def __str__(self) -> str:
+        # Not built from `fields`: this runs for every request and would slow small ones down.
+        context = self._context
+        key = f" key={context.owner}" if context.owner else ""
+        fields = " ".join(
+            [f"{name}={_quoted(value)}" for name, value in self._transport_fields.items()]
+        )
+        trace = f" trace_id={trace_id}" if (trace_id := context.trace_id) else ""
+        stages = "".join(
+            [f" {stage}_s={seconds:.6f}" for stage, seconds in context.timings.stages_s.items()]
+        )
+        return (
+            f"request_id={_quoted(context.request_id)}{key} {fields} code={context.code} "
+            f"received_bytes={context.received_bytes} sent_bytes={context.sent_bytes} "
+            f"client={context.client}{trace} total_s={self._total_s:.6f}{stages}"
+        )
+
+
+def _quoted(value: str | int) -> str:
+    if isinstance(value, int):
+        return str(value)
+    # A path or an id with spaces or quotes must not be able to forge other fields of the line.
+    return value if value.isprintable() and not set(' "=') & set(value) else repr(value)

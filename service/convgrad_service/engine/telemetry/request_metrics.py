@@ -18,17 +18,17 @@ from prometheus_client.utils import floatToGoString
 
 from convgrad.errors import CODES
 from convgrad_service.engine.telemetry.record import Record
-from convgrad_service.engine.telemetry.statistics import OperationStatistics, is_inference
 
-__all__ = ["KeyMetrics", "RequestMetrics"]
+__all__ = ["Duration", "OperationStatistics", "RequestMetrics", "is_inference"]
 
+# Statuses from here on say that the server, not the request, was at fault.
+_SERVER_AT_FAULT = 429
 # From one stage of a tiny problem on a warm server to the longest request the defaults allow.
 _SECONDS = (
     0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
     1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
 )  # fmt: skip
 _BOUNDS = [*map(floatToGoString, _SECONDS), "+Inf"]
-
 _STAGES = {
     "receive": "Time to receive the body.",
     "decode": "Time to decode and check a request.",
@@ -38,11 +38,62 @@ _STAGES = {
     "download": "Time a problem's outputs took from its device.",
     "encode": "Time to encode an answer.",
 }
-
 _LABELS = ("operation", "transport", "code")
 # Requests without an answer: the client hung up, or the server ended.
 _UNANSWERED = ("client-gone", "cancelled")
 Kind = tuple[str, ...]
+_KEY_TOTALS = {
+    "received_bytes": "Bytes of request bodies received from an API key.",
+    "sent_bytes": "Bytes of answers sent to an API key.",
+    "computed_flops": "Floating-point operations computed for an API key.",
+    "compute_seconds": "Time that problems of an API key computed.",
+}
+
+
+@dataclass(slots=True)
+class Duration:
+    """A count of intervals, and their total length."""
+
+    count: int = 0
+    total_s: float = 0.0
+
+    @property
+    def ns(self) -> int:
+        """The total in nanoseconds."""
+        return round(self.total_s * 1e9)
+
+    @property
+    def us(self) -> float:
+        """The total in microseconds."""
+        return self.ns / 1e3
+
+    def add(self, count: int, seconds: float) -> None:
+        """Add so many intervals, of so many seconds in total."""
+        self.count += count
+        self.total_s += seconds
+
+
+@dataclass(slots=True)
+class OperationStatistics:
+    """One operation's statistics since the server started.
+
+    ``queue``, ``input`` (decode and upload), ``infer`` and ``output`` (download and encode) count
+    successful requests only. ``last_inference_ms`` is in Unix time, 0 before the first request.
+    """
+
+    last_inference_ms: int = 0
+    success: Duration = field(default_factory=Duration)
+    fail: Duration = field(default_factory=Duration)
+    queue: Duration = field(default_factory=Duration)
+    input: Duration = field(default_factory=Duration)
+    infer: Duration = field(default_factory=Duration)
+    output: Duration = field(default_factory=Duration)
+
+
+def is_inference(code: str) -> bool:
+    """Return whether a request that ended with ``code`` counts: not if its content was refused."""
+    row = CODES.get(code)
+    return row is None or row.http_status >= _SERVER_AT_FAULT
 
 
 class _Histogram:
@@ -81,11 +132,13 @@ class _Counters:
 
 
 class RequestMetrics(Collector):
-    """Counters by operation, transport and code, and `KeyMetrics`."""
+    """Counters by operation, transport and code, and by API key."""
 
     def __init__(self) -> None:
         self._counters: dict[Kind, _Counters] = {}
-        self._keys = KeyMetrics()
+        # By API key, which is no label of the others: every operation times every key is too many.
+        self._key_requests: Counter[Kind] = Counter()
+        self._key_totals: dict[str, dict[Kind, float]] = {name: {} for name in _KEY_TOTALS}
         # Every code from the start: rate() would miss a series that begins at one.
         self._by_code = dict.fromkeys(("ok", *_UNANSWERED, *CODES), 0)
 
@@ -108,7 +161,18 @@ class RequestMetrics(Collector):
             if (histogram := spent.get(stage)) is not None:
                 histogram.observe(seconds)
         if record.key:
-            self._keys.count(record)
+            self._count_key(record)
+
+    def _count_key(self, record: Record) -> None:
+        self._key_requests[record.key, record.code] += 1
+        for name, value in (
+            ("received_bytes", record.received_bytes),
+            ("sent_bytes", record.sent_bytes),
+            ("computed_flops", record.flops),
+            ("compute_seconds", record.stages_s.get("compute", 0.0)),
+        ):
+            totals = self._key_totals[name]
+            totals[record.key,] = totals.get((record.key,), 0) + value
 
     def statistics(self) -> Mapping[str, OperationStatistics]:
         """Return the statistics of all operations that were called."""
@@ -134,14 +198,12 @@ class RequestMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield self._counter("requests", "requests", "Requests by how they ended.", 3)
-        by_code = CounterMetricFamily(
-            "convgrad_requests_by_code",
+        yield _counter_family(
+            "requests_by_code",
             "Requests by how they ended, of every code from the start: for alerts.",
-            labels=("code",),
+            ("code",),
+            {(code,): count for code, count in self._by_code.items()},
         )
-        for code, count in self._by_code.items():
-            by_code.add_metric((code,), count)
-        yield by_code
         yield self._counter("received_bytes", "received_bytes", "Bytes of request bodies received.")
         yield self._counter("sent_bytes", "sent_bytes", "Bytes of answers sent.")
         # Divided by the rate of convgrad_compute_seconds_sum: achieved FLOP/s and bytes/s.
@@ -157,13 +219,19 @@ class RequestMetrics(Collector):
         yield self._histogram("request", "Time from a request's headers to its answer's end.", 3)
         for stage, text in _STAGES.items():
             yield self._histogram(stage, text, 1)
-        yield from self._keys.collect()
+        yield _counter_family(
+            "key_requests",
+            "Requests of an API key by how they ended.",
+            ("key", "code"),
+            self._key_requests,
+        )
+        for name, text in _KEY_TOTALS.items():
+            yield _counter_family(f"key_{name}", text, ("key",), self._key_totals[name])
 
-    def _counter(self, name: str, field: str, text: str, labels: int = 2) -> CounterMetricFamily:
-        family = CounterMetricFamily(f"convgrad_{name}", text, labels=_LABELS[:labels])
-        for kind, group in self._grouped(labels).items():
-            family.add_metric(kind, sum(getattr(counters, field) for counters in group))
-        return family
+    def _counter(self, name: str, field: str, text: str, labels: int = 2) -> Metric:
+        grouped = self._grouped(labels).items()
+        totals = {kind: sum(getattr(each, field) for each in group) for kind, group in grouped}
+        return _counter_family(name, text, _LABELS[:labels], totals)
 
     def _histogram(self, name: str, text: str, labels: int) -> HistogramMetricFamily:
         family = HistogramMetricFamily(f"convgrad_{name}_seconds", text, labels=_LABELS[:labels])
@@ -183,55 +251,10 @@ class RequestMetrics(Collector):
         return grouped
 
 
-_KEY_TOTALS = {
-    "received_bytes": "Bytes of request bodies received from an API key.",
-    "sent_bytes": "Bytes of answers sent to an API key.",
-    "computed_flops": "Floating-point operations computed for an API key.",
-    "compute_seconds": "Time that problems of an API key computed.",
-}
-
-
-@dataclass(slots=True)
-class _KeyCounters:
-    codes: Counter[str] = field(default_factory=Counter)
-    received_bytes: int = 0
-    sent_bytes: int = 0
-    computed_flops: int = 0
-    compute_seconds: float = 0.0
-
-
-class KeyMetrics(Collector):
-    """Counters by API key.
-
-    Not a label of `RequestMetrics`, which would multiply every operation by every key.
-    """
-
-    def __init__(self) -> None:
-        self._counters: dict[str, _KeyCounters] = {}
-
-    def count(self, record: Record) -> None:
-        """Count one request that came with a key."""
-        counters = self._counters.get(record.key)
-        if counters is None:
-            counters = self._counters[record.key] = _KeyCounters()
-        counters.codes[record.code] += 1
-        counters.received_bytes += record.received_bytes
-        counters.sent_bytes += record.sent_bytes
-        counters.computed_flops += record.flops
-        counters.compute_seconds += record.stages_s.get("compute", 0.0)
-
-    def collect(self) -> Iterable[Metric]:
-        requests = CounterMetricFamily(
-            "convgrad_key_requests",
-            "Requests of an API key by how they ended.",
-            labels=("key", "code"),
-        )
-        for key, counters in self._counters.items():
-            for code, count in counters.codes.items():
-                requests.add_metric((key, code), count)
-        yield requests
-        for name, text in _KEY_TOTALS.items():
-            family = CounterMetricFamily(f"convgrad_key_{name}", text, labels=("key",))
-            for key, counters in self._counters.items():
-                family.add_metric((key,), getattr(counters, name))
-            yield family
+def _counter_family(
+    name: str, text: str, labels: tuple[str, ...], totals: Mapping[Kind, float]
+) -> Metric:
+    family = CounterMetricFamily(f"convgrad_{name}", text, labels=labels)
+    for kind, total in totals.items():
+        family.add_metric(kind, total)
+    return family

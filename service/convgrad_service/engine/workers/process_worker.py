@@ -254,7 +254,7 @@ class ProcessWorker:
         result = plain if isinstance(plain, BaseException) else JobResult(*plain)
         assert task.started_s is not None  # noqa: S101
         took_s = time.monotonic() - task.started_s
-        # What was cancelled or failed says nothing of how long the next of its kind takes.
+        # A task that was cancelled or failed does not predict the time of the next one of its kind.
         if task.part is None and took_s < _BRIEF_S and isinstance(result, JobResult):
             self._brief.add(slot)
         else:

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from convgrad.dtypes import DType
-from convgrad_service.engine.memory.arena import Arena
-from convgrad_service.engine.memory.free_list import PAGE_BYTES, FreeList
+from convgrad_service.engine.memory.arena import PAGE_BYTES, Arena, FreeList
 from convgrad_service.engine.memory.tensor_layout import ALIGNMENT_BYTES, pack_offsets
 from convgrad_service.problems.base import TensorSpec
 

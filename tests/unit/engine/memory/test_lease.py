@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from convgrad.errors import Overloaded, ProblemTooLarge
-from convgrad_service.engine.memory.free_list import PAGE_BYTES, FreeList
+from convgrad_service.engine.memory.arena import PAGE_BYTES, FreeList
 from convgrad_service.engine.memory.lease import LeasePool
 from convgrad_service.engine.options import Limits
 

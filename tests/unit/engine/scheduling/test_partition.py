@@ -22,8 +22,7 @@ from convgrad_service.engine.options import EngineOptions, Limits
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import ComputeRequest, Decoded
 from convgrad_service.engine.scheduling import partition as parts
-from convgrad_service.engine.scheduling.partition import JobResult
-from convgrad_service.engine.scheduling.progress import Progress
+from convgrad_service.engine.scheduling.partition import JobResult, Progress
 from convgrad_service.engine.shm.registry import RegionSlice
 from convgrad_service.engine.telemetry.record import Timings
 from convgrad_service.engine.workers.execute import Job

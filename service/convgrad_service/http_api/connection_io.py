@@ -1,19 +1,25 @@
-"""Reads of a connection: in parts for the parser, or the rest of a body to its destination.
+"""Reads and writes of a connection, past the HTTP parser and all other buffers.
 
-The length is known from the head, so the bytes bypass the HTTP parser and all other buffers.
+Data is read in parts for the parser, or the rest of a body straight to its destination: its length
+is known from the head. An answer's head and the start of its body are sent in one write, thus in
+one packet.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from asyncio import Transport
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["ReadInParts", "ReceiveInto"]
+__all__ = ["CoalescedWriter", "ReadInParts", "ReceiveInto"]
 
 # Size of one read: more than a socket's buffer gains nothing, and would delay the event loop.
 _READ_BYTES = 2**20
+# Longer parts are not copied.
+_JOINED_BYTES = 64 * 1024
+_INTERIM = b"HTTP/1.1 1"  # 100 Continue: nothing follows until the client sends its body
 
 
 class _Forwarding(asyncio.BufferedProtocol):
@@ -42,11 +48,11 @@ class _Forwarding(asyncio.BufferedProtocol):
 class ReadInParts(_Forwarding):
     """Passes data on in parts of a limited size; uvloop alone would read up to 256 KB at a time.
 
-    What comes with a request's head is copied twice, and is held in memory while the request waits
-    to be admitted.
+    The part of a body that arrives together with the head is copied twice, and is held in memory
+    while the request waits to be admitted.
     """
 
-    # Of all connections: the data is copied before anything else is read.
+    # Shared by all connections: the data is copied before anything else is read.
     _shared = memoryview(bytearray(64 * 1024))
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -131,3 +137,37 @@ class ReceiveInto(_Forwarding):
 
 def _size(target: memoryview | int) -> int:
     return target if isinstance(target, int) else len(target)
+
+
+class CoalescedWriter:
+    """The part of a transport that uvicorn's cycle of one answer uses."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._head: bytes | None = None
+        self._has_head = False
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Write; hold an answer's head back until the next write."""
+        if self._head is not None:
+            head, self._head = self._head, None
+            if len(data) <= _JOINED_BYTES:
+                data = b"".join((head, data))
+            else:
+                self._transport.write(head)
+        elif not self._has_head and bytes(data[: len(_INTERIM)]) != _INTERIM:
+            self._has_head = True
+            self._head = bytes(data)
+            return
+        self._transport.write(data)
+
+    def close(self) -> None:
+        """Close the transport, after flushing."""
+        if self._head is not None:
+            self._transport.write(self._head)
+            self._head = None
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        """See `asyncio.BaseTransport`."""
+        return self._transport.is_closing()

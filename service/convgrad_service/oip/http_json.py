@@ -1,34 +1,50 @@
-"""Parses the JSON of an HTTP inference request, strictly.
+"""The JSON form of inference requests and answers, with Triton's binary data extension.
 
-With Triton's binary data extension the JSON comes first in the body, followed by the inputs' bytes;
-without it the JSON is the whole body, and holds the elements as numbers.
+With the extension the JSON comes first in a body, followed by the bytes of the tensors; without it
+the JSON is the whole body, and holds the elements as numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from numpy.typing import NDArray
 
-from convgrad.contract import Operation
+from convgrad.contract import Operation, Report
 from convgrad.dtypes import DType
-from convgrad.errors import MalformedRequest
-from convgrad.wire.json_values import array_from_values
+from convgrad.errors import MalformedRequest, ProblemTooLarge
+from convgrad.wire.json_values import array_from_values, values_from_array
 from convgrad.wire.sentences import shown
-from convgrad.wire.shapes import checked_shape, reshaped
-from convgrad_service.oip.datatypes import IN_JSON, dtype_named, protocol_name
+from convgrad.wire.shapes import checked_shape, data_view, dtype_of, reshaped
+from convgrad_service.long_json import blocks_of, dumps
+from convgrad_service.oip.fields import VERSION
 from convgrad_service.oip.json_text import NumberList, parse_request_text
-from convgrad_service.oip.parameters import separated
-from convgrad_service.oip.regions import known_keys, region_of, size_of
-from convgrad_service.oip.request import InferInput, InferOutput, InferRequest, Span
+from convgrad_service.oip.request import (
+    IN_JSON,
+    InferInput,
+    InferOutput,
+    InferRequest,
+    Span,
+    dtype_named,
+    known_keys,
+    protocol_name,
+    region_of,
+    separated,
+    size_of,
+)
+from convgrad_service.problems import Problem
 
-__all__ = ["read_infer_head"]
+__all__ = ["HttpAnswer", "encode_answer", "read_infer_head", "refuse_in_json"]
 
 _REQUEST_KEYS = ("id", "model_name", "model_version", "parameters", "inputs", "outputs")
 _INPUT_KEYS = ("name", "shape", "datatype", "parameters", "data")
 _OUTPUT_KEYS = ("name", "parameters")
+# A number in JSON takes about twenty characters and a microsecond.
+_MAX_NUMBERS = 2**20
+_ASK = 'ask for binary data with the parameter "binary_data_output": true'
 
 
 def read_infer_head(text: memoryview, operation: Operation, data_bytes: int | None) -> InferRequest:
@@ -163,3 +179,89 @@ def _string(value: Any, what: str) -> str:
     if not isinstance(value, str):
         raise MalformedRequest(f"{what}: expected a string, got {shown(value)}")
     return value
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAnswer:
+    """A body in ``chunks``. The first ``header_bytes`` are JSON; None if everything is."""
+
+    chunks: list[bytes | memoryview]
+    header_bytes: int | None
+
+
+def refuse_in_json(request: InferRequest, problem: Problem) -> None:
+    """Refuse outputs that cannot be sent as JSON, before anything is computed.
+
+    Raises
+    ------
+    MalformedRequest
+        An output's dtype can only be sent as binary data.
+    ProblemTooLarge
+        An output has too many elements.
+    """
+    for name in request.answer_names(problem.outputs):
+        spec = problem.outputs[name]
+        if request.wants_binary(name) or not request.sends(name):
+            continue
+        if spec.dtype not in IN_JSON:
+            raise MalformedRequest(
+                f"the output {name} is {protocol_name(spec.dtype)}, which cannot be sent as JSON; "
+                f"{_ASK}"
+            )
+        if spec.elements > _MAX_NUMBERS:
+            raise ProblemTooLarge(
+                f"the output {name} has {spec.elements:,} elements, and at most {_MAX_NUMBERS:,} "
+                f"are sent as JSON; {_ASK}"
+            )
+
+
+def encode_answer(
+    request: InferRequest, outputs: Mapping[str, NDArray[Any]], report: Report
+) -> HttpAnswer:
+    """Encode the answer to ``request``; its binary data are views of the arrays.
+
+    The elements of outputs in shared memory or in the tensor store are not read.
+    """
+    described: list[dict[str, Any]] = []
+    binary: list[memoryview] = []
+    numbers: dict[int, NDArray[Any]] = {}
+    for name, array in request.answer_outputs(outputs).items():
+        dtype: DType = dtype_of(array)
+        tensor: dict[str, Any] = {
+            "name": name,
+            "datatype": protocol_name(dtype),
+            "shape": list(array.shape),
+        }
+        if name in request.store:
+            tensor["parameters"] = {"stored": request.store[name]}
+        elif request.sends(name) and request.wants_binary(name):
+            data = data_view(array)
+            tensor["parameters"] = {"binary_data_size": len(data)}
+            binary.append(data)
+        elif request.sends(name):
+            numbers[len(described)] = array
+        # In shared memory: no parameters, as Triton, whose clients would expect binary data.
+        described.append(tensor)
+    head: dict[str, Any] = {"id": request.id} if request.id else {}
+    head["model_name"] = request.operation.name
+    head["model_version"] = VERSION
+    head["parameters"] = report.model_dump()
+    text = b"".join(_text(head, described, numbers))
+    return HttpAnswer([text, *binary], len(text) if binary else None)
+
+
+def _text(
+    head: Mapping[str, Any], described: list[dict[str, Any]], numbers: Mapping[int, NDArray[Any]]
+) -> Iterator[bytes]:
+    """Yield the JSON of the answer."""
+    yield dumps(head)[:-1] + b',"outputs":['
+    for index, tensor in enumerate(described):
+        yield b"," if index else b""
+        text = dumps(tensor)
+        if index not in numbers:
+            yield text
+        else:
+            yield text[:-1] + b',"data":'
+            yield from blocks_of(values_from_array(numbers[index].reshape(-1)))
+            yield b"}"
+    yield b"]}"

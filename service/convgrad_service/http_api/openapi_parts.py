@@ -1,0 +1,191 @@
+"""Parts of ``/openapi.json``: its operations' common fields, and named schemas.
+
+Client generators make a type of each named schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from convgrad.contract import Operation, tensor_json_schema
+from convgrad.dtypes import FLOATING, INDEX
+from convgrad.errors import CODES
+from convgrad_service.http_api import problem_details
+
+__all__ = ["ANSWER_HEADERS", "BINARY", "PARAMETERS", "REF", "answer_schema", "described"]
+__all__ += ["error_response", "form_schema", "header", "named_schemas", "ref", "responses_of"]
+__all__ += ["with_named_tensors"]
+
+REF = "#/components/schemas/{}"
+# Answers hold tensors of any type; the others are for requests.
+_KINDS = {"Tensor": (*FLOATING, *INDEX), "FloatTensor": FLOATING, "IndexTensor": INDEX}
+_FORMS = {kind: tensor_json_schema(dtypes)["oneOf"] for kind, dtypes in _KINDS.items()}
+_TEXT = {"type": "string"}
+
+
+def named_schemas() -> dict[str, Any]:
+    """Return a schema for each kind of tensor and each of its forms, and of errors, by name."""
+    schemas: dict[str, Any] = {}
+    for kind, kinds_forms in _FORMS.items():
+        forms = {_form_name(kind, form["title"]): form for form in kinds_forms}
+        for name, form in forms.items():
+            schemas[name] = {**form, "title": name}
+        schemas[kind] = {"title": kind, "oneOf": [{"$ref": REF.format(name)} for name in forms]}
+    dtype = {"type": "string", "enum": [each.value for each in _KINDS["Tensor"]]}
+    shape = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+    schemas["StoredOutput"] = {
+        "title": "StoredOutput",
+        "description": "An output that is stored instead of sent.",
+        "type": "object",
+        "properties": {"stored": _TEXT, "dtype": dtype, "shape": shape},
+        "required": ["stored", "dtype", "shape"],
+        "additionalProperties": False,
+    }
+    sent = [
+        form for form in schemas["Tensor"]["oneOf"] if not form["$ref"].endswith("/StoredTensor")
+    ]
+    schemas["OutputTensor"] = {
+        "title": "OutputTensor",
+        "oneOf": [*sent, {"$ref": REF.format("StoredOutput")}],
+    }
+    schemas["StoredTensorDescription"] = {
+        "title": "StoredTensorDescription",
+        "type": "object",
+        "properties": {
+            "name": _TEXT,
+            "dtype": dtype,
+            "shape": shape,
+            "bytes": {"type": "integer"},
+            "expires_in_s": {"type": "number"},
+        },
+        "required": ["name", "dtype", "shape"],
+    }
+    problem = {
+        "type": _TEXT,
+        "title": _TEXT,
+        "status": {"type": "integer"},
+        "detail": {**_TEXT, "description": "What was found and what was expected."},
+        "code": {**_TEXT, "enum": list(CODES)},
+        "request_id": _TEXT,
+        "error": {**_TEXT, "description": "The same as detail."},
+    }
+    schemas["Problem"] = {
+        "title": "Problem",
+        "description": "An error (RFC 9457).",
+        "type": "object",
+        "properties": problem,
+        "required": list(problem),
+    }
+    return schemas
+
+
+def with_named_tensors(schema: Any) -> Any:
+    """Replace each kind of tensor in ``schema`` by a reference."""
+    if isinstance(schema, list):
+        return [with_named_tensors(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    for kind, forms in _FORMS.items():
+        if schema.get("oneOf") == forms:
+            beside = {
+                key: value for key, value in schema.items() if key in ("title", "description")
+            }
+            return {"$ref": REF.format(kind), **beside}
+    return {key: with_named_tensors(value) for key, value in schema.items()}
+
+
+def form_schema(operation: Operation) -> dict[str, Any]:
+    """Describe a form: files by tensor name, and parameters as text."""
+    file = {"type": "string", "format": "binary", "description": "A .npy file."}
+    parameter = {"type": "string", "description": "As JSON, or bare text."}
+    return {
+        "type": "object",
+        "title": f"{operation.request.__name__.removesuffix('Request')}Form",
+        "properties": {
+            name: file if name in operation.tensors else parameter
+            for name in operation.request.model_fields
+        },
+        "required": list(operation.required_tensors),
+    }
+
+
+def answer_schema(operation: Operation) -> dict[str, Any]:
+    """Describe an operation's answer in JSON."""
+    properties = {name: {"$ref": REF.format("OutputTensor")} for name in operation.outputs}
+    # If outputs can be chosen, none is required; otherwise the first is.
+    always = [] if "outputs" in operation.request.model_fields else [operation.outputs[0]]
+    return {
+        "type": "object",
+        "properties": {**properties, "report": {"$ref": REF.format("Report")}},
+        "required": [*always, "report"],
+    }
+
+
+def _form_name(kind: str, form: str) -> str:
+    # A stored tensor's name does not depend on its dtype, so it has one form.
+    return "StoredTensor" if form == "stored" else f"{form.capitalize()}{kind}"
+
+
+def described(
+    tag: str,
+    name: str,
+    summary: str,
+    success: Mapping[str, Any],
+    statuses: Iterable[int],
+    **more: Any,
+) -> dict[str, Any]:
+    """Describe an HTTP operation by its 200 and the errors of ``statuses``, with more fields."""
+    responses = responses_of(success, statuses)
+    return {"tags": [tag], "operationId": name, "summary": summary, **more, "responses": responses}
+
+
+def responses_of(success: Mapping[str, Any], statuses: Iterable[int]) -> dict[str, Any]:
+    """Return the responses of an operation: its 200, and its errors."""
+    return {"200": success, **{str(status): error_response(status) for status in statuses}}
+
+
+def error_response(status: int) -> dict[str, Any]:
+    """Describe the error answer with this status."""
+    codes = [row.code for row in CODES.values() if row.http_status == status]
+    headers = dict(ANSWER_HEADERS)
+    if status in (429, 503):
+        headers["Retry-After"] = header("Seconds to wait before retrying.", "integer")
+    return {
+        "description": " or ".join(codes),
+        "headers": headers,
+        "content": {problem_details.MEDIA_TYPE: {"schema": {"$ref": REF.format("Problem")}}},
+    }
+
+
+def ref(model: type[BaseModel]) -> dict[str, str]:
+    """Refer to the schema of a model."""
+    return {"$ref": REF.format(model.__name__)}
+
+
+def header(description: str, kind: str = "string") -> dict[str, Any]:
+    """Describe a header of an answer."""
+    return {"description": description, "schema": {"type": kind}}
+
+
+BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
+ANSWER_HEADERS: dict[str, Any] = {
+    "X-Request-Id": header("Names the request in the server's log."),
+    "Server-Timing": header("Milliseconds spent in each stage."),
+}
+PARAMETERS: list[dict[str, Any]] = [
+    {
+        "name": "X-Request-Timeout",
+        "in": "header",
+        "description": "Seconds allowed for the request; at most the server's limit.",
+        "schema": {"type": "number", "exclusiveMinimum": 0},
+    },
+    {
+        "name": "X-Request-Id",
+        "in": "header",
+        "description": "The client's id for the request: 1 to 128 printable ASCII characters.",
+        "schema": {"type": "string", "maxLength": 128},
+    },
+]
