@@ -11,7 +11,7 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
-from convgrad_service.backends.cuda.kernels.grouped.grouped_box import box_map
+from convgrad_service.backends.cuda.kernels.grouped.grouped_box import box_map, why_not_pixels
 from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_taps_boxes import (
     COLUMNS,
     ITEMS,
@@ -31,7 +31,6 @@ from convgrad_service.backends.cuda.kernels.grouped.weight_boxes import (
     describe_result,
     describe_walk,
 )
-from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import ZEROS, Fragment, Instance, Launch, Workspace
@@ -66,12 +65,9 @@ class HopperGroupedTaps:
         if channels != work.out_channels or (channels % WIDTH and channels not in SMALL_GROUPS):
             return f"{channels} to {work.out_channels} channels a group"
         for side, operand in (("input", work.x), ("output", work.y)):
-            if operand.strides[2] != 1 or operand.strides[1] != channels:
-                return f"the {side}'s channels are not contiguous"
-            if any(operand.strides[axis] * 2 % CHUNK_BYTES for axis in (0, 3, 4, 5)):
-                return f"the {side}'s pixels do not start at multiples of 16 bytes"
-        if work.groups * channels % 8:
-            return "channels that are not whole 16 bytes"
+            reason = why_not_pixels(work, side, operand, channels)
+            if reason is not None:
+                return reason
         if max(*work.input, *work.output, work.batch) > MOST_EXTENT:
             return f"an extent is more than {MOST_EXTENT}"
         found = next(iter(shares_of(work, device)), None)
