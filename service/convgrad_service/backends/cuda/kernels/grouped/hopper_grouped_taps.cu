@@ -116,8 +116,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   u64 a_first[PAIRS];
 #pragma unroll
   for (int i = 0; i < PAIRS; ++i) {
-    const int first = args.tap[i * 2].x, second = i * 2 + 1 < args.taps ? args.tap[i * 2 + 1].x : first;
-    a_first[i] = mn_major_descriptor<kBytes>(ring + first, second - first, args.x_eight);
+    // For a missing tap, any pixels do.
+    const int first = args.tap[i * 2].x;
+    const int apart = i * 2 + 1 < args.taps ? args.tap[i * 2 + 1].x - first : kBytes;
+    a_first[i] = mn_major_descriptor<kBytes>(ring + first, apart, args.x_eight);
   }
   const u64 b_first = mn_major_descriptor<kYBytes>(ring + args.y_at, args.y_tap, args.y_eight);
   float sum[PAIRS][ROWS * NF][4] = {};

@@ -167,7 +167,7 @@ class Box:
             for axis, size, taps in zip(axes[:2], tile[1:3], kernel[:2], strict=True)
         )
         # An odd number of columns, so that the next row starts in other banks.
-        odd = int(self.pairs_rows)
+        odd = int(self.pairs_rows or parts.by_rows)
         self.x_extent = images, d, h, width + max(parts.shifts) | odd
         self.y_extent = images, depth, height + (parts.rows - 1) * parts.apart, width + odd
         x_pixels, y_pixels = prod(self.x_extent), prod(self.y_extent)
