@@ -40,6 +40,10 @@ GEOMETRIES = {
     # Several slices of a group.
     "c64": Conv(2, 128, 128, (7, 9), (3, 3), padding=1, groups=2),
     "c96": Conv(1, 192, 192, (6, 5), (3, 3), padding=1, groups=2),
+    "c32_wide": Conv(1, 64, 64, (9, 16), (3, 3), padding=1, groups=2),
+    "rows_left_over": Conv(2, 16, 16, (28, 28), (3, 3), padding=1, groups=2),
+    # Rows that end within eight columns.
+    "rows_end_early": Conv(1, 16, 16, (6, 17), (3, 3), padding=((1, 1), (2, 2)), groups=2),
     "images_left_over": Conv(5, 32, 32, (7, 7), (3, 3), padding=1, groups=2),
     "columns_in_turn": Conv(1, 16, 16, (5, 150), (3, 3), padding=1, groups=2),
     "asymmetric_padding": Conv(1, 16, 16, (12, 28), (3, 3), padding=((0, 1), (2, 1)), groups=2),
@@ -57,6 +61,7 @@ GEOMETRIES = {
     "1x1": Conv(2, 32, 32, (5, 18), (1, 1), groups=4),
     "1d": Conv(2, 32, 32, (33,), (9,), 1, 4, groups=4),
     "3d": Conv(1, 32, 32, (4, 5, 9), (3, 3, 3), (1, 2, 2), 1, groups=4),
+    "3d_near": Conv(1, 32, 32, (3, 5, 9), (3, 3, 3), 1, 1, groups=4),
     "3d_strided": Conv(2, 32, 32, (5, 6, 7), (3, 3, 3), 2, 1, groups=2),
 }
 CASES = {name: FROM_CONV[OPERATION](name, conv) for name, conv in GEOMETRIES.items()}
@@ -76,6 +81,19 @@ class Drawn(HopperGroupedTaps):
         # The same for equal works.
         draw = random.Random(f"{self._seed} {work.conv}")
         return super().launches(work, few, draw.choice([one for _, one in shares_of(work, few)]))
+
+
+class ByRows(HopperGroupedTaps):
+    """The family with all rows of y that a row of x meets in a product, in shares drawn."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def launches(self, work: ConvWork, device: CudaDevice, share: Share | None = None) -> Fragment:
+        few = replace(device, multiprocessors=9)
+        draw = random.Random(f"{self._seed} {work.conv}")
+        every = [one for _, one in shares_of(work, few) if one.by_rows]
+        return super().launches(work, few, draw.choice(every))
 
 
 def emulated(family: HopperGroupedTaps) -> EmulatedBackend:
@@ -105,6 +123,17 @@ def test_emulated(seed: int, name: str) -> None:
     families = [Drawn(seed + draw, count) for draw in range(2) for count in (2, 9, 132)]
     for family in (HopperGroupedTaps(), *families):
         gates(emulated(family), seed, case, "bfloat16", last_layout(case))
+
+
+@emulation
+@pytest.mark.parametrize(
+    "name", ["c4", "c32", "rows_end_early", "padding_beyond", "dilated", "3d_near"]
+)
+def test_emulated_by_rows(seed: int, name: str) -> None:
+    case = CASES[name]
+    for draw in range(3):
+        gates(emulated(ByRows(seed + draw)), seed, case, "bfloat16", last_layout(case))
+    check_rule(emulated(ByRows(seed)), seed, case, "bfloat16", last_layout(case)[0])
 
 
 @emulation

@@ -17,6 +17,7 @@ from convgrad_service.backends.cuda.kernels.core.gather_axes import (
     gather_axis,
 )
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap
+from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
@@ -32,6 +33,7 @@ __all__ = [
     "candidate_tiles",
     "lattice_axis",
     "why_not_copied",
+    "why_not_pixels",
 ]
 
 Size4 = tuple[int, int, int, int]
@@ -127,6 +129,18 @@ def why_not_copied(extents: Size4, steps: Sequence[int], pitch_elements: int) ->
         return f"a distance of {max(steps)} between positions; expected at most {MOST_STEP}"
     most = max(*box_span(extents, steps), pitch_elements)
     return f"a box of {most}; expected at most {MOST_BOX}" if most > MOST_BOX else None
+
+
+def why_not_pixels(work: ConvWork, side: str, operand: Operand, channels: int) -> str | None:
+    """Return why the copy engine does not copy pixels of all groups; None if it does."""
+    chunk = CHUNK_BYTES // operand.dtype.itemsize
+    if operand.strides[2] != 1 or operand.strides[1] != channels:
+        return f"the {side}'s channels are not contiguous"
+    if work.groups * channels % chunk:
+        return f"the {side}'s {work.groups * channels} channels are no whole chunks of 16 bytes"
+    if any(operand.strides[axis] % chunk for axis in (0, 3, 4, 5)):
+        return f"the {side}'s pixels do not start at multiples of 16 bytes"
+    return None
 
 
 def box_map(

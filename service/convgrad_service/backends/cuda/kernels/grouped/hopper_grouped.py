@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
+from convgrad_service.backends.cuda.kernels.grouped.grouped_box import why_not_pixels
 from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_cuts import (
     BARRIER_BYTES,
     COPIED,
@@ -69,9 +70,11 @@ class HopperGrouped:
             return f"a padding of {work.pad}: rows of results that meet no source"
         source, result = work.sides
         for side, operand in (("source", source), ("result", result)):
-            reason = _why_not_operand(work, operand)
+            reason = why_not_pixels(work, side, operand, channels[0])
             if reason is not None:
-                return f"the {side}'s {reason}"
+                return reason
+            if max(operand.strides) > MAX_INDEX:
+                return f"the {side}'s pixels lie far apart"
         if max(work.w.strides[1:]) * max(channels) > MAX_INDEX:
             return "weights of a group that lie far apart"
         if channels[0] >= COPIED and work.w.strides[2] == 1 and not _follow(work):
@@ -149,19 +152,6 @@ class HopperGrouped:
             for tiles in some
             for teams in ((2, 1) if channels >= COPIED else (1,))
         ]
-
-
-def _why_not_operand(work: ConvWork, operand: Operand) -> str | None:
-    channels = work.in_channels
-    if operand.strides[2] != 1 or operand.strides[1] != channels:
-        return "channels are not contiguous"
-    if work.groups * channels % 8:
-        return f"{work.groups * channels} channels are no whole chunks of 16 bytes"
-    if any(operand.strides[axis] % 8 for axis in (0, 4, 5)):
-        return "pixels do not start at multiples of 16 bytes"
-    if max(operand.strides) > MAX_INDEX:
-        return "pixels lie far apart"
-    return None
 
 
 def _follow(work: ConvWork) -> bool:

@@ -3,9 +3,11 @@
 //
 // w[k, c, tap] = sum over pixels (n, o) of y[n, o, k] * x[n, o * stride + tap * dilation - pad, c] for k
 // and c of one group; other products are discarded.
-// GEMM: K = 16 pixels of y, two eights of adjacent columns; N = channels of y; M = 32 channels of x at two
-// taps, at any distance. A stride along W becomes as many boxes of x, each with every stride-th column,
-// so that the pixels of an eight are adjacent at each tap; a dilation becomes phases with their own boxes.
+// GEMM: K = 16 pixels, two eights of adjacent columns; M = 32 channels of x at two taps, at any distance;
+// N = channels of y. Either K are pixels of y, and each tap is one of M; or, with a stride of 1 along H,
+// pixels of a row of x, and N are the channels of all ROWS rows of y that it meets, one for each tap along H.
+// A stride along W becomes as many boxes of x, each with every stride-th column, so that the pixels of an
+// eight are adjacent at each tap; a dilation along W becomes phases with their own boxes.
 //
 // Block: a slice of channels, at most ten taps (all, or those of one position along D, or along D and H),
 // and a share of the boxes. A producer thread copies (TMA tiles of C W H D N) into a ring of `stages`
@@ -111,17 +113,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   fill_tables(args, slice, step_at, row_at);
   const int group = warp / 4, number = warp & 3;
-  u64 a_first[FRAGMENTS];
+  u64 a_first[PAIRS];
 #pragma unroll
-  for (int i = 0; i < FRAGMENTS; ++i) {
-    const int first = args.tap[i * 2].x, second = i * 2 + 1 < args.taps ? args.tap[i * 2 + 1].x : first;
-    a_first[i] = mn_major_descriptor<kBytes>(ring + first, second - first, args.x_eight);
+  for (int i = 0; i < PAIRS; ++i) {
+    // For a missing tap, any pixels do.
+    const int first = args.tap[i * 2].x;
+    const int apart = i * 2 + 1 < args.taps ? args.tap[i * 2 + 1].x - first : kBytes;
+    a_first[i] = mn_major_descriptor<kBytes>(ring + first, apart, args.x_eight);
   }
-  const u64 b_first = mn_major_descriptor<kYBytes>(ring + args.y_at, kYBytes, args.y_eight);
-  float sum[FRAGMENTS][NF][4] = {};
+  const u64 b_first = mn_major_descriptor<kYBytes>(ring + args.y_at, args.y_tap, args.y_eight);
+  float sum[PAIRS][ROWS * NF][4] = {};
   auto hold = [&] {
 #pragma unroll
-    for (int i = 0; i < FRAGMENTS; ++i) fence_accumulators(sum[i]);
+    for (int i = 0; i < PAIRS; ++i) fence_accumulators(sum[i]);
   };
   __syncthreads();
   hold();
@@ -141,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const Step step = step_at[i];
       const u64 b = b_first + (at + step.y);
 #pragma unroll
-      for (int pair = 0; pair < FRAGMENTS; ++pair) {
+      for (int pair = 0; pair < PAIRS; ++pair) {
         wgmma<T, kMajorMn, kMajorMn>(sum[pair], a_first[pair] + (at + step.x), b, 1);
       }
       // One wgmma group for each: a group committed after a loop would cover all of it.

@@ -7,7 +7,8 @@
 
 namespace convgrad {
 
-using Sums = SumShape<FRAGMENTS, NF, WARPS>;
+// Rows of sums are those of M, for each of the ROWS taps along H.
+using Sums = SumShape<PAIRS * ROWS, NF, WARPS>;
 constexpr int kSummers = Sums::kSummers, kRows = Sums::kRows, kColumns = Sums::kColumns;
 
 constexpr int kMaxTaps = 10;
@@ -32,6 +33,7 @@ struct HopperGroupedTapsArgs {
   // What products need: distances in bytes.
   int taps;
   u32 x_eight, y_eight;  // of the two eights of columns of a step
+  u32 y_tap;             // of the rows of y that a row of x meets, or else of its channels
   int steps;             // of a box
   Divider by_steps[3];   // W, H, D
   int step_counts[3];
@@ -76,19 +78,23 @@ __device__ __forceinline__ void fill_tables(const HopperGroupedTapsArgs& args, c
     const u32 y = n * args.y_step[0] + d * args.y_step[1] + h * args.y_step[2] + w * args.y_step[3];
     step_at[i] = {x >> 4, y >> 4};
   }
-  // Rows of the warps' items, four times FRAGMENTS fragments: two taps, two halves of the channels.
+  // Rows of the warps' items, four times ROWS taps along H and PAIRS fragments: two taps, two halves of
+  // the channels.
 #pragma unroll 1
   for (int i = threadIdx.x; i < 4 * kRows; i += kSummers) {
     const int item = i / kRows, within = i - item * kRows;
-    const int tap = within / 16 * 2 + item / 2, channel = item % 2 * 16 + within % 16;
+    const int row = within / (16 * PAIRS), pair = within / 16 - row * PAIRS;
+    const int tap = pair * 2 + item / 2, channel = item % 2 * 16 + within % 16;
     const int own = divide(channel, args.by_channels);
-    Row row = {0, -1, 0};
+    Row to = {0, -1, 0};
     if (tap < args.taps && slice.first_group + own < args.groups) {
-      row.own = own;
-      row.w = own * (args.result.w_stride[0] - args.result.out_channels * args.result.w_stride[1]) +
-              (channel - own * args.result.in_channels) * args.result.w_stride[2] + args.tap[tap].w;
+      to.own = own;
+      // The last of the rows of y that a row of x meets does so at the first tap.
+      to.w = own * (args.result.w_stride[0] - args.result.out_channels * args.result.w_stride[1]) +
+             (channel - own * args.result.in_channels) * args.result.w_stride[2] +
+             (ROWS - 1 - row) * args.result.w_stride[4] + args.tap[tap].w;
     }
-    row_at[i] = row;
+    row_at[i] = to;
   }
 }
 

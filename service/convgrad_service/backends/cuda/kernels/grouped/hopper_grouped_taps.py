@@ -11,12 +11,12 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
-from convgrad_service.backends.cuda.kernels.grouped.grouped_box import box_map
+from convgrad_service.backends.cuda.kernels.grouped.grouped_box import box_map, why_not_pixels
 from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_taps_boxes import (
     COLUMNS,
     ITEMS,
-    MOST_TAPS,
     PIXEL_BYTES,
+    PRODUCTS,
     THREADS,
     WARPS,
     WIDTH,
@@ -31,7 +31,6 @@ from convgrad_service.backends.cuda.kernels.grouped.weight_boxes import (
     describe_result,
     describe_walk,
 )
-from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import ZEROS, Fragment, Instance, Launch, Workspace
@@ -65,21 +64,16 @@ class HopperGroupedTaps:
         channels = work.in_channels
         if channels != work.out_channels or (channels % WIDTH and channels not in SMALL_GROUPS):
             return f"{channels} to {work.out_channels} channels a group"
-        if work.kernel[2] > MOST_TAPS:
-            return f"{work.kernel[2]} taps in a row; expected at most {MOST_TAPS}"
         for side, operand in (("input", work.x), ("output", work.y)):
-            if operand.strides[2] != 1 or operand.strides[1] != channels:
-                return f"the {side}'s channels are not contiguous"
-            if any(operand.strides[axis] * 2 % CHUNK_BYTES for axis in (0, 3, 4, 5)):
-                return f"the {side}'s pixels do not start at multiples of 16 bytes"
-        if work.groups * channels % 8:
-            return "channels that are not whole 16 bytes"
+            reason = why_not_pixels(work, side, operand, channels)
+            if reason is not None:
+                return reason
         if max(*work.input, *work.output, work.batch) > MOST_EXTENT:
             return f"an extent is more than {MOST_EXTENT}"
         found = next(iter(shares_of(work, device)), None)
         if found is None:
-            return "no boxes that the copy engine takes"
-        parts = Parts(work, found[1].level)
+            return f"{work.kernel[2]} taps in a row, or no boxes that the copy engine takes"
+        parts = _parts(work, found[1])
         boxes, slices = parts.boxes(found[1].tile), max(parts.grid)
         if boxes > MAX_BLOCKS or slices > MAX_GRID_YZ:
             return f"{boxes} boxes of pixels, {slices} slices"
@@ -90,13 +84,13 @@ class HopperGroupedTaps:
         """See `Family.launches`. ``share`` overrides the chosen share."""
         if share is None:
             share = best_of(work, shares_of(work, device))
-        parts = Parts(work, share.level)
+        parts = _parts(work, share)
         box, splits = Box(parts, share.tile), share.splits
         x_map, y_map = _maps(box)
         partials = f"{work.prefix}partials"
         meets = splits > 1 and not share.in_cluster
         launch = Launch(
-            _instance(work.dtype, parts),
+            _instance(work.dtype, parts.pairs, parts.rows, parts.columns),
             (splits, *parts.grid),
             (THREADS, 1, 1),
             pack_maps(
@@ -121,12 +115,7 @@ class HopperGroupedTaps:
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
-        return [
-            _defined(dtype, pairs, columns)
-            for dtype in DTYPES
-            for pairs in range(1, MOST_TAPS // 2 + 1)
-            for columns in (WIDTH, 64)
-        ]
+        return [_instance(dtype, *products) for dtype in DTYPES for products in PRODUCTS]
 
 
 def _args(box: Box, share: Share) -> Any:
@@ -145,6 +134,7 @@ def _args(box: Box, share: Share) -> Any:
     eights = 1 if box.pairs_rows else 2
     at_once = 2 if box.pairs_rows else 1
     args.x_eight, args.y_eight = COLUMNS * PIXEL_BYTES, COLUMNS * parts.y_bytes
+    args.y_tap = parts.apart * y_row or parts.y_bytes
     args.x_step[:] = (
         box.x_extent[1] * x_plane,
         d_step,
@@ -198,14 +188,15 @@ def _maps(box: Box) -> tuple[TiledMap, TiledMap]:
     return replace(x, swizzle=PIXEL_BYTES), replace(y, swizzle=parts.y_bytes)
 
 
-def _instance(dtype: DType, parts: Parts) -> Instance:
-    return _defined(dtype, parts.pairs, parts.columns)
+def _parts(work: ConvWork, share: Share) -> Parts:
+    return Parts(work, share.level, share.by_rows)
 
 
-def _defined(dtype: DType, pairs: int, columns: int) -> Instance:
+def _instance(dtype: DType, pairs: int, rows: int, columns: int) -> Instance:
     defines = {
         "ELEMENT": CUDA_TYPES[dtype],
-        "FRAGMENTS": pairs,
+        "PAIRS": pairs,
+        "ROWS": rows,
         "NF": columns // 8,
         "WARPS": WARPS,
     }

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from math import prod
 
+from convgrad_service.backends.cuda.kernels.core.gather_axes import Phase
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import (
     LatticeAxis,
     Size4,
@@ -27,8 +29,8 @@ from convgrad_service.plans.cuda.works import ConvWork
 __all__ = [
     "COLUMNS",
     "ITEMS",
-    "MOST_TAPS",
     "PIXEL_BYTES",
+    "PRODUCTS",
     "THREADS",
     "WARPS",
     "WIDTH",
@@ -44,6 +46,11 @@ WIDTH, PIXEL_BYTES = 32, 64
 COLUMNS = 8
 """Columns of y that are adjacent in a product."""
 MOST_TAPS, MOST_SUB_BOXES = 10, 8
+PRODUCTS = (
+    *((pairs, 1, columns) for pairs in range(1, MOST_TAPS // 2 + 1) for columns in (WIDTH, 64)),
+    *((pairs, 3, WIDTH) for pairs in (1, 2)),
+)
+"""Instances: pairs of taps, rows of y of a product, and channels of y. More sums would spill."""
 WARPS, ITEMS, THREADS = 8, 4, 384
 SWIZZLE_ATOM, ALIGNMENT, STATIC_BYTES = 512, 1024, 1024
 STAGES = (8, 6, 5, 4, 3, 2)
@@ -63,6 +70,8 @@ class Share:
         Pixels of a box: N, D, H, W.
     level : int
         Dimensions (D, then H) of whose taps a block has one position.
+    by_rows : bool
+        Whether a product has all rows of y that a row of x meets.
     stages : int
         Boxes in shared memory.
     splits : int
@@ -71,6 +80,7 @@ class Share:
 
     tile: Size4
     level: int
+    by_rows: bool
     stages: int
     splits: int
     in_cluster: bool = False
@@ -79,16 +89,25 @@ class Share:
 class Parts:
     """What all shares of a work share in which blocks have one position of ``level`` dimensions."""
 
-    def __init__(self, work: ConvWork, level: int) -> None:
-        self.work, self.level = work, level
+    def __init__(self, work: ConvWork, level: int, by_rows: bool) -> None:
+        self.work, self.level, self.by_rows = work, level, by_rows
         forward = replace(work, direction="fwd")
         self.axes: list[LatticeAxis] = [lattice_axis(forward, dim) for dim in range(3)]
+        self.kernel = (*(1,) * level, *work.kernel[level:])
+        self.rows, self.apart = 1, 0
+        if by_rows:
+            t, self.rows, s = self.kernel
+            self.kernel, self.apart = (t, 1, s), work.dilation[1]
+            # Rows of x, and the first row of y that the first one meets.
+            first = work.pad[1] - (self.rows - 1) * self.apart
+            met = replace(self.axes[1].axis, phases=(Phase(1, 0, 0, first, work.input[1]),))
+            self.axes[1] = LatticeAxis(replace(met, x_step=1, y_step=1), 1)
         self.counts = [axis.count for axis in self.axes]
         self.phases = prod(len(axis.phases) for axis in self.axes)
-        self.kernel = (*(1,) * level, *work.kernel[level:])
         self.planes = prod(work.kernel[:level])
         self.taps = prod(self.kernel)
         self.pairs = ceil_div(self.taps, 2)
+        self.fragments = self.pairs * self.rows
         channels = work.in_channels
         self.columns = 64 if channels % 64 == 0 else WIDTH
         self.merged = max(1, WIDTH // channels)
@@ -104,8 +123,10 @@ class Parts:
         self.x_steps = (*lattices[:2], lattices[2] * step)
         self.y_steps = tuple(axis.axis.y_step for axis in self.axes)
         self.unique_bytes = unique_bytes(work)
-        self.slab_bytes = WARPS * self.columns * (self.pairs * 16 + 4) * 4
-        self.sums = ITEMS * self.columns * self.pairs * 16
+        self.slab_bytes = WARPS * self.columns * (self.fragments * 16 + 4) * 4
+        self.sums = ITEMS * self.columns * self.fragments * 16
+        # Of a step.
+        self.products_us = self.pairs * PRODUCT_US.get(self.rows * self.columns, 0.0)
 
     def boxes(self, tile: Size4) -> int:
         """Return the number of boxes of a tile."""
@@ -127,7 +148,7 @@ class Parts:
             if box.why_not() is not None:
                 continue
             place = next(i for i, most in enumerate(PLACES) if pixels <= most)
-            cost = box.pixels * PIXEL_US + box.steps * self.pairs * PRODUCT_US[0]
+            cost = box.pixels * PIXEL_US + box.steps * self.products_us
             found[place].append((self.boxes(tile) * cost, tile))
         return [min(each)[1] for each in found if each]
 
@@ -146,9 +167,9 @@ class Box:
             for axis, size, taps in zip(axes[:2], tile[1:3], kernel[:2], strict=True)
         )
         # An odd number of columns, so that the next row starts in other banks.
-        odd = int(self.pairs_rows)
+        odd = int(self.pairs_rows or parts.by_rows)
         self.x_extent = images, d, h, width + max(parts.shifts) | odd
-        self.y_extent = images, depth, height, width + odd
+        self.y_extent = images, depth, height + (parts.rows - 1) * parts.apart, width + odd
         x_pixels, y_pixels = prod(self.x_extent), prod(self.y_extent)
         self.pixels = parts.sub_boxes * x_pixels + y_pixels * parts.y_bytes // PIXEL_BYTES
         self.sub_bytes = aligned(x_pixels * PIXEL_BYTES, SWIZZLE_ATOM)
@@ -178,12 +199,12 @@ class Box:
 
     def received_at(self, stages: int) -> int:
         return aligned(
-            self.rows_at(stages) + ITEMS * self.parts.pairs * 16 * ROW_BYTES, SWIZZLE_ATOM
+            self.rows_at(stages) + ITEMS * self.parts.fragments * 16 * ROW_BYTES, SWIZZLE_ATOM
         )
 
     def total_bytes(self, stages: int, cluster: int = 0) -> int:
         """``cluster`` is the number of its blocks, or 0."""
-        quads = self.parts.columns * self.parts.pairs * 4
+        quads = self.parts.columns * self.parts.fragments * 4
         turns = ceil_div(quads, WARPS // ITEMS * 32)
         received = ceil_div(turns, cluster) * cluster * WARPS * 32 * 16 if cluster else 0
         return self.received_at(stages) + received + ALIGNMENT
@@ -201,14 +222,7 @@ def shares_of(work: ConvWork, device: CudaDevice) -> tuple[tuple[float, Share], 
 
 
 def _shares_of(work: ConvWork, device: CudaDevice) -> Iterator[tuple[float, Share]]:
-    seen = set()
-    for level in range(3):
-        if prod(work.kernel[level:]) > MOST_TAPS or prod(work.kernel[:level]) in seen:
-            continue
-        seen.add(prod(work.kernel[:level]))
-        parts = Parts(work, level)
-        if parts.sub_boxes > MOST_SUB_BOXES:
-            continue
+    for parts in _parts_of(work):
         columns = prod(parts.grid)
         for tile in parts.best_tiles():
             box, boxes = Box(parts, tile), parts.boxes(tile)
@@ -216,17 +230,32 @@ def _shares_of(work: ConvWork, device: CudaDevice) -> Iterator[tuple[float, Shar
                 for in_cluster in (False, True) if 1 < splits <= MOST_CLUSTER else (False,):
                     stages = box.stages(device, splits if in_cluster else 0)
                     if stages > 0:
-                        share = Share(tile, level, stages, splits, in_cluster)
+                        share = Share(tile, parts.level, parts.by_rows, stages, splits, in_cluster)
                         yield expected_s(box, share, device), share
 
 
+def _parts_of(work: ConvWork) -> Iterator[Parts]:
+    seen = set()
+    for level, by_rows in product(range(3), (False, True)):
+        key = prod(work.kernel[:level]), by_rows
+        if key in seen or (by_rows and (level == 2 or work.stride[1] > 1)):
+            continue
+        seen.add(key)
+        parts = Parts(work, level, by_rows)
+        known = (parts.pairs, parts.rows, parts.columns) in PRODUCTS
+        if known and parts.rows > by_rows and parts.sub_boxes <= MOST_SUB_BOXES:
+            yield parts
+
+
 # Cost model, in microseconds on an H200: of a launch, a block, a box; of copying a pixel of 64
-# bytes; of a product with 32 columns, and with 64; of a byte of device memory; of adding a byte of
+# bytes; of a product by its columns; of a byte of device memory; of adding a byte of
 # sums in shared memory, and of storing it; of adding over a cluster, and a byte of that; of meeting
 # other blocks. Fitted to 1,610 measurements, of every other layer (tests/perf/random_grouped.py,
 # seed 14, and the networks suite). For the other layers, the times of the fastest shares are off by
-# 6 %, and the chosen shares take 1.05 of the time of the fastest ones measured.
-LAUNCH_US, BLOCK_US, BOX_US, PIXEL_US, PRODUCT_US = 4.5, 1.86, 0.167, 8.9e-4, (0.0229, 0.0305)
+# 6 %, and the chosen shares take 1.05 of the time of the fastest ones measured. The product with 96
+# columns is fitted to 178 measurements, which are off by 8 %.
+LAUNCH_US, BLOCK_US, BOX_US, PIXEL_US = 4.5, 1.86, 0.167, 8.9e-4
+PRODUCT_US = {32: 0.0229, 64: 0.0305, 96: 0.048}
 MEMORY_US, SLAB_US, SUM_US = 2.43e-7, 1.3e-5, 2.3e-5
 CLUSTER_US, RECEIVED_US, MEET_US = 0.55, 1.75e-5, 4.0
 CLUSTER_SMS = 16
@@ -243,7 +272,7 @@ def expected_s(box: Box, share: Share, device: CudaDevice) -> float:
     each = ceil_div(prod(parts.grid) * splits, at_once)
     turns = ceil_div(parts.boxes(box.tile), splits)
     copied = each * turns * box.pixels * PIXEL_US
-    multiplied = each * turns * box.steps * parts.pairs * PRODUCT_US[parts.columns > WIDTH]
+    multiplied = each * turns * box.steps * parts.products_us
     memory = parts.unique_bytes * MEMORY_US
     loop: float = (copied**3 + multiplied**3 + memory**3) ** (1 / 3)
     sums = parts.sums * 4 / parts.merged

@@ -12,7 +12,7 @@ from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import why_not_counted
-from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
+from convgrad_service.backends.cuda.kernels.grouped.grouped_box import why_not_pixels
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import (
@@ -23,7 +23,7 @@ from convgrad_service.plans.cuda.program import (
     Workspace,
     ceil_div,
 )
-from convgrad_service.plans.cuda.works import ConvWork, Operand
+from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["HopperGroupedWeight", "Share", "shares_of"]
 
@@ -91,12 +91,9 @@ class HopperGroupedWeight:
         if channels != work.out_channels or channels not in GROUP_CHANNELS:
             return f"{channels} to {work.out_channels} channels a group; {GROUP_CHANNELS} on both"
         for side, operand in (("input", work.x), ("output", work.y)):
-            if operand.strides[2] != 1 or operand.strides[1] != channels:
-                return f"the {side}'s channels are not contiguous"
-            if any(operand.strides[axis] * 2 % CHUNK_BYTES for axis in (0, 4, 5)):
-                return f"the {side}'s pixels do not start at multiples of 16 bytes"
-        if work.groups * channels % 8:
-            return "channels that are not whole 16 bytes"
+            reason = why_not_pixels(work, side, operand, channels)
+            if reason is not None:
+                return reason
         if max(*work.input, *work.output, work.batch) > MAX_SIZE:
             return f"an extent is more than {MAX_SIZE}"
         # The smallest share has the most slices.
@@ -297,25 +294,12 @@ def _args(work: ConvWork, boxes: _Boxes, splits: int, device: CudaDevice) -> Any
 def _maps(boxes: _Boxes) -> tuple[TiledMap, TiledMap]:
     """Return the tensor maps of the input and of grad_output (C, W, H, N)."""
     work = boxes.work
-
-    def of(operand: Operand, size: tuple[int, ...], extent: tuple[int, ...]) -> TiledMap:
-        channels = work.groups * work.in_channels
-        sizes = (channels, size[2], size[1], work.batch)
-        given = (operand.strides[5], operand.strides[4], operand.strides[0])
-        # A dimension of extent 1 may have any stride, but TMA requires a multiple of 16 bytes.
-        strides = tuple(
-            stride if extent > 1 else channels
-            for stride, extent in zip(given, sizes[1:], strict=True)
-        )
-        return TiledMap(
-            work.dtype,
-            sizes,
-            tuple(stride * work.dtype.itemsize for stride in strides),
-            swizzle=boxes.pixel_bytes,
-            box=(WIDTH, *extent),
-        )
-
-    return of(work.x, work.input, boxes.x_extent), of(work.y, work.output, boxes.y_extent)
+    channels, swizzle = work.groups * work.in_channels, boxes.pixel_bytes
+    x_box, y_box = (WIDTH, *boxes.x_extent), (WIDTH, *boxes.y_extent)
+    return (
+        TiledMap.of_images(work.x, channels, work.input[1:], work.batch, x_box, swizzle),
+        TiledMap.of_images(work.y, channels, work.output[1:], work.batch, y_box, swizzle),
+    )
 
 
 def _aligned(size: int) -> int:

@@ -102,7 +102,8 @@ __device__ __forceinline__ void add(float4& to, const float4& more) {
   to.x += more.x, to.y += more.y, to.z += more.z, to.w += more.w;
 }
 
-// Warp: leaves its sums in its slab, transposed: rows are adjacent.
+// Warp: leaves its sums in its slab, transposed: rows are adjacent. Columns beyond those of the shape are
+// those of more fragments.
 template <class Shape, int kFragments, int kWide>
 __device__ __forceinline__ void leave_sums(const float (&sum)[kFragments][kWide][4], float* slabs, int warp) {
   const int lane = threadIdx.x & 31;
@@ -111,7 +112,8 @@ __device__ __forceinline__ void leave_sums(const float (&sum)[kFragments][kWide]
   for (int i = 0; i < kFragments; ++i) {
 #pragma unroll
     for (int j = 0; j < kWide; ++j) {
-      float* const to = slab + j * 8 * Shape::kSlabPitch + i * 16;
+      constexpr int kOfShape = Shape::kColumns / 8;
+      float* const to = slab + j % kOfShape * 8 * Shape::kSlabPitch + (j / kOfShape * kFragments + i) * 16;
       to[0] = sum[i][j][0], to[Shape::kSlabPitch] = sum[i][j][1];
       to[8] = sum[i][j][2], to[Shape::kSlabPitch + 8] = sum[i][j][3];
     }

@@ -8,15 +8,23 @@ convolutions whose pixels are not whole chunks of channels.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Generic, TypeVar
 
-from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
+from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES, overlapping
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Family, Work, choose
-from convgrad_service.plans.cuda.program import Fragment, Instance, Step, Workspace, ceil_div
+from convgrad_service.plans.cuda.program import (
+    Fragment,
+    Instance,
+    Launch,
+    Step,
+    Workspace,
+    ceil_div,
+)
 from convgrad_service.plans.cuda.works import (
     ConvWork,
     Copy,
@@ -31,25 +39,25 @@ from convgrad_service.plans.cuda.works import (
 __all__ = [
     "ConvThroughChannelsLast",
     "FusedThroughChannelsLast",
+    "LastTensor",
+    "LastWork",
     "PoolThroughChannelsLast",
     "ThroughChannelsLast",
 ]
 
 W = TypeVar("W", bound=Work)
-ORDER = (0, 3, 4, 5)
-"""The axes of N D H W in a view."""
-APART = "groups are not contiguous"
 CONTIGUOUS = "the channels are contiguous"
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class LastTensor:
     """An activation, and its channels-last form: itself, or a copy in a workspace."""
 
     given: Operand
     last: Operand
-    extents: tuple[int, ...]  # N D H W, channels of all groups
+    extents: tuple[int, ...]  # N D H W, channels of all groups; of a weight K T R S C
     room: int  # channels of a pixel, with padding
+    outer: int = 0  # the operands' axis of the first extent: N, or a weight's K
 
     @classmethod
     def of(
@@ -61,7 +69,7 @@ class _Tensor:
         channels: int,
         buffer: str,
         pads: bool = False,
-    ) -> _Tensor:
+    ) -> LastTensor:
         """Make it from an activation with ``channels`` per group; a copy would be in ``buffer``.
 
         With ``pads``, pixels of the channels-last form are whole chunks of channels.
@@ -88,7 +96,8 @@ class _Tensor:
     def copy(self, out: bool) -> Copy:
         """Return the copy out of the workspace, or into it."""
         first, second = (self.last, self.given) if out else (self.given, self.last)
-        strides = ([one.strides[axis] for axis in (*ORDER, 2)] for one in (first, second))
+        order = self.outer, 3, 4, 5, 2
+        strides = ([one.strides[axis] for axis in order] for one in (first, second))
         axes = tuple(CopyAxis(*axis) for axis in zip(self.extents, *strides, strict=True))
         if out or not self.last.padded:
             return Copy(first.buffer, second.buffer, self.given.dtype, axes)
@@ -98,64 +107,84 @@ class _Tensor:
         return Copy(first.buffer, second.buffer, self.given.dtype, padded, bounds, pads=True)
 
 
-class ThroughChannelsLast(Generic[W]):
-    """A family of channels-last tensors, ``inner``, between copies."""
+@dataclass(frozen=True, slots=True)
+class LastWork(Generic[W]):
+    """A work on channels-last tensors, which are by the names of its fields; one is the result."""
+
+    work: W
+    tensors: Mapping[str, LastTensor]
+    written: str | None
+
+
+class ThroughChannelsLast(ABC, Generic[W]):
+    """A family of channels-last tensors, ``inner``, between copies.
+
+    With ``_overlaps``, copies of the result overlap the end of the kernel before them.
+    """
+
+    _overlaps = False
 
     def __init__(self, inner: Family[W], copies: Sequence[Family[Copy]]) -> None:
         self.name = f"{inner.name}_through_channels_last"
         self._inner = inner
         self._copies = copies
 
-    def instances(self) -> Iterable[Instance]:
-        """None of its own; see `Family.instances`."""
-        return ()
+    def why_not(self, work: W, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        last = self._last(work)
+        return last if isinstance(last, str) else self._inner.why_not(last.work, device)
 
-    def _around(
-        self, work: W, tensors: Mapping[str, _Tensor], written: str | None, device: CudaDevice
-    ) -> Fragment:
-        """Return the inner family's launches on channels-last ``work``, between copies."""
-        inner = self._inner.launches(work, device)
+    def launches(self, work: W, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        last = self._last(work)
+        if isinstance(last, str):
+            raise ValueError("work that why_not refuses")
+        inner = self._inner.launches(last.work, device)
+        copied = {name: tensor for name, tensor in last.tensors.items() if tensor.copied}
         before: list[Step] = []
         after: list[Step] = []
-        for name, tensor in tensors.items():
-            if tensor.copied:
-                out = name == written
-                fragment = choose(self._copies, tensor.copy(out), device).fragment
-                (after if out else before).extend(fragment.steps)
-        workspace = (tensor.workspace for tensor in tensors.values() if tensor.copied)
+        for name, tensor in copied.items():
+            out = name == last.written
+            fragment = choose(self._copies, tensor.copy(out), device).fragment
+            (after if out else before).extend(fragment.steps)
+        if self._overlaps:
+            after[:] = overlapping(after, device, first=isinstance(inner.steps[-1], Launch))
         return Fragment(
             f"{inner.kernel}_through_channels_last",
             (*before, *inner.steps, *after),
-            (*workspace, *inner.workspace),
+            (*(tensor.workspace for tensor in copied.values()), *inner.workspace),
             inner.checks,
             expected_s=inner.expected_s,
             order=inner.order,
         )
 
+    def instances(self) -> Iterable[Instance]:
+        """None of its own; see `Family.instances`."""
+        return ()
+
+    @abstractmethod
+    def _last(self, work: W) -> LastWork[W] | str:
+        """Return the work on channels-last tensors, or why the family does not apply."""
+
 
 class ConvThroughChannelsLast(ThroughChannelsLast[ConvWork]):
     """A grouped or depthwise convolution."""
 
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
+    def _last(self, work: ConvWork) -> LastWork[ConvWork] | str:
         if work.groups == 1:
             return "one group"
         sides = (work.x, work.in_channels), (work.y, work.out_channels)
         if any(one.strides[1] != channels * one.strides[2] for one, channels in sides):
-            return APART
+            return "groups are not contiguous"
         tensors = _activations(work)
         if not any(tensor.copied for tensor in tensors.values()):
             return CONTIGUOUS
-        return self._inner.why_not(_channels_last(work, tensors), device)
-
-    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
-        tensors = _activations(work)
-        written = {"fwd": "y", "bwd_data": "x"}.get(work.direction)
-        return self._around(_channels_last(work, tensors), tensors, written, device)
+        accumulate = tensors["accumulate"].last if "accumulate" in tensors else work.accumulate
+        last = replace(work, x=tensors["x"].last, y=tensors["y"].last, accumulate=accumulate)
+        return LastWork(last, tensors, {"fwd": "y", "bwd_data": "x"}.get(work.direction))
 
 
-def _activations(work: ConvWork) -> dict[str, _Tensor]:
+def _activations(work: ConvWork) -> dict[str, LastTensor]:
     """Return the activations by the work's field names."""
     sides = {
         "x": (work.x, work.in_channels, work.input),
@@ -166,68 +195,38 @@ def _activations(work: ConvWork) -> dict[str, _Tensor]:
     lead = f"{work.prefix}{work.direction}.last_"
     pads = work.groups > 1 and work.in_channels == 1
     return {
-        name: _Tensor.of(given, work.batch, size, work.groups, channels, lead + name, pads)
+        name: LastTensor.of(given, work.batch, size, work.groups, channels, lead + name, pads)
         for name, (given, channels, size) in sides.items()
     }
-
-
-def _channels_last(work: ConvWork, tensors: Mapping[str, _Tensor]) -> ConvWork:
-    """Return the work on channels-last tensors."""
-    accumulate = tensors["accumulate"].last if "accumulate" in tensors else work.accumulate
-    return replace(work, x=tensors["x"].last, y=tensors["y"].last, accumulate=accumulate)
 
 
 class FusedThroughChannelsLast(ThroughChannelsLast[FusedWork]):
     """Two convolutions with the intermediate on chip."""
 
-    def why_not(self, work: FusedWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
-        if work.first.x.channels_last and work.second.y.channels_last:
-            return CONTIGUOUS
-        return self._inner.why_not(self._last(work)[0], device)
-
-    def launches(self, work: FusedWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
-        last, tensors = self._last(work)
-        return self._around(last, tensors, "y", device)
-
-    def _last(self, work: FusedWork) -> tuple[FusedWork, dict[str, _Tensor]]:
+    def _last(self, work: FusedWork) -> LastWork[FusedWork] | str:
         first, second = work.first, work.second
-        read, written = _activations(first)["x"], _activations(second)["y"]
-        last = replace(
-            work, first=replace(first, x=read.last), second=replace(second, y=written.last)
-        )
-        return last, {"x": read, "y": written}
+        if first.x.channels_last and second.y.channels_last:
+            return CONTIGUOUS
+        x, y = _activations(first)["x"], _activations(second)["y"]
+        last = replace(work, first=replace(first, x=x.last), second=replace(second, y=y.last))
+        return LastWork(last, {"x": x, "y": y}, "y")
 
 
 class PoolThroughChannelsLast(ThroughChannelsLast[PoolWork]):
     """A pooling's gradient from its input."""
 
-    def why_not(self, work: PoolWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
+    def _last(self, work: PoolWork) -> LastWork[PoolWork] | str:
         if work.x.channels_last:
             return CONTIGUOUS
-        return self._inner.why_not(_channels_last_pool(work, _pooled(work)), device)
-
-    def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
-        tensors = _pooled(work)
-        return self._around(_channels_last_pool(work, tensors), tensors, "x", device)
-
-
-def _pooled(work: PoolWork) -> dict[str, _Tensor]:
-    """Return the activations by the work's field names."""
-    sides = {
-        "source": (work.source, work.input),
-        "x": (work.x, work.input),
-        "y": (work.y, work.output),
-    }
-    return {
-        name: _Tensor.of(given, work.batch, size, 1, work.channels, f"{work.prefix}last_{name}")
-        for name, (given, size) in sides.items()
-    }
-
-
-def _channels_last_pool(work: PoolWork, tensors: Mapping[str, _Tensor]) -> PoolWork:
-    """Return the work on channels-last tensors."""
-    return replace(work, source=tensors["source"].last, x=tensors["x"].last, y=tensors["y"].last)
+        lead = f"{work.prefix}last_"
+        sides = {
+            "source": (work.source, work.input),
+            "x": (work.x, work.input),
+            "y": (work.y, work.output),
+        }
+        tensors = {
+            name: LastTensor.of(given, work.batch, size, 1, work.channels, lead + name)
+            for name, (given, size) in sides.items()
+        }
+        source, x, y = (tensors[name].last for name in sides)
+        return LastWork(replace(work, source=source, x=x, y=y), tensors, "x")
