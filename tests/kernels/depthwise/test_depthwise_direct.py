@@ -42,17 +42,20 @@ LAYERS: dict[str, Conv] = {
     "3d_strided": Conv(2, 24, 24, (5, 7, 8), (3, 3, 3), 2, 1, groups=24),
     "3d_strided_planes": Conv(1, 16, 16, (7, 5, 6), (2, 3, 3), (3, 1, 1), 1, groups=16),
     "3d_planes_unread": Conv(1, 8, 8, (9, 5, 5), (2, 3, 3), (4, 1, 1), groups=8),
+    "dilated": layer(2, 8, (9, 13), (3, 3), 1, 2, 2),
+    "dilated_by_more_than_a_row": layer(1, 8, (3, 4), (3, 3), 1, 5, 5),
+    "1d_k11_dilated": Conv(2, 24, 24, (40,), (11,), padding=10, dilation=2, groups=24),
+    "multiplier_2": layer(2, 16, (7, 9), (3, 3), 1, 1, 1, 2),
+    "multiplier_3": layer(2, 13, (7, 9), (5, 5), 2, 2, 1, 3),
 }
 
 
-def forward(name: str, conv: Conv) -> Case:
-    """Without a bias."""
-    case = FROM_CONV["conv_fwd"](name, conv)
-    shapes = {name: shape for name, shape in case.shapes.items() if name != "bias"}
-    return replace(case, shapes=shapes)
-
-
-CASES = [make(*one) for make in (FROM_CONV["conv_bwd_data"], forward) for one in LAYERS.items()]
+CASES = [
+    FROM_CONV[operation](name, conv)
+    for operation in ("conv_bwd_data", "conv_fwd")
+    for name, conv in LAYERS.items()
+    if conv.k == conv.c or operation == "conv_fwd"
+]
 
 
 def only(family: DepthwiseDirect) -> EmulatedBackend:
@@ -85,6 +88,16 @@ def test_layers(emulated: EmulatedBackend, seed: int, case: Case, dtype: str) ->
 def test_every_shape(seed: int, layout: DirectLayout) -> None:
     case = FROM_CONV["conv_bwd_data"]("wide", layer(2, 40, (9, 17), (3, 3), 1, 1))
     compare(only(DepthwiseDirect(layout)), seed, case, "bfloat16", "exact")
+
+
+@pytest.mark.parametrize("name", ["3x3", "stride_2", "channels_13", "3d", "11x11"])
+def test_added_to_a_tensor(emulated: EmulatedBackend, seed: int, name: str) -> None:
+    conv = LAYERS[name]
+    case = FROM_CONV["conv_bwd_data"](name, conv).with_tensor("accumulate", conv.input_shape)
+    added = case.with_params("bilinear", alpha=2.0, beta=-0.25)
+    tensors, wanted = drawn(seed, added, "bfloat16", "exact")
+    found = answers(emulated, added, tensors, with_layouts(case.ndim, grouped=False)[2])
+    check(found, wanted, "exact", f"seed {seed}, {added.id}")
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["BLOCKS", "COLUMNS", "KERNELS", "SHAPES", "STRIDES", "THREADS", "DirectLayout"]
-__all__ += ["across_of", "best_layout", "down_of", "expected_s", "grid_of", "layouts_of"]
-__all__ += ["parts_of", "read_columns", "strides_of"]
+__all__ += ["across_of", "best_layout", "channels_of", "down_of", "expected_s", "grid_of"]
+__all__ += ["layouts_of", "parts_of", "read_columns", "spread_of", "strides_of"]
 
 THREADS, BLOCKS = 128, 4
 KERNELS, STRIDES = (3, 5, 7), (1, 2)
@@ -79,6 +79,16 @@ class DirectLayout:
         return THREADS // self.vectors
 
 
+def channels_of(work: ConvWork) -> int:
+    """Return the channels of the result."""
+    return work.groups * work.out_channels
+
+
+def spread_of(work: ConvWork) -> int:
+    """Return the columns from one tap to the next."""
+    return work.dilation[2] if work.kernel[2] > 1 else 1
+
+
 def strides_of(operand: Operand) -> tuple[int, ...]:
     """Return an activation's strides of N D H W."""
     return operand.strides[0], *operand.strides[3:]
@@ -101,7 +111,7 @@ def read_columns(layout: DirectLayout, backward: bool) -> int:
 
 def across_of(work: ConvWork, layout: DirectLayout) -> int:
     """Return the positions of threads in a row of the result."""
-    return _positions(work, 2, layout.columns)
+    return spread_of(work) * _positions(work, 2, layout.columns * spread_of(work))
 
 
 def down_of(work: ConvWork, layout: DirectLayout) -> int:
@@ -113,7 +123,7 @@ def grid_of(work: ConvWork, layout: DirectLayout) -> tuple[int, int]:
     """Return the tiles of channels, and the blocks of each."""
     lines = work.batch * work.sizes[1][0] * down_of(work, layout)
     return (
-        ceil_div(work.groups, layout.vectors * layout.vector),
+        ceil_div(channels_of(work), layout.vectors * layout.vector),
         ceil_div(lines * across_of(work, layout), layout.places),
     )
 
@@ -131,7 +141,7 @@ def _reads(taps: int, stride: int, results: int, backward: bool) -> int:
 
 def _vector(work: ConvWork) -> int:
     """Return the channels of a thread's word: two, if every pixel is aligned to them."""
-    if work.dtype.itemsize > 2:
+    if work.dtype.itemsize > 2 or work.out_channels > 1:
         return 1
     numbers = [n for operand in (work.x, work.y) for n in strides_of(operand)]
     return 1 if any(n % 2 for n in (work.groups, *numbers)) else 2
@@ -153,7 +163,7 @@ def _is_whole(work: ConvWork) -> bool:
 def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[DirectLayout]:
     """Yield the configurations that may be the fastest."""
     vector, stride = _vector(work), work.stride[2]
-    all_vectors = ceil_div(work.groups, vector)
+    all_vectors = ceil_div(channels_of(work), vector)
     sizes = set()
     for most in (FEWER_VECTORS, MOST_VECTORS):
         tiles = ceil_div(all_vectors, most)
