@@ -20,12 +20,14 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct_model imp
     DirectLayout,
     across_of,
     best_layout,
-    channels_of,
     down_of,
     expected_s,
     grid_of,
     parts_of,
     read_columns,
+)
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
+    channels_of,
     spread_of,
     strides_of,
 )

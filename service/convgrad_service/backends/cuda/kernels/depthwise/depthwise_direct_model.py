@@ -7,14 +7,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import BYTES_S, bytes_of
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
+    BYTES_S,
+    bytes_of,
+    channels_of,
+    spread_of,
+    vector_of,
+)
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
-from convgrad_service.plans.cuda.works import ConvWork, Operand
+from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["BLOCKS", "COLUMNS", "KERNELS", "SHAPES", "STRIDES", "THREADS", "DirectLayout"]
-__all__ += ["across_of", "best_layout", "channels_of", "down_of", "expected_s", "grid_of"]
-__all__ += ["layouts_of", "parts_of", "read_columns", "spread_of", "strides_of"]
+__all__ += ["across_of", "best_layout", "down_of", "expected_s", "grid_of", "layouts_of"]
+__all__ += ["parts_of", "read_columns"]
 
 THREADS, BLOCKS = 128, 4
 KERNELS, STRIDES = (3, 5, 7), (1, 2)
@@ -79,21 +85,6 @@ class DirectLayout:
         return THREADS // self.vectors
 
 
-def channels_of(work: ConvWork) -> int:
-    """Return the channels of the result."""
-    return work.groups * work.out_channels
-
-
-def spread_of(work: ConvWork) -> int:
-    """Return the columns from one tap to the next."""
-    return work.dilation[2] if work.kernel[2] > 1 else 1
-
-
-def strides_of(operand: Operand) -> tuple[int, ...]:
-    """Return an activation's strides of N D H W."""
-    return operand.strides[0], *operand.strides[3:]
-
-
 def parts_of(work: ConvWork) -> tuple[int, int]:
     """Return the parts of a row of taps, and their columns."""
     stride = work.stride[2] if work.direction == "bwd_data" else 1
@@ -139,14 +130,6 @@ def _reads(taps: int, stride: int, results: int, backward: bool) -> int:
     return results + ceil_div(taps, stride) - 1 if backward else (results - 1) * stride + taps
 
 
-def _vector(work: ConvWork) -> int:
-    """Return the channels of a thread's word: two, if every pixel is aligned to them."""
-    if work.dtype.itemsize > 2 or work.out_channels > 1:
-        return 1
-    numbers = [n for operand in (work.x, work.y) for n in strides_of(operand)]
-    return 1 if any(n % 2 for n in (work.groups, *numbers)) else 2
-
-
 def _is_whole(work: ConvWork) -> bool:
     """Whether an instance has the whole kernel, which is faster."""
     return (
@@ -162,7 +145,7 @@ def _is_whole(work: ConvWork) -> bool:
 
 def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[DirectLayout]:
     """Yield the configurations that may be the fastest."""
-    vector, stride = _vector(work), work.stride[2]
+    vector, stride = vector_of(work), work.stride[2]
     all_vectors = ceil_div(channels_of(work), vector)
     sizes = set()
     for most in (FEWER_VECTORS, MOST_VECTORS):

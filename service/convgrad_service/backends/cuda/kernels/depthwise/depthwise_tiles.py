@@ -25,6 +25,7 @@ __all__ += [
     "piece_of",
 ]
 __all__ += ["kernel_of", "plane_and_kernel", "plane_and_tile", "plane_of", "resident_blocks"]
+__all__ += ["channels_of", "spread_of", "strides_of", "vector_of"]
 __all__ += ["strips_of_warp", "why_not_counted", "why_not_launched", "why_not_plane"]
 
 T = TypeVar("T")
@@ -240,6 +241,29 @@ def fill_planes(planes: Any, work: ConvWork, x: Operand, y: Operand) -> None:
     planes.x_stride, planes.y_stride = x.strides[3], y.strides[3]
     if work.accumulate is not None:
         planes.accumulate_stride = work.accumulate.strides[3]
+
+
+def strides_of(operand: Operand) -> tuple[int, ...]:
+    """Return an activation's strides of N D H W."""
+    return operand.strides[0], *operand.strides[3:]
+
+
+def channels_of(work: ConvWork) -> int:
+    """Return the channels of y."""
+    return work.groups * work.out_channels
+
+
+def spread_of(work: ConvWork) -> int:
+    """Return the columns from one tap to the next."""
+    return work.dilation[2] if work.kernel[2] > 1 else 1
+
+
+def vector_of(work: ConvWork) -> int:
+    """Return the channels of a thread's word: two, if every pixel is aligned to them."""
+    if work.dtype.itemsize > 2 or work.out_channels > 1:
+        return 1
+    numbers = [n for operand in (work.x, work.y) for n in strides_of(operand)]
+    return 1 if any(n % 2 for n in (work.groups, *numbers)) else 2
 
 
 def bytes_of(work: ConvWork) -> int:

@@ -14,23 +14,26 @@ from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     BYTES_S,
     bytes_of,
+    vector_of,
     why_not_counted,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args import (
     CLUSTERED,
     MOST_CLUSTER,
     buffers_of,
+    fill_volume,
     is_clustered,
     partials_of,
     received_bytes,
+    why_not_volume,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
-from convgrad_service.plans.cuda.works import ConvWork, Operand
+from convgrad_service.plans.cuda.works import ConvWork
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
-MOST_INDEX, MOST_ELEMENTS = 2**31 - 1, 2**30
+MOST_INDEX = 2**31 - 1
 MOST_ALONG = 2**16 - 1
 CLUSTERS = (1, 2, 4, 8)
 MOST_TILES, MOST_GROUPS = 12, 6
@@ -96,21 +99,14 @@ class DepthwiseWeightNew:
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
-        if work.dtype not in DTYPES:
-            return f"{work.dtype}"
-        if work.groups == 1 or work.in_channels != 1 or work.out_channels != 1:
-            return "not one input and one output channel a group"
-        if work.x.strides[1] != 1 or work.y.strides[1] != 1:
-            return "the channels are not contiguous"
+        reason = why_not_volume(work)
+        if reason is not None:
+            return reason
+        if work.out_channels > 1:
+            return f"{work.out_channels} channels a group"
         square = work.kernel[1] == work.kernel[2] and work.stride[1] == work.stride[2]
         if not square or work.dilation[1:] != (1, 1) or (work.kernel[2], work.stride[2]) not in TILES:
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
-        if work.kernel[0] > 1 and work.w.strides[3] != work.kernel[1] * work.w.strides[4]:
-            return "planes of weights that are not contiguous"
-        for operand, size in ((work.x, work.input), (work.y, work.output)):
-            spans = zip(operand.strides[3:], size, strict=True)
-            if sum(stride * extent for stride, extent in spans) > MOST_ELEMENTS:
-                return "an image of more than 2^30 elements"
         if work.pixels * CHUNKS[-1] > MOST_INDEX:
             return "more than 2^31 items"
         layout = self.layout(work, device)
@@ -126,15 +122,7 @@ class DepthwiseWeightNew:
         tile, blocks = layout.tile, layout.blocks
         tiles, planes = _grid(work, layout)
         args = DepthwiseWeightNewArgs()
-        args.x_stride[:], args.y_stride[:] = _strides(work.x), _strides(work.y)
-        args.w_stride[:] = _weight_strides(work.w)
-        if work.accumulate is not None:
-            args.accumulate_stride[:] = _weight_strides(work.accumulate)
-        args.alpha, args.beta, args.channels = work.alpha, work.beta, work.groups
-        args.x_size[:], args.y_size[:], args.pad[:] = work.input, work.output, work.pad
-        args.stride[:], args.dilation[:] = work.stride[:2], work.dilation[:2]
-        args.wide = work.result_dtype == DType.FLOAT32
-        args.vectors, args.by_vectors = layout.vectors, divider(layout.vectors)
+        fill_volume(args, work, layout.vectors)
         args.strips, args.unit_warps, args.units = layout.strips, layout.unit_warps, layout.units
         args.groups, args.chunks = _groups(work, layout), _chunks(work, layout)
         args.rows, args.items = layout.rows, _items(work, layout)
@@ -160,14 +148,6 @@ class DepthwiseWeightNew:
         return []
 
 
-def _strides(operand: Operand) -> tuple[int, ...]:
-    return operand.strides[0], *operand.strides[3:]
-
-
-def _weight_strides(operand: Operand) -> tuple[int, ...]:
-    return operand.strides[0], *operand.strides[4:]
-
-
 def _grid(work: ConvWork, layout: NewLayout) -> tuple[int, int]:
     return ceil_div(work.groups, layout.vectors * layout.tile.vector), work.kernel[0]
 
@@ -184,20 +164,13 @@ def _items(work: ConvWork, layout: NewLayout) -> int:
     return work.batch * work.output[0] * _chunks(work, layout) * _groups(work, layout)
 
 
-def _vector(work: ConvWork) -> int:
-    if work.dtype.itemsize > 2:
-        return 1
-    numbers = [n for operand in (work.x, work.y) for n in _strides(operand)]
-    return 1 if any(n % 2 for n in (work.groups, *numbers)) else 2
-
-
 def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[NewLayout]:
     """Yield the layouts that may be the fastest."""
     from dataclasses import replace
 
     seen = set()
     for tile in TILES[work.kernel[2], work.stride[2]]:
-        tile = replace(tile, vector=min(tile.vector, _vector(work)))
+        tile = replace(tile, vector=min(tile.vector, vector_of(work)))
         if tile in seen:
             continue
         seen.add(tile)

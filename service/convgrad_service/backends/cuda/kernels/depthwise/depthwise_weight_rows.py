@@ -14,20 +14,25 @@ from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     BYTES_S,
     bytes_of,
+    channels_of,
+    spread_of,
+    vector_of,
     why_not_counted,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args import (
     CLUSTERED,
     MOST_CLUSTER,
     buffers_of,
+    fill_volume,
     is_clustered,
     partials_of,
     received_bytes,
+    why_not_volume,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
-from convgrad_service.plans.cuda.works import ConvWork, Operand
+from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["DepthwiseWeightRows", "RowsLayout", "RowsTile", "layouts_of"]
 
@@ -84,8 +89,8 @@ DepthwiseWeightRowsArgs = structure("depthwise/depthwise_weight_rows.cu", "Depth
 
 
 class DepthwiseWeightRows:
-    """bwd_weight with one channel per group, channels last, of any number of channels, kernel,
-    stride and padding, in one to three dimensions, with dilation along rows and planes."""
+    """bwd_weight with one input channel per group, channels last, of any number of channels, kernel,
+    padding and dilation, in one to three dimensions."""
 
     name = "depthwise_weight_rows"
 
@@ -94,22 +99,13 @@ class DepthwiseWeightRows:
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
-        if work.dtype not in DTYPES:
-            return f"{work.dtype}"
-        if work.groups == 1 or work.in_channels != 1 or work.out_channels != 1:
-            return "not one input and one output channel a group"
-        if work.x.strides[1] != 1 or work.y.strides[1] != 1:
-            return "the channels are not contiguous"
+        reason = why_not_volume(work)
+        if reason is not None:
+            return reason
         if work.stride[2] not in STRIDES:
             return f"a stride of {work.stride[2]} along W"
-        if work.dilation[2] != 1 and work.kernel[2] != 1:
-            return "dilated along W"
-        if work.kernel[0] > 1 and work.w.strides[3] != work.kernel[1] * work.w.strides[4]:
-            return "planes of weights that are not contiguous"
-        for operand, size in ((work.x, work.input), (work.y, work.output)):
-            spans = zip(operand.strides[3:], size, strict=True)
-            if sum(stride * extent for stride, extent in spans) > MOST_INDEX:
-                return "an image of more than 2^31 elements"
+        if work.stride[2] > 1 and spread_of(work) > 1:
+            return "both strided and dilated along W"
         if work.pixels + 4 * THREADS > MOST_INDEX:
             return "more than 2^31 items"
         layout = self.layout(work, device)
@@ -131,24 +127,19 @@ class DepthwiseWeightRows:
         """Return the launch with a layout."""
         tile, blocks = layout.tile, layout.blocks
         channel_tiles, tap_sets = _grid(work, layout)
-        planes, rows, columns = work.output
+        planes, rows, _ = work.output
         args = DepthwiseWeightRowsArgs()
-        args.x_stride[:], args.y_stride[:] = _strides(work.x), _strides(work.y)
-        args.w_stride[:] = _weight_strides(work.w)
-        if work.accumulate is not None:
-            args.accumulate_stride[:] = _weight_strides(work.accumulate)
-        args.alpha, args.beta, args.channels = work.alpha, work.beta, work.groups
-        args.x_size[:], args.y_size[:], args.pad[:] = work.input, work.output, work.pad
-        args.stride[:], args.dilation[:] = work.stride[:2], work.dilation[:2]
+        fill_volume(args, work, layout.vectors)
         args.kernel_rows, args.columns = work.kernel[1:]
         args.parts, args.part = _parts(work.kernel[2])
         args.all_tap_rows = _tap_rows(work)
-        args.wide = work.result_dtype == DType.FLOAT32
-        args.vectors, args.tap_rows, args.slots = layout.vectors, layout.tap_rows, layout.slots
-        args.strips = strips = ceil_div(columns, tile.columns)
+        args.tap_rows, args.slots = layout.tap_rows, layout.slots
+        args.strips = strips = _strips(work, tile)
         args.items = items = work.batch * planes * rows * strips
+        args.spread = spread_of(work)
         args.share = ceil_div(items, blocks)
-        args.by_vectors, args.by_tap_rows = divider(layout.vectors), divider(layout.tap_rows)
+        args.by_multiplier, args.by_spread = divider(work.out_channels), divider(args.spread)
+        args.by_tap_rows = divider(layout.tap_rows)
         args.by_parts, args.by_kernel_rows = divider(args.parts), divider(work.kernel[1])
         args.by_strips, args.by_rows, args.by_planes = map(divider, (strips, rows, planes))
         clustered = is_clustered(device, blocks)
@@ -180,14 +171,6 @@ class DepthwiseWeightRows:
         ]
 
 
-def _strides(operand: Operand) -> tuple[int, ...]:
-    return operand.strides[0], *operand.strides[3:]
-
-
-def _weight_strides(operand: Operand) -> tuple[int, ...]:
-    return operand.strides[0], *operand.strides[4:]
-
-
 def _parts(columns: int) -> tuple[int, int]:
     """Return the parts of a row of taps, and their columns."""
     parts = ceil_div(columns, KERNELS[-1])
@@ -199,27 +182,25 @@ def _tap_rows(work: ConvWork) -> int:
     return work.kernel[0] * work.kernel[1] * _parts(work.kernel[2])[0]
 
 
+def _strips(work: ConvWork, tile: RowsTile) -> int:
+    """Return the strips of a row of y."""
+    spread = spread_of(work)
+    return spread * ceil_div(work.output[2], spread * tile.columns)
+
+
 def _grid(work: ConvWork, layout: RowsLayout) -> tuple[int, int]:
     """Return the tiles of channels and the sets of rows of taps."""
     return (
-        ceil_div(work.groups, layout.vectors * layout.tile.vector),
+        ceil_div(channels_of(work), layout.vectors * layout.tile.vector),
         ceil_div(_tap_rows(work), layout.tap_rows),
     )
-
-
-def _vector(work: ConvWork) -> int:
-    """Return the channels of a thread's word: two, if every pixel is aligned to them."""
-    if work.dtype.itemsize > 2:
-        return 1
-    numbers = [n for operand in (work.x, work.y) for n in _strides(operand)]
-    return 1 if any(n % 2 for n in (work.groups, *numbers)) else 2
 
 
 def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[RowsLayout]:
     """Yield the layouts that may be the fastest."""
     kernel = next(one for one in KERNELS if one >= _parts(work.kernel[2])[1])
-    vector, tap_rows = _vector(work), _tap_rows(work)
-    all_vectors = ceil_div(work.groups, vector)
+    vector, tap_rows = vector_of(work), _tap_rows(work)
+    all_vectors = ceil_div(channels_of(work), vector)
     sizes = set()
     for most in (8, 16, 32):
         tiles = ceil_div(all_vectors, most)
@@ -227,9 +208,9 @@ def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[RowsLayout]:
     together = {ceil_div(tap_rows, sets) for sets in (1, 2, 3, 4, tap_rows)}
     tile = min(
         (RowsTile(kernel, work.stride[2], columns, vector) for columns in COLUMNS),
-        key=lambda tile: ceil_div(work.output[2], tile.columns) * _instructions(tile),
+        key=lambda tile: _strips(work, tile) * _instructions(tile),
     )
-    items = work.pixels // work.output[2] * ceil_div(work.output[2], tile.columns)
+    items = work.pixels // work.output[2] * _strips(work, tile)
     for vectors in sorted(sizes):
         for rows in sorted(together):
             if vectors * rows > THREADS:
@@ -259,7 +240,7 @@ def expected_s(work: ConvWork, device: CudaDevice, layout: RowsLayout) -> float:
     tile = layout.tile
     channel_tiles, tap_sets = _grid(work, layout)
     grid = layout.blocks * channel_tiles * tap_sets
-    items = work.pixels // work.output[2] * ceil_div(work.output[2], tile.columns)
+    items = work.pixels // work.output[2] * _strips(work, tile)
     rounds = ceil_div(ceil_div(items, layout.blocks), layout.slots)
     spread = CLUSTERED if 2 < layout.blocks <= MOST_CLUSTER else 1.0
     most = ceil_div(grid, int(device.multiprocessors * spread))
