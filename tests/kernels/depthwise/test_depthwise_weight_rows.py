@@ -36,6 +36,7 @@ LAYERS: dict[str, Conv] = {
     "7x7": layer(1, 72, (7, 7), (7, 7), 1, 3),
     "rows_dilated": layer(1, 16, (14, 9), (3, 3), 1, (2, 1), (2, 1)),
     "dilated": layer(2, 8, (9, 13), (3, 3), 1, 2, 2),
+    "dilated_by_two_steps": layer(2, 8, (9, 13), (3, 2), 2, 3, (2, 3)),
     "dilated_by_more_than_a_row": layer(1, 8, (3, 4), (3, 3), 1, 5, 5),
     "1d_k11_dilated": Conv(2, 24, 24, (40,), (11,), padding=10, dilation=2, groups=24),
     "multiplier_2": layer(2, 16, (7, 9), (3, 3), 1, 1, 1, 2),

@@ -76,7 +76,7 @@ class DepthwiseDirect:
         if work.stride[2] not in STRIDES:
             return f"a stride of {work.stride[2]} along W"
         for stride, dilation, kernel in zip(work.stride, work.dilation, work.kernel, strict=True):
-            if stride > 1 and dilation > 1 and kernel > 1:
+            if work.direction == "bwd_data" and stride > 1 and dilation > 1 and kernel > 1:
                 return "both strided and dilated"
         if not _contiguous(work):
             return "weights that are not contiguous"
@@ -86,8 +86,6 @@ class DepthwiseDirect:
             spans = zip(operand.strides[3:], size, strict=True)
             if sum(stride * extent for stride, extent in spans) > MOST_INDEX:
                 return "an image of more than 2^31 elements"
-        if work.dilation[2] > 1 and work.stride[2] > 1 and work.kernel[2] > 1:
-            return "both strided and dilated along W"
         layout = self.layout(work, device)
         if max(grid_of(work, layout)) > MOST_ALONG:
             return "more blocks than a grid can have"

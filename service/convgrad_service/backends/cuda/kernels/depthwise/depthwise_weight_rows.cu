@@ -15,7 +15,7 @@
 // Shared memory: depthwise_weight_sum.cuh. Deterministic.
 // Relies on its launcher for contiguous channels, strides and channels in multiples of VECTOR, `vectors`
 // in multiples of 4, an image's extent below 2^31 elements, items below 2^31, `arrived` being 0; VECTOR =
-// 1 with a multiplier, and no dilation along W with STRIDE > 1.
+// 1 with a multiplier.
 // Elements outside a tensor are read as zeros.
 #include "depthwise/depthwise_weight_args.cuh"
 #include "depthwise/depthwise_weight_sum.cuh"

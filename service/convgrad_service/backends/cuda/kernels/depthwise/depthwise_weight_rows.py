@@ -104,8 +104,6 @@ class DepthwiseWeightRows:
             return reason
         if work.stride[2] not in STRIDES:
             return f"a stride of {work.stride[2]} along W"
-        if work.stride[2] > 1 and spread_of(work) > 1:
-            return "both strided and dilated along W"
         if work.pixels + 4 * THREADS > MOST_INDEX:
             return "more than 2^31 items"
         layout = self.layout(work, device)
