@@ -33,14 +33,9 @@ from convgrad_service.backends.cuda.kernels.conv.patch_products import PatchProd
 from convgrad_service.backends.cuda.kernels.conv.patches import Patches
 from convgrad_service.backends.cuda.kernels.conv.planes_weight import PlanesWeight
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise import Depthwise
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct import DepthwiseDirect
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise_mma import DepthwiseMma
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight import DepthwiseWeight
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct import (
-    DepthwiseWeightDirect,
-)
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_mma import DepthwiseWeightMma
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_rows import (
     DepthwiseWeightRows,
@@ -125,11 +120,11 @@ def _through_channels_last(families: Sequence[Family[ConvWork]]) -> list[Family[
 _Sides = tuple[Sequence[Family[ConvWork]], ...]
 _DEPTHWISE: _Sides = (
     [DepthwiseDirect()],
-    [DepthwisePairs(), Depthwise(), DepthwiseMma()],
+    [DepthwisePairs()],
 )
 _DEPTHWISE_WEIGHT: _Sides = (
     [DepthwiseWeightRows()],
-    [HopperDepthwiseStrips(), DepthwiseWeightDirect(), DepthwiseWeight(), DepthwiseWeightMma()],
+    [HopperDepthwiseStrips(), DepthwiseWeight(), DepthwiseWeightMma()],
 )
 DEPTHWISE = _fastest(*_DEPTHWISE), _fastest(*map(_through_channels_last, _DEPTHWISE))
 DEPTHWISE_WEIGHT = (

@@ -27,6 +27,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct_model imp
     read_columns,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
+    DTYPES,
     channels_of,
     spread_of,
     strides_of,
@@ -38,7 +39,6 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["DepthwiseDirect"]
 
-DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 MOST_INDEX = 2**31 - 1
 # The limit of gridDim.y.
 MOST_ALONG = 2**16 - 1

@@ -10,17 +10,14 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import (
-    DTYPES,
-    STRIP_COLUMNS,
-    plane_of_strips,
-)
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import STRIP_COLUMNS
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
+    IN_16_BITS,
     LinearCost,
     Plane,
     plane_and_tile,
+    plane_of,
     resident_blocks,
-    why_not_plane,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import (
@@ -130,16 +127,13 @@ class DepthwisePairs:
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
-        reason = why_not_plane(work, general=True)
-        if reason is not None:
-            return reason
         if work.out_channels > 1:
             return f"{work.out_channels} channels a group"
         if work.accumulate is not None:
             return "a tensor to accumulate"
         if work.leads:
             return "a launch that the next one overlaps, where this was not measured"
-        plane = plane_of_strips(work)
+        plane = plane_of(work, general=True)
         if isinstance(plane, str):
             return plane
         if work.groups * work.taps >= 2**31:
@@ -214,7 +208,7 @@ class DepthwisePairs:
         return [
             _instance(dtype, tile, epilogue)
             for tile in self._tiles
-            for dtype in DTYPES
+            for dtype in IN_16_BITS
             for epilogue in (False, True)
         ]
 

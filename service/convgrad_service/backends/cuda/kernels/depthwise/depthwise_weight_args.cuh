@@ -1,8 +1,5 @@
-// What gradients of a depthwise convolution's weight share: arguments, the product of a pair of
-// elements, and storing a finished sum. The host's side is depthwise_weight_args.py.
-//
-// depthwise_weight_mma.cu has its own arguments. depthwise_weight.cu uses only the last function: with
-// the others, some of its instances would compile to different machine code, which was not measured.
+// What gradients of a depthwise convolution's weight share: arguments, and storing a finished sum.
+// The host's side is depthwise_weight_args.py.
 #pragma once
 
 #include "core/divider.cuh"
@@ -32,6 +29,7 @@ struct DepthwiseWeightOperands : Maps {
   int x_size[2];
   int y_size[2];
   int pad[2];
+  int wide;  // the result is in float32
 };
 
 // Of tensors with up to three spatial dimensions.

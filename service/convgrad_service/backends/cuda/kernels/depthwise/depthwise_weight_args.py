@@ -9,9 +9,9 @@ from typing import Any
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
+    DTYPES,
     Plane,
     channels_of,
-    fill_operands,
     strides_of,
 )
 from convgrad_service.plans.cuda.device import OVERLAPPING, CudaDevice
@@ -39,15 +39,19 @@ def elements_of(work: ConvWork, plane: Plane) -> int:
 
 def fill_weight(args: Any, work: ConvWork, plane: Plane) -> None:
     """Fill in the kernel parameters except addresses."""
-    fill_operands(args, work, plane, work.x, work.y)
-    args.channels = work.groups * work.out_channels
+    args.x_stride[:], args.y_stride[:] = plane.strides(work.x), plane.strides(work.y)
+    args.w_stride[:] = plane.weight_strides(work.w)
+    if work.accumulate is not None:
+        args.accumulate_stride[:] = plane.weight_strides(work.accumulate)
+    args.alpha, args.beta, args.batch = work.alpha, work.beta, plane.batch
+    args.channels, args.wide = channels_of(work), work.result_dtype == DType.FLOAT32
     args.x_size[:], args.y_size[:], args.pad[:] = plane.input, plane.output, plane.pad
 
 
 def why_not_volume(work: ConvWork) -> str | None:
     """Return why a work is not a wgrad of one input channel per group, of channels-last tensors of
     up to three dimensions whose rows of weights are equally far apart; None if it is."""
-    if work.dtype not in (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32):
+    if work.dtype not in DTYPES:
         return f"{work.dtype}"
     if work.groups == 1 or work.in_channels != 1:
         return "not one input channel a group"

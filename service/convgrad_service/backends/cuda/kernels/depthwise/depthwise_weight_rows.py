@@ -13,6 +13,7 @@ from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     BYTES_S,
+    DTYPES,
     bytes_of,
     channels_of,
     spread_of,
@@ -36,7 +37,6 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["DepthwiseWeightRows", "RowsLayout", "RowsTile", "layouts_of"]
 
-DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 THREADS, BLOCKS = 256, 2
 MOST_INDEX = 2**31 - 1
 # The limit of gridDim.y and gridDim.z.

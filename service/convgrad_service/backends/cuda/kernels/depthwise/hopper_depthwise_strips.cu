@@ -26,7 +26,7 @@
 #include "ptx/load_store.cuh"
 #include "depthwise/depthwise_weight_args.cuh"
 #include "ptx/tma.cuh"
-#include "core/partial_sums.cuh"
+#include "depthwise/depthwise_weight_sum.cuh"
 #include "core/vectors.cuh"
 #include "ptx/warpgroup.cuh"
 
@@ -53,7 +53,6 @@ using namespace convgrad;
 namespace {
 
 using T = ELEMENT;
-using R = RESULT;
 
 constexpr int kChannels = 32, kOwn = 4;
 constexpr int WARPS = kChannels / kOwn;
@@ -87,12 +86,6 @@ struct Item {
     steps = min(rows + KERNEL - 1, args.x_size[0] + args.pad[0] - top);
   }
 };
-
-// Stores the gradient of a tap.
-__device__ __forceinline__ void put(const HopperDepthwiseStripsArgs& args, int c, int tap,
-                                    float sum) {
-  if (c < args.channels) put_gradient<R>(args, c, tap / KERNEL, tap % KERNEL, sum);
-}
 
 // One thread copies a block's rows into the ring, whose barriers start at `full`.
 __device__ __forceinline__ void copy_rows(const HopperDepthwiseStripsArgs& args, u32 ring,
@@ -128,49 +121,27 @@ __device__ __forceinline__ void pair_up(uint2 first, uint2 second, u32 (&pairs)[
 }
 
 // The block's sums of each tap, in the order of y's columns, and the tile's from those of all its
-// blocks: every share-th by one thread, then the shares, where the sums were.
+// blocks.
 __device__ __noinline__ void finish_tile(const HopperDepthwiseStripsArgs& args, float* sums,
                                          bool& last) {
-  const int thread = threadIdx.x;
-  named_barrier_sync(1, kMultiplying);
+  const auto meet = [] { named_barrier_sync(1, kMultiplying); };
+  meet();
   constexpr int part = kTaps * kChannels;
-  float* const partials = args.partials + static_cast<i64>(blockIdx.x) * args.blocks * part;
-  const int first_channel = blockIdx.x * kChannels;
-  const bool alone = args.blocks == 1;
-  for (int i = thread; i < part; i += kMultiplying) {
-    const int tap = i / kChannels, channel = i % kChannels, c = first_channel + channel;
-    const int r = tap / KERNEL, s = tap % KERNEL;
+  const auto own_sum = [&](int i) {
+    const int tap = i / kChannels, channel = i % kChannels, r = tap / KERNEL, s = tap % KERNEL;
     const float* const from =
         sums + (channel / kOwn * kWarpSums + (r * kOwn + channel % kOwn) * 2) * 32;
     float sum = 0;
 #pragma unroll
     for (int j = 0; j < 8; ++j) sum += from[j % 2 * 32 + (s + j) % 8 * 4 + j / 2];
-    if (!alone) {
-      partials[static_cast<i64>(blockIdx.y) * part + i] = sum;
-    } else {
-      put(args, c, tap, sum);
-    }
-  }
-  if (alone) return;
-  __threadfence();
-  named_barrier_sync(1, kMultiplying);
-  if (thread == 0) {
-    last = atomicInc(args.arrived + blockIdx.x, args.blocks - 1) == args.blocks - 1;
-  }
-  named_barrier_sync(1, kMultiplying);
-  if (!last) return;
-  __threadfence();
-  constexpr int quads = part / 4, shares = kMultiplying >= quads ? kMultiplying / quads : 1;
-  for (int i = thread; i < quads * shares; i += kMultiplying) {
-    const float4* const from = reinterpret_cast<const float4*>(partials) + i % quads;
-    reinterpret_cast<float4*>(sums)[i] = strided_sum(from, i / quads, shares, args.blocks, quads);
-  }
-  named_barrier_sync(1, kMultiplying);
-  for (int i = thread; i < part; i += kMultiplying) {
-    float sum = 0;
-    for (int share = 0; share < shares; ++share) sum += sums[share * part + i];
-    put(args, first_channel + i % kChannels, i / kChannels, sum);
-  }
+    return sum;
+  };
+  add_blocks<kMultiplying>(
+      args.partials + static_cast<i64>(blockIdx.x) * args.blocks * part, args.arrived + blockIdx.x,
+      blockIdx.y, args.blocks, part, sums, last, own_sum, meet, [&](int i, float sum) {
+        const int c = blockIdx.x * kChannels + i % kChannels, tap = i / kChannels;
+        if (c < args.channels) put_gradient_as<T>(args, c, tap / KERNEL, tap % KERNEL, sum);
+      });
 }
 
 }  // namespace

@@ -11,13 +11,13 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
+    IN_16_BITS,
     LinearCost,
     Plane,
     chunk_counts,
     plane_and_tile,
     plane_of,
     why_not_counted,
-    why_not_plane,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args import (
     buffers_of,
@@ -32,7 +32,6 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["HOPPER_STRIPS_TILES", "HopperDepthwiseStrips", "StripsTile"]
 
-DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 COST = LinearCost(4.27, 0.267, 0.0056, 2.01)
 CHANNELS, WARPS = 32, 8
 STRIP_COLUMNS, STRIPS = 8, 16
@@ -107,14 +106,9 @@ class HopperDepthwiseStrips:
         """See `Family.why_not`."""
         if device.architecture not in HOPPER:
             return f"needs Hopper; this is {device.architecture}"
-        if work.dtype not in DTYPES:
-            return f"{work.dtype}"
-        reason = why_not_plane(work)
-        if reason is not None:
-            return reason
         plane = plane_of(work)
-        if plane is None:
-            return f"two strides, {work.stride[1]} and {work.stride[2]}"
+        if isinstance(plane, str):
+            return plane
         tile = self._tile(plane)
         if tile is None:
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
@@ -154,7 +148,7 @@ class HopperDepthwiseStrips:
         args.blocks, args.slots = blocks, tile.slots(device)
         partials = partials_of(work, blocks, blocks * tiles * tile.kernel**2 * CHANNELS)
         launch = Launch(
-            _instance(work.dtype, work.result_dtype, tile),
+            _instance(work.dtype, tile),
             (tiles, blocks, 1),
             (32 * (WARPS + 4), 1, 1),
             pack_maps(args, _maps(work, plane, tile), **buffers_of(work, partials)),
@@ -164,16 +158,11 @@ class HopperDepthwiseStrips:
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
-        return [
-            _instance(dtype, result, tile)
-            for tile in self._tiles
-            for dtype in DTYPES
-            for result in (dtype, DType.FLOAT32)
-        ]
+        return [_instance(dtype, tile) for tile in self._tiles for dtype in IN_16_BITS]
 
     def _tile(self, plane: Plane) -> StripsTile | None:
         """Return the tile with the fewest empty strips."""
-        if plane.axes[1] is None or plane.stride != 1:
+        if plane.stride != 1:
             return None
         strips = ceil_div(plane.output[1], STRIP_COLUMNS)
         tiles = [tile for tile in self._tiles if (tile.kernel,) * 2 == plane.kernel]
@@ -237,10 +226,9 @@ def _maps(
     }
 
 
-def _instance(dtype: DType, result: DType, tile: StripsTile) -> Instance:
+def _instance(dtype: DType, tile: StripsTile) -> Instance:
     defines = {
         "ELEMENT": CUDA_TYPES[dtype],
-        "RESULT": CUDA_TYPES[result],
         "KERNEL": tile.kernel,
         "SIDE": tile.side,
     }
