@@ -26,18 +26,23 @@ THREADS, BLOCKS = 128, 4
 KERNELS, STRIDES = (3, 5, 7), (1, 2)
 # Rows and columns of a thread's results by stride; and columns, where rows of taps are taken one by
 # one.
-SHAPES = {1: ((1, 2), (1, 4), (2, 4), (1, 7)), 2: ((1, 2), (1, 4), (2, 2))}
-COLUMNS = (2, 4, 7)
+SHAPES = {1: ((1, 4), (2, 7), (4, 4)), 2: ((1, 4), (2, 4))}
+COLUMNS = (4, 7)
 # Of vectors of channels in a tile.
 MOST_VECTORS, FEWER_VECTORS = 32, 16
 
 
 @dataclass(frozen=True, slots=True)
-class Instructions:
-    """What a thread executes: itself, a row of taps, an element of x that it reads, a result, a
-    tap, a weight that it copies, besides one instruction for each product. An SM's four schedulers
-    take ``clocks_s`` of them per second each."""
+class Cost:
+    """A launch, the instructions of a thread, and what they and memory take.
 
+    A thread's instructions are those of the thread itself, of a row of taps, of an element of x that
+    it reads, of a result, of a tap, and of a weight that it copies, besides one for each product. A
+    scheduler issues ``clocks_s`` of them per second, or as many less as ``alone`` is more than its
+    warps.
+    """
+
+    start_s: float
     thread: float
     step: float
     read: float
@@ -45,14 +50,15 @@ class Instructions:
     tap: float
     weight: float
     clocks_s: float
+    alone: float
+    bytes_s: float
 
 
 # Fitted on an H200 to 43 and 79 layers, of which fits to one half erred by 2 and 5 % on the other.
-WHOLE = Instructions(113, 0, 6, 4.3, 4.5, 0, 1.55e9)
-BY_ROWS = Instructions(146, 3.3, 4.7, 20, 5.3, 12.9, 1.46e9)
-# A launch with one round of loads; and each row of taps after the first ones, if nothing else takes
-# longer.
-START_S, STEP_S, EARLY_STEPS = 4.6e-6, 0.306e-6, 3
+WHOLE = Cost(4.75e-6, 84, 0, 1.0, 0.5, 2.72, 6.6, 0.947e9, 1.4, 3.9e12)
+BY_ROWS = Cost(4.6e-6, 146, 3.3, 4.7, 20, 5.3, 12.9, 1.46e9, 1.0, BYTES_S)
+# Each row of taps after the first ones, if nothing else takes longer.
+STEP_S, EARLY_STEPS = 0.306e-6, 3
 # The part of the lesser of two times that is not hidden.
 APART = 0.2
 
@@ -185,7 +191,8 @@ def expected_s(work: ConvWork, device: CudaDevice, layout: DirectLayout) -> floa
     step = cost.step + read * (cost.read + layout.vector) + products + taps * cost.tap
     thread = cost.thread + results * cost.result + steps * step
     thread += layout.vectors * work.taps / THREADS * cost.weight
-    warps = prod(grid_of(work, layout)) * THREADS / 32
-    busy_s = warps * thread / (device.multiprocessors * 4 * cost.clocks_s)
-    waits_s = max(bytes_of(work) / BYTES_S, STEP_S * max(0, most_steps - EARLY_STEPS))
-    return START_S + max(busy_s, waits_s) + APART * min(busy_s, waits_s)
+    # A block has a warp for each of an SM's four schedulers, which a single one does not keep busy.
+    rounds = max(cost.alone, ceil_div(prod(grid_of(work, layout)), device.multiprocessors))
+    busy_s = rounds * thread / cost.clocks_s
+    waits_s = max(bytes_of(work) / cost.bytes_s, STEP_S * max(0, most_steps - EARLY_STEPS))
+    return cost.start_s + max(busy_s, waits_s) + APART * min(busy_s, waits_s)
