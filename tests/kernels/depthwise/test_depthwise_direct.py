@@ -38,6 +38,13 @@ LAYERS: dict[str, Conv] = {
     "9x9_stride_2": layer(1, 16, (11, 13), (9, 9), 2, 4),
     "13x9_two_strides": Conv(1, 16, 16, (14, 13), (13, 9), (3, 2), (6, 4), groups=16),
     "1d_k31": Conv(2, 16, 16, (70,), (31,), padding=15, groups=16),
+    "1d_k4_causal": Conv(3, 40, 40, (37,), (4,), padding=((3, 0),), groups=40),
+    "1d_k7_strided": Conv(3, 24, 24, (41,), (7,), 2, 3, groups=24),
+    "1d_k31_strided": Conv(1, 16, 16, (64,), (31,), 2, 15, groups=16),
+    "row_of_taps": layer(2, 16, (5, 19), (1, 5), 1, (0, 2)),
+    "row_of_taps_strided": layer(2, 16, (5, 19), (1, 10), 2, (0, 2)),
+    "column_of_taps": layer(2, 16, (19, 5), (5, 1), 1, (2, 0)),
+    "one_tap": layer(2, 8, (3, 9), (1, 1)),
     "3d": Conv(2, 16, 16, (4, 6, 9), (3, 3, 3), padding=1, groups=16),
     "3d_strided": Conv(2, 24, 24, (5, 7, 8), (3, 3, 3), 2, 1, groups=24),
     "3d_strided_planes": Conv(1, 16, 16, (7, 5, 6), (2, 3, 3), (3, 1, 1), 1, groups=16),
@@ -80,9 +87,9 @@ def test_layers(emulated: EmulatedBackend, seed: int, case: Case, dtype: str) ->
 @pytest.mark.parametrize(
     "layout",
     [
-        DirectLayout(3, 1, 2, 4, 2, 8),
-        DirectLayout(3, 1, 1, 7, 1, 16),
-        DirectLayout(3, 1, 0, 2, 2, 24),
+        DirectLayout(3, 1, 4, 4, 2, 8),
+        DirectLayout(3, 1, 2, 7, 1, 16),
+        DirectLayout(3, 1, 0, 7, 2, 24),
     ],
     ids=str,
 )

@@ -11,6 +11,7 @@
 // taps; with ROWS > 0 along H too. BACKWARD is the other.
 // ROWS > 0: KERNEL_H x KERNEL taps with the same stride in H and W, and ROWS x COLUMNS results
 // (BACKWARD: times STRIDE both ways), for which it loads AHEAD rows of x before it waits for weights.
+// With KERNEL_H = 1, a row of at most KERNEL taps.
 // ROWS = 0: any kernel, as rows of KERNEL taps (longer ones in parts), and COLUMNS results of a row,
 // as far apart as the taps. For each row of taps it loads the elements of x that its results read,
 // AHEAD rows before their use.
@@ -33,7 +34,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   extern __shared__ __align__(16) unsigned char shared[];
   const int thread = threadIdx.x;
   const int first_channel = blockIdx.x * args.vectors * VECTOR;
-  const int taps = ROWS > 0 ? KERNEL_H * KERNEL : args.kernel[0] * args.kernel[1] * args.kernel[2];
+  const int taps =
+      KERNEL_H > 1 ? KERNEL_H * KERNEL : args.kernel[0] * args.kernel[1] * args.kernel[2];
   const int words = min(args.vectors, (args.channels - first_channel) / VECTOR) * taps;
   const Raw* const weights_of_tile = static_cast<const Raw*>(args.w) + first_channel / VECTOR * taps;
   T* const all_weights = reinterpret_cast<T*>(shared);

@@ -99,8 +99,12 @@ class Mainloop {
     for (int i = 0; i < kAhead; ++i) load(i);
   }
 
-  __device__ __forceinline__ void run(const unsigned char* weights, int,
+  __device__ __forceinline__ void run(const unsigned char* weights, int taps,
                                       float (&sums)[kOwnRows][kOwnColumns][VECTOR]) {
+    if constexpr (KERNEL_H == 1) {
+      run_line(reinterpret_cast<const T*>(weights), taps, sums);
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < kReadRows; ++i) {
       if (i + kAhead < kReadRows) load(i + kAhead);
@@ -136,6 +140,28 @@ class Mainloop {
       load_ahead_if(static_cast<u32>(left_ + j) < columns, from_ + j * pitch_, read_[i][j]);
     }
     from_ += args_.x_stride[2];
+  }
+  // The first of a thread's rows of results is the only one that a row of taps contributes to.
+  __device__ __forceinline__ void run_line(const T* weights, int taps,
+                                           float (&sums)[kOwnRows][kOwnColumns][VECTOR]) {
+    float wide[kReadColumns][VECTOR];
+#pragma unroll
+    for (int j = 0; j < kReadColumns; ++j) widen_word<T>(read_[0][j], wide[j]);
+#pragma unroll
+    for (int s = 0; s < KERNEL; ++s) {
+      if (s >= taps) break;
+#pragma unroll
+      for (int v = 0; v < VECTOR; ++v) {
+        const float weight = widen(weights[v * taps + s]);
+#pragma unroll
+        for (int j = 0; j < kReadColumns; ++j) {
+#pragma unroll
+          for (int b = 0; b < kOwnColumns; ++b) {
+            if (tap_of(b, j, kReach) == s) sums[0][b][v] += wide[j][v] * weight;
+          }
+        }
+      }
+    }
   }
   // Loads a word of two weights once.
   __device__ __forceinline__ static float weight(const unsigned char* own, int element) {

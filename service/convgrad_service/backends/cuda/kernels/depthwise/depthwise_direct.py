@@ -14,6 +14,8 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct_model imp
     BLOCKS,
     COLUMNS,
     KERNELS,
+    LINE_COLUMNS,
+    LINES,
     SHAPES,
     STRIDES,
     THREADS,
@@ -44,6 +46,8 @@ MOST_INDEX = 2**31 - 1
 MOST_ALONG = 2**16 - 1
 # Words of x that a thread loads ahead: with a whole kernel, and with a row of taps at a time.
 MOST_WORDS, MOST_ROW_WORDS = 64, 32
+# With a whole kernel that leaves few registers.
+FEW_WORDS = 28
 
 
 DepthwiseDirectArgs = structure("depthwise/depthwise_direct.cuh", "DepthwiseDirectArgs")
@@ -107,7 +111,7 @@ class DepthwiseDirect:
         if backward and work.stride[2] == 1:
             # Forward along W, or along both axes, with flipped taps.
             args.flipped = True
-            axes = (1, 2) if layout.rows else (2,)
+            axes = (1, 2) if layout.rows and not layout.line else (2,)
             for axis in axes:
                 pad[axis] = work.dilation[axis] * (work.kernel[axis] - 1) - pad[axis]
             period = work.taps if layout.rows else period
@@ -144,7 +148,7 @@ class DepthwiseDirect:
             f"{self.name}_{work.direction}",
             (launch,),
             expected_s=expected_s(work, device, layout),
-            order="whole" if layout.rows else "by rows",
+            order="whole" if layout.rows and not layout.line else "by rows",
         )
 
     def instances(self) -> Iterable[Instance]:
@@ -163,7 +167,12 @@ def _layouts() -> list[DirectLayout]:
         DirectLayout(kernel, stride, rows, columns, 1, 8)
         for kernel in KERNELS
         for stride in STRIDES
-        for rows, columns in (*SHAPES[stride], *((0, columns) for columns in COLUMNS))
+        for rows, columns in (*SHAPES[stride], *((0, columns) for columns in COLUMNS[stride]))
+    ] + [
+        DirectLayout(kernel, stride, 1, columns, 1, 8, line=True)
+        for kernel in LINES
+        for stride in STRIDES
+        for columns in LINE_COLUMNS[stride]
     ]
 
 
@@ -188,12 +197,17 @@ def _shared_bytes(work: ConvWork, layout: DirectLayout) -> int:
 def _instance(dtype: DType, backward: bool, layout: DirectLayout) -> Instance:
     backward = backward and layout.stride > 1
     read = read_columns(layout, backward)
-    ahead = max(1, MOST_WORDS // read)
-    if not layout.rows:
+    if layout.line:
+        ahead = 1
+    elif layout.rows > 1 and (layout.kernel, layout.vector) == (7, 2):
+        ahead = FEW_WORDS // read
+    elif layout.rows:
+        ahead = max(1, MOST_WORDS // read)
+    else:
         ahead = max(2, min(layout.kernel, MOST_ROW_WORDS // read))
     defines = {
         "ELEMENT": CUDA_TYPES[dtype],
-        "KERNEL_H": layout.kernel if layout.rows else 1,
+        "KERNEL_H": layout.kernel if layout.rows and not layout.line else 1,
         "KERNEL": layout.kernel,
         "STRIDE": layout.stride,
         "ROWS": layout.rows,

@@ -24,10 +24,13 @@ __all__ += ["parts_of", "read_columns"]
 
 THREADS, BLOCKS = 128, 4
 KERNELS, STRIDES = (3, 5, 7), (1, 2)
+# The most columns of kernels of one row.
+LINES = (4, 8, 16, 32)
 # Rows and columns of a thread's results by stride; and columns, where rows of taps are taken one by
 # one.
 SHAPES = {1: ((1, 4), (2, 7), (4, 4)), 2: ((1, 4), (2, 4))}
-COLUMNS = (4, 7)
+COLUMNS = {1: (7, 14), 2: (4, 7)}
+LINE_COLUMNS = {1: (7, 14), 2: (4, 7)}
 # Of vectors of channels in a tile.
 MOST_VECTORS, FEWER_VECTORS = 32, 16
 
@@ -71,6 +74,8 @@ class DirectLayout:
     ----------
     kernel, stride
         Columns of taps of an instance, and the stride along W.
+    line
+        Whether the kernel has one row, of at most ``kernel`` columns.
     rows, columns
         A thread's results (in dgrad, times the stride); ``rows`` is 0 if they are of one row, and
         rows of taps are taken one at a time.
@@ -84,6 +89,7 @@ class DirectLayout:
     columns: int
     vector: int
     vectors: int
+    line: bool = False
 
     @property
     def places(self) -> int:
@@ -136,16 +142,14 @@ def _reads(taps: int, stride: int, results: int, backward: bool) -> int:
     return results + ceil_div(taps, stride) - 1 if backward else (results - 1) * stride + taps
 
 
-def _is_whole(work: ConvWork) -> bool:
-    """Whether an instance has the whole kernel, which is faster."""
+def _is_plane(work: ConvWork) -> bool:
+    """Whether a plane's results are of one plane and adjacent taps."""
     return (
         work.kernel[0] == work.stride[0] == 1
         and work.pad[0] == 0
         and work.input[0] == work.output[0]
-        and work.kernel[1] == work.kernel[2]
-        and work.kernel[2] in KERNELS
-        and work.stride[1] == work.stride[2]
-        and work.dilation[1:] == (1, 1)
+        and not work.dilated
+        and (work.stride[1] == work.stride[2] or work.input[1] == work.output[1] == 1)
     )
 
 
@@ -157,11 +161,19 @@ def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[DirectLayout]:
     for most in (FEWER_VECTORS, MOST_VECTORS):
         tiles = ceil_div(all_vectors, most)
         sizes.add(ceil_div(ceil_div(all_vectors, tiles), 8) * 8)
-    kernel = next(one for one in KERNELS if one >= parts_of(work)[1])
-    shapes = SHAPES[stride] if _is_whole(work) else tuple((0, columns) for columns in COLUMNS)
-    for rows, columns in shapes:
+    columns, line = work.kernel[2], False
+    if _is_plane(work) and work.kernel[1] == columns and columns in KERNELS:
+        # An instance has the whole kernel, which is faster.
+        kernel, shapes = columns, SHAPES[stride]
+    elif _is_plane(work) and work.kernel[1] == 1 and work.pad[1] == 0 and columns <= LINES[-1]:
+        kernel, line = next(one for one in LINES if one >= columns), True
+        shapes = tuple((1, one) for one in LINE_COLUMNS[stride])
+    else:
+        kernel = next(one for one in KERNELS if one >= parts_of(work)[1])
+        shapes = tuple((0, one) for one in COLUMNS[stride])
+    for rows, across in shapes:
         for vectors in sorted(sizes):
-            yield DirectLayout(kernel, stride, rows, columns, vector, vectors)
+            yield DirectLayout(kernel, stride, rows, across, vector, vectors, line)
 
 
 @lru_cache(maxsize=1024)
@@ -177,7 +189,9 @@ def expected_s(work: ConvWork, device: CudaDevice, layout: DirectLayout) -> floa
     scale = layout.stride if backward else 1
     results, products = layout.columns * scale, layout.columns * layout.kernel * layout.vector
     taps, steps, most_steps = layout.kernel, 1.0, 1
-    if layout.rows:
+    if layout.line:
+        taps, products = work.kernel[2] * layout.vector, products * work.kernel[2] // layout.kernel
+    elif layout.rows:
         read *= _reads(layout.kernel, layout.stride, layout.rows, backward)
         results *= layout.rows * scale
         products *= layout.rows * layout.kernel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import TypeVar
@@ -21,7 +21,8 @@ IN_16_BITS = (DType.FLOAT16, DType.BFLOAT16)
 DTYPES = (*IN_16_BITS, DType.FLOAT32)
 BYTES_S = 4.2e12
 """Memory's bytes per second, for cost models."""
-CHUNK_BYTES = 16
+CHUNK = 8
+"""Elements of 16 bytes in 16-bit types."""
 MOST_ELEMENTS, MOST_IMAGE = 2**33, 2**31
 # Latency of a warp's first rows, in rows of computation; fitted to sweeps on an H200.
 START_ROWS = 6
@@ -59,19 +60,14 @@ class Plane:
         return operand.strides[0] // self.multiplier, operand.strides[4], operand.strides[5]
 
 
-def plane_of(
-    work: ConvWork,
-    general: bool = False,
-    dtypes: Collection[DType] = IN_16_BITS,
-    chunk_bytes: int = CHUNK_BYTES,
-) -> Plane | str:
-    """Return the plane of a channels-last work in whole chunks of channels, or why it has none.
+def plane_of(work: ConvWork, general: bool = False) -> Plane | str:
+    """Return the plane of a channels-last work in a 16-bit type and whole chunks of channels, or why
+    it has none.
 
     ``general`` allows dilation and several output channels per group.
     """
     multiplier, deep = work.out_channels, work.input[0] > 1
-    chunk = max(1, chunk_bytes // work.dtype.itemsize)
-    if work.dtype not in dtypes:
+    if work.dtype not in IN_16_BITS:
         return f"{work.dtype}"
     if work.groups == 1 or work.in_channels != 1 or (multiplier != 1 and not general):
         return "not one input and one output channel a group"
@@ -81,8 +77,8 @@ def plane_of(
         work.y.strides[2] != 1 or work.w.strides[0] != multiplier * work.w.strides[1]
     ):
         return "the channels of a group are not contiguous"
-    if work.groups % chunk and not (work.x.padded and work.y.padded):
-        return f"{work.groups} channels are not a multiple of {chunk}"
+    if work.groups % CHUNK and not (work.x.padded and work.y.padded):
+        return f"{work.groups} channels are not a multiple of {CHUNK}"
     if work.dilated and not general:
         return "dilated"
     if work.kernel[0] != 1 or work.stride[0] != 1 or work.pad[0] != 0:
@@ -108,8 +104,8 @@ def plane_of(
         if deep and operand.strides[0] != work.input[0] * operand.strides[3]:
             return "planes that are not contiguous"
         strides = plane.strides(operand)
-        if any(stride % chunk for stride in strides):
-            return f"strides that are not multiples of {chunk}"
+        if any(stride % CHUNK for stride in strides):
+            return f"strides that are not multiples of {CHUNK}"
         image = sum(n * stride for n, stride in zip(size, strides[1:], strict=True))
         if image >= MOST_IMAGE or image + plane.batch * strides[0] >= MOST_ELEMENTS:
             return f"a tensor of more than {MOST_ELEMENTS} elements, or an image of {MOST_IMAGE}"

@@ -1,7 +1,8 @@
-// The gradient of a depthwise convolution's weight, of channels-last tensors.
+// The gradient of a depthwise convolution's weight, of channels-last tensors with two or three spatial
+// dimensions. The host's side is depthwise_weight.py.
 //
-// w[c, r, s] = sum over (n, p, q) of
-//              x[n, p*STRIDE + r - pad, q*STRIDE + s - pad, c] * y[n, p, q, c],
+// w[c, t, r, s] = sum over (n, z, p, q) of y[n, z, p, q, c] *
+//                 x[n, z*sd + t*dd - pd, p*STRIDE + r - ph, q*STRIDE + s - pw, c],
 // then alpha and beta*accumulate, and one rounding.
 // A warp owns LANES * VECTOR adjacent channels of 32 / LANES adjacent strips of COLUMNS columns, and
 // walks down a chunk of rows. It copies each row into its own shared memory with asynchronous copies
@@ -9,8 +10,9 @@
 // own copies, and read pixels at compile-time offsets. Pixels and channels are multiples of PIECE: 16
 // bytes, or 4 for an even number of 16-bit channels or any number of float32 ones.
 // A warp computes such items one after another, and multiplies each row of x by the rows of y that meet
-// it, which are in a ring of registers. A lane has KERNEL x KERNEL sums.
-// Grid: blocks, channel tiles.
+// it, which are in a ring of registers. A lane has the sums of KERNEL x KERNEL taps, a part of a plane
+// of the kernel.
+// Grid: blocks, channel tiles, parts of the kernel.
 // Shared memory: STAGES rows of x and y per warp, later reused for the strips' sums, which
 // depthwise_weight_sum.cuh adds. Deterministic.
 // Relies on its launcher for channels and strides in multiples of PIECE; an image's extent below 2^31
@@ -23,11 +25,14 @@
 
 namespace convgrad {
 
-// An image's items are `groups` groups of adjacent strips, in `chunks` of `rows` rows.
-struct DepthwiseWeightArgs : DepthwiseWeightOperands<> {
+// A plane's items are `groups` groups of adjacent strips, in `chunks` of `rows` rows.
+struct DepthwiseWeightArgs : DepthwiseWeightVolume {
+  int planes;  // of y, of all images
   int groups;
   int chunks;
   int rows;
+  int kernel[2];
+  int parts[2];
 };
 
 // Waits, for the whole warp, until all groups of copies but the last kLater are complete.
@@ -64,10 +69,10 @@ struct RowCopier {
 
   // Rows start at `row` and columns at `left`, which may be outside; `channel` is the
   // first one. `to` is the address of the first stage.
-  __device__ __forceinline__ RowCopier(T* to, const T* image, const i64 (&stride)[3], int row,
+  __device__ __forceinline__ RowCopier(T* to, const T* plane, const i64 (&stride)[4], int row,
                                        int rows, int left, int columns, int channel, int channels,
                                        int lane)
-      : pitch(stride[1]), apart(kColumnsApart * stride[2]), row(row), rows(rows), inside(0) {
+      : pitch(stride[2]), apart(kColumnsApart * stride[3]), row(row), rows(rows), inside(0) {
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       const int chunk = lane + 32 * i;
@@ -75,9 +80,9 @@ struct RowCopier {
       const int c = channel + chunk * kChunk % kChannels;
       const bool there = chunk < kChunks && column >= 0 && column < columns && c < channels;
       if constexpr (!kMany) {
-        next[i] = opaque_pointer(image + (row * stride[1] + (there ? column * stride[2] + c : 0)));
+        next[i] = opaque_pointer(plane + (row * stride[2] + (there ? column * stride[3] + c : 0)));
       } else if (i == 0) {
-        next[0] = opaque_pointer(image + (row * stride[1] + column * stride[2] + c));
+        next[0] = opaque_pointer(plane + (row * stride[2] + column * stride[3] + c));
       }
       inside |= static_cast<u32>(there) << i;
     }
@@ -148,7 +153,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   const int channel_tile = blockIdx.y, block = blockIdx.x, blocks = gridDim.x;
   const int first_channel = channel_tile * kChannels;
   const int strip = lane / LANES, own = lane % LANES * VECTOR;
-  const int items = args.groups * args.chunks * args.batch;
+  const int items = args.groups * args.chunks * args.planes;
+  // The part of the kernel.
+  const int down = blockIdx.z / args.parts[1], t = down / args.parts[0];
+  const int first_r = (down - t * args.parts[0]) * KERNEL;
+  const int first_s = (blockIdx.z - down * args.parts[1]) * KERNEL;
   T* const all_stages = reinterpret_cast<T*>(shared);
   const int stages = warp * STAGES * kStage;
   const int first_stage =
@@ -167,17 +176,21 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 
   float sums[KERNEL][KERNEL][VECTOR] = {};
   for (int item = block * WARPS + warp; item < items; item += blocks * WARPS) {
-    const int above = item / args.groups, n = above / args.chunks;
-    const int first_row = (above - n * args.chunks) * args.rows;
+    const int above = item / args.groups, plane = above / args.chunks;
+    const int n = plane / args.y_size[0], z = plane - n * args.y_size[0];
+    const int d = z * args.stride[0] + t * args.dilation[0] - args.pad[0];
+    if (static_cast<u32>(d) >= static_cast<u32>(args.x_size[0])) continue;
+    const int first_row = (above - plane * args.chunks) * args.rows;
     const int first_column = (item - above * args.groups) * kColumnsY;
-    const int top = first_row * STRIDE - args.pad[0];
-    const int y_end = min(args.y_size[0], first_row + args.rows);
-    const i64 x_image = n * args.x_stride[0], y_image = n * args.y_stride[0];
-    CopierX x(all_stages + stages, static_cast<const T*>(args.x) + x_image, args.x_stride, top,
-              args.x_size[0], first_column * STRIDE - args.pad[1], args.x_size[1], first_channel,
-              args.channels, lane);
-    CopierY y(all_stages + stages + CopierX::kElements, static_cast<const T*>(args.y) + y_image,
-              args.y_stride, first_row, y_end, first_column, args.y_size[1], first_channel,
+    const int top = first_row * STRIDE - args.pad[1] + first_r;
+    const int y_end = min(args.y_size[1], first_row + args.rows);
+    const i64 x_plane = n * args.x_stride[0] + d * args.x_stride[1];
+    const i64 y_plane = n * args.y_stride[0] + z * args.y_stride[1];
+    CopierX x(all_stages + stages, static_cast<const T*>(args.x) + x_plane, args.x_stride, top,
+              args.x_size[1], first_column * STRIDE - args.pad[2] + first_s, args.x_size[2],
+              first_channel, args.channels, lane);
+    CopierY y(all_stages + stages + CopierX::kElements, static_cast<const T*>(args.y) + y_plane,
+              args.y_stride, first_row, y_end, first_column, args.y_size[2], first_channel,
               args.channels, lane);
     const auto fetch = [&](int step) {
       if (step < steps) {
@@ -210,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
             }
           }
           const int h = top + step;
-          if (!kSkipTaps || (h >= 0 && h < args.x_size[0])) {
+          if (!kSkipTaps || (h >= 0 && h < args.x_size[1])) {
             float row[kRead][VECTOR];
 #pragma unroll
             for (int i = 0; i < kRead; ++i) {
@@ -255,10 +268,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     }
   }
   __syncthreads();
+  const int column = blockIdx.z * gridDim.y + channel_tile;
   float4* const partials =
-      reinterpret_cast<float4*>(args.partials) + static_cast<i64>(channel_tile) * blocks * (kPart / 4);
-  block_sums.finish(partials, args.arrived + channel_tile, last, [&](int index, float sum) {
+      reinterpret_cast<float4*>(args.partials) + static_cast<i64>(column) * blocks * (kPart / 4);
+  block_sums.finish(partials, args.arrived + column, last, [&](int index, float sum) {
     const int tap = index / kChannels, c = first_channel + index % kChannels;
-    if (c < args.channels) put_gradient_as<T>(args, c, tap / KERNEL, tap % KERNEL, sum);
+    const int r = first_r + tap / KERNEL, s = first_s + tap % KERNEL;
+    if (c >= args.channels || r >= args.kernel[0] || s >= args.kernel[1]) return;
+    put_gradient_as<T>(args, c, t * args.kernel[0] + r, s, sum);
   });
 }

@@ -32,9 +32,9 @@ CLUSTERED = 0.91
 """The part of an H200 that clusters of more than two blocks fill."""
 
 
-def elements_of(work: ConvWork, plane: Plane) -> int:
+def elements_of(work: ConvWork) -> int:
     """Return the number of elements of both inputs."""
-    return (prod(plane.input) + prod(plane.output)) * plane.batch * work.groups
+    return (prod(work.input) + prod(work.output)) * work.batch * work.groups
 
 
 def fill_weight(args: Any, work: ConvWork, plane: Plane) -> None:

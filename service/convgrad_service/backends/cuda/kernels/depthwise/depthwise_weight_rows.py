@@ -41,7 +41,9 @@ THREADS, BLOCKS = 256, 2
 MOST_INDEX = 2**31 - 1
 # The limit of gridDim.y and gridDim.z.
 MOST_ALONG = 2**16 - 1
-KERNELS, STRIDES, COLUMNS = (3, 5, 7), (1, 2), (4, 7)
+# Columns of taps, and of y by the channels of a thread; kernels of more than FEW columns take LONG.
+KERNELS, STRIDES, COLUMNS = (3, 5, 7), (1, 2), {1: (4, 7), 2: (4, 7)}
+FEW, LONG, LONG_COLUMNS = 13, 16, {1: (7,), 2: (4,)}
 # Numbers of blocks of a cluster: with others, fewer fit on the device at once.
 CLUSTERS = (1, 2, 4, 8)
 # Of the cost model, fitted to 40 layers on an H200: seconds of a launch, of a block's first loads
@@ -161,17 +163,17 @@ class DepthwiseWeightRows:
         """See `Family.instances`."""
         return [
             _instance(dtype, RowsTile(kernel, stride, columns, vector))
-            for kernel in KERNELS
+            for kernel in (*KERNELS, LONG)
             for stride in STRIDES
-            for columns in COLUMNS
             for dtype in DTYPES
             for vector in ((1, 2) if dtype.itemsize == 2 else (1,))
+            for columns in (LONG_COLUMNS if kernel == LONG else COLUMNS)[vector]
         ]
 
 
 def _parts(columns: int) -> tuple[int, int]:
     """Return the parts of a row of taps, and their columns."""
-    parts = ceil_div(columns, KERNELS[-1])
+    parts = ceil_div(columns, LONG if columns > FEW else KERNELS[-1])
     part = ceil_div(columns, parts)
     return ceil_div(columns, part), part
 
@@ -196,7 +198,8 @@ def _grid(work: ConvWork, layout: RowsLayout) -> tuple[int, int]:
 
 def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[RowsLayout]:
     """Yield the layouts that may be the fastest."""
-    kernel = next(one for one in KERNELS if one >= _parts(work.kernel[2])[1])
+    part = _parts(work.kernel[2])[1]
+    kernel = next((one for one in KERNELS if one >= part), LONG)
     vector, tap_rows = vector_of(work), _tap_rows(work)
     all_vectors = ceil_div(channels_of(work), vector)
     sizes = set()
@@ -204,8 +207,9 @@ def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[RowsLayout]:
         tiles = ceil_div(all_vectors, most)
         sizes.add(ceil_div(ceil_div(all_vectors, tiles), 4) * 4)
     together = {ceil_div(tap_rows, sets) for sets in (1, 2, 3, 4, tap_rows)}
+    across = (LONG_COLUMNS if kernel == LONG else COLUMNS)[vector]
     tile = min(
-        (RowsTile(kernel, work.stride[2], columns, vector) for columns in COLUMNS),
+        (RowsTile(kernel, work.stride[2], columns, vector) for columns in across),
         key=lambda tile: _strips(work, tile) * _instructions(tile),
     )
     items = work.pixels // work.output[2] * _strips(work, tile)

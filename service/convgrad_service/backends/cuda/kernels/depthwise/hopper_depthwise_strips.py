@@ -171,7 +171,7 @@ class HopperDepthwiseStrips:
 
 def _why_slower(work: ConvWork, plane: Plane, tile: StripsTile) -> str | None:
     """Return why other families are expected to be faster, or None."""
-    elements = elements_of(work, plane)
+    elements = elements_of(work)
     if elements < LEAST_ELEMENTS:
         return f"{elements} elements; other families are faster on few"
     sides = ((plane.output[1], STRIP_COLUMNS * tile.side), (plane.batch, tile.images))
