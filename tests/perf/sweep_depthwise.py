@@ -32,10 +32,10 @@ from convgrad_service.backends.cuda.kernels.depthwise import depthwise_weight_ro
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct import DepthwiseDirect
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight import DepthwiseWeight
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_mma import DepthwiseWeightMma
-from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_strips import (
-    HopperDepthwiseStrips,
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct import (
+    DepthwiseWeightDirect,
 )
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_mma import DepthwiseWeightMma
 from convgrad_service.plans.cuda.assembly import conv_work
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Family
@@ -55,8 +55,8 @@ LIMIT = 3.0
 OTHERS: Mapping[str, tuple[Family[ConvWork], ...]] = {
     "conv_bwd_data": (DepthwisePairs(anything=True),),
     "grouped_conv_bwd_weight": (
-        HopperDepthwiseStrips(always=True),
-        DepthwiseWeight(),
+        DepthwiseWeightDirect(always=True),
+        DepthwiseWeight(always=True),
         DepthwiseWeightMma(),
     ),
 }

@@ -44,7 +44,7 @@ CASES = [FROM_CONV["grouped_conv_bwd_weight"](*one) for one in LAYERS.items()]
 
 @pytest.fixture(scope="module")
 def emulated() -> EmulatedBackend:
-    return EmulatedBackend(replace(FAMILIES, bwd_weight=[DepthwiseWeight()]))
+    return EmulatedBackend(replace(FAMILIES, bwd_weight=[DepthwiseWeight(always=True)]))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -29,10 +29,10 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight import DepthwiseWeight
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_mma import DepthwiseWeightMma
-from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_strips import (
-    HopperDepthwiseStrips,
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct import (
+    DepthwiseWeightDirect,
 )
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_mma import DepthwiseWeightMma
 from convgrad_service.backends.cuda.kernels.fallback.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.fallback.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.fallback.weight_direct import WeightDirect
@@ -139,8 +139,8 @@ def few() -> Families:
         GatherDirect(),
     ]
     weight: list[Family[Any]] = [
-        HopperDepthwiseStrips(always=True),
-        DepthwiseWeight(),
+        DepthwiseWeightDirect(always=True),
+        DepthwiseWeight(always=True),
         DepthwiseWeightMma(),
         WeightDirect(),
     ]

@@ -36,12 +36,12 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import Pointwise
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct import DepthwiseDirect
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight import DepthwiseWeight
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct import (
+    DepthwiseWeightDirect,
+)
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_mma import DepthwiseWeightMma
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_rows import (
     DepthwiseWeightRows,
-)
-from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_strips import (
-    HopperDepthwiseStrips,
 )
 from convgrad_service.backends.cuda.kernels.fallback.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.fallback.gather_tile import GatherTile
@@ -124,7 +124,7 @@ _DEPTHWISE: _Sides = (
 )
 _DEPTHWISE_WEIGHT: _Sides = (
     [DepthwiseWeightRows()],
-    [HopperDepthwiseStrips(), DepthwiseWeight(), DepthwiseWeightMma()],
+    [DepthwiseWeightDirect(), DepthwiseWeight(), DepthwiseWeightMma()],
 )
 DEPTHWISE = _fastest(*_DEPTHWISE), _fastest(*map(_through_channels_last, _DEPTHWISE))
 DEPTHWISE_WEIGHT = (

@@ -33,6 +33,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     channels_of,
     spread_of,
     strides_of,
+    turned,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -64,6 +65,7 @@ class DepthwiseDirect:
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
+        work = turned(work)
         if work.dtype not in DTYPES:
             return f"{work.dtype}"
         if work.groups == 1 or work.in_channels != 1:
@@ -97,6 +99,7 @@ class DepthwiseDirect:
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
+        work = turned(work)
         return self.fragment(work, device, self.layout(work, device))
 
     def layout(self, work: ConvWork, device: CudaDevice) -> DirectLayout:

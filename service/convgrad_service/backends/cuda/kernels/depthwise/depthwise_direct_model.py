@@ -8,7 +8,6 @@ from functools import lru_cache
 from math import prod
 
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
-    BYTES_S,
     bytes_of,
     channels_of,
     spread_of,
@@ -30,7 +29,7 @@ LINES = (4, 8, 16, 32)
 # one.
 SHAPES = {1: ((1, 4), (2, 7), (4, 4)), 2: ((1, 4), (2, 4))}
 COLUMNS = {1: (7, 14), 2: (4, 7)}
-LINE_COLUMNS = {1: (7, 14), 2: (4, 7)}
+LINE_COLUMNS = {1: (7, 14), 2: (7,)}
 # Of vectors of channels in a tile.
 MOST_VECTORS, FEWER_VECTORS = 32, 16
 
@@ -39,15 +38,14 @@ MOST_VECTORS, FEWER_VECTORS = 32, 16
 class Cost:
     """A launch, the instructions of a thread, and what they and memory take.
 
-    A thread's instructions are those of the thread itself, of a row of taps, of an element of x that
-    it reads, of a result, of a tap, and of a weight that it copies, besides one for each product. A
-    scheduler issues ``clocks_s`` of them per second, or as many less as ``alone`` is more than its
-    warps.
+    A thread's instructions are those of itself, of an element of x that it reads, of a result, of a
+    tap, and of a weight that it copies, besides one for each product. A scheduler issues
+    ``clocks_s`` of them per second, if it has at least ``alone`` warps. ``apart`` is the part of
+    the lesser of computation's and memory's time that is not hidden.
     """
 
     start_s: float
     thread: float
-    step: float
     read: float
     result: float
     tap: float
@@ -55,15 +53,15 @@ class Cost:
     clocks_s: float
     alone: float
     bytes_s: float
+    apart: float
 
 
-# Fitted on an H200 to 43 and 79 layers, of which fits to one half erred by 2 and 5 % on the other.
-WHOLE = Cost(4.75e-6, 84, 0, 1.0, 0.5, 2.72, 6.6, 0.947e9, 1.4, 3.9e12)
-BY_ROWS = Cost(4.6e-6, 146, 3.3, 4.7, 20, 5.3, 12.9, 1.46e9, 1.0, BYTES_S)
+# Fitted on an H200 to 58 and 66 layers; fits to one half erred by 6 % on the other. Kernels of one
+# row cost what whole kernels do, which was not measured.
+WHOLE = Cost(4.78e-6, 84, 1.21, 1.54, 3.75, 2.85, 0.992e9, 1.35, 3.99e12, 0.154)
+BY_ROWS = Cost(4.93e-6, 263, 7.0, 0.5, 3.53, 29.5, 1.34e9, 2.6, 4.6e12, 0.438)
 # Each row of taps after the first ones, if nothing else takes longer.
-STEP_S, EARLY_STEPS = 0.306e-6, 3
-# The part of the lesser of two times that is not hidden.
-APART = 0.2
+STEP_S, EARLY_STEPS = 0.6e-6, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +200,11 @@ def expected_s(work: ConvWork, device: CudaDevice, layout: DirectLayout) -> floa
         for rows, stride in zip(work.kernel[:2], work.stride[:2], strict=True):
             steps *= rows / stride if backward else rows
             most_steps *= ceil_div(rows, stride) if backward else rows
-    step = cost.step + read * (cost.read + layout.vector) + products + taps * cost.tap
+    step = read * (cost.read + layout.vector) + products + taps * cost.tap
     thread = cost.thread + results * cost.result + steps * step
     thread += layout.vectors * work.taps / THREADS * cost.weight
     # A block has a warp for each of an SM's four schedulers, which a single one does not keep busy.
     rounds = max(cost.alone, ceil_div(prod(grid_of(work, layout)), device.multiprocessors))
     busy_s = rounds * thread / cost.clocks_s
     waits_s = max(bytes_of(work) / cost.bytes_s, STEP_S * max(0, most_steps - EARLY_STEPS))
-    return cost.start_s + max(busy_s, waits_s) + APART * min(busy_s, waits_s)
+    return cost.start_s + max(busy_s, waits_s) + cost.apart * min(busy_s, waits_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeVar
 
@@ -14,9 +14,10 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["BYTES_S", "DTYPES", "IN_16_BITS", "LinearCost", "Plane", "bytes_of", "channels_of"]
 __all__ += ["chunk_counts", "chunk_rows", "plane_and_tile", "plane_of", "resident_blocks"]
-__all__ += ["spread_of", "strides_of", "vector_of", "why_not_counted"]
+__all__ += ["spread_of", "strides_of", "turned", "vector_of", "why_not_counted"]
 
 T = TypeVar("T")
+V = TypeVar("V")
 IN_16_BITS = (DType.FLOAT16, DType.BFLOAT16)
 DTYPES = (*IN_16_BITS, DType.FLOAT32)
 BYTES_S = 4.2e12
@@ -61,8 +62,9 @@ class Plane:
 
 
 def plane_of(work: ConvWork, general: bool = False) -> Plane | str:
-    """Return the plane of a channels-last work in a 16-bit type and whole chunks of channels, or why
-    it has none.
+    """Return the plane of a channels-last work in a 16-bit type and whole chunks of channels.
+
+    Or why it has none.
 
     ``general`` allows dilation and several output channels per group.
     """
@@ -144,6 +146,38 @@ def vector_of(work: ConvWork) -> int:
     return 1 if any(n % 2 for n in (work.groups, *numbers)) else 2
 
 
+def turned(work: ConvWork) -> ConvWork:
+    """Return a work with H and W exchanged if its kernel has a single column, so that it has a
+    single row of taps."""
+    if work.kernel[2] > 1 or work.kernel[1] == 1 or work.kernel[0] > 1:
+        return work
+
+    def of(values: tuple[V, ...]) -> tuple[V, ...]:
+        return *values[:-2], values[-1], values[-2]
+
+    def strides(operand: Operand) -> Operand:
+        first, second, third, *spatial = operand.strides
+        return replace(operand, strides=(first, second, third, *of(tuple(spatial))))
+
+    conv = work.conv
+    return replace(
+        work,
+        conv=replace(
+            conv,
+            input_size=of(conv.input_size),
+            kernel_size=of(conv.kernel_size),
+            output_size=of(conv.output_size),
+            stride=of(conv.stride),
+            padding=of(conv.padding),
+            dilation=of(conv.dilation),
+        ),
+        x=strides(work.x),
+        w=strides(work.w),
+        y=strides(work.y),
+        accumulate=None if work.accumulate is None else strides(work.accumulate),
+    )
+
+
 def bytes_of(work: ConvWork) -> int:
     """Return the bytes of input and output."""
     elements = sum(prod(size) for size in work.sizes)
@@ -164,12 +198,16 @@ class LinearCost:
     megaproduct_us: float
     column_us: float
 
-    def expected_s(self, work: ConvWork, device: CudaDevice) -> float:
-        """Return the predicted time of a work."""
-        products = work.pixels * work.groups * work.out_channels * work.taps
+    def expected_s(
+        self, work: ConvWork, device: CudaDevice, reads: int = 1, taps: int | None = None
+    ) -> float:
+        """Return the predicted time of a work; its tensors are read ``reads`` times, and products
+        are computed for ``taps``, else those of the kernel."""
+        products = work.pixels * channels_of(work) * (taps or work.taps)
         us = self.start_us + self.column_us * work.kernel[2]
-        sized_us = (bytes_of(work) * self.megabyte_us + products * self.megaproduct_us) * 1e-6
-        return (us + sized_us * FITTED_MULTIPROCESSORS / device.multiprocessors) * 1e-6
+        sized_us = reads * bytes_of(work) * self.megabyte_us + products * self.megaproduct_us
+        us += sized_us * 1e-6 * FITTED_MULTIPROCESSORS / device.multiprocessors
+        return us * 1e-6
 
 
 def why_not_counted(columns: int) -> str | None:

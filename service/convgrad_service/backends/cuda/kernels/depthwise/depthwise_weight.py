@@ -86,6 +86,11 @@ TILES: dict[int, tuple[WeightTile, ...]] = {
     ),
 }
 FEW_ELEMENTS = 27 * 10**6
+# Elements of both tensors above which tensor cores are faster in 16-bit types with stride 1. On an
+# H200, FMAs took 0.86 to 1.12 of their time with 24 to 58 million elements and 3x3 kernels, 0.76 to
+# 1.0 below 15 million and 0.98 to 1.06 at 24 million with 5x5 ones, and with 7x7 ones 0.77 at 4.8
+# million and 1.19 at 9.6 million; with stride 2, 0.3 to 0.9.
+TENSOR_CORES_FROM = {3: 45 * 10**6, 5: 20 * 10**6, 7: 5 * 10**6}
 
 
 DepthwiseWeightArgs = structure("depthwise/depthwise_weight.cu", "DepthwiseWeightArgs")
@@ -97,9 +102,9 @@ class DepthwiseWeight:
 
     name = "depthwise_weight"
 
-    def __init__(self, tile: WeightTile | None = None) -> None:
-        """Create the family; with a ``tile``, for every work of its extent and stride."""
-        self._tile = tile
+    def __init__(self, always: bool = False) -> None:
+        """Create the family; with ``always``, it also takes work at which others are faster."""
+        self._always = always
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
@@ -115,6 +120,12 @@ class DepthwiseWeight:
         if work.dilation[2] * work.dilation[1] > 1 and work.kernel[1] * work.kernel[2] > 1:
             return "dilated"
         tile = self.tile(work)
+        in_chunks = work.dtype.itemsize == 2 and _piece(work) == PIECES[0]
+        if in_chunks and work.stride[2] == work.kernel[0] == 1:
+            elements, kernel = elements_of(work), work.kernel[2]
+            least = TENSOR_CORES_FROM.get(kernel, 0) if work.kernel[1] == kernel else 0
+            if elements >= least and not self._always:
+                return f"tensor cores are faster on {elements} elements"
         columns = ceil_div(work.groups, CHANNELS) * _parts(work, tile)[2]
         if columns > MOST_ALONG:
             return f"{columns} tiles are more than a grid can have"
@@ -154,13 +165,12 @@ class DepthwiseWeight:
             cluster=blocks if clustered else 1,
         )
         order = f"{groups} groups, {rows} rows, {blocks} blocks"
-        expected = COST.expected_s(work, device)
+        reads, taps = all_parts, all_parts * tile.kernel**2
+        expected = COST.expected_s(work, device, reads, taps)
         return Fragment(self.name, (launch,), partials, expected_s=expected, order=order)
 
     def tile(self, work: ConvWork) -> WeightTile:
         """Return the instance for a work."""
-        if self._tile is not None:
-            return self._tile
         kernel = next((one for one in KERNELS if one >= max(work.kernel[1:])), KERNELS[-1])
         small = work.dtype.itemsize == 4 and elements_of(work) < FEW_ELEMENTS
         tiles = [

@@ -17,6 +17,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     bytes_of,
     channels_of,
     spread_of,
+    turned,
     vector_of,
     why_not_counted,
 )
@@ -41,9 +42,9 @@ THREADS, BLOCKS = 256, 2
 MOST_INDEX = 2**31 - 1
 # The limit of gridDim.y and gridDim.z.
 MOST_ALONG = 2**16 - 1
-# Columns of taps, and of y by the channels of a thread; kernels of more than FEW columns take LONG.
-KERNELS, STRIDES, COLUMNS = (3, 5, 7), (1, 2), {1: (4, 7), 2: (4, 7)}
-FEW, LONG, LONG_COLUMNS = 13, 16, {1: (7,), 2: (4,)}
+KERNELS, STRIDES, COLUMNS = (3, 5, 7), (1, 2), (4, 7)
+# Kernels of more than FEW columns take instances of LONG ones; their columns of y, by channels.
+FEW, LONG, LONG_COLUMNS = 13, 16, {1: 7, 2: 4}
 # Numbers of blocks of a cluster: with others, fewer fit on the device at once.
 CLUSTERS = (1, 2, 4, 8)
 # Of the cost model, fitted to 40 layers on an H200: seconds of a launch, of a block's first loads
@@ -91,8 +92,8 @@ DepthwiseWeightRowsArgs = structure("depthwise/depthwise_weight_rows.cu", "Depth
 
 
 class DepthwiseWeightRows:
-    """bwd_weight with one input channel per group, channels last, of any number of channels, kernel,
-    padding and dilation, in one to three dimensions."""
+    """bwd_weight with one input channel per group, channels last, of any number of channels and
+    kernel, padding and dilation, in one to three dimensions."""
 
     name = "depthwise_weight_rows"
 
@@ -101,6 +102,7 @@ class DepthwiseWeightRows:
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
+        work = turned(work)
         reason = why_not_volume(work)
         if reason is not None:
             return reason
@@ -117,6 +119,7 @@ class DepthwiseWeightRows:
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
+        work = turned(work)
         return self.fragment(work, device, self.layout(work, device))
 
     def layout(self, work: ConvWork, device: CudaDevice) -> RowsLayout:
@@ -167,8 +170,12 @@ class DepthwiseWeightRows:
             for stride in STRIDES
             for dtype in DTYPES
             for vector in ((1, 2) if dtype.itemsize == 2 else (1,))
-            for columns in (LONG_COLUMNS if kernel == LONG else COLUMNS)[vector]
+            for columns in _columns(kernel, vector)
         ]
+
+
+def _columns(kernel: int, vector: int) -> tuple[int, ...]:
+    return (LONG_COLUMNS[vector],) if kernel == LONG else COLUMNS
 
 
 def _parts(columns: int) -> tuple[int, int]:
@@ -207,9 +214,8 @@ def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[RowsLayout]:
         tiles = ceil_div(all_vectors, most)
         sizes.add(ceil_div(ceil_div(all_vectors, tiles), 4) * 4)
     together = {ceil_div(tap_rows, sets) for sets in (1, 2, 3, 4, tap_rows)}
-    across = (LONG_COLUMNS if kernel == LONG else COLUMNS)[vector]
     tile = min(
-        (RowsTile(kernel, work.stride[2], columns, vector) for columns in across),
+        (RowsTile(kernel, work.stride[2], columns, vector) for columns in _columns(kernel, vector)),
         key=lambda tile: _strips(work, tile) * _instructions(tile),
     )
     items = work.pixels // work.output[2] * _strips(work, tile)

@@ -1,0 +1,255 @@
+"""Channels-last depthwise wgrad in registers (depthwise_weight_direct.cu)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
+    IN_16_BITS,
+    LinearCost,
+    Plane,
+    plane_and_tile,
+    plane_of,
+    why_not_counted,
+)
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args import (
+    buffers_of,
+    elements_of,
+    fill_weight,
+    partials_of,
+)
+from convgrad_service.backends.cuda.structures import structure
+from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.works import ConvWork
+
+__all__ = ["DIRECT_TILES", "DepthwiseWeightDirect", "DirectLayout", "DirectTile"]
+
+COST = LinearCost(11.6, 0.238, 0.0211, 0.0)
+# Latency of a unit's first rows, in rows.
+START_ROWS = 4
+MOST_CHUNKS = 64
+MOST_INDEX = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class DirectTile:
+    """Kernel and stride; a thread's channels and columns of y, and the rows that it prefetches; the
+    most threads of a block, one of which fills an SM."""
+
+    kernel: int
+    stride: int
+    vector: int
+    columns: int
+    ahead: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class DirectLayout:
+    """Vectors of channels per tile, strips per unit, units per block, and rows per chunk."""
+
+    vectors: int
+    strips: int
+    units: int
+    rows: int
+
+    @property
+    def unit_warps(self) -> int:
+        return ceil_div(self.vectors * self.strips, 32)
+
+
+DIRECT_TILES = (DirectTile(3, 1, 2, 4, 3, 512), DirectTile(3, 2, 2, 4, 4, 512))
+# Elements of both tensors, and columns of y by stride, above which it is faster on an H200.
+LEAST_ELEMENTS = 27 * 10**6
+LEAST_COLUMNS = {1: 56, 2: 28}
+# If less than FILLED of the tensor-core strips' columns would be used, this family is faster from
+# LEAST_RAGGED_COLUMNS columns on.
+STRIP_COLUMNS, FILLED, LEAST_RAGGED_COLUMNS = 8, 0.85, 19
+
+
+DepthwiseWeightDirectArgs = structure(
+    "depthwise/depthwise_weight_direct.cu", "DepthwiseWeightDirectArgs"
+)
+
+
+class DepthwiseWeightDirect:
+    """bwd_weight in 16-bit types with one channel per group, channels last."""
+
+    name = "depthwise_weight_direct"
+
+    def __init__(
+        self,
+        tiles: tuple[DirectTile, ...] = DIRECT_TILES,
+        layout: DirectLayout | None = None,
+        always: bool = False,
+    ) -> None:
+        self._tiles = tiles
+        self._layout = layout
+        self._always = always
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        if device.architecture not in HOPPER:
+            return f"measured on Hopper alone; this is {device.architecture}"
+        plane = plane_of(work)
+        if isinstance(plane, str):
+            return plane
+        tile = self._tile(plane)
+        if tile is None:
+            return f"no instance for kernel {work.kernel} and stride {work.stride}"
+        if not self._always:
+            reason = _why_slower(work, plane, tile)
+            if reason is not None:
+                return reason
+        layout = self._layout or best_layout(work, plane, tile, device)
+        if plane.batch * plane.output[1] * MOST_CHUNKS > MOST_INDEX:
+            return "more than 2^31 items"
+        reason = why_not_counted(_tiles(work, tile, layout))
+        if reason is not None:
+            return reason
+        return device.why_not_shared(_shared_bytes(tile, layout))
+
+    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        plane, tile = plane_and_tile(work, self._tile)
+        layout = self._layout or best_layout(work, plane, tile, device)
+        return self.fragment(work, device, plane, tile, layout)
+
+    def fragment(
+        self,
+        work: ConvWork,
+        device: CudaDevice,
+        plane: Plane,
+        tile: DirectTile,
+        layout: DirectLayout,
+    ) -> Fragment:
+        """Return the launch with a tile and layout."""
+        tiles = _tiles(work, tile, layout)
+        groups = ceil_div(plane.output[1], layout.strips * tile.columns)
+        chunks = ceil_div(plane.output[0], layout.rows)
+        items = plane.batch * groups * chunks
+        resident = max(1, device.multiprocessors // tiles)
+        blocks = ceil_div(items, ceil_div(items, resident * layout.units) * layout.units)
+
+        args = DepthwiseWeightDirectArgs()
+        fill_weight(args, work, plane)
+        args.vectors, args.strips = layout.vectors, layout.strips
+        args.unit_warps, args.units = layout.unit_warps, layout.units
+        args.groups, args.chunks, args.rows = groups, chunks, layout.rows
+        args.blocks = blocks
+        args.by_vectors = divider(layout.vectors)
+        args.by_unit_warps = divider(layout.unit_warps)
+        args.by_groups, args.by_chunks = divider(groups), divider(chunks)
+        part = tile.kernel**2 * layout.vectors * tile.vector
+        partials = partials_of(work, blocks, blocks * tiles * part)
+        launch = Launch(
+            _instance(work.dtype, tile, _is_inner(plane, tile, layout.strips * tile.columns)),
+            (tiles, blocks, 1),
+            (layout.units * layout.unit_warps * 32, 1, 1),
+            pack(args, **buffers_of(work, partials)),
+            _shared_bytes(tile, layout),
+        )
+        return Fragment(self.name, (launch,), partials, expected_s=COST.expected_s(work, device))
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            _instance(dtype, tile, inner)
+            for tile in self._tiles
+            for dtype in IN_16_BITS
+            for inner in (True, False)
+        ]
+
+    def _tile(self, plane: Plane) -> DirectTile | None:
+        for tile in self._tiles:
+            if ((tile.kernel,) * 2, tile.stride) == (plane.kernel, plane.stride):
+                return tile
+        return None
+
+
+def _why_slower(work: ConvWork, plane: Plane, tile: DirectTile) -> str | None:
+    """Return why other families are expected to be faster, or None."""
+    elements = elements_of(work)
+    if elements < LEAST_ELEMENTS:
+        return f"{elements} elements; other families are faster on few"
+    columns = plane.output[1]
+    if _is_inner(plane, tile, columns):
+        least = LEAST_COLUMNS[tile.stride]
+    elif tile.stride == 1 and columns / (ceil_div(columns, STRIP_COLUMNS) * STRIP_COLUMNS) < FILLED:
+        least = LEAST_RAGGED_COLUMNS
+    else:
+        return f"strips of {tile.columns} columns do not end with rows of {columns}, or long pads"
+    return f"rows of {columns} columns; others are faster" if columns < least else None
+
+
+def layouts(
+    work: ConvWork, plane: Plane, tile: DirectTile, device: CudaDevice
+) -> Iterator[tuple[int, DirectLayout]]:
+    """Yield layouts that fill blocks, each preceded by its cost (rows times warps of a block)."""
+    vectors = work.groups // tile.vector
+    strips = ceil_div(plane.output[1], tile.columns)
+    fewest = max(1, 4 // tile.vector)  # granularity in vectors: partial sums are read by fours
+    for of_tile in range(8, max(8, min(vectors, tile.threads)) + 1, fewest):
+        tiles = ceil_div(vectors, of_tile)
+        if of_tile > 8 and ceil_div(vectors, of_tile - fewest) == tiles:
+            continue  # fewer vectors give as many tiles
+        for side in range(min(strips, tile.threads // of_tile), 0, -1):
+            groups = ceil_div(strips, side)
+            if ceil_div(strips, groups) != side:
+                continue  # a shorter side gives as many groups
+            warps = ceil_div(of_tile * side, 32)
+            units = tile.threads // 32 // warps
+            resident = max(1, device.multiprocessors // tiles) * units
+            for chunks in range(1, min(plane.output[0], MOST_CHUNKS) + 1):
+                rows = ceil_div(plane.output[0], chunks)
+                if ceil_div(plane.output[0], rows) != chunks:
+                    continue
+                rounds = ceil_div(plane.batch * groups * chunks, resident)
+                steps = rounds * ((rows - 1) * tile.stride + tile.kernel + START_ROWS)
+                yield steps * units * warps, DirectLayout(of_tile, side, units, rows)
+
+
+def best_layout(work: ConvWork, plane: Plane, tile: DirectTile, device: CudaDevice) -> DirectLayout:
+    """Return the layout with the least cost."""
+    return min(layouts(work, plane, tile, device), key=lambda found: found[0])[1]
+
+
+def _is_inner(plane: Plane, tile: DirectTile, columns: int) -> bool:
+    """Return whether units of ``columns`` divide rows of y, with padding of at most half a
+    kernel."""
+    half = (tile.kernel - 1) // 2
+    reach = (plane.output[1] - 1) * plane.stride + plane.kernel[1]
+    after = reach - plane.pad[1] - plane.input[1]
+    whole = plane.output[1] % columns == 0 and columns % tile.columns == 0
+    return whole and max(plane.pad[1], after) <= half
+
+
+def _tiles(work: ConvWork, tile: DirectTile, layout: DirectLayout) -> int:
+    """Return the number of tiles of channels."""
+    return ceil_div(work.groups, layout.vectors * tile.vector)
+
+
+def _shared_bytes(tile: DirectTile, layout: DirectLayout) -> int:
+    """Return the bytes of the threads' accumulators."""
+    threads = layout.units * layout.unit_warps * 32
+    return tile.kernel**2 * tile.vector * threads * 4
+
+
+def _instance(dtype: DType, tile: DirectTile, inner: bool) -> Instance:
+    defines = {
+        "ELEMENT": CUDA_TYPES[dtype],
+        "KERNEL": tile.kernel,
+        "STRIDE": tile.stride,
+        "VECTOR": tile.vector,
+        "COLUMNS": tile.columns,
+        "AHEAD": tile.ahead,
+        "INNER": int(inner),
+        "THREADS": tile.threads,
+    }
+    return Instance.of("depthwise/depthwise_weight_direct.cu", defines, HOPPER)
