@@ -156,8 +156,8 @@ def turned(work: ConvWork) -> ConvWork:
         return *values[:-2], values[-1], values[-2]
 
     def strides(operand: Operand) -> Operand:
-        first, second, third, *spatial = operand.strides
-        return replace(operand, strides=(first, second, third, *of(tuple(spatial))))
+        n, g, c, d, h, w = operand.strides
+        return replace(operand, strides=(n, g, c, d, w, h))
 
     conv = work.conv
     return replace(

@@ -7,11 +7,8 @@
 
 namespace convgrad {
 
-struct NoMaps {};
-
-// Tensor maps come first because of their alignment.
-template <class Maps = NoMaps>
-struct DepthwiseWeightOperands : Maps {
+// Of tensors with two spatial dimensions.
+struct DepthwiseWeightOperands {
   const void* x;           // the input
   const void* y;           // grad_output
   void* w;                 // grad_weight

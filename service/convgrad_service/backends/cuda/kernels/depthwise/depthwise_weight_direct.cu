@@ -25,7 +25,7 @@
 
 namespace convgrad {
 
-struct DepthwiseWeightDirectArgs : DepthwiseWeightOperands<> {
+struct DepthwiseWeightDirectArgs : DepthwiseWeightOperands {
   int vectors;     // vectors of channels in a tile
   int strips;      // strips of a unit
   int unit_warps;

@@ -25,7 +25,7 @@
 
 namespace convgrad {
 
-struct DepthwiseWeightMmaArgs : DepthwiseWeightOperands<> {
+struct DepthwiseWeightMmaArgs : DepthwiseWeightOperands {
   u32 x_pitch;  // of a row, in units of 16 bytes
   u32 y_pitch;
   int x_channels;  // channels / multiplier
