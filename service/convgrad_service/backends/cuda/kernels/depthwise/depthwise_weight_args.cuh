@@ -26,7 +26,8 @@ struct DepthwiseWeightOperands {
   int x_size[2];
   int y_size[2];
   int pad[2];
-  int wide;  // the result is in float32
+  int wide;    // the result is in float32
+  int blocks;  // that add to the same results
 };
 
 // Of tensors with up to three spatial dimensions.

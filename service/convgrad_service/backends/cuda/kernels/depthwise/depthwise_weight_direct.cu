@@ -33,7 +33,6 @@ struct DepthwiseWeightDirectArgs : DepthwiseWeightOperands {
   int groups;      // groups of strips in a row
   int chunks;      // chunks of rows in an image
   int rows;        // rows of a chunk
-  int blocks;      // blocks of a tile
   Divider by_vectors, by_unit_warps, by_groups, by_chunks;
 };
 

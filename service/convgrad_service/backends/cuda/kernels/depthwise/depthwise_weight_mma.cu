@@ -34,7 +34,6 @@ struct DepthwiseWeightMmaArgs : DepthwiseWeightOperands {
   int dilation[2];  // distance of taps in rows and columns
   int part[2];  // largest part of the kernel
   int parts_across;
-  int blocks;  // blocks of a part and tile of channels
   StripTiling tiling;
 };
 
