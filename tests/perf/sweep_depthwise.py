@@ -29,18 +29,13 @@ from convgrad.errors import UnsupportedProblem
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.depthwise import depthwise_direct_model as direct
 from convgrad_service.backends.cuda.kernels.depthwise import depthwise_weight_rows as rows
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise import Depthwise
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct import DepthwiseDirect
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise_mma import DepthwiseMma
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight import DepthwiseWeight
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct import (
     DepthwiseWeightDirect,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_mma import DepthwiseWeightMma
-from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_strips import (
-    HopperDepthwiseStrips,
-)
 from convgrad_service.plans.cuda.assembly import conv_work
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Family
@@ -58,11 +53,10 @@ PROCESSES, CHUNK = 16, 4
 LONG_S = 60e-6
 LIMIT = 3.0
 OTHERS: Mapping[str, tuple[Family[ConvWork], ...]] = {
-    "conv_bwd_data": (DepthwisePairs(anything=True), Depthwise(), DepthwiseMma()),
+    "conv_bwd_data": (DepthwisePairs(anything=True),),
     "grouped_conv_bwd_weight": (
-        HopperDepthwiseStrips(always=True),
         DepthwiseWeightDirect(always=True),
-        DepthwiseWeight(),
+        DepthwiseWeight(always=True),
         DepthwiseWeightMma(),
     ),
 }

@@ -41,23 +41,15 @@ LAYERS = {
     "3d_planes_unread": Conv(1, 8, 8, (9, 5, 5), (2, 3, 3), (4, 1, 1), groups=8),
 }
 CASES = [FROM_CONV[operation](*layer) for operation in DIRECTIONS for layer in LAYERS.items()]
-# The families of small problems, and all of these are small.
-SMALL = tuple(
-    f"{name}{through}"
-    for name in ("depthwise_direct", "depthwise_weight_rows")
-    for through in ("", "_through_channels_last")
-)
 RULE = ("channels_36", "channels_13", "1d_k31", "3d_strided")
 
 emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
 
-@pytest.fixture(scope="module", params=["every_family", "large_problems"])
-def emulated(request: pytest.FixtureRequest) -> EmulatedBackend:
+@pytest.fixture(scope="module")
+def emulated() -> EmulatedBackend:
     """A backend with only the kernels under test, and no fallback."""
     families = replace(FAMILIES, fwd=DEPTHWISE, bwd_data=DEPTHWISE, bwd_weight=DEPTHWISE_WEIGHT)
-    if request.param == "large_problems":
-        families = families.without(SMALL)
     return EmulatedBackend(families)
 
 

@@ -38,21 +38,32 @@ LAYERS: dict[str, Conv] = {
     "9x9_stride_2": layer(1, 16, (11, 13), (9, 9), 2, 4),
     "13x9_two_strides": Conv(1, 16, 16, (14, 13), (13, 9), (3, 2), (6, 4), groups=16),
     "1d_k31": Conv(2, 16, 16, (70,), (31,), padding=15, groups=16),
+    "1d_k4_causal": Conv(3, 40, 40, (37,), (4,), padding=((3, 0),), groups=40),
+    "1d_k7_strided": Conv(3, 24, 24, (41,), (7,), 2, 3, groups=24),
+    "1d_k31_strided": Conv(1, 16, 16, (64,), (31,), 2, 15, groups=16),
+    "row_of_taps": layer(2, 16, (5, 19), (1, 5), 1, (0, 2)),
+    "row_of_taps_strided": layer(2, 16, (5, 19), (1, 10), 2, (0, 2)),
+    "column_of_taps": layer(2, 16, (19, 5), (5, 1), 1, (2, 0)),
+    "one_tap": layer(2, 8, (3, 9), (1, 1)),
     "3d": Conv(2, 16, 16, (4, 6, 9), (3, 3, 3), padding=1, groups=16),
     "3d_strided": Conv(2, 24, 24, (5, 7, 8), (3, 3, 3), 2, 1, groups=24),
     "3d_strided_planes": Conv(1, 16, 16, (7, 5, 6), (2, 3, 3), (3, 1, 1), 1, groups=16),
     "3d_planes_unread": Conv(1, 8, 8, (9, 5, 5), (2, 3, 3), (4, 1, 1), groups=8),
+    "dilated": layer(2, 8, (9, 13), (3, 3), 1, 2, 2),
+    "dilated_by_two_steps": layer(2, 8, (9, 13), (3, 2), 2, 3, (2, 3)),
+    "dilated_by_more_than_a_row": layer(1, 8, (3, 4), (3, 3), 1, 5, 5),
+    "1d_k11_dilated": Conv(2, 24, 24, (40,), (11,), padding=10, dilation=2, groups=24),
+    "multiplier_2": layer(2, 16, (7, 9), (3, 3), 1, 1, 1, 2),
+    "multiplier_3": layer(2, 13, (7, 9), (5, 5), 2, 2, 1, 3),
 }
 
 
-def forward(name: str, conv: Conv) -> Case:
-    """Without a bias."""
-    case = FROM_CONV["conv_fwd"](name, conv)
-    shapes = {name: shape for name, shape in case.shapes.items() if name != "bias"}
-    return replace(case, shapes=shapes)
-
-
-CASES = [make(*one) for make in (FROM_CONV["conv_bwd_data"], forward) for one in LAYERS.items()]
+CASES = [
+    FROM_CONV[operation](name, conv)
+    for operation in ("conv_bwd_data", "conv_fwd")
+    for name, conv in LAYERS.items()
+    if operation == "conv_fwd" or (conv.k == conv.c and name != "dilated_by_two_steps")
+]
 
 
 def only(family: DepthwiseDirect) -> EmulatedBackend:
@@ -76,15 +87,25 @@ def test_layers(emulated: EmulatedBackend, seed: int, case: Case, dtype: str) ->
 @pytest.mark.parametrize(
     "layout",
     [
-        DirectLayout(3, 1, 2, 4, 2, 8),
-        DirectLayout(3, 1, 1, 7, 1, 16),
-        DirectLayout(3, 1, 0, 2, 2, 24),
+        DirectLayout(3, 1, 4, 4, 2, 8),
+        DirectLayout(3, 1, 2, 7, 1, 16),
+        DirectLayout(3, 1, 0, 7, 2, 24),
     ],
     ids=str,
 )
 def test_every_shape(seed: int, layout: DirectLayout) -> None:
     case = FROM_CONV["conv_bwd_data"]("wide", layer(2, 40, (9, 17), (3, 3), 1, 1))
     compare(only(DepthwiseDirect(layout)), seed, case, "bfloat16", "exact")
+
+
+@pytest.mark.parametrize("name", ["3x3", "stride_2", "channels_13", "3d", "11x11"])
+def test_added_to_a_tensor(emulated: EmulatedBackend, seed: int, name: str) -> None:
+    conv = LAYERS[name]
+    case = FROM_CONV["conv_bwd_data"](name, conv).with_tensor("accumulate", conv.input_shape)
+    added = case.with_params("bilinear", alpha=2.0, beta=-0.25)
+    tensors, wanted = drawn(seed, added, "bfloat16", "exact")
+    found = answers(emulated, added, tensors, with_layouts(case.ndim, grouped=False)[2])
+    check(found, wanted, "exact", f"seed {seed}, {added.id}")
 
 
 @pytest.mark.parametrize(

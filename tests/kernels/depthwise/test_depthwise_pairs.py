@@ -15,6 +15,7 @@ from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import (
     PAIR_TILES,
     DepthwisePairs,
+    PairTile,
 )
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment
@@ -39,6 +40,12 @@ LAYERS = {
     "kernel_5_uneven_padding": layer(2, 56, (8, 28), (5, 5), 1, ((0, 3), (4, 1))),
     "kernel_7": layer(2, 8, (7, 14), (7, 7), 1, 3),
     "kernel_7_odd_batch": layer(5, 40, (15, 14), (7, 7), 1, 3),
+    "kernel_9": layer(2, 24, (9, 14), (9, 9), 1, 4),
+    "kernel_9_many_images": layer(20, 8, (5, 6), (9, 9), 1, 4),
+    "kernel_13": layer(2, 40, (15, 20), (13, 13), 1, 6),
+    "kernel_13_odd_batch": layer(5, 8, (7, 21), (13, 13), 1, 6),
+    "kernel_11_uneven_padding": layer(3, 16, (8, 19), (11, 11), 1, ((0, 8), (9, 1))),
+    "kernel_11_many_images": layer(20, 8, (5, 6), (11, 12), 1, (5, 6)),
     "more_strips_than_a_tile": layer(1, 16, (4, 150), (7, 7), 1, 3),
     "many_images_a_tile": layer(20, 8, (5, 6), (3, 3), 1, 1),
     "fewer_images_than_a_tile_has": layer(1, 8, (3, 5), (5, 5), 1, 2),
@@ -73,6 +80,12 @@ CASES += [
 CASES.append(case_of("conv_bwd_data", "stride_2_kernel_5").with_params("scaled", alpha=2.0))
 
 
+def tiles_of(number: int) -> tuple[PairTile, ...]:
+    """One tile per kernel, the last or, with ``number`` 0, the first."""
+    ordered = PAIR_TILES[::-1] if number == 0 else PAIR_TILES
+    return tuple({(tile.kernel_rows, tile.stride): tile for tile in ordered}.values())
+
+
 class OnFew(DepthwisePairs):
     """The family with one tile per kernel, planned for few multiprocessors.
 
@@ -80,7 +93,7 @@ class OnFew(DepthwisePairs):
     """
 
     def __init__(self, tile: int, multiprocessors: int) -> None:
-        super().__init__(PAIR_TILES[tile::2], anything=True)
+        super().__init__(tiles_of(tile), anything=True)
         self._multiprocessors = multiprocessors
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:

@@ -27,17 +27,12 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import Pointwise
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     Config as PointwiseConfig,
 )
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise import Depthwise
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise_mma import DepthwiseMma
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight import DepthwiseWeight
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct import (
     DepthwiseWeightDirect,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_mma import DepthwiseWeightMma
-from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_strips import (
-    HopperDepthwiseStrips,
-)
 from convgrad_service.backends.cuda.kernels.fallback.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.fallback.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.fallback.weight_direct import WeightDirect
@@ -141,14 +136,11 @@ def few() -> Families:
     families: list[Family[Any]] = [
         HopperHalo(anything=True),
         DepthwisePairs(anything=True),
-        Depthwise(),
-        DepthwiseMma(),
         GatherDirect(),
     ]
     weight: list[Family[Any]] = [
         DepthwiseWeightDirect(always=True),
-        HopperDepthwiseStrips(always=True),
-        DepthwiseWeight(),
+        DepthwiseWeight(always=True),
         DepthwiseWeightMma(),
         WeightDirect(),
     ]

@@ -160,13 +160,7 @@ LARGE = {
     "weight_direct": LargeCase(
         WEIGHT, depthwise(256, 3), 900, "depthwise_weight_direct", params=WIDE
     ),
-    "strips": LargeCase(
-        WEIGHT,
-        replace(depthwise(256, 7), n=4),
-        700,
-        "hopper_depthwise_strips",
-        params=WIDE,
-    ),
+    "weight_mma": LargeCase(WEIGHT, depthwise(256, 7), 900, "depthwise_weight_mma", params=WIDE),
     "grouped_weight": LargeCase(
         WEIGHT,
         Conv(3, 256, 256, (56, 56), (3, 3), 1, 1, groups=32),

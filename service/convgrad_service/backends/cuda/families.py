@@ -28,9 +28,7 @@ from convgrad_service.backends.cuda.kernels.conv.padded_result import PaddedResu
 from convgrad_service.backends.cuda.kernels.conv.patch_products import PatchProducts
 from convgrad_service.backends.cuda.kernels.conv.patches import Patches
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise import Depthwise
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct import DepthwiseDirect
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise_mma import DepthwiseMma
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight import DepthwiseWeight
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct import (
@@ -39,9 +37,6 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct im
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_mma import DepthwiseWeightMma
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_rows import (
     DepthwiseWeightRows,
-)
-from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_strips import (
-    HopperDepthwiseStrips,
 )
 from convgrad_service.backends.cuda.kernels.fallback.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.fallback.gather_tile import GatherTile
@@ -120,11 +115,11 @@ def _through_channels_last(families: Sequence[Family[ConvWork]]) -> list[Family[
 _Sides = tuple[Sequence[Family[ConvWork]], ...]
 _DEPTHWISE: _Sides = (
     [DepthwiseDirect()],
-    [DepthwisePairs(), Depthwise(), DepthwiseMma()],
+    [DepthwisePairs()],
 )
 _DEPTHWISE_WEIGHT: _Sides = (
     [DepthwiseWeightRows()],
-    [HopperDepthwiseStrips(), DepthwiseWeightDirect(), DepthwiseWeight(), DepthwiseWeightMma()],
+    [DepthwiseWeightDirect(), DepthwiseWeight(), DepthwiseWeightMma()],
 )
 DEPTHWISE = _fastest(*_DEPTHWISE), _fastest(*map(_through_channels_last, _DEPTHWISE))
 DEPTHWISE_WEIGHT = (

@@ -3,22 +3,26 @@
 // longer than its first loads do.
 //
 // forward   y[n, z, p, q, c] = sum over (t, r, s) of w[c, t, r, s] *
-//           x[n, z*sd + t*dd - pd, p*sh + r*dh - ph, q*STRIDE + s - pw, c]
+//           x[n, z*sd + t*dd - pd, p*sh + r*dh - ph, q*STRIDE + s*dw - pw, c / multiplier]
 // backward  y[n, i, j, k, c] = sum over (t, r, s) and (z, p, q) with i = z*sd + t*dd - pd, ... of
 //           w[c, t, r, s] * x[n, z, p, q, c]
-// rounded once. A thread has VECTOR adjacent channels of a tile of results (depthwise_direct.cuh).
+// then finish() of core/epilogue.cuh, and one rounding. A thread has VECTOR adjacent channels of a tile
+// of results (depthwise_direct.cuh). Backward with stride 1 along W is forward along W, with flipped
+// taps; with ROWS > 0 along H too. BACKWARD is the other.
 // ROWS > 0: KERNEL_H x KERNEL taps with the same stride in H and W, and ROWS x COLUMNS results
-// (backward: times STRIDE both ways), for which it loads AHEAD rows of x before it waits for weights.
-// ROWS = 0: any kernel, as rows of KERNEL taps (longer ones in parts), and COLUMNS results of a row.
-// For each row of taps it loads the elements of x that its results read, AHEAD rows before their use.
+// (BACKWARD: times STRIDE both ways), for which it loads AHEAD rows of x before it waits for weights.
+// With KERNEL_H = 1, a row of at most KERNEL taps.
+// ROWS = 0: any kernel, as rows of KERNEL taps (longer ones in parts), and COLUMNS results of a row,
+// as far apart as the taps. For each row of taps it loads the elements of x that its results read,
+// AHEAD rows before their use.
 // Block: `vectors` vectors of channels, then positions. Grid: tiles of channels, positions.
 // Shared memory: the weights of the tile's channels as they are in memory. A thread's are an odd number
 // of words apart where the number of taps is odd, so that reads have no conflicts.
 // Deterministic: sums are in the order of x's rows, then columns (ROWS = 0: of t, r and parts, then
 // columns). Padding is read as zeros.
 // Relies on its launcher for contiguous weights; strides and channels in multiples of VECTOR; an
-// image's extent below 2^31 elements; positions below 2^31; backward: no dimension that is both strided
-// and dilated, parts in multiples of STRIDE. A dependent launch may start with this kernel (ptx/pdl.cuh).
+// image's extent below 2^31 elements; positions below 2^31; VECTOR = 1 with a multiplier;
+// backward: no dimension that is both strided and dilated. BACKWARD: parts in multiples of STRIDE. A dependent launch may start with this kernel (ptx/pdl.cuh).
 #include "depthwise/depthwise_direct.cuh"
 #include "ptx/pdl.cuh"
 
@@ -30,9 +34,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   extern __shared__ __align__(16) unsigned char shared[];
   const int thread = threadIdx.x;
   const int first_channel = blockIdx.x * args.vectors * VECTOR;
-  const int taps = ROWS > 0 ? KERNEL_H * KERNEL : args.kernel[0] * args.kernel[1] * args.kernel[2];
+  const int taps =
+      KERNEL_H > 1 ? KERNEL_H * KERNEL : args.kernel[0] * args.kernel[1] * args.kernel[2];
   const int words = min(args.vectors, (args.channels - first_channel) / VECTOR) * taps;
   const Raw* const weights_of_tile = static_cast<const Raw*>(args.w) + first_channel / VECTOR * taps;
+  T* const all_weights = reinterpret_cast<T*>(shared);
+  const auto keep_weights = [&](int word, Raw raw) {
+    if (!args.flipped) {
+      reinterpret_cast<Raw*>(all_weights)[word] = raw;
+      return;
+    }
+    Vector<T, VECTOR> weights;
+    weights.raw = raw;
+#pragma unroll
+    for (int v = 0; v < VECTOR; ++v) {
+      const int at = word * VECTOR + v, row = divide(at, args.by_period);
+      all_weights[(2 * row + 1) * args.period - 1 - at] = weights.at[v];
+    }
+  };
   Raw early[kEarly];
 #pragma unroll
   for (int i = 0; i < kEarly; ++i) {
@@ -46,21 +65,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   Place at;
   at.n = divide(plane, args.by_planes), at.z = plane - at.n * args.y_size[0];
   at.row = (line - plane * args.down) * (ROWS > 0 ? ROWS : 1);
-  at.column = (position - line * args.across) * COLUMNS;
+  const int across = position - line * args.across, strip = divide(across, args.by_spread);
+  at.column = strip * COLUMNS * args.spread + (across - strip * args.spread);
   if (!active) at.n = 0;
 
   Mainloop mainloop(args, at, c, active);
   mainloop.load_first();
-  Raw* const all_weights = reinterpret_cast<Raw*>(shared);
 #pragma unroll
   for (int i = 0; i < kEarly; ++i) {
     const int word = thread + i * THREADS;
-    if (word < words) all_weights[word] = early[i];
+    if (word < words) keep_weights(word, early[i]);
   }
   if constexpr (ROWS == 0) {
 #pragma unroll 4
     for (int word = thread + kEarly * THREADS; word < words; word += THREADS) {
-      all_weights[word] = weights_of_tile[word];
+      keep_weights(word, weights_of_tile[word]);
     }
   }
   __syncthreads();
@@ -72,20 +91,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   if constexpr (ROWS > 0) at.row = (at.row + args.base[0]) * STRIDE - args.pad[1];
   at.column = (at.column + args.base[1]) * STRIDE - args.pad[2];
 #endif
-  const int pitch = static_cast<int>(args.y_stride[3]);
-  T* to = static_cast<T*>(args.y) + at.n * args.y_stride[0] +
-          (at.z * static_cast<int>(args.y_stride[1]) + at.row * static_cast<int>(args.y_stride[2]) +
-           at.column * pitch + c);
+  const int spread = ROWS > 0 ? 1 : args.spread, pitch = static_cast<int>(args.y_stride[3]) * spread;
+  const i64 start = at.n * args.y_stride[0] + (at.z * static_cast<int>(args.y_stride[1]) +
+                                               at.row * static_cast<int>(args.y_stride[2]) +
+                                               at.column * static_cast<int>(args.y_stride[3]) + c);
+  const auto inside = [&](int a, int b) {
+    return static_cast<u32>(at.row + a) < static_cast<u32>(args.y_size[1]) &&
+           static_cast<u32>(at.column + b * spread) < static_cast<u32>(args.y_size[2]);
+  };
+  if (args.finishes) {
+    const T* const bias = static_cast<const T*>(args.bias);
+    T own_bias[VECTOR] = {};
+    if (bias != nullptr) {
+#pragma unroll
+      for (int v = 0; v < VECTOR; ++v) own_bias[v] = bias[c + v];
+    }
+    const T* added = static_cast<const T*>(args.accumulate) + start;
+#pragma unroll
+    for (int a = 0; a < kOwnRows; ++a) {
+#pragma unroll
+      for (int b = 0; b < kOwnColumns; ++b) {
+        const bool adds = args.accumulate != nullptr && inside(a, b);
+#pragma unroll
+        for (int v = 0; v < VECTOR; ++v) {
+          sums[a][b][v] = finish<T, float>(sums[a][b][v], args.alpha, args.beta,
+                                           adds ? added + b * pitch + v : nullptr,
+                                           bias != nullptr ? own_bias + v : nullptr, args.activation);
+        }
+      }
+      added += args.y_stride[2];
+    }
+  }
+  T* to = static_cast<T*>(args.y) + start;
 #pragma unroll
   for (int a = 0; a < kOwnRows; ++a) {
-    const bool there = static_cast<u32>(at.row + a) < static_cast<u32>(args.y_size[1]);
-    const u32 columns = there ? args.y_size[2] : 0;
 #pragma unroll
     for (int b = 0; b < kOwnColumns; ++b) {
       Vector<T, VECTOR> result;
 #pragma unroll
       for (int v = 0; v < VECTOR; ++v) result.at[v] = narrow<T>(sums[a][b][v]);
-      store_if(static_cast<u32>(at.column + b) < columns, to + b * pitch, result.raw);
+      store_if(inside(a, b), to + b * pitch, result.raw);
     }
     to += args.y_stride[2];
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/divider.cuh"
+#include "core/epilogue.cuh"
 #include "depthwise/depthwise_words.cuh"
 
 namespace convgrad {
@@ -10,16 +11,26 @@ namespace convgrad {
 struct DepthwiseDirectArgs {
   const void* x;    // the source: input, or grad_output
   const void* w;    // [channel][t][r][s]
-  void* y;          // the result: output, or grad_input
-  i64 x_stride[4];  // N D H W, in elements; a pixel's channels are contiguous
+  void* y;                 // the result: output, or grad_input
+  const void* accumulate;  // like y, with its strides, or null
+  const void* bias;        // one for each channel, or null
+  i64 x_stride[4];         // N D H W, in elements; a pixel's channels are contiguous
   i64 y_stride[4];
-  int channels;
+  float alpha;
+  float beta;
+  int activation;
+  int finishes;  // whether a result is anything but its sum
+  int channels;  // of the result
   int x_size[3];
   int y_size[3];
   int kernel[3];
   int stride[2];  // D H
   int dilation[2];
-  int pad[3];
+  int pad[3];     // as the kernel is read, in the dimensions that are flipped
+  int backward;
+  int flipped;    // every `period` weights are read in reverse
+  int period;
+  int spread;     // columns between taps, and between a thread's results
   int part;       // columns of a part of a row of taps, at most KERNEL
   int parts;
   int base[2];    // backward: the first results of H and W, in units of STRIDE relative to -pad
@@ -28,7 +39,7 @@ struct DepthwiseDirectArgs {
   int places;     // positions of a block
   int across;     // positions of a row
   int down;       // rows of positions in a plane
-  Divider by_vectors, by_across, by_down, by_planes, by_stride[2];
+  Divider by_vectors, by_across, by_down, by_planes, by_stride[2], by_period, by_spread, by_multiplier;
 };
 
 using T = ELEMENT;
@@ -80,7 +91,7 @@ class Mainloop {
     top_ = at.row * STRIDE - args.pad[1], left_ = at.column * STRIDE - args.pad[2];
 #endif
     from_ = static_cast<const T*>(args.x) + at.n * args.x_stride[0] + at.z * args.x_stride[1] +
-            top_ * args.x_stride[2] + (left_ * pitch_ + c);
+            top_ * args.x_stride[2] + (left_ * pitch_ + divide(c, args.by_multiplier));
   }
 
   __device__ __forceinline__ void load_first() {
@@ -88,8 +99,12 @@ class Mainloop {
     for (int i = 0; i < kAhead; ++i) load(i);
   }
 
-  __device__ __forceinline__ void run(const unsigned char* weights, int,
+  __device__ __forceinline__ void run(const unsigned char* weights, int taps,
                                       float (&sums)[kOwnRows][kOwnColumns][VECTOR]) {
+    if constexpr (KERNEL_H == 1) {
+      run_line(reinterpret_cast<const T*>(weights), taps, sums);
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < kReadRows; ++i) {
       if (i + kAhead < kReadRows) load(i + kAhead);
@@ -126,6 +141,28 @@ class Mainloop {
     }
     from_ += args_.x_stride[2];
   }
+  // The first of a thread's rows of results is the only one that a row of taps contributes to.
+  __device__ __forceinline__ void run_line(const T* weights, int taps,
+                                           float (&sums)[kOwnRows][kOwnColumns][VECTOR]) {
+    float wide[kReadColumns][VECTOR];
+#pragma unroll
+    for (int j = 0; j < kReadColumns; ++j) widen_word<T>(read_[0][j], wide[j]);
+#pragma unroll
+    for (int s = 0; s < KERNEL; ++s) {
+      if (s >= taps) break;
+#pragma unroll
+      for (int v = 0; v < VECTOR; ++v) {
+        const float weight = widen(weights[v * taps + s]);
+#pragma unroll
+        for (int j = 0; j < kReadColumns; ++j) {
+#pragma unroll
+          for (int b = 0; b < kOwnColumns; ++b) {
+            if (tap_of(b, j, kReach) == s) sums[0][b][v] += wide[j][v] * weight;
+          }
+        }
+      }
+    }
+  }
   // Loads a word of two weights once.
   __device__ __forceinline__ static float weight(const unsigned char* own, int element) {
     if constexpr (sizeof(T) == 4) {
@@ -155,16 +192,16 @@ constexpr int kOwnRows = 1, kEarly = 4;
 struct Taps {
   int tap, step, count, at, at_step;
   __device__ __forceinline__ Taps(const DepthwiseDirectArgs& args, int dim, int result) {
-#if BACKWARD
-    const int from = result + args.pad[dim];
-    const int quotient = divide(from, args.by_stride[dim]);
-    tap = from - quotient * args.stride[dim], step = args.stride[dim];
-    count = divide(args.kernel[dim] - tap + step - 1, args.by_stride[dim]);
-    at = quotient, at_step = -args.dilation[dim];
-#else
-    tap = 0, step = 1, count = args.kernel[dim];
-    at = result * args.stride[dim] - args.pad[dim], at_step = args.dilation[dim];
-#endif
+    if (args.backward) {
+      const int from = result + args.pad[dim];
+      const int quotient = divide(from, args.by_stride[dim]);
+      tap = from - quotient * args.stride[dim], step = args.stride[dim];
+      count = divide(args.kernel[dim] - tap + step - 1, args.by_stride[dim]);
+      at = quotient, at_step = -args.dilation[dim];
+    } else {
+      tap = 0, step = 1, count = args.kernel[dim];
+      at = result * args.stride[dim] - args.pad[dim], at_step = args.dilation[dim];
+    }
   }
 };
 
@@ -184,7 +221,7 @@ class Mainloop {
 #else
     left_ = at.column * STRIDE - args.pad[2];
 #endif
-    image_ = static_cast<const T*>(args.x) + at.n * args.x_stride[0] + c;
+    image_ = static_cast<const T*>(args.x) + at.n * args.x_stride[0] + divide(c, args.by_multiplier);
     steps_ = active ? deep_.count * down_.count * args.parts : 0;
   }
 
@@ -237,7 +274,7 @@ class Mainloop {
 #if BACKWARD
     const int from = left_ - first / STRIDE;
 #else
-    const int from = left_ + first;
+    const int from = left_ + first * args_.spread;
 #endif
     const bool there = wanted && static_cast<u32>(d) < static_cast<u32>(args_.x_size[0]) &&
                        static_cast<u32>(h) < static_cast<u32>(args_.x_size[1]);
@@ -246,7 +283,8 @@ class Mainloop {
                                          h * static_cast<int>(args_.x_stride[2]) + from * pitch_);
 #pragma unroll
     for (int j = 0; j < kReadColumns; ++j) {
-      load_ahead_if(static_cast<u32>(from + j) < columns, line_of_x + j * pitch_, read_[i][j]);
+      load_ahead_if(static_cast<u32>(from + j * args_.spread) < columns,
+                    line_of_x + j * args_.spread * pitch_, read_[i][j]);
     }
     if (++part_ == args_.parts) {
       part_ = 0;

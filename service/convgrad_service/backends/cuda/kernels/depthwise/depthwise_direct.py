@@ -8,12 +8,14 @@ from dataclasses import replace
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct_model import (
     BLOCKS,
     COLUMNS,
     KERNELS,
+    LINE_COLUMNS,
+    LINES,
     SHAPES,
     STRIDES,
     THREADS,
@@ -25,7 +27,13 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct_model imp
     grid_of,
     parts_of,
     read_columns,
+)
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
+    DTYPES,
+    channels_of,
+    spread_of,
     strides_of,
+    turned,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -34,20 +42,21 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["DepthwiseDirect"]
 
-DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 MOST_INDEX = 2**31 - 1
 # The limit of gridDim.y.
 MOST_ALONG = 2**16 - 1
 # Words of x that a thread loads ahead: with a whole kernel, and with a row of taps at a time.
 MOST_WORDS, MOST_ROW_WORDS = 64, 32
+# With a whole kernel that leaves few registers.
+FEW_WORDS = 28
 
 
 DepthwiseDirectArgs = structure("depthwise/depthwise_direct.cuh", "DepthwiseDirectArgs")
 
 
 class DepthwiseDirect:
-    """fwd and bwd_data with one channel per group, channels last, of any number of channels, kernel
-    and padding, in one to three dimensions."""
+    """fwd and bwd_data with one input channel per group, channels last, of any number of channels,
+    kernel and padding, in one to three dimensions; in bwd_data, one output channel per group."""
 
     name = "depthwise_direct"
 
@@ -56,20 +65,24 @@ class DepthwiseDirect:
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
+        work = turned(work)
         if work.dtype not in DTYPES:
             return f"{work.dtype}"
-        if work.groups == 1 or work.in_channels != 1 or work.out_channels != 1:
-            return "not one input and one output channel a group"
-        if work.x.strides[1] != 1 or work.y.strides[1] != 1:
+        if work.groups == 1 or work.in_channels != 1:
+            return "not one input channel a group"
+        multiplier = work.out_channels
+        if multiplier > 1 and work.direction == "bwd_data":
+            return f"sums over {multiplier} channels"
+        if work.x.strides[1] != 1 or work.y.strides[1] != multiplier:
             return "the channels are not contiguous"
-        if not work.epilogue_free:
-            return "an epilogue"
+        if multiplier > 1 and work.y.strides[2] != 1:
+            return "the channels of a group are not contiguous"
+        if work.accumulate is not None and work.accumulate.strides != work.sides[1].strides:
+            return "a tensor to accumulate with other strides"
         if work.stride[2] not in STRIDES:
             return f"a stride of {work.stride[2]} along W"
-        if work.dilation[2] != 1 and work.kernel[2] != 1:
-            return "dilated along W"
         for stride, dilation, kernel in zip(work.stride, work.dilation, work.kernel, strict=True):
-            if stride > 1 and dilation > 1 and kernel > 1:
+            if work.direction == "bwd_data" and stride > 1 and dilation > 1 and kernel > 1:
                 return "both strided and dilated"
         if not _contiguous(work):
             return "weights that are not contiguous"
@@ -86,6 +99,7 @@ class DepthwiseDirect:
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
+        work = turned(work)
         return self.fragment(work, device, self.layout(work, device))
 
     def layout(self, work: ConvWork, device: CudaDevice) -> DirectLayout:
@@ -95,11 +109,22 @@ class DepthwiseDirect:
     def fragment(self, work: ConvWork, device: CudaDevice, layout: DirectLayout) -> Fragment:
         """Return the launch with a configuration."""
         source, result = work.sides
+        backward, pad, period = work.direction == "bwd_data", list(work.pad), work.kernel[2]
         args = DepthwiseDirectArgs()
+        if backward and work.stride[2] == 1:
+            # Forward along W, or along both axes, with flipped taps.
+            args.flipped = True
+            axes = (1, 2) if layout.rows and not layout.line else (2,)
+            for axis in axes:
+                pad[axis] = work.dilation[axis] * (work.kernel[axis] - 1) - pad[axis]
+            period = work.taps if layout.rows else period
         args.x_stride[:], args.y_stride[:] = strides_of(source), strides_of(result)
-        args.channels = work.groups
+        args.alpha, args.beta = work.alpha, work.beta
+        args.activation = ACTIVATIONS[work.activation]
+        args.finishes = not work.epilogue_free
+        args.channels, args.backward, args.period = channels_of(work), backward, period
         args.x_size[:], args.y_size[:] = work.sizes
-        args.kernel[:], args.pad[:] = work.kernel, work.pad
+        args.kernel[:], args.pad[:] = work.kernel, pad
         args.stride[:], args.dilation[:] = work.stride[:2], work.dilation[:2]
         args.parts, args.part = parts_of(work)
         args.base[:] = [pad // s for pad, s in zip(work.pad[1:], work.stride[1:], strict=True)]
@@ -111,11 +136,14 @@ class DepthwiseDirect:
         args.by_down, args.by_planes = divider(args.down), divider(planes)
         for by, stride in zip(args.by_stride, work.stride, strict=False):
             by.factor, by.shift = divider(stride)
+        args.spread = spread_of(work)
+        args.by_period, args.by_spread = divider(period), divider(args.spread)
+        args.by_multiplier = divider(work.out_channels)
         launch = Launch(
-            _instance(work.dtype, work.direction, layout),
+            _instance(work.dtype, backward, layout),
             (*grid_of(work, layout), 1),
             (THREADS, 1, 1),
-            pack(args, x=source, w=work.w, y=result),
+            pack(args, x=source, w=work.w, y=result, accumulate=work.accumulate, bias=work.bias),
             _shared_bytes(work, layout),
         )
         # All layouts with the whole kernel add in the same order, and so do all others.
@@ -123,16 +151,16 @@ class DepthwiseDirect:
             f"{self.name}_{work.direction}",
             (launch,),
             expected_s=expected_s(work, device, layout),
-            order="whole" if layout.rows else "by rows",
+            order="whole" if layout.rows and not layout.line else "by rows",
         )
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(dtype, direction, replace(layout, vector=vector))
+            _instance(dtype, backward, replace(layout, vector=vector))
             for layout in _layouts()
             for dtype in DTYPES
-            for direction in ("fwd", "bwd_data")
+            for backward in ((False, True) if layout.stride > 1 else (False,))
             for vector in ((1, 2) if dtype.itemsize == 2 else (1,))
         ]
 
@@ -142,14 +170,21 @@ def _layouts() -> list[DirectLayout]:
         DirectLayout(kernel, stride, rows, columns, 1, 8)
         for kernel in KERNELS
         for stride in STRIDES
-        for rows, columns in (*SHAPES[stride], *((0, columns) for columns in COLUMNS))
+        for rows, columns in (*SHAPES[stride], *((0, columns) for columns in COLUMNS[stride]))
+    ] + [
+        DirectLayout(kernel, stride, 1, columns, 1, 8, line=True)
+        for kernel in LINES
+        for stride in STRIDES
+        for columns in LINE_COLUMNS[stride]
     ]
 
 
 def _contiguous(work: ConvWork) -> bool:
     """Whether the weights of all channels are contiguous; dimensions of one tap have no stride."""
-    expected = work.taps
-    if work.w.strides[0] != expected:
+    expected, multiplier = work.taps, work.out_channels
+    if work.w.strides[0] != multiplier * expected:
+        return False
+    if multiplier > 1 and work.w.strides[1] != expected:
         return False
     for stride, extent in zip(work.w.strides[3:], work.kernel, strict=True):
         expected //= extent
@@ -162,15 +197,20 @@ def _shared_bytes(work: ConvWork, layout: DirectLayout) -> int:
     return layout.vectors * layout.vector * work.taps * work.dtype.itemsize
 
 
-def _instance(dtype: DType, direction: str, layout: DirectLayout) -> Instance:
-    backward = direction == "bwd_data"
+def _instance(dtype: DType, backward: bool, layout: DirectLayout) -> Instance:
+    backward = backward and layout.stride > 1
     read = read_columns(layout, backward)
-    ahead = max(1, MOST_WORDS // read)
-    if not layout.rows:
+    if layout.line:
+        ahead = 1
+    elif layout.rows > 1 and (layout.kernel, layout.vector) == (7, 2):
+        ahead = FEW_WORDS // read
+    elif layout.rows:
+        ahead = max(1, MOST_WORDS // read)
+    else:
         ahead = max(2, min(layout.kernel, MOST_ROW_WORDS // read))
     defines = {
         "ELEMENT": CUDA_TYPES[dtype],
-        "KERNEL_H": layout.kernel if layout.rows else 1,
+        "KERNEL_H": layout.kernel if layout.rows and not layout.line else 1,
         "KERNEL": layout.kernel,
         "STRIDE": layout.stride,
         "ROWS": layout.rows,

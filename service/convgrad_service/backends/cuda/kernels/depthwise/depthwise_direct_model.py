@@ -7,48 +7,61 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import BYTES_S, bytes_of
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
+    bytes_of,
+    channels_of,
+    spread_of,
+    vector_of,
+)
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
-from convgrad_service.plans.cuda.works import ConvWork, Operand
+from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["BLOCKS", "COLUMNS", "KERNELS", "SHAPES", "STRIDES", "THREADS", "DirectLayout"]
 __all__ += ["across_of", "best_layout", "down_of", "expected_s", "grid_of", "layouts_of"]
-__all__ += ["parts_of", "read_columns", "strides_of"]
+__all__ += ["parts_of", "read_columns"]
 
 THREADS, BLOCKS = 128, 4
 KERNELS, STRIDES = (3, 5, 7), (1, 2)
+# The most columns of kernels of one row.
+LINES = (4, 8, 16, 32)
 # Rows and columns of a thread's results by stride; and columns, where rows of taps are taken one by
 # one.
-SHAPES = {1: ((1, 2), (1, 4), (2, 4), (1, 7)), 2: ((1, 2), (1, 4), (2, 2))}
-COLUMNS = (2, 4, 7)
+SHAPES = {1: ((1, 4), (2, 7), (4, 4)), 2: ((1, 4), (2, 4))}
+COLUMNS = {1: (7, 14), 2: (4, 7)}
+LINE_COLUMNS = {1: (7, 14), 2: (7,)}
 # Of vectors of channels in a tile.
 MOST_VECTORS, FEWER_VECTORS = 32, 16
 
 
 @dataclass(frozen=True, slots=True)
-class Instructions:
-    """What a thread executes: itself, a row of taps, an element of x that it reads, a result, a
-    tap, a weight that it copies, besides one instruction for each product. An SM's four schedulers
-    take ``clocks_s`` of them per second each."""
+class Cost:
+    """A launch, the instructions of a thread, and what they and memory take.
 
+    A thread's instructions are those of itself, of an element of x that it reads, of a result, of a
+    tap, and of a weight that it copies, besides one for each product. A scheduler issues
+    ``clocks_s`` of them per second, if it has at least ``alone`` warps. ``apart`` is the part of
+    the lesser of computation's and memory's time that is not hidden.
+    """
+
+    start_s: float
     thread: float
-    step: float
     read: float
     result: float
     tap: float
     weight: float
     clocks_s: float
+    alone: float
+    bytes_s: float
+    apart: float
 
 
-# Fitted on an H200 to 43 and 79 layers, of which fits to one half erred by 2 and 5 % on the other.
-WHOLE = Instructions(113, 0, 6, 4.3, 4.5, 0, 1.55e9)
-BY_ROWS = Instructions(146, 3.3, 4.7, 20, 5.3, 12.9, 1.46e9)
-# A launch with one round of loads; and each row of taps after the first ones, if nothing else takes
-# longer.
-START_S, STEP_S, EARLY_STEPS = 4.6e-6, 0.306e-6, 3
-# The part of the lesser of two times that is not hidden.
-APART = 0.2
+# Fitted on an H200 to 58 and 66 layers; fits to one half erred by 6 % on the other. Kernels of one
+# row cost what whole kernels do, which was not measured.
+WHOLE = Cost(4.78e-6, 84, 1.21, 1.54, 3.75, 2.85, 0.992e9, 1.35, 3.99e12, 0.154)
+BY_ROWS = Cost(4.93e-6, 263, 7.0, 0.5, 3.53, 29.5, 1.34e9, 2.6, 4.6e12, 0.438)
+# Each row of taps after the first ones, if nothing else takes longer.
+STEP_S, EARLY_STEPS = 0.6e-6, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +72,8 @@ class DirectLayout:
     ----------
     kernel, stride
         Columns of taps of an instance, and the stride along W.
+    line
+        Whether the kernel has one row, of at most ``kernel`` columns.
     rows, columns
         A thread's results (in dgrad, times the stride); ``rows`` is 0 if they are of one row, and
         rows of taps are taken one at a time.
@@ -72,16 +87,12 @@ class DirectLayout:
     columns: int
     vector: int
     vectors: int
+    line: bool = False
 
     @property
     def places(self) -> int:
         """Positions of a block."""
         return THREADS // self.vectors
-
-
-def strides_of(operand: Operand) -> tuple[int, ...]:
-    """Return an activation's strides of N D H W."""
-    return operand.strides[0], *operand.strides[3:]
 
 
 def parts_of(work: ConvWork) -> tuple[int, int]:
@@ -101,7 +112,7 @@ def read_columns(layout: DirectLayout, backward: bool) -> int:
 
 def across_of(work: ConvWork, layout: DirectLayout) -> int:
     """Return the positions of threads in a row of the result."""
-    return _positions(work, 2, layout.columns)
+    return spread_of(work) * _positions(work, 2, layout.columns * spread_of(work))
 
 
 def down_of(work: ConvWork, layout: DirectLayout) -> int:
@@ -113,7 +124,7 @@ def grid_of(work: ConvWork, layout: DirectLayout) -> tuple[int, int]:
     """Return the tiles of channels, and the blocks of each."""
     lines = work.batch * work.sizes[1][0] * down_of(work, layout)
     return (
-        ceil_div(work.groups, layout.vectors * layout.vector),
+        ceil_div(channels_of(work), layout.vectors * layout.vector),
         ceil_div(lines * across_of(work, layout), layout.places),
     )
 
@@ -129,40 +140,38 @@ def _reads(taps: int, stride: int, results: int, backward: bool) -> int:
     return results + ceil_div(taps, stride) - 1 if backward else (results - 1) * stride + taps
 
 
-def _vector(work: ConvWork) -> int:
-    """Return the channels of a thread's word: two, if every pixel is aligned to them."""
-    if work.dtype.itemsize > 2:
-        return 1
-    numbers = [n for operand in (work.x, work.y) for n in strides_of(operand)]
-    return 1 if any(n % 2 for n in (work.groups, *numbers)) else 2
-
-
-def _is_whole(work: ConvWork) -> bool:
-    """Whether an instance has the whole kernel, which is faster."""
+def _is_plane(work: ConvWork) -> bool:
+    """Whether a plane's results are of one plane and adjacent taps."""
     return (
         work.kernel[0] == work.stride[0] == 1
         and work.pad[0] == 0
         and work.input[0] == work.output[0]
-        and work.kernel[1] == work.kernel[2]
-        and work.kernel[2] in KERNELS
-        and work.stride[1] == work.stride[2]
-        and work.dilation[1:] == (1, 1)
+        and not work.dilated
+        and (work.stride[1] == work.stride[2] or work.input[1] == work.output[1] == 1)
     )
 
 
 def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[DirectLayout]:
     """Yield the configurations that may be the fastest."""
-    vector, stride = _vector(work), work.stride[2]
-    all_vectors = ceil_div(work.groups, vector)
+    vector, stride = vector_of(work), work.stride[2]
+    all_vectors = ceil_div(channels_of(work), vector)
     sizes = set()
     for most in (FEWER_VECTORS, MOST_VECTORS):
         tiles = ceil_div(all_vectors, most)
         sizes.add(ceil_div(ceil_div(all_vectors, tiles), 8) * 8)
-    kernel = next(one for one in KERNELS if one >= parts_of(work)[1])
-    shapes = SHAPES[stride] if _is_whole(work) else tuple((0, columns) for columns in COLUMNS)
-    for rows, columns in shapes:
+    columns, line = work.kernel[2], False
+    if _is_plane(work) and work.kernel[1] == columns and columns in KERNELS:
+        # An instance has the whole kernel, which is faster.
+        kernel, shapes = columns, SHAPES[stride]
+    elif _is_plane(work) and work.kernel[1] == 1 and work.pad[1] == 0 and columns <= LINES[-1]:
+        kernel, line = next(one for one in LINES if one >= columns), True
+        shapes = tuple((1, one) for one in LINE_COLUMNS[stride])
+    else:
+        kernel = next(one for one in KERNELS if one >= parts_of(work)[1])
+        shapes = tuple((0, one) for one in COLUMNS[stride])
+    for rows, across in shapes:
         for vectors in sorted(sizes):
-            yield DirectLayout(kernel, stride, rows, columns, vector, vectors)
+            yield DirectLayout(kernel, stride, rows, across, vector, vectors, line)
 
 
 @lru_cache(maxsize=1024)
@@ -178,7 +187,9 @@ def expected_s(work: ConvWork, device: CudaDevice, layout: DirectLayout) -> floa
     scale = layout.stride if backward else 1
     results, products = layout.columns * scale, layout.columns * layout.kernel * layout.vector
     taps, steps, most_steps = layout.kernel, 1.0, 1
-    if layout.rows:
+    if layout.line:
+        taps, products = work.kernel[2] * layout.vector, products * work.kernel[2] // layout.kernel
+    elif layout.rows:
         read *= _reads(layout.kernel, layout.stride, layout.rows, backward)
         results *= layout.rows * scale
         products *= layout.rows * layout.kernel
@@ -189,10 +200,11 @@ def expected_s(work: ConvWork, device: CudaDevice, layout: DirectLayout) -> floa
         for rows, stride in zip(work.kernel[:2], work.stride[:2], strict=True):
             steps *= rows / stride if backward else rows
             most_steps *= ceil_div(rows, stride) if backward else rows
-    step = cost.step + read * (cost.read + layout.vector) + products + taps * cost.tap
+    step = read * (cost.read + layout.vector) + products + taps * cost.tap
     thread = cost.thread + results * cost.result + steps * step
     thread += layout.vectors * work.taps / THREADS * cost.weight
-    warps = prod(grid_of(work, layout)) * THREADS / 32
-    busy_s = warps * thread / (device.multiprocessors * 4 * cost.clocks_s)
-    waits_s = max(bytes_of(work) / BYTES_S, STEP_S * max(0, most_steps - EARLY_STEPS))
-    return START_S + max(busy_s, waits_s) + APART * min(busy_s, waits_s)
+    # A block has a warp for each of an SM's four schedulers, which a single one does not keep busy.
+    rounds = max(cost.alone, ceil_div(prod(grid_of(work, layout)), device.multiprocessors))
+    busy_s = rounds * thread / cost.clocks_s
+    waits_s = max(bytes_of(work) / cost.bytes_s, STEP_S * max(0, most_steps - EARLY_STEPS))
+    return cost.start_s + max(busy_s, waits_s) + cost.apart * min(busy_s, waits_s)

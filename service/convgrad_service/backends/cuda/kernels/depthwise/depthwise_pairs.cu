@@ -10,7 +10,7 @@
 // times the pair. Operand B has w[c, r, s] where the channels are equal and the columns are s apart,
 // and zeros elsewhere. So a register of operand A, and of the result, is a pixel's pair of channels:
 // nothing is transposed. 2 units of 4 columns of x suffice for kernels of up to 5 columns (stride 2:
-// one), 3 for up to 9; half of the products are with the pair's zeros.
+// one), 3 for up to 9, 4 for up to 13; half of the products are with the pair's zeros.
 // A warp owns PAIRS pairs of channels of 8 strips of 8 columns, adjacent and continuing through the
 // images of the batch. It walks down x's rows: a row is added to every row of the result that it
 // meets, in a ring of accumulators.
@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   extern __shared__ __align__(128) unsigned char shared[];
   const int own_strip = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int part = threadIdx.x / 32;
-  const int octet = threadIdx.x % OCTETS, first_pixel = own_pixel();
+  const int octet = threadIdx.x % OCTETS, first_pixel = own_pixel() % kTilePixels;
   const int first_channel = blockIdx.x * kChannels, own_channel = first_channel + octet * 8;
   const int row_bytes = args.row_bytes, results = STAGES * row_bytes;
   // A lane's part of a pixel, and where a thread reads results.
@@ -66,12 +66,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     // Padding rows before the first finished result.
     const int skipped = opaque_value(max(0, min(-top, kReach - 1)));
 
-    // Units of x of all strips, and one more after each image's.
+    // Units of x of all strips, and some more after each image's.
     const auto pixel_of = [&](int of) {
-      return (of + divide(strip + of, args.by_strips)) * kUnitColumns;
+      return (of + kMore * divide(strip + of, args.by_strips)) * kUnitColumns;
     };
     const int last_pixel = pixel_of(kTileStrips - 1);
-    RowsCopier copier(args, shared_address(shared), n, strip, last_pixel + 2 * kUnitColumns,
+    RowsCopier copier(args, shared_address(shared), n, strip, last_pixel + (1 + kMore) * kUnitColumns,
                       last_pixel + args.read, top + skipped);
     // Row number `step`.
     const auto copy = [&](int stage, int step) {
@@ -93,8 +93,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       const int pixel = first_pixel + i * kRoundPixels, of = strip + pixel / 8;
       const int images = divide(of, args.by_strips);
       const int column = (of - images * args.strips) * 8 + pixel % 8;
-      const bool there =
-          n + images < args.batch && column < args.y_size[1] && own_channel < args.channels;
+      const bool there = own_pixel() < kTilePixels && n + images < args.batch &&
+                         column < args.y_size[1] && own_channel < args.channels;
       writes |= static_cast<u32>(there) << i;
       out[i] = opaque_value((n + images) * args.y_stride[0] + result_row * args.y_stride[1] +
                           column * args.y_stride[2] + own_channel / 8);
@@ -164,9 +164,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
                 float(&sum)[4] = sums[(j * STRIDE + r) % kOpen][pair];
                 const u32(&own_taps)[UNITS] = taps[r][pair];
                 const u32(&factor)[UNITS][2] = factors[pair];
-                if constexpr (UNITS >= 2) {
-                  const u32 both[4] = {factor[0][0], factor[0][1], factor[1][0], factor[1][1]};
-                  mma<T>(sum, both, own_taps[0], own_taps[1]);
+#pragma unroll
+                for (int u = 0; u + 1 < UNITS; u += 2) {
+                  const u32 both[4] = {factor[u][0], factor[u][1], factor[u + 1][0], factor[u + 1][1]};
+                  mma<T>(sum, both, own_taps[u], own_taps[u + 1]);
                 }
                 if constexpr (UNITS % 2 == 1) mma<T>(sum, factor[UNITS - 1], own_taps[UNITS - 1]);
               }

@@ -58,6 +58,8 @@ constexpr int kUnitColumns = 8 / STRIDE;  // columns of x that a strip does not 
 constexpr int kApart = 4 / STRIDE;
 constexpr int kBlocks = STRIDE == 1 ? UNITS + 1 : 2 * UNITS;
 constexpr int kBlocksApart = STRIDE;  // of those, between units
+// Units that a strip reads after its own, which are padding after an image's last one.
+constexpr int kMore = ((kBlocks - 1) * kApart + 3) / kUnitColumns;
 // Offset of a pixel without bank conflicts between 8 adjacent lanes, which read 4 pixels of each of
 // two strips. If pixels are an odd number of 16 bytes apart, groups of 8 are shifted by half the
 // banks; if twice an odd number, by 16 bytes (which would separate the strips of stride 2).
@@ -67,8 +69,9 @@ constexpr int kApartBytes = STRIDE == 1 ? (kTwiceOdd ? 16 : 64) : 0;
 constexpr int kResultPixelBytes = (kTwiceOdd ? OCTETS : OCTETS | 1) * 16;
 constexpr int kResultApartBytes = kTwiceOdd ? 16 : 64;
 constexpr int kRoundPixels = kThreads / OCTETS;  // pixels of one round of copies
-constexpr int kRounds = (2 * kTileStrips * kUnitColumns + kRoundPixels - 1) / kRoundPixels;
-constexpr int kSureRounds = ((kTileStrips + 1) * kUnitColumns + kRoundPixels - 1) / kRoundPixels;
+constexpr int kMostPixels = (1 + kMore) * kTileStrips * kUnitColumns;
+constexpr int kRounds = (kMostPixels + kRoundPixels - 1) / kRoundPixels;
+constexpr int kSureRounds = ((kTileStrips + kMore) * kUnitColumns + kRoundPixels - 1) / kRoundPixels;
 static_assert(kRoundPixels % 32 == 0, "a round begins with a group of eight pixels");
 
 __host__ __device__ constexpr int place_of(int pixel) {
@@ -86,7 +89,8 @@ __device__ __forceinline__ int own_pixel() {
 
 constexpr int kResultBytes = result_place(kTileStrips * kStripColumns);  // of one row
 constexpr int kResultsBytes = STRIDE * kResultBytes;  // of all results that one row of x finishes
-constexpr int kWrites = kTileStrips * kStripColumns / kRoundPixels;
+constexpr int kTilePixels = kTileStrips * kStripColumns;
+constexpr int kWrites = (kTilePixels + kRoundPixels - 1) / kRoundPixels;
 
 __device__ __forceinline__ void clear(float (&sum)[4]) {
   sum[0] = sum[1] = sum[2] = sum[3] = 0;
@@ -194,7 +198,7 @@ struct RowsCopier {
       : from(static_cast<const T*>(args.x)), inside(0) {
     const int octet = threadIdx.x % OCTETS, own = own_pixel();
     const int c = blockIdx.x * kChannels + octet * 8;
-    const int units = args.strips + 1;
+    const int units = args.strips + kMore;
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
       const int pixel = own + i * kRoundPixels;

@@ -10,17 +10,14 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import (
-    DTYPES,
-    STRIP_COLUMNS,
-    plane_of_strips,
-)
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import STRIP_COLUMNS
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
+    IN_16_BITS,
     LinearCost,
     Plane,
     plane_and_tile,
+    plane_of,
     resident_blocks,
-    why_not_plane,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import (
@@ -89,6 +86,12 @@ class PairTile:
     def threads(self) -> int:
         return self.octets * 128 // self.pairs
 
+    @property
+    def more(self) -> int:
+        """Units of a strip's columns that it reads after its own."""
+        blocks = self.units + 1 if self.stride == 1 else 2 * self.units
+        return ((blocks - 1) * 4 // self.stride + 3) * self.stride // STRIP_COLUMNS
+
     def architectures(self, epilogue: bool) -> tuple[str, ...]:
         """Return those whose compiler finds registers for it."""
         spills = epilogue and self.kernel_rows == 7 and self.pairs == 4
@@ -108,6 +111,8 @@ PAIR_TILES = (
     PairTile(7, 1, 3, 4, blocks=2, finishing=1),
     # Blocks of half the size, for few pixels.
     PairTile(7, 1, 3, 2, pairs=2, blocks=4, finishing=3, cost=1.15),
+    PairTile(9, 1, 3, 2, pairs=1, blocks=2),
+    PairTile(13, 1, 4, 2, pairs=1, blocks=1),
     PairTile(3, 2, 1, 6, blocks=2),
     PairTile(3, 2, 1, 4, blocks=3),
     PairTile(5, 2, 1, 6, blocks=2),
@@ -130,16 +135,13 @@ class DepthwisePairs:
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
-        reason = why_not_plane(work, general=True)
-        if reason is not None:
-            return reason
         if work.out_channels > 1:
             return f"{work.out_channels} channels a group"
         if work.accumulate is not None:
             return "a tensor to accumulate"
         if work.leads:
             return "a launch that the next one overlaps, where this was not measured"
-        plane = plane_of_strips(work)
+        plane = plane_of(work, general=True)
         if isinstance(plane, str):
             return plane
         if work.groups * work.taps >= 2**31:
@@ -197,7 +199,7 @@ class DepthwisePairs:
         args.read = reads + 4 // stride
         args.base, args.rows, args.tiles, args.strips = cut.base, cut.rows, cut.tiles, cut.strips
         args.by_rows, args.by_strips = divider(cut.rows), divider(cut.strips)
-        args.by_units = divider(cut.strips + 1)
+        args.by_units = divider(cut.strips + tile.more)
         args.row_bytes = cut.row_bytes
         args.alpha, args.activation = work.alpha, ACTIVATIONS[work.activation]
         args.share = share = share or cut.cost_and_share(device)[1]
@@ -214,7 +216,7 @@ class DepthwisePairs:
         return [
             _instance(dtype, tile, epilogue)
             for tile in self._tiles
-            for dtype in DTYPES
+            for dtype in IN_16_BITS
             for epilogue in (False, True)
         ]
 
@@ -265,9 +267,9 @@ class _Cut:
     def of(cls, work: ConvWork, plane: Plane, tile: PairTile) -> _Cut:
         (height, width), pad = _result(work, plane)
         strips, base = ceil_div(width, STRIP_COLUMNS), pad[0] // plane.stride
-        # The most images in a tile of strips. A unit of padding follows each.
+        # The most images in a tile of strips. Units of padding follow each.
         images = (TILE_STRIPS + strips - 2) // strips + 1
-        pixels = (TILE_STRIPS + images) * STRIP_COLUMNS // tile.stride
+        pixels = (TILE_STRIPS + images * tile.more) * STRIP_COLUMNS // tile.stride
         round_pixels = tile.threads // tile.octets
         return cls(
             tile,

@@ -1,5 +1,5 @@
-// What tensor-core kernels for depthwise convolutions of channels-last 16-bit tensors share. The
-// host's side is depthwise_strips.py.
+// Parts of depthwise_weight_mma.cu: strips of columns, their copies and transposition. The host's side is
+// depthwise_strips.py.
 //
 // A strip is 8 adjacent columns of a row; 16 strips, adjacent and continuing through the images of the
 // batch, are one operand of a product, for one channel. Tensor cores need a channel's columns to be
@@ -167,9 +167,6 @@ struct Sources {
   __device__ __forceinline__ int line(int channel) const { return channel / multiplier - first; }
 };
 
-__device__ __forceinline__ int floor_div(int a, int b) {
-  return a >= 0 ? a / b : -((-a + b - 1) / b);
-}
 __host__ __device__ constexpr int wrapped(int a, int b) { return ((a % b) + b) % b; }
 
 }  // namespace convgrad

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import Plane, plane_of
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import ARCHITECTURES, HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
-from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["DTYPES", "STRIP_COLUMNS", "TILE_STRIPS", "StripTiling", "Strips", "line_bytes"]
-__all__ += ["plane_bytes", "plane_of_strips", "variant", "variants"]
+__all__ = ["STRIP_COLUMNS", "TILE_STRIPS", "StripTiling", "Strips", "line_bytes", "plane_bytes"]
+__all__ += ["variant", "variants"]
 
-DTYPES = (DType.FLOAT16, DType.BFLOAT16)
-# Offsets are 32-bit, in units of four elements, and signed: rows may precede the first.
-MOST_ELEMENTS = 2**33
 STRIP_COLUMNS = 8
 TILE_STRIPS = 16
 
@@ -72,29 +66,6 @@ def variant(kernel_rows: int, blocks: int, device: CudaDevice) -> tuple[int, tup
     """Return the variant for a device."""
     found = variants(kernel_rows, blocks)
     return found[0] if len(found) == 1 or device.architecture in HOPPER else found[1]
-
-
-def _why_not_strips(plane: Plane, work: ConvWork) -> str | None:
-    """Return why no tensor-core kernel of strips applies, or None if one may."""
-    dtype = work.dtype
-    tensors = ((plane.input, plane.strides(work.x)), (plane.output, plane.strides(work.y)))
-    if dtype not in DTYPES:
-        return f"{dtype}"
-    if plane.axes[1] is None:
-        return "one dimension, whose strips depend on where it is cut in pieces"
-    for size, strides in tensors:
-        extents = (plane.batch, *size)
-        if sum(n * stride for n, stride in zip(extents, strides, strict=True)) >= MOST_ELEMENTS:
-            return f"a tensor of more than {MOST_ELEMENTS} elements"
-    return None
-
-
-def plane_of_strips(work: ConvWork) -> Plane | str:
-    """Return the work's plane, or why no tensor-core kernel of strips computes it."""
-    plane = plane_of(work)
-    if plane is None:
-        return f"two strides, {work.stride[1]} and {work.stride[2]}"
-    return _why_not_strips(plane, work) or plane
 
 
 def plane_bytes(slots: int, channels: int) -> int:

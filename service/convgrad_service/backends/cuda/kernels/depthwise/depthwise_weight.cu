@@ -1,36 +1,131 @@
-// The gradient of a depthwise convolution's weight, on channels-last tensors.
+// The gradient of a depthwise convolution's weight, of channels-last tensors with two or three spatial
+// dimensions. The host's side is depthwise_weight.py.
 //
-// w[c, r, s] = sum over (n, p, q) of
-//              x[n, p*STRIDE + r - pad, q*STRIDE + s - pad, c] * y[n, p, q, c],
+// w[c, t, r, s] = sum over (n, z, p, q) of y[n, z, p, q, c] *
+//                 x[n, z*sd + t*dd - pd, p*STRIDE + r - ph, q*STRIDE + s - pw, c],
 // then alpha and beta*accumulate, and one rounding.
-// Warps: depthwise_args.cuh; each computes items one after another, and multiplies each row of x by
-// the rows of y that meet it, which are in a ring of registers. A lane has KERNEL_H x KERNEL_W sums;
-// kernels of more rows are divided into groups of KERNEL_H, and those of several planes into planes.
-// Grid: blocks, channel tiles, groups of kernel rows of all planes.
+// A warp owns LANES * VECTOR adjacent channels of 32 / LANES adjacent strips of COLUMNS columns, and
+// walks down a chunk of rows. It copies each row into its own shared memory with asynchronous copies
+// of PIECE bytes, zeros for missing pixels, some rows ahead of their use. So warps wait only for their
+// own copies, and read pixels at compile-time offsets. Pixels and channels are multiples of PIECE: 16
+// bytes, or 4 for an even number of 16-bit channels or any number of float32 ones.
+// A warp computes such items one after another, and multiplies each row of x by the rows of y that meet
+// it, which are in a ring of registers. A lane has the sums of KERNEL x KERNEL taps, a part of a plane
+// of the kernel.
+// Grid: blocks, channel tiles, parts of the kernel.
 // Shared memory: STAGES rows of x and y per warp, later reused for the strips' sums, which
 // depthwise_weight_sum.cuh adds. Deterministic.
 // Relies on its launcher for channels and strides in multiples of PIECE; an image's extent below 2^31
-// elements; rows of weights of all planes at the same distance; `arrived` being 0, and partials if
-// there is more than one block. Padding is read as zeros.
-#include "depthwise/depthwise_args.cuh"
+// elements; `arrived` being 0, and partials if there is more than one block. Padding is read as zeros.
+#include "core/opaque.cuh"
+#include "core/vectors.cuh"
 #include "depthwise/depthwise_weight_args.cuh"
 #include "depthwise/depthwise_weight_sum.cuh"
+#include "ptx/mma.cuh"
+
+namespace convgrad {
+
+// A plane's items are `groups` groups of adjacent strips, in `chunks` of `rows` rows.
+struct DepthwiseWeightArgs : DepthwiseWeightVolume {
+  int planes;  // of y, of all images
+  int groups;
+  int chunks;
+  int rows;
+  int kernel[2];
+  int parts[2];
+};
+
+// Waits, for the whole warp, until all groups of copies but the last kLater are complete.
+template <int kLater>
+__device__ __forceinline__ void wait_for_copies() {
+  cp_async_wait<kLater>();
+  __syncwarp();
+}
+
+__device__ __forceinline__ u32 kept_bits(u32 bits) {
+  asm volatile("" : "+r"(bits));
+  return bits;
+}
+
+// A lane's part of copying rows of kColumns adjacent pixels of kChannels channels, kPiece bytes at a
+// time.
+template <class T, int kPiece, int kChannels, int kColumns>
+struct RowCopier {
+  static constexpr int kElements = kColumns * kChannels;
+  static constexpr int kChunk = kPiece / sizeof(T);
+  static constexpr int kChunks = kElements / kChunk;
+  static constexpr int kCopies = (kChunks + 31) / 32;
+  // With many small pieces, a lane has one address and a distance between its columns.
+  static constexpr bool kMany = kPiece < 16;
+  static constexpr int kColumnsApart = 32 * kChunk / kChannels;
+  static_assert(!kMany || 32 * kChunk % kChannels == 0, "a lane keeps to its channels");
+
+  const T* next[kMany ? 1 : kCopies];
+  i64 pitch, apart;
+  int row, rows;
+  static_assert(kCopies <= 32, "a bit for each");
+  u32 inside, target;
+  int has_last;  // whether this lane has a chunk in the last round
+
+  // Rows start at `row` and columns at `left`, which may be outside; `channel` is the
+  // first one. `to` is the address of the first stage.
+  __device__ __forceinline__ RowCopier(T* to, const T* plane, const i64 (&stride)[4], int row,
+                                       int rows, int left, int columns, int channel, int channels,
+                                       int lane)
+      : pitch(stride[2]), apart(kColumnsApart * stride[3]), row(row), rows(rows), inside(0) {
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int chunk = lane + 32 * i;
+      const int column = left + chunk * kChunk / kChannels;
+      const int c = channel + chunk * kChunk % kChannels;
+      const bool there = chunk < kChunks && column >= 0 && column < columns && c < channels;
+      if constexpr (!kMany) {
+        next[i] = opaque_pointer(plane + (row * stride[2] + (there ? column * stride[3] + c : 0)));
+      } else if (i == 0) {
+        next[0] = opaque_pointer(plane + (row * stride[2] + column * stride[3] + c));
+      }
+      inside |= static_cast<u32>(there) << i;
+    }
+    inside = opaque_value(inside);
+    target = opaque_value(shared_address(to) + lane * kPiece);
+    has_last = opaque_value(kChunks % 32 == 0 || lane + 32 * (kCopies - 1) < kChunks);
+  }
+
+  // Copies the next row to `offset_bytes` after the first stage.
+  __device__ __forceinline__ void copy(int offset_bytes) { copy(offset_bytes, pitch, 1); }
+  // Returns the current value and advances by elements and rows.
+  __device__ __forceinline__ void copy(int offset_bytes, i64 step, int rows_on) {
+    const bool exists = static_cast<u32>(row) < static_cast<u32>(rows);
+    const T* from = next[0];
+    // Otherwise the compiler would keep many conditions and distances in registers.
+    const u32 here = kMany ? kept_bits(exists ? inside : 0) : inside;
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      if (i + 1 < kCopies || has_last) {
+        cp_async<kPiece>(target + offset_bytes + i * 32 * kPiece, kMany ? from : next[kMany ? 0 : i],
+                          (kMany || exists) && ((here >> i) & 1) ? kPiece : 0);
+      }
+      if constexpr (kMany) from = opaque_pointer(from + apart);
+      if (!kMany || i == 0) next[kMany ? 0 : i] += pitch;
+    }
+    ++row;
+  }
+};
+
+}  // namespace convgrad
 
 using namespace convgrad;
 
 namespace {
 
 using T = ELEMENT;
-using R = RESULT;
-using S = ElementAccumulator<T>;
 using Channels = Vector<T, VECTOR>;
 
 constexpr int kChannels = LANES * VECTOR;
-constexpr int kTaps = KERNEL_H * KERNEL_W;
-constexpr int kStrideH = KERNEL_H == 1 ? 1 : STRIDE;
-constexpr int kSlots = (KERNEL_H + kStrideH - 1) / kStrideH;
-constexpr int kTurn = kSlots * kStrideH;
-constexpr int kRead = (COLUMNS - 1) * STRIDE + KERNEL_W;
+constexpr int kTaps = KERNEL * KERNEL;
+constexpr int kSlots = (KERNEL + STRIDE - 1) / STRIDE;
+constexpr int kTurn = kSlots * STRIDE;
+constexpr int kRead = (COLUMNS - 1) * STRIDE + KERNEL;
 constexpr int kStrips = 32 / LANES;
 constexpr int kColumnsX = (kStrips - 1) * COLUMNS * STRIDE + kRead;
 constexpr int kColumnsY = kStrips * COLUMNS;
@@ -41,21 +136,10 @@ constexpr int kStageBytes = kStage * sizeof(T);
 constexpr int kPixelBytes = kChannels * sizeof(T);
 // Where sums of other blocks are received, behind all that is used until then.
 constexpr int kStagesBytes = WARPS * STAGES * kStageBytes;
-constexpr int kSumsBytes = WARPS * kStrips * kTaps * kChannels * sizeof(S);
+constexpr int kSumsBytes = WARPS * kStrips * kTaps * kChannels * sizeof(float);
 constexpr int kReceivedAt = kStagesBytes > kSumsBytes ? kStagesBytes : kSumsBytes;
-// See depthwise.cu.
-constexpr bool kSkipTaps = KERNEL_H >= 5;
-
-// Stores the gradient of a tap, if the kernel has it.
-__device__ __forceinline__ void put(const DepthwiseWeightArgs& args, int c, int r, int s, S sum) {
-  if (r >= args.kernel_rows || c >= args.channels) return;
-  if constexpr (KERNEL_H == 1) {
-    const int own = s / args.dilation;
-    if (own * args.dilation != s || own >= args.columns) return;
-    s = own;
-  }
-  put_gradient<R>(args, c, r, s, sum);
-}
+// Whether to skip rows at a chunk's edge that some or all taps do not need, which costs register moves.
+constexpr bool kSkipTaps = KERNEL >= 5;
 
 }  // namespace
 
@@ -64,25 +148,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ u64 barrier;
   __shared__ bool last;
-  const Tiling& tiling = args.tiling;
   const int thread = threadIdx.x;
   const int lane = thread % 32, warp = thread / 32;
   const int channel_tile = blockIdx.y, block = blockIdx.x, blocks = gridDim.x;
   const int first_channel = channel_tile * kChannels;
   const int strip = lane / LANES, own = lane % LANES * VECTOR;
-#if PLANES
-  // Row in this plane of the kernel, then over all planes.
-  const int plane_rows = args.kernel_rows / args.planes.kernel;
-  const int plane_groups = (plane_rows + KERNEL_H - 1) / KERNEL_H;
-  const int kernel_plane = blockIdx.z / plane_groups;
-  const int top_tap = (blockIdx.z - kernel_plane * plane_groups) * KERNEL_H;
-  const int first_tap_row = kernel_plane * plane_rows + top_tap;
-  const int tap_rows = min(KERNEL_H, plane_rows - top_tap);
-#else
-  const int top_tap = blockIdx.z * KERNEL_H, first_tap_row = top_tap;
-  constexpr int tap_rows = KERNEL_H;
-#endif
-  const int items = tiling.groups * tiling.chunks * args.batch;
+  const int items = args.groups * args.chunks * args.planes;
+  // The part of the kernel.
+  const int down = blockIdx.z / args.parts[1], t = down / args.parts[0];
+  const int first_r = (down - t * args.parts[0]) * KERNEL;
+  const int first_s = (blockIdx.z - down * args.parts[1]) * KERNEL;
   T* const all_stages = reinterpret_cast<T*>(shared);
   const int stages = warp * STAGES * kStage;
   const int first_stage =
@@ -91,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
       opaque_value(first_stage + (strip * COLUMNS * STRIDE * kChannels + own) * sizeof(T));
   const int own_y = opaque_value(
       first_stage + (CopierX::kElements + strip * COLUMNS * kChannels + own) * sizeof(T));
-  const int steps = (tiling.rows - 1) * kStrideH + KERNEL_H;
+  const int steps = (args.rows - 1) * STRIDE + KERNEL;
 
   constexpr int kUnits = WARPS * kStrips, kPart = kTaps * kChannels;
   float4* const unit_sums = reinterpret_cast<float4*>(shared);
@@ -99,33 +174,29 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
                                          &barrier, kUnits, kPart / 4, block, blocks);
   block_sums.begin();
 
-  S sums[KERNEL_H][KERNEL_W][VECTOR] = {};
+  float sums[KERNEL][KERNEL][VECTOR] = {};
   for (int item = block * WARPS + warp; item < items; item += blocks * WARPS) {
-    const ItemAt at = item_at(tiling, item);
-    const int first_row = at.chunk * tiling.rows, first_column = at.group * kColumnsY;
-    const int top = first_row * kStrideH - args.pad[0] + top_tap;
-    const int y_end = min(args.y_size[0], first_row + tiling.rows);
-#if PLANES
-    const Planes& of = args.planes;
-    const int image = at.n / of.y, z = at.n - image * of.y;
-    const int d = z * of.stride + kernel_plane * of.dilation - of.pad;
-    if (d < 0 || d >= of.x) continue;
-    const i64 x_image = image * args.x_stride[0] + d * of.x_stride;
-    const i64 y_image = image * args.y_stride[0] + z * of.y_stride;
-#else
-    const i64 x_image = at.n * args.x_stride[0], y_image = at.n * args.y_stride[0];
-#endif
-    CopierX x(all_stages + stages, static_cast<const T*>(args.x) + x_image, args.x_stride, top,
-              args.x_size[0], first_column * STRIDE - args.pad[1], args.x_size[1], first_channel,
-              args.channels, lane);
-    CopierY y(all_stages + stages + CopierX::kElements, static_cast<const T*>(args.y) + y_image,
-              args.y_stride, first_row, y_end, first_column, args.y_size[1], first_channel,
+    const int above = item / args.groups, plane = above / args.chunks;
+    const int n = plane / args.y_size[0], z = plane - n * args.y_size[0];
+    const int d = z * args.stride[0] + t * args.dilation[0] - args.pad[0];
+    if (static_cast<u32>(d) >= static_cast<u32>(args.x_size[0])) continue;
+    const int first_row = (above - plane * args.chunks) * args.rows;
+    const int first_column = (item - above * args.groups) * kColumnsY;
+    const int top = first_row * STRIDE - args.pad[1] + first_r;
+    const int y_end = min(args.y_size[1], first_row + args.rows);
+    const i64 x_plane = n * args.x_stride[0] + d * args.x_stride[1];
+    const i64 y_plane = n * args.y_stride[0] + z * args.y_stride[1];
+    CopierX x(all_stages + stages, static_cast<const T*>(args.x) + x_plane, args.x_stride, top,
+              args.x_size[1], first_column * STRIDE - args.pad[2] + first_s, args.x_size[2],
+              first_channel, args.channels, lane);
+    CopierY y(all_stages + stages + CopierX::kElements, static_cast<const T*>(args.y) + y_plane,
+              args.y_stride, first_row, y_end, first_column, args.y_size[2], first_channel,
               args.channels, lane);
     const auto fetch = [&](int step) {
       if (step < steps) {
         const int offset = step % STAGES * kStageBytes;
         x.copy(offset);
-        if (kStrideH == 1 || step % kStrideH == 0) y.copy(offset);
+        if (STRIDE == 1 || step % STRIDE == 0) y.copy(offset);
       }
       cp_async_commit();
     };
@@ -133,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; ++stage) fetch(stage);
 
-    S ring[kSlots][COLUMNS][VECTOR] = {};
+    float ring[kSlots][COLUMNS][VECTOR] = {};
     for (int turn = 0; turn < steps; turn += kTurn) {
 #pragma unroll
       for (int j = 0; j < kTurn; ++j) {
@@ -142,18 +213,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
           wait_for_copies<STAGES - 2>();
           fetch(step + STAGES - 1);
           const int stage = step % STAGES * kStageBytes;
-          if (j % kStrideH == 0) {
+          if (j % STRIDE == 0) {
 #pragma unroll
             for (int i = 0; i < COLUMNS; ++i) {
               Channels read;
               ld_shared(own_y + stage + i * kPixelBytes, read.raw);
 #pragma unroll
-              for (int v = 0; v < VECTOR; ++v) ring[j / kStrideH][i][v] = widen(read.at[v]);
+              for (int v = 0; v < VECTOR; ++v) ring[j / STRIDE][i][v] = widen(read.at[v]);
             }
           }
           const int h = top + step;
-          if (!kSkipTaps || (h >= 0 && h < args.x_size[0])) {
-            S row[kRead][VECTOR];
+          if (!kSkipTaps || (h >= 0 && h < args.x_size[1])) {
+            float row[kRead][VECTOR];
 #pragma unroll
             for (int i = 0; i < kRead; ++i) {
               Channels read;
@@ -162,12 +233,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
               for (int v = 0; v < VECTOR; ++v) row[i][v] = widen(read.at[v]);
             }
 #pragma unroll
-            for (int r = 0; r < KERNEL_H; ++r) {
-              if (positive_mod(j - r, kStrideH) != 0) continue;
-              const int slot = positive_mod(j - r, kTurn) / kStrideH;
-              if (kSkipTaps && (step < r || step - r > (tiling.rows - 1) * kStrideH)) continue;
+            for (int r = 0; r < KERNEL; ++r) {
+              if (positive_mod(j - r, STRIDE) != 0) continue;
+              const int slot = positive_mod(j - r, kTurn) / STRIDE;
+              if (kSkipTaps && (step < r || step - r > (args.rows - 1) * STRIDE)) continue;
 #pragma unroll
-              for (int s = 0; s < KERNEL_W; ++s) {
+              for (int s = 0; s < KERNEL; ++s) {
 #pragma unroll
                 for (int i = 0; i < COLUMNS; ++i) {
 #pragma unroll
@@ -186,23 +257,24 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   const int unit = warp * kStrips + strip;
   __syncthreads();
 #pragma unroll
-  for (int r = 0; r < KERNEL_H; ++r) {
+  for (int r = 0; r < KERNEL; ++r) {
 #pragma unroll
-    for (int s = 0; s < KERNEL_W; ++s) {
+    for (int s = 0; s < KERNEL; ++s) {
 #pragma unroll
       for (int v = 0; v < VECTOR; ++v) {
-        reinterpret_cast<S*>(shared)[unit * kPart + (r * KERNEL_W + s) * kChannels + own + v] =
+        reinterpret_cast<float*>(shared)[unit * kPart + (r * KERNEL + s) * kChannels + own + v] =
             sums[r][s][v];
       }
     }
   }
   __syncthreads();
-  const int column = blockIdx.z * tiling.channel_tiles + channel_tile;
+  const int column = blockIdx.z * gridDim.y + channel_tile;
   float4* const partials =
-      static_cast<float4*>(args.partials) + static_cast<i64>(column) * blocks * (kPart / 4);
-  block_sums.finish(partials, args.arrived + column, last, [&](int index, S sum) {
-    const int tap = index / kChannels, r = tap / KERNEL_W;
-    if (r >= tap_rows) return;
-    put(args, first_channel + index % kChannels, first_tap_row + r, tap % KERNEL_W, sum);
+      reinterpret_cast<float4*>(args.partials) + static_cast<i64>(column) * blocks * (kPart / 4);
+  block_sums.finish(partials, args.arrived + column, last, [&](int index, float sum) {
+    const int tap = index / kChannels, c = first_channel + index % kChannels;
+    const int r = first_r + tap / KERNEL, s = first_s + tap % KERNEL;
+    if (c >= args.channels || r >= args.kernel[0] || s >= args.kernel[1]) return;
+    put_gradient_as<T>(args, c, t * args.kernel[0] + r, s, sum);
   });
 }

@@ -6,14 +6,24 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import Plane, fill_operands
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
+    DTYPES,
+    Plane,
+    channels_of,
+    strides_of,
+)
 from convgrad_service.plans.cuda.device import OVERLAPPING, CudaDevice
 from convgrad_service.plans.cuda.program import ZEROS, Workspace
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["CLUSTERED", "MOST_CLUSTER", "buffers_of", "elements_of", "fill_weight"]
-__all__ += ["fitting_blocks", "is_clustered", "partials_of", "received_bytes"]
+__all__ += ["fill_volume", "fitting_blocks", "is_clustered", "partials_of", "received_bytes"]
+__all__ += ["why_not_volume"]
 
+# Of an image; offsets are 32-bit, in bytes.
+MOST_ELEMENTS = 2**30
 MOST_CLUSTER = 8
 """Blocks of a cluster."""
 CLUSTERS = (1, 2, 3, 4, 5, 8)
@@ -22,16 +32,60 @@ CLUSTERED = 0.91
 """The part of an H200 that clusters of more than two blocks fill."""
 
 
-def elements_of(work: ConvWork, plane: Plane) -> int:
+def elements_of(work: ConvWork) -> int:
     """Return the number of elements of both inputs."""
-    return (prod(plane.input) + prod(plane.output)) * plane.batch * work.groups
+    return (prod(work.input) + prod(work.output)) * work.batch * work.groups
 
 
 def fill_weight(args: Any, work: ConvWork, plane: Plane) -> None:
     """Fill in the kernel parameters except addresses."""
-    fill_operands(args, work, plane, work.x, work.y)
-    args.channels = work.groups * work.out_channels
+    args.x_stride[:], args.y_stride[:] = plane.strides(work.x), plane.strides(work.y)
+    args.w_stride[:] = plane.weight_strides(work.w)
+    if work.accumulate is not None:
+        args.accumulate_stride[:] = plane.weight_strides(work.accumulate)
+    args.alpha, args.beta, args.batch = work.alpha, work.beta, plane.batch
+    args.channels, args.wide = channels_of(work), work.result_dtype == DType.FLOAT32
     args.x_size[:], args.y_size[:], args.pad[:] = plane.input, plane.output, plane.pad
+
+
+def why_not_volume(work: ConvWork) -> str | None:
+    """Return why a work is not a wgrad of one input channel per group, of channels-last tensors of
+    up to three dimensions whose rows of weights are equally far apart; None if it is."""
+    if work.dtype not in DTYPES:
+        return f"{work.dtype}"
+    if work.groups == 1 or work.in_channels != 1:
+        return "not one input channel a group"
+    multiplier = work.out_channels
+    if work.x.strides[1] != 1 or work.y.strides[1] != multiplier:
+        return "the channels are not contiguous"
+    if multiplier > 1 and (
+        work.y.strides[2] != 1 or work.w.strides[0] != multiplier * work.w.strides[1]
+    ):
+        return "the channels of a group are not contiguous"
+    if work.kernel[0] > 1 and work.w.strides[3] != work.kernel[1] * work.w.strides[4]:
+        return "planes of weights that are not contiguous"
+    for operand, size in ((work.x, work.input), (work.y, work.output)):
+        spans = zip(operand.strides[3:], size, strict=True)
+        if sum(stride * extent for stride, extent in spans) > MOST_ELEMENTS:
+            return f"an image of more than {MOST_ELEMENTS} elements"
+    return None
+
+
+def fill_volume(args: Any, work: ConvWork, vectors: int) -> None:
+    """Fill in the kernel parameters of ``DepthwiseWeightVolume`` except addresses."""
+
+    def weight_strides(operand: Operand) -> tuple[int, ...]:
+        return operand.strides[0] // work.out_channels, *operand.strides[4:]
+
+    args.x_stride[:], args.y_stride[:] = strides_of(work.x), strides_of(work.y)
+    args.w_stride[:] = weight_strides(work.w)
+    if work.accumulate is not None:
+        args.accumulate_stride[:] = weight_strides(work.accumulate)
+    args.alpha, args.beta, args.channels = work.alpha, work.beta, channels_of(work)
+    args.x_size[:], args.y_size[:], args.pad[:] = work.input, work.output, work.pad
+    args.stride[:], args.dilation[:] = work.stride[:2], work.dilation[:2]
+    args.wide = work.result_dtype == DType.FLOAT32
+    args.vectors, args.by_vectors = vectors, divider(vectors)
 
 
 def is_clustered(device: CudaDevice, blocks: int) -> bool:

@@ -19,14 +19,13 @@
 // items below 2^31; `arrived` being 0, and partials if there is more than one block. INNER: units end
 // where rows of y do, and padding is at most half a kernel. Padding is read as zeros.
 #include "depthwise/depthwise_weight_args.cuh"
-#include "core/divider.cuh"
 #include "core/opaque.cuh"
-#include "core/partial_sums.cuh"
 #include "core/vectors.cuh"
+#include "depthwise/depthwise_weight_sum.cuh"
 
 namespace convgrad {
 
-struct DepthwiseWeightDirectArgs : DepthwiseWeightOperands<> {
+struct DepthwiseWeightDirectArgs : DepthwiseWeightOperands {
   int vectors;     // vectors of channels in a tile
   int strips;      // strips of a unit
   int unit_warps;
@@ -34,7 +33,6 @@ struct DepthwiseWeightDirectArgs : DepthwiseWeightOperands<> {
   int groups;      // groups of strips in a row
   int chunks;      // chunks of rows in an image
   int rows;        // rows of a chunk
-  int blocks;      // blocks of a tile
   Divider by_vectors, by_unit_warps, by_groups, by_chunks;
 };
 
@@ -45,7 +43,6 @@ using namespace convgrad;
 namespace {
 
 using T = ELEMENT;
-using R = RESULT;
 using Raw = typename RawOf<2 * VECTOR>::type;
 
 constexpr int kTaps = KERNEL * KERNEL;
@@ -96,10 +93,6 @@ __device__ __forceinline__ void widen_all(u32 raw, u32 mask, float* wide) {
 __device__ __forceinline__ void widen_all(uint2 raw, u32 mask, float* wide) {
   widen_both(raw.x & mask, T{}, wide);
   widen_both(raw.y & mask, T{}, wide + 2);
-}
-
-__device__ void put(const DepthwiseWeightDirectArgs& args, int c, int r, int s, float sum) {
-  if (c < args.channels) put_gradient<R>(args, c, r, s, sum);
 }
 
 }  // namespace
@@ -233,10 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   __syncthreads();
   const int part = kTaps * tile_channels;
-  float* const partials =
-      args.partials + static_cast<i64>(channel_tile) * args.blocks * part;
-  const bool alone = args.blocks == 1;
-  for (int i = thread; i < part; i += threads) {
+  const auto own_sum = [&](int i) {
     const int tap = i / tile_channels, channel = i - tap * tile_channels;
     const float* const from =
         shared + (tap * VECTOR + channel % VECTOR) * threads + channel / VECTOR;
@@ -246,34 +236,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         sum += from[j * args.unit_warps * 32 + k * args.vectors];
       }
     }
-    if (!alone) {
-      partials[static_cast<i64>(block) * part + i] = sum;
-    } else {
-      put(args, first_channel + channel, tap / KERNEL, tap % KERNEL, sum);
-    }
-  }
-  if (alone) return;
-
-  // The last block of the channel tile adds the blocks: each thread every share-th one, then the shares.
-  __threadfence();
-  __syncthreads();
-  if (thread == 0) {
-    last = atomicInc(args.arrived + channel_tile, args.blocks - 1) == args.blocks - 1;
-  }
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
-  const int quads = part / 4, shares = max(1, min(threads / quads, args.blocks));
-  for (int i = thread; i < quads * shares; i += threads) {
-    const float4* const from = reinterpret_cast<const float4*>(partials) + i % quads;
-    reinterpret_cast<float4*>(shared)[i] =
-        strided_sum(from, i / quads, shares, args.blocks, quads);
-  }
-  __syncthreads();
-  for (int i = thread; i < part; i += threads) {
-    const int tap = i / tile_channels, channel = i - tap * tile_channels;
-    float sum = 0;
-    for (int share = 0; share < shares; ++share) sum += shared[share * part + i];
-    put(args, first_channel + channel, tap / KERNEL, tap % KERNEL, sum);
-  }
+    return sum;
+  };
+  add_blocks(
+      threads, args.partials + static_cast<i64>(channel_tile) * args.blocks * part,
+      args.arrived + channel_tile, block, args.blocks, part, shared, last, own_sum,
+      [] { __syncthreads(); },
+      [&](int i, float sum) {
+        const int tap = i / tile_channels, c = first_channel + i - tap * tile_channels;
+        if (c < args.channels) put_gradient_as<T>(args, c, tap / KERNEL, tap % KERNEL, sum);
+      });
 }

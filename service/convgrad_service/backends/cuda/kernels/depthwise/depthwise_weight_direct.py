@@ -10,12 +10,12 @@ from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
+    IN_16_BITS,
     LinearCost,
     Plane,
     plane_and_tile,
     plane_of,
     why_not_counted,
-    why_not_plane,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args import (
     buffers_of,
@@ -30,7 +30,6 @@ from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["DIRECT_TILES", "DepthwiseWeightDirect", "DirectLayout", "DirectTile"]
 
-DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 COST = LinearCost(11.6, 0.238, 0.0211, 0.0)
 # Latency of a unit's first rows, in rows.
 START_ROWS = 4
@@ -98,14 +97,11 @@ class DepthwiseWeightDirect:
         """See `Family.why_not`."""
         if device.architecture not in HOPPER:
             return f"measured on Hopper alone; this is {device.architecture}"
-        if work.dtype not in DTYPES:
-            return f"{work.dtype}"
-        reason = why_not_plane(work)
-        if reason is not None:
-            return reason
         plane = plane_of(work)
-        tile = None if plane is None else self._tile(plane)
-        if plane is None or tile is None:
+        if isinstance(plane, str):
+            return plane
+        tile = self._tile(plane)
+        if tile is None:
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
         if not self._always:
             reason = _why_slower(work, plane, tile)
@@ -153,12 +149,7 @@ class DepthwiseWeightDirect:
         part = tile.kernel**2 * layout.vectors * tile.vector
         partials = partials_of(work, blocks, blocks * tiles * part)
         launch = Launch(
-            _instance(
-                work.dtype,
-                work.result_dtype,
-                tile,
-                _is_inner(plane, tile, layout.strips * tile.columns),
-            ),
+            _instance(work.dtype, tile, _is_inner(plane, tile, layout.strips * tile.columns)),
             (tiles, blocks, 1),
             (layout.units * layout.unit_warps * 32, 1, 1),
             pack(args, **buffers_of(work, partials)),
@@ -169,16 +160,13 @@ class DepthwiseWeightDirect:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(dtype, result, tile, inner)
+            _instance(dtype, tile, inner)
             for tile in self._tiles
-            for dtype in DTYPES
-            for result in (dtype, DType.FLOAT32)
+            for dtype in IN_16_BITS
             for inner in (True, False)
         ]
 
     def _tile(self, plane: Plane) -> DirectTile | None:
-        if plane.axes[1] is None:
-            return None
         for tile in self._tiles:
             if ((tile.kernel,) * 2, tile.stride) == (plane.kernel, plane.stride):
                 return tile
@@ -187,7 +175,7 @@ class DepthwiseWeightDirect:
 
 def _why_slower(work: ConvWork, plane: Plane, tile: DirectTile) -> str | None:
     """Return why other families are expected to be faster, or None."""
-    elements = elements_of(work, plane)
+    elements = elements_of(work)
     if elements < LEAST_ELEMENTS:
         return f"{elements} elements; other families are faster on few"
     columns = plane.output[1]
@@ -253,10 +241,9 @@ def _shared_bytes(tile: DirectTile, layout: DirectLayout) -> int:
     return tile.kernel**2 * tile.vector * threads * 4
 
 
-def _instance(dtype: DType, result: DType, tile: DirectTile, inner: bool) -> Instance:
+def _instance(dtype: DType, tile: DirectTile, inner: bool) -> Instance:
     defines = {
         "ELEMENT": CUDA_TYPES[dtype],
-        "RESULT": CUDA_TYPES[result],
         "KERNEL": tile.kernel,
         "STRIDE": tile.stride,
         "VECTOR": tile.vector,

@@ -21,37 +21,19 @@
 // partials if there is more than one block.
 #include "depthwise/depthwise_strips.cuh"
 #include "depthwise/depthwise_weight_args.cuh"
-#include "core/partial_sums.cuh"
+#include "depthwise/depthwise_weight_sum.cuh"
 
 namespace convgrad {
 
-struct DepthwiseWeightMmaArgs {
-  const void* x;           // the input
-  const void* y;           // grad_output
-  void* w;                 // grad_weight
-  const void* accumulate;  // like w, or null
-  float* partials;         // [part of the kernel][tile of channels][block][tap][channel]
-  unsigned* arrived;       // one for each part and tile, 0 before and after
-  i64 x_stride[3];         // N H W, in elements; a pixel's channels are contiguous
-  i64 y_stride[3];
-  i64 w_stride[3];  // C R S
-  i64 accumulate_stride[3];
+struct DepthwiseWeightMmaArgs : DepthwiseWeightOperands {
   u32 x_pitch;  // of a row, in units of 16 bytes
   u32 y_pitch;
-  double alpha;
-  double beta;
-  int batch;
-  int channels;    // of y and w
   int x_channels;  // channels / multiplier
   int multiplier;
-  int x_size[2];
-  int y_size[2];
-  int pad[2];
   int kernel[2];    // extent of the dilated kernel
   int dilation[2];  // distance of taps in rows and columns
   int part[2];  // largest part of the kernel
   int parts_across;
-  int blocks;  // blocks of a part and tile of channels
   StripTiling tiling;
 };
 
@@ -62,7 +44,6 @@ using namespace convgrad;
 namespace {
 
 using T = ELEMENT;
-using R = RESULT;
 
 constexpr int kThreads = WARPS * 32;
 constexpr int kOwn = CHANNELS;  // channels of a warp
@@ -83,10 +64,54 @@ constexpr int kFlush = (FLUSH + kUnrolled - 1) / kUnrolled;
 // A lane's sums: for each channel, two columns of y.
 constexpr int kWarpSums = KERNEL_H * STRIDE * kOwn * 2;
 
-// Stores the gradient of tap (r, s), if it exists.
-__device__ void put(const DepthwiseWeightMmaArgs& args, int c, int r, int s, float sum) {
-  if (c >= args.channels || r % args.dilation[0] != 0 || s % args.dilation[1] != 0) return;
-  put_gradient<R>(args, c, r / args.dilation[0], s / args.dilation[1], sum);
+// A block's tile of channels and part of the kernel, and its number among those that share them.
+struct OwnPart {
+  int first_channel, block, blocks, column, first_r, first_s;
+
+  __device__ __forceinline__ explicit OwnPart(const DepthwiseWeightMmaArgs& args)
+      : blocks(args.blocks) {
+    const int tiles = args.tiling.channel_tiles, tile = blockIdx.x % tiles;
+    const int kernel_part = blockIdx.x / tiles / blocks;
+    first_channel = tile * kChannels, block = blockIdx.x / tiles % blocks;
+    column = kernel_part * tiles + tile;
+    first_r = kernel_part / args.parts_across * args.part[0];
+    first_s = kernel_part % args.parts_across * args.part[1];
+  }
+};
+
+// The block's sums of each tap, in the order of y's columns, and the tile's from those of all its
+// blocks.
+__device__ __noinline__ void finish_tile(const DepthwiseWeightMmaArgs& args, float* sums, bool& last) {
+  __syncthreads();
+  const OwnPart own(args);
+  const int tap_columns = min(args.part[1], args.kernel[1] - own.first_s);
+  const int part = min(args.part[0], args.kernel[0] - own.first_r) * tap_columns * kChannels;
+  float* const partials = args.partials + static_cast<i64>(own.column) * own.blocks *
+                                              (args.part[0] * args.part[1] * kChannels);
+  const auto own_sum = [&](int i) {
+    const int tap = i / kChannels, channel = i % kChannels;
+    const int r = tap / tap_columns, s = tap % tap_columns;
+    const float* const from =
+        sums + (channel / kOwn * kWarpSums +
+                ((r * STRIDE + s % STRIDE) * kOwn + channel % kOwn) * 2) *
+                   32;
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const int diagonal = s / STRIDE + j;
+      sum += from[j % 2 * 32 + diagonal % 8 * 4 + j / 2];
+    }
+    return sum;
+  };
+  // Those of taps that a dilated kernel lacks are not stored.
+  const auto put = [&](int i, float sum) {
+    const int tap = i / kChannels, c = own.first_channel + i % kChannels;
+    const int r = own.first_r + tap / tap_columns, s = own.first_s + tap % tap_columns;
+    if (c >= args.channels || r % args.dilation[0] != 0 || s % args.dilation[1] != 0) return;
+    put_gradient_as<T>(args, c, r / args.dilation[0], s / args.dilation[1], sum);
+  };
+  add_blocks(kThreads, partials, args.arrived + own.column, own.block, own.blocks, part, sums, last,
+                       own_sum, [] { __syncthreads(); }, put);
 }
 
 }  // namespace
@@ -105,12 +130,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   float* const sums = reinterpret_cast<float*>(shared + lines + 2 * ROWS * row);
   const int own_sums = warp * kWarpSums * 32 + lane;
 
-  const int channel_tile = blockIdx.x % tiling.channel_tiles;
-  const int blocks = args.blocks, block = blockIdx.x / tiling.channel_tiles % blocks;
-  const int kernel_part = blockIdx.x / tiling.channel_tiles / blocks;
-  const int first_r = kernel_part / args.parts_across * args.part[0];
-  const int first_s = kernel_part % args.parts_across * args.part[1];
-  const int first_channel = channel_tile * kChannels;
+  const OwnPart own(args);
+  const int block = own.block, blocks = own.blocks, first_r = own.first_r, first_s = own.first_s;
+  const int first_channel = own.first_channel;
   const Sources sources(first_channel, kChannels, args.multiplier, args.x_channels);
   int line_x[kOwn];
 #pragma unroll
@@ -261,56 +283,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     }
   }
 
-  // Add the block's sums of each tap, in the order of y's columns.
-  __syncthreads();
-  const int tap_columns = min(args.part[1], args.kernel[1] - first_s);
-  const int part = min(args.part[0], args.kernel[0] - first_r) * tap_columns * kChannels;
-  const int column_of_work = kernel_part * tiling.channel_tiles + channel_tile;
-  float* const partials = args.partials + static_cast<i64>(column_of_work) * blocks *
-                                              (args.part[0] * args.part[1] * kChannels);
-  const bool alone = blocks == 1;
-  for (int i = threadIdx.x; i < part; i += kThreads) {
-    const int tap = i / kChannels, channel = i % kChannels, c = first_channel + channel;
-    const int r = tap / tap_columns, s = tap % tap_columns;
-    const float* const from =
-        sums + (channel / kOwn * kWarpSums +
-                ((r * STRIDE + s % STRIDE) * kOwn + channel % kOwn) * 2) *
-                   32;
-    float sum = 0;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const int diagonal = s / STRIDE + j;
-      sum += from[j % 2 * 32 + diagonal % 8 * 4 + j / 2];
-    }
-    if (!alone) {
-      partials[static_cast<i64>(block) * part + i] = sum;
-    } else {
-      put(args, c, first_r + r, first_s + s, sum);
-    }
-  }
-  if (alone) return;
-
-  // The channel tile's blocks, by the last of them, in an order that depends on their number alone:
-  // every share-th by one thread, then the shares.
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    last = atomicInc(args.arrived + column_of_work, blocks - 1) == blocks - 1;
-  }
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
-  const int quads = part / 4, shares = max(1, kThreads / quads);
-  for (int i = threadIdx.x; i < quads * shares; i += kThreads) {
-    const float4* const from = reinterpret_cast<const float4*>(partials) + i % quads;
-    const float4 sum = strided_sum(from, i / quads, shares, blocks, quads);
-    reinterpret_cast<float4*>(sums)[i] = sum;
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < part; i += kThreads) {
-    const int tap = i / kChannels, c = first_channel + i % kChannels;
-    float sum = 0;
-    for (int share = 0; share < shares; ++share) sum += sums[share * part + i];
-    put(args, c, first_r + tap / tap_columns, first_s + tap % tap_columns, sum);
-  }
+  finish_tile(args, sums, last);
 }

@@ -10,25 +10,24 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import (
-    DTYPES,
     STRIP_COLUMNS,
     TILE_STRIPS,
     Strips,
     StripTiling,
     line_bytes,
     plane_bytes,
-    plane_of_strips,
     variant,
     variants,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
+    IN_16_BITS,
     LinearCost,
     Plane,
     chunk_rows,
     plane_and_tile,
+    plane_of,
     resident_blocks,
     why_not_counted,
-    why_not_plane,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args import (
     buffers_of,
@@ -54,8 +53,23 @@ FLUSH = 32
 
 @dataclass(frozen=True, slots=True)
 class WeightMmaTile:
-    """A tile shape, with the attributes of `depthwise_mma.MmaTile`. ``start`` is the fixed cost of
-    an item, in rows."""
+    """A tile shape.
+
+    Attributes
+    ----------
+    kernel_rows
+        The most rows of a part of the kernel.
+    warps, own
+        Warps of a block, and channels of a warp.
+    rows, stages
+        Rows between barriers, and pipeline stages of that many rows.
+    late
+        Whether the copies of a step are issued after its computation.
+    blocks
+        Blocks per SM.
+    start
+        Fixed cost of an item, in rows.
+    """
 
     kernel_rows: int
     stride: int
@@ -95,10 +109,7 @@ class DepthwiseWeightMma:
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
-        reason = why_not_plane(work, general=True)
-        if reason is not None:
-            return reason
-        plane = plane_of_strips(work)
+        plane = plane_of(work, general=True)
         if isinstance(plane, str):
             return plane
         tile = self._tile(plane)
@@ -155,7 +166,7 @@ class DepthwiseWeightMma:
         )
         partials = partials_of(work, blocks, blocks * columns * part[0] * part[1] * channels)
         launch = Launch(
-            _instance(work.dtype, work.result_dtype, tile, held, architectures),
+            _instance(work.dtype, tile, held, architectures),
             (blocks * columns, 1, 1),
             (tile.warps * 32, 1, 1),
             pack(args, **buffers_of(work, partials)),
@@ -167,10 +178,9 @@ class DepthwiseWeightMma:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(dtype, result, tile, held, architectures)
+            _instance(dtype, tile, held, architectures)
             for tile in self._tiles
-            for dtype in DTYPES
-            for result in (dtype, DType.FLOAT32)
+            for dtype in IN_16_BITS
             for held, architectures in variants(tile.kernel_rows, tile.blocks)
         ]
 
@@ -211,14 +221,12 @@ def _shared_bytes(tile: WeightMmaTile, slots: int) -> int:
 
 def _instance(
     dtype: DType,
-    result: DType,
     tile: WeightMmaTile,
     blocks: int,
     architectures: tuple[str, ...],
 ) -> Instance:
     defines = {
         "ELEMENT": CUDA_TYPES[dtype],
-        "RESULT": CUDA_TYPES[result],
         "KERNEL_H": tile.kernel_rows,
         "STRIDE": tile.stride,
         "WARPS": tile.warps,

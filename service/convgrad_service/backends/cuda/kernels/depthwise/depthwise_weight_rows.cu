@@ -2,58 +2,40 @@
 // dimensions, a row of taps at a time. The host's side is depthwise_weight_rows.py.
 //
 // w[c, t, r, s] = sum over (n, z, p, q) of y[n, z, p, q, c] *
-//                 x[n, z*sd + t*dd - pd, p*sh + r*dh - ph, q*STRIDE + s - pw, c],
+//                 x[n, z*sd + t*dd - pd, p*sh + r*dh - ph, q*STRIDE + s*dw - pw, c / multiplier],
 // then alpha and beta*accumulate, and one rounding.
 // A row of taps is (t, r) and KERNEL adjacent columns; longer rows are divided into parts. A thread has
-// VECTOR adjacent channels and one row of taps. Of each of its items, strips of COLUMNS columns of y, it
-// loads the columns of y and of x that meet, the next item's before it multiplies this one's.
+// VECTOR adjacent channels and one row of taps. Of each of its items, strips of COLUMNS columns of y that
+// are as far apart as the taps, it loads the columns of y and of x that meet, the next item's before it
+// multiplies this one's.
 // Block: `vectors` vectors of channels, then `tap_rows` rows of taps, then `slots` slots; slot i has
 // every slots-th of the block's items from the i-th on. Threads with the same item and different rows of
 // taps read y from L1.
 // Grid: equal shares of the items, in a cluster if there are at most 8; tiles of channels; rows of taps.
 // Shared memory: depthwise_weight_sum.cuh. Deterministic.
 // Relies on its launcher for contiguous channels, strides and channels in multiples of VECTOR, `vectors`
-// in multiples of 4, an image's extent below 2^31 elements, items below 2^31, `arrived` being 0.
+// in multiples of 4, an image's extent below 2^31 elements, items below 2^31, `arrived` being 0; VECTOR =
+// 1 with a multiplier.
 // Elements outside a tensor are read as zeros.
 #include "depthwise/depthwise_weight_args.cuh"
-#include "core/divider.cuh"
 #include "depthwise/depthwise_weight_sum.cuh"
 #include "depthwise/depthwise_words.cuh"
 
 namespace convgrad {
 
-struct DepthwiseWeightRowsArgs {
-  const void* x;           // the input
-  const void* y;           // grad_output
-  void* w;                 // grad_weight
-  const void* accumulate;  // like w, or null
-  float* partials;         // [rows of taps][tile of channels][block][sum]
-  unsigned* arrived;       // one for each of the former two, 0 before and after
-  i64 x_stride[4];         // N D H W, in elements
-  i64 y_stride[4];
-  i64 w_stride[3];  // C, rows of all planes, S
-  i64 accumulate_stride[3];
-  double alpha;
-  double beta;
-  int channels;
-  int x_size[3];
-  int y_size[3];
-  int stride[2];  // D H
-  int dilation[2];
-  int pad[3];
+struct DepthwiseWeightRowsArgs : DepthwiseWeightVolume {
   int kernel_rows;  // of a plane
   int columns;      // of the kernel
+  int spread;       // columns between taps, and between an item's columns
   int part;         // columns of a part of a row, at most KERNEL
   int parts;
   int all_tap_rows;
-  int wide;  // the result is in float32
-  int vectors;
   int tap_rows;
   int slots;
   int strips;  // of a row of y
   int items;
   int share;  // items of a block
-  Divider by_vectors, by_tap_rows, by_parts, by_kernel_rows, by_strips, by_rows, by_planes;
+  Divider by_multiplier, by_spread, by_tap_rows, by_parts, by_kernel_rows, by_strips, by_rows, by_planes;
 };
 
 }  // namespace convgrad
@@ -84,23 +66,26 @@ struct Lane {
     const int plane = divide(line, args.by_rows), p = line - plane * args.y_size[1];
     const int n = divide(plane, args.by_planes), z = plane - n * args.y_size[0];
     const int d = z * args.stride[0] + top_d, h = p * args.stride[1] + top_h;
-    const int q = strip * COLUMNS, from = q * STRIDE + left;
+    const int spread = args.spread, group = divide(strip, args.by_spread);
+    const int q = group * COLUMNS * spread + (strip - group * spread), from = q * STRIDE + left;
     const bool there = item < end && static_cast<u32>(d) < static_cast<u32>(args.x_size[0]) &&
                        static_cast<u32>(h) < static_cast<u32>(args.x_size[1]);
     const u32 columns_x = there ? args.x_size[2] : 0;
-    const int columns_y = there ? args.y_size[2] - q : 0;
+    const int columns_y = there ? args.y_size[2] : 0;
     const T* const x = static_cast<const T*>(args.x) + n * args.x_stride[0] + d * args.x_stride[1] +
-                       h * args.x_stride[2] + (from * static_cast<int>(args.x_stride[3]) + c);
+                       h * args.x_stride[2] +
+                       (from * static_cast<int>(args.x_stride[3]) + divide(c, args.by_multiplier));
     const T* const y = static_cast<const T*>(args.y) + n * args.y_stride[0] + z * args.y_stride[1] +
                        p * args.y_stride[2] + (q * static_cast<int>(args.y_stride[3]) + c);
+    const int pitch_x = spread * static_cast<int>(args.x_stride[3]);
+    const int pitch_y = spread * static_cast<int>(args.y_stride[3]);
 #pragma unroll
     for (int i = 0; i < COLUMNS; ++i) {
-      load_ahead_if(i < columns_y, y + i * static_cast<int>(args.y_stride[3]), to.y[i]);
+      load_ahead_if(q + i * spread < columns_y, y + i * pitch_y, to.y[i]);
     }
 #pragma unroll
     for (int i = 0; i < kRead; ++i) {
-      load_ahead_if(static_cast<u32>(from + i) < columns_x, x + i * static_cast<int>(args.x_stride[3]),
-              to.x[i]);
+      load_ahead_if(static_cast<u32>(from + i * spread) < columns_x, x + i * pitch_x, to.x[i]);
     }
   }
 };
@@ -135,11 +120,7 @@ __device__ __forceinline__ void put(const DepthwiseWeightRowsArgs& args, int ind
       s >= args.columns) {
     return;
   }
-  if (args.wide) {
-    put_gradient<float>(args, c, row, s, sum);
-  } else {
-    put_gradient<T>(args, c, row, s, sum);
-  }
+  put_gradient_as<T>(args, c, row, s, sum);
 }
 
 }  // namespace
@@ -169,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                   end,
                   t * args.dilation[0] - args.pad[0],
                   r * args.dilation[1] - args.pad[1],
-                  (tap_row - row * args.parts) * args.part - args.pad[2]};
+                  (tap_row - row * args.parts) * args.part * args.spread - args.pad[2]};
   float sums[KERNEL][VECTOR] = {};
   int item = block * args.share + slot;
   if (item < end) {

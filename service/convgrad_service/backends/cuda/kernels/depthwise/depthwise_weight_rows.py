@@ -13,30 +13,38 @@ from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     BYTES_S,
+    DTYPES,
     bytes_of,
+    channels_of,
+    spread_of,
+    turned,
+    vector_of,
     why_not_counted,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args import (
     CLUSTERED,
     MOST_CLUSTER,
     buffers_of,
+    fill_volume,
     is_clustered,
     partials_of,
     received_bytes,
+    why_not_volume,
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
-from convgrad_service.plans.cuda.works import ConvWork, Operand
+from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["DepthwiseWeightRows", "RowsLayout", "RowsTile", "layouts_of"]
 
-DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 THREADS, BLOCKS = 256, 2
 MOST_INDEX = 2**31 - 1
 # The limit of gridDim.y and gridDim.z.
 MOST_ALONG = 2**16 - 1
 KERNELS, STRIDES, COLUMNS = (3, 5, 7), (1, 2), (4, 7)
+# Kernels of more than FEW columns take instances of LONG ones; their columns of y, by channels.
+FEW, LONG, LONG_COLUMNS = 13, 16, {1: 7, 2: 4}
 # Numbers of blocks of a cluster: with others, fewer fit on the device at once.
 CLUSTERS = (1, 2, 4, 8)
 # Of the cost model, fitted to 40 layers on an H200: seconds of a launch, of a block's first loads
@@ -84,8 +92,8 @@ DepthwiseWeightRowsArgs = structure("depthwise/depthwise_weight_rows.cu", "Depth
 
 
 class DepthwiseWeightRows:
-    """bwd_weight with one channel per group, channels last, of any number of channels, kernel,
-    stride and padding, in one to three dimensions, with dilation along rows and planes."""
+    """bwd_weight with one input channel per group, channels last, of any number of channels and
+    kernel, padding and dilation, in one to three dimensions."""
 
     name = "depthwise_weight_rows"
 
@@ -94,22 +102,12 @@ class DepthwiseWeightRows:
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
-        if work.dtype not in DTYPES:
-            return f"{work.dtype}"
-        if work.groups == 1 or work.in_channels != 1 or work.out_channels != 1:
-            return "not one input and one output channel a group"
-        if work.x.strides[1] != 1 or work.y.strides[1] != 1:
-            return "the channels are not contiguous"
+        work = turned(work)
+        reason = why_not_volume(work)
+        if reason is not None:
+            return reason
         if work.stride[2] not in STRIDES:
             return f"a stride of {work.stride[2]} along W"
-        if work.dilation[2] != 1 and work.kernel[2] != 1:
-            return "dilated along W"
-        if work.kernel[0] > 1 and work.w.strides[3] != work.kernel[1] * work.w.strides[4]:
-            return "planes of weights that are not contiguous"
-        for operand, size in ((work.x, work.input), (work.y, work.output)):
-            spans = zip(operand.strides[3:], size, strict=True)
-            if sum(stride * extent for stride, extent in spans) > MOST_INDEX:
-                return "an image of more than 2^31 elements"
         if work.pixels + 4 * THREADS > MOST_INDEX:
             return "more than 2^31 items"
         layout = self.layout(work, device)
@@ -121,6 +119,7 @@ class DepthwiseWeightRows:
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
+        work = turned(work)
         return self.fragment(work, device, self.layout(work, device))
 
     def layout(self, work: ConvWork, device: CudaDevice) -> RowsLayout:
@@ -131,24 +130,19 @@ class DepthwiseWeightRows:
         """Return the launch with a layout."""
         tile, blocks = layout.tile, layout.blocks
         channel_tiles, tap_sets = _grid(work, layout)
-        planes, rows, columns = work.output
+        planes, rows, _ = work.output
         args = DepthwiseWeightRowsArgs()
-        args.x_stride[:], args.y_stride[:] = _strides(work.x), _strides(work.y)
-        args.w_stride[:] = _weight_strides(work.w)
-        if work.accumulate is not None:
-            args.accumulate_stride[:] = _weight_strides(work.accumulate)
-        args.alpha, args.beta, args.channels = work.alpha, work.beta, work.groups
-        args.x_size[:], args.y_size[:], args.pad[:] = work.input, work.output, work.pad
-        args.stride[:], args.dilation[:] = work.stride[:2], work.dilation[:2]
+        fill_volume(args, work, layout.vectors)
         args.kernel_rows, args.columns = work.kernel[1:]
         args.parts, args.part = _parts(work.kernel[2])
         args.all_tap_rows = _tap_rows(work)
-        args.wide = work.result_dtype == DType.FLOAT32
-        args.vectors, args.tap_rows, args.slots = layout.vectors, layout.tap_rows, layout.slots
-        args.strips = strips = ceil_div(columns, tile.columns)
+        args.tap_rows, args.slots = layout.tap_rows, layout.slots
+        args.strips = strips = _strips(work, tile)
         args.items = items = work.batch * planes * rows * strips
+        args.spread = spread_of(work)
         args.share = ceil_div(items, blocks)
-        args.by_vectors, args.by_tap_rows = divider(layout.vectors), divider(layout.tap_rows)
+        args.by_multiplier, args.by_spread = divider(work.out_channels), divider(args.spread)
+        args.by_tap_rows = divider(layout.tap_rows)
         args.by_parts, args.by_kernel_rows = divider(args.parts), divider(work.kernel[1])
         args.by_strips, args.by_rows, args.by_planes = map(divider, (strips, rows, planes))
         clustered = is_clustered(device, blocks)
@@ -172,25 +166,21 @@ class DepthwiseWeightRows:
         """See `Family.instances`."""
         return [
             _instance(dtype, RowsTile(kernel, stride, columns, vector))
-            for kernel in KERNELS
+            for kernel in (*KERNELS, LONG)
             for stride in STRIDES
-            for columns in COLUMNS
             for dtype in DTYPES
             for vector in ((1, 2) if dtype.itemsize == 2 else (1,))
+            for columns in _columns(kernel, vector)
         ]
 
 
-def _strides(operand: Operand) -> tuple[int, ...]:
-    return operand.strides[0], *operand.strides[3:]
-
-
-def _weight_strides(operand: Operand) -> tuple[int, ...]:
-    return operand.strides[0], *operand.strides[4:]
+def _columns(kernel: int, vector: int) -> tuple[int, ...]:
+    return (LONG_COLUMNS[vector],) if kernel == LONG else COLUMNS
 
 
 def _parts(columns: int) -> tuple[int, int]:
     """Return the parts of a row of taps, and their columns."""
-    parts = ceil_div(columns, KERNELS[-1])
+    parts = ceil_div(columns, LONG if columns > FEW else KERNELS[-1])
     part = ceil_div(columns, parts)
     return ceil_div(columns, part), part
 
@@ -199,37 +189,36 @@ def _tap_rows(work: ConvWork) -> int:
     return work.kernel[0] * work.kernel[1] * _parts(work.kernel[2])[0]
 
 
+def _strips(work: ConvWork, tile: RowsTile) -> int:
+    """Return the strips of a row of y."""
+    spread = spread_of(work)
+    return spread * ceil_div(work.output[2], spread * tile.columns)
+
+
 def _grid(work: ConvWork, layout: RowsLayout) -> tuple[int, int]:
     """Return the tiles of channels and the sets of rows of taps."""
     return (
-        ceil_div(work.groups, layout.vectors * layout.tile.vector),
+        ceil_div(channels_of(work), layout.vectors * layout.tile.vector),
         ceil_div(_tap_rows(work), layout.tap_rows),
     )
 
 
-def _vector(work: ConvWork) -> int:
-    """Return the channels of a thread's word: two, if every pixel is aligned to them."""
-    if work.dtype.itemsize > 2:
-        return 1
-    numbers = [n for operand in (work.x, work.y) for n in _strides(operand)]
-    return 1 if any(n % 2 for n in (work.groups, *numbers)) else 2
-
-
 def layouts_of(work: ConvWork, device: CudaDevice) -> Iterator[RowsLayout]:
     """Yield the layouts that may be the fastest."""
-    kernel = next(one for one in KERNELS if one >= _parts(work.kernel[2])[1])
-    vector, tap_rows = _vector(work), _tap_rows(work)
-    all_vectors = ceil_div(work.groups, vector)
+    part = _parts(work.kernel[2])[1]
+    kernel = next((one for one in KERNELS if one >= part), LONG)
+    vector, tap_rows = vector_of(work), _tap_rows(work)
+    all_vectors = ceil_div(channels_of(work), vector)
     sizes = set()
     for most in (8, 16, 32):
         tiles = ceil_div(all_vectors, most)
         sizes.add(ceil_div(ceil_div(all_vectors, tiles), 4) * 4)
     together = {ceil_div(tap_rows, sets) for sets in (1, 2, 3, 4, tap_rows)}
     tile = min(
-        (RowsTile(kernel, work.stride[2], columns, vector) for columns in COLUMNS),
-        key=lambda tile: ceil_div(work.output[2], tile.columns) * _instructions(tile),
+        (RowsTile(kernel, work.stride[2], columns, vector) for columns in _columns(kernel, vector)),
+        key=lambda tile: _strips(work, tile) * _instructions(tile),
     )
-    items = work.pixels // work.output[2] * ceil_div(work.output[2], tile.columns)
+    items = work.pixels // work.output[2] * _strips(work, tile)
     for vectors in sorted(sizes):
         for rows in sorted(together):
             if vectors * rows > THREADS:
@@ -259,7 +248,7 @@ def expected_s(work: ConvWork, device: CudaDevice, layout: RowsLayout) -> float:
     tile = layout.tile
     channel_tiles, tap_sets = _grid(work, layout)
     grid = layout.blocks * channel_tiles * tap_sets
-    items = work.pixels // work.output[2] * ceil_div(work.output[2], tile.columns)
+    items = work.pixels // work.output[2] * _strips(work, tile)
     rounds = ceil_div(ceil_div(items, layout.blocks), layout.slots)
     spread = CLUSTERED if 2 < layout.blocks <= MOST_CLUSTER else 1.0
     most = ceil_div(grid, int(device.multiprocessors * spread))

@@ -1,4 +1,4 @@
-"""The plans of the depthwise tensor-core kernels: strips, tiles, and what is left to others."""
+"""The plans of the depthwise kernels: strips, tiles, and what is left to others."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import pytest
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise import Depthwise
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct import DepthwiseDirect
-from convgrad_service.backends.cuda.kernels.depthwise.depthwise_mma import DepthwiseMma
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import (
     PAIR_TILES,
     DepthwisePairs,
@@ -38,11 +36,6 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_mma impor
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_rows import (
     DepthwiseWeightRows,
 )
-from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_strips import (
-    HOPPER_STRIPS_TILES,
-    HopperDepthwiseStrips,
-    StripsTile,
-)
 from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.plans.cuda.program import Fragment, Launch
@@ -60,8 +53,6 @@ INSTANCES = {
     instance
     for family in (
         DepthwisePairs(),
-        Depthwise(),
-        DepthwiseMma(),
         DepthwiseDirect(),
         DepthwiseWeight(),
         DepthwiseWeightMma(),
@@ -71,7 +62,7 @@ INSTANCES = {
 }
 # What remains without the families of small problems.
 LARGE = FAMILIES.without(("depthwise_direct", "depthwise_weight_rows"))
-DIRECT, STRIPS = DepthwiseWeightDirect().name, HopperDepthwiseStrips().name
+DIRECT = DepthwiseWeightDirect().name
 OLDER = replace(H200, capability=(8, 0))
 
 
@@ -157,17 +148,17 @@ def test_one_launch_of_a_listed_instance(
 @pytest.mark.parametrize(
     ("conv", "dtype", "reason"),
     [
-        (shape((4, 4)), DType.FLOAT32, "float32"),
-        (shape((15, 15)), DType.BFLOAT16, "no instance for kernel (1, 15, 15)"),
-        (shape((5, 5), 3), DType.BFLOAT16, "no instance for kernel (1, 5, 5) and stride (1, 3, 3)"),
+        (shape((5, 5), 3), DType.BFLOAT16, "a stride of 3 along W"),
+        (shape((3, 3), 2, 2), DType.FLOAT32, "both strided and dilated"),
         (shape((5, 5), multiplier=2), DType.BFLOAT16, "sums over 2 channels"),
+        (shape((3, 3)), DType.FLOAT64, "float64"),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else "",
 )
 def test_what_is_left_to_others(conv: ConvShape, dtype: DType, reason: str) -> None:
     problem = ConvBwdData(conv=conv, dtype=dtype, layout=LAYOUTS["NHWC"])
     passed_over = dict(plan_for(problem, H200, FAMILIES).passed_over)
-    assert passed_over[DepthwiseMma().name].startswith(reason)
+    assert passed_over[DepthwiseDirect().name] == reason
 
 
 @pytest.mark.parametrize(
@@ -213,12 +204,14 @@ def test_the_first_of_two_launches_is_not_of_pairs() -> None:
         precision="highest",
     )
     plan = plan_for(problem, H200, FAMILIES)
-    assert plan.kernel.startswith("depthwise_fwd + ")
+    assert plan.kernel.startswith("depthwise_direct_fwd + ")
     reason = "a launch that the next one overlaps, where this was not measured"
     assert (DepthwisePairs().name, reason) in plan.passed_over
 
 
-@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (5, 1), (7, 1), (3, 2), (5, 2)])
+@pytest.mark.parametrize(
+    ("kernel", "stride"), [(3, 1), (5, 1), (7, 1), (9, 1), (13, 1), (3, 2), (5, 2)]
+)
 @pytest.mark.parametrize("size", [(1, 1), (7, 7), (14, 20), (57, 130)])
 @pytest.mark.parametrize("batch", [1, 3, 64])
 @pytest.mark.parametrize("multiprocessors", [1, 60, 132])
@@ -233,8 +226,10 @@ def test_shares_hold_all_rows(
         dtype=DType.FLOAT16,
         layout=LAYOUTS["NHWC"],
     )
-    for which in (0, 1):
-        family = DepthwisePairs(PAIR_TILES[which::2], anything=True)
+    for which in (1, -1):
+        ordered = PAIR_TILES[::which]
+        tiles = tuple({(one.kernel_rows, one.stride): one for one in ordered}.values())
+        family = DepthwisePairs(tiles, anything=True)
         plan = plan_for(problem, device, replace(FAMILIES, bwd_data=[family]))
         (launch,) = (step for step in plan.steps if isinstance(step, Launch))
         assert launch.instance in INSTANCES
@@ -245,14 +240,11 @@ def test_shares_hold_all_rows(
         assert (launch.grid[1] - 1) * args.share < places <= launch.grid[1] * args.share
         assert args.tiles * 8 >= batch * args.strips > (args.tiles - 1) * 8
         assert args.rows * stride >= size[0]
-        (tile,) = (
-            tile
-            for tile in PAIR_TILES[which::2]
-            if launch.instance in DepthwisePairs((tile,)).instances()
-        )
+        (tile,) = (tile for tile in tiles if launch.instance in DepthwisePairs((tile,)).instances())
         for first in range(args.strips):
-            last = 7 + (first + 7) // args.strips  # of the units that its strips begin with
-            pixels = (last + 2) * 8 // stride
+            # Of the units that its strips begin with.
+            last = 7 + (first + 7) // args.strips * tile.more
+            pixels = (last + 1 + tile.more) * 8 // stride
             assert place_bytes(tile, pixels, stride > 1) <= args.row_bytes
 
 
@@ -260,17 +252,17 @@ def test_shares_hold_all_rows(
     ("kernel", "stride", "size", "batch", "taker"),
     [
         (3, 1, 56, 128, DIRECT),
-        (3, 1, 57, 128, "depthwise_weight_mma"),
-        (3, 1, 28, 512, "depthwise_weight_mma"),
+        (3, 1, 57, 160, "depthwise_weight_mma"),
+        (3, 1, 28, 512, "depthwise_weight"),
         (3, 1, 19, 800, DIRECT),
         (3, 1, 56, 8, "depthwise_weight"),
         (3, 2, 112, 64, DIRECT),
         (3, 2, 150, 64, "depthwise_weight"),
-        (5, 1, 28, 256, "depthwise_weight_mma"),
+        (5, 1, 28, 512, "depthwise_weight_mma"),
         (5, 1, 28, 64, "depthwise_weight"),
         (5, 2, 56, 128, "depthwise_weight"),
         (7, 1, 56, 8, "depthwise_weight"),
-        (7, 1, 56, 16, "depthwise_weight_mma"),
+        (7, 1, 56, 16, "depthwise_weight"),
         (7, 1, 56, 64, "depthwise_weight_mma"),
     ],
 )
@@ -283,7 +275,7 @@ def test_who_takes_the_weight(kernel: int, stride: int, size: int, batch: int, t
         split_k=None,
     )
     assert plan_for(problem, H200, LARGE).kernel == taker
-    assert plan_for(problem, OLDER, LARGE).kernel not in (DIRECT, STRIPS)
+    assert plan_for(problem, OLDER, LARGE).kernel != DIRECT
 
 
 SMALL_LAYERS = [
@@ -291,7 +283,6 @@ SMALL_LAYERS = [
     (3, 2, (112, 112), 64, 1),
     (5, 2, (14, 14), 672, 1),
     (7, 1, (7, 7), 768, 1),
-    (9, 1, (7, 7), 64, 1),
     (3, 1, (56, 56), 36, 1),
     (5, 1, (13, 13), 45, 8),
 ]
@@ -322,39 +313,6 @@ def test_blocks_of_a_cluster_fit_on_the_device(blocks: int, columns: int) -> Non
     assert fitting_blocks(OLDER, blocks, columns, H200.multiprocessors) == blocks
 
 
-@pytest.mark.parametrize(
-    ("kernel", "size", "batch", "channels", "taken"),
-    [
-        (5, 28, 64, 240, True),
-        (5, 14, 64, 480, True),
-        (5, 56, 32, 72, False),
-        (7, 56, 64, 96, True),
-        (7, 14, 64, 384, False),
-        (7, 7, 256, 768, False),
-        (7, 56, 2, 1024, False),
-    ],
-)
-def test_full_products_of_strips(
-    kernel: int, size: int, batch: int, channels: int, taken: bool
-) -> None:
-    problem = GroupedConvBwdWeight(
-        conv=shape((kernel, kernel), 1, size=(size, size), batch=batch, groups=channels),
-        dtype=DType.BFLOAT16,
-        layout=LAYOUTS["NHWC"],
-        weight_dtype=DType.BFLOAT16,
-        split_k=None,
-    )
-    assert (plan_for(problem, H200, FAMILIES).kernel == STRIPS) == taken
-
-
-@pytest.mark.parametrize("tile", HOPPER_STRIPS_TILES)
-def test_images_of_strips_lie_in_different_banks(tile: StripsTile) -> None:
-    assert tile.slots(H200) >= 4
-    for columns in (tile.x_columns, tile.y_columns):
-        assert columns * 64 // 128 % 2 == 1
-    assert tile.x_columns >= 8 * tile.side + tile.kernel - 1
-
-
 @pytest.mark.parametrize("tile", DIRECT_TILES)
 @pytest.mark.parametrize(
     ("channels", "size", "batch"), [(8, (9, 5), 1), (144, (56, 56), 64), (1000, (7, 300), 2)]
@@ -382,7 +340,7 @@ def test_a_direct_layout_covers_everything(
     assert isinstance(launch, Launch)
     assert launch.block[0] <= tile.threads
     plane = plane_of(seen[0])
-    assert plane is not None
+    assert not isinstance(plane, str)
     for cost, layout in layouts(seen[0], plane, tile, H200):
         assert cost > 0
         assert layout.units * layout.unit_warps * 32 <= tile.threads

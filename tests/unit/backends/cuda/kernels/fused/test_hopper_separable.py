@@ -65,7 +65,7 @@ def test_the_second_of_two_launches_begins_while_the_first_ends(
 ) -> None:
     steps = [step for step in plan(plain(channels)).steps if isinstance(step, Launch)]
     assert [step.instance.entry for step in steps] == [
-        "depthwise",
+        "depthwise_direct",
         *["row_copy"] * copies,
         second,
     ]
