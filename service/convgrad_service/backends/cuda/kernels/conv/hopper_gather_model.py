@@ -154,6 +154,7 @@ def _single_s(
             tiles=len(taps) * ceil_div(written, tile.n),
             steps=float(taps.max()) * chunks,
             mean_steps=float(taps.mean()) * chunks,
+            empty=int((taps == 0).sum()) * ceil_div(written, tile.n),
             split=tile.split,
             blocks=tile.blocks,
             slots=tile.clusters(device) * tile.split,

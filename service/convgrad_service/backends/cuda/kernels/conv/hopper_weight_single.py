@@ -187,6 +187,7 @@ def expected_s(work: ConvWork, device: CudaDevice, config: SingleTile) -> float:
             tiles=prod(config.tiles(work)),
             steps=steps,
             mean_steps=steps,
+            empty=0,
             split=config.split,
             blocks=config.blocks,
             slots=config.clusters(device) * config.split,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from convgrad_service.plans.cuda.program import ceil_div
@@ -62,6 +61,8 @@ class SingleWave:
     ----------
     steps, mean_steps
         K-tiles of the deepest tile, and of all tiles on average.
+    empty
+        Tiles that have none.
     blocks, slots
         Blocks per SM that fit, and blocks that run at once.
     a_rows
@@ -79,6 +80,7 @@ class SingleWave:
     tiles: int
     steps: float
     mean_steps: float
+    empty: int
     split: int
     blocks: int
     slots: int
@@ -95,8 +97,8 @@ def single_s(of: SingleWave, rates: Rates) -> float:
     resident = min(of.blocks, ceil_div(total, multiprocessors))
     at_once = multiprocessors * resident
     # Tiles without products, as those between the pixels of a stride, leave an SM to the others.
-    deep = total * of.mean_steps / max(of.steps, 1.0)
-    sharing = min(of.blocks, max(1, math.ceil(deep / multiprocessors)))
+    multiplying = total - of.empty * of.split
+    sharing = min(of.blocks, max(1, ceil_div(multiplying, multiprocessors)))
     a_kb = of.a_rows * LINE_BYTES / 1e3 * (rates.apart_a if of.apart[0] else 1.0)
     b_rows = of.taps * ceil_div(of.n, BOX_ROWS) * BOX_ROWS
     copied = a_kb + b_rows * LINE_BYTES / 1e3 * (rates.apart_b if of.apart[1] else 1.0)
@@ -104,7 +106,7 @@ def single_s(of: SingleWave, rates: Rates) -> float:
     step = max(
         sharing * copied / rates.copied,
         sharing * products / rates.products,
-        min(deep, at_once) * copied / rates.l2,
+        min(multiplying, at_once) * copied / rates.l2,
         rates.step,
     )
     steps = max(of.steps, of.mean_steps * total / (multiprocessors * sharing)) / of.split
