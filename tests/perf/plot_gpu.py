@@ -58,13 +58,15 @@ def draw(out: Path = OUT) -> None:
     found = panels()
     heights = [len(rows) for rows in found.values()]
     with mpl.rc_context({"svg.hashsalt": "gpu", "font.size": 7}):
-        figure, axes = plt.subplots(
+        figure, columns = plt.subplots(
             len(found),
             sharex=True,
+            squeeze=False,
             figsize=(7.5, 0.16 * sum(heights) + 0.42 * len(found)),
             gridspec_kw={"height_ratios": heights},
             layout="constrained",
         )
+        axes = columns[:, 0]
         for (title, rows), one in zip(found.items(), axes, strict=True):
             for y, row in enumerate(rows):
                 ours, peer = (row[key] / row["reference_ms"] for key in ("ours_ms", "peer_ms"))

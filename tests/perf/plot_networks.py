@@ -31,9 +31,10 @@ def draw(out: Path = OUT) -> None:
     networks = list(dict.fromkeys(network for network, _ in sums))
     batches = sorted({batch for _, batch in sums})
     with mpl.rc_context({"svg.hashsalt": "networks", "font.size": 8}):
-        figure, axes = plt.subplots(
-            1, len(batches), sharey=True, figsize=(11, 3.6), layout="constrained"
+        figure, panels = plt.subplots(
+            1, len(batches), sharey=True, squeeze=False, figsize=(11, 3.6), layout="constrained"
         )
+        axes = panels[0]
         for batch, one in zip(batches, axes, strict=True):
             for y, network in enumerate(networks):
                 found = sums.get((network, batch))
