@@ -7,6 +7,7 @@ geometry is refused at once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from math import prod
 
 from convgrad.errors import InvalidProblem
@@ -19,6 +20,7 @@ __all__ = [
     "Padding",
     "Pads",
     "Size",
+    "Size3",
     "by",
     "check_shape",
     "one_or_by",
@@ -28,6 +30,7 @@ __all__ = [
     "positive",
     "require_shape",
     "show",
+    "size3",
     "size_of_length",
     "tuple_text",
 ]
@@ -37,6 +40,7 @@ MAX_EXTENT = 2**31 - 1
 MAX_ELEMENTS = 2**40
 
 Size = tuple[int, ...]
+Size3 = tuple[int, int, int]
 Pads = tuple[tuple[int, int], ...]
 IntOrSequence = int | Sequence[int]
 Padding = int | Sequence[int | Sequence[int]]
@@ -209,3 +213,10 @@ def require_shape(name: str, found: Sequence[int], expected: Sequence[int], sour
         raise InconsistentSizes(
             f"{name} has shape {tuple_text(found)}; expected {tuple_text(expected)} {source}"
         )
+
+
+@lru_cache(maxsize=4096)
+def size3(values: tuple[int, ...], lead: int = 1) -> Size3:
+    """Return one to three values as three, with ``lead`` for the missing leading ones."""
+    padded = (*[lead] * (3 - len(values)), *values)
+    return padded[0], padded[1], padded[2]

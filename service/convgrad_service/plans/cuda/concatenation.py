@@ -13,10 +13,10 @@ from convgrad_service.plans.cuda.works import (
     CopyAxis,
     Operand,
     contiguous_strides,
-    size3,
 )
 from convgrad_service.problems.concatenation import MAX_DIMENSIONS, concatenate
 from convgrad_service.problems.geometry import ConvShape
+from convgrad_service.problems.sizes import size3
 
 __all__ = ["ConcatenatedOperands", "concatenate_operands"]
 

@@ -17,10 +17,10 @@ from convgrad_service.plans.cuda.works import (
     CopyAxis,
     Operand,
     activation_operand,
-    size3,
     weight_operand,
 )
 from convgrad_service.problems.passes import ConvPasses, Pass
+from convgrad_service.problems.sizes import size3
 
 __all__ = ["plan_passes"]
 

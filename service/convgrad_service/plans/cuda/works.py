@@ -8,22 +8,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import Literal, TypeVar
 
 from convgrad.dtypes import DType
 from convgrad_service.problems.geometry import ConvShape, PoolShape
 from convgrad_service.problems.layouts import Layout
-from convgrad_service.problems.sizes import Size
+from convgrad_service.problems.sizes import Size, Size3, size3
 from convgrad_service.problems.windows import WindowAxis
 
 __all__ = ["ChannelSums", "ConvWork", "Copy", "CopyAxis", "Direction", "FusedWork", "Operand"]
 __all__ += ["PoolWork", "UnpoolWork", "WindowWork", "activation_operand", "contiguous_strides"]
-__all__ += ["size3", "weight_operand"]
+__all__ += ["weight_operand"]
 
 Direction = Literal["fwd", "bwd_data", "bwd_weight"]
-Size3 = tuple[int, int, int]
 T = TypeVar("T")
 _LETTERS = {1: "W", 2: "HW", 3: "DHW"}
 _KERNEL = {1: "S", 2: "RS", 3: "TRS"}
@@ -132,13 +130,6 @@ class _Geometry(ABC):
     @property
     def taps(self) -> int:
         return prod(self.kernel)
-
-
-@lru_cache(maxsize=4096)
-def size3(values: tuple[int, ...], lead: int = 1) -> Size3:
-    """Return one to three values as three, with ``lead`` for the missing leading ones."""
-    padded = (*[lead] * (3 - len(values)), *values)
-    return padded[0], padded[1], padded[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
