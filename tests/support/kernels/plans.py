@@ -28,10 +28,6 @@ from tests.support.numerics.cases import (
 )
 from tests.support.numerics.strategies import zeros
 
-# Bytes of a kernel's arguments: on every GPU, and since CUDA 12.1 on GPUs since Volta. Kernels for
-# Hopper, of up to 32 tensor maps, rely on the latter.
-ARGUMENT_BYTES, HOPPER_ARGUMENT_BYTES = 4096, 32764
-
 
 def problem_of(case: Case, dtype: str = "float32", layout: str | None = None) -> Problem:
     problem, _ = problem_and_tensors(case, zeros(case, DTYPES[dtype]), layout)
@@ -75,8 +71,7 @@ def check_plan(plan: CudaPlan, problem: Problem, device: CudaDevice) -> None:
         assert 0 < z < 2**16
         assert 0 < np.prod(step.block) <= 1024
         assert step.shared_bytes <= device.shared_bytes_per_block
-        limit = HOPPER_ARGUMENT_BYTES if device.capability >= (9, 0) else ARGUMENT_BYTES
-        assert 0 < len(_filled(step.arguments, addresses)) <= limit
+        assert 0 < len(_filled(step.arguments, addresses)) <= 4096
 
 
 def _filled(arguments: Arguments, addresses: dict[str, int]) -> bytearray:
