@@ -55,7 +55,7 @@ LEAST_CHANNELS, LEAST_CHANNELS_WIDE = 32, 48
 # dense_gather stores such results faster (measured on an H200).
 LEAST_TERMS_FINISHED, LEAST_TERMS_APART = 512, 1152
 # The most phases, by instance: the kernel parameters hold a tensor map for each.
-MAPS = (1, 32)
+MAPS = (1, 8, 32)
 # The most taps of a phase along one dimension: a bit mask holds them.
 MAX_TAPS = 32
 MAX_PIXELS = 2**31 - 2048
