@@ -21,7 +21,8 @@ from convgrad_service.backends.cuda.kernels.layout.planes import PixelRows, Rows
 from convgrad_service.backends.cuda.kernels.layout.transpose import Transpose
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, Step, Workspace
-from convgrad_service.plans.cuda.works import ConvWork, Copy, CopyAxis, Operand, Size3
+from convgrad_service.plans.cuda.works import ConvWork, Copy, CopyAxis, Operand
+from convgrad_service.problems.sizes import Size3
 
 __all__ = ["BatchLastWeight"]
 

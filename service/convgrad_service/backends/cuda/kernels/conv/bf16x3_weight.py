@@ -32,7 +32,8 @@ from convgrad_service.plans.cuda.program import (
     Workspace,
     ceil_div,
 )
-from convgrad_service.plans.cuda.works import ConvWork, Operand, Size3, contiguous_strides
+from convgrad_service.plans.cuda.works import ConvWork, Operand, contiguous_strides
+from convgrad_service.problems.sizes import Size3
 
 __all__ = ["Bf16x3Weight"]
 

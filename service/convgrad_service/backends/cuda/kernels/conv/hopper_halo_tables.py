@@ -10,7 +10,7 @@ from math import gcd
 
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, Phase
 from convgrad_service.plans.cuda.program import ceil_div
-from convgrad_service.plans.cuda.works import Size3
+from convgrad_service.problems.sizes import Size3
 
 __all__ = [
     "CHUNK",

@@ -24,7 +24,8 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_halo_tables import (
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
-from convgrad_service.plans.cuda.works import ConvWork, Size3
+from convgrad_service.plans.cuda.works import ConvWork
+from convgrad_service.problems.sizes import Size3
 
 __all__ = ["COLUMNS", "GROUPS", "TABLE_BYTES", "HaloTile", "halo_tiles", "some_tile_fits"]
 

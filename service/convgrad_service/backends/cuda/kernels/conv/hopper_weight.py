@@ -46,7 +46,8 @@ from convgrad_service.plans.cuda.program import (
     Workspace,
     ceil_div,
 )
-from convgrad_service.plans.cuda.works import ConvWork, Operand, Size3
+from convgrad_service.plans.cuda.works import ConvWork, Operand
+from convgrad_service.problems.sizes import Size3
 
 __all__ = ["HopperWeight", "im2col_maps", "reachable", "why_not_im2col"]
 

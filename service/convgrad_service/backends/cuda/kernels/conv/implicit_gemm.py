@@ -44,7 +44,8 @@ from convgrad_service.plans.cuda.program import (
     Workspace,
     ceil_div,
 )
-from convgrad_service.plans.cuda.works import ConvWork, Operand, Size3
+from convgrad_service.plans.cuda.works import ConvWork, Operand
+from convgrad_service.problems.sizes import Size3
 
 __all__ = ["ImplicitGemm", "gathering", "gemm_of"]
 

@@ -16,7 +16,8 @@ from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, Phase,
 from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.program import ceil_div
-from convgrad_service.plans.cuda.works import ConvWork, Operand, Size3
+from convgrad_service.plans.cuda.works import ConvWork, Operand
+from convgrad_service.problems.sizes import Size3
 
 __all__ = [
     "MAX_PHASES",

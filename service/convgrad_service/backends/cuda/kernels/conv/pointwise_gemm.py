@@ -32,7 +32,8 @@ from convgrad_service.plans.cuda.program import (
     Launch,
     Workspace,
 )
-from convgrad_service.plans.cuda.works import ConvWork, Operand, Size3
+from convgrad_service.plans.cuda.works import ConvWork, Operand
+from convgrad_service.problems.sizes import Size3
 
 __all__ = ["PointwiseGemm", "products_of"]
 

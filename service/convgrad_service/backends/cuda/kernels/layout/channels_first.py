@@ -25,16 +25,8 @@ from convgrad_service.plans.cuda.program import (
     Workspace,
     ceil_div,
 )
-from convgrad_service.plans.cuda.works import (
-    ConvWork,
-    Copy,
-    CopyAxis,
-    FusedWork,
-    Operand,
-    PoolWork,
-    Size3,
-    contiguous_strides,
-)
+from convgrad_service.plans.cuda.works import ConvWork, Copy, CopyAxis, FusedWork, Operand, PoolWork, contiguous_strides
+from convgrad_service.problems.sizes import Size3
 
 __all__ = [
     "ConvThroughChannelsLast",

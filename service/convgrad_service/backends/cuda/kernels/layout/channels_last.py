@@ -11,14 +11,8 @@ from convgrad_service.backends.cuda.kernels.layout.transpose import RowCopy, Tra
 from convgrad_service.plans.cuda.device import OVERLAPPING, CudaDevice
 from convgrad_service.plans.cuda.families import choose
 from convgrad_service.plans.cuda.program import Launch, Step, Workspace, ceil_div
-from convgrad_service.plans.cuda.works import (
-    ConvWork,
-    Copy,
-    CopyAxis,
-    Operand,
-    Size3,
-    contiguous_strides,
-)
+from convgrad_service.plans.cuda.works import ConvWork, Copy, CopyAxis, Operand, contiguous_strides
+from convgrad_service.problems.sizes import Size3
 
 __all__ = [
     "CHUNK_BYTES",

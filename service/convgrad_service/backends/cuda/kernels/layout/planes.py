@@ -9,7 +9,8 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.plans.cuda.program import ceil_div
-from convgrad_service.plans.cuda.works import ConvWork, Operand, Size3
+from convgrad_service.plans.cuda.works import ConvWork, Operand
+from convgrad_service.problems.sizes import Size3
 
 __all__ = ["PixelRows", "Rows", "flat_planes", "image_rows", "plane_map", "plane_pixels"]
 

@@ -15,7 +15,8 @@ from convgrad_service.backends.cuda.kernels.pool.window_form import widths
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
-from convgrad_service.plans.cuda.works import PoolWork, Size3
+from convgrad_service.plans.cuda.works import PoolWork
+from convgrad_service.problems.sizes import Size3
 
 __all__ = ["PoolCells", "fill_strides", "image_elements"]
 
