@@ -7,6 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from convgrad.contract import OPERATIONS
+from convgrad.contract.base import validate
 from convgrad_service.backends.cuda.arguments import Packed
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import MappedArguments
@@ -27,10 +29,10 @@ from convgrad_service.plans.cuda.program import (
     Instance,
     Launch,
 )
-from convgrad_service.problems import Problem
+from convgrad_service.problems import Problem, problem_from
 from tests.emulator.maps import encode
 from tests.support.kernels.harness import problem_and_tensors
-from tests.support.numerics.arrays import DTYPES
+from tests.support.numerics.arrays import DTYPES, LAYOUTS
 from tests.support.numerics.cases import (
     Case,
 )
@@ -40,6 +42,23 @@ from tests.support.numerics.strategies import zeros
 def problem_of(case: Case, dtype: str = "float32", layout: str | None = None) -> Problem:
     problem, _ = problem_and_tensors(case, zeros(case, DTYPES[dtype]), layout)
     return problem
+
+
+def large_problem_of(case: Case, dtype: str, *, last: bool) -> Problem:
+    """A problem whose arrays take no memory, with its channels first or last."""
+    arrays = {
+        name: np.broadcast_to(np.zeros((), DTYPES[dtype]), shape)
+        for name, shape in case.shapes.items()
+    }
+    params = dict(case.params)
+    if last:
+        params["layout"] = LAYOUTS[case.ndim][1]
+        arrays = {
+            name: np.moveaxis(array, 1, -1) if array.ndim > 1 else array
+            for name, array in arrays.items()
+        }
+    request = validate(OPERATIONS[case.operation].request, {**arrays, **params})
+    return problem_from(case.operation, request)
 
 
 @lru_cache(maxsize=1)
