@@ -227,13 +227,13 @@ class FastestExpected(Selector[V]):
         optional: bool = False,
     ) -> None:
         """``overheads`` are by family name; a family without one is never the fastest."""
-        self._sides = sides
+        self.sides = sides
         self._overheads = overheads
         self._optional = optional
 
     def without(self, names: Collection[str]) -> tuple[Family[V], ...]:
         """See `Selector.without`."""
-        sides = [_without(side, names) for side in self._sides]
+        sides = [_without(side, names) for side in self.sides]
         left = [side for side in sides if side]
         if len(left) < 2 or not (sides[0] or self._optional):
             return tuple(family for side in left for family in side)
@@ -243,7 +243,7 @@ class FastestExpected(Selector[V]):
         """See `Selector.choice`: the fastest candidate."""
         reasons: list[tuple[str, str]] = []
         found: list[Chosen] = []
-        for side in self._sides:
+        for side in self.sides:
             chosen, passed_over = _first(side, work, device)
             reasons += passed_over
             if chosen is not None:
@@ -272,4 +272,4 @@ class FastestExpected(Selector[V]):
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
-        return [instance for one in chain(*self._sides) for instance in one.instances()]
+        return [instance for one in chain(*self.sides) for instance in one.instances()]

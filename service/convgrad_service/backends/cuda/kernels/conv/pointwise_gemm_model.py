@@ -25,6 +25,7 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     Matrix,
     Product,
 )
+from convgrad_service.backends.cuda.kernels.core.limits import MAX_GRID_YZ
 from convgrad_service.backends.cuda.tuning.correction import MOST_CORRECTED, correction_of
 from convgrad_service.backends.cuda.tuning.features import features
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -130,7 +131,7 @@ class _Table:
         """Return the time of each configuration in microseconds, and its number of parts.
 
         The time is infinite if the configuration is not a candidate, if its clusters would not all
-        be resident, or if there are not enough ``counters``.
+        be resident or are more than a grid holds, or if there are not enough ``counters``.
         """
         rates, many = self._rates, self._device.multiprocessors
         m, n, depth, cluster = self.m, self.n, self.depth, self.cluster
@@ -173,6 +174,7 @@ class _Table:
         parts = np.where(kind == 1, 1, together // (tiles * np.maximum(kind - 1, 1)))
         joined = (cluster * parts <= steps) & ((kind == 1) | (parts > 1))
         joined &= (tiles <= together) | ((cluster == 1) & (not product.stores))
+        joined &= rows <= MAX_GRID_YZ
         joined &= (parts == 1) | ((tiles * cluster <= counters) & (cluster % 3 != 0))
         if not self._wgrad:
             joined &= (cluster > 1) | (not product.stores)
