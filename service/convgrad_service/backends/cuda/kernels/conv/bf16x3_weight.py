@@ -168,4 +168,4 @@ def _in_order(strides: tuple[int, ...], extents: tuple[int, ...]) -> bool:
 
 
 def _instance() -> Instance:
-    return Instance("conv/bf16_parts.cu", "bf16_parts", (), HOPPER)
+    return Instance.of("conv/bf16_parts.cu", HOPPER)

@@ -8,7 +8,6 @@ from math import prod
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice, sum_dtype
 from convgrad_service.plans.cuda.program import (
@@ -151,10 +150,5 @@ class ChannelSumsKernel:
 
 def _instance(dtype: DType, vector: int, along_channels: bool) -> Instance:
     return Instance.of(
-        "conv/channel_sums.cu",
-        {
-            "ELEMENT": CUDA_TYPES[dtype],
-            "VECTOR": vector,
-            "CHANNELS": int(along_channels),
-        },
+        "conv/channel_sums.cu", ELEMENT=dtype, VECTOR=vector, CHANNELS=along_channels
     )

@@ -19,7 +19,6 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import (
     ACTIVATIONS,
-    CUDA_TYPES,
     linear_grid,
 )
 from convgrad_service.backends.cuda.kernels.core.limits import why_not_32bit_positions
@@ -293,5 +292,4 @@ def _col2im(work: ConvWork, columns: Operand) -> Launch:
 
 
 def _instance(result: DType, channels: int) -> Instance:
-    macros = (("ELEMENT", CUDA_TYPES[result]), ("CHANNELS", str(channels)))
-    return Instance("conv/col2im.cu", "col2im", macros)
+    return Instance.of("conv/col2im.cu", ELEMENT=result, CHANNELS=channels)

@@ -215,8 +215,7 @@ def gather_tile(work: ConvWork, axes: list[Axis], device: CudaDevice, int64: boo
 
 
 def _instance(tile: DenseTile, dtype: DType, backward: bool, int64: bool) -> Instance:
-    defines = (("ACROSS", str(int(backward))), *tile.defines(dtype, int64))
-    return Instance("conv/dense_gather.cu", "dense_gather", defines)
+    return Instance.of("conv/dense_gather.cu", ACROSS=backward, **tile.defines(dtype, int64))
 
 
 def shared_bytes(tile: DenseTile, axes: list[Axis], int64: bool) -> int:

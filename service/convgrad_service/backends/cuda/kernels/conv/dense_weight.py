@@ -17,7 +17,7 @@ from convgrad_service.backends.cuda.kernels.conv.dense_tiles import (
     uses_3xtf32,
     why_not_few_terms,
 )
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, linear_grid
+from convgrad_service.backends.cuda.kernels.core.elements import linear_grid
 from convgrad_service.backends.cuda.kernels.core.limits import (
     MAX_GRID_YZ,
     MAX_PIXELS,
@@ -183,7 +183,7 @@ def _sum(work: ConvWork, partials: str, splits: int) -> Launch:
 
 
 def _sum_instance(dtype: DType) -> Instance:
-    return Instance("core/flat_sum.cu", "flat_sum", (("RESULT", CUDA_TYPES[dtype]),))
+    return Instance.of("core/flat_sum.cu", RESULT=dtype)
 
 
 # Only the last tile has registers left for 64-bit offsets.
@@ -263,7 +263,7 @@ def _expected(work: ConvWork, device: CudaDevice, int64: bool) -> tuple[float, D
 
 
 def _instance(tile: DenseTile, dtype: DType, int64: bool) -> Instance:
-    return Instance("conv/dense_weight.cu", "dense_weight", tile.defines(dtype, int64))
+    return Instance.of("conv/dense_weight.cu", **tile.defines(dtype, int64))
 
 
 def _columns(work: ConvWork) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.conv.patches import MOST_CHANNELS
-from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.limits import why_not_32bit_positions
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
@@ -223,14 +223,11 @@ def _cut(work: ConvWork, device: CudaDevice) -> Cut | None:
 
 
 def _instance(dtype: DType, pairs: int | None) -> Instance:
-    defines = {
-        "ELEMENT": CUDA_TYPES[dtype],
-        "RESIDENT": int(pairs is not None),
-        "PAIRS": pairs or 1,
-        "STAGES": STAGES,
-    }
     return Instance.of(
         "conv/first_forward.cu",
-        defines,
         BEFORE_BLACKWELL if pairs == REGISTER_WEIGHTS[-1] else ARCHITECTURES,
+        ELEMENT=dtype,
+        RESIDENT=pairs is not None,
+        PAIRS=pairs or 1,
+        STAGES=STAGES,
     )

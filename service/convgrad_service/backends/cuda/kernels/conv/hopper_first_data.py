@@ -18,7 +18,6 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_first_data_forms import 
 )
 from convgrad_service.backends.cuda.kernels.core.elements import (
     ACTIVATIONS,
-    CUDA_TYPES,
     MAX_BLOCKS,
 )
 from convgrad_service.backends.cuda.kernels.core.limits import (
@@ -35,7 +34,7 @@ from convgrad_service.backends.cuda.kernels.layout.channels_last import (
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
-from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["HopperFirstData"]
@@ -298,14 +297,11 @@ def _cut(work: ConvWork, form: Form, device: CudaDevice) -> Cut | None:
 
 
 def _instance(form: Form) -> Instance:
-    defines = {
-        "ELEMENT": CUDA_TYPES[form.dtype],
-        "SPLIT": int(form.split),
-        "ROWS": form.shape.rows,
-        "EIGHTS": form.shape.eights,
-        "TAPS": form.shape.taps,
-        "STEPS": form.shape.steps,
-        "STAGES": form.stages,
-        "BLOCKS": form.blocks,
-    }
-    return Instance.of("conv/hopper_first_data.cu", defines, HOPPER)
+    return Instance.of(
+        "conv/hopper_first_data.cu",
+        HOPPER,
+        ELEMENT=form.dtype,
+        SPLIT=form.split,
+        **macros_of(form.shape, "rows", "eights", "taps", "steps"),
+        **macros_of(form, "stages", "blocks"),
+    )

@@ -15,7 +15,6 @@ from convgrad_service.backends.cuda.kernels.conv.first_sum import (
     results_of,
     why_not_summed,
 )
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.limits import why_not_32bit_positions
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
@@ -372,8 +371,12 @@ def _bytes(kind: Kind, strides: tuple[int, ...], sizes: tuple[int, ...]) -> tupl
 
 
 def _instance(dtype: DType, kind: Kind, products: int, odd: bool) -> Instance:
-    defines: dict[str, object] = {"ELEMENT": CUDA_TYPES[dtype]}
-    if kind.made:
-        defines |= {"PARTS": kind.made, "CHANNELS": kind.channels}
-    defines |= {"PRODUCTS": products, "ODD": int(odd)}
-    return Instance.of(f"conv/{kind.name}.cu", defines, HOPPER)
+    return Instance.of(
+        f"conv/{kind.name}.cu",
+        HOPPER,
+        ELEMENT=dtype,
+        PARTS=kind.made or None,
+        CHANNELS=kind.channels if kind.made else None,
+        PRODUCTS=products,
+        ODD=odd,
+    )

@@ -291,4 +291,4 @@ def _least_terms(work: ConvWork, axes: Sequence[Axis], written: int) -> int:
 
 
 def _instance(tile: HopperTile, dtype: DType, **how: Any) -> Instance:
-    return Instance.of("conv/hopper_gather.cu", tile.defines(dtype, **how), HOPPER)
+    return Instance.of("conv/hopper_gather.cu", HOPPER, **tile.defines(dtype, **how))

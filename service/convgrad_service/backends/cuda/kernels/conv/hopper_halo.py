@@ -17,7 +17,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_halo_tiles import (
     halo_tiles,
     some_tile_fits,
 )
-from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, gather_axis
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
@@ -234,9 +234,6 @@ def _weight_map(work: ConvWork, operand: Operand, tile: HaloTile, *, backward: b
 
 
 def _instance(dtype: DType, columns: int, *, backward: bool) -> Instance:
-    defines = (
-        ("ELEMENT", CUDA_TYPES[dtype]),
-        ("ACROSS", str(int(backward))),
-        ("COLUMNS", str(columns)),
+    return Instance.of(
+        "conv/hopper_halo.cu", HOPPER, ELEMENT=dtype, ACROSS=backward, COLUMNS=columns
     )
-    return Instance("conv/hopper_halo.cu", "hopper_halo", defines, HOPPER)

@@ -27,7 +27,6 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import (
     Cut,
     cuts,
 )
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import Im2colMap, TensorMap, pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     Prepared,
@@ -289,8 +288,7 @@ def _sum(work: ConvWork, cut: Cut, partials: str) -> Launch:
 
 
 def _sum_instance(dtype: DType, result: DType) -> Instance:
-    defines = {"ELEMENT": CUDA_TYPES[dtype], "RESULT": CUDA_TYPES[result]}
-    return Instance.of("conv/hopper_weight_sum.cu", defines, HOPPER)
+    return Instance.of("conv/hopper_weight_sum.cu", HOPPER, ELEMENT=dtype, RESULT=result)
 
 
 def im2col_maps(

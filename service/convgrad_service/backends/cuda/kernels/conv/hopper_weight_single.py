@@ -23,7 +23,6 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_weight import (
 )
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight_args import beside, dims_of
 from convgrad_service.backends.cuda.kernels.conv.single_model import Rates, SingleWave, single_s
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import Prepared, prepare_side
@@ -73,13 +72,14 @@ class SingleTile(HopperTile):
         return ceil_div(work.out_channels, self.m), ceil_div(boxes * BOX_ROWS, self.n)
 
     def instance(self, dtype: DType) -> Instance:
-        defines = {
-            "ELEMENT": CUDA_TYPES[dtype],
-            "BM": self.m,
-            "BN": self.n,
-            "CONSUMERS": self.warpgroups,
-        }
-        return Instance.of("conv/hopper_weight_single.cu", defines, HOPPER)
+        return Instance.of(
+            "conv/hopper_weight_single.cu",
+            HOPPER,
+            ELEMENT=dtype,
+            BM=self.m,
+            BN=self.n,
+            CONSUMERS=self.warpgroups,
+        )
 
 
 TILES = tuple(

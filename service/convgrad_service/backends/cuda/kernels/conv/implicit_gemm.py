@@ -248,5 +248,6 @@ def vector_of(operand: Operand, extents: tuple[int, ...]) -> int:
 
 
 def _instance(tile: Tile, dtype: DType, direction: str, vector: int) -> Instance:
-    defines = tile.defines(dtype, OPERATIONS[direction], vector)
-    return Instance.of("conv/implicit_gemm.cu", defines)
+    return Instance.of(
+        "conv/implicit_gemm.cu", **tile.defines(dtype, OPERATIONS[direction], vector)
+    )

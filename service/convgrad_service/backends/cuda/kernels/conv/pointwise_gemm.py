@@ -222,12 +222,7 @@ def _arguments(work: ConvWork, product: Product, config: Config, stages: int) ->
 
 
 def _instance(dtype: DType, config: Config, product: Product) -> Instance:
-    return Instance(
-        "conv/pointwise_gemm.cu",
-        "pointwise_gemm",
-        tuple((name, str(value)) for name, value in config.defines(dtype, product).items()),
-        HOPPER,
-    )
+    return Instance.of("conv/pointwise_gemm.cu", HOPPER, **config.defines(dtype, product))
 
 
 def _operands(work: ConvWork) -> tuple[Operand, Operand]:

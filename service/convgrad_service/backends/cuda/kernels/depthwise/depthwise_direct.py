@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_direct_model import (
     BLOCKS,
@@ -37,7 +37,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.program import Fragment, Instance, Launch
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, macros_of
 from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["DepthwiseDirect"]
@@ -208,17 +208,13 @@ def _instance(dtype: DType, backward: bool, layout: DirectLayout) -> Instance:
         ahead = max(1, MOST_WORDS // read)
     else:
         ahead = max(2, min(layout.kernel, MOST_ROW_WORDS // read))
-    defines = {
-        "ELEMENT": CUDA_TYPES[dtype],
-        "KERNEL_H": layout.kernel if layout.rows and not layout.line else 1,
-        "KERNEL": layout.kernel,
-        "STRIDE": layout.stride,
-        "ROWS": layout.rows,
-        "COLUMNS": layout.columns,
-        "VECTOR": layout.vector,
-        "AHEAD": ahead,
-        "THREADS": THREADS,
-        "BLOCKS": BLOCKS,
-        "BACKWARD": int(backward),
-    }
-    return Instance.of("depthwise/depthwise_direct.cu", defines)
+    return Instance.of(
+        "depthwise/depthwise_direct.cu",
+        ELEMENT=dtype,
+        KERNEL_H=layout.kernel if layout.rows and not layout.line else 1,
+        **macros_of(layout, "kernel", "stride", "rows", "columns", "vector"),
+        AHEAD=ahead,
+        THREADS=THREADS,
+        BLOCKS=BLOCKS,
+        BACKWARD=backward,
+    )

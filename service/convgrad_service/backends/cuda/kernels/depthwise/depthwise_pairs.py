@@ -8,7 +8,7 @@ from math import lcm
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import STRIP_COLUMNS
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
@@ -26,7 +26,7 @@ from convgrad_service.plans.cuda.device import (
     architectures_since,
     listed_architecture,
 )
-from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["PAIR_TILES", "DepthwisePairs", "DepthwisePairsArgs", "PairTile", "place_bytes"]
@@ -354,16 +354,12 @@ def place_bytes(tile: PairTile, pixels: int, strided: bool = False) -> int:
 
 
 def _instance(dtype: DType, tile: PairTile, epilogue: bool) -> Instance:
-    defines = {
-        "ELEMENT": CUDA_TYPES[dtype],
-        "KERNEL_H": tile.kernel_rows,
-        "STRIDE": tile.stride,
-        "UNITS": tile.units,
-        "OCTETS": tile.octets,
-        "PAIRS": tile.pairs,
-        "STAGES": tile.stages,
-        "BLOCKS": (epilogue and tile.finishing) or tile.blocks,
-    }
-    if epilogue:
-        defines["EPILOGUE"] = 1
-    return Instance.of("depthwise/depthwise_pairs.cu", defines, tile.architectures(epilogue))
+    return Instance.of(
+        "depthwise/depthwise_pairs.cu",
+        tile.architectures(epilogue),
+        ELEMENT=dtype,
+        KERNEL_H=tile.kernel_rows,
+        **macros_of(tile, "stride", "units", "octets", "pairs", "stages"),
+        BLOCKS=(epilogue and tile.finishing) or tile.blocks,
+        EPILOGUE=epilogue or None,
+    )

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     DTYPES,
     LinearCost,
@@ -28,7 +27,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args impo
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["DepthwiseWeight"]
@@ -218,16 +217,14 @@ def _shared_bytes(dtype: DType, tile: WeightTile) -> int:
 
 
 def _instance(dtype: DType, tile: WeightTile, piece: int) -> Instance:
-    defines = {
-        "ELEMENT": CUDA_TYPES[dtype],
-        "VECTOR": tile.vector,
-        "LANES": CHANNELS // tile.vector,
-        "KERNEL": tile.kernel,
-        "STRIDE": tile.stride,
-        "COLUMNS": tile.columns,
-        "WARPS": WARPS,
-        "STAGES": STAGES[dtype.itemsize],
-        "BLOCKS": tile.blocks,
-        "PIECE": piece,
-    }
-    return Instance.of("depthwise/depthwise_weight.cu", defines)
+    return Instance.of(
+        "depthwise/depthwise_weight.cu",
+        ELEMENT=dtype,
+        VECTOR=tile.vector,
+        LANES=CHANNELS // tile.vector,
+        **macros_of(tile, "kernel", "stride", "columns"),
+        WARPS=WARPS,
+        STAGES=STAGES[dtype.itemsize],
+        BLOCKS=tile.blocks,
+        PIECE=piece,
+    )

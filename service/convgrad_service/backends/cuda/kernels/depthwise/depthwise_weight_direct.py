@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     IN_16_BITS,
@@ -25,7 +24,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args impo
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
-from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["DIRECT_TILES", "DepthwiseWeightDirect", "DirectLayout", "DirectTile"]
@@ -242,14 +241,11 @@ def _shared_bytes(tile: DirectTile, layout: DirectLayout) -> int:
 
 
 def _instance(dtype: DType, tile: DirectTile, inner: bool) -> Instance:
-    defines = {
-        "ELEMENT": CUDA_TYPES[dtype],
-        "KERNEL": tile.kernel,
-        "STRIDE": tile.stride,
-        "VECTOR": tile.vector,
-        "COLUMNS": tile.columns,
-        "AHEAD": tile.ahead,
-        "INNER": int(inner),
-        "THREADS": tile.threads,
-    }
-    return Instance.of("depthwise/depthwise_weight_direct.cu", defines, HOPPER)
+    return Instance.of(
+        "depthwise/depthwise_weight_direct.cu",
+        HOPPER,
+        ELEMENT=dtype,
+        **macros_of(tile, "kernel", "stride", "vector", "columns", "ahead"),
+        INNER=inner,
+        THREADS=tile.threads,
+    )

@@ -8,7 +8,6 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import (
     STRIP_COLUMNS,
     TILE_STRIPS,
@@ -225,16 +224,17 @@ def _instance(
     blocks: int,
     architectures: tuple[str, ...],
 ) -> Instance:
-    defines = {
-        "ELEMENT": CUDA_TYPES[dtype],
-        "KERNEL_H": tile.kernel_rows,
-        "STRIDE": tile.stride,
-        "WARPS": tile.warps,
-        "CHANNELS": tile.own,
-        "ROWS": tile.rows,
-        "LATE": int(tile.late),
-        "STAGES": tile.stages,
-        "BLOCKS": blocks,
-        "FLUSH": FLUSH,
-    }
-    return Instance.of("depthwise/depthwise_weight_mma.cu", defines, architectures)
+    return Instance.of(
+        "depthwise/depthwise_weight_mma.cu",
+        architectures,
+        ELEMENT=dtype,
+        KERNEL_H=tile.kernel_rows,
+        STRIDE=tile.stride,
+        WARPS=tile.warps,
+        CHANNELS=tile.own,
+        ROWS=tile.rows,
+        LATE=tile.late,
+        STAGES=tile.stages,
+        BLOCKS=blocks,
+        FLUSH=FLUSH,
+    )

@@ -9,7 +9,6 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     BYTES_S,
@@ -33,7 +32,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args impo
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import ConvWork
 
 __all__ = ["DepthwiseWeightRows", "RowsLayout", "RowsTile", "layouts_of"]
@@ -263,13 +262,10 @@ def expected_s(work: ConvWork, device: CudaDevice, layout: RowsLayout) -> float:
 
 
 def _instance(dtype: DType, tile: RowsTile) -> Instance:
-    defines = {
-        "ELEMENT": CUDA_TYPES[dtype],
-        "KERNEL": tile.kernel,
-        "STRIDE": tile.stride,
-        "COLUMNS": tile.columns,
-        "VECTOR": tile.vector,
-        "THREADS": THREADS,
-        "BLOCKS": BLOCKS,
-    }
-    return Instance.of("depthwise/depthwise_weight_rows.cu", defines)
+    return Instance.of(
+        "depthwise/depthwise_weight_rows.cu",
+        ELEMENT=dtype,
+        **macros_of(tile, "kernel", "stride", "columns", "vector"),
+        THREADS=THREADS,
+        BLOCKS=BLOCKS,
+    )

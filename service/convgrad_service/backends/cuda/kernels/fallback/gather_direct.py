@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from math import prod
 
 from convgrad.dtypes import FLOATING, DType
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS, linear_grid
+from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, linear_grid
 from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_args
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
@@ -48,8 +48,7 @@ class GatherDirect:
 
 
 def _instance(dtype: DType, channels: int) -> Instance:
-    defines = ("ELEMENT", CUDA_TYPES[dtype]), ("CHANNELS", str(channels))
-    return Instance("fallback/gather_direct.cu", "gather_direct", defines)
+    return Instance.of("fallback/gather_direct.cu", ELEMENT=dtype, CHANNELS=channels)
 
 
 def _channels(work: ConvWork) -> int:

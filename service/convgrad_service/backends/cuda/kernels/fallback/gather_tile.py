@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from math import prod
 
 from convgrad.dtypes import FLOATING, DType
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_args
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
@@ -56,7 +56,7 @@ class GatherTile:
 
 
 def _instance(dtype: DType) -> Instance:
-    return Instance("fallback/gather_tile.cu", "gather_tile", (("ELEMENT", CUDA_TYPES[dtype]),))
+    return Instance.of("fallback/gather_tile.cu", ELEMENT=dtype)
 
 
 def _phases(work: ConvWork) -> tuple[int, int, int]:

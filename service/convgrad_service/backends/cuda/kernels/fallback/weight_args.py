@@ -9,7 +9,7 @@ from typing import Any
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import Packed, pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.split_sum import split_sum, split_sum_instances
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice, sum_dtype
@@ -141,8 +141,7 @@ class WeightFallback(ABC):
         return [*(self._instance(*pair) for pair in DTYPE_PAIRS), *split_sum_instances()]
 
     def _instance(self, dtype: DType, result: DType) -> Instance:
-        defines = {"ELEMENT": CUDA_TYPES[dtype], "RESULT": CUDA_TYPES[result]}
-        return Instance.of(f"fallback/{self.name}.cu", defines)
+        return Instance.of(f"fallback/{self.name}.cu", ELEMENT=dtype, RESULT=result)
 
 
 def _partials(work: ConvWork) -> str:

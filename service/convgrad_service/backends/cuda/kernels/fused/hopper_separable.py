@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from math import prod
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.fused.hopper_separable_tiles import (
@@ -170,8 +170,7 @@ def _boxes(first: ConvWork, tile: SeparableTile) -> TiledMap:
 
 
 def _instance(tile: SeparableTile, dtype: DType) -> Instance:
-    defines = {"ELEMENT": CUDA_TYPES[dtype], **tile.defines}
-    return Instance.of("fused/hopper_separable.cu", defines, HOPPER)
+    return Instance.of("fused/hopper_separable.cu", HOPPER, ELEMENT=dtype, **tile.defines)
 
 
 def is_pointwise(work: ConvWork) -> bool:

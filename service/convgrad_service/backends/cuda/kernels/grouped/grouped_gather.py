@@ -348,5 +348,4 @@ def _tap_stride(work: ConvWork, axes: list[LatticeAxis]) -> int:
 
 
 def _instance(unit: Unit, dtype: DType, across: bool, exact: bool) -> Instance:
-    defines = unit.defines(dtype, across, exact)
-    return Instance("grouped/grouped_gather.cu", "grouped_gather", defines)
+    return Instance.of("grouped/grouped_gather.cu", **unit.defines(dtype, across, exact))

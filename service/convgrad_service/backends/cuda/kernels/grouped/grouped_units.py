@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import lattice_axis
 from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     DTYPES,
@@ -32,18 +31,18 @@ class Unit:
     windows: bool = False
     """Whether positions form windows of 4 x 8, which stay in registers for all 3 x 3 taps."""
 
-    def defines(self, dtype: DType, across: bool, exact: bool) -> tuple[tuple[str, str], ...]:
-        return (
-            ("EXACT", str(int(exact))),
-            ("ACROSS", str(int(across))),
-            ("ELEMENT", CUDA_TYPES[dtype]),
-            ("MF", str(self.fragments)),
-            ("PACK", str(self.merges)),
-            ("NF", str(self.columns)),
-            ("WINDOWS", str(int(self.windows))),
-            ("WARPS", str(self.warps)),
-            ("BLOCKS", str(self.blocks)),
-        )
+    def defines(self, dtype: DType, across: bool, exact: bool) -> dict[str, object]:
+        return {
+            "EXACT": exact,
+            "ACROSS": across,
+            "ELEMENT": dtype,
+            "MF": self.fragments,
+            "PACK": self.merges,
+            "NF": self.columns,
+            "WINDOWS": self.windows,
+            "WARPS": self.warps,
+            "BLOCKS": self.blocks,
+        }
 
     @property
     def rows_bytes(self) -> int:

@@ -219,5 +219,6 @@ def _maps(parts: Parts, block: Block, share: Share) -> tuple[TiledMap, TiledMap]
 
 def _instance(item: Item, dtype: DType, exact: bool, engine: bool) -> Instance:
     architectures = HOPPER if engine else ARCHITECTURES
-    defines = item.defines(dtype, exact, engine)
-    return Instance("grouped/grouped_weight.cu", "grouped_weight", defines, architectures)
+    return Instance.of(
+        "grouped/grouped_weight.cu", architectures, **item.defines(dtype, exact, engine)
+    )

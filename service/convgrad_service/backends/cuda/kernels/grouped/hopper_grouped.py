@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import why_not_pixels
 from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_cuts import (
@@ -175,12 +174,13 @@ def _map(
 def _instance(
     dtype: DType, channels: int, tiles: int, teams: int, blocks: int, *, backward: bool
 ) -> Instance:
-    defines = (
-        ("ELEMENT", CUDA_TYPES[dtype]),
-        ("ACROSS", str(int(backward))),
-        ("CHANNELS", str(channels)),
-        ("TILES", str(tiles)),
-        ("TEAMS", str(teams)),
-        ("BLOCKS", str(blocks)),
+    return Instance.of(
+        "grouped/hopper_grouped.cu",
+        HOPPER,
+        ELEMENT=dtype,
+        ACROSS=backward,
+        CHANNELS=channels,
+        TILES=tiles,
+        TEAMS=teams,
+        BLOCKS=blocks,
     )
-    return Instance("grouped/hopper_grouped.cu", "hopper_grouped", defines, HOPPER)

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import box_map, why_not_pixels
@@ -193,11 +193,12 @@ def _parts(work: ConvWork, share: Share) -> Parts:
 
 
 def _instance(dtype: DType, pairs: int, rows: int, columns: int) -> Instance:
-    defines = {
-        "ELEMENT": CUDA_TYPES[dtype],
-        "PAIRS": pairs,
-        "ROWS": rows,
-        "NF": columns // 8,
-        "WARPS": WARPS,
-    }
-    return Instance.of("grouped/hopper_grouped_taps.cu", defines, HOPPER)
+    return Instance.of(
+        "grouped/hopper_grouped_taps.cu",
+        HOPPER,
+        ELEMENT=dtype,
+        PAIRS=pairs,
+        ROWS=rows,
+        NF=columns // 8,
+        WARPS=WARPS,
+    )

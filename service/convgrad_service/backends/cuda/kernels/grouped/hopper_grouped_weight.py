@@ -8,7 +8,6 @@ from math import prod
 from typing import Any
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import why_not_counted
@@ -307,5 +306,4 @@ def _aligned(size: int) -> int:
 
 
 def _instance(dtype: DType, near: int) -> Instance:
-    defines = {"ELEMENT": CUDA_TYPES[dtype], "NEAR": near}
-    return Instance.of("grouped/hopper_grouped_weight.cu", defines, HOPPER)
+    return Instance.of("grouped/hopper_grouped_weight.cu", HOPPER, ELEMENT=dtype, NEAR=near)

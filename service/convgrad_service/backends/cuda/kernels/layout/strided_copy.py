@@ -89,4 +89,4 @@ def _joined(axes: Sequence[CopyAxis]) -> list[CopyAxis]:
 
 
 def _instance(itemsize: int) -> Instance:
-    return Instance("layout/strided_copy.cu", "strided_copy", (("ELEMENT", _TYPES[itemsize]),))
+    return Instance.of("layout/strided_copy.cu", ELEMENT=_TYPES[itemsize])

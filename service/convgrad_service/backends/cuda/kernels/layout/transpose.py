@@ -343,17 +343,15 @@ def _tiles(work: Copy, box: _Box, x: int, y: int) -> int:
 
 def _tile_instance(itemsize: int, source_any: bool, target_any: bool, y_axes: int = 1) -> Instance:
     """Return an instance of transpose for rows that may be unaligned in source or target."""
-    anywhere = source_any + target_any
-    defines = {
-        "ELEMENT": _TYPES[itemsize],
-        "SOURCE_ANY": int(source_any),
-        "TARGET_ANY": int(target_any),
-        "BLOCKS": BLOCKS[itemsize][anywhere],
-    }
-    if y_axes > 1:
-        defines["Y_AXES"] = y_axes
-    return Instance.of("layout/transpose.cu", defines)
+    return Instance.of(
+        "layout/transpose.cu",
+        ELEMENT=_TYPES[itemsize],
+        SOURCE_ANY=source_any,
+        TARGET_ANY=target_any,
+        BLOCKS=BLOCKS[itemsize][source_any + target_any],
+        Y_AXES=y_axes if y_axes > 1 else None,
+    )
 
 
 def _instance(name: str, itemsize: int) -> Instance:
-    return Instance(f"layout/{name}.cu", name, (("ELEMENT", _TYPES[itemsize]),))
+    return Instance.of(f"layout/{name}.cu", ELEMENT=_TYPES[itemsize])

@@ -8,7 +8,7 @@ from typing import Any
 
 from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS, linear_grid
+from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, linear_grid
 from convgrad_service.backends.cuda.kernels.pool.window_form import LARGEST, WindowForm, divider_of
 from convgrad_service.backends.cuda.kernels.pool.window_routes import (
     routes,
@@ -138,10 +138,8 @@ def _launch(
 def _instance(kind: str, dtype: DType, index: DType, last: bool) -> Instance:
     return Instance.of(
         "pool/max_unpool.cu",
-        {
-            "ELEMENT": CUDA_TYPES[dtype],
-            "INDEX": CUDA_TYPES[index],
-            "INNER": int(last and kind == "scatter"),
-            "SCATTER": int(kind == "scatter"),
-        },
+        ELEMENT=dtype,
+        INDEX=index,
+        INNER=last and kind == "scatter",
+        SCATTER=kind == "scatter",
     )

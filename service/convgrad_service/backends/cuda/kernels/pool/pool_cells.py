@@ -9,7 +9,7 @@ from typing import Any
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS, linear_grid
+from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, linear_grid
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import widths
 from convgrad_service.backends.cuda.structures import structure
@@ -138,11 +138,11 @@ class _Shape:
         return work.batch * vectors * prod(self.cells(work))
 
     def instance(self, dtype: DType) -> Instance:
-        defines = {"ELEMENT": CUDA_TYPES[dtype], "WIDTH": self.width, "ALONG": int(self.along)}
+        defines = {"ELEMENT": dtype, "WIDTH": self.width, "ALONG": self.along}
         for name, values in (("KERNEL", self.kernel), ("STRIDE", self.stride)):
             letters = zip("DHW", values, strict=True)
             defines |= {f"{name}_{letter}": value for letter, value in letters}
-        return Instance.of("pool/pool_cells.cu", defines)
+        return Instance.of("pool/pool_cells.cu", **defines)
 
 
 def _widths(dtype: DType, *, along: bool = False) -> tuple[int, ...]:

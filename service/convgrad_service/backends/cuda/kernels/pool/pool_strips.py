@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS, linear_grid
+from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, linear_grid
 from convgrad_service.backends.cuda.kernels.pool.pool_cells import fill_strides, image_elements
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import (
@@ -16,7 +16,7 @@ from convgrad_service.plans.cuda.device import (
     architectures_since,
     with_shared_bytes,
 )
-from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import PoolWork
 
 __all__ = ["DTYPES", "PoolStrips", "Shape"]
@@ -56,23 +56,19 @@ class Shape:
         return 2 * (warps + 2 * (self.depth - 1)) * self.windows * LANES * 8
 
     def instance(self, dtype: DType, per: int) -> Instance:
-        defines = {
-            "ELEMENT": CUDA_TYPES[dtype],
-            "PER": per,
-            "KERNEL": self.kernel,
-            "STRIDE": self.stride,
-            "DEPTH": self.depth,
-            "PHASE": self.phase,
-            "ROWS": self.rows,
-            "BLOCKS": self.blocks,
-            "MOST_PLANES": MOST_PLANES,
-        }
         architectures = with_shared_bytes(self.shared_bytes())
         if self.depth > 1:
             older = self.rows == OLDER_ROWS
             known = architectures_before(IN_PAIRS) if older else architectures_since(IN_PAIRS)
             architectures = tuple(name for name in architectures if name in known)
-        return Instance.of("pool/pool_strips.cu", defines, architectures)
+        return Instance.of(
+            "pool/pool_strips.cu",
+            architectures,
+            ELEMENT=dtype,
+            PER=per,
+            **macros_of(self, "kernel", "stride", "depth", "phase", "rows", "blocks"),
+            MOST_PLANES=MOST_PLANES,
+        )
 
 
 # By channels in a word.

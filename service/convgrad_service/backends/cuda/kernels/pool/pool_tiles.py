@@ -9,12 +9,12 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.pool.pool_cells import fill_strides, image_elements
 from convgrad_service.backends.cuda.kernels.pool.pool_strips import DTYPES
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice, with_shared_bytes
-from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import PoolWork
 
 __all__ = ["PoolTiles", "Shape"]
@@ -81,18 +81,14 @@ class Shape:
         return work.batch * work.input[0] * prod(self.tiles(work))
 
     def instance(self) -> Instance:
-        defines = {
-            "ELEMENT": CUDA_TYPES[self.dtype],
-            "KERNEL": self.kernel,
-            "LINES": self.lines,
-            "WINDOWS": self.windows,
-            "TILE": self.tile,
-            "PAD": (self.kernel - 1) // 2 if self.whole else 0,
-            "WORDS": self.words,
-            "THREADS": self.threads,
-            "BLOCKS": self.blocks,
-        }
-        return Instance.of("pool/pool_tiles.cu", defines, with_shared_bytes(self.shared_bytes))
+        return Instance.of(
+            "pool/pool_tiles.cu",
+            with_shared_bytes(self.shared_bytes),
+            ELEMENT=self.dtype,
+            **macros_of(self, "kernel", "lines", "windows", "tile"),
+            PAD=(self.kernel - 1) // 2 if self.whole else 0,
+            **macros_of(self, "words", "threads", "blocks"),
+        )
 
 
 TileArgs = structure("pool/pool_tiles.cu", "TileArgs")

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     WindowForm,
     most_positions,
@@ -73,11 +72,5 @@ def _small(form: WindowForm) -> tuple[int, int]:
 def _instance(dtype: DType, width: int, small: tuple[int, int]) -> Instance:
     rows, columns = small
     return Instance.of(
-        "pool/window_maxima.cu",
-        {
-            "ELEMENT": CUDA_TYPES[dtype],
-            "WIDTH": width,
-            "ROWS": rows,
-            "COLUMNS": columns,
-        },
+        "pool/window_maxima.cu", ELEMENT=dtype, WIDTH=width, ROWS=rows, COLUMNS=columns
     )

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.pool.window_box import BOX_BLOCK, Tile, why_no_tile
 from convgrad_service.backends.cuda.kernels.pool.window_form import WindowForm, most_positions
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -88,13 +87,11 @@ def _instance(
 ) -> Instance:
     return Instance.of(
         "pool/window_planes.cu",
-        {
-            "ELEMENT": CUDA_TYPES[dtype],
-            "INDEX": CUDA_TYPES[index],
-            "LINES": shape[0],
-            "TAPS": shape[1],
-            "SIMPLE": int(simple),
-            "MAXIMA": int(maxima),
-            "WEIGHTED": int(weighted),
-        },
+        ELEMENT=dtype,
+        INDEX=index,
+        LINES=shape[0],
+        TAPS=shape[1],
+        SIMPLE=simple,
+        MAXIMA=maxima,
+        WEIGHTED=weighted,
     )

@@ -8,7 +8,6 @@ from math import prod
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     WindowForm,
@@ -119,12 +118,10 @@ def _instance(
 ) -> Instance:
     return Instance.of(
         "pool/window_reduce.cu",
-        {
-            "ELEMENT": CUDA_TYPES[dtype],
-            "WIDTH": width,
-            "INNER": int(last),
-            "LANES": lanes,
-            "LINE": int(line),
-            "MAXIMA": int(maxima),
-        },
+        ELEMENT=dtype,
+        WIDTH=width,
+        INNER=last,
+        LANES=lanes,
+        LINE=line,
+        MAXIMA=maxima,
     )

@@ -7,7 +7,6 @@ from math import gcd
 
 from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     WindowForm,
@@ -109,14 +108,12 @@ def _instance(
     width, store, span = vector
     return Instance.of(
         "pool/window_routes.cu",
-        {
-            "SOURCE": CUDA_TYPES[dtypes[0]],
-            "ELEMENT": CUDA_TYPES[dtypes[1]],
-            "INDEX": CUDA_TYPES[index],
-            "WIDTH": width,
-            "STORE": store,
-            "SPAN": span,
-            "MOVE": int(moves),
-            "DILATED": int(dilated),
-        },
+        SOURCE=dtypes[0],
+        ELEMENT=dtypes[1],
+        INDEX=index,
+        WIDTH=width,
+        STORE=store,
+        SPAN=span,
+        MOVE=moves,
+        DILATED=dilated,
     )

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.pool.window_box import BOX_BLOCK, Tile, why_no_tile
 from convgrad_service.backends.cuda.kernels.pool.window_form import WindowForm, checked
 from convgrad_service.plans.cuda.device import CudaDevice
@@ -68,11 +67,5 @@ def scatter(
 
 def _instance(dtype: DType, index: DType, simple: bool, moves: bool) -> Instance:
     return Instance.of(
-        "pool/window_scatter.cu",
-        {
-            "ELEMENT": CUDA_TYPES[dtype],
-            "INDEX": CUDA_TYPES[index],
-            "SIMPLE": int(simple),
-            "MOVE": int(moves),
-        },
+        "pool/window_scatter.cu", ELEMENT=dtype, INDEX=index, SIMPLE=simple, MOVE=moves
     )

@@ -9,7 +9,6 @@ from typing import Any
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     WindowForm,
     divider_of,
@@ -19,7 +18,7 @@ from convgrad_service.backends.cuda.kernels.pool.window_form import (
     window_grid,
 )
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import WindowWork
 
 __all__ = ["WindowSums"]
@@ -71,17 +70,10 @@ class _Shape:
     def instance(self, dtype: DType) -> Instance:
         return Instance.of(
             "pool/window_sums.cu",
-            {
-                "ELEMENT": CUDA_TYPES[dtype],
-                "WIDTH": self.width,
-                "AXIS": self.axis,
-                "SLIDING": int(self.sliding),
-                "SIMPLE": int(self.simple),
-                "RUN": self.run,
-                "LINES": self.lines,
-                "TAPS": self.taps,
-                "WEIGHTED": int(self.weighted),
-            },
+            ELEMENT=dtype,
+            **macros_of(
+                self, "width", "axis", "sliding", "simple", "run", "lines", "taps", "weighted"
+            ),
         )
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.window_form import (
     LARGEST,
@@ -196,13 +195,11 @@ def _instance(dtype: DType, index: DType, shape: tuple[int, ...], mode: int) -> 
     kind, width, each, together = shape
     return Instance.of(
         "pool/window_tiles.cu",
-        {
-            "ELEMENT": CUDA_TYPES[dtype],
-            "INDEX": CUDA_TYPES[index],
-            "KIND": kind,
-            "WIDTH": width,
-            "MODE": mode,
-            "EACH": each,
-            "TOGETHER": together,
-        },
+        ELEMENT=dtype,
+        INDEX=index,
+        KIND=kind,
+        WIDTH=width,
+        MODE=mode,
+        EACH=each,
+        TOGETHER=together,
     )
