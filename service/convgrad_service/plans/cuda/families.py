@@ -26,16 +26,8 @@ from convgrad_service.plans.cuda.works import (
     WindowWork,
 )
 
-__all__ = [
-    "Chosen",
-    "Families",
-    "Family",
-    "FastestExpected",
-    "Overhead",
-    "Selector",
-    "Work",
-    "choose",
-]
+__all__ = ["Chosen", "Families", "Family", "FastestExpected", "Overhead", "Selector", "Work"]
+__all__ += ["choose"]
 
 Work = ConvWork | FusedWork | ChannelSums | PoolWork | WindowWork | UnpoolWork | Copy
 W = TypeVar("W", bound=Work, contravariant=True)
@@ -184,15 +176,13 @@ class Selector(ABC, Generic[V]):
 
     @abstractmethod
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
+        """Return the instances of its families; see `Family.instances`."""
 
     def why_not(self, work: V, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         chosen, reasons = self.choice(work, device)
         return "; ".join(reason for _, reason in reasons) if chosen is None else None
 
     def launches(self, work: V, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         chosen, _ = self.choice(work, device)
         if chosen is None:
             raise ValueError("work that why_not refuses")
@@ -232,7 +222,6 @@ class FastestExpected(Selector[V]):
         self._optional = optional
 
     def without(self, names: Collection[str]) -> tuple[Family[V], ...]:
-        """See `Selector.without`."""
         sides = [_without(side, names) for side in self._sides]
         left = [side for side in sides if side]
         if len(left) < 2 or not (sides[0] or self._optional):
@@ -271,5 +260,4 @@ class FastestExpected(Selector[V]):
         return None if overhead is None else overhead.total_s(chosen.fragment)
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [instance for one in chain(*self._sides) for instance in one.instances()]

@@ -20,22 +20,8 @@ from convgrad_service.plans.cuda.device import (
     listed_architecture,
 )
 
-__all__ = [
-    "ALIGNMENT",
-    "CUDA_TYPES",
-    "ArgumentBlock",
-    "Arguments",
-    "Check",
-    "Clear",
-    "CudaPlan",
-    "Fragment",
-    "Instance",
-    "Launch",
-    "Step",
-    "Workspace",
-    "ceil_div",
-    "macros_of",
-]
+__all__ = ["ALIGNMENT", "CUDA_TYPES", "ArgumentBlock", "Arguments", "Check", "Clear", "CudaPlan"]
+__all__ += ["Fragment", "Instance", "Launch", "Step", "Workspace", "ceil_div", "macros_of"]
 
 ALIGNMENT = 256
 """Alignment of every buffer, in bytes."""

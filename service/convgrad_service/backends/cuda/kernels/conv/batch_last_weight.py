@@ -54,7 +54,6 @@ class BatchLastWeight:
         self._copy = Transpose()
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if (work.dtype, work.precision) != (DType.FLOAT32, "high"):
             return f"{work.dtype} of {work.precision} precision"
         if work.groups > 1:
@@ -77,7 +76,6 @@ class BatchLastWeight:
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         read, steps, first = _channels_last(work, device)
         rows = _rows(read)
         for copy in _copies(read, rows):
@@ -102,7 +100,6 @@ class BatchLastWeight:
         return _copied_s(map(_bytes, (rows.x, rows.y))) + PRODUCT_SCALE * product_s
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [*self._copy.instances(), *self._product.instances()]
 
 

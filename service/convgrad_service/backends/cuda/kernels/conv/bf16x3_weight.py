@@ -69,7 +69,6 @@ class Bf16x3Weight:
         self._product, self._everywhere = product or HopperWeight(), everywhere
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if (work.dtype, work.precision) != (DType.FLOAT32, "high"):
             return f"{work.dtype} of {work.precision} precision"
         operands = (work.in_channels, work.input), (work.out_channels, work.output)
@@ -84,7 +83,6 @@ class Bf16x3Weight:
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         parts = _of_parts(work)
         steps: list[Step] = []
         workspace: list[Workspace] = []
@@ -111,7 +109,6 @@ class Bf16x3Weight:
         )
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [_instance(), *self._product.instances()]
 
 

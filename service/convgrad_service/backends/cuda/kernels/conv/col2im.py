@@ -126,7 +126,6 @@ class Col2im:
         return None if None in reasons else "; ".join(map(str, reasons))
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         gemm = _Gemm.of(work, device)
         if gemm is None:
             raise ValueError("work that why_not refuses")

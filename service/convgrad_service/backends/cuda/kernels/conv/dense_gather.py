@@ -155,7 +155,6 @@ class DenseGather(DenseFamily):
         )
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(tile, dtype, backward, int64)
             for dtype, tiles in (

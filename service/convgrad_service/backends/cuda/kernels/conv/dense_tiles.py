@@ -9,8 +9,8 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
-__all__ = ["DTYPES", "LAUNCH_S", "MAX_INDEX", "DenseFamily", "DenseTile"]
-__all__ += ["last_offset", "uses_3xtf32", "why_not_few_terms"]
+__all__ = ["DTYPES", "LAUNCH_S", "MAX_INDEX", "DenseFamily", "DenseTile", "last_offset"]
+__all__ += ["uses_3xtf32", "why_not_few_terms"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 MAX_INDEX = 2**31 - 1

@@ -143,7 +143,6 @@ class DenseWeight(DenseFamily):
         return self if not config else None
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             *(
                 _instance(tile, dtype, int64)

@@ -66,7 +66,6 @@ class FirstForward:
     name = "first_forward"
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if work.groups != 1:
             return f"{work.groups} groups"
         if work.in_channels > MOST_CHANNELS:
@@ -94,7 +93,6 @@ class FirstForward:
         return reason
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         cut = _cut(work, device)
         if cut is None:
             raise ValueError("windows of a row and the weights do not fit into shared memory")
@@ -132,7 +130,6 @@ class FirstForward:
         return Fragment(self.name, (*x.steps, launch), x.workspace)
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(dtype, pairs)
             for dtype in DTYPES

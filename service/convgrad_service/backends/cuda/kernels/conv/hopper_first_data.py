@@ -155,7 +155,6 @@ class HopperFirstData:
         return Fragment(self.name, (*y.steps, launch), y.workspace)
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         kinds = [(dtype, False) for dtype in DTYPES] + [(DType.FLOAT32, True)]
         forms = (Form(dtype, split, shape) for dtype, split in kinds for shape in SHAPES)
         return [_instance(form) for form in forms if form.fits]

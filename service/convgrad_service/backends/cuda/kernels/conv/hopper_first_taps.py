@@ -225,7 +225,6 @@ class HopperFirstTaps:
         )
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         types = [(dtype, SIXTEEN_BITS) for dtype in DTYPES if dtype.itemsize == 2]
         types += [(DType.FLOAT32, kind) for kind in SPLIT]
         return [

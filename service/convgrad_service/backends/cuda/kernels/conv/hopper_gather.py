@@ -94,7 +94,6 @@ class HopperGather:
         self._direct = direct
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if device.architecture not in HOPPER:
             return f"{device.name} has no copy engine and products of warpgroups"
         if work.dtype not in DTYPES or uses_3xtf32(work):
@@ -236,14 +235,12 @@ class HopperGather:
         )
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> HopperGather | None:
-        """See `Tunable.tuned`."""
         axes = [gather_axis(work, dim) for dim in range(3)]
         every = candidates(work, axes, device)
         found = next((one for one in every if str(one) == config), None)
         return None if found is None else HopperGather(everything=True, schedule=found)
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(
                 tile,

@@ -20,7 +20,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Step, Workspace, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
-__all__ = ["Combined", "Sides", "combined", "lowest", "sides_of"]
+__all__ = ["Combined", "combined", "lowest", "sides_of"]
 
 Combined = tuple[Phase, Phase, Phase]
 """A phase along D, H and W."""

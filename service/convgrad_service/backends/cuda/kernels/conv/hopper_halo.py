@@ -169,7 +169,6 @@ class HopperHalo:
         return self if not config else None
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(dtype, columns, backward=backward)
             for dtype in DTYPES

@@ -12,19 +12,7 @@ from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, Phase
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.problems.sizes import Size3
 
-__all__ = [
-    "CHUNK",
-    "TAP_BYTES",
-    "Halo",
-    "HaloLoad",
-    "HaloPass",
-    "HaloStep",
-    "HaloTap",
-    "Tables",
-    "depth_step",
-    "halo_of",
-    "tables_of",
-]
+__all__ = ["CHUNK", "TAP_BYTES", "Halo", "Tables", "depth_step", "halo_of", "tables_of"]
 
 CHUNK = 32
 """Source channels in a box."""

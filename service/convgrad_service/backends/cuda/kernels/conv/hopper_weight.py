@@ -177,12 +177,10 @@ class HopperWeight:
         )
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> HopperWeight | None:
-        """See `Tunable.tuned`."""
         found = next((cut for cut in reachable(work, device) if str(cut) == config), None)
         return None if found is None else HopperWeight(cut=found)
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             *(
                 tile.instance(dtype, cluster, summing=summing)

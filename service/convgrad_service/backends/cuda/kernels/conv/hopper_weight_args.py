@@ -15,14 +15,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = [
-    "HopperWeightArgs",
-    "WeightSumArgs",
-    "arguments",
-    "beside",
-    "dims_of",
-    "fill_result",
-]
+__all__ = ["WeightSumArgs", "arguments", "beside", "dims_of", "fill_result"]
 
 DIVIDERS = ("by_groups", "by_along", "by_kernel", "by_row", "by_parted")
 HopperWeightArgs = structure(

@@ -111,7 +111,6 @@ class HopperWeightSingle:
         self._config = config
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if device.architecture not in HOPPER:
             return f"{device.name} is not sm_90a"
         if work.dtype not in DTYPES:
@@ -138,7 +137,6 @@ class HopperWeightSingle:
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         config = self._config
         if config is None:
             time_s, config = _chosen(work, device)
@@ -168,12 +166,10 @@ class HopperWeightSingle:
         )
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> HopperWeightSingle | None:
-        """See `Tunable.tuned`."""
         found = next((one for one in configs(work, device) if str(one) == config), None)
         return None if found is None else HopperWeightSingle(found)
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [tile.instance(dtype) for dtype in DTYPES for tile in TILES]
 
 

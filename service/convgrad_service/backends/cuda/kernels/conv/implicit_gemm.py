@@ -95,7 +95,6 @@ class ImplicitGemm:
         self._config, self._dtypes, self._least = config, dtypes, least_channels
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if (reason := why_not_dense(work, device)) is not None:
             return reason
         if work.dtype not in self._dtypes:
@@ -117,7 +116,6 @@ class ImplicitGemm:
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         axes = [gather_axis(gathering(work), dim) for dim in range(3)]
         operands = _operands(work, device)
         gemm = gemm_of(work, axes)
@@ -162,7 +160,6 @@ class ImplicitGemm:
         )
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> ImplicitGemm | None:
-        """See `Tunable.tuned`."""
         gemm = gemm_of(work, [gather_axis(gathering(work), dim) for dim in range(3)])
         vector = _operands(work, device).vector
         every = candidate_configs(gemm, work.dtype, device, COUNTERS, vector)
@@ -170,7 +167,6 @@ class ImplicitGemm:
         return None if found is None else ImplicitGemm(found, self._dtypes, self._least)
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(tile, dtype, direction, vector)
             for dtype in self._dtypes

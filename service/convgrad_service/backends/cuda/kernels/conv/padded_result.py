@@ -52,7 +52,6 @@ class PaddedResult:
         self._least = least_elements
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if work.direction == "fwd":
             return "a forward pass"
         if work.groups != 1:
@@ -74,7 +73,6 @@ class PaddedResult:
         return None if None in reasons else "; ".join(map(str, reasons))
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         padded = _Padded.of(work, device)
         chosen = choose(self._families, padded.work, device)
         inner, read = chosen.fragment, padded.read

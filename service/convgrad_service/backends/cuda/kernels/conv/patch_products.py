@@ -44,7 +44,6 @@ class PatchProducts:
         self._families = families
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if work.groups != 1 or work.in_channels > MOST_CHANNELS:
             return f"{work.groups} groups of {work.in_channels} channels of the input"
         if work.kernel != work.stride or any(work.pad):
@@ -70,7 +69,6 @@ class PatchProducts:
         return None if None in reasons else "; ".join(map(str, reasons))
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         product = _product(work)
         chosen = choose(self._families, product, device)
         copy = _copy(work, product.x)

@@ -34,7 +34,6 @@ class Patches:
         self._families = families
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         stride, channels = work.stride[2], work.in_channels
         if work.groups != 1 or channels > MOST_CHANNELS:
             return f"{work.groups} groups of {channels} channels of the input"
@@ -66,7 +65,6 @@ class Patches:
         return None if None in reasons else "; ".join(map(str, reasons))
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         chosen = choose(self._families, _folded(work), device)
         fragment = chosen.fragment
         return replace(

@@ -81,7 +81,6 @@ class PointwiseGemm:
         self._planes = planes
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if device.architecture not in HOPPER:
             return f"{device.name} has no copy engine and products of warpgroups"
         if work.dtype not in DTYPES:
@@ -115,7 +114,6 @@ class PointwiseGemm:
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         products = products_of(work)
         if self._config is not None:
             product, config = products[self._swapped and len(products) > 1], self._config
@@ -169,12 +167,10 @@ class PointwiseGemm:
         )
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> PointwiseGemm | None:
-        """See `Tunable.tuned`."""
         found = Config.named(config.removesuffix(SWAPPED))
         return None if found is None else PointwiseGemm(found, swapped=config.endswith(SWAPPED))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         # Whether A and B are MN-major: fwd, bwd_data and bwd_weight; then the former two transposed
         # and of planes.
         majors = (False, False), (False, True), (True, True)

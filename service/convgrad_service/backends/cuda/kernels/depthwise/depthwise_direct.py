@@ -64,7 +64,6 @@ class DepthwiseDirect:
         self._layout = layout
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         work = turned(work)
         if work.dtype not in DTYPES:
             return f"{work.dtype}"
@@ -98,7 +97,6 @@ class DepthwiseDirect:
         return device.why_not_shared(_shared_bytes(work, layout))
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         work = turned(work)
         return self.fragment(work, device, self.layout(work, device))
 
@@ -155,7 +153,6 @@ class DepthwiseDirect:
         )
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(dtype, backward, replace(layout, vector=vector))
             for layout in _layouts()

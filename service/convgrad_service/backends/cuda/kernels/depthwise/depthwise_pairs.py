@@ -134,7 +134,6 @@ class DepthwisePairs:
         self._tiles, self._anything = tiles, anything
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if work.out_channels > 1:
             return f"{work.out_channels} channels a group"
         if work.accumulate is not None:
@@ -164,7 +163,6 @@ class DepthwisePairs:
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         plane, tile = plane_and_tile(work, lambda plane: self._tile(work, plane, device))
         launch = self.launch(work, device, plane, tile)
         return Fragment(
@@ -212,7 +210,6 @@ class DepthwisePairs:
         )
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(dtype, tile, epilogue)
             for tile in self._tiles

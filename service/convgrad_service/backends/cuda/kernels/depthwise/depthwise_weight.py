@@ -106,7 +106,6 @@ class DepthwiseWeight:
         self._always = always
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         reason = why_not_volume(work)
         if reason is not None:
             return reason
@@ -131,7 +130,6 @@ class DepthwiseWeight:
         return why_not_counted(columns) or device.why_not_shared(_shared_bytes(work.dtype, tile))
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         tile = self.tile(work)
         shared_bytes, tiles = _shared_bytes(work.dtype, tile), ceil_div(work.groups, CHANNELS)
         *parts, all_parts = _parts(work, tile)
@@ -180,7 +178,6 @@ class DepthwiseWeight:
         return tiles[-1 if small else 0]
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(dtype, tile, piece)
             for dtype in DTYPES

@@ -18,9 +18,8 @@ from convgrad_service.plans.cuda.device import OVERLAPPING, CudaDevice
 from convgrad_service.plans.cuda.program import ZEROS, Workspace
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
-__all__ = ["CLUSTERED", "MOST_CLUSTER", "buffers_of", "elements_of", "fill_weight"]
-__all__ += ["fill_volume", "fitting_blocks", "is_clustered", "partials_of", "received_bytes"]
-__all__ += ["why_not_volume"]
+__all__ = ["CLUSTERED", "MOST_CLUSTER", "buffers_of", "elements_of", "fill_volume", "fill_weight"]
+__all__ += ["fitting_blocks", "is_clustered", "partials_of", "received_bytes", "why_not_volume"]
 
 # Of an image; offsets are 32-bit, in bytes.
 MOST_ELEMENTS = 2**30

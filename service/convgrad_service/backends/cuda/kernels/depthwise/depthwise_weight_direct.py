@@ -27,7 +27,7 @@ from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["DIRECT_TILES", "DepthwiseWeightDirect", "DirectLayout", "DirectTile"]
+__all__ = ["DIRECT_TILES", "DepthwiseWeightDirect", "DirectTile"]
 
 COST = LinearCost(11.6, 0.238, 0.0211, 0.0)
 # Latency of a unit's first rows, in rows.
@@ -93,7 +93,6 @@ class DepthwiseWeightDirect:
         self._always = always
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if device.architecture not in HOPPER:
             return f"measured on Hopper alone; this is {device.architecture}"
         plane = plane_of(work)
@@ -115,7 +114,6 @@ class DepthwiseWeightDirect:
         return device.why_not_shared(_shared_bytes(tile, layout))
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         plane, tile = plane_and_tile(work, self._tile)
         layout = self._layout or best_layout(work, plane, tile, device)
         return self.fragment(work, device, plane, tile, layout)
@@ -157,7 +155,6 @@ class DepthwiseWeightDirect:
         return Fragment(self.name, (launch,), partials, expected_s=COST.expected_s(work, device))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(dtype, tile, inner)
             for tile in self._tiles

@@ -38,7 +38,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["WEIGHT_MMA_TILES", "DepthwiseWeightMma", "WeightMmaTile"]
+__all__ = ["DepthwiseWeightMma"]
 
 # With stride 2, it was never the fastest.
 COST, STRIDED_COST = LinearCost(7.75, 0.268, 0.0209, 1.26), LinearCost(8.94, 0.226, 0.141, 0.904)
@@ -107,7 +107,6 @@ class DepthwiseWeightMma:
         self._tiles = tiles
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         plane = plane_of(work, general=True)
         if isinstance(plane, str):
             return plane
@@ -123,7 +122,6 @@ class DepthwiseWeightMma:
         return device.why_not_shared(_shared_bytes(tile, _strips(plane).slots))
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         plane, tile = plane_and_tile(work, self._tile)
         return self.fragment(work, device, plane, tile)
 
@@ -175,7 +173,6 @@ class DepthwiseWeightMma:
         return Fragment(self.name, (launch,), partials, expected_s=cost.expected_s(work, device))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(dtype, tile, held, architectures)
             for tile in self._tiles

@@ -100,7 +100,6 @@ class DepthwiseWeightRows:
         self._layout = layout
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         work = turned(work)
         reason = why_not_volume(work)
         if reason is not None:
@@ -117,7 +116,6 @@ class DepthwiseWeightRows:
         return reason or device.why_not_shared(layout.shared_bytes)
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         work = turned(work)
         return self.fragment(work, device, self.layout(work, device))
 
@@ -162,7 +160,6 @@ class DepthwiseWeightRows:
         return Fragment(self.name, (launch,), partials, expected_s=expected, order=order)
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(dtype, RowsTile(kernel, stride, columns, vector))
             for kernel in (*KERNELS, LONG)

@@ -9,7 +9,7 @@ from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["GatherArgs", "gather_args"]
+__all__ = ["gather_args"]
 
 
 GatherArgs = structure("fallback/gather_args.cuh", "GatherArgs")

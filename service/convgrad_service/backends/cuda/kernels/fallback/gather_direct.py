@@ -25,13 +25,11 @@ class GatherDirect:
     name = "gather_direct"
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if linear_grid(_threads(work), BLOCK)[0] > MAX_BLOCKS:
             return f"{_threads(work)} threads are more than one grid holds"
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         instance = _instance(work.dtype, _channels(work))
         lanes = int(work.result.channels_last)
         launch = Launch(
@@ -43,7 +41,6 @@ class GatherDirect:
         return Fragment(f"{self.name}_{work.direction}", (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [_instance(dtype, channels) for dtype in FLOATING for channels in CHANNELS]
 
 

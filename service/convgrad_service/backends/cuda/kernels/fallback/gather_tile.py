@@ -44,14 +44,12 @@ class GatherTile:
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         lanes = int(work.sides[0].channels_last)
         arguments = gather_args(work, lanes, _phases(work))
         launch = Launch(_instance(work.dtype), (_grid(work), 1, 1), (BLOCK, 1, 1), arguments)
         return Fragment(f"{self.name}_{work.direction}", (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [_instance(dtype) for dtype in FLOATING]
 
 

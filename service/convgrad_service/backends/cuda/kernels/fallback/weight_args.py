@@ -16,8 +16,7 @@ from convgrad_service.plans.cuda.device import CudaDevice, sum_dtype
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, Workspace, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
-__all__ = ["Split", "WeightArgs", "WeightFallback", "fill_wgrad", "finish_split", "split_pixels"]
-__all__ += ["weight_args"]
+__all__ = ["WeightFallback", "fill_wgrad"]
 
 BLOCK = 256
 # Least pixels of a split, so that summing them outweighs adding the partial sums.
@@ -124,7 +123,6 @@ class WeightFallback(ABC):
         """Return the blocks of one split."""
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         blocks = self.blocks(work)
         split = split_pixels(work, blocks, device)
         launch = Launch(
@@ -137,7 +135,6 @@ class WeightFallback(ABC):
         return Fragment(f"{self.name}/{split.count}", (launch, *after), workspace)
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [*(self._instance(*pair) for pair in DTYPE_PAIRS), *split_sum_instances()]
 
     def _instance(self, dtype: DType, result: DType) -> Instance:

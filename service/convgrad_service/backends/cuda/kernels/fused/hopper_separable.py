@@ -140,7 +140,6 @@ class HopperSeparable:
         return Fragment(name, (launch,), expected_s=expected_s(schedule, work, device))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [_instance(tile, dtype) for tile in self._tiles for dtype in DTYPES]
 
 

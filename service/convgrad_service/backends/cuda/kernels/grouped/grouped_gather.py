@@ -34,7 +34,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["Box", "GroupedGather", "Unit", "boxes_of"]
+__all__ = ["Box", "GroupedGather", "boxes_of"]
 
 # Positions of a box; more would reduce occupancy.
 MOST_POSITIONS = 512
@@ -78,7 +78,6 @@ class GroupedGather:
     name = "grouped_gather"
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         reason = why_not_grouped(work, device) or why_not_packed(work)
         if reason is not None:
             return reason
@@ -149,7 +148,6 @@ class GroupedGather:
         return Fragment(f"{self.name}_{work.direction}", (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(unit, dtype, across, exact)
             for unit, dtype, exact in every_unit()

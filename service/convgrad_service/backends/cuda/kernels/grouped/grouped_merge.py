@@ -11,19 +11,8 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
-__all__ = [
-    "DTYPES",
-    "MAX_CHANNELS",
-    "Merge",
-    "is_exact",
-    "meets_own",
-    "merge_of",
-    "odd_chunks",
-    "slices_of",
-    "why_not_grouped",
-    "why_not_packed",
-    "widest",
-]
+__all__ = ["DTYPES", "Merge", "is_exact", "meets_own", "merge_of", "odd_chunks", "slices_of"]
+__all__ += ["why_not_grouped", "why_not_packed", "widest"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 MAX_CHANNELS, WIDE_CHANNELS = 64, 128

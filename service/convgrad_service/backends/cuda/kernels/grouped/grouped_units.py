@@ -16,7 +16,7 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["EXACT_UNITS", "SMALL", "UNITS", "Unit", "every_unit", "unit_of"]
+__all__ = ["Unit", "every_unit", "unit_of"]
 
 
 @dataclass(frozen=True, slots=True)

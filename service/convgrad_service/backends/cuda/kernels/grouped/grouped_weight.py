@@ -80,7 +80,6 @@ class GroupedWeight:
         self._wide, self._copy_engine = wide, copy_engine
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if self._wide and work.dtype.itemsize != 2:
             return f"{work.dtype} is not a 16-bit type"
         reason = why_not_grouped(work, device, wide=self._wide)
@@ -135,7 +134,6 @@ class GroupedWeight:
         )
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         half = [dtype for dtype in DTYPES if dtype.itemsize == 2]
         return [
             instance

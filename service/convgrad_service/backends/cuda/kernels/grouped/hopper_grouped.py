@@ -140,7 +140,6 @@ class HopperGrouped:
         )
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(
                 dtype, channels, tiles, teams, blocks_of(channels, tiles, teams), backward=backward

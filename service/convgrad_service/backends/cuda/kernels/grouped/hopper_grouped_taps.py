@@ -54,7 +54,6 @@ class HopperGroupedTaps:
     name = "hopper_grouped_taps"
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if device.architecture not in HOPPER:
             return f"{device.name} has no wgmma"
         if work.dtype not in DTYPES:
@@ -114,7 +113,6 @@ class HopperGroupedTaps:
         )
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [_instance(dtype, *products) for dtype in DTYPES for products in PRODUCTS]
 
 

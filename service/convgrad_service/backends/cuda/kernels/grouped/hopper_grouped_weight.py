@@ -133,7 +133,6 @@ class HopperGroupedWeight:
         )
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [_instance(dtype, near) for dtype in DTYPES for near in NEAR]
 
 

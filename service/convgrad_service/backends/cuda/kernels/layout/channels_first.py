@@ -36,14 +36,8 @@ from convgrad_service.plans.cuda.works import (
 )
 from convgrad_service.problems.sizes import Size3
 
-__all__ = [
-    "ConvThroughChannelsLast",
-    "FusedThroughChannelsLast",
-    "LastTensor",
-    "LastWork",
-    "PoolThroughChannelsLast",
-    "ThroughChannelsLast",
-]
+__all__ = ["ConvThroughChannelsLast", "FusedThroughChannelsLast", "LastTensor", "LastWork"]
+__all__ += ["PoolThroughChannelsLast", "ThroughChannelsLast"]
 
 W = TypeVar("W", bound=Work)
 CONTIGUOUS = "the channels are contiguous"
@@ -130,12 +124,10 @@ class ThroughChannelsLast(ABC, Generic[W]):
         self._copies = copies
 
     def why_not(self, work: W, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         last = self._last(work)
         return last if isinstance(last, str) else self._inner.why_not(last.work, device)
 
     def launches(self, work: W, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         last = self._last(work)
         if isinstance(last, str):
             raise ValueError("work that why_not refuses")

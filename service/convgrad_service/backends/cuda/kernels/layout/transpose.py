@@ -90,7 +90,6 @@ class Transpose:
     name = "transpose"
 
     def why_not(self, work: Copy, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         box = _box(work)
         if work.source_start:
             return INSIDE
@@ -114,7 +113,6 @@ class Transpose:
         return None
 
     def launches(self, work: Copy, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         box = cast(_Box, _box(work))
         x, y = (cast(int, box.inner(source)) for source in (True, False))
         x_axis, y_axis = box.axes[x], box.axes[y]
@@ -163,7 +161,6 @@ class Transpose:
         return Fragment(name, (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             *(_instance(name, size) for name in (PLANES, RUNS) for size in _TYPES),
             *(
@@ -182,7 +179,6 @@ class RowCopy:
     name = "row_copy"
 
     def why_not(self, work: Copy, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         box = _box(work)
         if work.source_start:
             return INSIDE
@@ -208,7 +204,6 @@ class RowCopy:
         return None
 
     def launches(self, work: Copy, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         box = cast(_Box, _box(work))
         row = box.axes[cast(int, box.inner(source=False))]
         args = RowCopyArgs()
@@ -227,7 +222,6 @@ class RowCopy:
         return Fragment(self.name, (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [_instance(self.name, itemsize) for itemsize in _TYPES]
 
 
@@ -237,7 +231,6 @@ class RowPack:
     name = "row_pack"
 
     def why_not(self, work: Copy, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         box = _box(work)
         if work.source_start or work.target_start:
             return INSIDE
@@ -251,7 +244,6 @@ class RowPack:
         return None
 
     def launches(self, work: Copy, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         box = cast(_Box, _box(work))
         rows, row = box.axes
         args = RowPackArgs()
@@ -266,7 +258,6 @@ class RowPack:
         return Fragment(self.name, (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [_instance(self.name, itemsize) for itemsize in _TYPES]
 
     @staticmethod

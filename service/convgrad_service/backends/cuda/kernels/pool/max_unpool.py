@@ -46,7 +46,6 @@ class MaxUnpool:
     name = "max_unpool"
 
     def why_not(self, work: UnpoolWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         inner = work.channels if work.channels_last else 1
         if max(prod(work.size), prod(work.plane)) * inner > LARGEST - 2**16:
             return f"an image, or a plane, of more than {LARGEST - 2**16} elements"
@@ -55,7 +54,6 @@ class MaxUnpool:
         return None if work.windows is None else WindowForm.of(_by_windows(work)).why_not()
 
     def launches(self, work: UnpoolWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         bad = f"{work.prefix}bad_index"
         args = _args(work)
         steps: list[Step] = [Clear(bad, 16)]
@@ -73,7 +71,6 @@ class MaxUnpool:
         return Fragment(f"{self.name}_{work.kind}", tuple(steps), (workspace,), (check,))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             *routes_instances(moves=True),
             *tiles_instances(moves=True),

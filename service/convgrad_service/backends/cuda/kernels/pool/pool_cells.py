@@ -57,7 +57,6 @@ class PoolCells:
     name = "pool_cells"
 
     def why_not(self, work: PoolWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if any(kernel > step for kernel, step in zip(work.kernel, work.stride, strict=True)):
             return f"windows of {work.kernel} with stride {work.stride} overlap"
         if prod(work.stride) > MOST_POSITIONS:
@@ -74,7 +73,6 @@ class PoolCells:
         return None
 
     def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         shape = _Shape.of(work)
         args = CellArgs()
         fill_strides(args, work, 2)
@@ -93,7 +91,6 @@ class PoolCells:
         return Fragment(self.name, (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         shapes = [
             *((window, False) for window in (*WINDOWS, ANY)),
             *((window, True) for window in ALONG_WINDOWS),

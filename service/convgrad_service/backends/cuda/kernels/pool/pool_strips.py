@@ -19,7 +19,7 @@ from convgrad_service.plans.cuda.device import (
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import PoolWork
 
-__all__ = ["DTYPES", "PoolStrips", "Shape"]
+__all__ = ["DTYPES", "PoolStrips"]
 
 BLOCK, LANES = 128, 32
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
@@ -100,7 +100,6 @@ class PoolStrips:
         self._shapes = shapes
 
     def why_not(self, work: PoolWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if work.dtype not in DTYPES:
             return f"{work.dtype}"
         if work.dilated:
@@ -127,7 +126,6 @@ class PoolStrips:
         return None
 
     def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         shape = self._shape(work, device)
         if shape is None:
             raise ValueError("other windows")
@@ -153,7 +151,6 @@ class PoolStrips:
         return Fragment(self.name, (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         found: dict[Instance, None] = {}
         for dtype in DTYPES:
             for per in {1, 4 // dtype.itemsize}:

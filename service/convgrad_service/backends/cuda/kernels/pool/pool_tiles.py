@@ -100,7 +100,6 @@ class PoolTiles:
     name = "pool_tiles"
 
     def why_not(self, work: PoolWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if work.dtype not in DTYPES:
             return f"{work.dtype}"
         if work.dilated:
@@ -120,7 +119,6 @@ class PoolTiles:
         return "more blocks than a grid can have" if shape.grid(work) > MAX_BLOCKS else None
 
     def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         shape = _shape(work)
         if shape is None:
             raise ValueError("other windows")
@@ -142,7 +140,6 @@ class PoolTiles:
         return Fragment(self.name, (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         for dtype in DTYPES:
             yield Shape(TILED_KERNEL, LONGEST, False, dtype, WORDS[-1]).instance()
             for kernel, lines in product(WHOLE_KERNELS, LINES):

@@ -23,15 +23,8 @@ from convgrad_service.plans.cuda.program import (
 from convgrad_service.plans.cuda.works import WindowWork
 from convgrad_service.problems.windows import WindowAxis
 
-__all__ = [
-    "WindowForm",
-    "checked",
-    "divider_of",
-    "most_positions",
-    "widths",
-    "window_args",
-    "window_grid",
-]
+__all__ = ["WindowForm", "checked", "divider_of", "most_positions", "widths", "window_args"]
+__all__ += ["window_grid"]
 
 Axes = tuple[WindowAxis, ...]
 LARGEST = 2**31 - 1

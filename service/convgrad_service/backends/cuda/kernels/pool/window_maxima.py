@@ -31,14 +31,12 @@ class WindowMaxima:
     name = "window_maxima"
 
     def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if work.kind != "maxima":
             return "no maxima"
         form = WindowForm.of(work)
         return form.why_not(form.width(work.dtype))
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         form = WindowForm.of(work)
         width = form.width(work.dtype)
         args = window_args(form, width, form.y_size)
@@ -52,7 +50,6 @@ class WindowMaxima:
         return Fragment(self.name, (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(dtype, width, small)
             for dtype in FLOATING

@@ -27,7 +27,6 @@ class WindowPlanes:
     name = "window_planes"
 
     def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if work.kind == "routes":
             return "a gradient of maxima"
         form = WindowForm.of(work)
@@ -37,7 +36,6 @@ class WindowPlanes:
         return why_no_tile(work, form, device) or form.why_not()
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         form = WindowForm.of(work)
         tile = Tile.of(work, form, device)
         if tile is None:
@@ -58,7 +56,6 @@ class WindowPlanes:
         return Fragment(self.name, (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(dtype, index, shape, simple, maxima, weighted)
             for dtype in FLOATING

@@ -40,7 +40,6 @@ class WindowReduce:
     name = "window_reduce"
 
     def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if work.kind == "routes":
             return "a gradient of maxima"
         form = WindowForm.of(work)
@@ -63,7 +62,6 @@ class WindowReduce:
         return form.why_not()
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         form, maxima = WindowForm.of(work), work.kind == "maxima"
         along = 1 if maxima else _along(form, work.dtype)
         lanes, width = _lanes(form, along), form.width(work.dtype)
@@ -82,7 +80,6 @@ class WindowReduce:
         return Fragment(self.name, (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         for dtype in FLOATING:
             wide = CHUNK_BYTES // dtype.itemsize
             along = [2**log for log in range(wide.bit_length())]

@@ -37,18 +37,15 @@ class WindowRoutes:
     name = "window_routes"
 
     def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if work.kind != "routes":
             return "no gradient of maxima"
         form = WindowForm.of(work)
         return form.why_not(_width(work, form, dilated=form.dilated and work.checked))
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         return checked(work, self.name, lambda bad: routes(work, bad))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return routes_instances(moves=False)
 
 

@@ -21,7 +21,6 @@ class WindowScatter:
     name = "window_scatter"
 
     def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if work.kind != "routes":
             return "no gradient of maxima"
         if work.x_dtype not in (None, work.dtype):
@@ -30,11 +29,9 @@ class WindowScatter:
         return why_no_tile(work, form, device) or form.why_not()
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         return checked(work, self.name, lambda bad: scatter(work, device, bad))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(dtype, index, simple, moves)
             for dtype in FLOATING

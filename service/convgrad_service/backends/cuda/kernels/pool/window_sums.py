@@ -83,13 +83,11 @@ class WindowSums:
     name = "window_sums"
 
     def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if work.kind != "sums":
             return "no average"
         return WindowForm.of(work).why_not()
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         form = WindowForm.of(work)
         shape = _Shape.of(form, work.dtype)
         if shape.sliding:
@@ -108,7 +106,6 @@ class WindowSums:
         return Fragment(self.name, (launch,))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         first = [(1, False, False, run, 0, 0) for run in (ANY, ANY_SHARED)]
         last = [
             *((2, True, simple, ANY, *sizes) for simple in (False, True) for sizes in SLIDING),

@@ -94,7 +94,6 @@ class WindowTiles:
     name = "window_tiles"
 
     def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
         if work.kind == "maxima" or (work.kind == "sums" and work.by != "inputs"):
             return "no gradient"
         form = WindowForm.of(work)
@@ -110,11 +109,9 @@ class WindowTiles:
         return form.why_not()
 
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
-        """See `Family.launches`."""
         return checked(work, self.name, lambda bad: tiles(work, bad))
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return tiles_instances(moves=False)
 
 
