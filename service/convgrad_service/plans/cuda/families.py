@@ -27,11 +27,12 @@ from convgrad_service.plans.cuda.works import (
 )
 
 __all__ = ["Chosen", "Families", "Family", "FastestExpected", "Overhead", "Selector", "Work"]
-__all__ += ["choose"]
+__all__ += ["Solver", "choose"]
 
 Work = ConvWork | FusedWork | ChannelSums | PoolWork | WindowWork | UnpoolWork | Copy
 W = TypeVar("W", bound=Work, contravariant=True)
 V = TypeVar("V", bound=Work)
+C = TypeVar("C")
 
 
 class Family(Protocol[W]):
@@ -50,6 +51,38 @@ class Family(Protocol[W]):
     def instances(self) -> Iterable[Instance]:
         """Return every instance that `launches` can use, each once."""
         ...
+
+
+class Solver(ABC, Generic[V, C]):
+    """A family that chooses a configuration for a piece of work, from which its launches follow.
+
+    A configuration is a tile and how the work is divided among blocks: with the work, all that
+    decides the launches, and so the order of additions.
+    """
+
+    name: str
+
+    @abstractmethod
+    def solve(self, work: V, device: CudaDevice) -> C | str:
+        """Return the configuration with the least cost, or why the family does not compute this."""
+
+    @abstractmethod
+    def fragment(self, work: V, device: CudaDevice, config: C) -> Fragment:
+        """Return the launches with a configuration: the chosen one, or another for a test."""
+
+    @abstractmethod
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+
+    def why_not(self, work: V, device: CudaDevice) -> str | None:
+        found = self.solve(work, device)
+        return found if isinstance(found, str) else None
+
+    def launches(self, work: V, device: CudaDevice) -> Fragment:
+        found = self.solve(work, device)
+        if isinstance(found, str):
+            raise ValueError(found)
+        return self.fragment(work, device, found)
 
 
 @dataclass(frozen=True, slots=True)

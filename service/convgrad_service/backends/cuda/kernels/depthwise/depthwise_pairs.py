@@ -15,7 +15,6 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     IN_16_BITS,
     LinearCost,
     Plane,
-    plane_and_tile,
     plane_of,
     resident_blocks,
 )
@@ -26,6 +25,7 @@ from convgrad_service.plans.cuda.device import (
     architectures_since,
     listed_architecture,
 )
+from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import ConvWork
 
@@ -123,7 +123,7 @@ PAIR_TILES = (
 DepthwisePairsArgs = structure("depthwise/depthwise_pairs.cuh", "DepthwisePairsArgs")
 
 
-class DepthwisePairs:
+class DepthwisePairs(Solver[ConvWork, Launch]):
     """bwd_data, and fwd with stride 1, in 16-bit types with one channel per group, channels
     last."""
 
@@ -133,7 +133,7 @@ class DepthwisePairs:
         """Create the family; with ``anything``, it also takes work at which others are faster."""
         self._tiles, self._anything = tiles, anything
 
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+    def solve(self, work: ConvWork, device: CudaDevice) -> Launch | str:
         if work.out_channels > 1:
             return f"{work.out_channels} channels a group"
         if work.accumulate is not None:
@@ -154,59 +154,17 @@ class DepthwisePairs:
         rows = min(one.kernel_rows for one in self._tiles if one.kernel_rows >= plane.reach[0])
         if tile.kernel_rows > rows and not self._anything:
             return f"{plane.reach[1]} columns take an instance of {tile.kernel_rows} rows"
-        launch = self.launch(work, device, plane, tile)
+        launch = _launch(work, device, plane, tile)
         reason = device.why_not_shared(launch.shared_bytes)
         if reason is not None:
             return reason
         if max(launch.grid[1:]) > MOST_ALONG or launch.grid[0] > MAX_BLOCKS:
             return f"{launch.grid} blocks are more than a grid can have"
-        return None
+        return launch
 
-    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        plane, tile = plane_and_tile(work, lambda plane: self._tile(work, plane, device))
-        launch = self.launch(work, device, plane, tile)
+    def fragment(self, work: ConvWork, device: CudaDevice, launch: Launch) -> Fragment:
         return Fragment(
             f"{self.name}_{work.direction}", (launch,), expected_s=COST.expected_s(work, device)
-        )
-
-    def launch(
-        self,
-        work: ConvWork,
-        device: CudaDevice,
-        plane: Plane,
-        tile: PairTile,
-        share: int | None = None,
-    ) -> Launch:
-        """Return the launch with a tile and ``share`` rows per block (times the stride)."""
-        stride, (source, result) = plane.stride, work.sides
-        flipped, cut = work.direction == "fwd", _Cut.of(work, plane, tile)
-        args = DepthwisePairsArgs()
-        args.x_stride[:] = [stride // 8 for stride in plane.strides(source)]
-        args.y_stride[:] = [stride // 8 for stride in plane.strides(result)]
-        args.w_stride[:] = plane.weight_strides(work.w)
-        args.batch, args.channels, args.flipped = plane.batch, work.groups, flipped
-        args.x_size[:] = plane.input if flipped else plane.output
-        args.y_size[:], args.pad[:] = _result(work, plane)
-        args.kernel[:], args.dilation[:] = plane.reach, plane.dilation
-        args.by_dilation = divider(plane.dilation[1])
-        _, *steps = args.w_stride
-        if flipped:
-            args.w_first = sum(s * (k - 1) for s, k in zip(steps, plane.kernel, strict=True))
-        args.w_step[:] = [-step if flipped else step for step in steps]
-        args.left, args.first_tap, reads = _columns(plane.reach[1], stride, args.pad[1])
-        args.read = reads + 4 // stride
-        args.base, args.rows, args.tiles, args.strips = cut.base, cut.rows, cut.tiles, cut.strips
-        args.by_rows, args.by_strips = divider(cut.rows), divider(cut.strips)
-        args.by_units = divider(cut.strips + tile.more)
-        args.row_bytes = cut.row_bytes
-        args.alpha, args.activation = work.alpha, ACTIVATIONS[work.activation]
-        args.share = share = share or cut.cost_and_share(device)[1]
-        return Launch(
-            _instance(work.dtype, tile, not work.epilogue_free),
-            (cut.channel_tiles, ceil_div(cut.tiles * cut.rows, share), 1),
-            (tile.threads, 1, 1),
-            pack(args, x=source, w=work.w, y=result, bias=work.bias),
-            cut.shared_bytes,
         )
 
     def instances(self) -> Iterable[Instance]:
@@ -240,6 +198,40 @@ class DepthwisePairs:
                 tile.octets * tile.cost * _Cut.of(work, plane, tile).cost_and_share(device)[0]
             ),
         )
+
+
+def _launch(work: ConvWork, device: CudaDevice, plane: Plane, tile: PairTile) -> Launch:
+    """Return the launch with a tile."""
+    stride, (source, result) = plane.stride, work.sides
+    flipped, cut = work.direction == "fwd", _Cut.of(work, plane, tile)
+    args = DepthwisePairsArgs()
+    args.x_stride[:] = [stride // 8 for stride in plane.strides(source)]
+    args.y_stride[:] = [stride // 8 for stride in plane.strides(result)]
+    args.w_stride[:] = plane.weight_strides(work.w)
+    args.batch, args.channels, args.flipped = plane.batch, work.groups, flipped
+    args.x_size[:] = plane.input if flipped else plane.output
+    args.y_size[:], args.pad[:] = _result(work, plane)
+    args.kernel[:], args.dilation[:] = plane.reach, plane.dilation
+    args.by_dilation = divider(plane.dilation[1])
+    _, *steps = args.w_stride
+    if flipped:
+        args.w_first = sum(s * (k - 1) for s, k in zip(steps, plane.kernel, strict=True))
+    args.w_step[:] = [-step if flipped else step for step in steps]
+    args.left, args.first_tap, reads = _columns(plane.reach[1], stride, args.pad[1])
+    args.read = reads + 4 // stride
+    args.base, args.rows, args.tiles, args.strips = cut.base, cut.rows, cut.tiles, cut.strips
+    args.by_rows, args.by_strips = divider(cut.rows), divider(cut.strips)
+    args.by_units = divider(cut.strips + tile.more)
+    args.row_bytes = cut.row_bytes
+    args.alpha, args.activation = work.alpha, ACTIVATIONS[work.activation]
+    args.share = share = cut.cost_and_share(device)[1]
+    return Launch(
+        _instance(work.dtype, tile, not work.epilogue_free),
+        (cut.channel_tiles, ceil_div(cut.tiles * cut.rows, share), 1),
+        (tile.threads, 1, 1),
+        pack(args, x=source, w=work.w, y=result, bias=work.bias),
+        cut.shared_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     IN_16_BITS,
     LinearCost,
     Plane,
-    plane_and_tile,
     plane_of,
     why_not_counted,
 )
@@ -24,6 +23,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args impo
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
+from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import ConvWork
 
@@ -63,6 +63,7 @@ class DirectLayout:
         return ceil_div(self.vectors * self.strips, 32)
 
 
+DirectConfig = tuple[Plane, DirectTile, DirectLayout]
 DIRECT_TILES = (DirectTile(3, 1, 2, 4, 3, 512), DirectTile(3, 2, 2, 4, 4, 512))
 # Elements of both tensors, and columns of y by stride, above which it is faster on an H200.
 LEAST_ELEMENTS = 27 * 10**6
@@ -77,7 +78,7 @@ DepthwiseWeightDirectArgs = structure(
 )
 
 
-class DepthwiseWeightDirect:
+class DepthwiseWeightDirect(Solver[ConvWork, DirectConfig]):
     """bwd_weight in 16-bit types with one channel per group, channels last."""
 
     name = "depthwise_weight_direct"
@@ -92,7 +93,7 @@ class DepthwiseWeightDirect:
         self._layout = layout
         self._always = always
 
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+    def solve(self, work: ConvWork, device: CudaDevice) -> DirectConfig | str:
         if device.architecture not in HOPPER:
             return f"measured on Hopper alone; this is {device.architecture}"
         plane = plane_of(work)
@@ -111,22 +112,10 @@ class DepthwiseWeightDirect:
         reason = why_not_counted(_tiles(work, tile, layout))
         if reason is not None:
             return reason
-        return device.why_not_shared(_shared_bytes(tile, layout))
+        return device.why_not_shared(_shared_bytes(tile, layout)) or (plane, tile, layout)
 
-    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        plane, tile = plane_and_tile(work, self._tile)
-        layout = self._layout or best_layout(work, plane, tile, device)
-        return self.fragment(work, device, plane, tile, layout)
-
-    def fragment(
-        self,
-        work: ConvWork,
-        device: CudaDevice,
-        plane: Plane,
-        tile: DirectTile,
-        layout: DirectLayout,
-    ) -> Fragment:
-        """Return the launch with a tile and layout."""
+    def fragment(self, work: ConvWork, device: CudaDevice, config: DirectConfig) -> Fragment:
+        plane, tile, layout = config
         tiles = _tiles(work, tile, layout)
         groups = ceil_div(plane.output[1], layout.strips * tile.columns)
         chunks = ceil_div(plane.output[0], layout.rows)

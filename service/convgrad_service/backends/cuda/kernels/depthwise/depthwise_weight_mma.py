@@ -23,7 +23,6 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     LinearCost,
     Plane,
     chunk_rows,
-    plane_and_tile,
     plane_of,
     resident_blocks,
     why_not_counted,
@@ -35,6 +34,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args impo
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
@@ -98,7 +98,7 @@ WEIGHT_MMA_TILES = (
 DepthwiseWeightMmaArgs = structure("depthwise/depthwise_weight_mma.cu", "DepthwiseWeightMmaArgs")
 
 
-class DepthwiseWeightMma:
+class DepthwiseWeightMma(Solver[ConvWork, tuple[Plane, WeightMmaTile]]):
     """bwd_weight in 16-bit types with one channel per group, channels last."""
 
     name = "depthwise_weight_mma"
@@ -106,7 +106,7 @@ class DepthwiseWeightMma:
     def __init__(self, tiles: tuple[WeightMmaTile, ...] = WEIGHT_MMA_TILES) -> None:
         self._tiles = tiles
 
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+    def solve(self, work: ConvWork, device: CudaDevice) -> tuple[Plane, WeightMmaTile] | str:
         plane = plane_of(work, general=True)
         if isinstance(plane, str):
             return plane
@@ -119,21 +119,13 @@ class DepthwiseWeightMma:
         reason = why_not_counted(_columns(work, plane, tile))
         if reason is not None:
             return reason
-        return device.why_not_shared(_shared_bytes(tile, _strips(plane).slots))
-
-    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        plane, tile = plane_and_tile(work, self._tile)
-        return self.fragment(work, device, plane, tile)
+        reason = device.why_not_shared(_shared_bytes(tile, _strips(plane).slots))
+        return reason or (plane, tile)
 
     def fragment(
-        self,
-        work: ConvWork,
-        device: CudaDevice,
-        plane: Plane,
-        tile: WeightMmaTile,
-        chunk: int | None = None,
+        self, work: ConvWork, device: CudaDevice, config: tuple[Plane, WeightMmaTile]
     ) -> Fragment:
-        """Return the launch with a tile and ``chunk`` rows."""
+        plane, tile = config
         strips = _strips(plane)
         channels = tile.channels
         channel_tiles = ceil_div(work.groups * work.out_channels, channels)
@@ -144,9 +136,8 @@ class DepthwiseWeightMma:
         columns = _columns(work, plane, tile)
         held, architectures = variant(tile.kernel_rows, tile.blocks, device)
         resident = max(1, resident_blocks(device, shared_bytes, held) // columns)
-        if chunk is None:
-            reach = ceil_div(tile.kernel_rows, plane.stride) - 1
-            chunk = chunk_rows(plane.output[0], reach, strips.tiles, resident, tile.start)
+        reach = ceil_div(tile.kernel_rows, plane.stride) - 1
+        chunk = chunk_rows(plane.output[0], reach, strips.tiles, resident, tile.start)
         chunks = ceil_div(plane.output[0], chunk)
         # As many blocks as are resident; items per block differ by at most one.
         items = strips.tiles * chunks

@@ -32,6 +32,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args impo
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import ConvWork
 
@@ -90,7 +91,7 @@ class RowsLayout:
 DepthwiseWeightRowsArgs = structure("depthwise/depthwise_weight_rows.cu", "DepthwiseWeightRowsArgs")
 
 
-class DepthwiseWeightRows:
+class DepthwiseWeightRows(Solver[ConvWork, RowsLayout]):
     """bwd_weight with one input channel per group, channels last, of any number of channels and
     kernel, padding and dilation, in one to three dimensions."""
 
@@ -99,7 +100,7 @@ class DepthwiseWeightRows:
     def __init__(self, layout: RowsLayout | None = None) -> None:
         self._layout = layout
 
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+    def solve(self, work: ConvWork, device: CudaDevice) -> RowsLayout | str:
         work = turned(work)
         reason = why_not_volume(work)
         if reason is not None:
@@ -108,24 +109,15 @@ class DepthwiseWeightRows:
             return f"a stride of {work.stride[2]} along W"
         if work.pixels + 4 * THREADS > MOST_INDEX:
             return "more than 2^31 items"
-        layout = self.layout(work, device)
+        layout = self._layout or _best(work, device)
         channel_tiles, tap_sets = _grid(work, layout)
         if max(channel_tiles, tap_sets) > MOST_ALONG:
             return f"{channel_tiles} by {tap_sets} tiles are more than a grid can have"
         reason = why_not_counted(channel_tiles * tap_sets)
-        return reason or device.why_not_shared(layout.shared_bytes)
-
-    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
-        work = turned(work)
-        return self.fragment(work, device, self.layout(work, device))
-
-    def layout(self, work: ConvWork, device: CudaDevice) -> RowsLayout:
-        """Return the layout with the least predicted time."""
-        return self._layout or _best(work, device)
+        return reason or device.why_not_shared(layout.shared_bytes) or layout
 
     def fragment(self, work: ConvWork, device: CudaDevice, layout: RowsLayout) -> Fragment:
-        """Return the launch with a layout."""
-        tile, blocks = layout.tile, layout.blocks
+        work, tile, blocks = turned(work), layout.tile, layout.blocks
         channel_tiles, tap_sets = _grid(work, layout)
         planes, rows, _ = work.output
         args = DepthwiseWeightRowsArgs()

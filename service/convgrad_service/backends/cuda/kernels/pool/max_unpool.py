@@ -9,13 +9,15 @@ from typing import Any
 from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, linear_grid
-from convgrad_service.backends.cuda.kernels.pool.window_form import LARGEST, WindowForm, divider_of
-from convgrad_service.backends.cuda.kernels.pool.window_routes import (
-    routes,
-    routes_instances,
+from convgrad_service.backends.cuda.kernels.pool.window_form import (
+    LARGEST,
+    FromIndices,
+    WindowForm,
+    divider_of,
 )
-from convgrad_service.backends.cuda.kernels.pool.window_scatter import WindowScatter, scatter
-from convgrad_service.backends.cuda.kernels.pool.window_tiles import Tiles, tiles, tiles_instances
+from convgrad_service.backends.cuda.kernels.pool.window_routes import WindowRoutes
+from convgrad_service.backends.cuda.kernels.pool.window_scatter import WindowScatter
+from convgrad_service.backends.cuda.kernels.pool.window_tiles import WindowTiles
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import (
@@ -36,6 +38,12 @@ SCATTER_BLOCK = 128
 GATHER_BLOCK, AT_ONCE = 256, 4
 BAD_INDEX = "indices has an index that is out of its plane; expected a flat position in a plane"
 
+
+MOVES: tuple[FromIndices[Any], ...] = (
+    WindowTiles(moves=True),
+    WindowScatter(moves=True),
+    WindowRoutes(moves=True),
+)
 
 UnpoolArgs: Any = structure("pool/max_unpool.cu", "UnpoolArgs")
 
@@ -72,9 +80,7 @@ class MaxUnpool:
 
     def instances(self) -> Iterable[Instance]:
         return [
-            *routes_instances(moves=True),
-            *tiles_instances(moves=True),
-            *WindowScatter().instances(),
+            *(instance for family in MOVES for instance in family.instances()),
             *(
                 _instance(kind, dtype, index, last)
                 for kind in ("scatter", "gather")
@@ -86,11 +92,12 @@ class MaxUnpool:
 
 
 def _moves(work: WindowWork, device: CudaDevice, bad: str) -> Launch:
-    if Tiles.of(WindowForm.of(work)) is not None:
-        return tiles(work, bad, moves=True)
-    if WindowScatter().why_not(work, device) is None:
-        return scatter(work, device, bad, moves=True)
-    return routes(work, bad, moves=True)
+    """Return the launch of the first of `MOVES` that takes the work."""
+    for family in MOVES:
+        config = family.solve(work, device)
+        if not isinstance(config, str):
+            return family.launch(work, device, config, bad)
+    raise ValueError("windows that why_not refuses")
 
 
 def _by_windows(work: UnpoolWork) -> WindowWork:

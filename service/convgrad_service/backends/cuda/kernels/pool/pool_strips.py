@@ -16,6 +16,7 @@ from convgrad_service.plans.cuda.device import (
     architectures_since,
     with_shared_bytes,
 )
+from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import PoolWork
 
@@ -90,7 +91,7 @@ SHAPES: Mapping[int, tuple[Shape, ...]] = {
 }
 
 
-class PoolStrips:
+class PoolStrips(Solver[PoolWork, Shape]):
     """bwd from the input, channels last, the windows of ``SHAPES``."""
 
     name = "pool_strips"
@@ -99,7 +100,7 @@ class PoolStrips:
         """Other shapes are for tuning."""
         self._shapes = shapes
 
-    def why_not(self, work: PoolWork, device: CudaDevice) -> str | None:
+    def solve(self, work: PoolWork, device: CudaDevice) -> Shape | str:
         if work.dtype not in DTYPES:
             return f"{work.dtype}"
         if work.dilated:
@@ -123,12 +124,9 @@ class PoolStrips:
             return reason
         if _grid(work, shape, device)[0] > MAX_BLOCKS:
             return "more blocks than a grid can have"
-        return None
+        return shape
 
-    def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:
-        shape = self._shape(work, device)
-        if shape is None:
-            raise ValueError("other windows")
+    def fragment(self, work: PoolWork, device: CudaDevice, shape: Shape) -> Fragment:
         args = StripArgs()
         fill_strides(args, work, 3)
         args.words, args.groups = _words(work), ceil_div(_words(work), LANES)

@@ -14,6 +14,7 @@ from convgrad_service.backends.cuda.kernels.pool.pool_cells import fill_strides,
 from convgrad_service.backends.cuda.kernels.pool.pool_strips import DTYPES
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice, with_shared_bytes
+from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import PoolWork
 
@@ -94,12 +95,12 @@ class Shape:
 TileArgs = structure("pool/pool_tiles.cu", "TileArgs")
 
 
-class PoolTiles:
+class PoolTiles(Solver[PoolWork, Shape]):
     """bwd from the input, channels last, square windows of stride 1 of some kernels."""
 
     name = "pool_tiles"
 
-    def why_not(self, work: PoolWork, device: CudaDevice) -> str | None:
+    def solve(self, work: PoolWork, device: CudaDevice) -> Shape | str:
         if work.dtype not in DTYPES:
             return f"{work.dtype}"
         if work.dilated:
@@ -116,12 +117,9 @@ class PoolTiles:
         reason = device.why_not_shared(shape.shared_bytes)
         if reason is not None:
             return reason
-        return "more blocks than a grid can have" if shape.grid(work) > MAX_BLOCKS else None
+        return "more blocks than a grid can have" if shape.grid(work) > MAX_BLOCKS else shape
 
-    def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:
-        shape = _shape(work)
-        if shape is None:
-            raise ValueError("other windows")
+    def fragment(self, work: PoolWork, device: CudaDevice, shape: Shape) -> Fragment:
         args = TileArgs()
         fill_strides(args, work, 3)
         args.channel_tiles, *args.tiles[:] = shape.tiles(work)

@@ -14,6 +14,7 @@ from convgrad_service.backends.cuda.kernels.pool.window_form import (
     window_grid,
 )
 from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch
 from convgrad_service.plans.cuda.works import WindowWork
 
@@ -25,19 +26,18 @@ SMALL = ((1, 4), (2, 2), (3, 3), (4, 4))
 ANY = (0, 0)
 
 
-class WindowMaxima:
+class WindowMaxima(Solver[WindowWork, WindowForm]):
     """Maxima of windows of any kind."""
 
     name = "window_maxima"
 
-    def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
+    def solve(self, work: WindowWork, device: CudaDevice) -> WindowForm | str:
         if work.kind != "maxima":
             return "no maxima"
         form = WindowForm.of(work)
-        return form.why_not(form.width(work.dtype))
+        return form.why_not(form.width(work.dtype)) or form
 
-    def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
-        form = WindowForm.of(work)
+    def fragment(self, work: WindowWork, device: CudaDevice, form: WindowForm) -> Fragment:
         width = form.width(work.dtype)
         args = window_args(form, width, form.y_size)
         args.wide_indices = work.index_dtype is DType.INT64

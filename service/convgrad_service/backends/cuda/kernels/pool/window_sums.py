@@ -18,6 +18,7 @@ from convgrad_service.backends.cuda.kernels.pool.window_form import (
     window_grid,
 )
 from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import WindowWork
 
@@ -77,18 +78,18 @@ class _Shape:
         )
 
 
-class WindowSums:
+class WindowSums(Solver[WindowWork, WindowForm]):
     """Sums over windows of any kind, of images with 32-bit offsets."""
 
     name = "window_sums"
 
-    def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
+    def solve(self, work: WindowWork, device: CudaDevice) -> WindowForm | str:
         if work.kind != "sums":
             return "no average"
-        return WindowForm.of(work).why_not()
-
-    def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
         form = WindowForm.of(work)
+        return form.why_not() or form
+
+    def fragment(self, work: WindowWork, device: CudaDevice, form: WindowForm) -> Fragment:
         shape = _Shape.of(form, work.dtype)
         if shape.sliding:
             args, grid = _sliding(form, shape.width, work.dtype, device)
