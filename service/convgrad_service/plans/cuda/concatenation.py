@@ -8,12 +8,7 @@ from math import prod
 from typing import Literal
 
 from convgrad_service.plans.cuda.program import Workspace
-from convgrad_service.plans.cuda.works import (
-    Copy,
-    CopyAxis,
-    Operand,
-    contiguous_strides,
-)
+from convgrad_service.plans.cuda.works import Copy, CopyAxis, Operand, contiguous_strides
 from convgrad_service.problems.concatenation import MAX_DIMENSIONS, concatenate
 from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.sizes import size3

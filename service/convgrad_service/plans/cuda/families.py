@@ -61,6 +61,7 @@ class Solver(ABC, Generic[V, C]):
     """
 
     name: str
+    _solved: tuple[V, CudaDevice, C | str] | None = None
 
     @abstractmethod
     def solve(self, work: V, device: CudaDevice) -> C | str:
@@ -75,14 +76,21 @@ class Solver(ABC, Generic[V, C]):
         """See `Family.instances`."""
 
     def why_not(self, work: V, device: CudaDevice) -> str | None:
-        found = self.solve(work, device)
+        found = self._solution(work, device)
         return found if isinstance(found, str) else None
 
     def launches(self, work: V, device: CudaDevice) -> Fragment:
-        found = self.solve(work, device)
+        found = self._solution(work, device)
         if isinstance(found, str):
             raise ValueError(found)
         return self.fragment(work, device, found)
+
+    def _solution(self, work: V, device: CudaDevice) -> C | str:
+        """Return what `solve` does; `launches`, which follows `why_not`, does not solve again."""
+        solved = self._solved
+        if solved is None or solved[0] is not work or solved[1] is not device:
+            solved = self._solved = work, device, self.solve(work, device)
+        return solved[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,10 +252,7 @@ class FastestExpected(Selector[V]):
     name = "fastest_expected"
 
     def __init__(
-        self,
-        *sides: Sequence[Family[V]],
-        overheads: Mapping[str, Overhead],
-        optional: bool = False,
+        self, *sides: Sequence[Family[V]], overheads: Mapping[str, Overhead], optional: bool = False
     ) -> None:
         """``overheads`` are by family name; a family without one is never the fastest."""
         self._sides = sides

@@ -14,11 +14,7 @@ from typing import Protocol
 
 from convgrad.dtypes import DType
 from convgrad_service.plans.base import Plan
-from convgrad_service.plans.cuda.device import (
-    ARCHITECTURES,
-    CudaDevice,
-    listed_architecture,
-)
+from convgrad_service.plans.cuda.device import ARCHITECTURES, CudaDevice, listed_architecture
 
 __all__ = ["ALIGNMENT", "CUDA_TYPES", "ArgumentBlock", "Arguments", "Check", "Clear", "CudaPlan"]
 __all__ += ["Fragment", "Instance", "Launch", "Step", "Workspace", "ceil_div", "macros_of"]

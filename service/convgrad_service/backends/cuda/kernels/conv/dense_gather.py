@@ -7,7 +7,7 @@ from itertools import product
 from math import prod
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.arguments import fill_axes, pack
 from convgrad_service.backends.cuda.kernels.conv.dense_tiles import (
     DTYPES,
     MAX_INDEX,
@@ -68,8 +68,6 @@ class DenseGather(DenseFamily):
             return f"{read} to {written} channels a group would leave most of a tile"
         if (reason := why_not_few_terms(work, read)) is not None:
             return reason
-        if work.accumulate is not None and work.accumulate.strides != work.result.strides:
-            return "accumulate does not lie as the result does"
         if work.direction == "bwd_data" and max(work.stride) > MAX_PHASES:
             return f"stride {max(work.stride)} makes more than {MAX_PHASES} phases"
         if work.taps > MAX_TAPS:
@@ -114,18 +112,12 @@ class DenseGather(DenseFamily):
         args.runs_of_pixels = _runs_of_pixels(result, axes, size)
         args.plain = work.epilogue_free
         args.may_skip_taps = may_skip_taps(axes, tile.m)
-        for name in ("x_size", "x_step", "x_tap", "y_step", "r_step"):
-            getattr(args, name)[:] = [getattr(axis, name) for axis in axes]
+        fill_axes(args, axes, "x_size", "x_step", "x_tap", "y_step", "r_step")
         for dim, axis in enumerate(axes):
             args.phases[dim] = len(axis.phases)
             for place, phase in enumerate(axis.phases):
                 args.phase[dim][place] = PhaseArgs(
-                    phase.taps,
-                    phase.r0,
-                    phase.x0,
-                    phase.y0,
-                    phase.count,
-                    *divider(phase.count),
+                    phase.taps, phase.r0, phase.x0, phase.y0, phase.count, *divider(phase.count)
                 )
         instance = _instance(tile, work.dtype, backward, int64)
         channel_tiles = ceil_div(written, tile.n)
@@ -138,12 +130,7 @@ class DenseGather(DenseFamily):
             ),
             (tile.threads, 1, 1),
             pack(
-                args,
-                x=x.operand,
-                w=w.operand,
-                y=result,
-                accumulate=work.accumulate,
-                bias=work.bias,
+                args, x=x.operand, w=w.operand, y=result, accumulate=work.accumulate, bias=work.bias
             ),
             shared_bytes(tile, axes, int64),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.core.limits import DTYPES
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
@@ -12,7 +13,6 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand
 __all__ = ["DTYPES", "LAUNCH_S", "MAX_INDEX", "DenseFamily", "DenseTile", "last_offset"]
 __all__ += ["uses_3xtf32", "why_not_few_terms"]
 
-DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 MAX_INDEX = 2**31 - 1
 LAUNCH_S = 3e-6
 # Splitting has a relative error of 2^-21 per product, float32 accumulation of 2^-24 per term.
@@ -94,12 +94,7 @@ class DenseTile:
         return shared_bytes <= device.shared_bytes_per_block
 
     def expected_s(
-        self,
-        device: CudaDevice,
-        blocks: int,
-        steps: float,
-        shared_bytes: int,
-        extra_s: float = 0.0,
+        self, device: CudaDevice, blocks: int, steps: float, shared_bytes: int, extra_s: float = 0.0
     ) -> float:
         """Return the expected seconds of all full waves of blocks, and of the last partial one.
 

@@ -29,10 +29,7 @@ from convgrad_service.backends.cuda.kernels.core.split_sum import (
     split_sum_instances,
 )
 from convgrad_service.backends.cuda.kernels.fallback.weight_args import fill_wgrad
-from convgrad_service.backends.cuda.kernels.layout.channels_last import (
-    CHUNK_BYTES,
-    prepare_side,
-)
+from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES, prepare_side
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import (
@@ -79,8 +76,6 @@ class DenseWeight(DenseFamily):
             )
         if (reason := why_not_few_terms(work, _least_terms(work))) is not None:
             return reason
-        if work.accumulate is not None and work.accumulate.strides != work.w.strides:
-            return "accumulate does not lie as the result does"
         if max(work.pixels, work.taps * (work.in_channels + 16)) > MAX_PIXELS:
             return f"the pixels, or the taps x channels, are more than {MAX_PIXELS}"
         return None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import prod
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import fill
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_data_forms import (
     GROUPS,
     ROW_BYTES,
@@ -16,30 +17,23 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_first_data_forms import 
     STEP,
     Form,
 )
-from convgrad_service.backends.cuda.kernels.core.elements import (
-    ACTIVATIONS,
-    MAX_BLOCKS,
-)
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.limits import (
+    DTYPES,
     MAX_GRID_YZ,
+    Requirements,
     why_not_32bit_positions,
 )
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import (
-    TiledMap,
-    pack_maps,
-)
-from convgrad_service.backends.cuda.kernels.layout.channels_last import (
-    CHUNK_BYTES,
-    prepare_side,
-)
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import TiledMap, pack_maps
+from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES, prepare_side
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
+from convgrad_service.plans.cuda.families import Solver
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div, macros_of
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["HopperFirstData"]
 
-DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 MOST_CHANNELS, LEAST_CHANNELS = 8, 16
 """The most channels of the input, and the fewest of grad_output."""
 MAX_OFFSET = 2**31 - 1
@@ -62,7 +56,10 @@ class Cut:
     row_segments: int
 
 
-class HopperFirstData:
+NEEDS = Requirements(hopper=True, dilated=False)
+
+
+class HopperFirstData(Solver[ConvWork, tuple[Form, Cut]]):
     """bwd_data where one of ``SHAPES`` fits: few channels of the input, up to 128 of grad_output.
 
     Takes 16-bit types, float32 as TF32 (``precision: high``), and float32 as six bfloat16
@@ -81,18 +78,12 @@ class HopperFirstData:
         """
         self._sparse = sparse
 
-    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+    def solve(self, work: ConvWork, device: CudaDevice) -> tuple[Form, Cut] | str:
         """See `Family.why_not`. Splitting along N, D or H does not change the answer."""
-        if device.architecture not in HOPPER:
-            return f"{device.name} has no products of warpgroups"
-        if work.groups != 1 or work.dtype not in DTYPES:
-            return f"{work.groups} groups in {work.dtype}"
+        if (reason := NEEDS.why_not(work, device)) is not None:
+            return reason
         if work.in_channels > MOST_CHANNELS or work.taps == 1:
             return f"{work.taps} taps of {work.in_channels} channels of the input"
-        if work.dilated:
-            return "dilated"
-        if work.accumulate is not None and work.accumulate.strides != work.result.strides:
-            return "accumulate does not lie as the result does"
         if work.out_channels < LEAST_CHANNELS:
             return "a product's depth would be mostly empty"
         row = work.input[2] * work.x.strides[5] + work.in_channels * work.x.strides[2]
@@ -110,27 +101,17 @@ class HopperFirstData:
             )
         if not self._sparse and _sparse(work, form):
             return "one row of the kernel, or true float32, would leave most of a tile"
-        if _cut(work, form, device) is None:
-            return "its blocks are more than one grid holds"
-        return None
+        cut = _cut(work, form, device)
+        return "its blocks are more than one grid holds" if cut is None else (form, cut)
 
-    def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
-        """See `Family.launches`. ``cut`` overrides the chosen partition."""
-        y = prepare_side(work, "source", device)
-        form = _form(work)
-        if form is None:
-            raise ValueError("no instance has the room")
-        cut = cut or _cut(work, form, device)
-        if cut is None:
-            raise ValueError("no cut fits")
+    def fragment(self, work: ConvWork, device: CudaDevice, config: tuple[Form, Cut]) -> Fragment:
+        (form, cut), y = config, prepare_side(work, "source", device)
         args = HopperFirstDataArgs()
         args.x_stride[:], args.w_stride[:] = work.x.strides, work.w.strides
-        args.alpha, args.beta = work.alpha, work.beta
         args.activation, args.plain = ACTIVATIONS[work.activation], _plain(work)
         args.channels, args.y_channels = work.in_channels, work.out_channels
         args.x_size[:], args.y_size[:] = work.input, work.output
-        for name in ("kernel", "stride", "pad"):
-            getattr(args, name)[:] = getattr(work, name)
+        fill(args, work, "alpha", "beta", "kernel", "stride", "pad")
         args.row_segments, args.segment_rows = cut.row_segments, cut.segment_rows
         args.first_tap, args.warpgroups = _taps(work)[0], cut.warpgroups
         args.positions = form.positions(cut.warpgroups)

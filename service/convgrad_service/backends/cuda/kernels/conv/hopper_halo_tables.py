@@ -142,13 +142,7 @@ def depth_step(axes: Sequence[Axis]) -> int | None:
 
 
 def tables_of(
-    axes: Sequence[Axis],
-    halo: Halo,
-    row_pixels: int,
-    *,
-    twice: bool,
-    blocks: int,
-    stay: bool,
+    axes: Sequence[Axis], halo: Halo, row_pixels: int, *, twice: bool, blocks: int, stay: bool
 ) -> Tables:
     """Return the tables of a tile.
 

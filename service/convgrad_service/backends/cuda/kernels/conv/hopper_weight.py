@@ -27,6 +27,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import (
     Cut,
     cuts,
 )
+from convgrad_service.backends.cuda.kernels.core.limits import IN_16_BITS, Requirements
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import Im2colMap, TensorMap, pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     Prepared,
@@ -50,11 +51,10 @@ from convgrad_service.problems.sizes import Size3
 
 __all__ = ["HopperWeight", "im2col_maps", "reachable", "why_not_im2col"]
 
-DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 # Dtypes of the operands and of the result.
 RESULTS = (
-    *((dtype, dtype) for dtype in (*DTYPES, DType.FLOAT32)),
-    *((dtype, DType.FLOAT32) for dtype in DTYPES),
+    *((dtype, dtype) for dtype in (*IN_16_BITS, DType.FLOAT32)),
+    *((dtype, DType.FLOAT32) for dtype in IN_16_BITS),
 )
 LEAST_CHANNELS = 16
 # A k-tile may extend past the last pixel.
@@ -67,17 +67,15 @@ MOST_SHIFT = {1: 65535, 2: 255, 3: 31}
 SUM_BLOCK, SUM_EACH, MOST_SLICES, SUM_THREADS = 256, 4, 8, 132 * 1024
 
 
+NEEDS = Requirements(tf32=True, hopper=True)
+
+
 class HopperWeight:
     """bwd_weight on sm_90a, of 16-bit tensors, and of float32 planes as TF32."""
 
     name = "hopper_weight"
 
-    def __init__(
-        self,
-        least_channels: int = LEAST_CHANNELS,
-        *,
-        cut: Cut | None = None,
-    ) -> None:
+    def __init__(self, least_channels: int = LEAST_CHANNELS, *, cut: Cut | None = None) -> None:
         """Create the family.
 
         Parameters
@@ -97,19 +95,15 @@ class HopperWeight:
 
         ``rows`` are copies of the operands, to read instead.
         """
-        if device.architecture != "sm_90a":
-            return f"{device.name} is not sm_90a"
-        if work.dtype not in DTYPES and (work.dtype, work.precision) != (DType.FLOAT32, "high"):
-            return f"{work.dtype} of {work.precision} precision is not for products of 16 bits"
-        if work.groups > 1:
-            return f"{work.groups} groups of channels"
+        if (reason := NEEDS.why_not(work, device)) is not None:
+            return reason
         if min(work.in_channels, work.out_channels) < self._least_channels:
             return (
                 f"{work.in_channels} channels to {work.out_channels} would leave most of a tile; "
                 f"expected {self._least_channels} on either side"
             )
         rows = rows or image_rows(work)
-        reason = why_not_im2col(work) if rows is None else _why_not_result(work)
+        reason = why_not_im2col(work) if rows is None else None
         if reason is not None:
             return reason
         if work.dtype is DType.FLOAT32 and rows is None:
@@ -184,13 +178,13 @@ class HopperWeight:
         return [
             *(
                 tile.instance(dtype, cluster, summing=summing)
-                for dtype in DTYPES
+                for dtype in IN_16_BITS
                 for tile in TILES
                 for cluster, summing in tile.clusters
             ),
             *(
                 tile.instance(dtype, cluster, summing=summing, planes=True)
-                for dtype in (*DTYPES, DType.FLOAT32)
+                for dtype in (*IN_16_BITS, DType.FLOAT32)
                 for tile in TILES
                 for cluster, summing in tile.clusters
                 if cluster == summing
@@ -210,12 +204,6 @@ def why_not_im2col(work: ConvWork) -> str | None:
         return f"a stride of {max(work.stride)}; expected at most {MOST_STEP}"
     if work.pixels > MAX_PIXELS:
         return f"{work.pixels} pixels; expected at most {MAX_PIXELS}"
-    return _why_not_result(work)
-
-
-def _why_not_result(work: ConvWork) -> str | None:
-    if work.accumulate is not None and work.accumulate.strides != work.w.strides:
-        return "accumulate does not lie as the result does"
     return None
 
 
@@ -308,10 +296,7 @@ def im2col_maps(
     lower = tuple(-pad for pad in work.pad)
     of_x = x, work.in_channels, work.input, lower, upper, work.stride
     of_y = y, work.out_channels, work.output, (0, 0, 0), halo, (1, 1, 1)
-    return (
-        _map(work, *of_x, channels, PIXELS + beyond),
-        _map(work, *of_y, ROWS, PIXELS),
-    )
+    return (_map(work, *of_x, channels, PIXELS + beyond), _map(work, *of_y, ROWS, PIXELS))
 
 
 def _map(

@@ -11,19 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import fill
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
     BOX_ROWS,
     SPLITS,
     WARP_FRAGMENT_BYTES,
     HopperTile,
 )
-from convgrad_service.backends.cuda.kernels.conv.hopper_weight import (
-    im2col_maps,
-    why_not_im2col,
-)
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight import im2col_maps, why_not_im2col
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight_args import beside, dims_of
 from convgrad_service.backends.cuda.kernels.conv.single_model import Rates, SingleWave, single_s
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
+from convgrad_service.backends.cuda.kernels.core.limits import IN_16_BITS, Requirements
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import Prepared, prepare_side
 from convgrad_service.backends.cuda.structures import structure
@@ -36,7 +35,6 @@ from convgrad_service.plans.cuda.works import ConvWork
 __all__ = ["HopperWeightSingle", "SingleTile", "configs", "expected_s", "lines"]
 
 HopperWeightSingleArgs = structure("conv/hopper_weight_single.cuh", "HopperWeightSingleArgs")
-DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 PIXELS, LEAST_STAGES = 64, 3
 LEAST_CHANNELS, MAX_GRID_YZ = 16, 65535
 RATES = Rates(
@@ -101,6 +99,9 @@ def configs(work: ConvWork, device: CudaDevice) -> Iterator[SingleTile]:
                 yield one
 
 
+NEEDS = Requirements(IN_16_BITS, hopper=True)
+
+
 class HopperWeightSingle:
     """bwd_weight on sm_90a, of 16-bit tensors."""
 
@@ -111,12 +112,8 @@ class HopperWeightSingle:
         self._config = config
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        if device.architecture not in HOPPER:
-            return f"{device.name} is not sm_90a"
-        if work.dtype not in DTYPES:
-            return f"{work.dtype} is not for products of 16 bits"
-        if work.groups > 1:
-            return f"{work.groups} groups of channels"
+        if (reason := NEEDS.why_not(work, device)) is not None:
+            return reason
         if work.taps == 1 and max(work.stride) == 1:
             return "a product, which pointwise_gemm computes"
         if work.split_k not in (None, 1):
@@ -170,7 +167,7 @@ class HopperWeightSingle:
         return None if found is None else HopperWeightSingle(found)
 
     def instances(self) -> Iterable[Instance]:
-        return [tile.instance(dtype) for dtype in DTYPES for tile in TILES]
+        return [tile.instance(dtype) for dtype in IN_16_BITS for tile in TILES]
 
 
 def expected_s(work: ConvWork, device: CudaDevice, config: SingleTile) -> float:
@@ -239,8 +236,7 @@ def _arguments(work: ConvWork, config: SingleTile, stages: int) -> Any:
     args.cluster, args.owned = config.split, config.owned
     args.stages, args.reduce_bytes = stages, config.epilogue_bytes
     args.y_size[:] = work.output
-    for name in ("stride", "pad", "dilation", "kernel"):
-        getattr(args, name)[:] = getattr(work, name)
+    fill(args, work, "stride", "pad", "dilation", "kernel")
     for dim, size in enumerate(work.output):
         args.by_size[dim] = divider(size)
     _, r, s = work.kernel

@@ -105,12 +105,7 @@ class WeightTile:
         return (quads + (summing - 1) * ceil_div(quads, summing)) * QUAD_BYTES
 
     def instance(
-        self,
-        dtype: DType,
-        cluster: int = 1,
-        *,
-        summing: int = 1,
-        planes: bool = False,
+        self, dtype: DType, cluster: int = 1, *, summing: int = 1, planes: bool = False
     ) -> Instance:
         """Return the instance, for channels-first operands with ``planes``."""
         # setmaxnreg: in total at most the registers that the block starts with, or it deadlocks.

@@ -35,6 +35,8 @@ COST = LinearCost(4.5, 0.264, 0.0101, 0.641)
 # The limit of gridDim.y.
 MOST_ALONG = 2**16 - 1
 TILE_STRIPS = 8
+# Rows in shared memory.
+STAGES = 4
 # Fixed cost of a part of a share, in rows, and the fraction of an SM that a single block uses;
 # fitted to sweeps on an H200.
 START_ROWS = 3
@@ -59,8 +61,6 @@ class PairTile:
         Units of 4 columns of x per product.
     octets, pairs
         Channels of a block in units of 8, and of a warp in units of 2.
-    stages
-        Rows in shared memory.
     blocks, finishing
         Blocks per SM; and with an epilogue, which takes registers, if not as many.
     cost
@@ -72,7 +72,6 @@ class PairTile:
     units: int
     octets: int = 4
     pairs: int = 4
-    stages: int = 4
     blocks: int = 3
     finishing: int = 0
     cost: float = 1.0
@@ -274,7 +273,7 @@ class _Cut:
     @property
     def shared_bytes(self) -> int:
         results = self.tile.stride * place_bytes(self.tile, TILE_STRIPS * STRIP_COLUMNS)
-        return self.tile.stages * self.row_bytes + 2 * results
+        return STAGES * self.row_bytes + 2 * results
 
     def cost_and_share(self, device: CudaDevice) -> tuple[float, int]:
         """Return the least cost of all blocks, and the rows of a block's share for it.
@@ -348,7 +347,8 @@ def _instance(dtype: DType, tile: PairTile, epilogue: bool) -> Instance:
         tile.architectures(epilogue),
         ELEMENT=dtype,
         KERNEL_H=tile.kernel_rows,
-        **macros_of(tile, "stride", "units", "octets", "pairs", "stages"),
+        **macros_of(tile, "stride", "units", "octets", "pairs"),
+        STAGES=STAGES,
         BLOCKS=(epilogue and tile.finishing) or tile.blocks,
         EPILOGUE=epilogue or None,
     )

@@ -9,6 +9,7 @@ from operator import mul
 from typing import TypeVar
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.core.limits import DTYPES, IN_16_BITS
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ZEROS_BYTES, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
@@ -26,8 +27,6 @@ __all__ += [
 ]
 
 V = TypeVar("V")
-IN_16_BITS = (DType.FLOAT16, DType.BFLOAT16)
-DTYPES = (*IN_16_BITS, DType.FLOAT32)
 BYTES_S = 4.2e12
 """Memory's bytes per second, for cost models."""
 CHUNK = 8

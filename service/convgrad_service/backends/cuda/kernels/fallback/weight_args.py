@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from convgrad.dtypes import FLOATING, DType
-from convgrad_service.backends.cuda.arguments import Packed, pack
+from convgrad_service.backends.cuda.arguments import Packed, fill, pack
 from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.split_sum import split_sum, split_sum_instances
 from convgrad_service.backends.cuda.structures import structure
@@ -69,12 +69,9 @@ def _partial_bytes(work: ConvWork) -> int:
 def fill_wgrad(args: Any, work: ConvWork, x: Operand, y: Operand) -> None:
     """Fill in the kernel parameters of any wgrad that reads ``x`` and ``y``."""
     args.x_stride[:], args.y_stride[:], args.w_stride[:] = x.strides, y.strides, work.w.strides
-    args.alpha, args.beta = work.alpha, work.beta
-    for name in ("batch", "groups", "in_channels", "out_channels"):
-        setattr(args, name, getattr(work, name))
+    fill(args, work, "alpha", "beta", "batch", "groups", "in_channels", "out_channels")
     args.x_size[:], args.y_size[:] = work.input, work.output
-    for name in ("kernel", "stride", "dilation", "pad"):
-        getattr(args, name)[:] = getattr(work, name)
+    fill(args, work, "kernel", "stride", "dilation", "pad")
 
 
 def weight_args(work: ConvWork, split: Split) -> Packed:

@@ -16,7 +16,11 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
-__all__ = ["Unit", "every_unit", "unit_of"]
+__all__ = ["BLOCKS", "WARPS", "Unit", "every_unit", "unit_of"]
+
+
+WARPS, BLOCKS = 8, 2
+"""Warps of a block, and blocks per SM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +30,6 @@ class Unit:
     fragments: int
     merges: int
     columns: int
-    warps: int
-    blocks: int
     windows: bool = False
     """Whether positions form windows of 4 x 8, which stay in registers for all 3 x 3 taps."""
 
@@ -40,8 +42,8 @@ class Unit:
             "PACK": self.merges,
             "NF": self.columns,
             "WINDOWS": self.windows,
-            "WARPS": self.warps,
-            "BLOCKS": self.blocks,
+            "WARPS": WARPS,
+            "BLOCKS": BLOCKS,
         }
 
     @property
@@ -50,23 +52,13 @@ class Unit:
         return 16 * (self.merges * self.columns * 8 + 4) * 4
 
 
-UNITS = {
-    1: Unit(4, 2, 1, 8, 2),
-    2: Unit(4, 1, 2, 8, 2),
-    3: Unit(4, 1, 3, 8, 2),
-    4: Unit(4, 1, 4, 8, 2),
-}
+UNITS = {1: Unit(4, 2, 1), 2: Unit(4, 1, 2), 3: Unit(4, 1, 3), 4: Unit(4, 1, 4)}
 """By columns of 8 channels. Those with one column have two merges, so that stores have 32 bytes."""
 
 
-EXACT_UNITS = {
-    1: Unit(4, 1, 1, 8, 2),
-    2: Unit(4, 1, 2, 8, 2),
-    3: Unit(2, 1, 3, 8, 2),
-    4: Unit(2, 1, 4, 8, 2),
-}
+EXACT_UNITS = {1: Unit(4, 1, 1), 2: Unit(4, 1, 2), 3: Unit(2, 1, 3), 4: Unit(2, 1, 4)}
 """The same for exact float32, by FMA."""
-SMALL = Unit(2, 2, 1, 8, 2, windows=True)
+SMALL = Unit(2, 2, 1, windows=True)
 """For 3x3 taps of 8 channels without dilation."""
 
 

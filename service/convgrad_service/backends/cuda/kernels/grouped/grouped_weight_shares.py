@@ -79,12 +79,7 @@ class Item:
 
 TALL, SHORT = 5, 3
 """Fragments of rows. With 3x3 taps, five hold all rows of 8 channels, or half of 16."""
-ITEMS = (
-    Item(TALL, 1, 8, 2),
-    Item(TALL, 2, 8, 2),
-    Item(TALL, 3, 8, 2),
-    Item(TALL, 4, 8, 1),
-)
+ITEMS = (Item(TALL, 1, 8, 2), Item(TALL, 2, 8, 2), Item(TALL, 3, 8, 2), Item(TALL, 4, 8, 1))
 HALF_ITEMS = (
     *ITEMS,
     Item(TALL, 5, 8, 1),

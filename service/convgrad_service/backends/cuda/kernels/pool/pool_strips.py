@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, linear_grid
+from convgrad_service.backends.cuda.kernels.core.limits import DTYPES
 from convgrad_service.backends.cuda.kernels.pool.pool_cells import fill_strides, image_elements
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import (
@@ -23,7 +24,6 @@ from convgrad_service.plans.cuda.works import PoolWork
 __all__ = ["DTYPES", "PoolStrips"]
 
 BLOCK, LANES = 128, 32
-DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 # Planes of a block, and devices before whose capability keys of 16 bits are compared one by one,
 # which takes more registers.
 MOST_PLANES = 8
@@ -96,10 +96,6 @@ class PoolStrips(Solver[PoolWork, Shape]):
 
     name = "pool_strips"
 
-    def __init__(self, shapes: Mapping[int, tuple[Shape, ...]] = SHAPES) -> None:
-        """Other shapes are for tuning."""
-        self._shapes = shapes
-
     def solve(self, work: PoolWork, device: CudaDevice) -> Shape | str:
         if work.dtype not in DTYPES:
             return f"{work.dtype}"
@@ -152,7 +148,7 @@ class PoolStrips(Solver[PoolWork, Shape]):
         found: dict[Instance, None] = {}
         for dtype in DTYPES:
             for per in {1, 4 // dtype.itemsize}:
-                for shape in self._shapes[per]:
+                for shape in SHAPES[per]:
                     for phase in range(shape.stride):
                         for own in (shape, _older(shape)):
                             instance = replace(own, phase=phase).instance(dtype, per)
@@ -161,7 +157,7 @@ class PoolStrips(Solver[PoolWork, Shape]):
 
     def _shape(self, work: PoolWork, device: CudaDevice) -> Shape | None:
         depth, *kernel = work.kernel
-        for shape in self._shapes[_channels_per_word(work)]:
+        for shape in SHAPES[_channels_per_word(work)]:
             same = kernel == [shape.kernel] * 2 and work.stride[1:] == (shape.stride,) * 2
             if same and depth == shape.depth:
                 own = _older(shape) if device.capability < IN_PAIRS else shape

@@ -15,14 +15,7 @@ from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BY
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Solver
-from convgrad_service.plans.cuda.program import (
-    Check,
-    Clear,
-    Fragment,
-    Launch,
-    Workspace,
-    ceil_div,
-)
+from convgrad_service.plans.cuda.program import Check, Clear, Fragment, Launch, Workspace, ceil_div
 from convgrad_service.plans.cuda.works import WindowWork
 from convgrad_service.problems.windows import WindowAxis
 

@@ -16,11 +16,7 @@ from convgrad_service.backends.cuda.kernels.pool.window_form import (
     window_grid,
 )
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.program import (
-    Instance,
-    Launch,
-    ceil_div,
-)
+from convgrad_service.plans.cuda.program import Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import WindowWork
 
 __all__ = ["WindowRoutes"]

@@ -30,11 +30,7 @@ class WindowScatter(FromIndices[tuple[WindowForm, Tile]]):
         return tile if isinstance(tile, str) else (form, tile)
 
     def launch(
-        self,
-        work: WindowWork,
-        device: CudaDevice,
-        config: tuple[WindowForm, Tile],
-        bad: str | None,
+        self, work: WindowWork, device: CudaDevice, config: tuple[WindowForm, Tile], bad: str | None
     ) -> Launch:
         form, tile = config
         return Launch(

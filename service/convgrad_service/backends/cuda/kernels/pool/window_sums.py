@@ -99,10 +99,7 @@ class WindowSums(Solver[WindowWork, WindowForm]):
             args = window_args(form, shape.width, items)
             grid = window_grid(args, BLOCK)
         launch = Launch(
-            shape.instance(work.dtype),
-            grid,
-            (BLOCK, 1, 1),
-            pack(args, x=work.x, y=work.y),
+            shape.instance(work.dtype), grid, (BLOCK, 1, 1), pack(args, x=work.x, y=work.y)
         )
         return Fragment(self.name, (launch,))
 

@@ -19,11 +19,7 @@ from convgrad_service.backends.cuda.kernels.pool.window_form import (
 )
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
-from convgrad_service.plans.cuda.program import (
-    Instance,
-    Launch,
-    ceil_div,
-)
+from convgrad_service.plans.cuda.program import Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import WindowWork
 from convgrad_service.problems.windows import WindowAxis
 
