@@ -9,6 +9,7 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import fill
+from convgrad_service.backends.cuda.kernels.conv.dense_tiles import uses_3xtf32
 from convgrad_service.backends.cuda.kernels.conv.hopper_first_data_forms import (
     GROUPS,
     ROW_BYTES,
@@ -143,7 +144,7 @@ class HopperFirstData(Solver[ConvWork, tuple[Form, Cut]]):
 
 def _form(work: ConvWork) -> Form | None:
     """Return the cheapest instance with sufficient capacity, or None."""
-    split, stride = _splits(work), work.stride[1]
+    split, stride = uses_3xtf32(work), work.stride[1]
     forms = (
         Form(work.dtype, split, shape, row_step, work.kernel[0])
         for shape in SHAPES
@@ -174,11 +175,6 @@ def _plain(work: ConvWork) -> int:
     outer = zip((n, d, h), (work.batch, *work.input[:2]), strict=True)
     even = all(stride % 2 == 0 for stride, extent in outer if extent > 1)
     return IN_TWOS if adjacent and even and not (work.stride[2] * channels | row) % 2 else 1
-
-
-def _splits(work: ConvWork) -> bool:
-    """Return whether float32 is split into bfloat16 parts, for full precision."""
-    return work.dtype is DType.FLOAT32 and work.precision != "high"
 
 
 def _sparse(work: ConvWork, form: Form) -> bool:
