@@ -17,7 +17,7 @@ from convgrad_service.backends.cuda.kernels.conv.dense_tiles import (
     uses_3xtf32,
     why_not_few_terms,
 )
-from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, linear_grid
+from convgrad_service.backends.cuda.kernels.core.elements import linear_grid
 from convgrad_service.backends.cuda.kernels.core.limits import (
     MAX_GRID_YZ,
     MAX_PIXELS,
@@ -29,10 +29,7 @@ from convgrad_service.backends.cuda.kernels.core.split_sum import (
     split_sum_instances,
 )
 from convgrad_service.backends.cuda.kernels.fallback.weight_args import fill_wgrad
-from convgrad_service.backends.cuda.kernels.layout.channels_last import (
-    CHUNK_BYTES,
-    prepare_side,
-)
+from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES, prepare_side
 from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import (
@@ -79,8 +76,6 @@ class DenseWeight(DenseFamily):
             )
         if (reason := why_not_few_terms(work, _least_terms(work))) is not None:
             return reason
-        if work.accumulate is not None and work.accumulate.strides != work.w.strides:
-            return "accumulate does not lie as the result does"
         if max(work.pixels, work.taps * (work.in_channels + 16)) > MAX_PIXELS:
             return f"the pixels, or the taps x channels, are more than {MAX_PIXELS}"
         if all(_fitting(work, device, int64) for int64 in (False, True)):
@@ -142,7 +137,6 @@ class DenseWeight(DenseFamily):
         return self if not config else None
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             *(
                 _instance(tile, dtype, int64)
@@ -182,7 +176,7 @@ def _sum(work: ConvWork, partials: str, splits: int) -> Launch:
 
 
 def _sum_instance(dtype: DType) -> Instance:
-    return Instance("core/flat_sum.cu", "flat_sum", (("RESULT", CUDA_TYPES[dtype]),))
+    return Instance.of("core/flat_sum.cu", RESULT=dtype)
 
 
 # Only the last tile has registers left for 64-bit offsets.
@@ -277,7 +271,7 @@ def _needs_int64(work: ConvWork, x: Operand, y: Operand) -> bool:
 
 
 def _instance(tile: DenseTile, dtype: DType, int64: bool) -> Instance:
-    return Instance("conv/dense_weight.cu", "dense_weight", tile.defines(dtype, int64))
+    return Instance.of("conv/dense_weight.cu", **tile.defines(dtype, int64))
 
 
 def _columns(work: ConvWork) -> int:

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.conv.dense_tiles import uses_3xtf32
+from convgrad_service.backends.cuda.arguments import fill_axes
 from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import (
     LAUNCHED_PHASES,
     Combined,
@@ -41,6 +41,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
 )
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, divider, gather_axis
+from convgrad_service.backends.cuda.kernels.core.limits import DTYPES, Requirements
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import TensorMap, pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
 from convgrad_service.backends.cuda.structures import structure
@@ -50,7 +51,6 @@ from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["HopperGather"]
 
-DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 # With fewer channels on either side, most of a tile or k-tile would be padding. With 32 to 40 in
 # bfloat16, it took 0.5 to 1.07 of dense_gather's time in 18 layers on an H200. In TF32, only plain
 # results have a tile 32 channels wide.
@@ -70,17 +70,16 @@ UNBOUNDED = 2**31 - 1
 AxisArgs = structure("conv/hopper_gather.cuh", "GatherAxis")
 
 
+NEEDS = Requirements(tf32=True, hopper=True)
+
+
 class HopperGather:
     """fwd and bwd_data of ungrouped layers, in 16 bits or in TF32 (``precision: high``)."""
 
     name = "hopper_gather"
 
     def __init__(
-        self,
-        everything: bool = False,
-        schedule: Schedule | None = None,
-        *,
-        direct: bool = False,
+        self, everything: bool = False, schedule: Schedule | None = None, *, direct: bool = False
     ) -> None:
         """Create the family.
 
@@ -99,13 +98,8 @@ class HopperGather:
         self._direct = direct
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
-        if device.architecture not in HOPPER:
-            return f"{device.name} has no copy engine and products of warpgroups"
-        if work.dtype not in DTYPES or uses_3xtf32(work):
-            return f"{work.dtype} with precision {work.precision}"
-        if work.groups != 1:
-            return f"{work.groups} groups"
+        if (reason := NEEDS.why_not(work, device)) is not None:
+            return reason
         read, written = work.channels
         if not self._everything and min(read, written) < _least_channels(work):
             return f"{read} to {written} channels would leave most of a tile"
@@ -120,8 +114,6 @@ class HopperGather:
             return f"{len(phases)} phases are more than {MOST_PHASES}"
         if max(phase.taps for axis in axes for phase in axis.phases) > MAX_TAPS:
             return f"more than {MAX_TAPS} taps along one dimension"
-        if work.accumulate is not None and work.accumulate.strides != work.result.strides:
-            return "accumulate does not lie as the result does"
         if work.batch * max(prod(work.input), prod(work.output)) > MAX_PIXELS:
             return f"the pixels are more than {MAX_PIXELS}"
         sides = sides_of(work, device)
@@ -161,14 +153,12 @@ class HopperGather:
         )
 
     def tuned(self, config: str, work: ConvWork, device: CudaDevice) -> HopperGather | None:
-        """See `Tunable.tuned`."""
         axes = [gather_axis(work, dim) for dim in range(3)]
         every = candidates(work, axes, device)
         found = next((one for one in every if str(one) == config), None)
         return None if found is None else HopperGather(everything=True, schedule=found)
 
     def instances(self) -> Iterable[Instance]:
-        """See `Family.instances`."""
         return [
             _instance(
                 tile,
@@ -219,8 +209,7 @@ def _launch(
     args.rounds = schedule.rounds
     args.channel_tiles = ceil_div(written, tile.n)
     args.phases = len(phases)
-    for name in ("x_size", "x_step", "x_tap", "y_step", "r_step"):
-        getattr(args, name)[:] = [getattr(axis, name) for axis in axes]
+    fill_axes(args, axes, "x_size", "x_step", "x_tap", "y_step", "r_step")
     shares = 0
     given: dict[str, tuple[Operand | str, TensorMap]] = {
         "weight": (sides.w, sides.weight_map(tile))
@@ -308,4 +297,4 @@ def _least_terms(work: ConvWork, axes: Sequence[Axis], written: int) -> int:
 
 
 def _instance(tile: HopperTile, dtype: DType, **how: Any) -> Instance:
-    return Instance.of("conv/hopper_gather.cu", tile.defines(dtype, **how), HOPPER)
+    return Instance.of("conv/hopper_gather.cu", HOPPER, **tile.defines(dtype, **how))

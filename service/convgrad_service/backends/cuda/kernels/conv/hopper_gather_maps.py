@@ -149,12 +149,7 @@ def _turned(work: ConvWork) -> bool:
 def sides_of(work: ConvWork, device: CudaDevice) -> Sides:
     """Return the operands in channels-last layout, in whole chunks."""
     x = prepare_side(work, "source", device)
-    w = prepare_weight(
-        work,
-        device,
-        out_channels_last=_turned(work),
-        whole_lines=work.follows,
-    )
+    w = prepare_weight(work, device, out_channels_last=_turned(work), whole_lines=work.follows)
     return Sides(
         work,
         x.operand,

@@ -14,17 +14,8 @@ from convgrad_service.plans.cuda.program import Launch, Step, Workspace, ceil_di
 from convgrad_service.plans.cuda.works import ConvWork, Copy, CopyAxis, Operand, contiguous_strides
 from convgrad_service.problems.sizes import Size3
 
-__all__ = [
-    "CHUNK_BYTES",
-    "Prepared",
-    "in_whole_chunks",
-    "overlapping",
-    "padded_width",
-    "prepare_activation",
-    "prepare_rows",
-    "prepare_side",
-    "prepare_weight",
-]
+__all__ = ["CHUNK_BYTES", "Prepared", "in_whole_chunks", "overlapping", "padded_width"]
+__all__ += ["prepare_activation", "prepare_rows", "prepare_side", "prepare_weight"]
 
 CHUNK_BYTES = 16
 
