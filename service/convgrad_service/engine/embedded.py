@@ -97,7 +97,7 @@ class ThreadWorker:
             compiling: Future[None] | None = None
             try:
                 job = task.job
-                compiling = compile_ahead(self._backend, job.layout.unpack(), task.part)
+                compiling = compile_ahead(self._backend, job.layout, task.part)
                 for number in (each.region for each in job.regions):
                     handle, end = self._regions.extent(number)
                     if handle is not None:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import uvloop
 
 from convgrad_service.engine.hub import Engine
-from convgrad_service.engine.ipc.messages import Listening
 from convgrad_service.engine.ipc.remote_hub import RemoteHub
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.workers.inline_executor import InlineBackend
@@ -68,7 +67,7 @@ async def _serve(start: FrontStart) -> None:
         nonlocal listens
         listens = True
         freeze_startup_objects()
-        engine.send(Listening(port))
+        engine.notify("listening", port, None)
 
     serve = start.serve
     if serve is serve_http:
@@ -78,7 +77,7 @@ async def _serve(start: FrontStart) -> None:
     except OSError as error:
         if listens:
             raise
-        engine.send(Listening(0, str(error)))
+        engine.notify("listening", 0, str(error))
         await stop.wait()
 
 

@@ -25,7 +25,6 @@ from typing import Any
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.ipc.channel import MAX_MISSED
 from convgrad_service.engine.ipc.frontend import FrontEnd
-from convgrad_service.engine.ipc.messages import Listening
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.scheduling.scheduler import Scheduler
 from convgrad_service.engine.telemetry.metrics import Metrics
@@ -234,16 +233,16 @@ class ProcessTree:
         """Run a front end, and restart it when it ends, until the server drains."""
         backoff, children = Backoff(), self.hub.children
 
-        def on_listening(message: Listening) -> None:
-            if message.failure is None:
+        def on_listening(number: int, failure: str | None) -> None:
+            if failure is None:
                 backoff.succeeded()
                 children.serves(name)
             if port.done():
                 return
-            if message.failure is None:
-                port.set_result(message.port)
+            if failure is None:
+                port.set_result(number)
             else:
-                port.set_exception(CannotListen(message.failure))
+                port.set_exception(CannotListen(failure))
 
         while not self.hub.draining:
             try:
@@ -279,7 +278,7 @@ class ProcessTree:
         name: str,
         serve: Serve,
         dispatcher: ConnectionDispatcher | None,
-        on_listening: Callable[[Listening], None],
+        on_listening: Callable[[int, str | None], None],
     ) -> int:
         """Start a front end's process, serve its messages until it ends, return its exit status.
 
@@ -301,10 +300,10 @@ class ProcessTree:
                 process = spawn(name, front_main, start, descriptors=[arena, *theirs])
             close_on_error.pop_all()
 
-        def listens(message: Listening) -> None:
+        def listens(port: int, failure: str | None) -> None:
             if dispatcher is not None:
                 dispatcher.add(connections)
-            on_listening(message)
+            on_listening(port, failure)
 
         front = FrontEnd(self.hub, on_listening=listens)
         self._fronts[front] = name, process

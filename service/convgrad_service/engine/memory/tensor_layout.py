@@ -23,7 +23,6 @@ from convgrad_service.problems.base import Problem, TensorSpec
 
 __all__ = [
     "ALIGNMENT_BYTES",
-    "PackedTensorLayout",
     "PlacedTensor",
     "ProblemSize",
     "TensorLayout",
@@ -34,6 +33,7 @@ __all__ = [
     "problem_size",
     "region_parts",
     "tensor_layout_of",
+    "unpack_layout",
 ]
 
 ALIGNMENT_BYTES = 256
@@ -95,7 +95,7 @@ class TensorLayout:
     cost
         In the units of `CostModel`.
     packed
-        What `PackedTensorLayout` rebuilds the layout from in another process.
+        What `unpack_layout` rebuilds the layout from in another process.
     """
 
     problem: Problem
@@ -107,21 +107,10 @@ class TensorLayout:
     cost: float
     packed: bytes
 
-    def unpack(self) -> TensorLayout:
-        """Return the layout itself."""
-        return self
 
-
-class PackedTensorLayout(NamedTuple):
-    """A layout as the hub forwards it from a front end to a worker, without decoding it."""
-
-    packed: bytes
-    cost: float = 0.0
-
-    def unpack(self) -> TensorLayout:
-        """Rebuild the layout."""
-        problem, shared, parts = pickle.loads(self.packed)  # noqa: S301 - from our own processes
-        return tensor_layout_of(problem, shared, parts)
+def unpack_layout(packed: bytes) -> TensorLayout:
+    """Rebuild a layout from its ``packed``."""
+    return tensor_layout_of(*pickle.loads(packed))  # noqa: S301 - from our own processes
 
 
 @lru_cache(maxsize=1024)

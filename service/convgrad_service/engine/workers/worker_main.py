@@ -19,7 +19,7 @@ from convgrad.errors import ServiceError
 from convgrad_service.backends.base import Cancellation, ServingBackend, Vitals
 from convgrad_service.engine.ipc.channel import Interned, Ping, Pipe, Pong
 from convgrad_service.engine.memory.arena import Arena
-from convgrad_service.engine.memory.tensor_layout import PackedTensorLayout, TensorLayout
+from convgrad_service.engine.memory.tensor_layout import TensorLayout, unpack_layout
 from convgrad_service.engine.scheduling.partition import JobResult
 from convgrad_service.engine.shm.mappings import RegionMappings
 from convgrad_service.engine.shm.registry import RegionSlice
@@ -381,7 +381,7 @@ class _Worker:
                 os.close(descriptors[0])
         slot, packed = task.interned
         if packed is not None:
-            self._layouts[slot] = PackedTensorLayout(packed).unpack()
+            self._layouts[slot] = unpack_layout(packed)
             self._compiled = {key for key in self._compiled if key[0] != slot}
         return refusal or self._layouts[slot]
 
