@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from convgrad.contract import OPERATIONS, validate
+from convgrad_service.backends.base import Vitals
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, tensor_layout_of
-from convgrad_service.engine.scheduling.cost_model import CostModel
 from convgrad_service.engine.scheduling.partition import JobResult
-from convgrad_service.engine.scheduling.scheduler import Scheduler
+from convgrad_service.engine.scheduling.scheduler import CostModel, Scheduler
 from convgrad_service.engine.scheduling.task import Task
 from convgrad_service.engine.workers.execute import Job
 from convgrad_service.problems import problem_from
@@ -31,6 +31,7 @@ class Recorder:
     cancelled: list[Task] = field(default_factory=list)
     device: int = 0
     used: int = 0
+    vitals: Vitals = field(default_factory=Vitals)
 
     def start(self, task: Task) -> None:
         self.held.append(task)
@@ -40,6 +41,9 @@ class Recorder:
 
     def has_used(self, job: Job) -> int:
         return self.used if job.regions else 0
+
+    async def probe(self, handle: bytes, size_bytes: int) -> None:
+        raise NotImplementedError("it has no device")
 
 
 def pooling(width: int = 2, shared: tuple[str, ...] = ()) -> TensorLayout:

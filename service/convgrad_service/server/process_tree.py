@@ -38,7 +38,6 @@ from convgrad_service.server.composition import (
 )
 from convgrad_service.server.connection_dispatcher import ConnectionDispatcher
 from convgrad_service.server.front_ends import (
-    FrontStart,
     Serve,
     front_main,
     serve_grpc,
@@ -86,7 +85,7 @@ class ProcessTree:
         self._fronts: dict[FrontEnd, tuple[str, subprocess.Popen[bytes]]] = {}
         # Tasks of the front ends, in processes of their own or here; and of all that serve here.
         self._front_tasks: list[asyncio.Task[None]] = []
-        self._local_tasks: list[asyncio.Task[None]] = []
+        self.local_tasks: list[asyncio.Task[None]] = []
         self._watchdog: asyncio.Task[None] | None = None
         self._stop_front_ends = asyncio.Event()
         self._stop_management = asyncio.Event()
@@ -125,7 +124,7 @@ class ProcessTree:
         ports = {"http": self._listening.getsockname()[1], "grpc": grpc_port}
         if management is not None:
             # Stopped last, so that health and metrics are available while requests finish.
-            serve = partial(serve_http, listening=management, management=True)
+            serve = partial(serve_http, source=management, management=True)
             self.management_port = await self._serve_locally(serve, self._stop_management)
             ports["management"] = self.management_port
         add_connection_metrics(self._metrics, ports)
@@ -140,8 +139,8 @@ class ProcessTree:
             self._add_metrics()
             stop = self._stop_front_ends
             grpc_port = await self._serve_locally(serve_grpc, stop)
-            await self._serve_locally(partial(serve_http, listening=self._listening), stop)
-            self._front_tasks += self._local_tasks
+            await self._serve_locally(partial(serve_http, source=self._listening), stop)
+            self._front_tasks += self.local_tasks
             return grpc_port
         grpc = self._start_front("convgrad-grpc", serve_grpc, None)
         dispatcher = ConnectionDispatcher(self._listening)
@@ -169,18 +168,16 @@ class ProcessTree:
             grace_s = self._settings.shutdown_grace_s + _EXTRA_GRACE_S
             await asyncio.wait(self._front_tasks, timeout=grace_s)
         self._stop_management.set()
-        if self._local_tasks:
-            await asyncio.wait(self._local_tasks, timeout=_EXTRA_GRACE_S)
+        if self.local_tasks:
+            await asyncio.wait(self.local_tasks, timeout=_EXTRA_GRACE_S)
         await self.kill()
 
     async def kill(self) -> None:
         """End all processes immediately."""
         self.hub.draining = True
-        for task in (*self._local_tasks, self._watchdog):
+        for task in (*self.local_tasks, *self._front_tasks, self._watchdog):
             if task is not None:
                 task.cancel()
-        for process in self.front_processes:
-            process.kill()
         await asyncio.gather(*self._front_tasks, return_exceptions=True)
         self.hub.close()
         await self.supervisor.stop()
@@ -203,7 +200,7 @@ class ProcessTree:
         """Serve in this process until ``stop`` is set; return the port once it listens."""
         port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         serving = asyncio.ensure_future(serve(self.hub, self._settings, port.set_result, stop))
-        self._local_tasks.append(serving)
+        self.local_tasks.append(serving)
         either: set[asyncio.Future[Any]] = {port, serving}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not port.done():
@@ -285,20 +282,15 @@ class ProcessTree:
         Raises OSError if the process cannot be started.
         """
         arena = self.hub.arena.descriptor
-        with self.supervisor.reserve.spent(), contextlib.ExitStack() as close_on_error:
-            with contextlib.ExitStack() as close_after_spawn:
-                ours, theirs = [], []
+        with self.supervisor.reserve.spent():
+            process, (channel, connections) = spawn(
+                name,
+                front_main,
+                *(self._settings, serve, self._inline_backend, arena),
+                descriptors=[arena],
                 # SOCK_SEQPACKET keeps messages apart: each is one connection.
-                for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
-                    end, other = socket.socketpair(socket.AF_UNIX, kind)
-                    ours.append(close_on_error.enter_context(end))
-                    theirs.append(close_after_spawn.enter_context(other).fileno())
-                channel, connections = ours
-                start = FrontStart(
-                    serve, self._settings, arena, theirs[0], theirs[1], self._inline_backend
-                )
-                process = spawn(name, front_main, start, descriptors=[arena, *theirs])
-            close_on_error.pop_all()
+                sockets=[socket.SOCK_STREAM, socket.SOCK_SEQPACKET],
+            )
 
         def listens(port: int, failure: str | None) -> None:
             if dispatcher is not None:
@@ -337,7 +329,11 @@ async def run_until_signalled(tree: ProcessTree, started: Callable[[int], None])
             port = starting.result()
             freeze_startup_objects()
             started(port)
-            await first
+            await asyncio.wait({first, *tree.local_tasks}, return_when=asyncio.FIRST_COMPLETED)
+            if not first.done():
+                # Better no process than one that lives and serves nothing.
+                await asyncio.gather(*(task for task in tree.local_tasks if task.done()))
+                raise RuntimeError("a front end has ended")
             stopping = asyncio.ensure_future(tree.stop())
             second = asyncio.ensure_future(signals.get())
             await asyncio.wait({stopping, second}, return_when=asyncio.FIRST_COMPLETED)

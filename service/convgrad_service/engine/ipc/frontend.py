@@ -58,8 +58,10 @@ class FrontEnd:
             extent = (0, 0) if pocket is None else (pocket.offset, pocket.size_bytes)
             self._send(m.Welcome(self._hub.status, self._hub.limit_bytes, extent))
             await gone.wait()
-            self._hub.watchers.remove(self._send)
         finally:
+            if self._channel is not None:
+                self._hub.watchers.remove(self._send)
+                self._channel.close()
             self._hub.scheduler.lines.pop(self, None)
             tasks = list(self._tasks.values())
             for task in tasks:

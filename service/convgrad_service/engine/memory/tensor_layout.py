@@ -16,7 +16,6 @@ from convgrad.contract import Request
 from convgrad.dtypes import DType
 from convgrad.errors import InvalidProblem
 from convgrad.wire.sentences import shown
-from convgrad_service.engine.scheduling.cost_model import CostModel
 from convgrad_service.engine.scheduling.partition import count_parts, partial_sums_of
 from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.problems.base import Problem, TensorSpec
@@ -35,6 +34,10 @@ __all__ = [
     "tensor_layout_of",
     "unpack_layout",
 ]
+
+# One byte of memory traffic counts as this many FLOPs: the balance of a machine with 100 GFLOP/s
+# and 10 GB/s. It only has to rank pooling against convolution sensibly.
+_FLOPS_PER_BYTE = 10
 
 ALIGNMENT_BYTES = 256
 """Alignment of every tensor: whole cache lines, and what GPUs copy fastest."""
@@ -93,7 +96,7 @@ class TensorLayout:
     partial_sums
         The buffers for outputs that are sums over the problem's parts, see `PartialSums`.
     cost
-        In the units of `CostModel`.
+        Of computing it, in FLOPs and their equivalent in memory traffic.
     packed
         What `unpack_layout` rebuilds the layout from in another process.
     """
@@ -147,7 +150,7 @@ def tensor_layout_of(
             for (name, each), start in zip(sums.items(), starts[len(specs) :], strict=True)
         ),
         size_bytes,
-        CostModel.cost(sizes),
+        float(min(sizes.flops + _FLOPS_PER_BYTE * sizes.compulsory_bytes, 10**300)),
         pickle.dumps((problem, shared, sizes.parts), pickle.HIGHEST_PROTOCOL),
     )
 

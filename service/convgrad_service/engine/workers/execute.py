@@ -59,11 +59,6 @@ class Job(NamedTuple):
     lane: Lane = Lane.BY_SIZE
 
     @property
-    def cost(self) -> float:
-        """In the units of `CostModel`."""
-        return self.layout.cost
-
-    @property
     def device(self) -> int | None:
         """The device whose memory it uses, None if any will do.
 

@@ -37,7 +37,6 @@ from convgrad_service.engine.workers.worker_main import (
     NewRegion,
     Probe,
     ProbeResult,
-    Start,
     WorkerRecipe,
     worker_main,
 )
@@ -110,21 +109,16 @@ class ProcessWorker:
             The process could not be started.
         """
         worker = cls(recipe, device, regions, scheduler)
-        with reserve.spent(), contextlib.ExitStack() as failing, contextlib.ExitStack() as after:
-            ours = []
-            theirs = []
-            for _ in range(3):
-                end, other = socket.socketpair()
-                ours.append(failing.enter_context(end))
-                theirs.append(after.enter_context(other).fileno())
-            start = Start(recipe, device, arena.descriptor, *theirs)
-            worker._process = spawn(
-                "convgrad-worker", worker_main, start, descriptors=[arena.descriptor, *theirs]
+        with reserve.spent():
+            worker._process, (jobs, control, worker._files) = spawn(
+                "convgrad-worker",
+                worker_main,
+                *(recipe, device, arena.descriptor),
+                descriptors=[arena.descriptor],
+                sockets=[socket.SOCK_STREAM] * 3,
             )
-            failing.pop_all()
-        worker._jobs = await Channel.open(ours[0], worker._task_message, worker._process_lost)
-        worker._control = await Channel.open(ours[1], worker._control_message, worker._process_lost)
-        worker._files = ours[2]
+        worker._jobs = await Channel.open(jobs, worker._task_message, worker._process_lost)
+        worker._control = await Channel.open(control, worker._control_message, worker._process_lost)
         regions.on_closed.append(worker._forget)
         try:
             async with asyncio.timeout(None if recipe.warm_up else _START_S):
@@ -205,10 +199,6 @@ class ProcessWorker:
         await self.lost
 
     async def probe(self, handle: bytes, size_bytes: int) -> None:
-        """Check that its device's memory can be opened by ``handle``.
-
-        Raises as `ServingBackend.open_handle`, and DeviceUnavailable if the worker ends.
-        """
         number = next(self._numbers)
         answered = self._probes[number] = asyncio.get_running_loop().create_future()
         self._control.send(Probe(number, handle, size_bytes))

@@ -35,8 +35,6 @@ class Supervisor:
         self._failing_s: dict[int, float] = {}
         self._hung: set[int] = set()
         hub.fault = lambda: self.fault
-        hub.workers = lambda: self.workers
-        hub.vitals = lambda: {index: worker.vitals for index, worker in self.workers.items()}
 
     @property
     def fault(self) -> str | None:
