@@ -264,9 +264,8 @@ class ProcessTree:
         while True:
             await asyncio.sleep(beat_s)
             for front, (name, process) in self._fronts.items():
-                if front.is_silent():
-                    timeout_s = self._settings.heartbeat_timeout_s
-                    _log.error("killing %s: no heartbeat for %g s", name, timeout_s)
+                if (why := front.check(beat_s)) is not None:
+                    _log.error("killing %s: %s", name, why)
                     self.hub.children.hung[name] += 1
                     process.kill()
 

@@ -16,7 +16,7 @@ from typing import Any
 from convgrad.errors import Overloaded
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.ipc import messages as m
-from convgrad_service.engine.ipc.channel import Channel, Heartbeat, Ping, Pong
+from convgrad_service.engine.ipc.channel import MAX_MISSED, Channel, Heartbeat, Ping, Pong
 from convgrad_service.engine.memory.lease import Lease
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, unpack_layout
 from convgrad_service.engine.scheduling.partition import JobResult
@@ -24,6 +24,7 @@ from convgrad_service.engine.scheduling.quotas import Caller, CountedTicket
 from convgrad_service.engine.scheduling.task import Task, TaskGroup
 from convgrad_service.engine.shm.registry import RegionPart, RegionSlice
 from convgrad_service.engine.telemetry.record import Record
+from convgrad_service.engine.workers.child_process import START_S
 from convgrad_service.engine.workers.execute import Job
 from convgrad_service.problems.base import Lane
 
@@ -41,7 +42,7 @@ class FrontEnd:
     def __init__(self, hub: Hub, *, on_listening: Callable[[int, str | None], None]) -> None:
         self._hub, self._on_listening = hub, on_listening
         self._channel: Channel | None = None
-        self._is_listening = False
+        self._is_listening, self._starting_s = False, 0.0
         self._heartbeat = Heartbeat()
         self._leases: dict[int, asyncio.Future[Lease]] = {}
         self._tasks: dict[int, Task | TaskGroup] = {}
@@ -89,12 +90,16 @@ class FrontEnd:
         if self._channel is not None:
             self._channel.send(m.Drain())
 
-    def is_silent(self) -> bool:
-        """Ping it; return whether too many pings are unanswered."""
+    def check(self, beat_s: float) -> str | None:
+        """Ping it, every ``beat_s``; return why it must be killed if it is silent or hangs."""
         if not self._is_listening:
-            return False
+            # It answers nothing while it imports what it needs.
+            self._starting_s += beat_s
+            return f"not ready within {START_S} s" if self._starting_s > START_S else None
         self._send(Ping())
-        return self._heartbeat.count_ping()
+        return (
+            f"no heartbeat for {MAX_MISSED * beat_s:g} s" if self._heartbeat.count_ping() else None
+        )
 
     def _received(self, message: Any) -> None:
         if isinstance(message, Record):

@@ -19,7 +19,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["Backoff", "Children", "DescriptorReserve", "main", "spawn"]
+__all__ = ["START_S", "Backoff", "Children", "DescriptorReserve", "main", "spawn"]
+
+START_S = 300
+"""The longest start, for children that hang; compiling a GPU's first kernels takes seconds."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
 # What starting a child needs temporarily: three socket pairs and Popen's pipes.

@@ -26,7 +26,7 @@ from convgrad_service.engine.scheduling.partition import JobResult
 from convgrad_service.engine.scheduling.scheduler import Scheduler
 from convgrad_service.engine.scheduling.task import Task
 from convgrad_service.engine.shm.registry import RegionRegistry, RegionSlice
-from convgrad_service.engine.workers.child_process import DescriptorReserve, spawn
+from convgrad_service.engine.workers.child_process import START_S, DescriptorReserve, spawn
 from convgrad_service.engine.workers.execute import Job
 from convgrad_service.engine.workers.worker_main import (
     Cancel,
@@ -45,8 +45,6 @@ __all__ = ["ProcessWorker"]
 
 # Tasks that took less than this before are sent as `RunTask.brief`.
 _BRIEF_S = 1e-3
-# Compiling a GPU's first kernels takes seconds; this limit is for a driver that never returns.
-_START_S = 300
 # A task hangs if it makes no progress for this many times the expected time of all tasks of its
 # worker: single kernels can be ten times as slow as the cost model expects.
 _STALL_FACTOR = 20
@@ -121,12 +119,12 @@ class ProcessWorker:
         worker._control = await Channel.open(control, worker._control_message, worker._process_lost)
         regions.on_closed.append(worker._forget)
         try:
-            async with asyncio.timeout(None if recipe.warm_up else _START_S):
+            async with asyncio.timeout(None if recipe.warm_up else START_S):
                 worker.greeting = await worker._greeted
         except TimeoutError:
             worker._process_lost()
             raise DeviceUnavailable(
-                f"a worker's process was not ready within {_START_S} s"
+                f"a worker's process was not ready within {START_S} s"
             ) from None
         except ServiceError:
             worker._process_lost()

@@ -18,6 +18,7 @@ from convgrad_service.engine.ipc.remote_hub import RemoteHub
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.options import EngineOptions
 from convgrad_service.engine.scheduling.scheduler import Scheduler
+from convgrad_service.engine.workers.child_process import START_S
 from convgrad_service.engine.workers.execute import Job
 from convgrad_service.engine.workers.inline_executor import InlineBackend
 from tests.support.fake_backends import Zeros
@@ -86,6 +87,17 @@ def test_a_front_end_that_died_is_replaced_while_its_job_still_runs() -> None:
             assert hub.memory.used_bytes >= 512 * 1024
             hub.scheduler.finished(worker.held[0], DONE)
             await until(lambda: not hub.memory.used_bytes)
+
+    run(scenario())
+
+
+def test_a_front_end_that_never_starts_is_killed() -> None:
+    async def scenario() -> None:
+        async with connected() as (_, engine, front, *_):
+            assert front.check(START_S - 1) is None
+            assert front.check(2) == "not ready within 300 s"
+            engine.notify("listening", 1, None)
+            await until(lambda: front.check(1) is None)
 
     run(scenario())
 
