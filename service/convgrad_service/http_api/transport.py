@@ -108,7 +108,7 @@ class HttpTransport(Transport):
     def body(self, max_bytes: int) -> Body:
         """Return the request's body, of at most ``max_bytes``."""
         limits = BodyLimits.of(self._settings, max_bytes, self.pipeline.engine)
-        self._received = Body.of(self._scope, self._receive, limits, self.request.body_bytes)
+        self._received = Body(self._receive, self.request.body_bytes, limits, self._scope)
         return self._received
 
     def watch(self, gone: Callable[[], None] | None) -> None:

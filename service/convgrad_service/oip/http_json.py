@@ -20,7 +20,7 @@ from convgrad.wire.json_values import array_from_values, values_from_array
 from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import checked_shape, data_view, dtype_of, reshaped
 from convgrad_service.long_json import blocks_of, dumps
-from convgrad_service.oip.fields import VERSION
+from convgrad_service.oip.fields import VERSION, operation_named
 from convgrad_service.oip.json_text import NumberList, parse_request_text
 from convgrad_service.oip.request import (
     IN_JSON,
@@ -29,9 +29,10 @@ from convgrad_service.oip.request import (
     InferRequest,
     Span,
     dtype_named,
+    input_region,
     known_keys,
+    output_region,
     protocol_name,
-    region_of,
     separated,
     size_of,
 )
@@ -56,6 +57,8 @@ def read_infer_head(text: memoryview, operation: Operation, data_bytes: int | No
     ------
     MalformedRequest
         The text is not JSON, has an unknown key, or its sizes are inconsistent.
+    NotFound
+        It names a version of the model that there is not.
     """
     fields = parse_request_text(text)
     known_keys(fields, _REQUEST_KEYS, "the request")
@@ -63,6 +66,7 @@ def read_infer_head(text: memoryview, operation: Operation, data_bytes: int | No
         raise MalformedRequest(
             f"model_name is {shown(fields['model_name'])}; the path names {operation.name}"
         )
+    operation_named(operation.name, _string(fields.get("model_version", ""), "model_version"))
     parameters = _object(fields.get("parameters", {}), "parameters")
     if "triton_enable_empty_final_response" in parameters:
         raise MalformedRequest("triton_enable_empty_final_response is for streams, in gRPC")
@@ -102,7 +106,7 @@ def _input(item: Mapping[str, Any], start: int) -> InferInput:
     dtype = dtype_named(item.get("datatype"), tensor=name)
     shape = checked_shape(item.get("shape"), name=name)
     parameters = _object(item.get("parameters", {}), f"{name}: parameters")
-    region = region_of(parameters, name, ("binary_data_size",))
+    region = input_region(parameters, name)
     found = [
         key
         for key, there in (
@@ -151,12 +155,10 @@ def _output(item: Mapping[str, Any], binary_by_default: bool) -> InferOutput:
     name = _string(item.get("name"), "the name of an output")
     known_keys(item, _OUTPUT_KEYS, f"the output {shown(name)}")
     parameters = _object(item.get("parameters", {}), f"{name}: parameters")
-    if parameters.get("classification", 0) != 0:
-        raise MalformedRequest(f"{name}: this server has no classification extension")
+    region = output_region(parameters, name)
     binary = parameters.get("binary_data", binary_by_default)
     if not isinstance(binary, bool):
         raise MalformedRequest(f"{name}: expected binary_data to be a bool, got {shown(binary)}")
-    region = region_of(parameters, name, ("binary_data", "classification"))
     # Triton's client sends binary_data: false together with a region.
     if region is not None and parameters.get("binary_data"):
         raise MalformedRequest(f"{name}: expected binary_data or shared_memory_region, got both")

@@ -99,6 +99,24 @@ def test_parameters_are_the_operations_and_the_protocols() -> None:
     assert head(parameters={"timeout": 0}).timeout_s is None
 
 
+def test_parameters_of_other_servers_clients_have_no_effect() -> None:
+    np_codec = {"content_type": "np"}
+    request = head(
+        parameters=np_codec,
+        inputs=[{**NUMBERS, "parameters": np_codec}],
+        outputs=[{"name": "grad_input", "parameters": np_codec}],
+    )
+    assert (request.parameters, request.outputs[0].binary) == ({}, False)
+    refused("content_type: expected a string, got 3", parameters={"content_type": 3})
+
+
+def test_the_version_is_that_of_the_model() -> None:
+    assert head(model_version="1").operation is head(model_version="").operation is CONV
+    refused("model_version: expected a string, got 1", model_version=1)
+    with pytest.raises(NotFound, match='has no version "9"'):
+        head(model_version="9")
+
+
 def test_a_long_flat_list_is_not_parsed_at_once() -> None:
     rng = np.random.default_rng(5)
     values = rng.standard_normal((3, 5, 50, 60)).astype(np.float32)
