@@ -28,7 +28,7 @@ from convgrad_service.grpc_api.infer_wire import (
     read_infer_request,
     request_names,
 )
-from convgrad_service.grpc_api.limits import Arrivals, Held
+from convgrad_service.grpc_api.limits import Arrivals
 from convgrad_service.grpc_api.messages import is_compressed
 from convgrad_service.oip.answer_parts import MAX_PART_BYTES, AnswerParts, row_bytes
 from convgrad_service.oip.fields import described, request_fields, tensor_in
@@ -172,7 +172,7 @@ class InferTransport:
         self._arrivals, self._context, self._message = arrivals, context, message
         self._reply, self._in_stream = send, in_stream
         self._split: _Split | None = None
-        self._held: Held | None = None
+        self._held_bytes = 0
         self._parsed: InferRequest
         self._notes: _Notes
         self.request = ComputeRequest(None, deadline, context.timings, context.caller)
@@ -198,7 +198,8 @@ class InferTransport:
             self.streams = parsed.in_parts
         assert self.request.operation is not None  # noqa: S101 - set above
         self._context.operation = self.request.operation.name
-        self._held = self._arrivals.held(size_bytes)
+        self._arrivals.hold(size_bytes)
+        self._held_bytes = size_bytes
         return key
 
     def decode(self) -> Decoded:
@@ -237,8 +238,8 @@ class InferTransport:
 
     def close(self) -> None:
         """Stop counting the message."""
-        if self._held is not None:
-            self._held.release()
+        self._arrivals.release(self._held_bytes)
+        self._held_bytes = 0
 
     def watch(self, gone: Callable[[], None] | None) -> None:
         """Do nothing: if the client leaves, grpcio cancels the call's task."""

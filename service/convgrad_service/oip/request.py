@@ -20,7 +20,7 @@ from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest
 from convgrad.wire import strict_json
 from convgrad.wire.sentences import shown
-from convgrad_service.oip.json_text import NumberList
+from convgrad_service.engine.execution import Filler
 
 __all__ = [
     "IN_JSON",
@@ -217,13 +217,13 @@ class InferInput:
     """One input.
 
     ``source`` is a span of bytes (row-major, little-endian), a shared-memory region, or, if the
-    elements came as JSON numbers, the array itself or a long list not parsed yet.
+    elements came as JSON numbers, the array itself or what parses a long list into one.
     """
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    source: Span | Region | NumberList | NDArray[Any]
+    source: Span | Region | Filler | NDArray[Any]
 
     def __post_init__(self) -> None:
         """Check the size of the data against shape and dtype."""
