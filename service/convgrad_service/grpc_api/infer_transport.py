@@ -55,23 +55,16 @@ Send = Callable[[list[Part]], Awaitable[None]]
 class Message:
     """One serialized request, freed once its tensors have been copied into the arena.
 
-    ``receive`` returns its bytes. ``filled`` is set once it has been freed.
+    ``receive`` returns its bytes, unless they have been received already. ``filled`` is set once it
+    has been freed.
     """
 
-    def __init__(self, receive: Callable[[], Awaitable[bytes]]) -> None:
-        self.receive = receive
-        self.body = b""
+    def __init__(
+        self, body: bytes = b"", receive: Callable[[], Awaitable[bytes]] | None = None
+    ) -> None:
+        self.body, self.receive = body, receive
         self.model = self.id = ""
         self.filled = asyncio.Event()
-
-    @classmethod
-    def of(cls, body: bytes) -> Message:
-        """Return a message that has already been received."""
-
-        async def received() -> bytes:
-            return body
-
-        return cls(received)
 
     def read(self) -> InferRequest:
         """Parse the request; set ``model`` and ``id`` as far as they can be read."""
@@ -177,10 +170,18 @@ class InferTransport:
         self._notes: _Notes
         self.request = ComputeRequest(None, deadline, context.timings, context.caller)
 
+    async def run(self) -> None:
+        """Answer the request; raises as `Pipeline.run`."""
+        try:
+            await self._pipeline.run(self.request, self)
+        finally:
+            self.close()
+
     async def head(self) -> Hashable | None:
         """Receive the message, which grpcio hands over whole."""
         owner, message = self._context.owner, self._message
-        message.body = await message.receive()
+        if message.receive is not None:
+            message.body = await message.receive()
         if is_compressed(message.body):
             message.body = await self._arrivals.inflated(message.body)
         size_bytes = self._context.received_bytes = len(message.body)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from convgrad.errors import ServiceError
@@ -93,7 +94,7 @@ class ExchangeMiddleware:
         path = _route_path(scope)
         try:
             if self.keys is not None and not needs_no_key(path):
-                context.caller = self.keys.caller(_authorization(scope))
+                context.caller = self.keys.caller(Headers(scope=scope).get("authorization"))
                 require_path(context.caller, scope["method"], path)
             found = self.endpoints.get(path) if scope["method"] == "POST" else None
             await (found or self.app)(scope, exchange.receive, exchange.send)
@@ -134,8 +135,7 @@ class ExchangeMiddleware:
 
 
 def _trace(scope: Scope) -> dict[str, str]:
-    named = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
-    return {name: value for name, value in named if name in TRACE_HEADERS}
+    return {name: value for name, value in Headers(scope=scope).items() if name in TRACE_HEADERS}
 
 
 def _client(scope: Scope) -> str:
@@ -190,11 +190,6 @@ def _route_path(scope: Scope) -> str:
 def needs_no_key(path: str) -> bool:
     """Return whether a path is answered without an API key even by servers that have keys."""
     return path in _OPEN_PATHS or path.startswith(_OPEN_FOLDERS)
-
-
-def _authorization(scope: Scope) -> str | None:
-    values = [value for name, value in scope["headers"] if name == b"authorization"]
-    return values[0].decode("latin-1") if values else None
 
 
 class _Exchange:
