@@ -25,7 +25,15 @@ from convgrad_service.plans.cuda.program import (
     Workspace,
     ceil_div,
 )
-from convgrad_service.plans.cuda.works import ConvWork, Copy, CopyAxis, FusedWork, Operand, PoolWork, contiguous_strides
+from convgrad_service.plans.cuda.works import (
+    ConvWork,
+    Copy,
+    CopyAxis,
+    FusedWork,
+    Operand,
+    PoolWork,
+    contiguous_strides,
+)
 from convgrad_service.problems.sizes import Size3
 
 __all__ = [
