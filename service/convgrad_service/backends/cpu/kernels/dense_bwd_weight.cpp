@@ -10,7 +10,7 @@
 // partial gradient, and phase 1 sums the partials in order. A task of phase 0 computes one chunk
 // for a share of the output channels and a share of the input channels. For each tile, it packs
 // grad_output and input (channels last, widened) into scratch, then runs brgemm_tile for each tap
-// over groups of rows that fit the L1 cache.
+// over groups of rows that fit the L1 cache. A tensor that is stored so already is read in place.
 //
 // Only pairs inside the tensors are multiplied: each tap has its own range of q in each row. So
 // padding is not multiplied, and non-finite values propagate as in the definition.
@@ -55,6 +55,8 @@ struct WeightGradient {
   i64 k_shares, c_shares, q_tiles, units;
   i64 taps, padded_c;  // padded_c: row pitch of a partial gradient
   i64 y_pixel, x_pixel, slab_width, slab_rows;
+  bool y_in_place, x_in_place;
+  i64 x_end;  // elements of x that may be read in place
   Segment* segments;
   T* y_tile;
   T* x_slab;
@@ -73,6 +75,9 @@ struct WeightGradient {
     x_pixel = pixel_size<T>(c_share);
     slab_width = (tile_columns - 1) * a.stride[2] + (a.kernel[2] - 1) * a.dilation[2] + 1;
     slab_rows = (tile_rows - 1) * a.stride[1] + (a.kernel[1] - 1) * a.dilation[1] + 1;
+    y_in_place = in_place<E>(a.y);
+    x_in_place = in_place<E>(a.x);
+    x_end = x_in_place ? span(a.x, a.batch, a.groups, a.in_channels, a.input) : 0;
     char* at = static_cast<char*>(scratch);
     segments = reinterpret_cast<Segment*>(at);
     at += round_up(group_rows * static_cast<i64>(sizeof(Segment)), 64);
@@ -106,69 +111,109 @@ struct WeightGradient {
     const i64 stop = units * (chunk + 1) / chunks;
     for (i64 unit = units * chunk / chunks; unit < stop;) {
       const i64 q_tile = unit % q_tiles, row = unit / q_tiles;
-      const i64 p = row % args.output[1], plane = row / args.output[1];
+      Tile tile;
+      tile.p = row % args.output[1];
+      const i64 plane = row / args.output[1];
       // A tile consists of consecutive whole rows of one plane.
-      i64 rows = 1;
-      if (q_tiles == 1) rows = least(least(tile_rows, stop - unit), args.output[1] - p);
-      const i64 q0 = q_tile * tile_columns;
-      const i64 q1 = least(q0 + tile_columns, args.output[2]);
-      const i64 n = plane / args.output[0], z = plane % args.output[0];
-      pack_y(n, g, z, p, rows, q0, q1, k0, k_count);
-      pack_x(n, g, z, p, rows, q0, q1, c0, c_count);
-      for (i64 first = 0; first < rows; first += group_rows) {
-        multiply(z, p, first, least(first + group_rows, rows), q0, q1, k_count, c_count, sums);
+      tile.rows = 1;
+      if (q_tiles == 1) {
+        tile.rows = least(least(tile_rows, stop - unit), args.output[1] - tile.p);
       }
-      unit += rows;
+      tile.q0 = q_tile * tile_columns;
+      tile.q1 = least(tile.q0 + tile_columns, args.output[2]);
+      tile.n = plane / args.output[0];
+      tile.z = plane % args.output[0];
+      tile.y = y_of(tile, g, k0, k_count);
+      tile.x = x_of(tile, g, c0, c_count);
+      const Cut groups = cut_rows(tile.rows, group_rows);
+      i64 first = 0;
+      for (i64 i = 0; i < groups.tiles; ++i) {
+        const i64 last = first + groups.base + (i < groups.extra);
+        multiply(tile, first, last, k_count, c_count, sums);
+        first = last;
+      }
+      unit += tile.rows;
     }
   }
 
-  void pack_y(i64 n, i64 g, i64 z, i64 p, i64 rows, i64 q0, i64 q1, i64 k0, i64 k_count) const {
+  // An operand of a tile: its first element, and the steps along its dimensions.
+  struct Operand {
+    const T* data;
+    i64 plane;
+    i64 row;
+    i64 pixel;
+  };
+  struct Tile {
+    i64 n, z, p, rows, q0, q1;
+    Operand y, x;
+  };
+
+  Operand y_of(const Tile& tile, i64 g, i64 k0, i64 k_count) const {
     const View& y = args.y;
-    const S* from = static_cast<const S*>(y.data) + n * y.stride[0] + g * y.stride[1] +
-                    k0 * y.stride[2] + z * y.stride[3] + p * y.stride[4] + q0 * y.stride[5];
-    const i64 width = q1 - q0;
-    if (y.stride[4] == width * y.stride[5]) {
-      read_matrix<E>(from, y.stride[5], y.stride[2], rows * width, k_count, y_tile, y_pixel);
-      return;
+    const S* from = static_cast<const S*>(y.data) + tile.n * y.stride[0] + g * y.stride[1] +
+                    k0 * y.stride[2] + tile.z * y.stride[3] + tile.p * y.stride[4] +
+                    tile.q0 * y.stride[5];
+    if (y_in_place) {
+      return {reinterpret_cast<const T*>(from), 0, y.stride[4], y.stride[5]};
     }
-    for (i64 i = 0; i < rows; ++i) {
-      read_matrix<E>(from + i * y.stride[4], y.stride[5], y.stride[2], width, k_count,
+    const i64 width = tile.q1 - tile.q0;
+    const bool joined = y.stride[4] == width * y.stride[5];
+    const i64 together = joined ? tile.rows : 1;
+    for (i64 i = 0; i < tile.rows; i += together) {
+      read_matrix<E>(from + i * y.stride[4], y.stride[5], y.stride[2], together * width, k_count,
                      y_tile + i * width * y_pixel, y_pixel);
     }
+    return {y_tile, 0, width * y_pixel, y_pixel};
   }
 
-  // Packs the input region of the tile. Positions outside the tensor are not initialised or read.
-  void pack_x(i64 n, i64 g, i64 z, i64 p, i64 rows, i64 q0, i64 q1, i64 c0, i64 c_count) const {
+  // The input region of the tile. Positions outside the tensor are not initialised or read. In
+  // place, the last vector of a pixel's channels extends into the next pixel: into columns of the
+  // product that nobody reads, but not beyond the tensor.
+  Operand x_of(const Tile& tile, i64 g, i64 c0, i64 c_count) const {
     const View& x = args.x;
-    const S* base = static_cast<const S*>(x.data) + n * x.stride[0] + g * x.stride[1] +
-                    c0 * x.stride[2];
-    const i64 left = q0 * args.stride[2] - args.pad[2];
-    const i64 width = (q1 - q0 - 1) * args.stride[2] + (args.kernel[2] - 1) * args.dilation[2] + 1;
+    const i64 base = tile.n * x.stride[0] + g * x.stride[1] + c0 * x.stride[2];
+    const i64 left = tile.q0 * args.stride[2] - args.pad[2];
+    const i64 top = tile.p * args.stride[1] - args.pad[1];
+    const i64 front = tile.z * args.stride[0] - args.pad[0];
+    const i64 width = (tile.q1 - tile.q0 - 1) * args.stride[2] +
+                      (args.kernel[2] - 1) * args.dilation[2] + 1;
+    const i64 height = (tile.rows - 1) * args.stride[1] +
+                       (args.kernel[1] - 1) * args.dilation[1] + 1;
     const i64 begin = most(left, 0), end = least(left + width, args.input[2]);
-    if (begin >= end) return;
-    const i64 height = (rows - 1) * args.stride[1] + (args.kernel[1] - 1) * args.dilation[1] + 1;
-    for (i64 t = 0; t < args.kernel[0]; ++t) {
-      const i64 d = z * args.stride[0] + t * args.dilation[0] - args.pad[0];
+    const i64 deepest = least(front + (args.kernel[0] - 1) * args.dilation[0], args.input[0] - 1);
+    const i64 lowest = least(top + height, args.input[1]) - 1;
+    if (x_in_place && base + deepest * x.stride[3] + lowest * x.stride[4] +
+                              (end - 1) * x.stride[5] + round_up(c_count, kLanes<T>) <=
+                          x_end) {
+      const S* from = static_cast<const S*>(x.data) + base + front * x.stride[3] +
+                      top * x.stride[4] + left * x.stride[5];
+      return {reinterpret_cast<const T*>(from), args.dilation[0] * x.stride[3], x.stride[4],
+              x.stride[5]};
+    }
+    const Operand packed{x_slab, slab_rows * slab_width * x_pixel, slab_width * x_pixel, x_pixel};
+    for (i64 t = 0; begin < end && t < args.kernel[0]; ++t) {
+      const i64 d = front + t * args.dilation[0];
       if (d < 0 || d >= args.input[0]) continue;
       for (i64 i = 0; i < height; ++i) {
-        const i64 h = p * args.stride[1] - args.pad[1] + i;
+        const i64 h = top + i;
         if (h < 0 || h >= args.input[1]) continue;
-        read_matrix<E>(base + d * x.stride[3] + h * x.stride[4] + begin * x.stride[5], x.stride[5],
-                       x.stride[2], end - begin, c_count,
-                       x_slab + ((t * slab_rows + i) * slab_width + begin - left) * x_pixel,
+        const i64 at = base + d * x.stride[3] + h * x.stride[4] + begin * x.stride[5];
+        read_matrix<E>(static_cast<const S*>(x.data) + at, x.stride[5], x.stride[2], end - begin,
+                       c_count,
+                       x_slab + t * packed.plane + i * packed.row + (begin - left) * x_pixel,
                        x_pixel);
       }
     }
+    return packed;
   }
 
   // Accumulates the contribution of tile rows [first, last) to every tap.
-  void multiply(i64 z, i64 p, i64 first, i64 last, i64 q0, i64 q1, i64 k_count, i64 c_count,
-                T* sums) const {
-    const i64 b_step = args.stride[2] * x_pixel;
-    const i64 width = q1 - q0;
+  void multiply(const Tile& tile, i64 first, i64 last, i64 k_count, i64 c_count, T* sums) const {
+    const Operand &y = tile.y, &x = tile.x;
+    const i64 b_step = args.stride[2] * x.pixel;
     i64 tap = 0;
     for (i64 t = 0; t < args.kernel[0]; ++t) {
-      const i64 d = z * args.stride[0] + t * args.dilation[0] - args.pad[0];
+      const i64 d = tile.z * args.stride[0] + t * args.dilation[0] - args.pad[0];
       if (d < 0 || d >= args.input[0]) {
         tap += args.kernel[1] * args.kernel[2];
         continue;
@@ -177,21 +222,21 @@ struct WeightGradient {
         for (i64 s = 0; s < args.kernel[2]; ++s, ++tap) {
           // Range of q for which this tap is inside the input.
           const i64 shift = args.pad[2] - s * args.dilation[2];
-          const i64 begin = most(q0, ceil_div(shift, args.stride[2]));
+          const i64 begin = most(tile.q0, ceil_div(shift, args.stride[2]));
           const i64 end =
-              least(q1, floor_div(args.input[2] - 1 + shift, args.stride[2]) + 1);
+              least(tile.q1, floor_div(args.input[2] - 1 + shift, args.stride[2]) + 1);
           if (begin >= end) continue;
           i64 count = 0;
           for (i64 i = first; i < last; ++i) {
             const i64 row = i * args.stride[1] + r * args.dilation[1];
-            const i64 h = p * args.stride[1] - args.pad[1] + row;
+            const i64 h = tile.p * args.stride[1] - args.pad[1] + row;
             if (h < 0 || h >= args.input[1]) continue;
-            const i64 a = (i * width + begin - q0) * y_pixel;
-            const i64 b = ((t * slab_rows + row) * slab_width + (begin - q0) * args.stride[2] +
-                           s * args.dilation[2]) * x_pixel;
+            const i64 a = i * y.row + (begin - tile.q0) * y.pixel;
+            const i64 b = t * x.plane + row * x.row +
+                          ((begin - tile.q0) * args.stride[2] + s * args.dilation[2]) * x.pixel;
             if (count > 0) {
               Segment& before = segments[count - 1];
-              if (before.a + before.k * y_pixel == a && before.b + before.k * b_step == b) {
+              if (before.a + before.k * y.pixel == a && before.b + before.k * b_step == b) {
                 before.k += end - begin;
                 continue;
               }
@@ -204,9 +249,9 @@ struct WeightGradient {
           for (i64 c = 0; c < c_count; c += kColumns) {
             const int vectors = c_count - c > kLanes<T> ? 2 : 1;
             i64 k = 0;
-            for (i64 tile = 0; tile < cut.tiles; ++tile) {
-              const i64 rows = cut.base + (tile < cut.extra);
-              const Product<T> product{y_tile + k, 1,     y_pixel, x_slab + c,
+            for (i64 i = 0; i < cut.tiles; ++i) {
+              const i64 rows = cut.base + (i < cut.extra);
+              const Product<T> product{y.data + k, 1,        y.pixel, x.data + c,
                                        b_step,     segments, count,   to + k * padded_c + c,
                                        padded_c};
               brgemm<T, Walk::kUnitRow, true>(product, static_cast<int>(rows), vectors);
