@@ -140,10 +140,10 @@ struct Gather {
     const i64 end = most(least(left + width, w.source), begin);
     for (i64 z = 0; z < d.slab(); ++z) {
       const i64 source_d = d0 * d.step + d.lowest + z;
-      if (source_d < 0 || source_d >= d.source) continue;
+      if (source_d < 0 || source_d >= d.source || !d.reads(z)) continue;
       for (i64 y = 0; y < h.slab(); ++y) {
         const i64 source_h = h0 * h.step + h.lowest + y;
-        if (source_h < 0 || source_h >= h.source) continue;
+        if (source_h < 0 || source_h >= h.source || !h.reads(y)) continue;
         T* row = slab + z * slab_plane + y * slab_row;
         const i64 before = begin - left, after = left + width - end;
         __builtin_memset(row, 0, before * pixel * sizeof(T));
@@ -157,10 +157,11 @@ struct Gather {
     return slab;
   }
 
-  // Lists the valid taps of one row and phase. Taps that are contiguous in both slab and panel are
+  // Lists the valid taps of one row and phase, without those that read only padding in all steps
+  // from `first_step` to `last_step` along W. Taps that are contiguous in both slab and panel are
   // merged into one segment.
   i64 list_taps(i64 jd, i64 d0, Progression t, i64 jh, i64 h0, const Progression& taps_h,
-                const Progression& taps_w) const {
+                const Progression& taps_w, i64 first_step, i64 last_step) const {
     i64 count = 0;
     const i64 tap_row = source_channels * kColumns;
     for (; t.tap < d.taps; t.advance()) {
@@ -172,6 +173,8 @@ struct Gather {
         if (source_h < 0 || source_h >= h.source) continue;
         const i64 y = source_h - (h0 * h.step + h.lowest);
         for (Progression s = taps_w; s.tap < w.taps; s.advance()) {
+          if (last_step * w.step + s.base < 0) continue;
+          if (first_step * w.step + s.base >= w.source) continue;
           const i64 a = z * slab_plane + y * slab_row + (s.base - w.lowest) * pixel;
           const i64 b = ((t.tap * h.taps + r.tap) * w.taps + s.tap) * tap_row;
           if (count > 0) {
@@ -198,6 +201,7 @@ struct Gather {
     const i64 width = uw1 - uw0;
     // Rows of pixels with contiguous channels are written as soon as they are computed.
     const bool in_rows = result.stride[2] == 1;
+    const bool far = w.highest - w.lowest >= kTileRows;
     const bool plain = in_place<E>(result) && args.alpha == 1 && !args.bias.data &&
                        !(args.accumulate.data && args.beta != 0);
     for (i64 block = first_block; block < last_block; ++block) {
@@ -219,12 +223,17 @@ struct Gather {
           if (in_rows) fetch_row(n, g, block, columns, ud, uh, uw0, width);
           for (i64 fw = 0; fw < w.phases && uw0 + fw < uw1; ++fw) {
             const i64 steps = (width - fw + w.phases - 1) / w.phases;
-            product.segment_count =
-                list_taps(jd, d0, taps_d, jh, h0, taps_h, w.taps_of(fw));
+            const Progression taps_w = w.taps_of(fw);
             const Cut cut = cut_rows(steps, kTileRows);
             i64 j = 0;
             for (i64 tile = 0; tile < cut.tiles; ++tile) {
               const i64 rows = cut.base + (tile < cut.extra);
+              // Taps far apart reach other steps: each tile has its own list.
+              if (tile == 0 || far) {
+                product.segment_count =
+                    list_taps(jd, d0, taps_d, jh, h0, taps_h, taps_w, w0 + j,
+                              w0 + (far ? j + rows : steps) - 1);
+              }
               product.a = region + j * w.step * pixel;
               product.c = row + (fw + j * w.phases) * stored;
               brgemm<T, Walk::kUnitStep, false>(product, static_cast<int>(rows), vectors);

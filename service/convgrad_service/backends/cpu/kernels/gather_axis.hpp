@@ -46,6 +46,18 @@ struct Axis {
     // After that, every phases / gcd(phases, dilation)-th.
     return {first, period, (phase + pad - first * dilation) / phases, -dilation * period / phases};
   }
+  // Whether a tile reads the source coordinate at a distance from its first; a tile that is
+  // smaller than the dilation leaves gaps.
+  bool reads(i64 distance) const {
+    if (dilation <= tile) return true;
+    for (i64 phase = 0; phase < least(phases, result); ++phase) {
+      for (Progression tap = taps_of(phase); tap.tap < taps; tap.advance()) {
+        const i64 steps = distance + lowest - tap.base;
+        if (steps >= 0 && steps < tile * step && steps % step == 0) return true;
+      }
+    }
+    return false;
+  }
 };
 
 CONVGRAD_INLINE i64 floor_div(i64 a, i64 b) { return a >= 0 ? a / b : -((-a + b - 1) / b); }
