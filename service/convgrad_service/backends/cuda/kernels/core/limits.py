@@ -61,7 +61,7 @@ class Requirements:
             return "TF32 is less than the float32 that was asked for"
         if self.grouped is not None and self.grouped != (work.groups > 1):
             return "one group" if self.grouped else f"{work.groups} groups"
-        if work.dilated and not self.dilated:
+        if not self.dilated and work.dilated:
             return "dilated"
         if work.accumulate is not None and work.accumulate.strides != work.result.strides:
             return "accumulate does not lie as the result does"

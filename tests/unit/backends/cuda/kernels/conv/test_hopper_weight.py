@@ -40,7 +40,7 @@ WORKS = {
         (work_of("bwd_weight", groups=4), "4 groups"),
         (work_of("bwd_weight", channels=(8, 64)), "8 channels to 64"),
         (work_of("bwd_weight", dtype=DType.FLOAT64), "float64"),
-        (work_of("bwd_weight", dtype=DType.FLOAT32), "float32 of highest"),
+        (work_of("bwd_weight", dtype=DType.FLOAT32), "TF32 is less"),
         (
             work_of("bwd_weight", dtype=DType.FLOAT32, precision="high", stride=2),
             "channels first",

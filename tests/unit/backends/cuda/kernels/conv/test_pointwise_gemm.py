@@ -104,7 +104,7 @@ def test_results_that_the_copy_engine_cannot_store_are_split() -> None:
     [
         ({"dtype": DType.FLOAT32}, H200, "float32"),
         ({"split_k": 4}, H200, "splits"),
-        ({}, ADA, "copy engine"),
+        ({}, ADA, "sm_90a"),
     ],
 )
 def test_what_it_leaves_to_others(
