@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,11 +13,17 @@ import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
+from starlette.applications import Starlette
+from starlette.routing import Mount
 from tritonclient.utils import InferenceServerException
 
 import convgrad
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.security.keys import hash_of, new_key
+from convgrad_service.server.composition import create_app
+from convgrad_service.server.settings import Settings
+from tests.support.fake_backends import Zeros
+from tests.support.http_server import EXAMPLE, JSON
 from tests.support.oip_server import OipServer, serving_oip
 from tests.support.tree_server import until
 
@@ -111,6 +118,40 @@ def test_grpc_needs_a_key_too(guarded: Guarded) -> None:
             with pytest.raises(InferenceServerException) as error:
                 refused()
             assert error.value.status() == str(grpc.StatusCode.UNAUTHENTICATED)
+
+
+def test_an_application_that_is_mounted_has_the_same_scopes(tmp_path: Path) -> None:
+    key, file = new_key(), tmp_path / "keys"
+    file.write_text(f"ada:{hash_of(key)} scopes=infer")
+    app = create_app(Settings(api_keys=file, system_shared_memory=True), Zeros())
+    mounted = httpx.ASGITransport(Starlette(routes=[Mount("/gpu", app)]))
+
+    bearer = {"Authorization": f"Bearer {key}", "Content-Type": JSON}
+
+    async def statuses() -> list[int]:
+        async with httpx.AsyncClient(transport=mounted, base_url="http://x/gpu") as client:
+            register = "/v2/systemsharedmemory/region/x/register"
+            return [
+                (await client.request(method, path, headers=headers, content=EXAMPLE)).status_code
+                for method, path, headers in (
+                    ("GET", "/v2/health/live", {}),
+                    ("GET", "/docs", {}),
+                    ("GET", "/metrics", bearer),
+                    ("POST", register, bearer),
+                    ("POST", "/conv_bwd_data", {}),
+                    (
+                        "POST",
+                        "/conv_bwd_data",
+                        {"Authorization": f"Bearer {key}", "Content-Type": JSON},
+                    ),
+                )
+            ]
+
+    try:
+        assert asyncio.run(statuses()) == [200, 200, 403, 403, 401, 200]
+    finally:
+        app.state.pipeline.close()
+        app.state.pipeline.engine.close()
 
 
 def test_a_key_does_what_its_scopes_say(guarded: Guarded) -> None:

@@ -58,6 +58,9 @@ def test_405_says_what_is_allowed(live: LiveServer) -> None:
     assert answer.headers["allow"] == "POST"
     assert answer.json()["code"] == "method-not-allowed"
     assert live.post(path="/v2/health/live").status_code == 405
+    answer = live.post(path="/tensors/x")
+    assert set(answer.headers["allow"].split(", ")) == {"DELETE", "GET", "HEAD", "PUT"}
+    assert answer.json()["detail"] == "/tensors/x takes DELETE, GET, HEAD, PUT, not POST"
 
 
 def test_the_root_leads_to_the_docs(live: LiveServer) -> None:

@@ -70,7 +70,7 @@ def test_most_of_a_large_body_is_read_where_it_belongs(
             landed.append(nbytes)
             super().buffer_updated(nbytes)
 
-    monkeypatch.setattr("convgrad_service.http_api.protocol.ReceiveInto", Counting)
+    monkeypatch.setattr("convgrad_service.http_api.context.ReceiveInto", Counting)
     body, expected = body_and_sum(1)
     with summing.connect() as connection:
         connection.sendall(safetensors_request(body))

@@ -7,7 +7,8 @@ import threading
 import httpx
 import pytest
 
-from convgrad_service.http_api import middleware, protocol
+from convgrad_service.http_api import middleware
+from convgrad_service.http_api.context import Connection
 from tests.support.fake_backends import Sums
 from tests.support.http_server import LiveServer, serving
 from tests.support.raw_http import (
@@ -63,13 +64,13 @@ def test_a_request_behind_a_body_that_was_given_up_as_it_landed_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(middleware, "_MODEST_BODY_WAIT_S", 30.0)
-    stop, stopped = protocol._Exchange.stop_landing, threading.Event()
+    stop, stopped = Connection.stop_landing, threading.Event()
 
-    def stopping(exchange: protocol._Exchange) -> None:
+    def stopping(exchange: Connection) -> None:
         stop(exchange)
         stopped.set()
 
-    monkeypatch.setattr(protocol._Exchange, "stop_landing", stopping)
+    monkeypatch.setattr(Connection, "stop_landing", stopping)
     body, _ = body_and_sum(1, 400 * KiB)
     assert len(body) < middleware._MODEST_BODY_BYTES
     sent = safetensors_request(body)

@@ -85,6 +85,8 @@ def test_layers_are_said_in_every_dialect(http: httpx.Client) -> None:
     assert http.get("/layers", params=pooling).json()["adaptive_size"] == [7, 3]
     refused = http.get("/layers", params={"layer": LAYER, "batch": "many"})
     assert "batch is 'many'; expected a number" in refused.json()["detail"]
+    refused = http.get("/layers", params={"layer": [LAYER, "ck_headline"]})
+    assert refused.json()["detail"] == 'the query has "layer" twice'
 
 
 def test_http_1_0_gets_no_events(server: LiveServer) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from functools import partial
 
 from convgrad_service.engine.deadline import Deadline
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.telemetry.record import RequestContext
 from convgrad_service.grpc_api.call import EOF, Call
 from convgrad_service.grpc_api.exchange import Exchanges
 from convgrad_service.grpc_api.infer_transport import (
@@ -26,8 +25,6 @@ _UNKNOWN = "unknown"
 # Requests of one stream in progress at once; no further one is read meanwhile.
 _STREAM_AHEAD = 8
 
-Send = Callable[[list[Part]], Awaitable[None]]
-
 
 class InferMethods:
     """The methods that compute."""
@@ -39,8 +36,8 @@ class InferMethods:
         exchanges: Exchanges,
         shared_memory: SharedMemory,
     ) -> None:
-        self._pipeline, self._memory = pipeline, shared_memory
         self._settings, self._exchanges = settings, exchanges
+        self._transport = partial(InferTransport, pipeline, shared_memory, exchanges.arrivals)
 
     async def infer(self, call: Call) -> bytes:
         """ModelInfer."""
@@ -56,7 +53,8 @@ class InferMethods:
             return await self._exchanges.arrivals.message(call, deadline)
 
         context.operation = _UNKNOWN
-        await self._answer(context, deadline, Message(receive), send, in_stream=False)
+        message = Message(receive=receive)
+        await self._transport(context, deadline, message, send, in_stream=False).run()
         return sent
 
     async def stream(self, call: Call) -> None:
@@ -84,7 +82,7 @@ class InferMethods:
                 places.work(call)
                 self._exchanges.authenticate(call)
                 await slots.acquire()
-                message = Message.of(bytes(body))
+                message = Message(bytes(body))
                 del body
                 previous = asyncio.ensure_future(self._one_of_stream(call, message, previous))
                 running.add(previous)
@@ -118,9 +116,11 @@ class InferMethods:
             finally:
                 counted.left()
 
-        answering = self._answer(context, deadline, message, send, in_stream=True)
+        transport = self._transport(context, deadline, message, send, in_stream=True)
         try:
-            _, error = await self._exchanges.attempt("ModelStreamInfer", call, context, answering)
+            _, error = await self._exchanges.attempt(
+                "ModelStreamInfer", call, context, transport.run()
+            )
             if error is not None and began:
                 # Part of the answer has been sent, so only ending the stream can report the error.
                 call.cut(error)
@@ -134,30 +134,6 @@ class InferMethods:
 
     def _allowed_s(self, call: Call) -> float:
         return min(max(call.remaining_s, 0.0), self._settings.max_timeout_s)
-
-    async def _answer(
-        self,
-        context: RequestContext,
-        deadline: Deadline,
-        message: Message,
-        send: Send,
-        *,
-        in_stream: bool,
-    ) -> None:
-        transport = InferTransport(
-            self._pipeline,
-            self._memory,
-            self._exchanges.arrivals,
-            context,
-            deadline,
-            message,
-            send,
-            in_stream=in_stream,
-        )
-        try:
-            await self._pipeline.run(transport.request, transport)
-        finally:
-            transport.close()
 
 
 def _retrieved(done: asyncio.Future[None]) -> None:

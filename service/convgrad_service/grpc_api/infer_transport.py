@@ -28,7 +28,7 @@ from convgrad_service.grpc_api.infer_wire import (
     read_infer_request,
     request_names,
 )
-from convgrad_service.grpc_api.limits import Arrivals, Held
+from convgrad_service.grpc_api.limits import Arrivals
 from convgrad_service.grpc_api.messages import is_compressed
 from convgrad_service.oip.answer_parts import MAX_PART_BYTES, AnswerParts, row_bytes
 from convgrad_service.oip.fields import described, request_fields, tensor_in
@@ -55,23 +55,16 @@ Send = Callable[[list[Part]], Awaitable[None]]
 class Message:
     """One serialized request, freed once its tensors have been copied into the arena.
 
-    ``receive`` returns its bytes. ``filled`` is set once it has been freed.
+    ``receive`` returns its bytes, unless they have been received already. ``filled`` is set once it
+    has been freed.
     """
 
-    def __init__(self, receive: Callable[[], Awaitable[bytes]]) -> None:
-        self.receive = receive
-        self.body = b""
+    def __init__(
+        self, body: bytes = b"", receive: Callable[[], Awaitable[bytes]] | None = None
+    ) -> None:
+        self.body, self.receive = body, receive
         self.model = self.id = ""
         self.filled = asyncio.Event()
-
-    @classmethod
-    def of(cls, body: bytes) -> Message:
-        """Return a message that has already been received."""
-
-        async def received() -> bytes:
-            return body
-
-        return cls(received)
 
     def read(self) -> InferRequest:
         """Parse the request; set ``model`` and ``id`` as far as they can be read."""
@@ -172,15 +165,23 @@ class InferTransport:
         self._arrivals, self._context, self._message = arrivals, context, message
         self._reply, self._in_stream = send, in_stream
         self._split: _Split | None = None
-        self._held: Held | None = None
+        self._held_bytes = 0
         self._parsed: InferRequest
         self._notes: _Notes
         self.request = ComputeRequest(None, deadline, context.timings, context.caller)
 
+    async def run(self) -> None:
+        """Answer the request; raises as `Pipeline.run`."""
+        try:
+            await self._pipeline.run(self.request, self)
+        finally:
+            self.close()
+
     async def head(self) -> Hashable | None:
         """Receive the message, which grpcio hands over whole."""
         owner, message = self._context.owner, self._message
-        message.body = await message.receive()
+        if message.receive is not None:
+            message.body = await message.receive()
         if is_compressed(message.body):
             message.body = await self._arrivals.inflated(message.body)
         size_bytes = self._context.received_bytes = len(message.body)
@@ -198,7 +199,8 @@ class InferTransport:
             self.streams = parsed.in_parts
         assert self.request.operation is not None  # noqa: S101 - set above
         self._context.operation = self.request.operation.name
-        self._held = self._arrivals.held(size_bytes)
+        self._arrivals.hold(size_bytes)
+        self._held_bytes = size_bytes
         return key
 
     def decode(self) -> Decoded:
@@ -237,8 +239,8 @@ class InferTransport:
 
     def close(self) -> None:
         """Stop counting the message."""
-        if self._held is not None:
-            self._held.release()
+        self._arrivals.release(self._held_bytes)
+        self._held_bytes = 0
 
     def watch(self, gone: Callable[[], None] | None) -> None:
         """Do nothing: if the client leaves, grpcio cancels the call's task."""

@@ -30,8 +30,9 @@ from convgrad_service.oip.request import (
     InferRequest,
     Span,
     dtype_named,
+    input_region,
+    output_region,
     protocol_name,
-    region_of,
     separated,
 )
 
@@ -263,7 +264,7 @@ def _input(tensor: Any, spans: Iterator[Span] | None) -> InferInput:
     name = tensor.name
     dtype = dtype_named(tensor.datatype, tensor=name)
     shape = checked_shape(list(tensor.shape), name=name)
-    region = region_of(_parameters(tensor.parameters), name)
+    region = input_region(_parameters(tensor.parameters), name)
     has_contents = tensor.HasField("contents")
     if region is not None:
         if has_contents:
@@ -306,10 +307,8 @@ def _contents(contents: Any, dtype: DType, shape: tuple[int, ...], name: str) ->
 
 
 def _output(tensor: Any) -> InferOutput:
-    parameters = _parameters(tensor.parameters)
-    if parameters.get("classification", 0) != 0:
-        raise MalformedRequest(f"{tensor.name}: this server has no classification extension")
-    return InferOutput(tensor.name, True, region_of(parameters, tensor.name, ("classification",)))
+    region = output_region(_parameters(tensor.parameters), tensor.name)
+    return InferOutput(tensor.name, True, region)
 
 
 def _parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -183,8 +183,8 @@ class Arrivals:
         inflating.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(inflating)
 
-    def held(self, size_bytes: int) -> Held:
-        """Count a message that has been read until its tensors have been copied out of it.
+    def hold(self, size_bytes: int) -> None:
+        """Count a message that has been read, until `release`: its tensors have been copied then.
 
         Raises
         ------
@@ -198,19 +198,10 @@ class Arrivals:
                 retry_after_s=RETRY_AFTER_S,
             )
         self.held_bytes += size_bytes
-        return Held(self, size_bytes)
 
-
-class Held:
-    """The bytes of a message, counted until `release`."""
-
-    def __init__(self, arrivals: Arrivals, size_bytes: int) -> None:
-        self._arrivals, self._size_bytes = arrivals, size_bytes
-
-    def release(self) -> None:
-        """Stop counting the message; may be called again."""
-        self._arrivals.held_bytes -= self._size_bytes
-        self._size_bytes = 0
+    def release(self, size_bytes: int) -> None:
+        """Stop counting a message."""
+        self.held_bytes -= size_bytes
 
 
 class _Arrival:

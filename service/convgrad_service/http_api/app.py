@@ -23,7 +23,7 @@ from convgrad_service.http_api.context import context_of
 from convgrad_service.http_api.describing import answer_layers, catalogue, health_router
 from convgrad_service.http_api.examinations import PlanTransport, TimeTransport, VerifyTransport
 from convgrad_service.http_api.middleware import ExchangeMiddleware
-from convgrad_service.http_api.oip import add_oip
+from convgrad_service.http_api.oip_routes import add_oip
 from convgrad_service.http_api.openapi import install_openapi
 from convgrad_service.http_api.pages import add_docs, add_page
 from convgrad_service.http_api.problem_details import from_http_exception, problem_details

@@ -22,7 +22,7 @@ from convgrad_service.engine.options import MAX_TRANSFER_S
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import SMALL_BYTES, ClientGone
 from convgrad_service.engine.telemetry.record import Timings
-from convgrad_service.http_api.context import Connection, connection_of, context_of
+from convgrad_service.http_api.context import connection_of, context_of
 from convgrad_service.server.settings import Settings
 
 __all__ = ["Body", "BodyLimits", "Text", "TextReader", "small_body"]
@@ -82,8 +82,7 @@ class Body:
         receive: Receive,
         content_length: int | None,
         limits: BodyLimits,
-        connection: Connection | None = None,
-        count: Callable[[int], None] | None = None,
+        scope: Scope | None = None,
     ) -> None:
         if content_length is not None and content_length > limits.max_bytes:
             raise PayloadTooLarge(
@@ -94,23 +93,19 @@ class Body:
         self.received_bytes = 0
         self.ended = False
         self._receive, self._limits = receive, limits
-        self._connection, self._count = connection, count
+        # What is received past `receive`, which counts what it returns.
+        self._connection = None if scope is None else connection_of(scope)
+        self._context = None if scope is None else context_of(scope)
         self._ahead = b""  # received but not consumed
         self._started_s = time.monotonic()
         # Since when the body's memory is held, what had been received by then, and its end.
         self._holding: tuple[float, int, int] | None = None
 
     @classmethod
-    def of(
-        cls, scope: Scope, receive: Receive, limits: BodyLimits, content_length: int | None
-    ) -> Body:
-        """Return the body of an exchange."""
-        context = context_of(scope)
-
-        def count(size: int) -> None:
-            context.received_bytes += size
-
-        return cls(receive, content_length, limits, connection_of(scope), count)
+    def of(cls, request: Request, limits: BodyLimits) -> Body:
+        """Return the body of a request."""
+        length = request.headers.get("content-length")
+        return cls(request.receive, None if length is None else int(length), limits, request.scope)
 
     def refuse_over_limit(self, size: int) -> None:
         """Raise PayloadTooLarge if ``size`` exceeds the limit."""
@@ -216,8 +211,8 @@ class Body:
             if not landing.landed.done():
                 connection.stop_landing()
             self.received_bytes = before + landing.received_bytes
-            if self._count is not None:
-                self._count(landing.received_bytes)
+            if self._context is not None:
+                self._context.received_bytes += landing.received_bytes
         if not landing.landed.result():
             raise ClientGone
         await self._part()  # consume the end of the body, which the middleware watches for
@@ -315,9 +310,7 @@ class TextReader:
 
 async def small_body(request: Request, settings: Settings, max_bytes: int) -> bytes:
     """Receive a whole body of at most ``max_bytes``. Raises as `Body`."""
-    limits = BodyLimits.of(settings, max_bytes)
-    length = request.headers.get("content-length")
-    body = Body.of(request.scope, request.receive, limits, None if length is None else int(length))
+    body = Body.of(request, BodyLimits.of(settings, max_bytes))
     return await body.at_least(max_bytes + 1)
 
 

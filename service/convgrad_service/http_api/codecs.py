@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ from convgrad_service.engine.request import SMALL_BYTES, Fields, blank
 from convgrad_service.engine.telemetry.record import Timings
 from convgrad_service.http_api.body import Body, TextReader
 from convgrad_service.http_api.json_forms import (
+    EncodedLater,
     describe_json_request,
     json_answer,
     refuse_endless_values,
@@ -35,7 +36,6 @@ from convgrad_service.http_api.json_forms import (
 from convgrad_service.http_api.multipart_body import MEDIA_TYPE as MULTIPART
 from convgrad_service.http_api.multipart_body import MultipartReader
 from convgrad_service.http_api.problem_details import Headers
-from convgrad_service.http_api.response import Arriving, Chunk
 from convgrad_service.problems import Problem
 
 __all__ = [
@@ -48,7 +48,9 @@ __all__ = [
     "REPORT_HEADER",
     "SAFETENSORS",
     "AnswerForm",
+    "Arriving",
     "BodyForm",
+    "Chunk",
     "Reader",
     "npy_content_type",
 ]
@@ -62,6 +64,24 @@ MAX_KEY_BYTES = 4096
 """Requests with longer heads are not cached."""
 JSON = "application/json"
 SAFETENSORS = safetensors.MEDIA_TYPE
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """A part of an answer that is still being computed.
+
+    ``until`` waits for a number of final bytes, and returns how many there are.
+    """
+
+    data: memoryview
+    until: Callable[[int], Coroutine[Any, Any, int]]
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+Chunk = bytes | memoryview | EncodedLater | Arriving
+"""A part of an answer, of one byte an item; the last two kinds are made when it is their turn."""
 
 
 class Reader(Protocol):
@@ -106,14 +126,26 @@ class AnswerForm:
 
     ``encode`` refers to the result's arrays without copying; ``refuse`` raises, before anything is
     computed, if the answer could not be encoded. With ``streams``, sending can begin before all of
-    the answer has been computed.
+    the answer has been computed. With ``reports``, the report is in a header.
     """
 
     media_type: str
     encode: Callable[[Execution, Result], Sequence[Chunk]]
-    refuse: Callable[[Request, Problem], None]
-    headers: Callable[[Result], Headers]
+    refuse: Callable[[Request, Problem], None] | None = None
     streams: bool = False
+    reports: bool = False
+
+    def headers(self, result: Result) -> Headers:
+        """Return the headers that depend on the form."""
+        media_type = self.media_type
+        if media_type == NPY:
+            ((_, array),) = result.outputs.items()
+            media_type = npy_content_type(array)
+        headers = [(b"content-type", media_type.encode()), (b"vary", b"accept")]
+        if self.reports:
+            report = result.report.model_dump_json().encode("ascii")
+            headers.append((REPORT_HEADER.lower().encode(), report))
+        return headers
 
 
 class _SafetensorsReader:
@@ -247,17 +279,6 @@ def npy_content_type(array: NDArray[Any]) -> str:
     return f"{NPY}; dtype=bfloat16" if dtype_of(array) is DType.BFLOAT16 else NPY
 
 
-def _npy_headers(result: Result) -> Headers:
-    """Return the headers of a .npy answer."""
-    ((_, array),) = result.outputs.items()
-    return [(b"content-type", npy_content_type(array).encode()), _report(result)]
-
-
-def _npz_headers(result: Result) -> Headers:
-    """Return the headers of a .npz answer."""
-    return [(b"content-type", NPZ.encode()), _report(result)]
-
-
 def _refuse_npy(request: Request, problem: Problem) -> None:
     """Raise NotAcceptable unless there is exactly one output, and it is not stored."""
     if len(problem.outputs) > 1:
@@ -276,10 +297,6 @@ def _refuse_npz(request: Request, problem: Problem) -> None:
         )
 
 
-def _report(result: Result) -> tuple[bytes, bytes]:
-    return REPORT_HEADER.lower().encode(), result.report.model_dump_json().encode("ascii")
-
-
 class _Chunks:
     """A file for `zipfile` that collects what is written without copying."""
 
@@ -294,15 +311,6 @@ class _Chunks:
         """Do nothing: nothing is buffered."""
 
 
-def _refuse_nothing(request: Request, problem: Problem) -> None:
-    """Accept everything: safetensors can hold any answer."""
-
-
-def _content_type(media_type: str) -> Callable[[Result], Headers]:
-    headers: Headers = [(b"content-type", media_type.encode())]
-    return lambda _: headers
-
-
 BODY_FORMS: Mapping[str, BodyForm] = {
     form.media_type: form
     for form in (
@@ -314,15 +322,9 @@ BODY_FORMS: Mapping[str, BodyForm] = {
 ANSWER_FORMS: Mapping[str, AnswerForm] = {
     form.media_type: form
     for form in (
-        AnswerForm(JSON, _encode_json, _refuse_json, _content_type(JSON)),
-        AnswerForm(
-            SAFETENSORS,
-            _encode_safetensors,
-            _refuse_nothing,
-            _content_type(SAFETENSORS),
-            streams=True,
-        ),
-        AnswerForm(NPY, _encode_npy, _refuse_npy, _npy_headers, streams=True),
-        AnswerForm(NPZ, _encode_npz, _refuse_npz, _npz_headers),
+        AnswerForm(JSON, _encode_json, _refuse_json),
+        AnswerForm(SAFETENSORS, _encode_safetensors, streams=True),
+        AnswerForm(NPY, _encode_npy, _refuse_npy, streams=True, reports=True),
+        AnswerForm(NPZ, _encode_npz, _refuse_npz, reports=True),
     )
 }

@@ -1,35 +1,26 @@
-"""What the ASGI scope of an exchange holds: its context, and our extensions of ASGI.
+"""What the ASGI scope of an exchange holds: its context, and its connection.
 
-The extensions are zero-copy receiving and sending. Behind any other ASGI server they are missing,
-and bodies and answers are copied part by part.
+The connection is our extension of ASGI, for zero-copy receiving and sending. Behind any other ASGI
+server it is missing, and bodies and answers are copied part by part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from convgrad_service.engine.telemetry.record import RequestContext
 from convgrad_service.http_api.connection_io import ReceiveInto
 
-__all__ = [
-    "CONNECTION",
-    "Connection",
-    "RequestContext",
-    "begin_context",
-    "client_of",
-    "connection_of",
-    "context_headers",
-    "context_of",
-    "http_span",
-]
+__all__ = ["CONNECTION", "Connection", "begin_context", "connection_of", "context_of"]
 
 _KEY = "convgrad.context"
 CONNECTION = "convgrad.connection"
-"""The key of an ASGI scope under which our protocol offers itself."""
+"""The key of an ASGI scope under which our protocol offers the exchange's `Connection`."""
 
 
 def begin_context(scope: MutableMapping[str, Any]) -> RequestContext:
@@ -47,74 +38,67 @@ def context_of(scope: MutableMapping[str, Any]) -> RequestContext:
     return context
 
 
-def context_headers(context: RequestContext) -> list[tuple[bytes, bytes]]:
-    """Return the headers that every answer has."""
-    headers = [
-        (b"x-request-id", context.request_id.encode("latin-1")),
-        (b"server-timing", context.server_timing().encode()),
-    ]
-    if (span := context.traceresponse) is not None:
-        headers.append((b"traceresponse", span.encode()))
-    return headers
+class Connection:
+    """One exchange's use of a connection, whose ``protocol`` is a `protocol.GuardedProtocol`."""
 
-
-def http_span(scope: Scope, context: RequestContext) -> tuple[str, dict[str, Any]]:
-    """Return name and attributes of an exchange's span, by OpenTelemetry's conventions.
-
-    Only paths of operations have spans; those are few, so the path can serve as the route.
-    """
-    method, path = scope["method"], scope["path"]
-    attributes: dict[str, Any] = {
-        "http.request.method": method,
-        "http.route": path,
-        "url.path": path,
-        "url.scheme": scope.get("scheme", "http"),
-        "network.protocol.version": scope.get("http_version", "1.1"),
-        "client.address": client_of(scope),
-        "http.request.body.size": context.received_bytes,
-        "http.response.body.size": context.sent_bytes,
-    }
-    if context.status:  # 0 if the client had gone
-        attributes["http.response.status_code"] = context.status
-    if server := scope.get("server"):
-        attributes["server.address"] = server[0]
-        if server[1] is not None:
-            attributes["server.port"] = server[1]
-    return f"{method} {path}", attributes
-
-
-def client_of(scope: Scope) -> str:
-    """Return the peer's address (the proxy's behind a proxy), or ""."""
-    client = scope.get("client")
-    return client[0] if client else ""
-
-
-class Connection(Protocol):
-    """See `protocol.GuardedProtocol`."""
+    def __init__(self, protocol: Any) -> None:
+        self._protocol = protocol
+        self._landing: ReceiveInto | None = None
+        self.cycle: RequestResponseCycle | None = None
 
     def body_left_bytes(self, content_length: int) -> int:
         """Return how much of the body the parser has not seen, so that `land` may receive it."""
-        ...
+        # If the next request has begun, this one's body has been read. TLS copies the data when
+        # decrypting it anyway.
+        protocol, cycle = self._protocol, self.cycle
+        if cycle is None or protocol.cycle is not cycle or protocol.scheme == "https":
+            return 0
+        if protocol.transport.is_closing():
+            return 0  # nothing would land, nor would `land` notice
+        # After a whole body the parser may hold a part of the next head.
+        is_parsed = cycle.more_body and self._landing is None
+        return content_length - int(protocol.parts_bytes) if is_parsed else 0
 
     def land(self, targets: Sequence[memoryview | int]) -> ReceiveInto:
         """Receive the rest of the current body, whose length is known, into ``targets``."""
-        ...
+        protocol, cycle = self._protocol, self._protocol.cycle
+        landing = self._landing = ReceiveInto(targets, protocol, protocol.begin_again)
+        ahead, cycle.body = cycle.body, bytearray()
+        protocol.turn_to(landing)
+        landing.take(ahead)
+        return landing
 
     def stop_landing(self) -> None:
         """Stop writing to the targets of `land`: drop the rest of the body."""
-        ...
+        assert self._landing is not None  # noqa: S101
+        # Not to the parser, which has not seen what was received in place.
+        protocol, left_bytes = self._protocol, self._landing.left_bytes
+        protocol.turn_to(ReceiveInto([left_bytes], protocol, protocol.begin_again))
 
     def whole_body(self) -> bytearray | None:
         """Return the body if it is complete and no part has been delivered yet; else None."""
-        ...
+        cycle = self.cycle
+        if cycle is None or self._protocol.cycle is not cycle or cycle.more_body:
+            return None
+        return None if cycle.disconnected or cycle.waiting_for_100_continue else cycle.body
 
     def watch(self, gone: Callable[[], None] | None) -> None:
         """Have ``gone`` called if the client closes the connection, until called with None."""
-        ...
+        self._protocol.gone, self._protocol.watching = gone, self.cycle
+        if gone is not None and self._protocol.transport.is_closing():
+            gone()
 
-    def unbuffered(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def unbuffered(self) -> Iterator[None]:
         """Have writes within the block wait until their bytes have been sent."""
-        ...
+        transport = self._protocol.transport
+        if not transport.is_closing():
+            transport.set_write_buffer_limits(high=0)
+        try:
+            yield
+        finally:
+            if not transport.is_closing():
+                transport.set_write_buffer_limits()
 
 
 def connection_of(scope: Scope) -> Connection | None:

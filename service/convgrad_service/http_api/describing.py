@@ -92,6 +92,8 @@ async def answer_layers(request: Request) -> Response:
     for name in query:
         if name not in ("layer", "suite", "batch"):
             raise MalformedRequest(f'unknown field "{name[:64]}"; expected layer, batch or suite')
+        if len(query.getlist(name)) > 1:
+            raise MalformedRequest(f'the query has "{name}" twice')
     if "layer" in query:
         layer = layers.parse(query["layer"])
         if "batch" in query:

@@ -1,32 +1,33 @@
 """JSON bodies: the fields of a request, and the tensors of an answer.
 
 Base64 strings are nearly all of a large body. Long ones are views of the body that are decoded
-once, straight into their tensors' memory. pybase64 encodes straight from the arrays' memory; the
-base64 never becomes a Python string.
+once, block by block, straight into their tensors' memory. Answers are encoded block by block from
+the arrays' memory, when they are sent. The base64 never becomes a Python string.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+import pybase64
 from numpy.typing import NDArray
 
 from convgrad.contract import Operation, Report, refuse_unknown
+from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest, ProblemTooLarge
 from convgrad.wire.json_tensors import FORMS, Base64Text, Form, decode_tensor, encode_tensor
 from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import dtype_of
-from convgrad_service.http_api.base64_tensors import (
-    DeferredBase64,
-    EncodedLater,
-    b64decode,
-    encoded_later,
-)
+from convgrad_service.engine.request import SMALL_BYTES, blank
 from convgrad_service.long_json import LongValues, blocks_of, dumps
 
 __all__ = [
+    "DeferredTensor",
+    "EncodedLater",
     "describe_json_request",
     "described_tensor",
     "json_answer",
@@ -35,6 +36,9 @@ __all__ = [
     "stored_tensor",
 ]
 
+# Fits the cache, and is a multiple of four characters (three bytes).
+_BLOCK_BYTES = 3 * 2**18
+_BLOCK_CHARACTERS = _BLOCK_BYTES // 3 * 4
 _BASE64 = LongValues(
     ("npy", "data"),
     '""',
@@ -190,3 +194,108 @@ def refuse_endless_values(elements: int, form: Form) -> None:
             f'response "values" is for at most {_MAX_VALUES:,} elements and the answer has '
             f'{elements:,}; ask for "npy" or "data"'
         )
+
+
+def b64decode(text: Base64Text) -> bytes:
+    """Decode strict base64, from a string or from the raw text of a JSON string."""
+    try:
+        return pybase64.b64decode(text, validate=True)
+    except ValueError:
+        # JSON allows any character to be escaped; \/ occurs in practice, but rarely.
+        if isinstance(text, str) or b"\\" not in (escaped := bytes(text)):
+            raise
+        return pybase64.b64decode(json.loads(b'"' + escaped + b'"'), validate=True)
+
+
+class DeferredTensor:
+    """A tensor's data, which subclasses read once its destination is known.
+
+    See `convgrad.wire.shapes.Deferred`.
+    """
+
+    def __init__(self, data: memoryview, name: str) -> None:
+        self._data, self._name = data, name
+        self._offset: int | None = None
+
+    @property
+    def used(self) -> bool:
+        """Whether a tensor refers to it."""
+        return self._offset is not None
+
+    def later(self, dtype: DType, shape: tuple[int, ...], offset: int) -> NDArray[Any]:
+        """See `Deferred.later`."""
+        self._offset = offset
+        return blank(shape, dtype, name=self._name)
+
+
+class DeferredBase64(DeferredTensor):
+    """Long base64, not decoded yet.
+
+    The size of invalid base64 may be wrong; then it does not match the shape, or `fill` refuses it.
+    """
+
+    @staticmethod
+    def worth(text: memoryview) -> bool:
+        """Whether a text is long enough to be deferred, and may be base64."""
+        return len(text) > SMALL_BYTES and len(text) % 4 == 0
+
+    def __len__(self) -> int:
+        return len(self._data) // 4 * 3 - bytes(self._data[-2:]).count(b"=")
+
+    def __getitem__(self, part: slice) -> bytes:
+        start, stop, _ = part.indices(len(self))
+        first = start // 3
+        return b64decode(self._data[first * 4 : -(-stop // 3) * 4])[start - 3 * first :][
+            : max(stop - start, 0)
+        ]
+
+    def fill(self, target: NDArray[Any]) -> None:
+        """Decode what follows the offset into a contiguous array of the same size."""
+        assert self._offset is not None  # noqa: S101
+        place = target.reshape(-1).view(np.uint8).data
+        # Blocks start at whole groups; skip what precedes the tensor in the first one.
+        before = self._offset % 3
+        text = self._data[self._offset // 3 * 4 :]
+        end = 0
+        for start in range(0, len(text), _BLOCK_CHARACTERS):
+            block = text[start : start + _BLOCK_CHARACTERS]
+            try:
+                decoded = pybase64.b64decode(block, validate=True)
+            except ValueError:
+                raise self._refusal() from None
+            part = memoryview(decoded)[before:]
+            before = 0
+            # Padding within the text makes a block short.
+            if len(part) > len(place) - end:
+                raise self._refusal()
+            place[end : end + len(part)] = part
+            end += len(part)
+        if end != len(place):
+            raise self._refusal()
+
+    def _refusal(self) -> MalformedRequest:
+        return MalformedRequest(
+            f"{self._name}: its text is not base64 (only A-Z a-z 0-9 + / and the right = padding "
+            "at its end, no line breaks)"
+        )
+
+
+class EncodedLater:
+    """The base64 of some bytes, encoded when it is sent."""
+
+    def __init__(self, part: memoryview) -> None:
+        self._part = part
+
+    def __len__(self) -> int:
+        return -(-len(self._part) // 3) * 4
+
+    def encoded(self) -> bytes:
+        """The text."""
+        return pybase64.b64encode(self._part)
+
+
+def encoded_later(part: bytes | memoryview) -> Iterator[EncodedLater]:
+    """Split ``part`` into blocks whose base64 can be concatenated."""
+    view = memoryview(part).cast("B")
+    for start in range(0, len(view), _BLOCK_BYTES):
+        yield EncodedLater(view[start : start + _BLOCK_BYTES])

@@ -15,23 +15,17 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from convgrad.errors import ServiceError
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import ClientGone
-from convgrad_service.engine.telemetry.record import TRACE_HEADERS, log_exchange
+from convgrad_service.engine.telemetry.record import TRACE_HEADERS, RequestContext, log_exchange
 from convgrad_service.engine.telemetry.record import access as _access
 from convgrad_service.engine.telemetry.tracing import Traces
 from convgrad_service.http_api.connection_io import ReceiveInto
-from convgrad_service.http_api.context import (
-    RequestContext,
-    begin_context,
-    client_of,
-    connection_of,
-    context_headers,
-    http_span,
-)
+from convgrad_service.http_api.context import begin_context, connection_of
 from convgrad_service.http_api.problem_details import internal, problem_details
 from convgrad_service.security.keys import KEY_REFUSALS, KeyRing, require_path
 
@@ -97,15 +91,13 @@ class ExchangeMiddleware:
         self, scope: Scope, receive: Receive, send: Send, context: RequestContext
     ) -> None:
         exchange = _Exchange(scope, receive, send, context, self.pipeline)
+        path = _route_path(scope)
         try:
-            if self.keys is not None and not needs_no_key(scope["path"]):
-                context.caller = self.keys.caller(_authorization(scope))
-                require_path(context.caller, scope["method"], scope["path"])
-            found = self.endpoints.get(scope["path"]) if scope["method"] == "POST" else None
-            if found is None or scope.get("root_path"):
-                await self.app(scope, exchange.receive, exchange.send)
-            else:
-                await found(scope, exchange.receive, exchange.send)
+            if self.keys is not None and not needs_no_key(path):
+                context.caller = self.keys.caller(Headers(scope=scope).get("authorization"))
+                require_path(context.caller, scope["method"], path)
+            found = self.endpoints.get(path) if scope["method"] == "POST" else None
+            await (found or self.app)(scope, exchange.receive, exchange.send)
         except ClientGone:
             context.code = "client-gone"
         except ServiceError as error:
@@ -127,15 +119,15 @@ class ExchangeMiddleware:
         if context.operation is not None or context.code in KEY_REFUSALS:
             self.pipeline.engine.observe(context.record("http"))
         if self.traces is not None:
-            name, attributes = http_span(scope, context)
+            name, attributes = _span(scope, context)
             self.traces.end(context, name, attributes, failed=context.status >= 500)
-        quiet = context.status < 400 and scope["path"].startswith(_QUIET_PATHS)
+        quiet = context.status < 400 and _route_path(scope).startswith(_QUIET_PATHS)
         level = logging.DEBUG if quiet else logging.INFO
         if not _access.isEnabledFor(level):
             return
         if self.traces is None:
             context.trace = _trace(scope)
-        context.client = client_of(scope)
+        context.client = _client(scope)
         path = scope["path"][:200]
         log_exchange(
             level, context, {"method": scope["method"], "path": path, "status": context.status}
@@ -143,18 +135,61 @@ class ExchangeMiddleware:
 
 
 def _trace(scope: Scope) -> dict[str, str]:
-    named = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
-    return {name: value for name, value in named if name in TRACE_HEADERS}
+    return {name: value for name, value in Headers(scope=scope).items() if name in TRACE_HEADERS}
+
+
+def _client(scope: Scope) -> str:
+    """Return the peer's address (the proxy's behind a proxy), or ""."""
+    client = scope.get("client")
+    return client[0] if client else ""
+
+
+def _span(scope: Scope, context: RequestContext) -> tuple[str, dict[str, Any]]:
+    """Return name and attributes of an exchange's span, by OpenTelemetry's conventions.
+
+    Only paths of operations have spans; those are few, so the path can serve as the route.
+    """
+    method, path = scope["method"], scope["path"]
+    attributes: dict[str, Any] = {
+        "http.request.method": method,
+        "http.route": path,
+        "url.path": path,
+        "url.scheme": scope.get("scheme", "http"),
+        "network.protocol.version": scope.get("http_version", "1.1"),
+        "client.address": _client(scope),
+        "http.request.body.size": context.received_bytes,
+        "http.response.body.size": context.sent_bytes,
+    }
+    if context.status:  # 0 if the client had gone
+        attributes["http.response.status_code"] = context.status
+    if server := scope.get("server"):
+        attributes["server.address"] = server[0]
+        if server[1] is not None:
+            attributes["server.port"] = server[1]
+    return f"{method} {path}", attributes
+
+
+def _context_headers(context: RequestContext) -> list[tuple[bytes, bytes]]:
+    """Return the headers that every answer has."""
+    headers = [
+        (b"x-request-id", context.request_id.encode("latin-1")),
+        (b"server-timing", context.server_timing().encode()),
+    ]
+    if (span := context.traceresponse) is not None:
+        headers.append((b"traceresponse", span.encode()))
+    return headers
+
+
+def _route_path(scope: Scope) -> str:
+    """Return the path below that where the application is mounted, as its router does."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
 def needs_no_key(path: str) -> bool:
     """Return whether a path is answered without an API key even by servers that have keys."""
     return path in _OPEN_PATHS or path.startswith(_OPEN_FOLDERS)
-
-
-def _authorization(scope: Scope) -> str | None:
-    values = [value for name, value in scope["headers"] if name == b"authorization"]
-    return values[0].decode("latin-1") if values else None
 
 
 class _Exchange:
@@ -221,7 +256,7 @@ class _Exchange:
             # After a 408 nothing more arrives.
             self._linger = message["status"] != 408 and self._body_unread
         headers: list[Any] = list(message.get("headers", []))
-        headers += context_headers(self._context)
+        headers += _context_headers(self._context)
         # While the server drains, a client that kept its connection would never be sent elsewhere.
         if self._body_unread or self._pipeline.leaving:
             headers.append((b"connection", b"close"))

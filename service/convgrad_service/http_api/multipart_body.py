@@ -23,8 +23,8 @@ from convgrad.wire import npy, strict_json
 from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import checked_dtype
 from convgrad_service.engine.request import Fields
-from convgrad_service.http_api.base64_tensors import DeferredTensor
 from convgrad_service.http_api.body import TextReader
+from convgrad_service.http_api.json_forms import DeferredTensor
 from convgrad_service.http_api.negotiation import content_type_parameters
 
 __all__ = ["MEDIA_TYPE", "MultipartReader", "npy_dtype", "split_form"]

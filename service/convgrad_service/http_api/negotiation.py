@@ -1,13 +1,20 @@
-"""Chooses media types by Content-Type and Accept."""
+"""Reads request headers: Content-Type and Accept, Content-Encoding, numbers of seconds."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
-from convgrad.errors import NotAcceptable, UnsupportedMediaType
+from convgrad.errors import MalformedRequest, NotAcceptable, UnsupportedMediaType
 
-__all__ = ["choose_accepted", "content_type_parameters", "match_content_type"]
+__all__ = [
+    "choose_accepted",
+    "content_type_parameters",
+    "match_content_type",
+    "refuse_encoded",
+    "seconds_in",
+]
 
 _NAME = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _MEDIA_RANGE = re.compile(rf"\s*({_NAME})/({_NAME})\s*")
@@ -66,6 +73,30 @@ def choose_accepted(header: str | None, known: Sequence[str], preferred: str) ->
             f"Accept is {header[:200]!r}; this server answers with {' or '.join(known)}"
         )
     return best
+
+
+def refuse_encoded(content_encoding: str | None) -> None:
+    """Raise UnsupportedMediaType if the body has a Content-Encoding."""
+    encoding = (content_encoding or "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise UnsupportedMediaType(
+            f"the Content-Encoding is {encoding[:64]!r}; expected the body as it is (identity)"
+        )
+
+
+def seconds_in(value: str | None, header: str) -> float | None:
+    """Return the seconds in the value of ``header``; raises MalformedRequest if it is invalid."""
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise MalformedRequest(
+            f"{header} is {value[:64]!r}; expected a number of seconds above zero"
+        )
+    return seconds
 
 
 def _quality(media_type: str, ranges: Sequence[tuple[str, float]]) -> float:

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol over HTTP, but for shared memory.
+"""Inference by the Open Inference Protocol over HTTP.
 
 In a request, ``Inference-Header-Content-Length`` is the size of the JSON that precedes the tensors'
 bytes, which are received straight into place. Without it the whole body is JSON.
@@ -11,16 +11,10 @@ from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import JSONResponse
 from numpy.typing import NDArray
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
-from convgrad.contract import OPERATIONS, Report
-from convgrad.errors import MalformedRequest, NotFound, UnsupportedProblem
-from convgrad.wire import strict_json
-from convgrad.wire.sentences import shown
+from convgrad.contract import Report
+from convgrad.errors import MalformedRequest
 from convgrad_service.engine.execution import (
     Execution,
     Filler,
@@ -28,45 +22,28 @@ from convgrad_service.engine.execution import (
     Result,
     split_at,
 )
-from convgrad_service.engine.hub import call_hub
 from convgrad_service.engine.memory.lease import Lease
-from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import SMALL_BYTES, Decoded, blank
-from convgrad_service.engine.telemetry.request_metrics import RequestMetrics
-from convgrad_service.http_api.body import Text, small_body
+from convgrad_service.http_api.body import Text
 from convgrad_service.http_api.codecs import MAX_KEY_BYTES
-from convgrad_service.http_api.middleware import Endpoints
-from convgrad_service.http_api.shared_memory import shared_memory_router
-from convgrad_service.http_api.transport import Endpoint, HttpTransport
-from convgrad_service.oip.fields import described, operation_named, request_fields
+from convgrad_service.http_api.transport import HttpTransport
+from convgrad_service.oip.fields import described, request_fields
 from convgrad_service.oip.http_json import (
     HttpAnswer,
     encode_answer,
     read_infer_head,
     refuse_in_json,
 )
-from convgrad_service.oip.json_text import NumberList
-from convgrad_service.oip.models import (
-    model_config,
-    model_metadata,
-    model_statistics,
-    repository_index,
-    server_metadata,
-)
 from convgrad_service.oip.request import InferInput, InferRequest, Region, Span
 from convgrad_service.oip.shared_memory import SharedMemory
-from convgrad_service.server.settings import Settings
 
-__all__ = ["InferTransport", "add_oip"]
+__all__ = ["InferTransport"]
 
 _HEADER_LENGTH = b"inference-header-content-length"
 # The JSON before binary data is small, unless it contains numbers too.
 _MAX_HEAD_BYTES = 4 * 2**20
 # An id in first position, as clients write it, without escapes.
 _ID = re.compile(rb'\{"id":"([!#-\[\]-~ ]{0,256})",')
-_MODEL = "/v2/models/{model}"
-_VERSION = "/v2/models/{model}/versions/{version}"
-_MAX_INDEX_BYTES = 4096
 
 
 class InferTransport(HttpTransport):
@@ -221,17 +198,11 @@ def _header_bytes(headers: Mapping[bytes, str], length: int | None) -> int | Non
 
 def _numbers(request: InferRequest) -> dict[str, NDArray[Any] | Filler]:
     """Return the fillers of inputs whose elements are in the JSON."""
-    sources: dict[str, NDArray[Any] | Filler] = {}
-    for tensor in request.inputs:
-        if isinstance(tensor.source, NumberList):
-            sources[tensor.name] = _filler(tensor, tensor.source)
-        elif not isinstance(tensor.source, Span | Region):
-            sources[tensor.name] = tensor.source
-    return sources
-
-
-def _filler(tensor: InferInput, numbers: NumberList) -> Filler:
-    return lambda target: numbers.fill(target, tensor.dtype, name=tensor.name)
+    return {
+        tensor.name: tensor.source
+        for tensor in request.inputs
+        if not isinstance(tensor.source, Span | Region)
+    }
 
 
 def _span_bytes(tensor: InferInput) -> int:
@@ -255,96 +226,3 @@ def _answer_headers(answer: HttpAnswer) -> list[tuple[bytes, bytes]]:
         (b"content-type", b"application/octet-stream"),
         (_HEADER_LENGTH, str(answer.header_bytes).encode()),
     ]
-
-
-def add_oip(app: FastAPI, pipeline: Pipeline, settings: Settings) -> Endpoints:
-    """Add the protocol's routes but for health to ``app``; return its inference endpoints."""
-    memory = SharedMemory(pipeline.engine, settings)
-    app.include_router(_describing(pipeline, memory, settings))
-    app.include_router(shared_memory_router(memory, settings))
-    infer = {
-        name: Endpoint(InferTransport, operation, pipeline, settings)
-        for name, operation in OPERATIONS.items()
-    }
-    for path in (_MODEL, _VERSION):
-        route = Route(f"{path}/infer", _ByModel(infer), methods=["POST"], name="infer")
-        app.router.routes.append(route)
-    return {f"/v2/models/{name}/infer": endpoint for name, endpoint in infer.items()}
-
-
-class _ByModel:
-    """An ASGI application that calls the endpoint of the model that the path names."""
-
-    def __init__(self, endpoints: Mapping[str, Endpoint]) -> None:
-        self._endpoints = endpoints
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        named: Mapping[str, str] = scope["path_params"]
-        operation = operation_named(named["model"], named.get("version", ""))
-        await self._endpoints[operation.name](scope, receive, send)
-
-
-def _describing(pipeline: Pipeline, shared_memory: SharedMemory, settings: Settings) -> APIRouter:
-    router = APIRouter(tags=["open inference protocol"])
-
-    @router.get("/v2", summary="The server's name, version and extensions.")
-    async def server() -> JSONResponse:
-        return JSONResponse(server_metadata(shared_memory.extensions))
-
-    # Before the models' routes, which would take it for a model's name.
-    @router.get("/v2/models/stats", summary="Statistics of all models.")
-    async def all_statistics() -> JSONResponse:
-        return JSONResponse(
-            model_statistics(await call_hub(pipeline.engine, RequestMetrics.statistics), OPERATIONS)
-        )
-
-    @router.get(_VERSION, include_in_schema=False)
-    @router.get(_MODEL, summary="A model's inputs and outputs.")
-    async def metadata(model: str, version: str = "") -> JSONResponse:
-        return JSONResponse(model_metadata(operation_named(model, version).name))
-
-    @router.get(f"{_VERSION}/ready", include_in_schema=False)
-    @router.get(f"{_MODEL}/ready", summary="Whether a model accepts requests.")
-    async def ready(model: str, version: str = "") -> JSONResponse:
-        if model != settings.service_name:
-            operation_named(model, version)
-        pipeline.require_ready()
-        return JSONResponse({"name": model, "ready": True})
-
-    @router.get(f"{_VERSION}/config", include_in_schema=False)
-    @router.get(f"{_MODEL}/config", summary="A model's configuration, in Triton's format.")
-    async def config(model: str, version: str = "") -> JSONResponse:
-        return JSONResponse(model_config(operation_named(model, version).name))
-
-    @router.get(f"{_VERSION}/stats", include_in_schema=False)
-    @router.get(f"{_MODEL}/stats", summary="Statistics of one model.")
-    async def statistics(model: str, version: str = "") -> JSONResponse:
-        operation = operation_named(model, version)
-        counts = await call_hub(pipeline.engine, RequestMetrics.statistics)
-        return JSONResponse(model_statistics(counts, [operation.name]))
-
-    @router.post("/v2/repository/index", summary="All models, and whether they accept requests.")
-    async def index(request: Request) -> JSONResponse:
-        only_ready = _only_ready(await small_body(request, settings, _MAX_INDEX_BYTES))
-        return JSONResponse(repository_index(pipeline.unready_reason, only_ready=only_ready))
-
-    @router.post("/v2/repository/models/{model}/load", include_in_schema=False)
-    @router.post("/v2/repository/models/{model}/unload", include_in_schema=False)
-    async def control(model: str) -> JSONResponse:
-        operation_named(model)
-        raise UnsupportedProblem(
-            "models are this server's operations, which cannot be loaded or unloaded"
-        )
-
-    return router
-
-
-def _only_ready(body: bytes) -> bool:
-    """Return whether only ready models are requested."""
-    fields: dict[str, Any] = strict_json.loads_object(body, "the request") if body else {}
-    if repository := fields.get("repository_name"):
-        raise NotFound(f"there is no repository {shown(repository)}; the only one has no name")
-    ready = fields.get("ready", False)
-    if not isinstance(ready, bool):
-        raise MalformedRequest(f"ready: expected true or false, got {shown(ready)}")
-    return ready

@@ -36,14 +36,12 @@ def named_schemas() -> dict[str, Any]:
         schemas[kind] = {"title": kind, "oneOf": [{"$ref": REF.format(name)} for name in forms]}
     dtype = {"type": "string", "enum": [each.value for each in _KINDS["Tensor"]]}
     shape = {"type": "array", "items": {"type": "integer", "minimum": 0}}
-    schemas["StoredOutput"] = {
-        "title": "StoredOutput",
-        "description": "An output that is stored instead of sent.",
-        "type": "object",
-        "properties": {"stored": _TEXT, "dtype": dtype, "shape": shape},
-        "required": ["stored", "dtype", "shape"],
-        "additionalProperties": False,
-    }
+    schemas["StoredOutput"] = _object(
+        "StoredOutput",
+        {"stored": _TEXT, "dtype": dtype, "shape": shape},
+        description="An output that is stored instead of sent.",
+        additionalProperties=False,
+    )
     sent = [
         form for form in schemas["Tensor"]["oneOf"] if not form["$ref"].endswith("/StoredTensor")
     ]
@@ -51,18 +49,11 @@ def named_schemas() -> dict[str, Any]:
         "title": "OutputTensor",
         "oneOf": [*sent, {"$ref": REF.format("StoredOutput")}],
     }
-    schemas["StoredTensorDescription"] = {
-        "title": "StoredTensorDescription",
-        "type": "object",
-        "properties": {
-            "name": _TEXT,
-            "dtype": dtype,
-            "shape": shape,
-            "bytes": {"type": "integer"},
-            "expires_in_s": {"type": "number"},
-        },
-        "required": ["name", "dtype", "shape"],
-    }
+    described = {"name": _TEXT, "dtype": dtype, "shape": shape}
+    more = {"bytes": {"type": "integer"}, "expires_in_s": {"type": "number"}}
+    schemas["StoredTensorDescription"] = _object(
+        "StoredTensorDescription", described | more, required=list(described)
+    )
     problem = {
         "type": _TEXT,
         "title": _TEXT,
@@ -72,14 +63,13 @@ def named_schemas() -> dict[str, Any]:
         "request_id": _TEXT,
         "error": {**_TEXT, "description": "The same as detail."},
     }
-    schemas["Problem"] = {
-        "title": "Problem",
-        "description": "An error (RFC 9457).",
-        "type": "object",
-        "properties": problem,
-        "required": list(problem),
-    }
+    schemas["Problem"] = _object("Problem", problem, description="An error (RFC 9457).")
     return schemas
+
+
+def _object(title: str, properties: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    described = {"title": title, "type": "object", "properties": properties}
+    return {**described, "required": list(properties), **more}
 
 
 def with_named_tensors(schema: Any) -> Any:

@@ -69,6 +69,7 @@ def from_http_exception(error: HTTPException, method: str, path: str) -> Service
     if error.status_code == 404:
         return NotFound(f"no resource at {path[:200]!r}; GET /operations lists the operations")
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "another method")
+        # Starlette lists a set, in any order.
+        allowed = ", ".join(sorted((error.headers or {})["Allow"].split(", ")))
         return MethodNotAllowed(f"{path[:200]} takes {allowed}, not {method}")
     return MalformedRequest(str(error.detail))

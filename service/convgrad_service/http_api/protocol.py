@@ -6,21 +6,21 @@ Its limits are in `protocol_limits`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, ClassVar, cast
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from convgrad.errors import MalformedRequest
-from convgrad_service.http_api.connection_io import CoalescedWriter, ReadInParts, ReceiveInto
-from convgrad_service.http_api.context import CONNECTION
+from convgrad_service.http_api.connection_io import CoalescedWriter, ReadInParts
+from convgrad_service.http_api.context import CONNECTION, Connection
 from convgrad_service.http_api.protocol_limits import HeadRefused, LimitedProtocol, check_head
-from convgrad_service.http_api.request_head_cache import RequestHeadCache
 from convgrad_service.server.settings import Settings
 
-__all__ = ["GuardedProtocol", "guarded_protocol"]
+__all__ = ["GuardedProtocol", "RequestHead", "RequestHeadCache", "guarded_protocol"]
 
 # A body of more parts than this is refused if they are smaller than this on average: it would take
 # a call of the parser for every byte or two.
@@ -28,6 +28,108 @@ _MANY_PARTS, _SMALL_PART_BYTES = 4096, 64
 
 # Limit of pipelined requests.
 _MAX_SENT_AHEAD = 16
+
+# Of the cache of heads. The id is as the client SDK writes it.
+_END = b"\r\n\r\n"
+_ID = re.compile(rb"\r\n[Xx]-[Rr]equest-[Ii]d: ([0-9A-Za-z-]{1,128})\r\n")
+_MAX_HEAD_BYTES, _MOST = 2048, 256
+_ID_NAME = b"x-request-id"
+_UNUSUAL = frozenset({b"expect", b"transfer-encoding", b"upgrade", b"connection"})
+
+
+class RequestHead(NamedTuple):
+    """A parsed head: a POST in HTTP/1.1 on a keep-alive connection."""
+
+    raw_path: bytes
+    path: str
+    query: bytes
+    headers: tuple[tuple[bytes, bytes], ...]
+    body_bytes: int
+    id_at: int | None
+    """Which of the headers is the request's id, if there is one."""
+
+    def scope(self, request_id: bytes) -> dict[str, Any]:
+        """Return the fields of an ASGI scope for a request with this id."""
+        headers = list(self.headers)
+        if self.id_at is not None:
+            headers[self.id_at] = _ID_NAME, request_id
+        return {
+            "http_version": "1.1",
+            "method": "POST",
+            "path": self.path,
+            "raw_path": self.raw_path,
+            "query_string": self.query,
+            "headers": headers,
+        }
+
+
+class RequestHeadCache:
+    """The latest heads, of all connections of a process, by their exact bytes.
+
+    A client sends the same head with every request but for its id, and parsing it, with a callback
+    into Python for each header, takes longer than computing a small problem.
+    """
+
+    def __init__(self) -> None:
+        self._heads: OrderedDict[tuple[bytes, ...], RequestHead] = OrderedDict()
+
+    def find(self, data: bytes) -> tuple[RequestHead, bytes, int] | None:
+        """Return the cached head of ``data``, the request's id, and where the body begins."""
+        split = _split(data)
+        if split is None:
+            return None
+        key, request_id, end = split
+        known = self._heads.get(key)
+        if known is None:
+            return None
+        self._heads.move_to_end(key)
+        return known, request_id, end
+
+    def learn(
+        self,
+        data: bytes,
+        raw_path: bytes,
+        path: str,
+        query: bytes,
+        headers: list[tuple[bytes, bytes]],
+    ) -> None:
+        """Cache the parsed head that ``data`` begins with."""
+        split = _split(data)
+        if split is None:
+            return
+        key, request_id, end = split
+        head = data[:end]
+        names = [name for name, _ in headers]
+        length = dict(headers).get(b"content-length", b"")
+        # Exactly one line per header and one for the request: nothing folded or omitted.
+        lines = head.count(b"\r\n")
+        plain = lines == head.count(b"\n") == head.count(b"\r") == len(headers) + 2
+        ids = [at for at, name in enumerate(names) if name == _ID_NAME]
+        if (
+            not plain
+            or len(ids) != (1 if request_id else 0)
+            or len(set(names)) != len(names)
+            or not (length.isdigit() and len(length) < 10)
+            or _UNUSUAL.intersection(names)
+        ):
+            return
+        known = RequestHead(
+            raw_path, path, query, tuple(headers), int(length), ids[0] if ids else None
+        )
+        self._heads[key] = known
+        if len(self._heads) > _MOST:
+            self._heads.popitem(last=False)
+
+
+def _split(data: bytes) -> tuple[tuple[bytes, ...], bytes, int] | None:
+    """Split a head into what surrounds its id, the id, and the head's end."""
+    end = data.find(_END, 0, _MAX_HEAD_BYTES) + len(_END)
+    if end < len(_END) or not data.startswith(b"POST "):
+        return None
+    found = _ID.search(data, 0, end)
+    if found is None:
+        return (data[:end],), b"", end
+    return (data[: found.start()], data[found.end() : end]), found[1], end
 
 
 class GuardedProtocol(LimitedProtocol):
@@ -113,7 +215,7 @@ class GuardedProtocol(LimitedProtocol):
         self._unset_keepalive_if_required()
         self._end_head()
         self.parts_bytes = known.body_bytes
-        exchange = _Exchange(self)
+        exchange = Connection(self)
         scope: dict[str, Any] = {
             "type": "http",
             "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
@@ -178,8 +280,8 @@ class GuardedProtocol(LimitedProtocol):
         except HeadRefused as error:
             self._refusal = error
             raise
-        # Extensions of ASGI; see context.Connection.
-        exchange = cast(dict[str, Any], self.scope)[CONNECTION] = _Exchange(self)
+        # Extensions of ASGI; see `Connection`.
+        exchange = cast(dict[str, Any], self.scope)[CONNECTION] = Connection(self)
         if len(self.pipeline) >= _MAX_SENT_AHEAD:
             # One read may hold ten thousand tiny requests, all of which would be prepared here.
             raise ValueError("too many requests sent ahead")
@@ -238,63 +340,6 @@ class GuardedProtocol(LimitedProtocol):
         self.transport.set_protocol(protocol)
         self.transport.resume_reading()
         self.flow.read_paused = False
-
-
-class _Exchange:
-    """One exchange on a connection; see `context.Connection`."""
-
-    def __init__(self, protocol: GuardedProtocol) -> None:
-        self._protocol = protocol
-        self._landing: ReceiveInto | None = None
-        self.cycle: RequestResponseCycle | None = None
-
-    def body_left_bytes(self, content_length: int) -> int:
-        # If the next request has begun, this one's body has been read. TLS copies the data when
-        # decrypting it anyway.
-        protocol, cycle = self._protocol, self.cycle
-        if cycle is None or protocol.cycle is not cycle or protocol.scheme == "https":
-            return 0
-        if protocol.transport.is_closing():
-            return 0  # nothing would land, nor would `land` notice
-        # After a whole body the parser may hold a part of the next head.
-        is_parsed = cycle.more_body and self._landing is None
-        return content_length - protocol.parts_bytes if is_parsed else 0
-
-    def land(self, targets: Sequence[memoryview | int]) -> ReceiveInto:
-        protocol, cycle = self._protocol, self._protocol.cycle
-        landing = self._landing = ReceiveInto(targets, protocol, protocol.begin_again)
-        ahead, cycle.body = cycle.body, bytearray()
-        protocol.turn_to(landing)
-        landing.take(ahead)
-        return landing
-
-    def stop_landing(self) -> None:
-        assert self._landing is not None  # noqa: S101
-        # Not to the parser, which has not seen what was received in place.
-        protocol, left_bytes = self._protocol, self._landing.left_bytes
-        protocol.turn_to(ReceiveInto([left_bytes], protocol, protocol.begin_again))
-
-    def whole_body(self) -> bytearray | None:
-        cycle = self.cycle
-        if cycle is None or self._protocol.cycle is not cycle or cycle.more_body:
-            return None
-        return None if cycle.disconnected or cycle.waiting_for_100_continue else cycle.body
-
-    def watch(self, gone: Callable[[], None] | None) -> None:
-        self._protocol.gone, self._protocol.watching = gone, self.cycle
-        if gone is not None and self._protocol.transport.is_closing():
-            gone()
-
-    @contextmanager
-    def unbuffered(self) -> Iterator[None]:
-        transport = self._protocol.transport
-        if not transport.is_closing():
-            transport.set_write_buffer_limits(high=0)
-        try:
-            yield
-        finally:
-            if not transport.is_closing():
-                transport.set_write_buffer_limits()
 
 
 def guarded_protocol(settings: Settings) -> type[GuardedProtocol]:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from functools import partial
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import numpy as np
 from numpy.typing import NDArray
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest
 from convgrad.wire import npy, safetensors
 from convgrad.wire.json_tensors import encode_tensor
@@ -26,19 +23,24 @@ from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.scheduling.quotas import Ticket, acquired
 from convgrad_service.engine.shm.stored import TensorStore
 from convgrad_service.http_api.body import Body, BodyLimits
-from convgrad_service.http_api.codecs import JSON, NPY, SAFETENSORS, npy_content_type
+from convgrad_service.http_api.codecs import JSON, NPY, SAFETENSORS, Chunk, npy_content_type
 from convgrad_service.http_api.context import connection_of, context_of
 from convgrad_service.http_api.json_forms import described_tensor, parse_json_body
 from convgrad_service.http_api.multipart_body import npy_dtype
-from convgrad_service.http_api.negotiation import choose_accepted, match_content_type
-from convgrad_service.http_api.response import Chunk, refuse_encoded, seconds_in, send_chunks
+from convgrad_service.http_api.negotiation import (
+    choose_accepted,
+    match_content_type,
+    refuse_encoded,
+    seconds_in,
+)
+from convgrad_service.http_api.transport import send_chunks
 from convgrad_service.problems.base import TensorSpec
 from convgrad_service.server.settings import Settings
 
 __all__ = ["stored_routes"]
 
 _MEDIA_TYPES = (JSON, SAFETENSORS, NPY)
-_Reader = Callable[[Body, Ticket | None], AbstractAsyncContextManager[tuple[TensorSpec, Lease]]]
+_WHAT = "the tensor"
 
 
 def stored_routes(pipeline: Pipeline, settings: Settings) -> list[BaseRoute]:
@@ -48,9 +50,7 @@ def stored_routes(pipeline: Pipeline, settings: Settings) -> list[BaseRoute]:
         owner = context_of(request.scope).owner
         tensors = [
             {
-                "name": info.name,
-                "dtype": info.spec.dtype.value,
-                "shape": list(info.spec.shape),
+                **_described(info.name, info.spec),
                 "bytes": info.spec.size_bytes,
                 "expires_in_s": round(info.expires_in_s, 3),
             }
@@ -58,89 +58,84 @@ def stored_routes(pipeline: Pipeline, settings: Settings) -> list[BaseRoute]:
         ]
         return JSONResponse({"tensors": tensors})
 
-    async def drop(request: Request) -> Response:
-        owner = context_of(request.scope).owner
-        await call_hub(pipeline.engine, TensorStore.drop, owner, request.path_params["name"])
-        return JSONResponse({})
-
-    one = "/tensors/{name}"
+    one = _StoredTensor(pipeline, settings)
     return [
         Route("/tensors", listed, methods=["GET"], name="tensors"),
-        Route(one, drop, methods=["DELETE"], name="drop"),
-        Route(one, _Put(pipeline, settings), methods=["PUT"], name="put"),
-        Route(one, _Get(pipeline), methods=["GET"], name="get"),
+        # One route, so that a 405 names all methods.
+        Route("/tensors/{name}", one, methods=["GET", "PUT", "DELETE"], name="tensor"),
     ]
 
 
-class _Put:
-    """An ASGI application that stores the tensor in a body."""
+class _StoredTensor:
+    """An ASGI application that stores, sends or deletes the tensor that the path names."""
 
     def __init__(self, pipeline: Pipeline, settings: Settings) -> None:
-        self._pipeline, self._settings = pipeline, settings
+        self._pipeline, self._engine, self._settings = pipeline, pipeline.engine, settings
+        self._methods = {"GET": self._get, "PUT": self._put, "DELETE": self._delete}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        name = scope["path_params"]["name"]
-        headers = Headers(scope=scope)
+        method = self._methods[scope["method"]]
+        await method(Request(scope, receive), send)
+
+    async def _delete(self, request: Request, send: Send) -> None:
+        owner, name = context_of(request.scope).owner, request.path_params["name"]
+        await call_hub(self._engine, TensorStore.drop, owner, name)
+        await JSONResponse({})(request.scope, request.receive, send)
+
+    async def _put(self, request: Request, send: Send) -> None:
+        name, headers, context = (
+            request.path_params["name"],
+            request.headers,
+            context_of(request.scope),
+        )
         refuse_encoded(headers.get("content-encoding"))
         content_type = headers.get("content-type")
         media_type = match_content_type(content_type, _MEDIA_TYPES)
         lives_s = seconds_in(headers.get("x-time-to-live"), "X-Time-To-Live")
         settings = self._settings
         max_bytes = settings.max_json_bytes if media_type == JSON else settings.max_body_bytes
-        limits = BodyLimits.of(settings, max_bytes, self._pipeline.engine)
-        length = headers.get("content-length")
-        body = Body.of(scope, receive, limits, None if length is None else int(length))
-        engine = self._pipeline.engine
-        readers: Mapping[str, _Reader] = {
-            JSON: self._from_json,
-            SAFETENSORS: self._from_safetensors,
-            NPY: partial(self._from_npy, dtype=npy_dtype(content_type or "", "the tensor")),
-        }
-        taken = readers[media_type]
-        caller = context_of(scope).caller
-        async with (
-            acquired(engine, caller) as ticket,
-            taken(body, ticket) as (spec, lease),
-        ):
-            made = await call_hub(engine, TensorStore.allocate, {name: spec}, lives_s)
-            try:
-                await call_hub(engine, TensorStore.write, made[name], lease.offset)
-                await call_hub(engine, TensorStore.commit, context_of(scope).owner, made)
-            except BaseException:
-                await abandon(engine, made)
-                raise
-        stored = {"name": name, "dtype": spec.dtype.value, "shape": list(spec.shape)}
-        await JSONResponse(stored)(scope, receive, send)
+        body = Body.of(request, BodyLimits.of(settings, max_bytes, self._engine))
+        async with acquired(self._engine, context.caller) as ticket:
+            if media_type == JSON:
+                taken = self._from_json(body, ticket)
+            else:
+                taken = self._from_file(body, ticket, media_type, content_type or "")
+            async with taken as (spec, lease):
+                made = await call_hub(self._engine, TensorStore.allocate, {name: spec}, lives_s)
+                try:
+                    await call_hub(self._engine, TensorStore.write, made[name], lease.offset)
+                    await call_hub(self._engine, TensorStore.commit, context.owner, made)
+                except BaseException:
+                    await abandon(self._engine, made)
+                    raise
+        await JSONResponse(_described(name, spec))(request.scope, request.receive, send)
 
     @asynccontextmanager
-    async def _from_safetensors(
-        self, body: Body, ticket: Ticket | None
+    async def _from_file(
+        self, body: Body, ticket: Ticket | None, media_type: str, content_type: str
     ) -> AsyncIterator[tuple[TensorSpec, Lease]]:
-        data_offset = safetensors.header_bytes(await body.at_least(8))
-        head = memoryview(await body.at_least(data_offset))[:data_offset]
-        layout = safetensors.layout(head, None)
-        if len(layout.tensors) != 1:
-            raise MalformedRequest(
-                f"expected a body with exactly one tensor, got {len(layout.tensors)} tensors"
-            )
-        body.refuse_over_limit(data_offset + layout.data_bytes)
-        (placed,) = layout.tensors.values()
-        async with self._room(TensorSpec(placed.shape, placed.dtype), ticket) as (lease, array):
-            await body.into([data_view(array)], skip=data_offset)
-            yield TensorSpec(placed.shape, placed.dtype), lease
-
-    @asynccontextmanager
-    async def _from_npy(
-        self, body: Body, ticket: Ticket | None, dtype: DType | None
-    ) -> AsyncIterator[tuple[TensorSpec, Lease]]:
-        data_offset = npy.header_bytes(await body.at_least(12), name="the tensor")
-        head = memoryview(await body.at_least(data_offset))[:data_offset]
-        found = npy.layout(head, name="the tensor", dtype=dtype)
-        spec = TensorSpec(found.shape, found.dtype)
-        body.refuse_over_limit(data_offset + spec.size_bytes)
+        """Receive a safetensors or .npy file straight into memory."""
+        fortran_order = False
+        if media_type == NPY:
+            dtype = npy_dtype(content_type, _WHAT)
+            head_bytes = npy.header_bytes(await body.at_least(12), name=_WHAT)
+            head = memoryview(await body.at_least(head_bytes))[:head_bytes]
+            found = npy.layout(head, name=_WHAT, dtype=dtype)
+            spec, fortran_order = TensorSpec(found.shape, found.dtype), found.fortran_order
+        else:
+            head_bytes = safetensors.header_bytes(await body.at_least(8))
+            head = memoryview(await body.at_least(head_bytes))[:head_bytes]
+            tensors = safetensors.layout(head, None).tensors
+            if len(tensors) != 1:
+                raise MalformedRequest(
+                    f"expected a body with exactly one tensor, got {len(tensors)} tensors"
+                )
+            (placed,) = tensors.values()
+            spec = TensorSpec(placed.shape, placed.dtype)
+        body.refuse_over_limit(head_bytes + spec.size_bytes)
         async with self._room(spec, ticket) as (lease, array):
-            await body.into([data_view(array)], skip=data_offset)
-            if found.fortran_order:
+            await body.into([data_view(array)], skip=head_bytes)
+            if fortran_order:
                 await self._pipeline.in_thread(lambda: _put_in_c_order(array), lease)
             yield spec, lease
 
@@ -148,9 +143,9 @@ class _Put:
     async def _from_json(
         self, body: Body, ticket: Ticket | None
     ) -> AsyncIterator[tuple[TensorSpec, Lease]]:
-        text = await body.whole(self._pipeline.engine)
+        text = await body.whole(self._engine)
         try:
-            described, fill = described_tensor(parse_json_body(text.data), "the tensor")
+            described, fill = described_tensor(parse_json_body(text.data), _WHAT)
             spec = TensorSpec(described.shape, dtype_of(described))
             async with self._room(spec, ticket) as (lease, array):
                 await self._pipeline.in_thread(
@@ -174,53 +169,47 @@ class _Put:
             )
         if ticket is not None:
             await ticket.charge(spec.size_bytes)
-        engine = self._pipeline.engine
-        lease = await leased(engine.reserve(spec.size_bytes))
+        lease = await leased(self._engine.reserve(spec.size_bytes))
         try:
-            yield lease, engine.arena.array(lease.offset, spec)
+            yield lease, self._engine.arena.array(lease.offset, spec)
         finally:
             lease.release()
 
-
-class _Get:
-    """An ASGI application that answers with a stored tensor."""
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        name, plane = scope["path_params"]["name"], self._pipeline
-        accept = ",".join(Headers(scope=scope).getlist("accept"))
+    async def _get(self, request: Request, send: Send) -> None:
+        name, in_thread = request.path_params["name"], self._pipeline.in_thread
+        accept = ",".join(request.headers.getlist("accept"))
         media_type = choose_accepted(accept, _MEDIA_TYPES, SAFETENSORS)
-        owner = context_of(scope).owner
-        spec, part = (await call_hub(plane.engine, TensorStore.find, owner, [name]))[name]
-        lease = await leased(plane.engine.reserve(spec.size_bytes))
+        owner = context_of(request.scope).owner
+        spec, part = (await call_hub(self._engine, TensorStore.find, owner, [name]))[name]
+        lease = await leased(self._engine.reserve(spec.size_bytes))
         try:
-            await call_hub(plane.engine, TensorStore.read, part, lease.offset)
-            array = plane.engine.arena.array(lease.offset, spec)
+            await call_hub(self._engine, TensorStore.read, part, lease.offset)
+            array = self._engine.arena.array(lease.offset, spec)
             chunks: list[Chunk]
             if media_type == SAFETENSORS:
                 chunks = [*safetensors.encode({name: array}, {})]
             elif media_type == NPY:
                 media_type, chunks = npy_content_type(array), [*npy.encode(array)]
             else:
-                chunks = await plane.in_thread(lambda: _as_json(array), lease)
+                chunks = await in_thread(
+                    lambda: [JSONResponse(encode_tensor(array, "npy")).body], lease
+                )
             await send_chunks(
                 send,
                 [(b"content-type", media_type.encode()), (b"vary", b"accept")],
                 chunks,
-                connection=connection_of(scope),
-                in_thread=plane.in_thread,
+                connection=connection_of(request.scope),
+                in_thread=in_thread,
             )
         finally:
             lease.release()
+
+
+def _described(name: str, spec: TensorSpec) -> dict[str, object]:
+    return {"name": name, "dtype": spec.dtype.value, "shape": list(spec.shape)}
 
 
 def _put_in_c_order(array: NDArray[np.generic]) -> None:
     """Reorder elements that were sent in Fortran order."""
     as_it_came = array.reshape(array.shape[::-1])
     array[...] = as_it_came.T.copy()
-
-
-def _as_json(array: NDArray[np.generic]) -> list[Chunk]:
-    return [JSONResponse(encode_tensor(array, "npy")).body]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -23,21 +23,33 @@ from convgrad_service.engine.memory.lease import Lease
 from convgrad_service.engine.pipeline import Pipeline, Transport
 from convgrad_service.engine.request import SMALL_BYTES, ClientGone, ComputeRequest, Decoded
 from convgrad_service.http_api.body import Body, BodyLimits
-from convgrad_service.http_api.codecs import ANSWER_FORMS, BODY_FORMS, AnswerForm, BodyForm
-from convgrad_service.http_api.context import CONNECTION, Connection, connection_of, context_of
-from convgrad_service.http_api.negotiation import choose_accepted, match_content_type
-from convgrad_service.http_api.problem_details import Headers as HeaderList
-from convgrad_service.http_api.response import (
+from convgrad_service.http_api.codecs import (
+    ANSWER_FORMS,
+    BODY_FORMS,
+    AnswerForm,
+    Arriving,
+    BodyForm,
     Chunk,
+)
+from convgrad_service.http_api.context import CONNECTION, Connection, connection_of, context_of
+from convgrad_service.http_api.json_forms import EncodedLater
+from convgrad_service.http_api.negotiation import (
+    choose_accepted,
+    match_content_type,
     refuse_encoded,
     seconds_in,
-    send_chunks,
 )
+from convgrad_service.http_api.problem_details import Headers
 from convgrad_service.server.settings import Settings
 
-__all__ = ["BodyTransport", "Endpoint", "HttpTransport", "OperationTransport"]
+__all__ = ["BodyTransport", "Endpoint", "HttpTransport", "OperationTransport", "send_chunks"]
 
 T = TypeVar("T")
+Wait = Callable[[Coroutine[Any, Any, int]], Awaitable[int]]
+
+# Size of one write: large enough to be efficient, small enough that the protocol soon notices a
+# client that stops reading.
+_SEND_BYTES = 2**20
 
 
 class Endpoint:
@@ -108,7 +120,7 @@ class HttpTransport(Transport):
     def body(self, max_bytes: int) -> Body:
         """Return the request's body, of at most ``max_bytes``."""
         limits = BodyLimits.of(self._settings, max_bytes, self.pipeline.engine)
-        self._received = Body.of(self._scope, self._receive, limits, self.request.body_bytes)
+        self._received = Body(self._receive, self.request.body_bytes, limits, self._scope)
         return self._received
 
     def watch(self, gone: Callable[[], None] | None) -> None:
@@ -120,7 +132,7 @@ class HttpTransport(Transport):
         elif self._leaving is not None:
             self._leaving.cancel()
 
-    async def respond(self, headers: HeaderList, chunks: Sequence[Chunk]) -> None:
+    async def respond(self, headers: Headers, chunks: Sequence[Chunk]) -> None:
         """Send a 200 with these headers and the chunks as its body."""
         await send_chunks(
             self._send,
@@ -222,10 +234,63 @@ class OperationTransport(BodyTransport):
                 execution.lease,
                 inline=small <= SMALL_BYTES,
             )
-        await self.respond([*form.headers(result), (b"vary", b"accept")], chunks)
+        await self.respond(form.headers(result), chunks)
 
 
 @lru_cache(maxsize=256)
 def _forms(content_type: str | None, accept: str) -> tuple[BodyForm, AnswerForm]:
     came_in = BODY_FORMS[match_content_type(content_type, tuple(BODY_FORMS))]
     return came_in, ANSWER_FORMS[choose_accepted(accept, tuple(ANSWER_FORMS), came_in.answered)]
+
+
+async def send_chunks(
+    send: Send,
+    headers: Headers,
+    chunks: Sequence[Chunk],
+    *,
+    connection: Connection | None = None,
+    in_thread: Callable[[Callable[[], bytes]], Awaitable[bytes]] | None = None,
+    waiting: Wait | None = None,
+) -> None:
+    """Send a 200 with these headers, Content-Length, and the chunks as its body.
+
+    When it returns, nothing refers to the chunks' memory any more: they have been sent, or copied
+    if the server offers no ``connection`` that reports completion. ``in_thread`` runs deferred
+    encoding. ``waiting`` awaits what is still being computed.
+    """
+    length = sum(len(chunk) for chunk in chunks)
+    headers = [*headers, (b"content-length", str(length).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    if length <= SMALL_BYTES:
+        body = b"".join(_made(chunk) for chunk in chunks)
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+        return
+    with contextlib.nullcontext() if connection is None else connection.unbuffered():
+        for chunk in chunks:
+            if isinstance(chunk, EncodedLater):
+                made = chunk.encoded() if in_thread is None else await in_thread(chunk.encoded)
+                await send({"type": "http.response.body", "body": made, "more_body": True})
+                continue
+            data = chunk.data if isinstance(chunk, Arriving) else memoryview(chunk).cast("B")
+            at = 0
+            while at < len(data):
+                end = len(data)
+                if isinstance(chunk, Arriving):
+                    coming = chunk.until(at + 1)
+                    end = await (coming if waiting is None else waiting(coming))
+                for part in _parts(data[at:end]):
+                    sent = bytes(part) if connection is None else part
+                    await send({"type": "http.response.body", "body": sent, "more_body": True})
+                at = end
+        # Unbuffered, so this waits until everything before it has been sent.
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _made(chunk: Chunk) -> bytes | memoryview:
+    if isinstance(chunk, Arriving):
+        raise TypeError("nothing small is sent before it is computed")
+    return chunk.encoded() if isinstance(chunk, EncodedLater) else chunk
+
+
+def _parts(view: memoryview) -> Iterable[memoryview]:
+    return (view[at : at + _SEND_BYTES] for at in range(0, len(view), _SEND_BYTES))

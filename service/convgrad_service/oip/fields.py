@@ -14,8 +14,7 @@ from convgrad.errors import MalformedRequest, NotFound
 from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import Buffer
 from convgrad_service.engine.request import blank
-from convgrad_service.oip.json_text import NumberList
-from convgrad_service.oip.request import InferInput, InferRequest, Region, Span, parsed
+from convgrad_service.oip.request import InferInput, InferRequest, Span, parsed
 
 __all__ = [
     "VERSION",
@@ -95,9 +94,9 @@ def _agree(given: Any, named: Any) -> bool:
 def described(tensor: InferInput) -> NDArray[Any]:
     """Return an input's array if it was sent as JSON, else a blank of its shape and dtype."""
     source = tensor.source
-    if isinstance(source, Span | Region | NumberList):
-        return blank(tensor.shape, tensor.dtype, name=tensor.name)
-    return source
+    if isinstance(source, np.ndarray):
+        return source
+    return blank(tensor.shape, tensor.dtype, name=tensor.name)
 
 
 def tensor_in(buffer: Buffer, tensor: InferInput) -> NDArray[Any]:

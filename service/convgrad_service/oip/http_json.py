@@ -2,6 +2,7 @@
 
 With the extension the JSON comes first in a body, followed by the bytes of the tensors; without it
 the JSON is the whole body, and holds the elements as numbers.
+Long lists of numbers are parsed later, in blocks.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from numpy.typing import NDArray
@@ -16,12 +18,13 @@ from numpy.typing import NDArray
 from convgrad.contract import Operation, Report
 from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest, ProblemTooLarge
+from convgrad.wire import strict_json
 from convgrad.wire.json_values import array_from_values, values_from_array
 from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import checked_shape, data_view, dtype_of, reshaped
-from convgrad_service.long_json import blocks_of, dumps
-from convgrad_service.oip.fields import VERSION
-from convgrad_service.oip.json_text import NumberList, parse_request_text
+from convgrad_service.engine.execution import Filler
+from convgrad_service.long_json import LongValues, blocks_of, dumps
+from convgrad_service.oip.fields import VERSION, operation_named
 from convgrad_service.oip.request import (
     IN_JSON,
     InferInput,
@@ -29,9 +32,10 @@ from convgrad_service.oip.request import (
     InferRequest,
     Span,
     dtype_named,
+    input_region,
     known_keys,
+    output_region,
     protocol_name,
-    region_of,
     separated,
     size_of,
 )
@@ -45,6 +49,70 @@ _OUTPUT_KEYS = ("name", "parameters")
 # A number in JSON takes about twenty characters and a microsecond.
 _MAX_NUMBERS = 2**20
 _ASK = 'ask for binary data with the parameter "binary_data_output": true'
+# A block takes the parser a few milliseconds, in which no other thread runs.
+_BLOCK_BYTES = 64 * 1024
+
+
+class _NumberList:
+    """A long flat list of JSON numbers, not parsed yet; ``text`` is what its brackets enclose."""
+
+    def __init__(self, text: memoryview) -> None:
+        self._text = text
+
+    def check(self, shape: tuple[int, ...], *, name: str) -> None:
+        """Raise MalformedRequest if the text is too short for a tensor of ``shape``."""
+        # A number and its comma take at least two characters.
+        if math.prod(shape) > len(self._text) // 2 + 1:
+            raise self._refused(shape, name, "fewer")
+
+    def fill(self, target: NDArray[Any], dtype: DType, *, name: str) -> None:
+        """Parse the numbers into ``target``, a contiguous array of ``dtype``.
+
+        Raises
+        ------
+        MalformedRequest
+            The list has another length, or an element that is no number of ``dtype``.
+        """
+        flat = target.reshape(-1)
+        filled = 0
+        for block in self._blocks():
+            numbers = strict_json.loads(b"[" + block + b"]", f"{name}: data")
+            if filled + len(numbers) > flat.size:
+                raise self._refused(target.shape, name, "more")
+            flat[filled : filled + len(numbers)] = array_from_values(numbers, dtype, name=name)
+            filled += len(numbers)
+        if filled < flat.size:
+            raise self._refused(target.shape, name, "fewer")
+
+    def _blocks(self) -> Iterator[bytes]:
+        at = 0
+        while at < len(self._text):
+            block = bytes(self._text[at : at + _BLOCK_BYTES])
+            more = at + len(block) < len(self._text)
+            if more:
+                comma = block.rfind(b",")
+                if comma < 0:
+                    raise MalformedRequest("data is not JSON: an element of its list does not end")
+                block = block[:comma]
+            if not block.strip() or (more and at + len(block) + 1 == len(self._text)):
+                raise MalformedRequest("data is not JSON: its list has an empty element")
+            yield block
+            at += len(block) + more
+
+    def _refused(self, shape: tuple[int, ...], name: str, how: str) -> MalformedRequest:
+        return MalformedRequest(
+            f"{name}: data holds {how} numbers than the {shown(math.prod(shape))} of its shape "
+            f"{shown(shape)}"
+        )
+
+
+_NUMBERS = LongValues(
+    ("data",),
+    "[]",
+    min_bytes=16 * 1024,
+    wrap=_NumberList,
+    advice="send tensors as binary data, or data as one flat list",
+)
 
 
 def read_infer_head(text: memoryview, operation: Operation, data_bytes: int | None) -> InferRequest:
@@ -56,13 +124,16 @@ def read_infer_head(text: memoryview, operation: Operation, data_bytes: int | No
     ------
     MalformedRequest
         The text is not JSON, has an unknown key, or its sizes are inconsistent.
+    NotFound
+        It names a version of the model that there is not.
     """
-    fields = parse_request_text(text)
+    fields = _NUMBERS.parse_object(text, "the request")
     known_keys(fields, _REQUEST_KEYS, "the request")
     if fields.get("model_name", operation.name) != operation.name:
         raise MalformedRequest(
             f"model_name is {shown(fields['model_name'])}; the path names {operation.name}"
         )
+    operation_named(operation.name, _string(fields.get("model_version", ""), "model_version"))
     parameters = _object(fields.get("parameters", {}), "parameters")
     if "triton_enable_empty_final_response" in parameters:
         raise MalformedRequest("triton_enable_empty_final_response is for streams, in gRPC")
@@ -102,7 +173,7 @@ def _input(item: Mapping[str, Any], start: int) -> InferInput:
     dtype = dtype_named(item.get("datatype"), tensor=name)
     shape = checked_shape(item.get("shape"), name=name)
     parameters = _object(item.get("parameters", {}), f"{name}: parameters")
-    region = region_of(parameters, name, ("binary_data_size",))
+    region = input_region(parameters, name)
     found = [
         key
         for key, there in (
@@ -125,17 +196,15 @@ def _input(item: Mapping[str, Any], start: int) -> InferInput:
     return InferInput(name, dtype, shape, Span(start, size_bytes))
 
 
-def _numbers(
-    data: Any, dtype: DType, shape: tuple[int, ...], name: str
-) -> NDArray[Any] | NumberList:
-    """Return the array of JSON numbers, nested or flat in row-major order."""
+def _numbers(data: Any, dtype: DType, shape: tuple[int, ...], name: str) -> NDArray[Any] | Filler:
+    """Return the array of JSON numbers, nested or flat in row-major order, or what parses them."""
     if dtype not in IN_JSON:
         raise MalformedRequest(
             f"{name}: {protocol_name(dtype)} cannot be sent as JSON; send it as binary data"
         )
-    if isinstance(data, NumberList):
+    if isinstance(data, _NumberList):
         data.check(shape, name=name)
-        return data
+        return partial(data.fill, dtype=dtype, name=name)
     if not isinstance(data, list):
         raise MalformedRequest(f"{name}: expected data to be a list, got {shown(data)}")
     array = array_from_values(data, dtype, name=name)
@@ -151,12 +220,10 @@ def _output(item: Mapping[str, Any], binary_by_default: bool) -> InferOutput:
     name = _string(item.get("name"), "the name of an output")
     known_keys(item, _OUTPUT_KEYS, f"the output {shown(name)}")
     parameters = _object(item.get("parameters", {}), f"{name}: parameters")
-    if parameters.get("classification", 0) != 0:
-        raise MalformedRequest(f"{name}: this server has no classification extension")
+    region = output_region(parameters, name)
     binary = parameters.get("binary_data", binary_by_default)
     if not isinstance(binary, bool):
         raise MalformedRequest(f"{name}: expected binary_data to be a bool, got {shown(binary)}")
-    region = region_of(parameters, name, ("binary_data", "classification"))
     # Triton's client sends binary_data: false together with a region.
     if region is not None and parameters.get("binary_data"):
         raise MalformedRequest(f"{name}: expected binary_data or shared_memory_region, got both")

@@ -20,7 +20,7 @@ from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest
 from convgrad.wire import strict_json
 from convgrad.wire.sentences import shown
-from convgrad_service.oip.json_text import NumberList
+from convgrad_service.engine.execution import Filler
 
 __all__ = [
     "IN_JSON",
@@ -31,10 +31,11 @@ __all__ = [
     "Reserved",
     "Span",
     "dtype_named",
+    "input_region",
     "known_keys",
+    "output_region",
     "parsed",
     "protocol_name",
-    "region_of",
     "separated",
     "size_of",
 ]
@@ -61,6 +62,10 @@ _REGION, _SIZE, _OFFSET = (
     "shared_memory_offset",
 )
 _KEYS = (_REGION, _SIZE, _OFFSET)
+# KServe's client sends those of the binary data extension over gRPC too, which has no use for
+# them; MLServer's names with content_type the class in which its server would hold the tensor.
+_INPUT_KEYS = ("binary_data_size", "content_type", *_KEYS)
+_OUTPUT_KEYS = ("binary_data", "classification", "content_type", *_KEYS)
 _INT64 = 2**63
 
 
@@ -103,7 +108,8 @@ def separated(parameters: Mapping[str, Any]) -> Reserved:
     """Separate the protocol's reserved parameters from the operation's.
 
     Sequence and priority parameters are checked but have no effect: every operation is a pure
-    function of its request, and requests are served in order of arrival.
+    function of its request, and requests are served in order of arrival. Nor has MLServer's
+    ``content_type``.
 
     Raises
     ------
@@ -175,6 +181,7 @@ def _is_bool(value: Any) -> bool:
 
 _RESERVED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "timeout": ("an int >= 0, in microseconds", _is_count),
+    "content_type": ("a string", lambda value: isinstance(value, str)),
     "priority": (_COUNT, _is_count),
     "sequence_id": (
         "an int >= 0 or a string",
@@ -210,13 +217,13 @@ class InferInput:
     """One input.
 
     ``source`` is a span of bytes (row-major, little-endian), a shared-memory region, or, if the
-    elements came as JSON numbers, the array itself or a long list not parsed yet.
+    elements came as JSON numbers, the array itself or what parses a long list into one.
     """
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    source: Span | Region | NumberList | NDArray[Any]
+    source: Span | Region | Filler | NDArray[Any]
 
     def __post_init__(self) -> None:
         """Check the size of the data against shape and dtype."""
@@ -325,19 +332,26 @@ def _check_names(names: list[str], known: tuple[str, ...], what: str, operation:
         seen.add(name)
 
 
-def region_of(
-    parameters: Mapping[str, Any], tensor: str, others: tuple[str, ...] = ()
-) -> Region | None:
-    """Return the region that a tensor's parameters name, or None.
-
-    ``others`` are the other parameters that the tensor may have.
+def input_region(parameters: Mapping[str, Any], tensor: str) -> Region | None:
+    """Return the region that an input's parameters name, or None.
 
     Raises
     ------
     MalformedRequest
         A parameter is unknown, missing or of the wrong type.
     """
-    known_keys(parameters, (*others, *_KEYS), f"parameters of {shown(tensor)}")
+    return _region(parameters, tensor, _INPUT_KEYS)
+
+
+def output_region(parameters: Mapping[str, Any], tensor: str) -> Region | None:
+    """Return the region that an output's parameters name, or None; raises as `input_region`."""
+    if parameters.get("classification", 0) != 0:
+        raise MalformedRequest(f"{tensor}: this server has no classification extension")
+    return _region(parameters, tensor, _OUTPUT_KEYS)
+
+
+def _region(parameters: Mapping[str, Any], tensor: str, known: tuple[str, ...]) -> Region | None:
+    known_keys(parameters, known, f"parameters of {shown(tensor)}")
     if not any(key in parameters for key in _KEYS):
         return None
     name = parameters.get(_REGION)

@@ -130,6 +130,21 @@ def test_typed_contents(datatype: str, contents: str) -> None:
     np.testing.assert_array_equal(tensor_in(body, read_infer_request(body).inputs[0]), array)
 
 
+def test_parameters_of_other_servers_clients_have_no_effect() -> None:
+    """KServe's client sends those of the binary data extension, MLServer's a content type."""
+    made = request(np.zeros((1, 1, 2, 2), np.float32))
+    made.outputs.add(name="grad_input")
+    plain = read_infer_request(made.SerializeToString())
+    made.parameters["content_type"].string_param = "np"
+    for tensor in (made.inputs[0], made.outputs[0]):
+        tensor.parameters["content_type"].string_param = "np"
+    made.inputs[0].parameters["binary_data_size"].int64_param = 16
+    made.outputs[0].parameters["binary_data"].bool_param = True
+    read = read_infer_request(made.SerializeToString())
+    assert (read.parameters, read.outputs) == (plain.parameters, plain.outputs)
+    assert read.inputs[0].shape == plain.inputs[0].shape
+
+
 def test_parameters_of_every_kind() -> None:
     made = request(np.zeros((1, 1, 2, 2), np.float32))
     made.parameters["alpha"].double_param = 0.5

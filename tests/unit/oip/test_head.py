@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 from convgrad.contract import OPERATIONS
-from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest, NotFound
 from convgrad_service.oip.fields import operation_named, request_fields
 from convgrad_service.oip.http_json import read_infer_head
-from convgrad_service.oip.json_text import NumberList
 from convgrad_service.oip.request import InferRequest, Region, Span
 
 CONV = OPERATIONS["conv_bwd_data"]
@@ -99,6 +97,24 @@ def test_parameters_are_the_operations_and_the_protocols() -> None:
     assert head(parameters={"timeout": 0}).timeout_s is None
 
 
+def test_parameters_of_other_servers_clients_have_no_effect() -> None:
+    np_codec = {"content_type": "np"}
+    request = head(
+        parameters=np_codec,
+        inputs=[{**NUMBERS, "parameters": np_codec}],
+        outputs=[{"name": "grad_input", "parameters": np_codec}],
+    )
+    assert (request.parameters, request.outputs[0].binary) == ({}, False)
+    refused("content_type: expected a string, got 3", parameters={"content_type": 3})
+
+
+def test_the_version_is_that_of_the_model() -> None:
+    assert head(model_version="1").operation is head(model_version="").operation is CONV
+    refused("model_version: expected a string, got 1", model_version=1)
+    with pytest.raises(NotFound, match='has no version "9"'):
+        head(model_version="9")
+
+
 def test_a_long_flat_list_is_not_parsed_at_once() -> None:
     rng = np.random.default_rng(5)
     values = rng.standard_normal((3, 5, 50, 60)).astype(np.float32)
@@ -106,13 +122,13 @@ def test_a_long_flat_list_is_not_parsed_at_once() -> None:
     numbers = [float(value) for value in values.reshape(-1)]
     other = {**NUMBERS, "name": "grad_output"}
     source = head(inputs=[{**tensor, "data": numbers}, other]).inputs[0].source
-    assert isinstance(source, NumberList)
+    assert callable(source)
     target = np.empty(values.shape, np.float32)
-    source.fill(target, DType.FLOAT32, name="weight")
+    source(target)
     np.testing.assert_array_equal(target, values)
     for wrong in ((3, 5, 50, 61), (3, 5, 50, 59)):
         with pytest.raises(MalformedRequest, match="numbers than the"):
-            source.fill(np.empty(wrong, np.float32), DType.FLOAT32, name="weight")
+            source(np.empty(wrong, np.float32))
     refused("fewer numbers", inputs=[{**tensor, "shape": [2**40, 2**20], "data": numbers}])
 
 
@@ -124,9 +140,8 @@ def test_a_long_list_that_is_no_list_of_numbers(broken: str) -> None:
         with pytest.raises(MalformedRequest):  # noqa: PT012 - by one of the two
             request = read_infer_head(memoryview(whole.encode()), CONV, 0)
             source = request.inputs[0].source
-            assert isinstance(source, NumberList)
-            count = text.count(",") + 1
-            source.fill(np.empty(count, np.float32), DType.FLOAT32, name="weight")
+            assert callable(source)
+            source(np.empty(text.count(",") + 1, np.float32))
 
 
 def test_long_nested_lists_are_bounded() -> None:
