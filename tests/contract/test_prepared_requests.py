@@ -19,7 +19,6 @@ import convgrad
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.engine.execution import PreparedRequest
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.request import ComputeRequest
 from convgrad_service.engine.workers.inline_executor import InlineBackend
 from tests.support.fake_backends import Blocking
 from tests.support.oip_server import OipServer, serving_oip
@@ -49,8 +48,8 @@ def known(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     known = Pipeline._cached
 
-    def counted(self: Pipeline, request: ComputeRequest, key: Hashable) -> PreparedRequest | None:
-        prepared = known(self, request, key)
+    def counted(self: Pipeline, entry: tuple[str, Hashable | None]) -> PreparedRequest | None:
+        prepared = known(self, entry)
         if prepared is not None:
             found.append(prepared.layout.sizes.operation)
         return prepared

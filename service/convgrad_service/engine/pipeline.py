@@ -261,10 +261,8 @@ class Pipeline:
         entry = operation.name, key
         try:
             with request.timings.stage("decode"):
-                prepared = self._prepared.get(entry)
-                if prepared is not None:
-                    self._prepared.move_to_end(entry)
-                else:
+                prepared = self._cached(entry)
+                if prepared is None:
                     decoded = await self.in_thread(decode, body_lease, inline=inline)
                     fields, regions = decoded.fields, decoded.regions
                     if uses_stored := "stored" in fields:
@@ -321,6 +319,12 @@ class Pipeline:
         """Refuse new requests and end the codec threads."""
         self.draining = True
         self._codecs.shutdown(wait=False, cancel_futures=True)
+
+    def _cached(self, entry: tuple[str, Hashable | None]) -> PreparedRequest | None:
+        prepared = self._prepared.get(entry)
+        if prepared is not None:
+            self._prepared.move_to_end(entry)
+        return prepared
 
     def _validate(
         self, operation: Operation, fields: Fields, decoded: Decoded

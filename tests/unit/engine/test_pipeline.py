@@ -196,10 +196,11 @@ def test_request_larger_than_the_arena_is_refused() -> None:
 @pytest.mark.parametrize("filling", [True, False], ids=["filling", "decoding"])
 def test_leases_are_held_while_a_thread_uses_them(filling: bool) -> None:
     pipeline = Plane()
-    release = threading.Event()
+    begins, release = threading.Event(), threading.Event()
 
     def slow() -> Mapping[str, Any]:
-        release.wait(5)
+        begins.set()
+        release.wait(60)
         return FIELDS
 
     def slowly(_: object) -> None:
@@ -216,8 +217,16 @@ def test_leases_are_held_while_a_thread_uses_them(filling: bool) -> None:
             async with execution as work:
                 await work.fill({"grad_output": slowly}, body_lease=text)
 
-        with pytest.raises(DeadlineExceeded), CancelScope(called(0.05).deadline):
+        scope = CancelScope()
+
+        async def end() -> None:
+            await asyncio.to_thread(begins.wait, 60)
+            scope.set_deadline(called(0.0).deadline)
+
+        ending = asyncio.ensure_future(end())
+        with pytest.raises(DeadlineExceeded), scope:
             await begun_and_filled()
+        await ending
         text.release()
         assert pipeline.hub.texts.used_bytes > 0
         assert (pipeline.hub.memory.used_bytes > 0) == filling

@@ -255,9 +255,7 @@ class _Worker:
 
     def _next(self) -> tuple[RunTask, TensorLayout | ServiceError, threading.Event | None]:
         task = RunTask(*self._jobs.receive())
-        # A brief task is done before it could be cancelled.
-        cancelled = None if task.brief else self._register(task.number)
-        return task, self._open(task), cancelled
+        return task, self._open(task), self._register(task)
 
     def _run(
         self,
@@ -378,11 +376,16 @@ class _Worker:
             self._compiled = {key for key in self._compiled if key[0] != slot}
         return refusal or self._layouts[slot]
 
-    def _register(self, number: int) -> threading.Event:
+    def _register(self, task: RunTask) -> threading.Event | None:
+        """Return the task's cancellation; None if it is brief, and done before it is cancelled."""
+        event = None if task.brief else Cancellation()
         with self._lock:
-            event = self._running[number] = Cancellation()
-            self._last_number = number
-            if number in self._cancelled_early:
-                event.set()
-            self._cancelled_early = {each for each in self._cancelled_early if each > number}
+            self._last_number = task.number
+            if event is not None:
+                self._running[task.number] = event
+                if task.number in self._cancelled_early:
+                    event.set()
+            if self._cancelled_early:
+                early = self._cancelled_early
+                self._cancelled_early = {each for each in early if each > task.number}
         return event
